@@ -326,10 +326,10 @@ class Run:
         stage = trainer.state.stage
         if context.dp.size == 1 or stage is None:
             return loader
-        together = trainer.training or forwards_together(self._options, context)
-        check_loader(loader, stage, context.axis("world"), together=together)
+        check_loader(loader, stage, context.axis("world"))
         if sized_len(loader) is not None:
             return loader
+        together = trainer.training or forwards_together(self._options, context)
         agreement = Agreement(
             stage.dataloader_prefix or "",
             context.dp,

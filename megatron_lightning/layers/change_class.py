@@ -7,6 +7,8 @@ A class that knows more than ``nn.Linear`` (a marker, say) is kept as a second b
 from __future__ import annotations
 
 import types
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Any, TypeVar, cast
 
@@ -37,6 +39,20 @@ def change_class(module: nn.Module, kind: type[ModuleT], **attributes: Any) -> M
     for name, value in attributes.items():
         setattr(module, name, value)
     return cast(ModuleT, module)
+
+
+@contextmanager
+def changed_class(module: nn.Module, kind: type[ModuleT], **attributes: Any) -> Iterator[ModuleT]:
+    """Change ``module`` as :func:`change_class` does; a ShardingError in the block undoes it."""
+    own, before = type(module), dict(vars(module))
+    changed = change_class(module, kind, **attributes)
+    try:
+        yield changed
+    except ShardingError:
+        module.__class__ = own
+        vars(module).clear()
+        vars(module).update(before)
+        raise
 
 
 # One class for each pair: compiled graphs are kept by class.

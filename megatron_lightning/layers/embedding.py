@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron_lightning.errors import ShardingError
-from megatron_lightning.layers.change_class import change_class
+from megatron_lightning.layers.change_class import change_class, changed_class
 from megatron_lightning.layers.replaceable import check_replaceable
 from megatron_lightning.parallel.collectives import reduce_from_axis, reduce_scatter, scatter
 from megatron_lightning.parallel.context import AxisGroup
@@ -87,12 +87,13 @@ class VocabParallelEmbedding(nn.Embedding):
         constructor.
 
         Raises:
-            ShardingError: If it uses an option that has no parallel form.
+            ShardingError: If it uses an option that has no parallel form, or cannot be split; it is
+                unchanged then.
         """
         check_replaceable(embedding, (nn.Embedding,), cls.__name__)
         _check_options(embedding)
-        layer = change_class(embedding, cls, **options)
-        layer._divide()
+        with changed_class(embedding, cls, **options) as layer:
+            layer._divide()
         return layer
 
     def _divide(self) -> None:

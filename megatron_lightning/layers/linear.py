@@ -15,8 +15,7 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import Tensor, nn
 
-from megatron_lightning.errors import ShardingError
-from megatron_lightning.layers.change_class import change_class
+from megatron_lightning.layers.change_class import change_class, changed_class
 from megatron_lightning.layers.column_product import ColumnProduct
 from megatron_lightning.layers.gemm import Operand, SequenceAxis, autocast
 from megatron_lightning.layers.linear_loss import Head, OutputLinear, linear_losses
@@ -117,15 +116,8 @@ class _ParallelLinear(Splittable, nn.Linear, ABC):
                 the layer is unchanged then.
         """
         cls.check(linear, **options)
-        own, before = type(linear), dict(vars(linear))
-        layer = change_class(linear, cls, **options)
-        try:
+        with changed_class(linear, cls, **options) as layer:
             layer._divide()
-        except ShardingError:
-            layer.__class__ = own  # type: ignore[assignment]
-            vars(layer).clear()
-            vars(layer).update(before)
-            raise
         return layer
 
     def _divide(self) -> None:

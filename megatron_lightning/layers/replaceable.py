@@ -60,7 +60,7 @@ def check_forward(module: nn.Module, plain: Collection[type[nn.Module]], target:
         where = "this module" if "forward" in vars(module) else f"class {type(module).__qualname__}"
         raise ShardingError(
             f"{target} computes a {next(iter(plain)).__name__} on shards, and {where} has a "
-            "forward of its own, which would not be called. {_WAY_OUT} Or move what the forward "
+            f"forward of its own, which would not be called. {_WAY_OUT} Or move what the forward "
             "adds into a module around it."
         )
 

@@ -106,7 +106,6 @@ class DistributedOptimizer(OptimizerState):
             moments.warn_if_lost(optimizer)
         if self.exchanged:
             optimizer.register_step_pre_hook(self._prepare_after_closure)
-        if self.exchanged:
             optimizer.register_step_post_hook(lambda *_: self._finish_step())
 
     @property

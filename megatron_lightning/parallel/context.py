@@ -142,7 +142,7 @@ class ParallelContext:
             self._by_ranks[world] = dist.group.WORLD
             compat.at_end_of_main_thread(compat.destroy_process_groups, last=True)
         self._groups = {"world": self._axis_group("world", world)}
-        if world in self._nccl_options or layout.model_parallel_size > 1:
+        if world in self._nccl_options or layout.replica_size > 1:
             # Its options were others; or what a user calls on the default group must be told apart
             # from our own collectives of an axis that spans all ranks.
             del self._by_ranks[world]

@@ -126,6 +126,11 @@ class ParallelLayout:
         return max(self.tp, self.etp * self.ep) * self.pp
 
     @property
+    def replica_size(self) -> int:
+        """Ranks that run the same samples together."""
+        return self.tp * self.cp * self.pp
+
+    @property
     def divides_experts(self) -> bool:
         """Whether experts are divided otherwise than dense layers."""
         return self.ep > 1 or self.etp != self.tp
@@ -147,7 +152,7 @@ class ParallelLayout:
                 f"the number of ranks is {world_size!r}; it must be a positive integer. Set it, or "
                 "num_nodes x devices."
             )
-        model = self.tp * self.cp * self.pp
+        model = self.replica_size
         if world_size % model:
             raise ConfigError(
                 f"{world_size} ranks cannot be divided into model replicas of {model} ranks "

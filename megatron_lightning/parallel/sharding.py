@@ -376,7 +376,8 @@ def shared_names(model: nn.Module) -> list[list[str]]:
 @contextmanager
 def untied(model: nn.Module) -> Iterator[None]:
     """Inside the block, every name of a shared parameter has a parameter of its own, of the same
-    data, so that each module takes its shards of it; afterwards all share the first one.
+    data, so that each module takes its shards of it; afterwards, also after an error, all share the
+    first one.
 
     Raises:
         ShardingError: If the shards differ.
@@ -386,17 +387,26 @@ def untied(model: nn.Module) -> Iterator[None]:
         parameter = model.get_parameter(owner)
         for copy in copies:
             _set(model, copy, nn.Parameter(parameter.detach(), parameter.requires_grad))
-    yield
-    for owner, *copies in tied:
-        parameter = model.get_parameter(owner)
-        for copy in copies:
-            if model.get_parameter(copy).shape != parameter.shape:
-                raise ShardingError(
-                    f"{copy} and {owner} were one parameter, and the plan gives them the shapes "
-                    f"{tuple(model.get_parameter(copy).shape)} and {tuple(parameter.shape)}. Give "
-                    "both modules the same style."
-                )
-            _set(model, copy, parameter)
+    try:
+        yield
+        for owner, *copies in tied:
+            _check_shapes(model, owner, copies)
+    finally:
+        for owner, *copies in tied:
+            parameter = model.get_parameter(owner)
+            for copy in copies:
+                _set(model, copy, parameter)
+
+
+def _check_shapes(model: nn.Module, owner: str, copies: list[str]) -> None:
+    shape = tuple(model.get_parameter(owner).shape)
+    for copy in copies:
+        found = tuple(model.get_parameter(copy).shape)
+        if found != shape:
+            raise ShardingError(
+                f"{copy} and {owner} were one parameter, and the plan gives them the shapes "
+                f"{found} and {shape}. Give both modules the same style."
+            )
 
 
 def _set(model: nn.Module, path: str, parameter: nn.Parameter) -> None:

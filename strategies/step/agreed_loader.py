@@ -50,7 +50,7 @@ class Agreement:
 
         Raises:
             ConfigError: On all ranks, if the data of some have ended and those of others have not,
-                where ranks run steps together.
+                before the first batch or where ranks run steps together.
         """
         missing = object()
         number = 0
@@ -62,7 +62,8 @@ class Agreement:
                 number += 1
                 yield batch
                 continue
-            if votes > 0 and self._together():
+            # The first batch has collectives of its own, also where later ones have none.
+            if votes > 0 and (number == 0 or self._together()):
                 self._refuse(number, has_ended=batch is missing)
             if batch is not missing:
                 yield batch
@@ -74,9 +75,10 @@ class Agreement:
         found = [f"{number} batches" if end else "more" for end in ended]
         named = dict(zip(self._ranks.ranks, found, strict=True))
         found = [f"rank {rank}: {text}" for rank, text in list(named.items())[:8]]
+        steps = "every step" if number else "the first step"
         raise ConfigError(
             f"the {self._what} data ended on some ranks only ({', '.join(found)}), and all of them "
-            "run every step together. Let each rank's dataset yield as many batches (cut to the "
+            f"run {steps} together. Let each rank's dataset yield as many batches (cut to the "
             f"shortest, or repeat), or set Trainer(limit_{self._what}_batches={number or 1})."
         )
 

@@ -30,17 +30,16 @@ def by_rank(values: Sequence[object]) -> str:
     return ", ".join(shown) + (", …" if len(values) > _SHOWN else "")
 
 
-def check_loader(loader: object, stage: RunningStage, world: AxisGroup, *, together: bool) -> None:
+def check_loader(loader: object, stage: RunningStage, world: AxisGroup) -> None:
     """Compare a loader with those of the other ranks, before its loop begins; a collective.
 
     Args:
         loader: Read by this rank.
         stage: What for.
         world: All ranks.
-        together: Whether the batches are run by all ranks together.
 
     Raises:
-        ConfigError: If only some ranks have a length or, where batches are run together, a batch.
+        ConfigError: If only some ranks have a length, or a batch.
     """
     lengths = world.all_gather_object(sized_len(loader))
     is_known = [length is not None for length in lengths]
@@ -50,11 +49,11 @@ def check_loader(loader: object, stage: RunningStage, world: AxisGroup, *, toget
             f"the {stage.value} DataLoader has a length on some ranks only ({found}), and they "
             "cannot agree on the end of an epoch. Give it __len__ on all of them, or on none."
         )
-    if together and 0 in lengths and any(lengths):
+    if 0 in lengths and any(lengths):
         raise ConfigError(
             f"the {stage.value} DataLoader has no batch on some ranks ({by_rank(lengths)}), and "
-            "all ranks have to run its batches together. Use a smaller batch_size or fewer "
-            "data-parallel ranks, or give every rank a batch."
+            "Lightning leaves out the loop on these, where the others wait for them forever. Use a "
+            "smaller batch_size or fewer data-parallel ranks, or give every rank a batch."
         )
 
 

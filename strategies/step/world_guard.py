@@ -31,7 +31,7 @@ class WorldGuard:
     def __init__(self, module_name: str, context: ParallelContext) -> None:
         self._module_name = module_name
         self._context = context
-        self._num_copies = context.layout.model_parallel_size
+        self._num_copies = context.layout.replica_size
         self._is_dismissed = False
 
     def dismiss(self) -> None:
@@ -76,10 +76,16 @@ class WorldGuard:
             if layout.pp > 1
             else ""
         )
+        parts = (
+            " Sums over the parts of sequences, too, take group="
+            "self.trainer.strategy.context.dp_cp.process_group."
+            if layout.cp > 1
+            else ""
+        )
         raise PipelineError(
             f"{hook} of {self._module_name} called {collective} on the default process group of "
             f"all {dist.get_world_size()} ranks. {self._num_copies} of them ({sizes}) hold the "
             f"same samples, and each value would count {self._num_copies} times.{waits} Pass "
             "group=self.trainer.strategy.data_parallel_group, whose ranks hold different samples, "
-            "and ask it for sizes and ranks, too (dist.get_world_size(group))."
+            f"and ask it for sizes and ranks, too (dist.get_world_size(group)).{parts}"
         )

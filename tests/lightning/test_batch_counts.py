@@ -245,6 +245,9 @@ def _refused(
         (DP2, "fit", _plain, (2, 4), ToyModule, "(rank 0: 2 batches, rank 1: more)"),
         (FSDP2, "validate", _stream, (1, 2), ToyModule, "limit_val_batches=1"),
         (FSDP2, "predict", _sized, (0, 2), ToyModule, "predict DataLoader has no batch"),
+        (DP2, "validate", _sized, (2, 0), ToyModule, "validate DataLoader has no batch"),
+        (DP2, "predict", _sized, (0, 1), ToyModule, "on some ranks (rank 0: 0, rank 1: 1)"),
+        (DP2, "test", _stream, (2, 0), ToyModule, "(rank 0: more, rank 1: 0 batches)"),
         (DP2, "validate", _sized, (3, 2), _Logging, "(rank 0: 3, rank 1: 2)"),
         (DP2, "validate", _stream, (3, 2), _Logging, "(rank 0: more, rank 1: 2 batches)"),
     ],
@@ -262,6 +265,20 @@ def test_what_is_refused(
         assert message in text
         if make is _sized:
             assert steps == 0
+
+
+def _refused_in_fit(layout: Layout, folder: str, make: Any) -> str:
+    trainer = layout.trainer(folder, max_epochs=1, use_distributed_sampler=False)
+    rank = dist.get_rank()
+    with pytest.raises(ConfigError) as caught:
+        trainer.fit(ToyModule(), _sized((2, 2), rank), make((2, 0), rank))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("make", [_sized, _stream])
+def test_a_rank_without_a_batch_is_refused_during_a_fit(make: Any, tmp_path: Path) -> None:
+    for text in run(DP2, _refused_in_fit, tmp_path, make):
+        assert "rank 1: 0" in text
 
 
 def _streamed(layout: Layout, folder: str) -> int:

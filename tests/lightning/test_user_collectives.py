@@ -16,9 +16,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from megatron_lightning.config import MoEConfig, TransformerConfig
 from megatron_lightning.errors import ConfigError, PipelineError
 from megatron_lightning.layers import CoreAttention
 from megatron_lightning.layers.styles import ColumnParallel, ContextAttention
+from megatron_lightning.modules import GPTLightningModule
 from megatron_lightning.parallel import ShardingPlan
 from megatron_lightning.resilience.failure import PeerFailure
 from tests.lightning.support import (
@@ -46,6 +48,15 @@ CP2 = make_layout(
     context_parallel_size=2,
     sharding_plan=ShardingPlan(modules={"model.core": ContextAttention()}, positions=""),
 )
+EXPERTS_DP2 = make_layout("experts-dp2", 2, 2)
+EXPERTS_EP2 = make_layout("experts-ep2", 2, 2, expert_model_parallel_size=2)
+EXPERTS_TP2_EP2 = make_layout(
+    "experts-tp2-ep2", 4, 2, tensor_model_parallel_size=2, expert_model_parallel_size=2
+)
+CONFIG = TransformerConfig(
+    num_layers=1, hidden_size=16, num_attention_heads=2, vocab_size=30, max_sequence_length=8,
+    moe=MoEConfig(num_experts=4),
+)  # fmt: skip
 PP2_DP2 = make_layout("pp2-dp2", 4, 2, pipeline_model_parallel_size=2, micro_batch_size=2)
 
 
@@ -69,9 +80,10 @@ class _Attention(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.core = CoreAttention(0.0)
+        self.linear = nn.Linear(SIZE, SIZE)
 
     def forward(self, x: Tensor) -> Tensor:
-        heads = x.transpose(0, 1).unsqueeze(2)
+        heads = self.linear(x).transpose(0, 1).unsqueeze(2)
         return self.core(heads, heads, heads).transpose(0, 1)
 
 
@@ -110,10 +122,31 @@ class _Module(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.5)
 
 
-def _loader(layout: Layout, width: tuple[int, ...] = (SIZE,)) -> DataLoader[Any]:
+class _Experts(GPTLightningModule):
+    """``observe`` is called with this module and the loss of every training step."""
+
+    def __init__(self, observe: Callable[[Any, Tensor], Tensor]) -> None:
+        super().__init__(CONFIG)
+        self.observe = observe
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
+        output = super().training_step(batch, batch_idx)
+        return {**output, "loss": self.observe(self, output["loss"])}
+
+
+def _made(layout: Layout, **functions: Any) -> tuple[pl.LightningModule, DataLoader[Any]]:
+    """Return a module for the layout, and its data."""
+    if layout.name.startswith("experts"):
+        pl.seed_everything(0, verbose=False)
+        tokens = torch.randint(0, 30, (SAMPLES, 9))
+        texts = [{"tokens": row[:-1], "labels": row[1:]} for row in tokens]
+        return _Experts(**functions), DataLoader(texts, batch_size=8 // layout.data)
+    module, width = _Module(**functions), (SIZE,)
+    if layout.name == "cp2":
+        module.model, width = _Attention(), (4, SIZE)
     generator = torch.Generator().manual_seed(1)
     rows = [{"x": torch.randn(*width, generator=generator)} for _ in range(SAMPLES)]
-    return DataLoader(rows, batch_size=8 // layout.data)
+    return module, DataLoader(rows, batch_size=8 // layout.data)
 
 
 def _counts(module: _Module) -> dict[str, Any]:
@@ -139,10 +172,9 @@ def _counts(module: _Module) -> dict[str, Any]:
 
 
 def _validate(layout: Layout, folder: str, at_end: Any) -> Any:
-    module, width = _Module(at_end=at_end), (SIZE,)
-    if layout.name == "cp2":
-        module.model, width = _Attention(), (4, SIZE)
-    layout.trainer(folder).validate(module, _loader(layout, width), verbose=False)
+    module: Any
+    module, loader = _made(layout, at_end=at_end)
+    layout.trainer(folder).validate(module, loader, verbose=False)
     return module.result
 
 
@@ -198,15 +230,15 @@ def _own_group(module: _Module, z: Tensor) -> Tensor:
 
 
 def _gathered(layout: Layout, folder: str, observe: Any) -> Any:
-    module = _Module(observe)
-    layout.trainer(folder, max_steps=1).fit(module, _loader(layout))
+    module, loader = _made(layout, observe=observe)
+    layout.trainer(folder, max_steps=1).fit(module, loader)
     return {name: p.detach() for name, p in module.named_parameters()}
 
 
 def _refused(layout: Layout, folder: str, observe: Any) -> str | None:
     """Return the message of the refusal; None where another rank has refused first."""
     with pytest.raises((PipelineError, PeerFailure)) as caught:
-        layout.trainer(folder, max_steps=2).fit(_Module(observe), _loader(layout))
+        layout.trainer(folder, max_steps=2).fit(*_made(layout, observe=observe))
     return None if isinstance(caught.value, PeerFailure) else str(caught.value)
 
 
@@ -268,9 +300,31 @@ def _fit_with(layout: Layout, folder: str, observe: Any) -> Any:
     return weights
 
 
-def test_other_collectives_pass(tmp_path: Path) -> None:
-    found, plain = (run(TP2, _fit_with, tmp_path, step)[0] for step in (_passing, None))
+@layouts(TP2, CP2)
+def test_other_collectives_pass(layout: Layout, tmp_path: Path) -> None:
+    found, plain = (run(layout, _fit_with, tmp_path, step)[0] for step in (_passing, None))
     assert_close(found, plain)
+
+
+def _sums_parts(module: _Module, z: Tensor) -> Tensor:
+    number = torch.ones(())
+    strategy: Any = module.trainer.strategy
+    dist.all_reduce(number, group=strategy.context.dp_cp.process_group)
+    assert float(number) == 2.0
+    return z.square().mean()
+
+
+def test_sums_over_the_parts_of_sequences_pass(tmp_path: Path) -> None:
+    found, plain = (run(CP2, _fit_with, tmp_path, step)[0] for step in (_sums_parts, None))
+    assert_close(found, plain)
+
+
+def test_ranks_that_share_only_experts_hold_different_samples(tmp_path: Path) -> None:
+    found, plain = (
+        run(layout, _fit_with, tmp_path, _all_reduce)[0] for layout in (EXPERTS_EP2, EXPERTS_DP2)
+    )
+    dense = [name for name in plain if "experts" not in name]
+    assert_close({name: found[name] for name in dense}, {name: plain[name] for name in dense})
 
 
 @pytest.mark.parametrize(
@@ -287,11 +341,28 @@ def test_collectives_over_all_ranks_are_refused_in_a_step(
     step: Any, name: str, tmp_path: Path
 ) -> None:
     layout = TP2_MICRO if step is _objects else TP2
-    messages = [message for message in run(layout, _refused, tmp_path, step) if message]
-    assert messages
-    for message in messages:
-        assert f"{name} on the default process group of all 2 ranks" in message
-        assert "(tensor 2) hold the same samples" in message
+    _check_refused(
+        run(layout, _refused, tmp_path, step), f"{name} on the default", "2 of them (tensor 2)"
+    )
+
+
+@layouts(CP2, EXPERTS_TP2_EP2)
+def test_only_ranks_that_hold_the_same_samples_are_counted(layout: Layout, tmp_path: Path) -> None:
+    copies = "2 of them (context 2)" if layout is CP2 else "2 of them (tensor 2)"
+    messages = run(layout, _refused, tmp_path, _all_reduce)
+    _check_refused(
+        messages, f"allreduce on the default process group of all {layout.ranks} ranks", copies
+    )
+    parts = "group=self.trainer.strategy.context.dp_cp.process_group"
+    assert any(message and parts in message for message in messages) == (layout is CP2)
+
+
+def _check_refused(messages: list[str | None], call: str, copies: str) -> None:
+    found = [message for message in messages if message]
+    assert found
+    for message in found:
+        assert call in message
+        assert f"{copies} hold the same samples" in message
         assert "group=self.trainer.strategy.data_parallel_group" in message
 
 

@@ -176,7 +176,12 @@ def _named_group() -> nn.Linear:
         (lambda: Tripled(4, 8), RowParallel(), "class Tripled has a forward of its own"),
         (lambda: Tripled(4, 8), VocabParallel(), "class Tripled has a forward of its own"),
         (TripledConv1D, TransposedColumnParallel(), "class TripledConv1D has a forward"),
-        (_patched, ColumnParallel(), "this module has a forward of its own"),
+        (
+            _patched,
+            ColumnParallel(),
+            "this module has a forward of its own, which would not be called. Leave it out of the "
+            "sharding plan: it then stays full on every rank, .* Or move what the forward adds",
+        ),
         (lambda: weight_norm(nn.Linear(4, 8)), ColumnParallel(), "computed from other parameters"),
         (lambda: spectral_norm(nn.Linear(4, 8)), RowParallel(), "computed from other parameters"),
         (lambda: new_style.weight_norm(nn.Linear(4, 8)), ColumnParallel(), "computed from other"),
@@ -204,8 +209,9 @@ def test_what_would_be_lost_is_refused(
 ) -> None:
     module = make()
     shapes = [parameter.shape for parameter in module.parameters()]
-    with pytest.raises(ShardingError, match=f"child: .*{message}"):
+    with pytest.raises(ShardingError, match=f"child: .*{message}") as caught:
         _parallel(module, style)
+    assert "{" not in str(caught.value)
     assert [parameter.shape for parameter in module.parameters()] == shapes
 
 
@@ -292,6 +298,37 @@ def test_hooks_of_split_parameters_are_refused(
 ) -> None:
     with pytest.raises(ShardingError, match="child: weight has a gradient hook"):
         _parallel(_with_gradient_hook(name, make)(), style)
+
+
+@pytest.mark.parametrize(
+    ("module", "style"),
+    [
+        (nn.Linear(4, 7), ColumnParallel()),
+        (nn.Linear(7, 4), RowParallel()),
+        (nn.Embedding(1, 4), VocabParallel()),
+    ],
+)
+def test_a_layer_that_cannot_be_divided_is_unchanged(module: nn.Module, style: Style) -> None:
+    own, attributes = type(module), dict(vars(module))
+    with pytest.raises(ShardingError, match="child: "):
+        _parallel(module, style)
+    assert type(module) is own and vars(module) == attributes
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ({"words": VocabParallel(), "last": ColumnParallel()}, "last: .* has a forward of its own"),
+        ({"words": VocabParallel()}, "head.weight and words.weight were one parameter"),
+    ],
+)
+def test_parameters_stay_tied_after_an_error(rows: dict[str, Style], message: str) -> None:
+    model = nn.ModuleDict({"words": nn.Embedding(8, 4), "head": nn.Linear(4, 8, bias=False)})
+    model["head"].weight = weight = model["words"].weight
+    model["last"] = Tripled(4, 8)
+    with pytest.raises(ShardingError, match=message):
+        parallelize(model, _context(), ShardingPlan(modules=rows))
+    assert model["head"].weight is model["words"].weight is weight
 
 
 def test_a_hook_of_a_full_parameter_stays() -> None:
