@@ -31,6 +31,7 @@ from megatron_lightning.checkpoint.saving import Snapshot, take_snapshot, write_
 from megatron_lightning.checkpoint.source import CheckpointSource, PlainSource
 from megatron_lightning.checkpoint.vocabulary import fit_vocabulary
 from megatron_lightning.errors import CheckpointError
+from megatron_lightning.optim.class_names import CLASSES, check_class, class_names
 from megatron_lightning.optim.distributed import DistributedOptimizer
 from megatron_lightning.optim.group_names import check_regrouping, groups_of_rank, merge_groups
 from megatron_lightning.optim.parameter_shard import MainShard
@@ -223,7 +224,11 @@ class Checkpoints:
         if optimizers:
             groups = self._merged_groups(optimizers, part)
             rest["optimizer_states"] = [
-                {"state": optimizer.plain_state(), "param_groups": mine}
+                {
+                    "state": optimizer.plain_state(),
+                    "param_groups": mine,
+                    CLASSES: class_names(optimizer.optimizer),
+                }
                 for optimizer, mine in zip(optimizers, groups, strict=True)
             ]
         return tensors, rest, entries.copies
@@ -388,6 +393,7 @@ def _check_optimizers(
             f"{len(views)}. Return as many from configure_optimizers, or load the weights alone."
         )
     for view, state in zip(views, saved, strict=True):
+        check_class(view.optimizer, state.get(CLASSES, ()))
         known = {name for group in state["param_groups"] for name in group["params"]}
         new = [
             name for group in view.param_groups() for name in group["params"] if name not in known
