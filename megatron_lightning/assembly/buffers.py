@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from megatron_lightning.assembly.buffer_watch import BufferPlaces
 from megatron_lightning.assembly.part import Part
-from megatron_lightning.assembly.replicas import drift_error, fingerprint
+from megatron_lightning.assembly.replicas import agree_on_names, drift_error, fingerprint
 from megatron_lightning.assembly.shared_buffers import SharedBuffers
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.parallel.context import ParallelContext
@@ -61,12 +61,14 @@ class BufferSync:
         self._remember()
 
     def _find(self) -> None:
-        """Find the buffers, which hooks may add."""
+        """Find the buffers, which hooks may add; a collective."""
         # The last stage has the first replica's buffers when it gives them to the other stages.
         self.replicas.places = BufferPlaces(
             self._module, lambda name: self._is_last_stage or self._part.in_unit(name)
         )
         self._stages.places = BufferPlaces(self._module, lambda name: not self._part.in_unit(name))
+        for shared in (self.replicas, self._stages):
+            agree_on_names(list(shared.places.current()), shared.group, self._device)
 
     def synchronize(self, *, compare: bool = False) -> None:
         """Make the buffers equal that are known to differ; a collective.

@@ -4,6 +4,7 @@ data.
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -97,7 +98,8 @@ def check_trained_replicas(module: nn.Module, part: Part, context: ParallelConte
     projections of two copies differ by at most 1e-3 of their norm.
 
     Raises:
-        ShardingError: Naming the tensors that differ, the axis and the usual causes.
+        ShardingError: Naming the tensors that differ, or that some ranks do not have, the axis and
+            the usual causes.
     """
     if context.world_size == 1:
         return
@@ -105,14 +107,43 @@ def check_trained_replicas(module: nn.Module, part: Part, context: ParallelConte
     for axis in ("dp-cp", "edp"):
         names = [n for n, t in tensors.items() if _spec_of(n, t, part).data_axes == axis]
         whole = [n for n in names if not isinstance(tensors[n], DTensor)]
+        agree_on_names(whole, context.axis(axis), context.device)
         marks = [_exact(tensors[n]) for n in whole]
         _refuse_drift(whole, _spread(marks, context.axis(axis), context) > 0, context.axis(axis))
     for axis in ("tp", "etp", "ep", "pp"):
         close = [n for n, t in tensors.items() if _is_close_over(axis, n, t, part)]
+        agree_on_names(close, context.axis(axis), context.device)
         sketches = [_sketch(tensors[n]) for n in close]
         spread = _spread([s[:-1] for s in sketches], context.axis(axis), context)
         norms = torch.stack([s[-1] for s in sketches]) if sketches else torch.zeros(0)
         _refuse_drift(close, spread > _TOLERANCE * norms.to(spread), context.axis(axis))
+
+
+def agree_on_names(names: Sequence[str], group: AxisGroup, device: torch.device) -> None:
+    """Check that ranks hold tensors of the same names: a rank with others would wait for the rest;
+    a collective.
+
+    Raises:
+        ShardingError: Naming the tensors that only some ranks hold.
+    """
+    mark = torch.tensor([zlib.crc32("\n".join(names).encode())], device=device)
+    if not diverged(mark, group):
+        return
+    found = group.all_gather_object(list(names))
+    common = set(found[0]).intersection(*found)
+    for rank, of_rank in zip(group.ranks, found, strict=True):
+        if extra := [name for name in of_rank if name not in common]:
+            raise ShardingError(
+                f"rank {rank} holds {len(extra)} tensor(s) that other {group.name} ranks "
+                f"{list(group.ranks)} do not have: {', '.join(extra[:5])}. Code that runs on one "
+                "rank alone (rank_zero_only, if trainer.is_global_zero) made them. Make modules, "
+                "copies, parameters and buffers on all ranks; for an average of the weights use "
+                "EMAWeightAveraging."
+            )
+    raise ShardingError(
+        f"{group.name} ranks {list(group.ranks)} hold their tensors in other orders: "
+        f"{', '.join(names[:5])}. Make modules, parameters and buffers in one order on all ranks."
+    )
 
 
 def _replicated_tensors(module: nn.Module) -> dict[str, Tensor]:

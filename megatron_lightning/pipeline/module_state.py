@@ -22,7 +22,9 @@ from megatron_lightning.pipeline.plain_values import is_plain, packed, unpacked
 from megatron_lightning.pipeline.records import (
     MISSING,
     Items,
+    KeptTensor,
     Record,
+    Recording,
     attributes_of,
     is_changed,
     is_refilled,
@@ -61,8 +63,8 @@ class Change(NamedTuple):
     """Change that a step made at one place."""
 
     kind: str
-    """``set``, ``fill`` (the same tensor or container with other contents), ``extend`` (a list) or
-    ``delete``."""
+    """``set``, ``fill`` (the same tensor or container with other contents), ``extend`` (a list),
+    ``delete``, or ``replace`` (entries of a large list or dict, which are not sent)."""
     place: Place
     value: Any
 
@@ -98,6 +100,8 @@ class ModuleState:
         self._before: dict[str, Items] = {}
         self._stage = self._last
         self._of_stages: dict[int, dict[str, Items]] = {}
+        self._run = -1
+        self._kept: dict[int, KeptTensor] = {}
 
     # --------------------------------------------------------------------------------- around steps
 
@@ -108,6 +112,8 @@ class ModuleState:
             undone: Whether :meth:`undo` restores them after the run.
         """
         self._of_stages.clear()
+        self._kept.clear()
+        self._run += 1
         self._before = self._record(copies=undone or len(self._stages) > 1)
 
     def enter(self, stage: int) -> None:
@@ -137,12 +143,10 @@ class ModuleState:
         Args:
             copies: Whether to copy tensors, so that they can be restored.
         """
-        seen: set[int] = set()
+        recording = Recording(copies, self._run, self._kept)
         records = {}
         for path, values in self._values():
-            entries = {
-                name: make_record(value, seen, copies=copies) for name, value in values.items()
-            }
+            entries = {name: make_record(value, recording) for name, value in values.items()}
             records[path] = Items(None, entries, len(entries))
         return records
 
@@ -169,10 +173,15 @@ class ModuleState:
         found: list[Change] = []
         for path, values in self._values():
             found += _entry_changes(self._before[path], values, Place.of_module(path), True)
-        sent = [
-            Change(kind, place, packed(value)) for kind, place, value in found if is_plain(value)
-        ]
-        return sent, [str(place) for _, place, value in found if not is_plain(value)]
+        sent, unsent = [], []
+        for kind, place, value in found:
+            if kind == "replace":
+                unsent.append(f"entries of {place} ({len(value):,})")
+            elif is_plain(value):
+                sent.append(Change(kind, place, packed(value)))
+            else:
+                unsent.append(str(place))
+        return sent, unsent
 
     def changed_paths(self) -> set[tuple[Any, ...]]:
         """Return where something has changed since :meth:`begin`: path of a module, attribute, keys
@@ -290,6 +299,8 @@ def _changes(before: Record, value: Any, place: Place) -> Iterator[Change]:
     if isinstance(value, list) and len(value) < length:
         yield Change("fill", place, list(value))
         return
+    if before.is_replaced(value):
+        yield Change("replace", place, value)
     if isinstance(value, dict) and is_large:
         for key in list(value)[length:]:
             yield Change("set", place.entry(key, is_attribute=False), value[key])

@@ -1,18 +1,20 @@
 """Records of the values on a module, to compare them after a step and to restore them.
 
 Tensors are compared by identity and version, arrays, sets and numbers by value, lists and dicts
-entry by entry; of a list or dict of more than ``MOST_ENTRIES`` only added entries are found.
+entry by entry. Of a list or dict of more than ``MOST_ENTRIES`` added entries are found. Whether
+others were replaced is looked up in some runs, so that a run costs no more than a small list.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import operator
 import types
 import weakref
 from collections import deque
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -125,9 +127,11 @@ class Items:
     entries: dict[Any, Record]
     """None of a list or dict that is too large."""
     length: int
-    versions: list[int] | None = None
+    versions: dict[Any, int] | None = None
     """Versions of tensors among the entries, which are the values themselves; None: the entries are
     records."""
+    large: Items | None = None
+    """The values in a list or dict that is too large, in a run that looks them up."""
 
     def is_same(self, values: dict[Any, Any]) -> bool:
         """Return whether entries that are recorded as values are the same, without a loop."""
@@ -136,13 +140,33 @@ class Items:
         same = all(map(operator.is_, values.values(), self.entries.values()))
         return same and values.keys() == self.entries.keys() and self.versions == _versions(values)
 
+    def is_replaced(self, values: list[Any] | dict[Any, Any]) -> bool:
+        """Return whether entries of a list or dict that is too large were replaced or removed."""
+        if self.large is None:
+            return False
+        pairs = values.items() if isinstance(values, dict) else enumerate(values)
+        return not self.large.is_same(dict(itertools.islice(pairs, self.length)))
+
     def entry(self, key: Any) -> Record:
         """Return the record of an entry; ``MISSING`` if there was none."""
         record = self.entries.get(key, MISSING)
         if self.versions and isinstance(record, Tensor):
-            version = self.versions[list(self.entries).index(key)]
-            return KeptTensor(record, version, None)
+            return KeptTensor(record, self.versions[key], None)
         return record
+
+
+@dataclass(frozen=True, slots=True)
+class Recording:
+    """One pass over the values of a module."""
+
+    copies: bool
+    """Whether tensors are copied, so that they can be restored."""
+    run: int = 0
+    """Number of the run, which decides whether large lists and dicts are looked up."""
+    kept: dict[int, KeptTensor] = field(default_factory=dict)
+    """Tensors that the run has copied, by id; one that has not changed is not copied again."""
+    seen: set[int] = field(default_factory=set)
+    """Ids of containers that were recorded elsewhere, each of which is searched once."""
 
 
 def attributes_of(value: Any, foreign: Collection[str] = ()) -> dict[str, Any]:
@@ -152,51 +176,66 @@ def attributes_of(value: Any, foreign: Collection[str] = ()) -> dict[str, Any]:
     return {name: own[name] for name in names if not isinstance(own[name], _CODE)}
 
 
-def make_record(value: Any, seen: set[int], *, copies: bool, depth: int = 0) -> Record:
+def make_record(value: Any, recording: Recording, depth: int = 0) -> Record:
     """Return the record of a value.
 
     Args:
         value: The value.
-        seen: Ids of containers that were recorded elsewhere, each of which is searched once.
-        copies: Whether tensors are copied, so that they can be restored.
+        recording: The pass that it belongs to.
         depth: Number of objects around the value.
     """
     if is_atom(value):
         return value
     if isinstance(value, Tensor):  # parameters, which lists may hold, are left alone
-        return _of_tensor(value, copies=copies) if type(value) is Tensor else Kept(value)
-    if id(value) in seen or not _is_searched(value, depth):
+        return _of_tensor(value, recording) if type(value) is Tensor else Kept(value)
+    if id(value) in recording.seen or not _is_searched(value, depth):
         return Kept(value)
-    seen.add(id(value))
+    recording.seen.add(id(value))
     if isinstance(value, np.ndarray | set | deque):
         return Copied(value, value.copy())
     is_container = isinstance(value, list | tuple | dict)
     items = _entries(value)
     length = len(value) if is_container else len(items)
     kinds = set(map(type, items.values()))
-    if kinds <= _PLAIN or (not copies and len(items) > _MANY and kinds <= {*_PLAIN, Tensor}):
-        return Items(value, items, length, _versions(items))
+    together = not recording.copies and len(items) > _MANY and kinds <= {*_PLAIN, Tensor}
+    if kinds <= _PLAIN or together:
+        large = _of_large(value, recording.run) if length > len(items) else None
+        return Items(value, items, length, _versions(items), large)
     inner = depth + (not is_container)
-    entries = {
-        key: make_record(item, seen, copies=copies, depth=inner) for key, item in items.items()
-    }
+    entries = {key: make_record(item, recording, inner) for key, item in items.items()}
     return Items(value, entries, length)
 
 
-def _versions(items: dict[Any, Any]) -> list[int]:
+def _of_large(value: Any, run: int) -> Items | None:
+    """Return the values in a large list or dict in one run of several; None in the others."""
+    if isinstance(value, tuple) or run % (len(value) // MOST_ENTRIES + 1):
+        return None
+    items = dict(value) if isinstance(value, dict) else dict(enumerate(value))
+    return Items(value, items, len(items), _versions(items))
+
+
+def _versions(items: dict[Any, Any]) -> dict[Any, int]:
     """Return the versions of tensors; empty if there are none."""
     if Tensor not in set(map(type, items.values())):
-        return []
-    return [
-        item._version if isinstance(item, Tensor) and not item.is_inference() else 0
-        for item in items.values()
-    ]
+        return {}
+    return {
+        key: 0 if item.is_inference() else item._version
+        for key, item in items.items()
+        if isinstance(item, Tensor)
+    }
 
 
-def _of_tensor(value: Tensor, *, copies: bool) -> KeptTensor:
-    copy = value.detach().clone() if copies or value.is_inference() else None
-    version = 0 if value.is_inference() else value._version
-    return KeptTensor(value if copies else weakref.ref(value), version, copy)
+def _of_tensor(value: Tensor, recording: Recording) -> KeptTensor:
+    if value.is_inference():
+        copy = value.detach().clone()
+        return KeptTensor(value if recording.copies else weakref.ref(value), 0, copy)
+    if not recording.copies:
+        return KeptTensor(weakref.ref(value), value._version, None)
+    kept = recording.kept.get(id(value))
+    if kept is None or kept.is_changed(value):
+        kept = KeptTensor(value, value._version, value.detach().clone())
+        recording.kept[id(value)] = kept
+    return kept
 
 
 def _is_searched(value: Any, depth: int) -> bool:

@@ -5,12 +5,13 @@ A hook or scheduler that sees other values on other ranks (a counter, a metric t
 synchronized) sets other learning rates there; one that draws on one rank only leaves other random
 states, and random masks in the next step differ. Under a pipeline the last stage's digests travel
 with the outputs of every step, and each other stage compares them with its own. All ranks compare
-at the first two batches of a run and at the first of each epoch.
+at the first two batches of a run, at the first of each epoch and at the first after a validation.
 """
 
 from __future__ import annotations
 
 import random
+import re
 import zlib
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -46,12 +47,12 @@ class Agreement:
         """Whether stages have other groups by design: one for each parameter, say."""
         self._random = 0
 
-    def begin(self, optimizers: Sequence[Optimizer], *, is_first: bool = False) -> None:
+    def begin(self, optimizers: Sequence[Optimizer], *, compares: bool = False) -> None:
         """Record the state at the beginning of a training batch; a collective at some of them.
 
         Args:
             optimizers: The user's.
-            is_first: Whether it is the first batch of an epoch.
+            compares: Whether all ranks compare; they do at the first two batches.
 
         Raises:
             ShardingError: If it differs between ranks.
@@ -63,7 +64,7 @@ class Agreement:
             self._options, self._digest = options, _digest(options)
         self.begin_evaluation()
         self.num_batches += 1
-        if is_first or self.num_batches <= 2:
+        if compares or self.num_batches <= 2:
             self._compare()
 
     def begin_evaluation(self) -> None:
@@ -89,8 +90,10 @@ class Agreement:
 
     def _compare(self) -> None:
         context, digest = self._context, self._digest
-        if self.num_batches == 1:
-            self._groups_of_stage = bool(self._differs(digest, context.pp))
+        if self.num_batches == 1 and self._differs(digest, context.pp):
+            found = context.pp.all_gather_object(self._options)
+            _refuse_values_of_stages(found, context.pp.ranks)
+            self._groups_of_stage = True
         everywhere = [context.axis("tp-dp-cp")]
         for group in everywhere if self._groups_of_stage else [*everywhere, context.pp]:
             if self._differs(digest, group):
@@ -117,6 +120,32 @@ def _options_of(optimizers: Sequence[Optimizer]) -> Iterator[tuple[str, float]]:
                         yield f"{place}[{part}]" if isinstance(value, tuple) else place, float(item)
                     elif isinstance(item, Tensor) and item.device.type == "cpu":
                         yield place, float(item) if item.numel() == 1 else 0.0
+
+
+def _refuse_values_of_stages(found: Sequence[dict[str, float]], ranks: Sequence[int]) -> None:
+    """Refuse an option that has one value in all groups of each stage, and not the same one.
+
+    Stages have other groups by design where these differ in number, or where an option differs
+    between the groups of a stage: rates that fall with the depth.
+
+    Raises:
+        ShardingError: Naming the option and its values.
+    """
+    if any(options.keys() != found[0].keys() for options in found):
+        return
+    for option in {re.sub(r"group \d+, ", "", place): None for place in found[0]}:
+        values = [
+            {v for place, v in options.items() if re.sub(r"group \d+, ", "", place) == option}
+            for options in found
+        ]
+        if all(len(some) == 1 for some in values) and len(set.union(*values)) > 1:
+            numbers = ", ".join(f"{some.pop():.9g}" for some in values)
+            raise ShardingError(
+                f"the pipeline stages on ranks {list(ranks)} set {option} of their optimizer "
+                f"groups to {numbers}: configure_optimizers runs on every stage, with the stage's "
+                "parameters alone. Compute options from values that are equal on all ranks, from "
+                "the configuration, say, or a count that is made before the Trainer runs."
+            )
 
 
 def _digest(options: dict[str, float]) -> int:

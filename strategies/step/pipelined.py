@@ -34,6 +34,7 @@ from megatron_lightning.pipeline.microbatches import (
     split_batch,
 )
 from megatron_lightning.pipeline.module_state import Change, ModuleState
+from megatron_lightning.pipeline.records import MOST_ENTRIES
 from megatron_lightning.pipeline.stage import StagePartition
 from megatron_lightning.pipeline.stubs import hooks_inside
 from megatron_lightning.pipeline.visit import CallFacts
@@ -403,7 +404,8 @@ class PipelinedSteps(Steps):
             rank_zero_warn(
                 f"{hook} changes {', '.join(new[:3])}, and only the last pipeline stage has the "
                 "new value: tensors, numbers, strings and containers of them are sent to the other "
-                "stages. Keep such values there if a hook reads them."
+                f"stages, and of containers of more than {MOST_ENTRIES:,} entries only new ones. "
+                "Keep such values there if a hook reads them (many counts in a tensor)."
             )
         return changes
 

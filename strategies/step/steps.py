@@ -204,19 +204,20 @@ class Steps(ABC):
 
     def _begin_training(self, batch: Any, num_samples: int) -> None:
         """Begin a training batch of ``num_samples`` samples on this rank."""
-        accumulation = self.training.accumulation
-        if accumulation.written.before_training(first=self._batches_of_epoch() == 1):
+        accumulation, is_first = self.training.accumulation, self._batches_of_epoch() == 1
+        compares = is_first or accumulation.written.is_due  # hooks of a validation have run
+        if accumulation.written.before_training(first=is_first):
             self.training.plan_watch.watch_loss()
         accumulation.gather.begin_step()
         if isinstance(self._scope.precision, MegatronFP8Precision):
             self._scope.precision.forget_weights()
-        if self._batches_of_epoch() == 1:
+        if is_first:
             self._begins_loop = True
             if getattr(self._scope.module.trainer, "reload_dataloaders_every_n_epochs", 0):
                 self.begin_training()
         self._check_first_batch(batch, "training_step")
         trainer, total = self._scope.module.trainer, num_samples * self._scope.context.dp.size
-        self._agreement.begin(trainer.optimizers, is_first=self._batches_of_epoch() == 1)
+        self._agreement.begin(trainer.optimizers, compares=compares)
         if self._scope.progress.count(
             trainer.fit_loop.epoch_loop.batch_progress.total.ready, total
         ):

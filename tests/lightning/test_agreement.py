@@ -60,6 +60,16 @@ class _Monitored(VectorModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": plateau, "monitor": "own"}}
 
 
+class _RateOfStage(VectorModule):
+    """Divides the rate by the number of parameters, of which a stage has its own."""
+
+    def configure_optimizers(self) -> Any:
+        parameters = list(self.parameters())
+        rate = 0.5 / sum(parameter.numel() for parameter in parameters)
+        groups = [{"params": [p for p in parameters if (p.ndim > 1) is wide]} for wide in (0, 1)]
+        return torch.optim.SGD(groups, lr=rate)
+
+
 class _SetsRate(pl.Callback):
     """Sets a rate on one rank after the third batch."""
 
@@ -92,6 +102,7 @@ _STATES = r"random generators .* differ at the beginning of a step"
 REFUSED: dict[str, tuple[Callable[[], Any], Callable[[], Any], str]] = {
     "monitor": (_Monitored, pl.Callback, _RATES),
     "hook": (VectorModule, _SetsRate, _RATES),
+    "rate": (_RateOfStage, pl.Callback, _RATES),
     "torch": (VectorModule, lambda: _Draws(_torch, "on_train_batch_start"), _STATES),
     "numpy": (VectorModule, lambda: _Draws(_numpy, "on_validation_end"), _STATES),
     "python": (VectorModule, lambda: _Draws(random.random, "on_train_batch_end"), _STATES),
@@ -124,7 +135,13 @@ def _check(layout: Layout, case: str, folder: Path) -> None:
         assert re.search(REFUSED[case][2], error, re.DOTALL), error
 
 
-@pytest.mark.parametrize("case", REFUSED)
+def test_a_rate_that_each_stage_computes_is_refused(tmp_path: Path) -> None:
+    errors = run(PP2, _refused, tmp_path, "rate")
+    for error in errors:
+        assert re.search(r"set lr of their optimizer groups to 0\.\d+, 0\.\d+: ", str(error))
+
+
+@pytest.mark.parametrize("case", [case for case in REFUSED if case != "rate"])
 def test_stages_that_differ_are_found_in_the_next_step(case: str, tmp_path: Path) -> None:
     _check(PP2, case, tmp_path)
 
@@ -142,11 +159,31 @@ def test_other_ranks_that_differ_are_found_by_the_next_epoch(
     _check(layout, case, tmp_path)
 
 
-class _GroupOfEach(VectorModule):
-    """One group for each parameter, at rates that fall with the depth: stages have other groups."""
+def _in_an_epoch(layout: Layout, folder: str) -> tuple[str, int]:
+    torch.manual_seed(0)
+    fit = layout.trainer(
+        folder,
+        max_epochs=1,
+        val_check_interval=3,
+        callbacks=[_Draws(_torch, "on_validation_end")],
+        num_sanity_val_steps=0,
+    )
+    with pytest.raises(MegatronLightningError) as error:
+        fit.fit(VectorModule(), loader(layout), loader(layout))
+    return str(error.value), fit.global_step
 
-    def __init__(self) -> None:
-        super().__init__(Net(*(nn.Linear(8, 8) for _ in range(4)), nn.Linear(8, 4)))
+
+def test_tensor_ranks_compare_after_a_validation_in_an_epoch(tmp_path: Path) -> None:
+    for error, steps in run(TP2, _in_an_epoch, tmp_path):
+        assert re.search(_STATES, error) and steps == 3
+
+
+class _GroupOfEach(VectorModule):
+    """One group for each parameter, at rates that fall with the depth: stages have other groups,
+    or as many with other rates."""
+
+    def __init__(self, depth: int) -> None:
+        super().__init__(Net(*(nn.Linear(8, 8) for _ in range(depth - 1)), nn.Linear(8, 4)))
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
         self.log("rate", self.trainer.optimizers[0].param_groups[0]["momentum"])
@@ -165,15 +202,16 @@ class _GroupOfEach(VectorModule):
         }
 
 
-def _fitted(layout: Layout, folder: str) -> dict[str, float]:
+def _fitted(layout: Layout, folder: str, depth: int) -> dict[str, float]:
     torch.manual_seed(0)
     draws = [_Draws(draw, "on_train_batch_end", everywhere=True) for draw in (_torch, _numpy)]
     fit = layout.trainer(folder, max_epochs=2, callbacks=draws)
-    fit.fit(_GroupOfEach(), loader(layout), loader(layout))
+    fit.fit(_GroupOfEach(depth), loader(layout), loader(layout))
     return metrics_of(fit)
 
 
+@pytest.mark.parametrize("depth", [4, 5])
 @layouts(PP2, slow=[PP2_DP2])
-def test_schedules_and_draws_of_all_ranks_pass(layout: Layout, tmp_path: Path) -> None:
-    for rank in run(layout, _fitted, tmp_path):
-        assert_close(rank, single(_fitted))
+def test_schedules_and_draws_of_all_ranks_pass(layout: Layout, depth: int, tmp_path: Path) -> None:
+    for rank in run(layout, _fitted, tmp_path, depth):
+        assert_close(rank, single(_fitted, depth))

@@ -4,6 +4,7 @@ the first step, and copies that stay equal run."""
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,11 +12,21 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
 from megatron_lightning.errors import ShardingError
-from tests.lightning.support import PP2, Layout, assert_close, layouts, metrics_of, run, single
+from tests.lightning.support import (
+    DDP2,
+    PP2,
+    Layout,
+    assert_close,
+    layouts,
+    metrics_of,
+    run,
+    single,
+)
 from tests.lightning.vectors import VectorModule, loader
 
 
@@ -92,6 +103,52 @@ def test_averages_that_mix_layers_are_refused_before_the_second_step(
     way: str, tmp_path: Path
 ) -> None:
     assert run(PP2, _mixed, tmp_path, way) == [1, 1]
+
+
+class _OnRankZero(pl.Callback):
+    """Keeps a copy on rank 0 alone, as many averages do, or adds a tensor there."""
+
+    def __init__(self, model: nn.Module, hook: str, kind: str) -> None:
+        self._full = (copy.deepcopy(model),)
+        self.average: nn.Module | None = None
+        setattr(self, hook, rank_zero_only(getattr(self, f"_{kind}")))
+
+    def _copy(self, trainer: pl.Trainer, module: Any, **_: Any) -> None:
+        self.average = self._full[0]
+
+    def _parameter(self, trainer: pl.Trainer, module: Any, **_: Any) -> None:
+        module.register_parameter("own", nn.Parameter(torch.zeros(2)))
+
+    def _buffer(self, trainer: pl.Trainer, module: Any, **_: Any) -> None:
+        module.register_buffer("own", torch.zeros(2))
+
+
+def _alone(layout: Layout, folder: str, hook: str, kind: str) -> str:
+    module = VectorModule(nn.Sequential(*(nn.Linear(8, 8) for _ in range(4))))
+    callback = _OnRankZero(module.net, hook, kind)
+    fit = layout.trainer(folder, max_epochs=1, callbacks=[callback])
+    with pytest.raises(ShardingError) as error:
+        fit.fit(module, loader(layout), loader(layout))
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("layout", "hook", "kind"),
+    [
+        pytest.param(layout, hook, kind, id=f"{layout.name}-{hook}-{kind}")
+        for layout, hook, kind in (
+            (PP2, "setup", "copy"),
+            (PP2, "on_train_start", "buffer"),
+            (DDP2, "on_train_start", "parameter"),
+            (DDP2, "setup", "buffer"),
+        )
+    ],
+)
+def test_what_one_rank_alone_holds_is_refused(
+    layout: Layout, hook: str, kind: str, tmp_path: Path
+) -> None:
+    for error in run(layout, _alone, tmp_path, hook, kind):
+        assert re.match(r"rank 0 holds \d+ tensor\(s\) that other .*(average|own)", error)
 
 
 class _Distills(VectorModule):

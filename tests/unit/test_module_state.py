@@ -238,3 +238,43 @@ def test_many_entries_are_compared_together(module: Any) -> None:
         ("set", "self.nested['5']"),
         ("set", "self.nested['new']"),
     ]
+
+
+def test_replaced_entries_of_large_containers_are_named(module: Any) -> None:
+    """They are looked up in some runs, the first among them."""
+    module.counts = Counter(dict.fromkeys(range(2 * MOST_ENTRIES), 1))
+    module.nested = {index: index for index in range(2 * MOST_ENTRIES)}
+    module.many = [torch.zeros(()) for _ in range(MOST_ENTRIES + 1)]
+    state, unsent = _state(module), []
+    for _ in range(3):
+        state.begin()
+        module.counts[7] += 1
+        module.counts["new"] += 1
+        module.nested[-len(module.nested)] = 0
+        module.many[9] += 1
+        changes, names = state.changes()
+        assert len(changes) == 2 - (len(unsent) > 0)  # "new" is an old key from the second run on
+        unsent.append(names)
+    assert unsent[0] == ["entries of self.counts (8,193)", "entries of self.many (4,097)"]
+    assert unsent[1] == []
+
+
+def test_tensors_that_stay_are_copied_once_in_a_run(
+    module: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state, cloned = _state(module, (1, 3)), []
+    clone = torch.Tensor.clone
+
+    def counted(tensor: torch.Tensor) -> torch.Tensor:
+        cloned.append(tensor.shape)
+        return clone(tensor)
+
+    monkeypatch.setattr(torch.Tensor, "clone", counted)
+    state.begin()
+    at_begin = len(cloned)
+    for stage in (1, 3, 1, 3):
+        state.enter(stage)
+        module.total += 1
+    state.end()
+    assert at_begin and module.total.item() == 2
+    assert set(cloned[at_begin:]) == {module.total.shape}
