@@ -885,6 +885,7 @@ class MegatronStrategy(ParallelStrategy):
             return
         self.run.assemble()
         self.run.checkpoints.load_model(checkpoint, self.part, strict=strict)
+        self.run.accept_equal_shards()
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:

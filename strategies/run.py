@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 
 from megatron_lightning.assembly.assemble import is_assembled
 from megatron_lightning.assembly.compile import compile_blocks, fills_cache, uncompile_blocks
-from megatron_lightning.assembly.draws import check_draws
+from megatron_lightning.assembly.draws import check_draws, equal_shards
 from megatron_lightning.assembly.full_state import FullState
 from megatron_lightning.assembly.loading import FullStateLoading
 from megatron_lightning.assembly.part import Part
@@ -97,9 +97,11 @@ class Run:
         self._until_setup = self.undo.enter_context(ExitStack())
         self._injects_samplers = True
         self._part: Part | None = None
+        self._equal_shards: Sequence[tuple[str, str]] | None = None
         self._earlier_part: Part | None = None  # of the same module: FSDP2's units stay sharded
         if previous is not None and previous.module is module:
             self._earlier_part = previous._part
+            self._equal_shards = previous._equal_shards
         self._training: Training | None = None if previous is None else previous._training
         self._steps: Steps | None = None
         self._stage_draws: StageDraws | None = None
@@ -282,7 +284,6 @@ class Run:
     ) -> None:
         """Reduce gradients for these optimizers from now on."""
         self._training = Training(self._scope(precision), optimizers, schedulers)
-        self._stage_draws = StageDraws(self.module, self.part, self._ranks.context)
 
     def begin_steps(self, precision: Precision) -> None:
         """Run batches from now on: by Lightning's own steps, or as pipeline runs."""
@@ -295,6 +296,7 @@ class Run:
             self._steps = NativeSteps(scope, self._training)
         else:
             self._steps = PipelinedSteps(scope, self._training, self.executor)
+        self._record_equal()
 
     def _scope(self, precision: Precision) -> Scope:
         return Scope(
@@ -403,9 +405,23 @@ class Run:
         """Check that no hook drew the same numbers into different shards, or layers of different
         stages; a collective.
         """
-        check_draws(self.module, self.part.specs, self._ranks.context)
+        equal = self._equal_shards or ()
+        check_draws(self.module, self.part.specs, self._ranks.context, equal)
         if self._stage_draws is not None:
             self._stage_draws.check()
+
+    def accept_equal_shards(self) -> None:
+        """Accept shards, and layers of stages, that a checkpoint has made equal; a collective."""
+        self._equal_shards = None
+        if self._steps is not None:
+            self._record_equal()
+
+    def _record_equal(self) -> None:
+        if self._training is None:
+            return
+        self._stage_draws = StageDraws(self.module, self.part, self._ranks.context)
+        if self._equal_shards is None:  # hooks of a second fit may have drawn before its setup
+            self._equal_shards = equal_shards(self.module, self.part.specs, self._ranks.context)
 
     def share_buffers(self) -> None:
         """Make all buffers equal that have diverged between ranks which hold the same; a

@@ -3,12 +3,13 @@
 ``nn.init.normal_(self.fc1.weight)`` in a hook draws on every rank from the stream that the ranks of
 a replica share. Where the ranks hold different shards of ``fc1.weight``, all of them receive the
 first numbers of that stream, and the full weight repeats a block of rows. No initialization and no
-training makes shards bit-equal, unless they are constant.
+training makes shards bit-equal, unless they are constant, or were equal at setup: KV heads that
+were copied to every rank, or a tiled pattern.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -22,13 +23,42 @@ from megatron_lightning.parallel.spec import ShardSpec
 
 
 def check_draws(
-    module: nn.Module, specs: Mapping[str, ShardSpec], context: ParallelContext
+    module: nn.Module,
+    specs: Mapping[str, ShardSpec],
+    context: ParallelContext,
+    equal_before: Collection[tuple[str, str]],
 ) -> None:
     """Check that ranks that hold different shards of a parameter hold different values; a
     collective.
 
+    Args:
+        module: The sharded module.
+        specs: Spec of every parameter by name.
+        context: Groups of this rank.
+        equal_before: Result of :func:`equal_shards` at setup: shards that may be equal.
+
     Raises:
-        ShardingError: If shards are equal and not constant.
+        ShardingError: If shards have become equal, and are not constant.
+    """
+    equal = equal_shards(module, specs, context)
+    for group in (context.tp, context.dp_cp):
+        drawn = [n for n, axis in equal if axis == group.name and (n, axis) not in equal_before]
+        if drawn:
+            raise ShardingError(
+                f"{', '.join(drawn[:3])}{', …' if len(drawn) > 3 else ''}: the {group.size} ranks "
+                f"that hold different shards over {group.name} hold equal values, and did not when "
+                "the strategy was set up. A hook drew random numbers into the shards (nn.init, "
+                "normal_), and every rank drew the same ones. Initialize the weight in __init__ or "
+                "configure_model, where it is full, or draw the full weight on every rank and copy "
+                "this rank's rows or columns."
+            )
+
+
+def equal_shards(
+    module: nn.Module, specs: Mapping[str, ShardSpec], context: ParallelContext
+) -> list[tuple[str, str]]:
+    """Return the name and axis of parameters of which the ranks of an axis hold different shards
+    with equal values that are not constant. A collective.
     """
     dense = {
         name: parameter
@@ -45,8 +75,7 @@ def check_draws(
         for name, parameter in dense.items()
         if isinstance(parameter, DTensor)
     }
-    _check(over_tp, context.tp)
-    _check(over_data, context.dp_cp)
+    return [*_equal(over_tp, context.tp), *_equal(over_data, context.dp_cp)]
 
 
 def _first_rows(parameter: DTensor) -> Tensor:
@@ -56,23 +85,14 @@ def _first_rows(parameter: DTensor) -> Tensor:
     return parameter.to_local()[: max(0, parameter.shape[0] - per_rank * (num_ranks - 1))]
 
 
-def _check(shards: Mapping[str, Tensor], group: AxisGroup) -> None:
+def _equal(shards: Mapping[str, Tensor], group: AxisGroup) -> list[tuple[str, str]]:
     if not shards or group.process_group is None:
-        return
-    marks = torch.stack([fingerprint(shard) for shard in shards.values()])
-    apart = set(diverged(marks, group))
+        return []
+    apart = set(diverged(torch.stack([fingerprint(shard) for shard in shards.values()]), group))
     equal = [name for index, name in enumerate(shards) if index not in apart]
-    drawn = [name for name in equal if _varies(shards[name])]
-    if drawn:
-        raise ShardingError(
-            f"{', '.join(drawn[:3])}{', …' if len(drawn) > 3 else ''}: the {group.size} ranks that "
-            f"hold different shards over {group.name} hold equal values. A hook drew random "
-            "numbers into the shards (nn.init, normal_), and every rank drew the same ones. "
-            "Initialize the weight in __init__ or configure_model, where it is full, or draw the "
-            "full weight on every rank and copy this rank's rows or columns."
-        )
+    return [(name, group.name) for name in equal if _varies(shards[name])]
 
 
 def _varies(shard: Tensor) -> bool:
-    """Return whether a shard has more than one distinct value in enough elements."""
+    """Return whether a shard holds several distinct values."""
     return shard.numel() > 1 and bool((shard != shard.flatten()[0]).any())

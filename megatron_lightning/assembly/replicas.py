@@ -19,13 +19,21 @@ from megatron_lightning.parallel.context import AxisGroup, ParallelContext
 from megatron_lightning.parallel.spec import ShardSpec
 from megatron_lightning.pipeline.microbatches import tensors_of
 
+_FINGERPRINT_BYTES = 1 << 25
+"""Bytes that are copied at a time; a multiple of 8."""
+
 
 def fingerprint(tensor: Tensor) -> Tensor:
     """Return an int64 that depends on every bit of ``tensor`` and on their order."""
     raw = tensor.detach().contiguous().view(-1).view(torch.uint8)
-    padded = torch.nn.functional.pad(raw, (0, -raw.numel() % 8)).view(torch.int64)
-    # Odd factors keep every bit.
-    return (padded * (2 * torch.arange(padded.numel(), device=padded.device) + 1)).sum()
+    total = torch.zeros((), dtype=torch.int64, device=raw.device)
+    for start in range(0, raw.numel(), _FINGERPRINT_BYTES):
+        some = raw[start : start + _FINGERPRINT_BYTES]
+        words = torch.nn.functional.pad(some, (0, -some.numel() % 8)).view(torch.int64)
+        places = torch.arange(words.numel(), device=raw.device) + start // 8
+        # Odd factors keep every bit.
+        total += words.mul_(places.mul_(2).add_(1)).sum()
+    return total
 
 
 def diverged(fingerprints: Tensor, group: AxisGroup) -> list[int]:

@@ -33,7 +33,7 @@ from megatron_lightning.optim.checks import check_stepped_tensors, check_tied_co
 from megatron_lightning.optim.codes import Coder
 from megatron_lightning.optim.data_groups import has_replicas
 from megatron_lightning.optim.distributed import DistributedOptimizer
-from megatron_lightning.optim.elementwise import require_divisible
+from megatron_lightning.optim.elementwise import Trial, require_divisible
 from megatron_lightning.optim.fully_sharded import ShardedUnits
 from megatron_lightning.optim.fully_sharded_reducer import FullyShardedReducer
 from megatron_lightning.optim.matrices import names_of_matrices
@@ -84,6 +84,7 @@ class GradientAccumulation:
         self._units = units
         self._coders = coders
         self._names = dict(module.named_parameters())
+        self._passed_trials: set[Trial] = set()
         self._attach(self._trainable())
         self._is_last_run = True
         self._started = False
@@ -139,7 +140,9 @@ class GradientAccumulation:
             for optimizer in self._optimizers
         ]
         self.tried_optimizers = require_divisible(
-            [(view.optimizer, view.entries) for view in self.views], self._context
+            [(view.optimizer, view.entries) for view in self.views],
+            self._context,
+            self._passed_trials,
         )
         """Classes that passed a trial, without being known as element-wise."""
         reduced = {id(parameter) for parameter in self.reducer.parameters.values()}

@@ -2,29 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import torch
 from torch import Tensor
 
-_COLUMNS = 512  # 4 KB a record
-_INTEGERS: Mapping[int, torch.dtype] = {
-    1: torch.int8,
-    2: torch.int16,
-    4: torch.int32,
-    8: torch.int64,
-}
+_COLUMNS = 509
+"""Words of 8 bytes; a prime, so that rows of a matrix that change places change the sums."""
+_WORD_BYTES = 8
 
 
 def column_sums(flat: Tensor) -> Tensor:
     """Return sums [columns] of the bits of a contiguous 1-D tensor; equal for equal bits."""
-    integers = bits(flat)
-    full = len(integers) - len(integers) % _COLUMNS
-    sums = integers[:full].view(-1, _COLUMNS).sum(0, dtype=torch.int64)
-    sums[: len(integers) - full] += integers[full:]
+    raw = flat.view(torch.uint8)
+    if raw.storage_offset() % _WORD_BYTES:
+        raw = raw.clone()
+    rest = len(raw) % _WORD_BYTES
+    # Words, since a sum of narrower integers first makes wider copies of all of them.
+    words = raw[: len(raw) - rest].view(torch.int64)
+    full = len(words) - len(words) % _COLUMNS
+    sums = words[:full].view(-1, _COLUMNS).sum(0)
+    sums[: len(words) - full] += words[full:]
+    sums[_COLUMNS - rest :] += raw[len(raw) - rest :]
     return sums
-
-
-def bits(flat: Tensor) -> Tensor:
-    """View a contiguous tensor as integers, of which NaN equals itself."""
-    return flat.view(_INTEGERS[flat.itemsize])

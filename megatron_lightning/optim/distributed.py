@@ -315,12 +315,6 @@ class DistributedOptimizer(OptimizerState):
         """The buckets that hold its parameters, where ranks step shards of them."""
         return self._buckets
 
-    def main_was_written(self) -> bool:
-        """Return whether main params were written outside of a step, of which other tensors were
-        made. Waits for the device.
-        """
-        return self._main.were_written() or self._reducer.units_were_written()
-
     def parts_were_written(self) -> bool:
         """Return whether parts of matrices that ranks exchange were written outside of a step.
         Waits for the device.
@@ -328,12 +322,30 @@ class DistributedOptimizer(OptimizerState):
         return any(exchange.were_written() for exchange in self._exchanges)
 
     @torch.no_grad()
-    def take_over(self) -> None:
-        """Take over what was written into the parameters, also in memory that has replaced theirs.
-        A collective where the optimizer steps full matrices of several ranks.
+    def follow_written(self) -> bool:
+        """Take over what was written into parameters that have main params, also in memory that has
+        replaced theirs. Waits for the device.
+
+        Returns:
+            Whether main params were written, of which :meth:`synchronize_written` makes other
+            tensors.
+
+        Raises:
+            ConfigError: If both were written.
         """
         self.bind()
+        main_was_written = self._main.were_written()
         self._main.take_over()
+        if not main_was_written:
+            self._main.record()
+        return main_was_written or self._reducer.units_were_written()
+
+    @torch.no_grad()
+    def take_over(self) -> None:
+        """Take over what was written into the parameters. A collective where the optimizer steps
+        full matrices of several ranks.
+        """
+        self.follow_written()
         for exchange in self._exchanges:
             exchange.take_over()
 

@@ -12,7 +12,7 @@ The element-wise optimizers of torch are listed, optimizers of full matrices get
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -35,7 +35,7 @@ from megatron_lightning.errors import ConfigError
 from megatron_lightning.optim.chained import members
 from megatron_lightning.optim.entries import OptimizerEntry
 from megatron_lightning.optim.matrices import steps_matrices
-from megatron_lightning.optim.probe import DIVISIONS, Spread, probe
+from megatron_lightning.optim.probe import DIVISIONS, Spread, probe, trials
 from megatron_lightning.parallel.context import ParallelContext
 
 ELEMENTWISE = frozenset(
@@ -50,6 +50,14 @@ READERS: Mapping[str, bool] = {
 }
 """Class that a trial may not show, since it reads tensors in some steps only (where gradients are
 nearly orthogonal to a tensor, every thousandth step) -> whether it reads a full group as well."""
+
+_LABELS = frozenset(
+    {"params", "param_names", "name", "lr", "lr_scale", "initial_lr", "max_lr", "min_lr"}
+)
+"""Options of a group in which layers differ, and that no trial depends on: it sets the rate."""
+
+Trial = tuple[Hashable, ...]
+"""The optimizer, what is divided, and how it is tried."""
 
 _PARTS: Mapping[str, str] = {
     "flat": 'data_parallel="zero1" or "fsdp" gives each rank flat shards',
@@ -66,13 +74,16 @@ _HALVES: Mapping[str, str] = {
 
 
 def require_divisible(
-    optimizers: Iterable[tuple[Optimizer, Sequence[OptimizerEntry]]], context: ParallelContext
+    optimizers: Iterable[tuple[Optimizer, Sequence[OptimizerEntry]]],
+    context: ParallelContext,
+    passed: set[Trial] | None = None,
 ) -> list[str]:
     """Check that the ranks of ``context`` may divide every optimizer; a collective of all ranks.
 
     Args:
         optimizers: Every optimizer with its parameters.
         context: Groups of this rank.
+        passed: Trials of earlier calls, which are not repeated; trials of this one are added.
 
     Returns:
         Classes that were tried and passed, without being known as element-wise.
@@ -80,6 +91,7 @@ def require_divisible(
     Raises:
         ConfigError: On all ranks, if an optimizer reads more than the elements that a rank steps.
     """
+    passed = set() if passed is None else passed
     tried, failure, divided = set[str](), "", list(optimizers)
     sharded = any(entry.sharded for _, entries in divided for entry in entries)
     if not sharded and context.layout.model_parallel_size == 1:
@@ -93,7 +105,7 @@ def require_divisible(
             for entry in entries:
                 shapes.setdefault(id(entry.group), []).append(entry.spec.global_shape)
             try:
-                require_elementwise(member, divisions, shapes)
+                require_elementwise(member, divisions, shapes, passed)
             except ConfigError as error:
                 failure = failure or str(error)
             tried.add(type(member).__name__)
@@ -127,6 +139,7 @@ def require_elementwise(
     optimizer: Optimizer,
     divisions: Sequence[str] = tuple(DIVISIONS),
     shapes: Mapping[int, Sequence[Sequence[int]]] | None = None,
+    passed: set[Trial] | None = None,
 ) -> None:
     """Check that ``optimizer`` gives the same result where its parameters are divided.
 
@@ -135,6 +148,7 @@ def require_elementwise(
         divisions: Keys of ``probe.DIVISIONS``: what ranks divide.
         shapes: Id of a parameter group -> global shapes of its parameters; None: those of the
             tensors in the groups.
+        passed: Trials that are not repeated; trials that show nothing are added.
 
     Raises:
         ConfigError: If it reads more than one element, or cannot be tried.
@@ -145,18 +159,17 @@ def require_elementwise(
         part = next((d for d in divisions if d != "tensors" or READERS.get(name)), None)
         if name in READERS and part is not None:
             raise ConfigError(_refusal(optimizer, part, "", READERS[name]))
+    passed = set() if passed is None else passed
     for group in optimizer.param_groups:
         target = next(iter(group["params"]), None)
         if target is None:  # ranks that have some try it
             continue
-        tried = partial(
-            probe,
-            optimizer,
-            group,
-            shapes=[p.shape for p in group["params"]] if shapes is None else shapes[id(group)],
-            device=target.device,
-            dtype=target.dtype if target.is_floating_point() else torch.float32,
-        )
+        sizes = [p.shape for p in group["params"]] if shapes is None else shapes[id(group)]
+        dtype = target.dtype if target.is_floating_point() else torch.float32
+        trial = (optimizer, *divisions, str(trials(sizes)), target.device, dtype, _options(group))
+        if trial in passed:
+            continue
+        tried = partial(probe, optimizer, group, shapes=sizes, device=target.device, dtype=dtype)
         try:
             found = next((each for each in tried(_in_order(divisions)) if not each.is_equal), None)
             reads_group = found is not None and not all(s.is_equal for s in tried(["tensors"]))
@@ -169,6 +182,14 @@ def require_elementwise(
         if found is not None:
             part = found.division if found.division in divisions else "flat"
             raise ConfigError(_refusal(optimizer, part, _found(found), reads_group))
+        passed.add(trial)
+
+
+def _options(group: Mapping[str, object]) -> str:
+    """Return the options of a group that may change the result of a trial."""
+    options = {key: value for key, value in group.items() if key not in _LABELS}
+    # Trust ratios of some optimizers are for groups with a weight decay only.
+    return repr(options | {"weight_decay": bool(options.get("weight_decay"))})
 
 
 def _in_order(divisions: Sequence[str]) -> list[str]:

@@ -13,7 +13,8 @@ through ``p.data``, and report a swap that restored every value.)
 
 An optimizer may write the other side as well, outside of a step (schedule-free optimizers swap an
 average in for validation). Column sums of the values at the end of every step tell the two apart:
-values that are as the step left them were not written, and leave the main params as they are.
+values that are as the step left them were not written, and leave the main params as they are. Where
+both were written between two steps, nothing tells in which order: it is refused.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from megatron_lightning.optim.column_sums import bits, column_sums
+from megatron_lightning.errors import ConfigError
+from megatron_lightning.optim.column_sums import column_sums
 from megatron_lightning.optim.parameter_shard import ParameterShard
 
 _CHUNK = 1 << 24  # elements; bounds the memory of a comparison
@@ -57,6 +59,8 @@ class _Chunk:
     """Range of each in the buffer."""
     seen: Tensor = field(init=False)
     """Column sums of the values at the end of the last step."""
+    seen_main: Tensor = field(init=False)
+    """Column sums of the main params then."""
 
     def values(self) -> Tensor:
         """Return what the parameters hold now, laid out as the main params are."""
@@ -69,12 +73,28 @@ class _Chunk:
         return values
 
     def main_was_written(self) -> bool:
-        """Return whether the values are as a step left them, and the main params are not."""
+        """Return whether the values are as a step left them, and the main params are not.
+
+        Raises:
+            ConfigError: If both were written, and differ.
+        """
         values = self.values()
-        if not torch.equal(column_sums(values), self.seen):
-            return False
         rounded = self.main.to(values.dtype)
-        return not torch.equal(bits(values.to(rounded.device)), bits(rounded))
+        # Conversions give NaN of several bit patterns.
+        if torch.allclose(values.to(rounded.device), rounded, rtol=0.0, atol=0.0, equal_nan=True):
+            return False
+        if torch.equal(column_sums(values), self.seen):
+            return True
+        if torch.equal(column_sums(self.main), self.seen_main):
+            return False
+        raise ConfigError(
+            "between two optimizer steps, the optimizer wrote its copies of weights, as train() "
+            "and eval() of a schedule-free optimizer do, and a hook or callback wrote the weights "
+            f"themselves ({values.dtype}). One would overwrite the other. Set "
+            'precision="bf16-mixed" or "32-true" without optimizer_cpu_offload, where both write '
+            "the same tensors, or let hooks write at another time than between the last batch and "
+            "a swap."
+        )
 
 
 class MainParams:
@@ -98,13 +118,14 @@ class MainParams:
         """Record the values: a step has just copied the main params into the parameters."""
         for chunk in self._chunks:
             chunk.seen = column_sums(chunk.values())
+            chunk.seen_main = column_sums(chunk.main)
 
     def take_over(self) -> None:
         """Take over what was written into the parameters since :meth:`record`."""
         for chunk in self._chunks:
             values = chunk.values()
             changed = (column_sums(values) != chunk.seen).any()
-            if values.device == chunk.main.device:
+            if chunk.main.device.type != "cpu":
                 take_over(chunk.main, values, changed)
             elif bool(changed):  # steps in host memory wait for the device anyway
                 take_over(chunk.main, values.to(chunk.main.device))
@@ -112,6 +133,9 @@ class MainParams:
     def were_written(self) -> bool:
         """Return whether main params, and not their parameters, were written since :meth:`record`.
         Waits for the device.
+
+        Raises:
+            ConfigError: If main params and their parameters were both written, and differ.
         """
         return any(chunk.main_was_written() for chunk in self._chunks)
 

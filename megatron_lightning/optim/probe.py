@@ -88,12 +88,8 @@ def probe(
     Raises:
         ProbeError: If the optimizer does not step the tensors, or evaluates the loss several times.
     """
-    small = trial_shapes(shapes, 1)
-    large = trial_shapes(shapes, _LARGEST_SIZE)
-    trials = [(small, _STEPS_SMALL)]
-    if large != small and list(divisions) != ["tensors"]:
-        trials.append((large, _STEPS_LARGE))
-    for tried, num_steps in trials:
+    planned = trials(shapes)
+    for tried, num_steps in planned[:1] if list(divisions) == ["tensors"] else planned:
         generator = torch.Generator().manual_seed(0)
         start, base = (
             [_random(shape, generator).to(device, dtype) for shape in tried] for _ in range(2)
@@ -101,6 +97,16 @@ def probe(
         for direction in (_as_drawn, _orthogonal_to_rows):
             gradients = _Gradients(base, direction, num_steps)
             yield from _tried(optimizer, group, divisions, start, gradients)
+
+
+def trials(shapes: Sequence[Sequence[int]]) -> list[tuple[list[tuple[int, ...]], int]]:
+    """Return the shapes of the tensors of every trial of a group, and its number of steps.
+
+    Args:
+        shapes: Global shapes of the group's parameters.
+    """
+    small, large = trial_shapes(shapes, 1), trial_shapes(shapes, _LARGEST_SIZE)
+    return [(small, _STEPS_SMALL), *([(large, _STEPS_LARGE)] if large != small else [])]
 
 
 def _tried(

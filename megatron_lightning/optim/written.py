@@ -92,8 +92,9 @@ class WrittenWeights:
             found: Whether writes were found before.
         """
         self._gather.wait()
-        differ = self._differ()  # first: a collective
-        written = found or differ or any(view.main_was_written() for view in self._views)
+        stale = [view.follow_written() for view in self._views]
+        differ = self._differ()
+        written = found or differ or any(stale)
         if not self._agree(written):
             return False
         self._refuse_drift(differ)

@@ -302,8 +302,23 @@ class _Swapping(ToyModule):
                 p.data.clamp_(-0.2, 0.2)
 
 
-def _swap(layout: Layout, folder: str, clamps: bool, precision: str = "32-true") -> Any:
-    module = _Swapping(clamps)
+class _Rebinding(_Swapping):
+    """Clamps the parameters as well, in other memory."""
+
+    def on_train_batch_end(self, outputs: Any, *args: Any) -> None:
+        super().on_train_batch_end(outputs, *args)
+        for parameter in self.parameters():
+            parameter.data = parameter.data.clamp(-0.1, 0.1)
+
+
+def _swap(
+    layout: Layout,
+    folder: str,
+    clamps: bool,
+    precision: str = "32-true",
+    kind: type[_Swapping] = _Swapping,
+) -> Any:
+    module = kind(clamps)
     trainer = layout.trainer(folder, max_epochs=2, val_check_interval=2, precision=precision)
     trainer.fit(module, layout.data_module())
     module._optimizer().swap()
@@ -320,12 +335,15 @@ def test_weights_that_an_optimizer_writes_outside_of_steps_are_those_of_one_devi
     assert_close(run(layout, _swap, tmp_path, clamps), [single(_swap, clamps)] * layout.ranks, 5e-5)
 
 
+@pytest.mark.parametrize("kind", [_Swapping, _Rebinding])
 @layouts(ONE, DP2, slow=[FSDP2])
-def test_main_params_that_an_optimizer_swaps_are_validated(layout: Layout, tmp_path: Path) -> None:
+def test_main_params_that_an_optimizer_swaps_are_validated(
+    layout: Layout, kind: type[_Swapping], tmp_path: Path
+) -> None:
     # Main params keep what bf16 rounds away.
     assert_close(
-        run(layout, _swap, tmp_path, False, "bf16-true")[0][0],
-        single(_swap, False, "bf16-true")[0],
+        run(layout, _swap, tmp_path, False, "bf16-true", kind)[0][0],
+        single(_swap, False, "bf16-true", kind)[0],
         0.02,
     )
 
@@ -455,6 +473,32 @@ def test_draws_into_layers_of_stages_are_refused(
     texts = run(layout, _draw_into_stages, tmp_path, init)
     assert any(re.search(found, text) for text in texts), texts
     assert all(text == "peer" or re.search(found, text) for text in texts), texts
+
+
+def _train_tiled(layout: Layout, folder: str) -> str:
+    class Tiled(ToyModule):
+        def configure_model(self) -> None:
+            super().configure_model()
+            weight = next(p for n, p in self.named_parameters() if n.endswith("linear1.weight"))
+            if not self.is_tiled:
+                weight.data.copy_(weight.data[: len(weight) // 2].repeat(2, 1))
+                weight.requires_grad_(False)
+                self.is_tiled = True
+
+        is_tiled = False
+
+    module = Tiled()
+    trainer = layout.trainer(folder, max_epochs=2)
+    trainer.fit(module, layout.data_module())
+    path = f"{folder}/tiled.ckpt"
+    trainer.save_checkpoint(path)
+    layout.trainer(folder, max_epochs=3).fit(module, layout.data_module(), ckpt_path=path)
+    return "trained"
+
+
+@layouts(TP2_TOY, slow=[FSDP2])
+def test_shards_that_the_user_made_equal_are_trained(layout: Layout, tmp_path: Path) -> None:
+    assert set(run(layout, _train_tiled, tmp_path)) == {"trained"}
 
 
 @layouts(TP2_TOY, slow=[FSDP2, DP2])

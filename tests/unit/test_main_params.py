@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from megatron_lightning.errors import ConfigError
 from megatron_lightning.optim.column_sums import column_sums
 from megatron_lightning.optim.main_params import MainParams, take_over
 from megatron_lightning.optim.parameter_shard import ParameterShard
@@ -41,6 +42,7 @@ def test_written_elements_are_taken_over_and_others_keep_their_bits(
     before, other_before = main.detach().clone(), other_main.detach().clone()
     write(parameter.data)
 
+    assert not params.were_written()
     params.take_over()
 
     expected = torch.where(parameter == before.to(parameter.dtype), before, parameter.float())
@@ -75,6 +77,20 @@ def test_main_params_that_an_optimizer_wrote_are_told_from_written_parameters() 
     assert not params.were_written()
 
 
+def test_main_params_and_parameters_that_were_both_written_are_refused() -> None:
+    (parameter,), (main,), params = _made((33, 5))
+    main.data.neg_()
+    parameter.data.clamp_(-0.1, 0.1)
+    with pytest.raises(ConfigError, match="hook or callback wrote the weights"):
+        params.were_written()
+
+    params.take_over()  # they agree again
+    assert not params.were_written()
+    params.record()
+    main.data.add_(1.0)
+    assert params.were_written()
+
+
 def test_a_tensor_larger_than_a_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megatron_lightning.optim.main_params._CHUNK", 64)
     parameters, mains, params = _made((200,), (3,), (3,), (100,))
@@ -93,6 +109,21 @@ def test_column_sums_see_a_moved_or_negated_element(dtype: torch.dtype, size: in
     assert not torch.equal(column_sums(values.roll(1)), sums)
     if dtype.is_floating_point:
         assert not torch.equal(column_sums(-values), sums)
+
+
+def test_column_sums_see_rows_that_change_places() -> None:
+    rows = torch.randn(64, 4096).bfloat16()
+    assert not torch.equal(column_sums(rows.flip(0).flatten()), column_sums(rows.flatten()))
+    # Memory that does not start at a word.
+    assert torch.equal(column_sums(rows.flatten()[3:]), column_sums(rows.flatten()[3:].clone()))
+
+
+def test_nothing_is_taken_over_where_no_parameter_was_written() -> None:
+    main, value = torch.tensor([1.0, 2.0]), torch.tensor([1.0, 3.0], dtype=torch.bfloat16)
+    take_over(main, value, torch.tensor(False))
+    assert main.tolist() == [1.0, 2.0]
+    take_over(main, value, torch.tensor(True))
+    assert main.tolist() == [1.0, 3.0]
 
 
 def test_take_over_keeps_main_params_of_equal_values() -> None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.optim import ChainedOptimizer
-from megatron_lightning.optim.elementwise import ELEMENTWISE, require_divisible
+from megatron_lightning.optim.elementwise import ELEMENTWISE, Trial, require_divisible
 from megatron_lightning.optim.entries import OptimizerEntry
 from megatron_lightning.optim.probe import DIVISIONS, probe, trial_shapes
 from megatron_lightning.parallel import ParallelContext, ParallelLayout
@@ -33,6 +33,7 @@ def check(
     tp: int = 1,
     pp: int = 1,
     num_ranks: int = 2,
+    passed: set[Trial] | None = None,
 ) -> list[str]:
     """Check ``optimizer`` on one rank of a layout that divides its matrices by their rows."""
     layout = ParallelLayout(tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp)
@@ -44,7 +45,7 @@ def check(
             if p.ndim > 1:
                 spec = ShardSpec.split(p.shape, dim=0, size=tp, rank=0)
             entries.append(OptimizerEntry(str(number), spec, group, sharded, None))
-    return require_divisible([(optimizer, entries)], context)
+    return require_divisible([(optimizer, entries)], context, passed)
 
 
 def differences(optimizer: torch.optim.Optimizer) -> dict[str, float]:
@@ -268,6 +269,33 @@ def test_full_matrices_and_known_optimizers_are_not_tried() -> None:
     assert check(Lion([{"params": parameters()}, {"params": []}]), sharded=True) == ["Lion"]
     with pytest.raises(ConfigError, match="Lars reads"):
         check(ChainedOptimizer(torch.optim.Muon(matrices), Lars(others)), sharded=True)
+
+
+def test_a_trial_of_groups_that_differ_in_rate_runs_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[dict[str, Any]] = []
+
+    def counting(optimizer: Any, group: Any, divisions: Any, **kwargs: Any) -> Any:
+        tried.append(group)
+        return probe(optimizer, group, divisions, **kwargs)
+
+    monkeypatch.setattr("megatron_lightning.optim.elementwise.probe", counting)
+    passed: set[Trial] = set()
+    rates = [{"params": parameters(), "lr": 0.1**n, "name": f"layer{n}"} for n in range(5)]
+    optimizer = Lion(rates, weight_decay=0.1, least=16)
+    check(optimizer, sharded=True, passed=passed)
+    once = len(tried)
+    assert all(group is optimizer.param_groups[0] for group in tried)
+    check(optimizer, sharded=True, passed=passed)
+    assert len(tried) == once
+
+    optimizer.param_groups[1]["weight_decay"] = 0.0  # may leave out a trust ratio
+    optimizer.param_groups[2]["least"] = 128
+    optimizer.add_param_group({"params": parameters((512, 6))})
+    check(optimizer, sharded=True, passed=passed)
+    assert [group for group in tried[once:] if group is optimizer.param_groups[0]] == []
+    assert {id(group) for group in tried[once:]} == {
+        id(optimizer.param_groups[n]) for n in (1, 2, 5)
+    }
 
 
 @pytest.mark.parametrize("rate", [0.0, 1e-6, 0.1, torch.tensor(0.1)])

@@ -1,0 +1,22 @@
+"""Fingerprints of tensors that are compared between ranks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron_lightning.assembly import replicas
+from megatron_lightning.assembly.replicas import fingerprint
+
+
+@pytest.mark.parametrize("size", [0, 3, 64, 1001])
+def test_parts_of_a_tensor_add_up_to_its_fingerprint(
+    size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    values = torch.randn(size)
+    before, mark = values.clone(), fingerprint(values)
+    monkeypatch.setattr(replicas, "_FINGERPRINT_BYTES", 64)
+    assert torch.equal(fingerprint(values), mark)
+    assert torch.equal(values, before)
+    if size:
+        assert not torch.equal(fingerprint(values.roll(1)), mark)
