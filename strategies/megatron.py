@@ -52,13 +52,15 @@ from megatron_lightning.config import (
     RecomputeOptions,
     StartMethod,
 )
-from megatron_lightning.errors import ConfigError
+from megatron_lightning.errors import ConfigError, ShardingError
+from megatron_lightning.optim.chained import members
 from megatron_lightning.optim.checks import (
     check_optimizers,
     check_stepped_tensors,
     explained_empty_optimizers,
 )
 from megatron_lightning.optim.data_groups import has_replicas
+from megatron_lightning.parallel.absent import AbsentListing, drop_absent
 from megatron_lightning.parallel.context import GROUPS, ParallelContext
 from megatron_lightning.parallel.layout import ParallelLayout
 from megatron_lightning.parallel.nccl import read_nccl_options
@@ -555,12 +557,29 @@ class MegatronStrategy(ParallelStrategy):
         self.ranks.separate_replicas()
         self._reset_optimizers_and_schedulers()
         with explained_empty_optimizers(self.layout, self.context.pp.rank):
-            self.setup_optimizers(trainer)
+            self._configure_optimizers(trainer)
         sharded = self.options.data_parallel != "ddp" and has_replicas(self.context)
         sharded = sharded or self.layout.model_parallel_size > 1
         size, world_size = self.options.micro_batch_size, self.context.world_size
         check_optimizers(self.optimizers, size, world_size, self.options.data, sharded=sharded)
         check_stepped_tensors(self.optimizers, self.module)
+
+    def _configure_optimizers(self, trainer: pl.Trainer) -> None:
+        """Create the optimizers. Code that goes by positions sees the parameters of all stages."""
+        if self.layout.pp == 1:
+            self.setup_optimizers(trainer)
+            return
+        trained = [(p, p.requires_grad) for p in self.module.parameters()]
+        try:
+            with AbsentListing(self.module).shown():
+                self.setup_optimizers(trainer)
+        except ShardingError:  # something computes with all parameters, and means the rank's own
+            if any(p.requires_grad is not requires_grad for p, requires_grad in trained):
+                raise  # what it froze by positions would be others the second time
+            self.setup_optimizers(trainer)
+        for optimizer in self.optimizers:
+            for member in members(optimizer) if isinstance(optimizer, Optimizer) else ():
+                drop_absent(member)
 
     @override
     def model_to_device(self) -> None:

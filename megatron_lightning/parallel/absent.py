@@ -13,6 +13,7 @@ import weakref
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from functools import partial
+from itertools import compress
 from typing import Any, NoReturn, cast
 
 import torch
@@ -57,6 +58,7 @@ _LISTED = (
     "twice the factor of the sum of squares), or compute it in the forward of each unit and report "
     "it by a StepReport (docs/own_model.md)."
 )
+_LIKE = {torch.empty_like, torch.full_like, torch.ones_like, torch.zeros_like}  # state, on ``meta``
 _FREEZES = (torch.Tensor.requires_grad_, torch.Tensor.requires_grad.__set__)  # type: ignore[attr-defined]
 
 
@@ -95,6 +97,9 @@ class AbsentTensor(Tensor):
     ) -> Any:  # called by torch
         if func in _ASKED or func in _FREEZES:
             return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
+        if func in _LIKE and isinstance(args[0], cls):
+            like = torch.empty(args[0].shape, dtype=args[0].dtype, device="meta")
+            return func(like, *args[1:], **(kwargs or {}))
         found = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, cls)]
         raise ShardingError(
             f"{', '.join(leaf.path for leaf in found)} belongs to a unit on another pipeline rank, "
@@ -206,8 +211,9 @@ def present_modules(root: nn.Module, path: str = "") -> Iterator[tuple[str, nn.M
 
 
 class AbsentListing:
-    """Lets ``parameters()`` and ``named_parameters()`` list absent parameters as well, behind the
-    rank's own: code that computes with all of them fails, and does not take a part for all.
+    """Lets ``parameters()`` and ``named_parameters()`` list absent parameters as well, in the order
+    of the full model: code that computes with all of them fails, and does not take a part for all.
+    Code that goes by positions means what it means on one device.
 
     Args:
         root: Module with absent units.
@@ -264,11 +270,38 @@ def _is_absent_parameter(value: Any) -> bool:
 def _named_parameters(
     module: nn.Module, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
 ) -> Iterator[tuple[str, Any]]:
-    """Take the place of ``Module.named_parameters``."""
-    yield from nn.Module.named_parameters(module, prefix, recurse, remove_duplicate)
+    """Take the place of ``Module.named_parameters``, in the order of the full model."""
+    seen = set[int]()
     modules = module.named_modules(prefix=prefix) if recurse else [(prefix, module)]
     for path, child in modules:
-        for name, value in child.__dict__.items():
-            if _is_absent_parameter(value):
+        absent = [(n, value) for n, value in child.__dict__.items() if _is_absent_parameter(value)]
+        for name, value in [*child._parameters.items(), *absent]:
+            identity = _identity(value)
+            if value is None or (remove_duplicate and identity in seen):
+                continue
+            seen.add(identity)
+            listed = value
+            if isinstance(value, AbsentTensor):
                 listed = AbsentTensor.of(value, value.path, is_parameter=True, advice=_LISTED)
-                yield f"{path}.{name}" if path else name, listed
+            yield f"{path}.{name}" if path else name, listed
+
+
+def _identity(value: Any) -> int:
+    """Return the id of a parameter; of an absent one, of the parameter of the full model."""
+    if not isinstance(value, AbsentTensor) or value.original is None:
+        return id(value)
+    original = value.original()
+    return id(value if original is None else original)
+
+
+def drop_absent(optimizer: Any) -> None:
+    """Remove absent parameters from the groups of an optimizer, which may become empty, and from
+    its state.
+    """
+    for parameter in [p for p in getattr(optimizer, "state", ()) if isinstance(p, AbsentTensor)]:
+        del optimizer.state[parameter]
+    for group in getattr(optimizer, "param_groups", ()):
+        present = [not isinstance(parameter, AbsentTensor) for parameter in group["params"]]
+        for key in ("params", "param_names"):
+            if key in group:
+                group[key] = list(compress(group[key], present))

@@ -1,0 +1,48 @@
+"""Optimizers that choose parameters by their positions are those of one device on every stage."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.helpers.toy import ToyModule
+from tests.helpers.trainers import Losses
+from tests.lightning.support import PP2, Layout, assert_close, run, single
+
+
+class _ByPosition(ToyModule):
+    kind = "decay"
+
+    def configure_optimizers(self) -> Any:
+        parameters = list(self.parameters())
+        half = len(parameters) // 2
+        if self.kind == "adagrad":  # makes its state at once
+            return torch.optim.Adagrad(parameters, lr=0.1)
+        if self.kind == "decay":  # of the rate, layer by layer
+            rows = enumerate(reversed(parameters))
+            groups = [{"params": [p], "lr": 0.1 * 0.8**index} for index, p in rows]
+        elif self.kind == "halves":
+            groups = [{"params": parameters[:half], "lr": 0.01}, {"params": parameters[half:]}]
+        else:
+            for parameter in parameters[:half]:
+                parameter.requires_grad_(False)
+            groups = [{"params": [p for p in parameters if p.requires_grad]}]
+        return torch.optim.SGD(groups, lr=0.1)
+
+
+def _losses(layout: Layout, folder: str, kind: str) -> list[float]:
+    module, record = _ByPosition(num_layers=4), Losses()
+    module.kind = kind
+    trainer = layout.trainer(folder, max_steps=4, callbacks=[record])
+    trainer.fit(module, datamodule=layout.data_module())
+    return record.losses
+
+
+@pytest.mark.parametrize("kind", ["decay", "halves", "frozen", "adagrad"])
+def test_positions_are_those_of_one_device(kind: str, tmp_path: Path) -> None:
+    expected = single(_losses, kind)
+    for losses in run(PP2, _losses, tmp_path, kind):
+        assert_close(losses, expected)
