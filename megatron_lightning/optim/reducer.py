@@ -130,6 +130,11 @@ class GradientReducer:
         """
         return bool(self.buckets)
 
+    @property
+    def is_finished(self) -> bool:
+        """Whether the gradients of the step are reduced."""
+        return self._finished
+
     def is_plain(self, name: str) -> bool:
         """Return whether a parameter has the plain gradients of autograd."""
         return name not in self.bucket_of
@@ -320,7 +325,8 @@ class GradientReducer:
             raise PipelineError(
                 f"{bucket.names[index]} received a gradient after the reduction of its bucket had "
                 "started, so it would be lost. Set sync only for the last backward that reaches a "
-                "parameter in an optimizer step."
+                "parameter in an optimizer step; with manual optimization call "
+                "self.manual_backward(loss), not loss.backward()."
             )
         if bucket.gathering is not None:
             raise PipelineError(

@@ -125,6 +125,11 @@ class GradientGuard:
         """Watch no longer: another backward pass begins, or the step is over."""
         self._begin([])
 
+    def leave(self) -> None:
+        """Give gradients back: the code that would read them is over."""
+        self._withheld.end()
+        self._reason = ""
+
     def pause(self) -> None:
         """Let gradients change until the next :meth:`record`: the precision plugin unscales."""
         self._before = []

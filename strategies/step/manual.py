@@ -7,7 +7,9 @@ parameters themselves follow.
 
 ``zero_grad``: torch clears the gradients of the tensors in the optimizer's groups. Where those are
 copies (in host memory, or full matrices), they have gradients only during a step, and the reduced
-gradients are elsewhere.
+gradients are elsewhere. The module's clears ``p.grad``, which shards do not have.
+
+``backward``: gradients that ``manual_backward`` did not compute are not reduced.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch import nn
 from torch.optim import Optimizer
 
+from megatron_lightning.errors import ConfigError
 from megatron_lightning.optim.accumulation import GradientAccumulation
 from megatron_lightning.strategies.step.gradient_guard import GradientGuard
 from megatron_lightning.strategies.step.overrides import override
@@ -63,14 +66,40 @@ def follow_zero_grad(
     undo: ExitStack,
     guard: GradientGuard,
 ) -> None:
-    """Clear the reduced gradients as well when the user clears those of an optimizer, which is no
-    change that ``guard`` refuses, until ``undo`` is closed.
+    """Clear the reduced gradients as well when the user clears those of an optimizer or the module,
+    which is no change that ``guard`` refuses, until ``undo`` is closed.
     """
+
+    def clear(original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        _clear(original, guard, *args, **kwargs)
+        for target in accumulation.reducer.targets().values():
+            target.grad = None
+
+    override(module, "zero_grad", clear, undo)
     handed_out: Any = module.optimizers()  # Lightning's wrappers; one alone is in no list
     for optimizer in [*optimizers, *(handed_out if isinstance(handed_out, list) else [handed_out])]:
         if isinstance(unwrapped(optimizer), Optimizer):
             undo.callback(accumulation.view(unwrapped(optimizer)).follow_zero_grad(optimizer))
             vars(optimizer)["zero_grad"] = partial(_clear, optimizer.zero_grad, guard)
+
+
+def check_reduced(module: pl.LightningModule, accumulation: GradientAccumulation) -> None:
+    """Check before a step that the ranks have reduced the gradients.
+
+    Raises:
+        ConfigError: If parameters have gradients of this rank alone.
+    """
+    reducer = accumulation.reducer
+    if reducer.is_finished:
+        return
+    for name in reducer.bucket_of:
+        if reducer.parameters[name].grad is not None:
+            raise ConfigError(
+                f"{type(module).__name__} steps an optimizer by gradients of one rank ({name} has "
+                "one): they come from loss.backward(), from torch.autograd.grad, or from a "
+                "backward pass that toggle_model(sync_grad=False) has kept from the reduction. "
+                "Call self.manual_backward(loss) before the step."
+            )
 
 
 def _clear(zero_grad: Callable[..., None], guard: GradientGuard, *args: Any, **kwargs: Any) -> None:

@@ -30,6 +30,7 @@ class NativeSteps(Steps):
         with self._recorded("training_step"):
             output = self._scope.module.training_step(batch, *indices)
         self._hints.end(output)
+        self.training.guard.leave()
         self._items = self._num_items(batch, output)
         if self._scope.module.automatic_optimization:
             self.reports.follow(output.get("loss") if isinstance(output, Mapping) else output)

@@ -30,7 +30,12 @@ from megatron_lightning.strategies.fp8 import kept_as_codes
 from megatron_lightning.strategies.lightning_internals import put_around_hooks
 from megatron_lightning.strategies.precision import MegatronMixedPrecision
 from megatron_lightning.strategies.step.gradient_guard import GradientGuard, describe_parts
-from megatron_lightning.strategies.step.manual import follow_toggling, follow_zero_grad, unwrapped
+from megatron_lightning.strategies.step.manual import (
+    check_reduced,
+    follow_toggling,
+    follow_zero_grad,
+    unwrapped,
+)
 from megatron_lightning.strategies.step.overrides import users_hooks
 from megatron_lightning.strategies.step.schedulers import hold_schedulers
 from megatron_lightning.strategies.step.scope import Scope
@@ -263,6 +268,8 @@ class Training:
         def gradients() -> Any:
             result = closure()
             self.guard.check()
+            if not self._scope.module.automatic_optimization:
+                check_reduced(self._scope.module, self.accumulation)
             self.guard.pause()
             self._scope.progress.begin_update(self._scope.module.trainer.global_step)
             return result
