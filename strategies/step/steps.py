@@ -206,6 +206,7 @@ class Steps(ABC):
         """Begin a training batch of ``num_samples`` samples on this rank."""
         accumulation, is_first = self.training.accumulation, self._batches_of_epoch() == 1
         compares = is_first or accumulation.written.is_due  # hooks of a validation have run
+        self.training.shard_writes.look()
         if accumulation.written.before_training(first=is_first):
             self.training.plan_watch.watch_loss()
         accumulation.gather.begin_step()

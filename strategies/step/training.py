@@ -39,6 +39,7 @@ from megatron_lightning.strategies.step.manual import (
 from megatron_lightning.strategies.step.overrides import users_hooks
 from megatron_lightning.strategies.step.schedulers import hold_schedulers
 from megatron_lightning.strategies.step.scope import Scope
+from megatron_lightning.strategies.step.shard_writes import ShardWrites
 
 
 class Training:
@@ -113,6 +114,8 @@ class Training:
         self.plan_watch = PlanWatch(module, part, plans, context)
         """Detects what a sharding plan got wrong, in the first step."""
         undo.callback(self.plan_watch.detach)
+        self.shard_writes = ShardWrites(scope, optimizers)
+        """Warns of hooks that write into shards."""
 
     def _scale_losses(self) -> MegatronMixedPrecision | None:
         """Return the precision plugin, with one verdict on overflow for all ranks; None: losses are
@@ -292,6 +295,7 @@ class Training:
             self.guard.close()
         self.guard.record()  # another optimizer may step gradients of the same backward pass
         self._experts.end_step(stepped=not self.step_skipped)
+        self.shard_writes.record()
         if self.step_skipped:
             self._scope.progress.skipped_steps += 1
             for scheduler in self._scheduled:

@@ -1,0 +1,77 @@
+"""A warning about hooks that write into parameters of which each rank holds a shard.
+
+``weight.div_(weight.norm(dim=0))`` in a hook divides by the norm of a shard. ``weight.mul_(0.9)``
+is right. Nothing tells the two apart, so neither is refused. Versions of the tensors tell whether a
+hook has written: host integers, which no device computes. Writes through ``tensor.data`` are not
+seen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from megatron_lightning.strategies.step.scope import Scope
+
+
+class ShardWrites:
+    """Versions of the sharded parameters between two optimizer steps, until a hook has written.
+
+    Args:
+        scope: What the run works on.
+        optimizers: The user's. Schedule-free ones write weights in ``train()`` and ``eval()``,
+            element by element, and are not watched.
+    """
+
+    def __init__(self, scope: Scope, optimizers: Sequence[Optimizer]) -> None:
+        watches = not any(hasattr(optimizer, "eval") for optimizer in optimizers)
+        specs = scope.part.specs
+        self._sharded: dict[str, Tensor] = {
+            name: parameter
+            for name, parameter in scope.module.named_parameters()
+            if watches and name in specs and specs[name].sharded_over
+        }
+        self._versions: list[int] = []
+        self._loads = _Loads()
+        if self._sharded:
+            handle = scope.module.register_load_state_dict_post_hook(self._loads)  # type: ignore[no-untyped-call]
+            scope.undo.callback(handle.remove)
+
+    def record(self) -> None:
+        """Record the versions after an optimizer step."""
+        self._loads.seen = False
+        self._versions = [parameter._version for parameter in self._sharded.values()]
+
+    def look(self) -> None:
+        """Warn, once, if a parameter was written since :meth:`record`."""
+        # load_state_dict takes full tensors, and gives each rank its shards.
+        if not self._versions or self._loads.seen:
+            return
+        versions = [parameter._version for parameter in self._sharded.values()]
+        if versions == self._versions:
+            return
+        pairs = zip(self._sharded, versions, self._versions, strict=True)
+        names = [name for name, now, before in pairs if now != before]
+        self._sharded, self._versions = {}, []
+        more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+        rank_zero_warn(
+            f"a hook has written into {', '.join(names[:5])}{more}, of which each tensor-parallel "
+            "(or expert-parallel) rank holds a shard. What the hook computes element by element is "
+            "right. A norm, mean, quantile or sum is the shard's, and differs from one device. "
+            "Compute those from strategy.full_tensors(), which all ranks call, and write full "
+            "tensors with load_state_dict of the LightningModule. See docs/differences.md."
+        )
+
+
+class _Loads:
+    """Hook after ``load_state_dict``."""
+
+    def __init__(self) -> None:
+        self.seen = False
+
+    def __call__(self, module: nn.Module, keys: Any) -> None:
+        self.seen = True
