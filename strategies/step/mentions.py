@@ -4,6 +4,7 @@ calls: whether it takes norms of gradients, or reads them.
 
 from __future__ import annotations
 
+import dis
 import inspect
 from collections.abc import Callable, Iterator
 from types import CodeType
@@ -21,7 +22,7 @@ _LIBRARIES = ("lightning", "pytorch_lightning", "megatron_lightning", "torch", "
 
 
 def mentioned(function: Callable[..., Any], owner: object = None) -> frozenset[str]:
-    """Return the names that ``function`` mentions.
+    """Return the names that ``function`` mentions, and ``set:NAME`` of attributes that it sets.
 
     Args:
         function: A function or bound method of the user's.
@@ -66,6 +67,9 @@ def _visit(function: Any, owner: object, names: set[str], seen: set[CodeType]) -
 
 def _names(code: CodeType) -> Iterator[str]:
     yield from code.co_names
+    for instruction in dis.get_instructions(code):
+        if instruction.opname == "STORE_ATTR":
+            yield f"set:{instruction.argval}"
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
             yield from _names(constant)

@@ -10,10 +10,10 @@ from typing import Any
 import lightning.pytorch as pl
 
 
-def override(
-    module: pl.LightningModule, name: str, replacement: Callable[..., Any], undo: ExitStack
-) -> None:
-    """Replace ``module.name(...)`` by ``replacement(original, ...)`` until ``undo`` is closed."""
+def override(module: Any, name: str, replacement: Callable[..., Any], undo: ExitStack) -> None:
+    """Replace ``module.name(...)``, also an optimizer's, until ``undo`` is closed, by
+    ``replacement(original, ...)``.
+    """
     original, attributes = getattr(module, name), vars(module)
     before = attributes.get(name)
 

@@ -40,6 +40,7 @@ from megatron_lightning.strategies.step.overrides import users_hooks
 from megatron_lightning.strategies.step.schedulers import hold_schedulers
 from megatron_lightning.strategies.step.scope import Scope
 from megatron_lightning.strategies.step.shard_writes import ShardWrites
+from megatron_lightning.strategies.step.zeroing import ZeroingCheck
 
 
 class Training:
@@ -101,6 +102,7 @@ class Training:
         if self.accumulation.managed and not module.automatic_optimization:
             follow_toggling(module, self.accumulation, undo)
             follow_zero_grad(module, optimizers, self.accumulation, undo, self.guard)
+        self._zeroing = ZeroingCheck(module, undo)
         self.step_skipped = False
         """Whether the last optimizer step was skipped."""
         if self.loss_scaling is not None or options.non_finite == "skip":
@@ -209,6 +211,7 @@ class Training:
         """
         self.guard.close()
         self._follow()
+        self._zeroing.applies = clear or self.accumulation.managed
         self.accumulation.begin_run(clear=clear, keep_earlier=keep_earlier)
 
     def _follow(self) -> None:
@@ -242,6 +245,7 @@ class Training:
     def watch_gradients(self) -> None:
         """Watch what the user's code does to the gradients from now until the step."""
         optimizers = self._optimizers
+        self._zeroing.is_left = True
         self.guard.open(optimizers)
         for optimizer in optimizers if self._parts else ():
             self._check_last(optimizer)

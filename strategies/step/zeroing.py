@@ -1,0 +1,72 @@
+"""A user's ``optimizer_zero_grad`` that does not clear the gradients.
+
+On one device they pile up. Where gradients are in buckets, or a pipeline computes them before
+Lightning calls the hook, a step begins with none, so that the hook would have no effect.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+import lightning.pytorch as pl
+
+from megatron_lightning.errors import ConfigError
+from megatron_lightning.strategies.step.manual import unwrapped
+from megatron_lightning.strategies.step.mentions import mentioned
+from megatron_lightning.strategies.step.overrides import override, users_methods
+
+
+class ZeroingCheck:
+    """Look whether the hook clears the gradients of earlier backward passes.
+
+    Args:
+        module: The LightningModule, with automatic optimization.
+        undo: Ends the check.
+    """
+
+    def __init__(self, module: pl.LightningModule, undo: ExitStack) -> None:
+        self.is_left = False
+        """Whether gradients of earlier steps would be there on one device."""
+        self.applies = False
+        """Whether steps begin without gradients, whatever the hook does."""
+        self._module = module
+        own = [hook for _, hook in users_methods(module, "optimizer_zero_grad")]
+        self._undo = undo
+        if not own:
+            return
+        self._clears = "set:grad" in mentioned(own[0], module)  # parameter by parameter
+        self._followed = list[Any]()
+        override(module, "optimizer_zero_grad", self._check, undo)
+        override(module, "zero_grad", self._clear, undo)
+
+    def _clear(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self.is_left = False
+        return original(*args, **kwargs)
+
+    def _follow(self, optimizer: Any) -> None:
+        """Follow the ``zero_grad`` of an optimizer and of Lightning's wrapper of it."""
+        handed_out: Any = self._module.optimizers()
+        wrappers = handed_out if isinstance(handed_out, list) else [handed_out]
+        for handle in [optimizer, *(w for w in wrappers if unwrapped(w) is optimizer)]:
+            if not any(handle is other for other in self._followed):
+                self._followed.append(handle)
+                override(handle, "zero_grad", self._clear, self._undo)
+
+    def _check(self, original: Callable[..., Any], epoch: int, index: int, optimizer: Any) -> None:
+        """Call the hook.
+
+        Raises:
+            ConfigError: If it leaves gradients.
+        """
+        self._follow(unwrapped(optimizer))
+        original(epoch, index, optimizer)
+        if self.applies and self.is_left and not self._clears:
+            raise ConfigError(
+                f"{type(self._module).__name__}.optimizer_zero_grad did not call "
+                "optimizer.zero_grad() before batch "
+                f"{index}, but every step begins without gradients here, so that they would not "
+                "pile up. Call optimizer.zero_grad() in every call, and add up the gradients of "
+                "several batches by Trainer(accumulate_grad_batches=...)."
+            )
