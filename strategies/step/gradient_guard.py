@@ -26,6 +26,7 @@ from megatron_lightning.parallel.context import ParallelContext
 from megatron_lightning.strategies.step.mentions import (
     CLIPS,
     READ_BY_STRATEGY,
+    edits_gradients,
     is_library,
     mentioned,
     takes_norms,
@@ -194,6 +195,11 @@ class GradientGuard:
             self._reason = self._reason or (
                 f"{code.name} uses p.grad, which is None on every parameter ({self._parts}): a "
                 f"norm would be 0, and clipping would change nothing. {_ADVICE}"
+            )
+        elif self._sharded and edits_gradients(code.names):
+            self._reason = self._reason or (
+                f"{code.name} uses p.grad, which is None on every parameter ({self._parts}): what "
+                f"it changes would be lost. {_ADVICE}"
             )
         elif aware:  # a module for several strategies chooses by itself
             return

@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator
 from types import CodeType
 from typing import Any
 
+from torch import Tensor
+
 CLIPS = frozenset(
     {"clip_grad_norm_", "clip_grad_value_", "clip_grad_norm", "clip_grads_with_norm_"}
 )
@@ -39,6 +41,16 @@ def takes_norms(names: frozenset[str]) -> bool:
     """
     grad_norm = "grad_norm" in names and any("utilities" in name for name in names)
     return grad_norm or "lightning:grad_norm" in names or "get_total_norm" in names
+
+
+def edits_gradients(names: frozenset[str]) -> bool:
+    """Whether code that mentions ``names`` reads ``grad`` and calls functions that change tensors
+    in place, or sets it.
+    """
+    in_place = any(
+        name.endswith("_") and not name.endswith("__") and hasattr(Tensor, name) for name in names
+    )
+    return "set:grad" in names or ("grad" in names and in_place)
 
 
 def is_library(function: object) -> bool:

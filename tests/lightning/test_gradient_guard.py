@@ -116,15 +116,33 @@ def test_whole_gradients_may_be_clipped_by_hand(tmp_path: Path) -> None:
     assert run(DDP2, _steps, tmp_path, _ClipsInHook) == [(2, [])] * 2
 
 
-class _ScalesInHook(ToyModule):
+class _ReadsInHook(ToyModule):
     def configure_gradient_clipping(self, optimizer: Any, *_: Any, **__: Any) -> None:
+        self.norms = [p.grad.norm() for p in self.parameters() if p.grad is not None]
+
+
+class _ScalesInHook(ToyModule):
+    def on_after_backward(self) -> None:
         for parameter in self.parameters():
             if parameter.grad is not None:
                 parameter.grad.mul_(0.5)
 
 
+class _StepsByHand(ToyModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> None:
+        self.manual_backward(self._loss(batch)[0])
+        with torch.no_grad():
+            for parameter in self.parameters():
+                if parameter.grad is not None:
+                    parameter.sub_(0.1 * parameter.grad)
+
+
 def test_clipping_where_no_parameter_has_a_gradient_is_warned_of_once(tmp_path: Path) -> None:
-    (first, texts), (second, others) = run(DP2, _steps, tmp_path, _ScalesInHook)
+    (first, texts), (second, others) = run(DP2, _steps, tmp_path, _ReadsInHook)
     assert (
         first == second == 2 and len(texts) == 1 and "p.grad is None" in texts[0] and others == []
     )
@@ -234,6 +252,9 @@ class _ReadsNorm(pl.Callback):
         (DP2, _ClipsTwice, "_ClipsTwice.configure_gradient_clipping uses p.grad"),
         (FSDP2, _ClipsTwice, "_ClipsTwice.configure_gradient_clipping uses p.grad"),
         (DP2, _ClipsAfterClearing, "_ClipsAfterClearing.training_step uses p.grad"),
+        (DP2, _ScalesInHook, "_ScalesInHook.on_after_backward uses p.grad"),
+        (FSDP2, _ScalesInHook, "_ScalesInHook.on_after_backward uses p.grad"),
+        (DP2, _StepsByHand, "_StepsByHand.training_step uses p.grad"),
         (DP2, _LogsNorms, "_LogsNorms.on_before_optimizer_step uses p.grad, which is None"),
         (TP2_TOY, _LogsNorms, "_LogsNorms.on_before_optimizer_step takes norms of p.grad"),
         (PP2, _ReadsNorm, "_ReadsNorm.on_after_backward takes norms of p.grad"),
