@@ -1,5 +1,6 @@
 """Hints about what differs from one device and is no error, each given once a run: BatchNorm over
-parts of a batch, and means over different numbers of labels (``docs/differences.md``).
+parts of a batch, spectral_norm in micro-batches, and means over different numbers of labels
+(``docs/differences.md``).
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ class StepHints:
             if isinstance(child, nn.modules.batchnorm._BatchNorm)
             and not isinstance(child, nn.SyncBatchNorm)
         }
+        self._spectral = _with_spectral_norm(scope.part.names)  # on all stages
         self._is_first = True
-
         self._advice: str | None = None
 
     def begin(self, microbatches: Sequence[Any]) -> None:
@@ -47,6 +48,8 @@ class StepHints:
             return
         if any(norm.training for norm in self._norms.values()):
             self._warn_of_norms(len(microbatches))
+        if self._spectral and len(microbatches) > 1:
+            self._warn_of_spectral_norms(len(microbatches))
         if self._is_first:
             self._is_first = False
             self._advice = self._compare_labels(microbatches)
@@ -66,6 +69,16 @@ class StepHints:
             "by its own samples, and one device normalizes the batch. Make the parts large, use a "
             "norm of single samples (GroupNorm, LayerNorm), or, for the ranks' samples together on "
             "GPUs, set Trainer(sync_batchnorm=True). See docs/differences.md."
+        )
+
+    def _warn_of_spectral_norms(self, num_microbatches: int) -> None:
+        path, self._spectral = self._spectral[0], []
+        rank_zero_warn(
+            f"{path} has a spectral_norm: it runs one power iteration in every forward, which is "
+            f"{num_microbatches} a batch ({num_microbatches} micro-batches), and one on one "
+            "device. Its estimate of the norm is nearer to the exact one, and the first losses differ. Use "
+            "one micro-batch, or many power iterations on both sides (n_power_iterations). See "
+            "docs/differences.md."
         )
 
     def _compare_labels(self, microbatches: Sequence[Any]) -> str | None:
@@ -93,6 +106,21 @@ class StepHints:
             '0.3 to 2.4 %. Return {"loss": loss, "num_items": number of labels that count} from '
             "training_step, or give the module a method num_items(batch). See docs/differences.md."
         )
+
+
+def _with_spectral_norm(names: Sequence[str]) -> list[str]:
+    """Return the paths of modules with a spectral norm, of which ``names`` has the vectors of the
+    power iteration.
+    """
+    found = {}
+    for name in names:
+        parametrized, _, vector = name.rpartition(".parametrizations.")
+        hooked, _, weight = name.rpartition(".")
+        if parametrized and vector.endswith("._u"):
+            found[parametrized] = None
+        elif weight.endswith("_u") and f"{name.removesuffix('_u')}_orig" in names:
+            found[hooked] = None
+    return list(found)
 
 
 def _count_labels(batch: Any) -> tuple[int, int] | None:

@@ -17,13 +17,22 @@ from megatron_lightning.strategies import MegatronStrategy
 from tests.helpers.ranks import run_ranks
 from tests.helpers.trainers import trainer
 
+SPECTRAL: dict[str, Any] = {
+    "parametrized": torch.nn.utils.parametrizations.spectral_norm,
+    "hooked": torch.nn.utils.spectral_norm,
+}
+
 
 class Tagger(pl.LightningModule):
     """Labels every position; ``counts`` says whether it returns the number of labels."""
 
     def __init__(self, norm: str, counts: bool) -> None:
         super().__init__()
-        self.net = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(6) if norm else nn.Identity())
+        self.net = nn.Sequential(
+            nn.Linear(3, 4), nn.BatchNorm1d(6) if norm in {"trained", "frozen"} else nn.Identity()
+        )
+        if norm in SPECTRAL:
+            SPECTRAL[norm](self.net[0])
         self.counts = counts
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
@@ -88,3 +97,11 @@ def test_batch_norm_over_parts_of_a_batch() -> None:
     assert "net.1 is a BatchNorm" in hint
     assert "2 parts of a batch (2 micro-batch(es) on 1 data-parallel rank(s))" in hint
     assert _hints([0] * 4, None, norm="trained") == _hints([0] * 4, 2, norm="frozen") == []
+
+
+@pytest.mark.parametrize("norm", ["parametrized", "hooked"])
+def test_spectral_norm_in_micro_batches(norm: str) -> None:
+    [hint] = _hints([0] * 8, 2, norm=norm)
+    assert "net.0 has a spectral_norm" in hint
+    assert "2 a batch" in hint
+    assert _hints([0] * 4, None, norm=norm) == []
