@@ -76,9 +76,8 @@ class StepHints:
         rank_zero_warn(
             f"{path} has a spectral_norm: it runs one power iteration in every forward, which is "
             f"{num_microbatches} a batch ({num_microbatches} micro-batches), and one on one "
-            "device. Its estimate of the norm is nearer to the exact one, and the first losses differ. Use "
-            "one micro-batch, or many power iterations on both sides (n_power_iterations). See "
-            "docs/differences.md."
+            "device, so that losses differ until the estimate of the norm has converged. Use one "
+            "micro-batch, or raise n_power_iterations. See docs/differences.md."
         )
 
     def _compare_labels(self, microbatches: Sequence[Any]) -> str | None:
@@ -112,7 +111,7 @@ def _with_spectral_norm(names: Sequence[str]) -> list[str]:
     """Return the paths of modules with a spectral norm, of which ``names`` has the vectors of the
     power iteration.
     """
-    found = {}
+    found: dict[str, None] = {}
     for name in names:
         parametrized, _, vector = name.rpartition(".parametrizations.")
         hooked, _, weight = name.rpartition(".")
