@@ -229,7 +229,13 @@ class GradientGuard:
         Raises:
             ConfigError: If one has changed.
         """
-        self._withheld.end()
+        setters = [code.name for code in self._running if "set:grad" in code.names]
+        if self._withheld.end() and setters:
+            raise ConfigError(
+                f"{' or '.join(setters)} sets p.grad to None, which it is on every parameter "
+                f"({self._parts}), so that the parameter would be stepped. Set requires_grad=False "
+                'before fit, or use data_parallel="ddp".'
+            )
         for name, parameter, gradient, version in self._before:
             now, version_now = _version(parameter)
             if now is None or (now is gradient and version_now == version) or not now.any():

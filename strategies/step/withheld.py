@@ -60,9 +60,11 @@ class WithheldGradients:
                 parameter.grad = WithheldGradient.of(parameter, reason)
                 self._withheld.append(parameter)
 
-    def end(self) -> None:
-        """Make the gradients None again."""
+    def end(self) -> bool:
+        """Make the gradients None again; return whether others had made some None."""
+        cleared = any(parameter.grad is None for parameter in self._withheld)
         for parameter in self._withheld:
             if isinstance(parameter.grad, WithheldGradient):
                 parameter.grad = None
         self._withheld.clear()
+        return cleared

@@ -128,6 +128,11 @@ class _ScalesInHook(ToyModule):
                 parameter.grad.mul_(0.5)
 
 
+class _Drops(ToyModule):
+    def on_after_backward(self) -> None:
+        next(self.parameters()).grad = None
+
+
 class _StepsByHand(ToyModule):
     def __init__(self) -> None:
         super().__init__()
@@ -269,6 +274,11 @@ def test_norms_of_what_one_rank_has_are_refused(
     assert any(texts)
     for found in texts:
         assert not found or (text in found and "strategy.gradient_norm()" in found), found
+
+
+def test_dropping_a_gradient_that_no_rank_has_is_refused(tmp_path: Path) -> None:
+    texts = run(DP2, _refusal, tmp_path, _Drops)
+    assert any("_Drops.on_after_backward sets p.grad to None" in text for text in texts), texts
 
 
 def _refusal(
