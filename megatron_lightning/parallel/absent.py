@@ -58,7 +58,9 @@ _LISTED = (
     "twice the factor of the sum of squares), or compute it in the forward of each unit and report "
     "it by a StepReport (docs/own_model.md)."
 )
-_LIKE = {torch.empty_like, torch.full_like, torch.ones_like, torch.zeros_like}  # state, on ``meta``
+_LIKE = frozenset(  # state of an optimizer, on ``meta``
+    {torch.empty_like, torch.full_like, torch.ones_like, torch.zeros_like}
+)
 _FREEZES = (torch.Tensor.requires_grad_, torch.Tensor.requires_grad.__set__)  # type: ignore[attr-defined]
 
 
