@@ -322,30 +322,29 @@ class DistributedOptimizer(OptimizerState):
         return any(exchange.were_written() for exchange in self._exchanges)
 
     @torch.no_grad()
-    def follow_written(self) -> bool:
-        """Take over what was written into parameters that have main params, also in memory that has
-        replaced theirs. Waits for the device.
-
-        Returns:
-            Whether main params were written, of which :meth:`synchronize_written` makes other
-            tensors.
+    def main_was_written(self) -> bool:
+        """Return whether main params were written outside of a step, of which
+        :meth:`synchronize_written` makes other tensors. Waits for the device.
 
         Raises:
-            ConfigError: If both were written.
+            ConfigError: If the parameters were written as well.
         """
         self.bind()
-        main_was_written = self._main.were_written()
-        self._main.take_over()
-        if not main_was_written:
-            self._main.record()
-        return main_was_written or self._reducer.units_were_written()
+        return self._main.were_written() or self._reducer.units_were_written()
 
     @torch.no_grad()
     def take_over(self) -> None:
-        """Take over what was written into the parameters. A collective where the optimizer steps
-        full matrices of several ranks.
+        """Take over what was written into the parameters, also in memory that has replaced theirs.
+        A collective where the optimizer steps full matrices of several ranks.
+
+        Before the step alone: an average that is swapped in for validation, and back, leaves main
+        params as they are.
+
+        Raises:
+            ConfigError: If main params were written as well.
         """
-        self.follow_written()
+        self.main_was_written()
+        self._main.take_over()
         for exchange in self._exchanges:
             exchange.take_over()
 

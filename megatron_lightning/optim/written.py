@@ -92,7 +92,7 @@ class WrittenWeights:
             found: Whether writes were found before.
         """
         self._gather.wait()
-        stale = [view.follow_written() for view in self._views]
+        stale = [view.main_was_written() for view in self._views]
         differ = self._differ()
         written = found or differ or any(stale)
         if not self._agree(written):

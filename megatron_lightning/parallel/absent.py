@@ -274,6 +274,8 @@ def _named_parameters(
 ) -> Iterator[tuple[str, Any]]:
     """Take the place of ``Module.named_parameters``, in the order of the full model."""
     seen = set[int]()
+    # A tied parameter may be absent by its first name and present by another.
+    present = {id(p): p for _, p in nn.Module.named_parameters(module, recurse=recurse)}
     modules = module.named_modules(prefix=prefix) if recurse else [(prefix, module)]
     for path, child in modules:
         absent = [(n, value) for n, value in child.__dict__.items() if _is_absent_parameter(value)]
@@ -282,8 +284,8 @@ def _named_parameters(
             if value is None or (remove_duplicate and identity in seen):
                 continue
             seen.add(identity)
-            listed = value
-            if isinstance(value, AbsentTensor):
+            listed = present.get(identity, value)
+            if isinstance(listed, AbsentTensor):
                 listed = AbsentTensor.of(value, value.path, is_parameter=True, advice=_LISTED)
             yield f"{path}.{name}" if path else name, listed
 

@@ -61,13 +61,12 @@ class _Monitored(VectorModule):
 
 
 class _RateOfStage(VectorModule):
-    """Divides the rate by the number of parameters, of which a stage has its own."""
+    """Divides the rate by the number of the rank."""
 
     def configure_optimizers(self) -> Any:
         parameters = list(self.parameters())
-        rate = 0.5 / sum(parameter.numel() for parameter in parameters)
         groups = [{"params": [p for p in parameters if (p.ndim > 1) is wide]} for wide in (0, 1)]
-        return torch.optim.SGD(groups, lr=rate)
+        return torch.optim.SGD(groups, lr=0.5 / (1 + _rank()))
 
 
 class _SetsRate(pl.Callback):

@@ -15,7 +15,7 @@ from lightning.pytorch.callbacks import (
     EMAWeightAveraging,
     StochasticWeightAveraging,
 )
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from megatron_lightning.config import DataParallelOptions
@@ -169,21 +169,10 @@ class _ByHand(ToyModule):
         self.automatic_optimization = False
 
 
-class _Uncut(ToyModule):
-    """Exists before the groups do, and has no ``pipeline_units()``."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.model = nn.Linear(4, 4)  # type: ignore[assignment]
-
-    configure_model = pl.LightningModule.configure_model
-
-
 def _refused_fsdp(layout: Layout, folder: str) -> list[str]:
     messages = []
     averaging = StochasticWeightAveraging(swa_lrs=1e-3)
     for module, callbacks in (
-        (_Uncut(), []),
         (_ByHand(), []),
         (ToyModule(), [averaging]),
         (ToyModule(), [BackboneFinetuning()]),
@@ -202,7 +191,6 @@ def _refused_fsdp(layout: Layout, folder: str) -> list[str]:
 
 def test_what_fsdp_cannot_shard(tmp_path: Path) -> None:
     expected = [
-        r"\"fsdp\" shards the units .* _Uncut has no list of modules",
         r"_ByHand optimizes manually .* the 2 data-parallel ranks .* or data_parallel=\"zero1\"",
         (
             r"StochasticWeightAveraging copies full modules, and data_parallel=\"fsdp\" .* 2 "

@@ -52,7 +52,7 @@ class _Grads(pl.Callback):
         if module.trainer.fit_loop._should_accumulate():
             return
         self.seen[hook] = {
-            name: None if p.grad is None else p.grad.clone()
+            name: p.grad.clone() if type(p.grad) is Tensor else None
             for name, p in module.named_parameters()
         }
 

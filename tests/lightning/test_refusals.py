@@ -288,11 +288,6 @@ class _Compiled(_Built):
         self.model.head.compile()
 
 
-class _NothingToTrain(ToyModule):
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD([p for name, p in self.named_parameters() if "head" in name], lr=0.1)
-
-
 def _selective(name: str) -> RecomputeOptions:
     return RecomputeOptions(recompute_granularity="selective", recompute_modules=[name])
 
@@ -368,12 +363,6 @@ CASES: dict[str, tuple[Layout, type[ToyModule], type[Exception], str]] = {
         _Unsendable,
         ConfigError,
         r"cannot be sent to the other pipeline stages .* Return and log tensors",
-    ),
-    "no-parameters": (
-        PP2,
-        _NothingToTrain,
-        ConfigError,
-        r"no parameters for an optimizer on pipeline rank 1 of 2",
     ),
     "recompute": (
         RECOMPUTE,

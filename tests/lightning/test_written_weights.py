@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from megatron_lightning.config import DataParallelOptions
+from megatron_lightning.errors import ConfigError
 from megatron_lightning.resilience.failure import PeerFailure
 from tests.helpers.toy import ToyModule
 from tests.lightning.support import (
@@ -335,17 +336,31 @@ def test_weights_that_an_optimizer_writes_outside_of_steps_are_those_of_one_devi
     assert_close(run(layout, _swap, tmp_path, clamps), [single(_swap, clamps)] * layout.ranks, 5e-5)
 
 
-@pytest.mark.parametrize("kind", [_Swapping, _Rebinding])
 @layouts(ONE, DP2, slow=[FSDP2])
-def test_main_params_that_an_optimizer_swaps_are_validated(
-    layout: Layout, kind: type[_Swapping], tmp_path: Path
-) -> None:
+def test_main_params_that_an_optimizer_swaps_are_validated(layout: Layout, tmp_path: Path) -> None:
     # Main params keep what bf16 rounds away.
     assert_close(
-        run(layout, _swap, tmp_path, False, "bf16-true", kind)[0][0],
-        single(_swap, False, "bf16-true", kind)[0],
+        run(layout, _swap, tmp_path, False, "bf16-true")[0][0],
+        single(_swap, False, "bf16-true")[0],
         0.02,
     )
+
+
+def _both_written(layout: Layout, folder: str) -> str:
+    try:
+        _swap(layout, folder, False, "bf16-true", _Rebinding)
+    except PeerFailure:
+        return "peer"
+    except ConfigError as error:
+        return str(error)
+    return "trained"
+
+
+@layouts(ONE, DP2, slow=[FSDP2])
+def test_a_swap_after_a_write_of_a_hook_is_refused(layout: Layout, tmp_path: Path) -> None:
+    texts = run(layout, _both_written, tmp_path)
+    assert all("the optimizer wrote its copies of weights" in t for t in texts if t != "peer")
+    assert set(texts) != {"peer"}
 
 
 class _Twice(torch.optim.SGD):

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import DataLoader
 
@@ -36,16 +35,15 @@ class _Layer(TransformerLayer):
     """Reports a loss that does not add up over tokens, of each sample."""
 
     report: StepReport
-    divided_over: str
+    axis: AxisGroup | None
 
     def forward(self, hidden: Tensor, *args: Any) -> Tensor:
         hidden = super().forward(hidden, *args)
         sizes = hidden.square().sum(dim=(0, 2)) / (SEQUENCE * hidden.shape[2])
-        if self.divided_over:
-            axis = AxisGroup(self.divided_over, (0, 1), dist.get_rank(), dist.group.WORLD)
-            sizes = reduce_from_axis(sizes, axis)
-            if self.divided_over == "cp":
-                sizes = copy_to_axis(sizes, axis)
+        if self.axis is not None:
+            sizes = reduce_from_axis(sizes, self.axis)
+            if self.axis.name == "cp":
+                sizes = copy_to_axis(sizes, self.axis)
         return self.report.loss("aux_loss", 0.1 * sizes.square().mean(), hidden)
 
 
@@ -58,10 +56,11 @@ class _Module(GPTLightningModule):
         if self.model is not None:
             return
         super().configure_model()
+        axis = self.trainer.strategy.context.axis(self.divided_over) if self.divided_over else None
         for layer in self.model.decoder.layers.values():
             layer.__class__ = _Layer
             layer.report = StepReport()
-            layer.divided_over = self.divided_over
+            layer.axis = axis
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=0.1)
