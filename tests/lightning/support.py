@@ -108,6 +108,12 @@ def layouts(*usual: Layout, slow: Sequence[Layout] = ()) -> Any:
     return pytest.mark.parametrize("layout", params)
 
 
+def thinned(rows: Sequence[Sequence[Any]], usual: int = 3) -> list[Any]:
+    """Return parameters of a test: every ``usual``-th row; the others are of the long matrix."""
+    marks = [() if index % usual == 0 else pytest.mark.slow for index in range(len(rows))]
+    return [pytest.param(*row, marks=mark) for row, mark in zip(rows, marks, strict=True)]
+
+
 def _body_main(body: Callable[..., Any], *args: Any) -> Any:
     """Tensors would travel as shared memory, which ends with the rank's process: return arrays."""
     return tree_map_only(torch.Tensor, lambda tensor: tensor.detach().numpy(), body(*args))

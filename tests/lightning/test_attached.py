@@ -152,7 +152,7 @@ def _fit(layout: Layout, folder: str, kind: type[Classifier]) -> tuple[list[floa
     return module.losses, module.sizes
 
 
-@layouts(TP2, FSDP2, PP2, DP2)
+@layouts(TP2, PP2, slow=[FSDP2, DP2])
 @pytest.mark.parametrize("kind", [ByClass, ByAttribute])
 def test_weight_decay_groups_equal_one_device(
     layout: Layout, kind: type[Classifier], tmp_path: Path
@@ -164,7 +164,7 @@ def test_weight_decay_groups_equal_one_device(
         assert own == sizes or (layout is PP2 and kind is ByAttribute and sum(own) == sum(sizes))
 
 
-@layouts(TP2, DP2, DDP2)
+@layouts(TP2, slow=[DP2, DDP2])
 def test_hooks_and_lists_of_a_models_parameters_work_on(layout: Layout, tmp_path: Path) -> None:
     losses, _ = single(_fit, Listed)
     ranks = run(layout, _fit, tmp_path, Listed)

@@ -30,6 +30,7 @@ from tests.lightning.support import (
     make_layout,
     metrics_of,
     run,
+    thinned,
 )
 
 FSDP2 = make_layout("fsdp2", 2, 2, data_parallel="fsdp")
@@ -229,28 +230,37 @@ def _refused(
 
 @pytest.mark.parametrize(
     ("layout", "fn", "make", "numbers", "module", "message"),
-    [
-        (DP2, "fit", _sized, (3, 2), ToyModule, "training batches (rank 0: 3, rank 1: 2)"),
-        (DDP2, "fit", _sized, (1, 2), ToyModule, "Trainer(limit_train_batches=1)"),
-        (DDP2, "fit", _sized, (1, 0), ToyModule, "no batch on some ranks (rank 0: 1, rank 1: 0)"),
-        (DP2, "fit", _mixed, (2, 2), ToyModule, "(rank 0: 2, rank 1: no length)"),
-        (
-            DP2,
-            "fit",
-            _stream,
-            (3, 2),
-            ToyModule,
-            "data ended on some ranks only (rank 0: more",
-        ),
-        (DP2, "fit", _plain, (2, 4), ToyModule, "(rank 0: 2 batches, rank 1: more)"),
-        (FSDP2, "validate", _stream, (1, 2), ToyModule, "limit_val_batches=1"),
-        (FSDP2, "predict", _sized, (0, 2), ToyModule, "predict DataLoader has no batch"),
-        (DP2, "validate", _sized, (2, 0), ToyModule, "validate DataLoader has no batch"),
-        (DP2, "predict", _sized, (0, 1), ToyModule, "on some ranks (rank 0: 0, rank 1: 1)"),
-        (DP2, "test", _stream, (2, 0), ToyModule, "(rank 0: more, rank 1: 0 batches)"),
-        (DP2, "validate", _sized, (3, 2), _Logging, "(rank 0: 3, rank 1: 2)"),
-        (DP2, "validate", _stream, (3, 2), _Logging, "(rank 0: more, rank 1: 2 batches)"),
-    ],
+    thinned(
+        [
+            (DP2, "fit", _sized, (3, 2), ToyModule, "training batches (rank 0: 3, rank 1: 2)"),
+            (DDP2, "fit", _sized, (1, 2), ToyModule, "Trainer(limit_train_batches=1)"),
+            (
+                DDP2,
+                "fit",
+                _sized,
+                (1, 0),
+                ToyModule,
+                "no batch on some ranks (rank 0: 1, rank 1: 0)",
+            ),
+            (DP2, "fit", _mixed, (2, 2), ToyModule, "(rank 0: 2, rank 1: no length)"),
+            (
+                DP2,
+                "fit",
+                _stream,
+                (3, 2),
+                ToyModule,
+                "data ended on some ranks only (rank 0: more",
+            ),
+            (DP2, "fit", _plain, (2, 4), ToyModule, "(rank 0: 2 batches, rank 1: more)"),
+            (FSDP2, "validate", _stream, (1, 2), ToyModule, "limit_val_batches=1"),
+            (FSDP2, "predict", _sized, (0, 2), ToyModule, "predict DataLoader has no batch"),
+            (DP2, "validate", _sized, (2, 0), ToyModule, "validate DataLoader has no batch"),
+            (DP2, "predict", _sized, (0, 1), ToyModule, "on some ranks (rank 0: 0, rank 1: 1)"),
+            (DP2, "test", _stream, (2, 0), ToyModule, "(rank 0: more, rank 1: 0 batches)"),
+            (DP2, "validate", _sized, (3, 2), _Logging, "(rank 0: 3, rank 1: 2)"),
+            (DP2, "validate", _stream, (3, 2), _Logging, "(rank 0: more, rank 1: 2 batches)"),
+        ]
+    ),
 )
 def test_what_is_refused(
     layout: Layout,

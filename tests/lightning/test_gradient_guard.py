@@ -16,7 +16,18 @@ from torch.nn.utils import clip_grad_norm_
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.resilience.failure import PeerFailure
 from tests.helpers.toy import ToyModule
-from tests.lightning.support import DDP2, DP2, ONE, PP2, TP2_TOY, Layout, layouts, make_layout, run
+from tests.lightning.support import (
+    DDP2,
+    DP2,
+    ONE,
+    PP2,
+    TP2_TOY,
+    Layout,
+    layouts,
+    make_layout,
+    run,
+    thinned,
+)
 
 FSDP2 = make_layout("fsdp2", 2, 2, data_parallel="fsdp")
 
@@ -74,17 +85,19 @@ def _refused(
 
 @pytest.mark.parametrize(
     ("layout", "kind", "hook"),
-    [
-        (
-            TP2_TOY,
-            _ClipsInHook,
-            "on_before_optimizer_step or _ClipsInHook.configure_gradient_clipping",
-        ),
-        (PP2, _ClipsByCallback, "_ClipsByCallback.on_before_optimizer_step"),
-        (DP2, _ClipsByOptimizer, "_ClipsByOptimizer.on_before_optimizer_step"),
-        (DP2, _Replaces, "_Replaces.on_after_backward"),
-        (FSDP2, _ClipsByOptimizer, "_ClipsByOptimizer.on_before_optimizer_step"),
-    ],
+    thinned(
+        [
+            (
+                TP2_TOY,
+                _ClipsInHook,
+                "on_before_optimizer_step or _ClipsInHook.configure_gradient_clipping",
+            ),
+            (PP2, _ClipsByCallback, "_ClipsByCallback.on_before_optimizer_step"),
+            (DP2, _ClipsByOptimizer, "_ClipsByOptimizer.on_before_optimizer_step"),
+            (DP2, _Replaces, "_Replaces.on_after_backward"),
+            (FSDP2, _ClipsByOptimizer, "_ClipsByOptimizer.on_before_optimizer_step"),
+        ]
+    ),
     ids=lambda value: getattr(value, "name", None),
 )
 def test_changes_of_partial_gradients_are_refused(
@@ -245,26 +258,28 @@ class _ReadsNorm(pl.Callback):
 
 @pytest.mark.parametrize(
     ("layout", "kind", "text"),
-    [
-        (DP2, _ClipsInHook, "_ClipsInHook.configure_gradient_clipping uses p.grad"),
-        (DP2, _ClipsInStep, "_ClipsInStep.optimizer_step uses p.grad, which is None"),
-        (FSDP2, _ClipsInStep, "_ClipsInStep.optimizer_step uses p.grad, which is None"),
-        (PP2, _ClipsInStep, "_ClipsInStep.optimizer_step changed the gradient of"),
-        (DP2, _ClipsByStepHook, "<lambda> uses p.grad, which is None"),
-        (TP2_TOY, _ClipsByStepHook, "<lambda> changed the gradient of"),
-        (DP2, _ClipsByHand, "_ClipsByHand.training_step uses p.grad, which is None"),
-        (TP2_TOY, _ClipsByHand, "_ClipsByHand.training_step changed the gradient of"),
-        (DP2, _ClipsTwice, "_ClipsTwice.configure_gradient_clipping uses p.grad"),
-        (FSDP2, _ClipsTwice, "_ClipsTwice.configure_gradient_clipping uses p.grad"),
-        (DP2, _ClipsAfterClearing, "_ClipsAfterClearing.training_step uses p.grad"),
-        (DP2, _ScalesInHook, "_ScalesInHook.on_after_backward uses p.grad"),
-        (FSDP2, _ScalesInHook, "_ScalesInHook.on_after_backward uses p.grad"),
-        (DP2, _StepsByHand, "_StepsByHand.training_step uses p.grad"),
-        (DP2, _LogsNorms, "_LogsNorms.on_before_optimizer_step uses p.grad, which is None"),
-        (TP2_TOY, _LogsNorms, "_LogsNorms.on_before_optimizer_step takes norms of p.grad"),
-        (PP2, _ReadsNorm, "_ReadsNorm.on_after_backward takes norms of p.grad"),
-        (FSDP2, _ReadsNorm, "_ReadsNorm.on_after_backward uses p.grad"),
-    ],
+    thinned(
+        [
+            (DP2, _ClipsInHook, "_ClipsInHook.configure_gradient_clipping uses p.grad"),
+            (DP2, _ClipsInStep, "_ClipsInStep.optimizer_step uses p.grad, which is None"),
+            (FSDP2, _ClipsInStep, "_ClipsInStep.optimizer_step uses p.grad, which is None"),
+            (PP2, _ClipsInStep, "_ClipsInStep.optimizer_step changed the gradient of"),
+            (DP2, _ClipsByStepHook, "<lambda> uses p.grad, which is None"),
+            (TP2_TOY, _ClipsByStepHook, "<lambda> changed the gradient of"),
+            (DP2, _ClipsByHand, "_ClipsByHand.training_step uses p.grad, which is None"),
+            (TP2_TOY, _ClipsByHand, "_ClipsByHand.training_step changed the gradient of"),
+            (DP2, _ClipsTwice, "_ClipsTwice.configure_gradient_clipping uses p.grad"),
+            (FSDP2, _ClipsTwice, "_ClipsTwice.configure_gradient_clipping uses p.grad"),
+            (DP2, _ClipsAfterClearing, "_ClipsAfterClearing.training_step uses p.grad"),
+            (DP2, _ScalesInHook, "_ScalesInHook.on_after_backward uses p.grad"),
+            (FSDP2, _ScalesInHook, "_ScalesInHook.on_after_backward uses p.grad"),
+            (DP2, _StepsByHand, "_StepsByHand.training_step uses p.grad"),
+            (DP2, _LogsNorms, "_LogsNorms.on_before_optimizer_step uses p.grad, which is None"),
+            (TP2_TOY, _LogsNorms, "_LogsNorms.on_before_optimizer_step takes norms of p.grad"),
+            (PP2, _ReadsNorm, "_ReadsNorm.on_after_backward takes norms of p.grad"),
+            (FSDP2, _ReadsNorm, "_ReadsNorm.on_after_backward uses p.grad"),
+        ]
+    ),
     ids=lambda value: getattr(value, "name", None),
 )
 def test_norms_of_what_one_rank_has_are_refused(

@@ -33,6 +33,7 @@ from tests.lightning.support import (
     make_layout,
     run,
     single,
+    thinned,
 )
 
 SIZE, SAMPLES = 4, 16
@@ -178,7 +179,7 @@ def _validate(layout: Layout, folder: str, at_end: Any) -> Any:
     return module.result
 
 
-@layouts(DP2, TP2, PP2_WHOLE, CP2, TP2_DP2, slow=[PP2_DP2])
+@layouts(PP2_WHOLE, CP2, slow=[DP2, TP2, TP2_DP2, PP2_DP2])
 def test_the_values_of_a_replica_are_gathered_once(layout: Layout, tmp_path: Path) -> None:
     sizes = {name: 2.0 if name in layout.name else 1.0 for name in ("tp", "pp")}
     expected = dict.fromkeys(("default", "nested", "number", "strategy"), float(SAMPLES))
@@ -213,7 +214,7 @@ def _contrastive(layout: Layout, folder: str) -> Any:
     return {"losses": module.losses, "weights": weights}
 
 
-@layouts(DP2, DDP2, TP2, TP2_DP2)
+@layouts(TP2_DP2, slow=[DP2, DDP2, TP2])
 def test_losses_over_the_samples_of_all_ranks(layout: Layout, tmp_path: Path) -> None:
     expected = single(_contrastive)
     for found in run(layout, _contrastive, tmp_path):
@@ -329,13 +330,15 @@ def test_ranks_that_share_only_experts_hold_different_samples(tmp_path: Path) ->
 
 @pytest.mark.parametrize(
     ("step", "name"),
-    [
-        (_all_reduce, "allreduce"),
-        (_world_by_name, "barrier"),
-        (_objects, "allgather"),
-        (_functional, "a collective of torch.distributed"),
-        (_kept, "a collective of torch.distributed"),
-    ],
+    thinned(
+        [
+            (_all_reduce, "allreduce"),
+            (_world_by_name, "barrier"),
+            (_objects, "allgather"),
+            (_functional, "a collective of torch.distributed"),
+            (_kept, "a collective of torch.distributed"),
+        ]
+    ),
 )
 def test_collectives_over_all_ranks_are_refused_in_a_step(
     step: Any, name: str, tmp_path: Path

@@ -181,7 +181,7 @@ def test_fits_whose_hooks_write_weights_equal_one_device(
     [(("on_train_epoch_start", 4, "fill"),), SEVERAL],
     ids=["fill", "several"],
 )
-@layouts(ONE, DP2, slow=[DDP2, OFFLOAD, OFFLOAD2, FSDP2, BF16_MOMENTS2])
+@layouts(DP2, slow=[ONE, DDP2, OFFLOAD, OFFLOAD2, FSDP2, BF16_MOMENTS2])
 def test_written_bf16_weights_stay_through_steps_of_rate_zero(
     layout: Layout, writes: tuple[tuple[str, int, str], ...], tmp_path: Path
 ) -> None:
@@ -216,7 +216,7 @@ def _main_params(layout: Layout, folder: str, swaps: bool) -> dict[str, float]:
     }
 
 
-@layouts(ONE, DP2, slow=[DDP2, FSDP2])
+@layouts(DP2, slow=[ONE, DDP2, FSDP2])
 def test_an_average_swapped_in_and_back_loses_no_bit(layout: Layout, tmp_path: Path) -> None:
     swapped = run(layout, _main_params, tmp_path, True)
     assert swapped == run(layout, _main_params, tmp_path, False)
@@ -336,7 +336,7 @@ def test_weights_that_an_optimizer_writes_outside_of_steps_are_those_of_one_devi
     assert_close(run(layout, _swap, tmp_path, clamps), [single(_swap, clamps)] * layout.ranks, 5e-5)
 
 
-@layouts(ONE, DP2, slow=[FSDP2])
+@layouts(DP2, slow=[ONE, FSDP2])
 def test_main_params_that_an_optimizer_swaps_are_validated(layout: Layout, tmp_path: Path) -> None:
     # Main params keep what bf16 rounds away.
     assert_close(
@@ -356,7 +356,7 @@ def _both_written(layout: Layout, folder: str) -> str:
     return "trained"
 
 
-@layouts(ONE, DP2, slow=[FSDP2])
+@layouts(DP2, slow=[ONE, FSDP2])
 def test_a_swap_after_a_write_of_a_hook_is_refused(layout: Layout, tmp_path: Path) -> None:
     texts = run(layout, _both_written, tmp_path)
     assert all("the optimizer wrote its copies of weights" in t for t in texts if t != "peer")
