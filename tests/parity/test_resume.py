@@ -25,6 +25,7 @@ from megatron_lightning.callbacks import GradientNormMonitor
 from megatron_lightning.checkpoint import consolidate, plain_file, read_full
 from megatron_lightning.config import PipelineOptions, TransformerConfig
 from megatron_lightning.modules import GPTLightningModule
+from megatron_lightning.optim.class_names import CLASSES
 from megatron_lightning.strategies import (
     MegatronMixedPrecision,
     MegatronStrategy,
@@ -163,6 +164,8 @@ def _fit(
 def _content(path: Path) -> dict[str, Any]:
     """Return weights, optimizer state and progress of a checkpoint, a directory or a plain file."""
     whole = read_full(path) if path.is_dir() else torch.load(path, weights_only=True)
+    for state in whole["optimizer_states"]:
+        state.pop(CLASSES, None)  # which plain Lightning does not write
     return {
         key: whole[key]
         for key in ("state_dict", "optimizer_states", "lr_schedulers", "global_step", SCALE)
