@@ -130,9 +130,8 @@ def test_ranks_hold_the_planned_codes(name: str) -> None:
             own = 4 * _share(count, case) + _share(coded, case)
             assert row.weights_bytes == gathered + own
             held = own + row.optimizer_bytes + 4 * _share(count, case)
-        # Beside them lie batches, counters, scales, the padding of buckets, and column sums of 4 KB
-        # each, which show writes outside of steps.
-        assert num_bytes - 120_000 <= held <= num_bytes, (rank, row)
+        # Beside them lie batches, counters, scales and the padding of buckets.
+        assert num_bytes - 100_000 <= held <= num_bytes, (rank, row)
 
 
 def _share(count: ParameterCount, case: Case) -> float:
