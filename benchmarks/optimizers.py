@@ -194,11 +194,11 @@ class Llama(pl.LightningModule):
         return CASES[self.optimizer].build(self)
 
     def on_train_epoch_start(self) -> None:
-        """Let schedule-free optimizers train."""
+        """Switch schedule-free optimizers to training weights."""
         self._switch("train")
 
     def on_validation_start(self) -> None:
-        """Let schedule-free optimizers swap their average in."""
+        """Switch schedule-free optimizers to averaged weights."""
         self._switch("eval")
 
     def _switch(self, mode: str) -> None:

@@ -45,7 +45,7 @@ class SavingGuard:
                 vars(module)["save_pretrained"] = PartSaving(module, path)
 
     def asked(self, path: str, module: nn.Module, prefix: str, keep_vars: bool) -> None:
-        """Tell of a state dict, unless it is made for one of a larger module."""
+        """Warn about a state dict of ``module``, unless the state dict of a parent calls for it."""
         if not prefix and self.warn is not None:
             self.warn(path)
 

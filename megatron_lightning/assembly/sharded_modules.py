@@ -47,7 +47,7 @@ _CALLS_CHILDREN = (
 
 
 class ShardedModules(NamedTuple):
-    """What is sharded of a module."""
+    """Units that FSDP shards, and parameters that every rank keeps in full."""
 
     path: str
     """Path of the module whose call runs units; "": each is called by itself."""
@@ -58,7 +58,7 @@ class ShardedModules(NamedTuple):
 
 
 def find_sharded(module: nn.Module, options: PipelineOptions) -> ShardedModules:
-    """Return what is sharded of a module that no pipeline divides.
+    """Find the units of a module that no pipeline divides.
 
     Raises:
         ConfigError: If nothing can be, or the units that ``options`` name contradict the module.

@@ -157,7 +157,7 @@ def local_folder(
         if (snapshot / SINGLE).exists() or (snapshot / INDEX).exists():
             return snapshot
     except LocalEntryNotFoundError:
-        pass
+        pass  # not in the cache: the download below fetches the model, or says why it cannot
     except HFValidationError as error:
         raise MissingCheckpointError.at(path) from error
     try:

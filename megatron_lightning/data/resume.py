@@ -1,7 +1,7 @@
-"""What decides the order of training samples: kept in checkpoints, and compared when a run resumes.
+"""Settings that decide the order of training samples; a checkpoint keeps them, a resume compares.
 
-A position in the data, a number of samples, means nothing in another order: samples that were read
-would come again, and others never.
+A resume skips a number of samples. In another order, the run would read some samples twice and
+others never.
 """
 
 from __future__ import annotations

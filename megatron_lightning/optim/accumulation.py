@@ -93,7 +93,7 @@ class GradientAccumulation:
         self._num_items: Tensor | None = None
         self._earlier: dict[str, Tensor] | None = None  # to which this step's gradients are added
         self.beside: Beside | None = None
-        """What data-parallel ranks agree on beside the unused parameters of a step."""
+        """Values that data ranks exchange together with the unused parameters of a step."""
 
     def _attach(self, trainable: Mapping[str, nn.Parameter]) -> None:
         """Build the reduction of these parameters, and make the optimizers step its results."""
@@ -400,7 +400,7 @@ def _listed(parameters: Iterable[str]) -> str:
 
 @contextmanager
 def _requiring_gradients(parameters: Iterable[nn.Parameter]) -> Generator[None, None, None]:
-    """Let all parameters require gradients in the block, as hooks on them need."""
+    """Set ``requires_grad`` of all parameters within the block: autograd hooks need it."""
     frozen = [parameter for parameter in parameters if not parameter.requires_grad]
     for parameter in frozen:
         parameter.requires_grad = True

@@ -35,7 +35,7 @@ class CallAnalysis:
         self._partition = partition
         self._uses: list[Uses] = []
         self.values = UnitValues()
-        """What units leave on themselves."""
+        """Attributes that units set on themselves in their forward."""
         self.draws_on_host = False
 
     def follow(self) -> Taint:

@@ -21,7 +21,7 @@ class CallFacts:
     written: set[int] = field(default_factory=set)
     """Units into whose outputs the model's code writes: it is given copies."""
     left: set[Left] = field(default_factory=set)
-    """What units leave on themselves."""
+    """Attributes that units set on themselves in their forward."""
     draws_on_host: bool = False
     """Whether the forward draws from Python's or NumPy's generators."""
     tested: set[int] = field(default_factory=set)

@@ -21,8 +21,9 @@ _ADVICE = (
 
 
 def warn_of_other_namespace() -> None:
-    """Say once what to import, where ``pytorch_lightning`` is imported too: its Trainer would
-    refuse a strategy before ours can say why.
+    """Warn once if ``pytorch_lightning`` is imported as well, and name the import to write.
+
+    The Trainer of ``pytorch_lightning`` refuses this strategy before the strategy can explain.
     """
     if _OTHER in sys.modules:
         rank_zero_warn(

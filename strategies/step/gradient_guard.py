@@ -132,7 +132,7 @@ class GradientGuard:
         self._reason = ""
 
     def pause(self) -> None:
-        """Let gradients change until the next :meth:`record`: the precision plugin unscales."""
+        """Accept changes until the next :meth:`record`: the precision plugin unscales."""
         self._before = []
 
     def _hooks(self, name: str) -> list[_Code]:

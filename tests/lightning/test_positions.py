@@ -24,6 +24,9 @@ class _ByPosition(ToyModule):
         if self.kind == "decay":  # of the rate, layer by layer
             rows = enumerate(reversed(parameters))
             groups = [{"params": [p], "lr": 0.1 * 0.8**index} for index, p in rows]
+        elif self.kind == "head":  # of one stage: the optimizer of the other has nothing to step
+            named = self.named_parameters()
+            return torch.optim.SGD([p for name, p in named if "head" in name], lr=0.1)
         elif self.kind == "halves":
             groups = [{"params": parameters[:half], "lr": 0.01}, {"params": parameters[half:]}]
         else:
@@ -41,7 +44,7 @@ def _losses(layout: Layout, folder: str, kind: str) -> list[float]:
     return record.losses
 
 
-@pytest.mark.parametrize("kind", ["decay", "halves", "frozen", "adagrad"])
+@pytest.mark.parametrize("kind", ["decay", "halves", "frozen", "adagrad", "head"])
 def test_positions_are_those_of_one_device(kind: str, tmp_path: Path) -> None:
     expected = single(_losses, kind)
     for losses in run(PP2, _losses, tmp_path, kind):
