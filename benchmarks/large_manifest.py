@@ -13,7 +13,12 @@ from math import prod
 import numpy as np
 import torch
 
-from megatron_lightning.checkpoint.manifest import BLOCK_BYTES, Manifest, StoredShard, TensorInfo
+from megatron_lightning.checkpoint.format.manifest import (
+    BLOCK_BYTES,
+    Manifest,
+    StoredShard,
+    TensorInfo,
+)
 from megatron_lightning.parallel.spec import Box, Shape, ShardSpec
 
 TENSOR, PIPELINE = 8, 16

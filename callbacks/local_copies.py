@@ -8,7 +8,7 @@ from pathlib import Path
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from megatron_lightning.checkpoint.storage import is_remote
+from megatron_lightning.checkpoint.format.storage import is_remote
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.strategies.megatron import MegatronStrategy
 

@@ -11,17 +11,17 @@ import lightning.pytorch as pl
 import torch.distributed as dist
 
 from megatron_lightning.errors import ConfigError
+from megatron_lightning.pipeline.schedules.trace import Executed, trace_lines
 from megatron_lightning.pipeline.timeline import Timeline
-from megatron_lightning.pipeline.trace import Executed, trace_lines
 from megatron_lightning.strategies.megatron import MegatronStrategy
 
 
 class PipelineTimeline(pl.Callback):
     """Write the timeline of one training step, ``rank_0.jsonl`` and so on, a file for each rank.
 
-    Every line is one action, see :mod:`megatron_lightning.pipeline.trace`. The ranks of a pipeline
-    start their clocks together, right before the step. ``megatron-lightning schedule --trace DIR``
-    draws the files.
+    Every line is one action, see :mod:`megatron_lightning.pipeline.schedules.trace`. The ranks of a
+    pipeline start their clocks together, right before the step. ``megatron-lightning schedule
+    --trace DIR`` draws the files.
 
     Args:
         dirpath: Folder of the files; None: ``pipeline_timeline`` in the Trainer's

@@ -136,7 +136,7 @@ def _run(command: str, options: list[str]) -> None:
         for text in _call(generate, command, options):
             print(text)
     elif command == "schedule":
-        from megatron_lightning.pipeline.report import describe_schedule
+        from megatron_lightning.pipeline.schedules.report import describe_schedule
 
         print(_call(describe_schedule, command, options))
     elif command == "plan":
@@ -147,7 +147,7 @@ def _run(command: str, options: list[str]) -> None:
         if not is_valid:
             raise SystemExit(2)
     elif command == "checkpoint":
-        from megatron_lightning.checkpoint.commands import COMMANDS as TOOLS
+        from megatron_lightning.checkpoint.tools.commands import COMMANDS as TOOLS
         from megatron_lightning.models.upcycling import upcycle
 
         _use_tool(command, {**TOOLS, "upcycle": upcycle}, options)

@@ -17,7 +17,7 @@ from typing_extensions import override
 from megatron_lightning.assembly.part import Part
 from megatron_lightning.config.checks import check_kind
 from megatron_lightning.errors import CheckpointError, ConfigError
-from megatron_lightning.optim.codes import Coder
+from megatron_lightning.optim.gradients.codes import Coder
 from megatron_lightning.parallel.context import ParallelContext
 from megatron_lightning.precision.assignment import Assignment, apply_recipe, remove_recipe
 from megatron_lightning.precision.backends import Backend, Chosen, choose_backend

@@ -53,13 +53,13 @@ from megatron_lightning.config import (
     StartMethod,
 )
 from megatron_lightning.errors import ConfigError, ShardingError
-from megatron_lightning.optim.chained import members
 from megatron_lightning.optim.checks import (
     check_optimizers,
     check_stepped_tensors,
     explained_empty_optimizers,
 )
-from megatron_lightning.optim.data_groups import has_replicas
+from megatron_lightning.optim.gradients.data_groups import has_replicas
+from megatron_lightning.optim.stepping.chained import members
 from megatron_lightning.parallel.absent import AbsentListing, drop_absent
 from megatron_lightning.parallel.context import GROUPS, ParallelContext
 from megatron_lightning.parallel.layout import ParallelLayout

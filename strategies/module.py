@@ -32,8 +32,8 @@ from megatron_lightning.assembly.replicas import check_replicas
 from megatron_lightning.bridge.untouched import deferred_weights, read_weights
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.layers.recompute import apply_recompute
-from megatron_lightning.models.hf_plans import transformers_models
-from megatron_lightning.optim.data_groups import has_replicas
+from megatron_lightning.models.plans.hf_plans import transformers_models
+from megatron_lightning.optim.gradients.data_groups import has_replicas
 from megatron_lightning.parallel.context import AxisGroup, ParallelContext
 from megatron_lightning.parallel.parameters import copy_attributes
 from megatron_lightning.strategies.checks.module import built_module

@@ -33,7 +33,7 @@ from megatron_lightning.assembly.state import ModuleState
 from megatron_lightning.checkpoint.saver import Saver
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.layers.split_backward import join_backwards, split_backwards
-from megatron_lightning.optim.parameter_shard import MainShard
+from megatron_lightning.optim.gradients.parameter_shard import MainShard
 from megatron_lightning.pipeline.executor import PipelineExecutor
 from megatron_lightning.strategies.after_fit import PartWarning, full_state
 from megatron_lightning.strategies.checkpoint.checkpoints import Checkpoints

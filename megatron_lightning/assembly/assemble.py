@@ -29,8 +29,8 @@ from megatron_lightning.parallel.sharding import (
     record_ties,
     untied,
 )
-from megatron_lightning.pipeline.actions import Placement
-from megatron_lightning.pipeline.stage import StagePartition, has_unit
+from megatron_lightning.pipeline.schedules.actions import Placement
+from megatron_lightning.pipeline.stages.stage import StagePartition, has_unit
 
 _RECORD = "_megatron_record"
 

@@ -19,15 +19,15 @@ from megatron_lightning.parallel.context import ParallelContext
 from megatron_lightning.parallel.layout import ParallelLayout
 from megatron_lightning.parallel.sharding import ShardingPlan
 from megatron_lightning.parallel.spec import ShardSpec
-from megatron_lightning.pipeline.actions import Placement
-from megatron_lightning.pipeline.analysis import ExampleRun
-from megatron_lightning.pipeline.call_analysis import check_boundaries
-from megatron_lightning.pipeline.layouts import is_predicting, split_units
-from megatron_lightning.pipeline.partition import unit_names
 from megatron_lightning.pipeline.schedules import ScheduleChoice
-from megatron_lightning.pipeline.stage import StagePartition, check_units
-from megatron_lightning.pipeline.taint import Uses
-from megatron_lightning.pipeline.units import find_pipelined
+from megatron_lightning.pipeline.schedules.actions import Placement
+from megatron_lightning.pipeline.schedules.layouts import is_predicting, split_units
+from megatron_lightning.pipeline.schedules.partition import unit_names
+from megatron_lightning.pipeline.stages.analysis import ExampleRun
+from megatron_lightning.pipeline.stages.call_analysis import check_boundaries
+from megatron_lightning.pipeline.stages.stage import StagePartition, check_units
+from megatron_lightning.pipeline.stages.taint import Uses
+from megatron_lightning.pipeline.stages.units import find_pipelined
 
 
 def check_partition(

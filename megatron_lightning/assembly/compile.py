@@ -28,8 +28,8 @@ from megatron_lightning.layers.recompute import (
     replace_recomputed,
 )
 from megatron_lightning.parallel.absent import is_absent
-from megatron_lightning.pipeline.partition import is_layer, unit_names
-from megatron_lightning.pipeline.units import find_pipelined
+from megatron_lightning.pipeline.schedules.partition import is_layer, unit_names
+from megatron_lightning.pipeline.stages.units import find_pipelined
 
 
 class CompiledForward:

@@ -27,7 +27,7 @@ from megatron_lightning.parallel.sharding import (
     shared_names,
 )
 from megatron_lightning.parallel.spec import ShardSpec
-from megatron_lightning.pipeline.actions import Placement
+from megatron_lightning.pipeline.schedules.actions import Placement
 
 _HEADER = ("module", "stage", "style", "local shape", "axes")
 

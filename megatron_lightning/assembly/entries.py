@@ -29,8 +29,8 @@ from megatron_lightning.checkpoint.entries import (
     without,
     write_table,
 )
+from megatron_lightning.checkpoint.format.naming import OWN, holds_tensors
 from megatron_lightning.checkpoint.memory_source import MemorySource
-from megatron_lightning.checkpoint.naming import OWN, holds_tensors
 from megatron_lightning.errors import CheckpointError
 from megatron_lightning.parallel.spec import Shape
 

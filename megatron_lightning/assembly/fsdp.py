@@ -16,8 +16,8 @@ from megatron_lightning.assembly.part import Part
 from megatron_lightning.assembly.sharded_modules import divide_units, find_sharded
 from megatron_lightning.config import DataParallelOptions, PipelineOptions
 from megatron_lightning.errors import ConfigError
-from megatron_lightning.optim.fully_sharded import ShardedUnits
-from megatron_lightning.optim.parameter_shard import main_dtype
+from megatron_lightning.optim.fsdp.fully_sharded import ShardedUnits
+from megatron_lightning.optim.gradients.parameter_shard import main_dtype
 from megatron_lightning.parallel.context import ParallelContext
 from megatron_lightning.parallel.materialize import initial_value, is_left_empty, materialize
 

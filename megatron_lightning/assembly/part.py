@@ -9,10 +9,10 @@ from dataclasses import dataclass, field, replace
 
 from torch import nn
 
-from megatron_lightning.optim.fully_sharded import ShardedUnits
+from megatron_lightning.optim.fsdp.fully_sharded import ShardedUnits
 from megatron_lightning.parallel.sharding import named_shard_specs, tied_names
 from megatron_lightning.parallel.spec import ShardSpec
-from megatron_lightning.pipeline.stage import StagePartition
+from megatron_lightning.pipeline.stages.stage import StagePartition
 
 
 @dataclass(frozen=True, kw_only=True)

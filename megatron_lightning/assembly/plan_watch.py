@@ -9,7 +9,7 @@ Between tensor-parallel ranks these must be equal or must differ:
 - The input of a layer that gathers sequence shards differs. If it is the full sequence, the layer
   gathers copies of it, and the output is right while gradients are multiples.
 - The output of the parallel module and the loss are equal, unless the plan says otherwise. Losses
-  are compared again when ranks look for written weights (``optim/written.py``).
+  are compared again when ranks look for written weights (``optim/stepping/written.py``).
 
 Each rank sums a tensor's elements with fixed random signs, which distinguishes tensors as well as
 their distance does, without sending them.

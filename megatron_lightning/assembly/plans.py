@@ -12,8 +12,8 @@ from torch import nn
 from megatron_lightning.assembly.attention_watch import check_attention_rows
 from megatron_lightning.errors import ConfigError, ShardingError
 from megatron_lightning.layers.styles import ContextAttention, DispatchedExperts
-from megatron_lightning.models.gathered import auto_plan
-from megatron_lightning.models.hf_plans import transformers_models, transformers_plan
+from megatron_lightning.models.plans.gathered import auto_plan
+from megatron_lightning.models.plans.hf_plans import transformers_models, transformers_plan
 from megatron_lightning.parallel.layout import ParallelLayout
 from megatron_lightning.parallel.sharding import (
     ShardingPlan,

@@ -17,7 +17,7 @@ from megatron_lightning.errors import ShardingError
 from megatron_lightning.layers.gemm import is_code
 from megatron_lightning.parallel.context import AxisGroup, ParallelContext
 from megatron_lightning.parallel.spec import ShardSpec
-from megatron_lightning.pipeline.microbatches import tensors_of
+from megatron_lightning.pipeline.batch.microbatches import tensors_of
 
 _FINGERPRINT_BYTES = 1 << 25
 """Bytes that are copied at a time; a multiple of 8."""

@@ -24,10 +24,10 @@ from torch import nn
 
 from megatron_lightning.config import PipelineOptions
 from megatron_lightning.errors import ConfigError
-from megatron_lightning.models.gathered import BY_INDEX, weights_read
+from megatron_lightning.models.plans.gathered import BY_INDEX, weights_read
 from megatron_lightning.optim.full_parameters import IN_ONE_PIECE, can_be_extended, describe_full
-from megatron_lightning.pipeline.partition import unit_names
-from megatron_lightning.pipeline.units import find_pipelined
+from megatron_lightning.pipeline.schedules.partition import unit_names
+from megatron_lightning.pipeline.stages.units import find_pipelined
 
 _LARGEST = 8
 """A module with more than one in so many elements is divided, if it can be."""

@@ -18,15 +18,15 @@ from torch.distributed.tensor import DTensor
 from megatron_lightning.assembly.part import Part
 from megatron_lightning.assembly.plans import PlanChoice, find_plans
 from megatron_lightning.checkpoint import CheckpointSource, TensorShards, load_sharded
-from megatron_lightning.checkpoint.manifest import TensorInfo
+from megatron_lightning.checkpoint.format.manifest import TensorInfo
+from megatron_lightning.checkpoint.format.naming import OWN
 from megatron_lightning.checkpoint.memory_source import MemorySource
-from megatron_lightning.checkpoint.naming import OWN
 from megatron_lightning.checkpoint.stored_tensor import StoredTensor
 from megatron_lightning.errors import CheckpointError
 from megatron_lightning.layers.gemm import is_code
 from megatron_lightning.layers.styles import VocabParallel
-from megatron_lightning.optim.parameter_shard import MainShard
-from megatron_lightning.optim.sharded_unit import local_part
+from megatron_lightning.optim.fsdp.sharded_unit import local_part
+from megatron_lightning.optim.gradients.parameter_shard import MainShard
 from megatron_lightning.parallel.context import ParallelContext
 from megatron_lightning.parallel.spec import Shape, ShardSpec, is_writer
 

@@ -18,8 +18,8 @@ from megatron_lightning.bridge.folder import HuggingFaceFolder
 from megatron_lightning.bridge.lazy import Lazy
 from megatron_lightning.bridge.pieces import Piece, assembled, inverse
 from megatron_lightning.bridge.untouched import lazy_model, lazy_parameters
-from megatron_lightning.checkpoint.progress import progress_bar
 from megatron_lightning.checkpoint.source import CheckpointSource, open_checkpoint
+from megatron_lightning.checkpoint.tools.progress import progress_bar
 from megatron_lightning.errors import CheckpointError
 from megatron_lightning.parallel.spec import Box
 

@@ -20,18 +20,18 @@ from torch import Tensor
 from megatron_lightning.bridge.folder import INDEX, HuggingFaceFolder
 from megatron_lightning.bridge.lazy import Fill, Lazy
 from megatron_lightning.bridge.safetensors_file import Header
-from megatron_lightning.checkpoint.files import (
+from megatron_lightning.checkpoint.format.files import (
     beside,
     exchange,
     new_identifier,
     sync_directory,
     write_file,
 )
-from megatron_lightning.checkpoint.manifest import TensorInfo
-from megatron_lightning.checkpoint.progress import Advance, silent
-from megatron_lightning.checkpoint.shard_file import header_bytes, header_entry
+from megatron_lightning.checkpoint.format.manifest import TensorInfo
+from megatron_lightning.checkpoint.format.shard_file import header_bytes, header_entry
+from megatron_lightning.checkpoint.format.streaming import slabs
 from megatron_lightning.checkpoint.source import CheckpointSource
-from megatron_lightning.checkpoint.streaming import slabs
+from megatron_lightning.checkpoint.tools.progress import Advance, silent
 from megatron_lightning.errors import CheckpointError
 from megatron_lightning.parallel.spec import Box, Shard
 

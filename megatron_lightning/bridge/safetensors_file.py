@@ -15,7 +15,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 import torch
 
-from megatron_lightning.checkpoint.manifest import DTYPE_CODES
+from megatron_lightning.checkpoint.format.manifest import DTYPE_CODES
 from megatron_lightning.errors import CheckpointError
 from megatron_lightning.parallel.spec import Shape
 

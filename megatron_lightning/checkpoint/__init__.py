@@ -14,10 +14,10 @@ from megatron_lightning._lazy import lazy_attributes
 
 if TYPE_CHECKING:
     from megatron_lightning.checkpoint.commit import is_committed, remove_checkpoint
-    from megatron_lightning.checkpoint.consolidation import consolidate, plain_file, read_full
     from megatron_lightning.checkpoint.loading import load_sharded
     from megatron_lightning.checkpoint.saving import save_sharded
     from megatron_lightning.checkpoint.source import CheckpointSource, open_checkpoint
+    from megatron_lightning.checkpoint.tools.consolidation import consolidate, plain_file, read_full
     from megatron_lightning.parallel.shards import TensorShards
 
 __all__ = [
@@ -38,12 +38,12 @@ __getattr__, __dir__ = lazy_attributes(
     {
         "CheckpointSource": "megatron_lightning.checkpoint.source",
         "TensorShards": "megatron_lightning.parallel.shards",
-        "consolidate": "megatron_lightning.checkpoint.consolidation",
+        "consolidate": "megatron_lightning.checkpoint.tools.consolidation",
         "is_committed": "megatron_lightning.checkpoint.commit",
         "load_sharded": "megatron_lightning.checkpoint.loading",
         "open_checkpoint": "megatron_lightning.checkpoint.source",
-        "plain_file": "megatron_lightning.checkpoint.consolidation",
-        "read_full": "megatron_lightning.checkpoint.consolidation",
+        "plain_file": "megatron_lightning.checkpoint.tools.consolidation",
+        "read_full": "megatron_lightning.checkpoint.tools.consolidation",
         "remove_checkpoint": "megatron_lightning.checkpoint.commit",
         "save_sharded": "megatron_lightning.checkpoint.saving",
     },

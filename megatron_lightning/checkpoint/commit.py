@@ -35,7 +35,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from megatron_lightning.checkpoint.files import (
+from megatron_lightning.checkpoint.format.files import (
     beside,
     exchange,
     lock,
@@ -45,8 +45,8 @@ from megatron_lightning.checkpoint.files import (
     sync_directory,
     try_lock,
 )
-from megatron_lightning.checkpoint.manifest import Manifest, TensorInfo
-from megatron_lightning.checkpoint.storage import (
+from megatron_lightning.checkpoint.format.manifest import Manifest, TensorInfo
+from megatron_lightning.checkpoint.format.storage import (
     Folder,
     LocalFolder,
     RemoteFolder,

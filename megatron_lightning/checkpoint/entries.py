@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from megatron_lightning.checkpoint.naming import OWN
+from megatron_lightning.checkpoint.format.naming import OWN
 from megatron_lightning.errors import CheckpointError
 
 Path = tuple[Any, ...]

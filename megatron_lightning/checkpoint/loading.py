@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch.distributed as dist
 
 from megatron_lightning.checkpoint.agreement import together
-from megatron_lightning.checkpoint.manifest import TensorInfo
+from megatron_lightning.checkpoint.format.manifest import TensorInfo
 from megatron_lightning.checkpoint.replicas import MIN_DIVIDED_BYTES, divide_shard
 from megatron_lightning.checkpoint.source import CheckpointSource
 from megatron_lightning.errors import CheckpointError

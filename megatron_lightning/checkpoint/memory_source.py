@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from megatron_lightning.checkpoint.manifest import TensorInfo
+from megatron_lightning.checkpoint.format.manifest import TensorInfo
 from megatron_lightning.checkpoint.source import CheckpointSource
 from megatron_lightning.checkpoint.stored_tensor import StoredTensor
 from megatron_lightning.parallel.spec import Shard

@@ -8,7 +8,7 @@ import re
 from pathlib import PurePosixPath
 
 from megatron_lightning.checkpoint.commit import is_committed
-from megatron_lightning.checkpoint.storage import is_plain_file, list_folders
+from megatron_lightning.checkpoint.format.storage import is_plain_file, list_folders
 
 _REQUEUED = re.compile(r"hpc_ckpt_(\d+)\.ckpt")
 

@@ -17,11 +17,11 @@ import torch
 from megatron_lightning import __version__
 from megatron_lightning.checkpoint.agreement import gather, on_first_rank, together
 from megatron_lightning.checkpoint.commit import PendingSave, pending_save
-from megatron_lightning.checkpoint.files import new_identifier
-from megatron_lightning.checkpoint.manifest import StoredShard, TensorInfo, dtype_name
+from megatron_lightning.checkpoint.format.files import new_identifier
+from megatron_lightning.checkpoint.format.manifest import StoredShard, TensorInfo, dtype_name
+from megatron_lightning.checkpoint.format.shard_file import WrittenFile, write_shards
+from megatron_lightning.checkpoint.format.state import dump_state
 from megatron_lightning.checkpoint.replicas import written_shards
-from megatron_lightning.checkpoint.shard_file import WrittenFile, write_shards
-from megatron_lightning.checkpoint.state import dump_state
 from megatron_lightning.errors import CheckpointError
 from megatron_lightning.parallel.context import ALONE, AxisGroup
 from megatron_lightning.parallel.shards import TensorShards

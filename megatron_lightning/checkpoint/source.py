@@ -16,11 +16,16 @@ import torch
 
 from megatron_lightning.checkpoint.agreement import on_first_rank, together
 from megatron_lightning.checkpoint.commit import MANIFEST
-from megatron_lightning.checkpoint.manifest import Manifest, TensorInfo
-from megatron_lightning.checkpoint.naming import name_optimizer_state, split_tensors
-from megatron_lightning.checkpoint.shard_file import RangeRead, ReadQueue, check_dtypes, plan_reads
-from megatron_lightning.checkpoint.state import load_plain_file, load_state
-from megatron_lightning.checkpoint.storage import (
+from megatron_lightning.checkpoint.format.manifest import Manifest, TensorInfo
+from megatron_lightning.checkpoint.format.naming import name_optimizer_state, split_tensors
+from megatron_lightning.checkpoint.format.shard_file import (
+    RangeRead,
+    ReadQueue,
+    check_dtypes,
+    plan_reads,
+)
+from megatron_lightning.checkpoint.format.state import load_plain_file, load_state
+from megatron_lightning.checkpoint.format.storage import (
     Folder,
     folder_of,
     is_plain_file,
@@ -31,7 +36,7 @@ from megatron_lightning.checkpoint.storage import (
     unreadable,
     wrong_size,
 )
-from megatron_lightning.checkpoint.structure import check_structure
+from megatron_lightning.checkpoint.format.structure import check_structure
 from megatron_lightning.errors import CheckpointError, MissingCheckpointError
 from megatron_lightning.parallel.context import ALONE, AxisGroup
 from megatron_lightning.parallel.spec import Shard

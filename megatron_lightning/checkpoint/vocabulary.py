@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from megatron_lightning.checkpoint.agreement import together
-from megatron_lightning.checkpoint.manifest import TensorInfo
+from megatron_lightning.checkpoint.format.manifest import TensorInfo
 from megatron_lightning.checkpoint.source import CheckpointSource
 from megatron_lightning.errors import CheckpointError
 from megatron_lightning.parallel.context import ParallelContext

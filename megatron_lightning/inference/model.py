@@ -21,11 +21,11 @@ from megatron_lightning.errors import CheckpointError
 from megatron_lightning.models.transformer import GPTModel
 from megatron_lightning.parallel.context import ParallelContext
 from megatron_lightning.pipeline.channel import StageTensors
-from megatron_lightning.pipeline.crossing import StageCrossing, StageExit
 from megatron_lightning.pipeline.executor import PipelineExecutor
 from megatron_lightning.pipeline.schedules import resolve
-from megatron_lightning.pipeline.taint import Uses
-from megatron_lightning.pipeline.visit import CallFacts
+from megatron_lightning.pipeline.stages.crossing import StageCrossing, StageExit
+from megatron_lightning.pipeline.stages.taint import Uses
+from megatron_lightning.pipeline.stages.visit import CallFacts
 
 _PREFIX = "state_dict.model."
 """Prefix of the model's names in a checkpoint of ``GPTLightningModule``."""

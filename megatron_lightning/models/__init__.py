@@ -12,7 +12,7 @@ if TYPE_CHECKING:
         TransformerConfig,
     )
     from megatron_lightning.models.blueprint import num_parameters
-    from megatron_lightning.models.plans import gpt_plan, llama_hf_plan
+    from megatron_lightning.models.plans.gpt import gpt_plan, llama_hf_plan
     from megatron_lightning.models.transformer import GPTModel
 
 __all__ = [
@@ -34,8 +34,8 @@ __getattr__, __dir__ = lazy_attributes(
         "MoEConfig": "megatron_lightning.config",
         "RopeScaling": "megatron_lightning.config",
         "TransformerConfig": "megatron_lightning.config",
-        "gpt_plan": "megatron_lightning.models.plans",
-        "llama_hf_plan": "megatron_lightning.models.plans",
+        "gpt_plan": "megatron_lightning.models.plans.gpt",
+        "llama_hf_plan": "megatron_lightning.models.plans.gpt",
         "num_parameters": "megatron_lightning.models.blueprint",
     },
 )

@@ -312,7 +312,7 @@ class GPTModel(nn.Module):
     def sharding_plan(self) -> ShardingPlan:
         """Return the plan by which this model is split over tensor-parallel ranks."""
         # The model itself is independent of parallelism.
-        from megatron_lightning.models.plans import gpt_plan
+        from megatron_lightning.models.plans.gpt import gpt_plan
 
         return gpt_plan(self.config)
 

@@ -25,17 +25,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_lightning.checkpoint.manifest import TensorInfo
-from megatron_lightning.checkpoint.naming import OWN
-from megatron_lightning.checkpoint.progress import Advance, progress_bar, silent
-from megatron_lightning.checkpoint.source import CheckpointSource, open_checkpoint
-from megatron_lightning.checkpoint.streaming import (
+from megatron_lightning.checkpoint.format.manifest import TensorInfo
+from megatron_lightning.checkpoint.format.naming import OWN
+from megatron_lightning.checkpoint.format.streaming import (
     PART_BYTES,
     read_box,
     slabs,
     spread_evenly,
     write_checkpoint,
 )
+from megatron_lightning.checkpoint.source import CheckpointSource, open_checkpoint
+from megatron_lightning.checkpoint.tools.progress import Advance, progress_bar, silent
 from megatron_lightning.config import MoEConfig, TransformerConfig
 from megatron_lightning.errors import CheckpointError, ConfigError
 from megatron_lightning.models.transformer import GPTModel

@@ -17,7 +17,7 @@ from megatron_lightning.layers.moe import balance_experts
 from megatron_lightning.layers.report import log_reports
 from megatron_lightning.optim.param_groups import NO_DECAY, ParamGroup, make_param_groups
 from megatron_lightning.optim.schedules import DecayStyle, LRSchedule, ScheduledLR
-from megatron_lightning.pipeline.sequence_split import IGNORED_LABEL
+from megatron_lightning.pipeline.batch.sequence_split import IGNORED_LABEL
 
 Batch = dict[str, Tensor]
 

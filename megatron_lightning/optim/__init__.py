@@ -7,19 +7,19 @@ from typing import TYPE_CHECKING
 from megatron_lightning._lazy import lazy_attributes
 
 if TYPE_CHECKING:
-    from megatron_lightning.optim.buckets import Bucket
-    from megatron_lightning.optim.chained import ChainedOptimizer
     from megatron_lightning.optim.clipping import (
         clip_grads_by_norm_,
         clip_grads_by_value_,
         global_grad_norm,
     )
-    from megatron_lightning.optim.distributed import DistributedOptimizer
+    from megatron_lightning.optim.gradients.buckets import Bucket
+    from megatron_lightning.optim.gradients.reducer import GradientReducer
     from megatron_lightning.optim.loss_scale import DynamicLossScale
-    from megatron_lightning.optim.muon import Muon
     from megatron_lightning.optim.param_groups import NO_DECAY, ParamGroup, make_param_groups
-    from megatron_lightning.optim.reducer import GradientReducer
     from megatron_lightning.optim.schedules import LRSchedule, ScheduledLR
+    from megatron_lightning.optim.stepping.chained import ChainedOptimizer
+    from megatron_lightning.optim.stepping.distributed import DistributedOptimizer
+    from megatron_lightning.optim.stepping.muon import Muon
 
 __all__ = [
     "NO_DECAY",
@@ -41,13 +41,13 @@ __all__ = [
 __getattr__, __dir__ = lazy_attributes(
     __name__,
     {
-        "Bucket": "megatron_lightning.optim.buckets",
-        "ChainedOptimizer": "megatron_lightning.optim.chained",
-        "DistributedOptimizer": "megatron_lightning.optim.distributed",
+        "Bucket": "megatron_lightning.optim.gradients.buckets",
+        "ChainedOptimizer": "megatron_lightning.optim.stepping.chained",
+        "DistributedOptimizer": "megatron_lightning.optim.stepping.distributed",
         "DynamicLossScale": "megatron_lightning.optim.loss_scale",
-        "GradientReducer": "megatron_lightning.optim.reducer",
+        "GradientReducer": "megatron_lightning.optim.gradients.reducer",
         "LRSchedule": "megatron_lightning.optim.schedules",
-        "Muon": "megatron_lightning.optim.muon",
+        "Muon": "megatron_lightning.optim.stepping.muon",
         "NO_DECAY": "megatron_lightning.optim.param_groups",
         "ParamGroup": "megatron_lightning.optim.param_groups",
         "ScheduledLR": "megatron_lightning.optim.schedules",

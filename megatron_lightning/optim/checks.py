@@ -11,8 +11,8 @@ from torch.optim import LBFGS, Optimizer
 
 from megatron_lightning.config import DataParallelOptions
 from megatron_lightning.errors import ConfigError
-from megatron_lightning.optim.chained import members
-from megatron_lightning.optim.parameter_shard import main_dtype
+from megatron_lightning.optim.gradients.parameter_shard import main_dtype
+from megatron_lightning.optim.stepping.chained import members
 from megatron_lightning.parallel.context import AxisGroup
 from megatron_lightning.parallel.layout import ParallelLayout
 from megatron_lightning.parallel.spec import ShardSpec

@@ -21,7 +21,7 @@ from torch import Tensor
 from megatron_lightning.config import NonFinite
 from megatron_lightning.errors import NonFiniteError
 from megatron_lightning.parallel.context import ParallelContext
-from megatron_lightning.pipeline.actions import Action
+from megatron_lightning.pipeline.schedules.actions import Action
 
 
 class _Finding(NamedTuple):

@@ -5,13 +5,13 @@ from __future__ import annotations
 from torch import Tensor
 from torch.optim import Optimizer
 
-from megatron_lightning.optim.accumulation import GradientAccumulation
 from megatron_lightning.optim.clipping import (
     clip_grads_by_norm_,
     clip_grads_by_value_,
     global_grad_norm,
     global_zero_count,
 )
+from megatron_lightning.optim.gradients.accumulation import GradientAccumulation
 from megatron_lightning.parallel.context import ParallelContext
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megatron_lightning.errors import ConfigError
-from megatron_lightning.optim.column_sums import column_sums
+from megatron_lightning.optim.stepping.column_sums import column_sums
 
 
 class WriteWatch:

@@ -25,8 +25,8 @@ from torch import Tensor
 
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.parallel.context import ParallelContext
-from megatron_lightning.pipeline.actions import Placement
 from megatron_lightning.pipeline.plan import Message
+from megatron_lightning.pipeline.schedules.actions import Placement
 
 # Messages received ahead on a channel: one in transfer, one ready for the next action.
 _NUM_AHEAD = 2

@@ -13,11 +13,11 @@ from torch import Tensor
 
 from megatron_lightning.errors import PipelineError, add_note
 from megatron_lightning.parallel.context import ParallelContext
-from megatron_lightning.pipeline.actions import Action, Kind, Placement, Schedule
 from megatron_lightning.pipeline.channel import Boundary, Transport
 from megatron_lightning.pipeline.plan import Plan, plan_of
 from megatron_lightning.pipeline.run import BoundaryKey, PipelineRun, StageProgram
 from megatron_lightning.pipeline.schedules import forward_only
+from megatron_lightning.pipeline.schedules.actions import Action, Kind, Placement, Schedule
 from megatron_lightning.pipeline.weight_gradients import WeightGradients
 
 

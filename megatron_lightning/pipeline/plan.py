@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from megatron_lightning.pipeline.actions import SENDS_GRADIENT, Action, Kind, Schedule
-from megatron_lightning.pipeline.simulate import simulate
+from megatron_lightning.pipeline.schedules.actions import SENDS_GRADIENT, Action, Kind, Schedule
+from megatron_lightning.pipeline.schedules.simulate import simulate
 
 _SLACK = 2  # messages; stages are never as even as on paper
 

@@ -26,7 +26,6 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from megatron_lightning import compat
 from megatron_lightning.errors import PipelineError
-from megatron_lightning.pipeline.actions import Kind
 from megatron_lightning.pipeline.channel import (
     Boundary,
     Inbox,
@@ -37,6 +36,7 @@ from megatron_lightning.pipeline.channel import (
     encode_header,
 )
 from megatron_lightning.pipeline.plan import Message, Plan, Planned
+from megatron_lightning.pipeline.schedules.actions import Kind
 from megatron_lightning.pipeline.weight_gradients import WeightGradients
 
 BoundaryKey = tuple[int, bool, int]

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from megatron_lightning.pipeline.actions import Action
+from megatron_lightning.pipeline.schedules.actions import Action
 
 
 class Timeline:

@@ -19,7 +19,7 @@ from megatron_lightning.config import RecomputeOptions, TransformerConfig
 from megatron_lightning.config.layer_kinds import entry_of
 from megatron_lightning.models.blueprint import EMBEDDING, FINAL_NORM, OUTPUT
 from megatron_lightning.parallel.patterns import compile_pattern
-from megatron_lightning.pipeline.actions import Action, Kind, Schedule
+from megatron_lightning.pipeline.schedules.actions import Action, Kind, Schedule
 from megatron_lightning.planning import layers
 from megatron_lightning.planning.attention import attention as attention_tape
 from megatron_lightning.planning.layers import Sizes

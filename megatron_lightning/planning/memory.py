@@ -22,8 +22,8 @@ from megatron_lightning.config.checks import check_choice, check_kind, is_count
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.parallel.grid import RankGrid
 from megatron_lightning.parallel.layout import ParallelLayout
-from megatron_lightning.pipeline.actions import Schedule
 from megatron_lightning.pipeline.schedules import make_schedule
+from megatron_lightning.pipeline.schedules.actions import Schedule
 from megatron_lightning.planning.activations import (
     in_flight,
     num_received,

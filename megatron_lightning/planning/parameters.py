@@ -23,9 +23,9 @@ from megatron_lightning.models.blueprint import (
     unit_weights,
 )
 from megatron_lightning.parallel.layout import ParallelLayout
-from megatron_lightning.pipeline.actions import Placement
-from megatron_lightning.pipeline.layouts import split_units
-from megatron_lightning.pipeline.partition import Unit
+from megatron_lightning.pipeline.schedules.actions import Placement
+from megatron_lightning.pipeline.schedules.layouts import split_units
+from megatron_lightning.pipeline.schedules.partition import Unit
 
 
 @dataclass(frozen=True)

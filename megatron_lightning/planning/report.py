@@ -10,9 +10,9 @@ from typing import Any
 
 from megatron_lightning import rules
 from megatron_lightning.parallel.grid import RankGrid
-from megatron_lightning.pipeline.actions import Schedule
 from megatron_lightning.pipeline.schedules import ScheduleChoice, resolve
-from megatron_lightning.pipeline.simulate import Costs, Simulation, simulate
+from megatron_lightning.pipeline.schedules.actions import Schedule
+from megatron_lightning.pipeline.schedules.simulate import Costs, Simulation, simulate
 from megatron_lightning.planning.flops import (
     OPERATIONS_PER_WEIGHT,
     flops,

@@ -1,7 +1,7 @@
 """Bytes of weights, gradients and optimizer on a rank. No torch here.
 
 Of N parameters on n data-parallel ranks, with weights of w bytes and Adam's two moments in fp32
-(``optim/buckets.py``, ``optim/fully_sharded.py``; padding of buckets is left out):
+(``optim/gradients/buckets.py``, ``optim/fsdp/fully_sharded.py``; padding of buckets is left out):
 
              weights                   gradients               optimizer (m: main params, 4 or 0)
     ddp      w N                       4 N                     (8 + m) N

@@ -1,5 +1,5 @@
 """Codes of a quantized layer's weight, made of parts of it: what ranks that share its main params
-gather (:mod:`megatron_lightning.optim.codes`).
+gather (:mod:`megatron_lightning.optim.gradients.codes`).
 
 They are bit-equal to those that the layer's products make of the full weight. For this one set of
 codes has to serve both products: recipes with one scale a tensor, or with square blocks.
@@ -78,7 +78,7 @@ class WeightCodes:
         self._grid = (-(-self._rows // height), -(-self._columns // width))
         self._stacked = len(shape) > 2
         self.num_scales = self._matrices * math.prod(self._grid)
-        """See :class:`~megatron_lightning.optim.codes.WeightCoder`, also for the rest."""
+        """See :class:`~megatron_lightning.optim.gradients.codes.WeightCoder`, also for the rest."""
         self.dtype = DTYPES[recipe.code_format("weight")]
         self.group: AxisGroup | None = gemm.group if recipe.scaling == "current" else None
 

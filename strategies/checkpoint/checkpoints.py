@@ -24,17 +24,21 @@ from megatron_lightning.assembly.part import Part
 from megatron_lightning.assembly.state import ModuleState
 from megatron_lightning.checkpoint import TensorShards, load_sharded, open_checkpoint
 from megatron_lightning.checkpoint.agreement import together
-from megatron_lightning.checkpoint.local import Pointer
-from megatron_lightning.checkpoint.local_plan import copy_plan, open_copy
+from megatron_lightning.checkpoint.local_copies.local import Pointer
+from megatron_lightning.checkpoint.local_copies.local_plan import copy_plan, open_copy
 from megatron_lightning.checkpoint.saver import Save, Saver
 from megatron_lightning.checkpoint.saving import Snapshot, take_snapshot, write_snapshot
 from megatron_lightning.checkpoint.source import CheckpointSource, PlainSource
 from megatron_lightning.checkpoint.vocabulary import fit_vocabulary
 from megatron_lightning.errors import CheckpointError
 from megatron_lightning.optim.class_names import CLASSES, check_class, class_names
-from megatron_lightning.optim.distributed import DistributedOptimizer
-from megatron_lightning.optim.group_names import check_regrouping, groups_of_rank, merge_groups
-from megatron_lightning.optim.parameter_shard import MainShard
+from megatron_lightning.optim.gradients.parameter_shard import MainShard
+from megatron_lightning.optim.stepping.distributed import DistributedOptimizer
+from megatron_lightning.optim.stepping.group_names import (
+    check_regrouping,
+    groups_of_rank,
+    merge_groups,
+)
 from megatron_lightning.parallel.context import AxisGroup
 from megatron_lightning.strategies.checkpoint.run_state import RunState
 from megatron_lightning.strategies.launch.ranks import Ranks

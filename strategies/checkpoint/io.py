@@ -10,7 +10,7 @@ from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.pytorch.plugins.io import AsyncCheckpointIO, CheckpointIO
 
 from megatron_lightning.checkpoint import read_full, remove_checkpoint
-from megatron_lightning.checkpoint.storage import is_folder
+from megatron_lightning.checkpoint.format.storage import is_folder
 
 
 class ShardedCheckpointIO(TorchCheckpointIO):

@@ -18,13 +18,13 @@ from torch import Tensor
 
 from megatron_lightning.assembly.part import Part
 from megatron_lightning.checkpoint.agreement import gather
-from megatron_lightning.checkpoint.naming import OWN
-from megatron_lightning.checkpoint.structure import check_progress
+from megatron_lightning.checkpoint.format.naming import OWN
+from megatron_lightning.checkpoint.format.structure import check_progress
 from megatron_lightning.errors import CheckpointError
 from megatron_lightning.parallel.context import ParallelContext
 from megatron_lightning.parallel.replica_rng import ReplicaStreams
 from megatron_lightning.parallel.rng import EXPERTS
-from megatron_lightning.pipeline.metrics import check_persistent_states
+from megatron_lightning.pipeline.batch.metrics import check_persistent_states
 from megatron_lightning.strategies.lightning_internals import restart_fetching, training_loaders
 from megatron_lightning.strategies.progress import Progress
 from megatron_lightning.strategies.step.dataloaders import training_samplers

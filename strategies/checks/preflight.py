@@ -19,8 +19,8 @@ from megatron_lightning.assembly.plans import find_plans
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.modules.pretrain_data import PretrainDataModule
 from megatron_lightning.parallel.grid import RankGrid
-from megatron_lightning.pipeline.advice import advice_on_full_batches
-from megatron_lightning.pipeline.metrics import check_persistent_states
+from megatron_lightning.pipeline.batch.metrics import check_persistent_states
+from megatron_lightning.pipeline.schedules.advice import advice_on_full_batches
 from megatron_lightning.rules import (
     check_accumulation,
     check_compiled_shards,

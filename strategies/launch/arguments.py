@@ -17,8 +17,8 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from megatron_lightning.checkpoint.commit import MANIFEST, is_committed
+from megatron_lightning.checkpoint.format.storage import folder_of, is_remote, list_folders
 from megatron_lightning.checkpoint.requeue import committed_requeue
-from megatron_lightning.checkpoint.storage import folder_of, is_remote, list_folders
 from megatron_lightning.errors import MissingCheckpointError
 from megatron_lightning.strategies.launch.hooks import LaunchHooks
 from megatron_lightning.strategies.lightning_internals import checkpoint_folder

@@ -15,7 +15,7 @@ from torch import nn
 
 from megatron_lightning.assembly.replicas import check_trained_replicas
 from megatron_lightning.parallel.absent import is_absent
-from megatron_lightning.pipeline.stage import StagePartition
+from megatron_lightning.pipeline.stages.stage import StagePartition
 from megatron_lightning.strategies.step.scope import Scope
 
 

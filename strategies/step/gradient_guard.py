@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 
 from megatron_lightning.compat import step_pre_hooks
 from megatron_lightning.errors import ConfigError
-from megatron_lightning.optim.accumulation import GradientAccumulation
+from megatron_lightning.optim.gradients.accumulation import GradientAccumulation
 from megatron_lightning.parallel.context import ParallelContext
 from megatron_lightning.strategies.step.mentions import (
     CLIPS,

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 
-from megatron_lightning.pipeline.microbatches import tensors_of
-from megatron_lightning.pipeline.sequence_split import IGNORED_LABEL
+from megatron_lightning.pipeline.batch.microbatches import tensors_of
+from megatron_lightning.pipeline.batch.sequence_split import IGNORED_LABEL
 from megatron_lightning.strategies.step.items import counts_items, has_count
 from megatron_lightning.strategies.step.scope import Scope
 

@@ -22,8 +22,8 @@ from torchmetrics import MaxMetric, Metric, MinMetric, SumMetric
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.parallel.context import AxisGroup
 from megatron_lightning.parallel.numbers import number_on
-from megatron_lightning.pipeline.microbatches import weighted_mean
-from megatron_lightning.pipeline.parallel_call import replaced_attribute
+from megatron_lightning.pipeline.batch.microbatches import weighted_mean
+from megatron_lightning.pipeline.stages.parallel_call import replaced_attribute
 from megatron_lightning.strategies.step.context_mean import gather_rows
 
 

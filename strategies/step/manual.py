@@ -25,7 +25,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from megatron_lightning.errors import ConfigError
-from megatron_lightning.optim.accumulation import GradientAccumulation
+from megatron_lightning.optim.gradients.accumulation import GradientAccumulation
 from megatron_lightning.strategies.step.gradient_guard import GradientGuard
 from megatron_lightning.strategies.step.overrides import override
 

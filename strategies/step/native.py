@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from megatron_lightning.pipeline.microbatches import batch_size_of
+from megatron_lightning.pipeline.batch.microbatches import batch_size_of
 from megatron_lightning.strategies.step.items import num_items_of
 from megatron_lightning.strategies.step.steps import Steps
 

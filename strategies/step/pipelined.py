@@ -21,23 +21,23 @@ from torch.utils._pytree import tree_map_only, tree_structure
 from megatron_lightning.parallel.absent import AbsentListing
 from megatron_lightning.parallel.numbers import number_on
 from megatron_lightning.parallel.replica_rng import ReplicaRng
-from megatron_lightning.pipeline.actions import Schedule
-from megatron_lightning.pipeline.advice import advice_on_few_microbatches
-from megatron_lightning.pipeline.broadcast import StageBroadcast
-from megatron_lightning.pipeline.crossing import StageCrossing
-from megatron_lightning.pipeline.executor import PipelineExecutor
-from megatron_lightning.pipeline.explicit import ExplicitCalls, not_in_a_step
-from megatron_lightning.pipeline.microbatches import (
+from megatron_lightning.pipeline.batch.broadcast import StageBroadcast
+from megatron_lightning.pipeline.batch.microbatches import (
     batch_size_of,
     kinds_of,
     merge_outputs,
     split_batch,
 )
-from megatron_lightning.pipeline.module_state import Change, ModuleState
-from megatron_lightning.pipeline.records import MOST_ENTRIES
-from megatron_lightning.pipeline.stage import StagePartition
-from megatron_lightning.pipeline.stubs import hooks_inside
-from megatron_lightning.pipeline.visit import CallFacts
+from megatron_lightning.pipeline.batch.module_state import Change, ModuleState
+from megatron_lightning.pipeline.batch.records import MOST_ENTRIES
+from megatron_lightning.pipeline.executor import PipelineExecutor
+from megatron_lightning.pipeline.explicit import ExplicitCalls, not_in_a_step
+from megatron_lightning.pipeline.schedules.actions import Schedule
+from megatron_lightning.pipeline.schedules.advice import advice_on_few_microbatches
+from megatron_lightning.pipeline.stages.crossing import StageCrossing
+from megatron_lightning.pipeline.stages.stage import StagePartition
+from megatron_lightning.pipeline.stages.stubs import hooks_inside
+from megatron_lightning.pipeline.stages.visit import CallFacts
 from megatron_lightning.strategies.lightning_internals import skips_backward
 from megatron_lightning.strategies.step.averages import check_averages
 from megatron_lightning.strategies.step.context_mean import check_alike, mean_over_context

@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from megatron_lightning.errors import PipelineError
+from megatron_lightning.pipeline.batch.microbatches import batch_size_of, kinds_of, tensors_of
 from megatron_lightning.pipeline.channel import StageTensors
-from megatron_lightning.pipeline.crossing import StageCrossing, StageExit
-from megatron_lightning.pipeline.microbatches import batch_size_of, kinds_of, tensors_of
+from megatron_lightning.pipeline.stages.crossing import StageCrossing, StageExit
 from megatron_lightning.strategies.step.items import count_items, num_items_of
 from megatron_lightning.strategies.step.logs import LogRecorder
 from megatron_lightning.strategies.step.reports import StepReports

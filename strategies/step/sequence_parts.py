@@ -17,13 +17,13 @@ from torch import nn
 
 from megatron_lightning.assembly.attention_watch import AttentionWatch, bound_attention
 from megatron_lightning.errors import ConfigError
-from megatron_lightning.models.hf_context import check_call
-from megatron_lightning.models.hf_plans import is_transformers_model
+from megatron_lightning.models.plans.hf_context import check_call
+from megatron_lightning.models.plans.hf_plans import is_transformers_model
 from megatron_lightning.parallel.sequence import SequencePart
 from megatron_lightning.parallel.sharding import ShardingPlan
-from megatron_lightning.pipeline.parallel_call import ParallelCall
-from megatron_lightning.pipeline.sequence_arguments import SequenceArguments
-from megatron_lightning.pipeline.sequence_split import SequenceSplit
+from megatron_lightning.pipeline.batch.sequence_arguments import SequenceArguments
+from megatron_lightning.pipeline.batch.sequence_split import SequenceSplit
+from megatron_lightning.pipeline.stages.parallel_call import ParallelCall
 from megatron_lightning.strategies.checks.module import sequence_dims_of
 from megatron_lightning.strategies.step.items import counts_items
 from megatron_lightning.strategies.step.scope import Scope

@@ -21,8 +21,8 @@ from megatron_lightning.assembly.plans import find_plans
 from megatron_lightning.assembly.replicas import check_same_batch
 from megatron_lightning.assembly.shape_errors import explained_shapes
 from megatron_lightning.errors import ConfigError, PipelineError
-from megatron_lightning.pipeline.metrics import MetricSync
-from megatron_lightning.pipeline.parallel_call import ParallelCall, find_parallel_module
+from megatron_lightning.pipeline.batch.metrics import MetricSync
+from megatron_lightning.pipeline.stages.parallel_call import ParallelCall, find_parallel_module
 from megatron_lightning.strategies.fp8 import MegatronFP8Precision
 from megatron_lightning.strategies.step.agreement import Agreement
 from megatron_lightning.strategies.step.batch_counts import (

@@ -17,10 +17,10 @@ from megatron_lightning.assembly.plan_watch import PlanWatch
 from megatron_lightning.assembly.plans import find_plans
 from megatron_lightning.layers.moe.balance import ExpertBalance
 from megatron_lightning.layers.split_backward import hide_codes, join_backwards
-from megatron_lightning.optim.accumulation import GradientAccumulation
-from megatron_lightning.optim.codes import LibraryCoder
-from megatron_lightning.optim.data_groups import has_replicas
 from megatron_lightning.optim.finite_watch import FiniteWatch
+from megatron_lightning.optim.gradients.accumulation import GradientAccumulation
+from megatron_lightning.optim.gradients.codes import LibraryCoder
+from megatron_lightning.optim.gradients.data_groups import has_replicas
 from megatron_lightning.optim.norms import GradientNorms
 from megatron_lightning.optim.schedules import ScheduledLR
 from megatron_lightning.parallel.collectives import all_reduce

@@ -8,9 +8,9 @@ from contextlib import contextmanager
 import lightning.pytorch as pl
 
 from megatron_lightning.parallel.replica_rng import ReplicaRng
-from megatron_lightning.pipeline.metrics import MetricSync
-from megatron_lightning.pipeline.module_state import ModuleState
-from megatron_lightning.pipeline.parallel_call import replaced_attribute
+from megatron_lightning.pipeline.batch.metrics import MetricSync
+from megatron_lightning.pipeline.batch.module_state import ModuleState
+from megatron_lightning.pipeline.stages.parallel_call import replaced_attribute
 from megatron_lightning.strategies.step.scope import Scope
 
 

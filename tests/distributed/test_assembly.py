@@ -21,7 +21,7 @@ from megatron_lightning.errors import ConfigError
 from megatron_lightning.models.transformer import GPTModel
 from megatron_lightning.parallel.context import ParallelContext
 from megatron_lightning.parallel.layout import ParallelLayout
-from megatron_lightning.pipeline.actions import Placement
+from megatron_lightning.pipeline.schedules.actions import Placement
 from tests.helpers.ranks import run_ranks
 
 CONFIG = TransformerConfig(

@@ -24,7 +24,7 @@ from megatron_lightning.optim import (
     GradientReducer,
     Muon,
 )
-from megatron_lightning.optim.matrices import names_of_matrices
+from megatron_lightning.optim.stepping.matrices import names_of_matrices
 from megatron_lightning.parallel import ParallelContext, ParallelLayout, ShardSpec
 from megatron_lightning.parallel.shards import TensorShards
 from tests.helpers.ranks import run_ranks

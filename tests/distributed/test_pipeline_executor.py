@@ -15,9 +15,10 @@ from torch import Tensor
 from megatron_lightning.errors import ConfigError, PipelineError
 from megatron_lightning.layers.split_backward import split_backwards
 from megatron_lightning.parallel import ParallelContext, ParallelLayout
-from megatron_lightning.pipeline import schedules, simulate
-from megatron_lightning.pipeline.actions import Action, Kind, Placement, Schedule
+from megatron_lightning.pipeline import schedules
 from megatron_lightning.pipeline.executor import PipelineExecutor
+from megatron_lightning.pipeline.schedules import simulate
+from megatron_lightning.pipeline.schedules.actions import Action, Kind, Placement, Schedule
 from megatron_lightning.pipeline.timeline import Timeline
 from tests.helpers.pipelines import Program, Stage, batch_of, executor_of_two
 from tests.helpers.ranks import run_ranks

@@ -9,8 +9,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from megatron_lightning.parallel import ParallelContext, ParallelLayout
 from megatron_lightning.pipeline import schedules
-from megatron_lightning.pipeline.actions import Placement
 from megatron_lightning.pipeline.executor import PipelineExecutor
+from megatron_lightning.pipeline.schedules.actions import Placement
 from tests.helpers.pipelines import Program, Stage, executor_of_two
 from tests.helpers.ranks import run_ranks
 

@@ -13,7 +13,7 @@ from torch import nn
 from megatron_lightning.config import DataParallelOptions
 from megatron_lightning.errors import CheckpointError, ConfigError
 from megatron_lightning.optim import DistributedOptimizer, GradientReducer
-from megatron_lightning.optim.elementwise import require_elementwise
+from megatron_lightning.optim.stepping.elementwise import require_elementwise
 from megatron_lightning.parallel import ParallelContext, ParallelLayout, ShardSpec
 from megatron_lightning.parallel.shards import TensorShards
 from tests.helpers.ranks import run_ranks

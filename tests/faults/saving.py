@@ -29,7 +29,7 @@ from torch import Tensor
 from megatron_lightning.checkpoint import TensorShards, is_committed, open_checkpoint, save_sharded
 from megatron_lightning.checkpoint.background import BackgroundJob, HostBuffer
 from megatron_lightning.checkpoint.saving import take_snapshot, write_snapshot
-from megatron_lightning.checkpoint.verification import verify
+from megatron_lightning.checkpoint.tools.verification import verify
 from megatron_lightning.parallel.context import AxisGroup
 from megatron_lightning.parallel.spec import Shard
 

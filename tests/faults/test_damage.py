@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_lightning.checkpoint.verification import verify
+from megatron_lightning.checkpoint.tools.verification import verify
 from megatron_lightning.errors import CheckpointError
 from tests.faults.saving import alone, save, version_of
 

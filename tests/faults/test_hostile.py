@@ -27,12 +27,12 @@ from megatron_lightning.checkpoint import (
     open_checkpoint,
     read_full,
 )
-from megatron_lightning.checkpoint.local import Pointer
-from megatron_lightning.checkpoint.naming import OWN, name_optimizer_state
-from megatron_lightning.checkpoint.pruning import find_prunable
+from megatron_lightning.checkpoint.format.naming import OWN, name_optimizer_state
+from megatron_lightning.checkpoint.format.structure import check_progress
+from megatron_lightning.checkpoint.local_copies.local import Pointer
 from megatron_lightning.checkpoint.saving import save_sharded
-from megatron_lightning.checkpoint.structure import check_progress
-from megatron_lightning.checkpoint.verification import read_manifest, verify
+from megatron_lightning.checkpoint.tools.pruning import find_prunable
+from megatron_lightning.checkpoint.tools.verification import read_manifest, verify
 from megatron_lightning.errors import CheckpointError
 from megatron_lightning.parallel.spec import Shard
 from megatron_lightning.strategies import ShardedCheckpointIO

@@ -19,7 +19,7 @@ from megatron_lightning.compat import set_grad_dtype
 from megatron_lightning.config import MoEConfig, RecomputeOptions, TransformerConfig
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.modules import GPTLightningModule
-from megatron_lightning.optim.codes import CodedWeight, Range, all_reduce, encode
+from megatron_lightning.optim.gradients.codes import CodedWeight, Range, all_reduce, encode
 from megatron_lightning.parallel.context import AxisGroup
 from megatron_lightning.precision import FP8Recipe
 from megatron_lightning.precision.backends import Backend

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from megatron_lightning.parallel import ParallelContext, ParallelLayout
-from megatron_lightning.pipeline.actions import Placement
 from megatron_lightning.pipeline.executor import PipelineExecutor
+from megatron_lightning.pipeline.schedules.actions import Placement
 
 WIDTH = 6
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron_lightning.checkpoint import read_full
-from megatron_lightning.checkpoint.averaging import average
+from megatron_lightning.checkpoint.tools.averaging import average
 from megatron_lightning.errors import CheckpointError, ShardingError
 from tests.helpers.toy import ToyModule
 from tests.lightning.support import (

@@ -15,8 +15,8 @@ from torch.optim import Adadelta, Adagrad, Adamax, AdamW, RMSprop
 from megatron_lightning.assembly.checks import check_trained_layers
 from megatron_lightning.config import DataParallelOptions
 from megatron_lightning.errors import ConfigError
-from megatron_lightning.optim import moments
-from megatron_lightning.optim.buckets import assigned_layout, flat_layout
+from megatron_lightning.optim.gradients.buckets import assigned_layout, flat_layout
+from megatron_lightning.optim.stepping import moments
 from megatron_lightning.parallel.grid import RankGrid
 from megatron_lightning.parallel.layout import ParallelLayout
 from megatron_lightning.pipeline.schedules import resolve

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from megatron_lightning.errors import ShardingError
-from megatron_lightning.models.plans import gpt_plan
+from megatron_lightning.models.plans.gpt import gpt_plan
 from megatron_lightning.modules import GPTLightningModule
 from megatron_lightning.parallel import ShardingPlan
 from megatron_lightning.strategies.megatron import MegatronStrategy

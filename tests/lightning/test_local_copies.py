@@ -17,7 +17,7 @@ import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from megatron_lightning.callbacks import LocalCopyCheckpoint
-from megatron_lightning.checkpoint import local
+from megatron_lightning.checkpoint.local_copies import local
 from megatron_lightning.checkpoint.saver import Saver
 from megatron_lightning.config import CheckpointOptions
 from megatron_lightning.errors import CheckpointError, ConfigError

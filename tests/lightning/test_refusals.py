@@ -29,8 +29,8 @@ from megatron_lightning.modules import GPTLightningModule
 from megatron_lightning.optim import LRSchedule, ParamGroup
 from megatron_lightning.optim.checks import check_optimizers
 from megatron_lightning.parallel import ParallelLayout
-from megatron_lightning.pipeline.advice import advice_on_few_microbatches
 from megatron_lightning.pipeline.schedules import resolve
+from megatron_lightning.pipeline.schedules.advice import advice_on_few_microbatches
 from megatron_lightning.resilience.failure import PeerFailure
 from megatron_lightning.strategies import MegatronStrategy
 from megatron_lightning.strategies.checks.module import check_fused_losses

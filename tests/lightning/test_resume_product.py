@@ -25,7 +25,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 from torch.optim import LBFGS, SGD, Adagrad, Adam, AdamW, Muon, Optimizer, RMSprop
 
-from megatron_lightning.checkpoint.naming import OWN
+from megatron_lightning.checkpoint.format.naming import OWN
 from megatron_lightning.checkpoint.source import DirectorySource, open_checkpoint
 from megatron_lightning.config import CheckpointOptions
 from megatron_lightning.optim import ChainedOptimizer

@@ -19,11 +19,11 @@ from torch.utils.data import DataLoader
 from megatron_lightning.callbacks import PipelineTimeline
 from megatron_lightning.config import PipelineOptions
 from megatron_lightning.errors import ConfigError
-from megatron_lightning.optim.buckets import Bucket
-from megatron_lightning.optim.reducer import GradientReducer
+from megatron_lightning.optim.gradients.buckets import Bucket
+from megatron_lightning.optim.gradients.reducer import GradientReducer
 from megatron_lightning.pipeline import schedules
-from megatron_lightning.pipeline.actions import Action
-from megatron_lightning.pipeline.partition import partition_units
+from megatron_lightning.pipeline.schedules.actions import Action
+from megatron_lightning.pipeline.schedules.partition import partition_units
 from megatron_lightning.strategies.megatron import MegatronStrategy
 from tests.helpers.toy import ToyDecoder, ToyModule, samples
 from tests.helpers.trainers import Losses, trainer

@@ -34,7 +34,7 @@ from megatron_lightning.layers.moe import dispatch
 from megatron_lightning.layers.moe.layer import MoELayer
 from megatron_lightning.layers.styles.expert import ExpertRouter
 from megatron_lightning.optim import clipping
-from megatron_lightning.optim.data_groups import DataGroups
+from megatron_lightning.optim.gradients.data_groups import DataGroups
 from megatron_lightning.parallel import ParallelContext, ShardingPlan
 from megatron_lightning.parallel.context import ALONE
 from megatron_lightning.parallel.spec import ShardSpec, is_writer

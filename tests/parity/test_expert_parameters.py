@@ -25,9 +25,9 @@ from megatron_lightning.assembly.replicas import check_replicas
 from megatron_lightning.checkpoint import consolidate, read_full
 from megatron_lightning.config import DataParallelOptions, PipelineOptions
 from megatron_lightning.errors import ConfigError, ShardingError
-from megatron_lightning.optim.accumulation import GradientAccumulation
+from megatron_lightning.optim.gradients.accumulation import GradientAccumulation
 from megatron_lightning.parallel import ParallelContext, ParallelLayout
-from megatron_lightning.pipeline.actions import Placement
+from megatron_lightning.pipeline.schedules.actions import Placement
 from megatron_lightning.strategies import MegatronStrategy
 from tests.helpers.ranks import run_ranks
 from tests.helpers.toy import ToyData, ToyModule

@@ -9,7 +9,8 @@ import pytest
 
 from benchmarks.bench_pipeline import GOALS, run
 from benchmarks.pipeline_stages import SCHEDULES, Case
-from megatron_lightning.pipeline import schedules, simulate
+from megatron_lightning.pipeline import schedules
+from megatron_lightning.pipeline.schedules import simulate
 
 
 @pytest.mark.parametrize("name", SCHEDULES)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megatron_lightning.errors import ConfigError
-from megatron_lightning.pipeline.microbatches import (
+from megatron_lightning.pipeline.batch.microbatches import (
     batch_size_of,
     merge_outputs,
     split_batch,

@@ -21,7 +21,7 @@ from megatron_lightning.checkpoint import (
     save_sharded,
 )
 from megatron_lightning.checkpoint.background import HostBuffer
-from megatron_lightning.checkpoint.manifest import (
+from megatron_lightning.checkpoint.format.manifest import (
     BLOCK_BYTES,
     DTYPE_CODES,
     Manifest,
@@ -30,7 +30,7 @@ from megatron_lightning.checkpoint.manifest import (
     check_tiling,
 )
 from megatron_lightning.checkpoint.saving import take_snapshot, write_snapshot
-from megatron_lightning.checkpoint.verification import verify
+from megatron_lightning.checkpoint.tools.verification import verify
 from megatron_lightning.errors import CheckpointError
 from megatron_lightning.parallel import ShardSpec
 from megatron_lightning.parallel.spec import Box, Shard
@@ -105,7 +105,8 @@ def test_views_of_every_kind_are_saved_as_they_look(tmp_path: Path) -> None:
 def test_pieces_larger_than_a_read_and_unaligned_boxes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("megatron_lightning.checkpoint.shard_file._CHUNK_BYTES", 2 * BLOCK_BYTES)
+    chunk = "megatron_lightning.checkpoint.format.shard_file._CHUNK_BYTES"
+    monkeypatch.setattr(chunk, 2 * BLOCK_BYTES)
     full = torch.arange(1300 * 999, dtype=torch.float32).reshape(1300, 999)
     save_tensors(tmp_path / "a", {"w": full})
     whole, columns = torch.zeros_like(full), torch.zeros(1300, 7)

@@ -7,8 +7,8 @@ import zlib
 import pytest
 import torch
 
-from megatron_lightning.checkpoint.checksums import BlockChecksums, bad_blocks, crc32
-from megatron_lightning.checkpoint.manifest import BLOCK_BYTES
+from megatron_lightning.checkpoint.format.checksums import BlockChecksums, bad_blocks, crc32
+from megatron_lightning.checkpoint.format.manifest import BLOCK_BYTES
 
 
 @pytest.mark.parametrize("length", [0, 1, BLOCK_BYTES, 2 * BLOCK_BYTES + 12345])

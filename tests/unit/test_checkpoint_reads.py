@@ -13,10 +13,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_lightning.checkpoint.checksums import BlockChecksums
-from megatron_lightning.checkpoint.manifest import BLOCK_BYTES, StoredShard
-from megatron_lightning.checkpoint.shard_file import ReadQueue, plan_reads
-from megatron_lightning.checkpoint.storage import LocalFolder, opened, read_range
+from megatron_lightning.checkpoint.format.checksums import BlockChecksums
+from megatron_lightning.checkpoint.format.manifest import BLOCK_BYTES, StoredShard
+from megatron_lightning.checkpoint.format.shard_file import ReadQueue, plan_reads
+from megatron_lightning.checkpoint.format.storage import LocalFolder, opened, read_range
 from megatron_lightning.errors import CheckpointError
 from megatron_lightning.parallel.spec import Box
 

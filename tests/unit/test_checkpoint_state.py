@@ -14,13 +14,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megatron_lightning.checkpoint.naming import (
+from megatron_lightning.checkpoint.format.naming import (
     join_tensors,
     name_optimizer_state,
     number_optimizer_state,
     split_tensors,
 )
-from megatron_lightning.checkpoint.state import dump_state, load_state
+from megatron_lightning.checkpoint.format.state import dump_state, load_state
 from megatron_lightning.errors import CheckpointError
 from tests.helpers.checkpoints import save_tensors
 

@@ -29,7 +29,7 @@ from megatron_lightning.checkpoint import (
     save_sharded,
 )
 from megatron_lightning.checkpoint.commit import MANIFEST, pending_save
-from megatron_lightning.checkpoint.storage import completed_file
+from megatron_lightning.checkpoint.format.storage import completed_file
 from megatron_lightning.errors import CheckpointError, MissingCheckpointError
 
 URL = "memory://bucket/run/step=1.ckpt"

@@ -19,15 +19,15 @@ from megatron_lightning.checkpoint import (
     open_checkpoint,
     read_full,
     save_sharded,
-    streaming,
 )
-from megatron_lightning.checkpoint.averaging import average
-from megatron_lightning.checkpoint.manifest import BLOCK_BYTES, TensorInfo
-from megatron_lightning.checkpoint.naming import OWN
-from megatron_lightning.checkpoint.pruning import find_prunable, list_checkpoints, prune
-from megatron_lightning.checkpoint.resharding import reshard
-from megatron_lightning.checkpoint.streaming import slabs
-from megatron_lightning.checkpoint.verification import read_manifest, verify
+from megatron_lightning.checkpoint.format import streaming
+from megatron_lightning.checkpoint.format.manifest import BLOCK_BYTES, TensorInfo
+from megatron_lightning.checkpoint.format.naming import OWN
+from megatron_lightning.checkpoint.format.streaming import slabs
+from megatron_lightning.checkpoint.tools.averaging import average
+from megatron_lightning.checkpoint.tools.pruning import find_prunable, list_checkpoints, prune
+from megatron_lightning.checkpoint.tools.resharding import reshard
+from megatron_lightning.checkpoint.tools.verification import read_manifest, verify
 from megatron_lightning.cli import main
 from megatron_lightning.errors import CheckpointError, ConfigError
 from megatron_lightning.parallel.spec import Box, Shard
@@ -159,8 +159,8 @@ def test_verify_names_single_blocks_of_a_large_tensor(tmp_path: Path) -> None:
 def test_a_resharded_checkpoint_holds_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_files: int
 ) -> None:
-    monkeypatch.setattr("megatron_lightning.checkpoint.resharding.PART_BYTES", 3000)
-    monkeypatch.setattr("megatron_lightning.checkpoint.resharding.BLOCK_BYTES", 256)
+    monkeypatch.setattr("megatron_lightning.checkpoint.tools.resharding.PART_BYTES", 3000)
+    monkeypatch.setattr("megatron_lightning.checkpoint.tools.resharding.BLOCK_BYTES", 256)
     tensors = _save(tmp_path / "a")
     done: list[int] = []
     reshard(
@@ -250,7 +250,7 @@ def test_a_checkpoint_is_cut_like_another(
 def test_three_plain_forms_hold_the_same_module(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("megatron_lightning.checkpoint.consolidation.PART_BYTES", 1000)
+    monkeypatch.setattr("megatron_lightning.checkpoint.tools.consolidation.PART_BYTES", 1000)
     tensors = _save(tmp_path / "a")
     expected = {
         name.removeprefix("state_dict."): t
@@ -297,7 +297,7 @@ def test_an_interrupted_consolidation_keeps_the_old_file(
 def test_the_mean_is_taken_in_float32_part_by_part(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("megatron_lightning.checkpoint.averaging.PART_BYTES", 1000)
+    monkeypatch.setattr("megatron_lightning.checkpoint.tools.averaging.PART_BYTES", 1000)
     seeds = (0, 1, 2)
     stored = [_save(tmp_path / str(seed), seed, step=seed) for seed in seeds]
     torch.save(read_full(tmp_path / "1"), tmp_path / "1.ckpt")

@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 
-from megatron_lightning.optim.codes import CodedWeight, Range, encode
+from megatron_lightning.optim.gradients.codes import CodedWeight, Range, encode
 from megatron_lightning.parallel.context import ALONE
 from megatron_lightning.precision import FP8Recipe
 from megatron_lightning.precision.emulation import EmulatedGemm

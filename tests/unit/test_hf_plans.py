@@ -24,7 +24,7 @@ from megatron_lightning.layers.styles import (
     VocabParallel,
 )
 from megatron_lightning.models import llama_hf_plan
-from megatron_lightning.models.hf_plans import transformers_plan
+from megatron_lightning.models.plans.hf_plans import transformers_plan
 from megatron_lightning.parallel import ParallelLayout
 from megatron_lightning.strategies import MegatronStrategy
 from tests.helpers import hf_models

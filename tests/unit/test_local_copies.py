@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from megatron_lightning.checkpoint import TensorShards
-from megatron_lightning.checkpoint.local import LocalCopies, Pointer
+from megatron_lightning.checkpoint.local_copies.local import LocalCopies, Pointer
 from megatron_lightning.parallel.context import ALONE
 
 

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from megatron_lightning.errors import ConfigError
-from megatron_lightning.optim.column_sums import column_sums
-from megatron_lightning.optim.main_params import MainParams, take_over
-from megatron_lightning.optim.parameter_shard import ParameterShard
+from megatron_lightning.optim.gradients.parameter_shard import ParameterShard
+from megatron_lightning.optim.stepping.column_sums import column_sums
+from megatron_lightning.optim.stepping.main_params import MainParams, take_over
 
 
 def _made(*shapes: tuple[int, ...]) -> tuple[list[nn.Parameter], list[nn.Parameter], MainParams]:
@@ -92,7 +92,7 @@ def test_main_params_and_parameters_that_were_both_written_are_refused() -> None
 
 
 def test_a_tensor_larger_than_a_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megatron_lightning.optim.main_params._CHUNK", 64)
+    monkeypatch.setattr("megatron_lightning.optim.stepping.main_params._CHUNK", 64)
     parameters, mains, params = _made((200,), (3,), (3,), (100,))
     for parameter in parameters:
         parameter.data.fill_(2.0)

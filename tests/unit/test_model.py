@@ -17,7 +17,7 @@ from megatron_lightning.parallel import ParallelContext, ParallelLayout, Shardin
 from megatron_lightning.parallel.materialize import materialize
 from megatron_lightning.parallel.sharding import named_shard_specs, record_ties
 from megatron_lightning.parallel.spec import ShardSpec
-from megatron_lightning.pipeline.stage import StagePartition
+from megatron_lightning.pipeline.stages.stage import StagePartition
 
 CONFIG = TransformerConfig(
     num_layers=2, hidden_size=16, num_attention_heads=2, vocab_size=20, max_sequence_length=12

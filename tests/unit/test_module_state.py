@@ -16,8 +16,8 @@ import torch
 from torch import nn
 from torchmetrics import SumMetric
 
-from megatron_lightning.pipeline.module_state import ModuleState
-from megatron_lightning.pipeline.records import MOST_ENTRIES, attributes_of
+from megatron_lightning.pipeline.batch.module_state import ModuleState
+from megatron_lightning.pipeline.batch.records import MOST_ENTRIES, attributes_of
 
 
 class _Meter:

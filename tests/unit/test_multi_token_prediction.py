@@ -22,8 +22,8 @@ from megatron_lightning.modules import GPTLightningModule
 from megatron_lightning.parallel import ParallelContext, ParallelLayout
 from megatron_lightning.parallel.context import AxisGroup
 from megatron_lightning.parallel.sequence import SequencePart, join
-from megatron_lightning.pipeline.actions import Placement
-from megatron_lightning.pipeline.layouts import split_units
+from megatron_lightning.pipeline.schedules.actions import Placement
+from megatron_lightning.pipeline.schedules.layouts import split_units
 from tests.helpers.ranks import run_ranks
 
 VOCABULARY, SEQUENCE, DEPTHS = 30, 12, 2

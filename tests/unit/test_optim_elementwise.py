@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.optim import ChainedOptimizer
-from megatron_lightning.optim.elementwise import ELEMENTWISE, Trial, require_divisible
-from megatron_lightning.optim.entries import OptimizerEntry
-from megatron_lightning.optim.probe import DIVISIONS, probe, trial_shapes
+from megatron_lightning.optim.stepping.elementwise import ELEMENTWISE, Trial, require_divisible
+from megatron_lightning.optim.stepping.entries import OptimizerEntry
+from megatron_lightning.optim.stepping.probe import DIVISIONS, probe, trial_shapes
 from megatron_lightning.parallel import ParallelContext, ParallelLayout
 from megatron_lightning.parallel.spec import ShardSpec
 
@@ -278,7 +278,7 @@ def test_a_trial_of_groups_that_differ_in_rate_runs_once(monkeypatch: pytest.Mon
         tried.append(group)
         return probe(optimizer, group, divisions, **kwargs)
 
-    monkeypatch.setattr("megatron_lightning.optim.elementwise.probe", counting)
+    monkeypatch.setattr("megatron_lightning.optim.stepping.elementwise.probe", counting)
     passed: set[Trial] = set()
     rates = [{"params": parameters(), "lr": 0.1**n, "name": f"layer{n}"} for n in range(5)]
     optimizer = Lion(rates, weight_decay=0.1, least=16)

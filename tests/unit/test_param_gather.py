@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron_lightning.optim.param_gather import ParameterGather
+from megatron_lightning.optim.gradients.param_gather import ParameterGather
 
 
 class _Way:

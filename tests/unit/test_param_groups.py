@@ -21,7 +21,7 @@ from megatron_lightning.optim import (
 )
 from megatron_lightning.parallel.patterns import compile_pattern
 from megatron_lightning.parallel.sharding import record_ties
-from megatron_lightning.pipeline.stage import StagePartition
+from megatron_lightning.pipeline.stages.stage import StagePartition
 
 CONFIG = TransformerConfig(
     num_layers=2, hidden_size=16, num_attention_heads=2, vocab_size=20,

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from megatron_lightning.errors import ConfigError
-from megatron_lightning.pipeline import schedules, simulate
-from megatron_lightning.pipeline.actions import Action, Kind, Placement, Schedule
+from megatron_lightning.pipeline import schedules
+from megatron_lightning.pipeline.schedules import simulate
+from megatron_lightning.pipeline.schedules.actions import Action, Kind, Placement, Schedule
 
 OWN = """1F0, ,1F1,,1B0,1B1
 0F0,0F1,,0B0,0I1,0W1

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from megatron_lightning.config import PipelineOptions
 from megatron_lightning.errors import ConfigError
-from megatron_lightning.pipeline.actions import Placement
-from megatron_lightning.pipeline.layouts import parse_layout, split_units
-from megatron_lightning.pipeline.partition import Unit, partition_units
+from megatron_lightning.pipeline.schedules.actions import Placement
+from megatron_lightning.pipeline.schedules.layouts import parse_layout, split_units
+from megatron_lightning.pipeline.schedules.partition import Unit, partition_units
 
 ORACLES = Path(__file__).parents[1] / "oracles"
 SPLITS, LAYOUTS = (
@@ -296,7 +296,7 @@ def test_what_cannot_be_cut() -> None:
 
 def test_planning_a_pipeline_needs_no_torch() -> None:
     code = (
-        "import sys; from megatron_lightning.pipeline import schedules, simulate, "
+        "import sys; from megatron_lightning.pipeline.schedules import simulate, "
         "partition;sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -7,8 +7,9 @@ import torch
 from torch.distributed.pipelining import ScheduleInterleaved1F1B, ScheduleZBVZeroBubble
 
 from megatron_lightning.errors import ConfigError
-from megatron_lightning.pipeline import schedules, simulate
-from megatron_lightning.pipeline.actions import Action, Kind, Placement
+from megatron_lightning.pipeline import schedules
+from megatron_lightning.pipeline.schedules import simulate
+from megatron_lightning.pipeline.schedules.actions import Action, Kind, Placement
 
 ORACLE = json.loads(
     (Path(__file__).parents[1] / "oracles" / "pipeline_schedules.json").read_text()

@@ -16,12 +16,20 @@ from PIL import Image
 from megatron_lightning.cli import main
 from megatron_lightning.errors import ConfigError, DataError
 from megatron_lightning.pipeline import schedules
-from megatron_lightning.pipeline.actions import Action, Kind, Placement, Schedule
-from megatron_lightning.pipeline.formulas import expected
-from megatron_lightning.pipeline.picture import Bar, Panel, Text, chrome_trace, draw, svg, write_png
-from megatron_lightning.pipeline.report import describe_schedule
-from megatron_lightning.pipeline.simulate import Costs, simulate, validate
-from megatron_lightning.pipeline.trace import Executed, read_trace, trace_lines
+from megatron_lightning.pipeline.schedules.actions import Action, Kind, Placement, Schedule
+from megatron_lightning.pipeline.schedules.formulas import expected
+from megatron_lightning.pipeline.schedules.picture import (
+    Bar,
+    Panel,
+    Text,
+    chrome_trace,
+    draw,
+    svg,
+    write_png,
+)
+from megatron_lightning.pipeline.schedules.report import describe_schedule
+from megatron_lightning.pipeline.schedules.simulate import Costs, simulate, validate
+from megatron_lightning.pipeline.schedules.trace import Executed, read_trace, trace_lines
 
 ONE_CHUNK = ("gpipe", "1f1b", "interleaved", "zb-h1")
 

@@ -13,7 +13,7 @@ from megatron_lightning.config import RecomputeOptions
 from megatron_lightning.errors import ConfigError, PipelineError, ShardingError
 from megatron_lightning.layers.recompute import apply_recompute
 from megatron_lightning.parallel.absent import is_absent, present_modules
-from megatron_lightning.pipeline.stage import StagePartition, has_unit
+from megatron_lightning.pipeline.stages.stage import StagePartition, has_unit
 
 
 class Model(nn.Module):

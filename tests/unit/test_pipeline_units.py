@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from megatron_lightning.assembly.checks import find_stages
 from megatron_lightning.config import PipelineOptions
 from megatron_lightning.errors import ConfigError
-from megatron_lightning.pipeline.actions import Placement
-from megatron_lightning.pipeline.analysis import ExampleRun
-from megatron_lightning.pipeline.call_analysis import check_boundaries
-from megatron_lightning.pipeline.partition import unit_names
-from megatron_lightning.pipeline.taint import TAIL
-from megatron_lightning.pipeline.units import find_pipelined
+from megatron_lightning.pipeline.schedules.actions import Placement
+from megatron_lightning.pipeline.schedules.partition import unit_names
+from megatron_lightning.pipeline.stages.analysis import ExampleRun
+from megatron_lightning.pipeline.stages.call_analysis import check_boundaries
+from megatron_lightning.pipeline.stages.taint import TAIL
+from megatron_lightning.pipeline.stages.units import find_pipelined
 
 
 class Block(nn.Module):

@@ -9,8 +9,9 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from megatron_lightning.errors import ConfigError
-from megatron_lightning.pipeline import schedules, simulate
-from megatron_lightning.pipeline.actions import Action, Kind, Placement, Schedule
+from megatron_lightning.pipeline import schedules
+from megatron_lightning.pipeline.schedules import simulate
+from megatron_lightning.pipeline.schedules.actions import Action, Kind, Placement, Schedule
 
 DEADLOCK = r"deadlocks: pp rank 0 waits at 1B0 for 1F0; pp rank 1 waits at 0B0 for 1B0"
 LOOP2 = Placement.loop(2)

@@ -19,7 +19,7 @@ from megatron_lightning.config import (
 )
 from megatron_lightning.models import GPTModel, num_parameters
 from megatron_lightning.parallel.layout import ParallelLayout
-from megatron_lightning.pipeline.actions import Placement
+from megatron_lightning.pipeline.schedules.actions import Placement
 from megatron_lightning.planning.parameters import count_rank, pipeline_units, split_stages
 
 FACTS: dict[str, Any] = json.loads(

@@ -10,7 +10,7 @@ from megatron_lightning.config import ContextExchange
 from megatron_lightning.errors import ShardingError
 from megatron_lightning.layers.attention import CoreAttention
 from megatron_lightning.layers.context.backends import BACKENDS
-from megatron_lightning.layers.context.transformers_attention import looks_attention_up, put_core
+from megatron_lightning.layers.styles.transformers_attention import looks_attention_up, put_core
 from megatron_lightning.parallel.context import ParallelContext
 from megatron_lightning.parallel.sharding import ShardingPlan, Style
 

@@ -10,8 +10,9 @@ from types import MappingProxyType
 from typing import Any
 
 from megatron_lightning.errors import ConfigError
-from megatron_lightning.pipeline.actions import Kind, Placement, Schedule
+from megatron_lightning.pipeline.schedules.actions import Kind, Placement, Schedule
 from megatron_lightning.pipeline.schedules.one_f_one_b import gpipe, interleaved, one_f_one_b, sweep
+from megatron_lightning.pipeline.schedules.simulate import validate
 from megatron_lightning.pipeline.schedules.tables import (
     FixedTable,
     OwnFunction,
@@ -19,7 +20,6 @@ from megatron_lightning.pipeline.schedules.tables import (
     read_rows,
 )
 from megatron_lightning.pipeline.schedules.zero_bubble import zb_h1, zbv
-from megatron_lightning.pipeline.simulate import validate
 
 Generator = Callable[[int, int, int], Schedule]
 """A function of (pipeline ranks, micro-batches, chunks on each pipeline rank) that returns a

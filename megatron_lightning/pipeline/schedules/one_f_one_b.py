@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from itertools import chain
 
 from megatron_lightning.errors import ConfigError
-from megatron_lightning.pipeline.actions import Action, Kind, Placement, Schedule
+from megatron_lightning.pipeline.schedules.actions import Action, Kind, Placement, Schedule
 from megatron_lightning.pipeline.schedules.rows import count_microbatches
-from megatron_lightning.pipeline.simulate import validate
+from megatron_lightning.pipeline.schedules.simulate import validate
 
 
 def gpipe(num_ranks: int, num_microbatches: int, num_chunks: int = 1) -> Schedule:

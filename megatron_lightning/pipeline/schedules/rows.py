@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
-from megatron_lightning.pipeline.actions import Action, Kind
+from megatron_lightning.pipeline.schedules.actions import Action, Kind
 
 Word = tuple[int, Kind]
 """Stage and kind of work, on the stage's next micro-batch."""

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_lightning.errors import ConfigError
-from megatron_lightning.pipeline.actions import Action, Kind, Placement, Schedule
+from megatron_lightning.pipeline.schedules.actions import Action, Kind, Placement, Schedule
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ weights. The papers write B for our I, and call B + W our B.
 from __future__ import annotations
 
 from megatron_lightning.errors import ConfigError
-from megatron_lightning.pipeline.actions import Action, Kind, Placement, Schedule
+from megatron_lightning.pipeline.schedules.actions import Action, Kind, Placement, Schedule
 from megatron_lightning.pipeline.schedules.rows import count_microbatches
 
 

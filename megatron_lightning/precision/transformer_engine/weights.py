@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_lightning.layers.gemm import is_code
-from megatron_lightning.optim.codes import CodedWeight, LibraryCoder, Range
+from megatron_lightning.optim.gradients.codes import CodedWeight, LibraryCoder, Range
 from megatron_lightning.parallel.context import AxisGroup
 
 

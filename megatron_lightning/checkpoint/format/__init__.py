@@ -1,0 +1,1 @@
+"""Bytes of a checkpoint: manifest, shards, checksums, state and storage."""

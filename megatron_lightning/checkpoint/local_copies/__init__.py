@@ -1,0 +1,1 @@
+"""Copies of every rank's state on its own node and the next."""

@@ -1,0 +1,137 @@
+"""The parts of a local copy.
+
+Each is an ordinary checkpoint that one rank wrote. Its tensors are that rank's shards, under
+numbers as names; its state says of which tensors they are, and which boxes of them they fill.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from math import prod
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from megatron_lightning.checkpoint.commit import is_committed
+from megatron_lightning.checkpoint.format.manifest import TensorInfo, dtype_of
+from megatron_lightning.checkpoint.format.structure import check_structure
+from megatron_lightning.checkpoint.saving import Snapshot, take_snapshot
+from megatron_lightning.checkpoint.source import CheckpointSource, open_checkpoint
+from megatron_lightning.errors import CheckpointError
+from megatron_lightning.parallel.shards import TensorShards
+from megatron_lightning.parallel.spec import Box, Shape, Shard
+
+
+class LocalPart(NamedTuple):
+    """The part of a copy that one rank wrote."""
+
+    source: CheckpointSource
+    boxes: Mapping[str, Sequence[tuple[str, Box]]]
+    """Global name -> (name in ``source``, box) of each shard that the rank held of it."""
+    tensors: Mapping[str, TensorInfo]
+    """Every tensor of which the rank held shards."""
+    state: dict[str, Any]
+    """The rest of the state; of the first rank only."""
+
+
+def part_snapshot(
+    path: Path, tensors: Iterable[TensorShards], state: Mapping[str, Any]
+) -> Snapshot:
+    """Collect the shards and the rest of the state of one rank, to be written to ``path``."""
+    held: list[TensorShards] = []
+    boxes: dict[str, list[tuple[str, Shape, Shape]]] = {}
+    shapes: dict[str, tuple[Shape, str]] = {}
+    for number, shards in enumerate(tensors):
+        shapes[shards.name] = (shards.global_shape, str(shards.dtype).removeprefix("torch."))
+        for shard in shards.shards:
+            stored = f"{number}.{len(held)}"
+            held.append(TensorShards.full(stored, shard.data))
+            boxes.setdefault(shards.name, []).append((stored, *shard.box))
+    return take_snapshot(path, held, {"tensors": shapes, "boxes": boxes, "state": state})
+
+
+def open_part(path: Path) -> LocalPart:
+    """Open a part, and check the outer form of its state."""
+    source = open_checkpoint(path)
+    content = source.state()
+    check_structure(content["state"], str(path))
+    boxes = {
+        name: [(stored, Box(tuple(o), tuple(n))) for stored, o, n in found]
+        for name, found in content["boxes"].items()
+    }
+    shapes = {
+        name: TensorInfo(tuple(shape), dtype_of(dtype))
+        for name, (shape, dtype) in content["tensors"].items()
+    }
+    return LocalPart(source, boxes, shapes, content["state"])
+
+
+class PartsSource:
+    """The parts of a copy on this node as one :class:`CheckpointSource`.
+
+    Args:
+        opened: Parts that are open already.
+        others: Parts that are opened when a shard needs them, where they are on this node.
+        tensors: Every tensor of the copy.
+        state: Everything else.
+    """
+
+    def __init__(
+        self,
+        opened: Sequence[LocalPart],
+        others: Iterable[Path],
+        tensors: Mapping[str, TensorInfo],
+        state: dict[str, Any],
+    ) -> None:
+        self._opened = list(opened)
+        self._others = [path for path in others if is_committed(path)]
+        self._tensors = tensors
+        self._state = state
+
+    def tensors(self) -> Mapping[str, TensorInfo]:
+        """Return every tensor of the copy."""
+        return self._tensors
+
+    def state(self) -> dict[str, Any]:
+        """Return a fresh copy of everything else."""
+        return dict(self._state)
+
+    def read(self, shards: Iterable[tuple[str, Shard]]) -> None:
+        """Fill (tensor name, shard) with the copy's values.
+
+        Raises:
+            CheckpointError: If the parts on this node lack some.
+        """
+        wanted: dict[int, list[tuple[str, Shard]]] = {}
+        for name, shard in shards:
+            for number, found in self._found(name, shard):
+                wanted.setdefault(number, []).append(found)
+        for number, reads in wanted.items():
+            self._opened[number].source.read(reads)
+
+    def _found(self, name: str, shard: Shard) -> Iterator[tuple[int, tuple[str, Shard]]]:
+        """Yield (number of a part, what to read from it) until every element of the shard is
+        covered.
+        """
+        rest, seen = shard.data.numel(), set()
+        for number, part in enumerate(self._parts()):
+            if not rest:
+                return
+            for stored, box in part.boxes.get(name, ()):
+                common = box.overlap(shard.box)
+                if common is None or box in seen:  # replicas hold the same boxes
+                    continue
+                seen.add(box)
+                rest -= prod(common.shape)
+                target = shard.data[common.relative_to(shard.offset).slices]
+                yield number, (stored, Shard(common.relative_to(box.offset).offset, target))
+        if rest:
+            raise CheckpointError(
+                f"{name}: the local copies on this node lack elements of this rank's shard. Resume "
+                "from a checkpoint of the shared file system."
+            )
+
+    def _parts(self) -> Iterator[LocalPart]:
+        yield from self._opened
+        while self._others:
+            self._opened.append(open_part(self._others.pop(0)))
+            yield self._opened[-1]

@@ -1,0 +1,89 @@
+"""Saves to the nodes' own disks (``local``), and the choice of what to resume from."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron_lightning.checkpoint.agreement import on_first_rank
+from megatron_lightning.checkpoint.local_copies.local import LocalCopies, Pointer
+from megatron_lightning.checkpoint.saver import Save
+from megatron_lightning.checkpoint.saving import Snapshot
+from megatron_lightning.checkpoint.source import CheckpointSource, open_checkpoint
+from megatron_lightning.checkpoint.tools.pruning import list_checkpoints
+from megatron_lightning.errors import CheckpointError
+from megatron_lightning.parallel.context import AxisGroup
+from megatron_lightning.parallel.shards import TensorShards
+
+
+def copy_plan(
+    tensors: Sequence[TensorShards], state: Mapping[str, Any], *, path: str, pointer: Pointer
+) -> Save:
+    """Plan to write every rank's part into its node's folder and the next node's, and then the
+    pointer to ``path``.
+    """
+
+    def take(group: AxisGroup) -> Snapshot:
+        return LocalCopies(pointer.folder, group, pointer.ranks_per_node).take_snapshot(
+            pointer.step, tensors, state
+        )
+
+    def write(snapshot: Snapshot, group: AxisGroup) -> None:
+        LocalCopies(pointer.folder, group, pointer.ranks_per_node).write(snapshot)
+        on_first_rank(group, lambda: pointer.write(path, Path(snapshot.path).parent.name))
+
+    return Save(path, take, write, replaces=False)
+
+
+def open_copy(
+    path: str,
+    group: AxisGroup,
+    *,
+    ranks_per_node: int,
+    layout: Mapping[str, Any],
+    exchange_group: Callable[[], AxisGroup],
+) -> CheckpointSource | None:
+    """Open the newest copy that serves this layout, else the newest checkpoint in the pointer's
+    folder; None without a pointer.
+
+    Args:
+        path: The pointer, or any other path.
+        group: All ranks, which call this together.
+        ranks_per_node: Ranks of each node.
+        layout: As in :class:`Pointer`.
+        exchange_group: Returns the communicator for parts that another node has.
+    """
+    pointer = on_first_rank(group, lambda: Pointer.read(path))
+    if pointer is None:
+        return None
+    same_layout = (pointer.num_ranks, pointer.ranks_per_node, pointer.layout) == (
+        group.size,
+        ranks_per_node,
+        layout,
+    )
+    copies = LocalCopies(pointer.folder, exchange_group(), ranks_per_node)
+    copy = copies.open(pointer.copies, pointer.num_ranks, same_layout=same_layout)
+    if copy is not None:
+        return copy
+    lack = (
+        f"of the local copies in {pointer.folder} none has the parts of all {pointer.num_ranks} "
+        "ranks on some node"
+    )
+    if not same_layout:
+        lack = (
+            f"the local copies in {pointer.folder} are of another layout ({pointer.num_ranks} "
+            f"ranks of {pointer.layout}), and not every node has all parts of one"
+        )
+    shared = on_first_rank(
+        group, lambda: [str(found.path) for found in list_checkpoints(Path(path).parent)]
+    )
+    if not shared:
+        raise CheckpointError(
+            f"{lack}, and {Path(path).parent} has no other checkpoint. Delete {path} to start from "
+            "scratch."
+        )
+    if group.rank == 0:
+        warnings.warn(f"Resuming from {shared[-1]}: {lack}.", stacklevel=2)
+    return open_checkpoint(shared[-1], group=group)

@@ -1,0 +1,1 @@
+"""Commands on checkpoints, with a progress bar."""

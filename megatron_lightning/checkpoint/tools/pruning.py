@@ -1,0 +1,233 @@
+"""Find what a folder of checkpoints no longer needs: leftovers of interrupted saves, and old
+checkpoints by rule.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Iterator, Sequence
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from megatron_lightning.checkpoint.commit import (
+    MANIFEST,
+    OUR_FILES,
+    is_committed,
+    remove_checkpoint,
+)
+from megatron_lightning.checkpoint.format.files import release, try_lock
+from megatron_lightning.checkpoint.format.storage import (
+    Folder,
+    folder_of,
+    is_remote,
+    list_folders,
+    local_path,
+)
+from megatron_lightning.checkpoint.source import open_checkpoint
+from megatron_lightning.checkpoint.tools.verification import read_manifest
+from megatron_lightning.errors import CheckpointError, ConfigError
+
+_LEFTOVER = re.compile(r"(?P<name>.+)\.(?P<kind>tmp|old)-[0-9a-f]{12}")
+
+
+class StoredCheckpoint(NamedTuple):
+    """A committed checkpoint directory."""
+
+    path: str
+    """Path or URL."""
+    step: int
+    """Its ``global_step``; -1 if unknown."""
+    saved_at: float
+    """When its manifest was written, in seconds since the epoch; 0 if unknown."""
+
+    @property
+    def name(self) -> str:
+        """Last part of the path."""
+        return _name(self.path)
+
+
+class Prunable(NamedTuple):
+    """Something that may be deleted."""
+
+    path: str
+    """Path or URL."""
+    size_bytes: int
+    """Bytes that deleting it frees."""
+    reason: str
+    """Why."""
+    files: tuple[str, ...] = ()
+    """Its files that may be deleted; empty: all of it."""
+
+
+def list_checkpoints(folder: str | os.PathLike[str]) -> list[StoredCheckpoint]:
+    """Return the committed checkpoint directories in a folder or under a URL, the newest last;
+    links are not followed.
+    """
+    found = []
+    for path in list_folders(folder):
+        if not _LEFTOVER.fullmatch(_name(path)) and is_committed(path):
+            step = read_manifest(path).info.get("global_step")
+            saved_at = folder_of(path).modified(MANIFEST) or 0.0
+            found.append(StoredCheckpoint(path, step if isinstance(step, int) else -1, saved_at))
+    return sorted(
+        found, key=lambda checkpoint: (checkpoint.step, checkpoint.saved_at, checkpoint.path)
+    )
+
+
+def find_prunable(
+    folder: str | os.PathLike[str],
+    *,
+    keep_last: int | None = None,
+    keep_every: int | None = None,
+    keep: Sequence[str] = (),
+    min_age_s: float = 3600.0,
+) -> list[Prunable]:
+    """Return what may be deleted from a folder of checkpoints. Only our own files and directories
+    are ever named.
+
+    Always: leftovers of saves that were killed, unless a running save holds them or they are
+    younger than ``min_age_s``. With ``keep_last`` or ``keep_every``: every committed checkpoint
+    that no rule keeps. Targets of links in the folder, and the best and last checkpoints of the
+    newest one's callbacks, are kept. One that lacks a file neither counts nor is deleted. For the
+    arguments see ``commands.prune``.
+    """
+    top = str(folder) if is_remote(folder) else local_path(folder)
+    try:
+        list_folders(top)
+    except OSError as error:
+        raise ConfigError(
+            f"{top} is not a directory. Name the folder that holds the checkpoints."
+        ) from error
+    for name, number in (("keep_last", keep_last), ("keep_every", keep_every)):
+        if number is not None and number < 1:
+            raise ConfigError(f"{name} is {number}. It must be a positive integer, or left out.")
+    if is_committed(top):
+        raise ConfigError(f"{top} is a checkpoint itself. Name the folder that holds it.")
+    found = [*_leftovers(top, min_age_s), *_strays(top, min_age_s)]
+    if keep_last is None and keep_every is None:
+        return found
+    checkpoints = list_checkpoints(top)
+    kept = _referred_to(top, checkpoints)
+    # Nobody can resume from the others.
+    sound = [checkpoint for checkpoint in checkpoints if _has_its_files(checkpoint.path)]
+    kept |= {checkpoint.path for checkpoint in sound[-keep_last:]} if keep_last else set()
+    for checkpoint in sound:
+        by_step = (
+            keep_every is not None and checkpoint.step >= 0 and checkpoint.step % keep_every == 0
+        )
+        by_name = any(fnmatchcase(checkpoint.name, pattern) for pattern in keep)
+        if checkpoint.path not in kept and not by_step and not by_name:
+            size_bytes = sum(folder_of(checkpoint.path).sizes().values())
+            found.append(Prunable(checkpoint.path, size_bytes, f"old: step {checkpoint.step}"))
+    return found
+
+
+def _has_its_files(path: str) -> bool:
+    """Whether the files of a checkpoint's manifest exist with their sizes; they are not read."""
+    return read_manifest(path).files.items() <= folder_of(path).sizes().items()
+
+
+def prune(found: Sequence[Prunable]) -> None:
+    """Delete what :func:`find_prunable` returned; each checkpoint disappears from view in one
+    step.
+    """
+    for entry in found:
+        if entry.files:
+            folder_of(entry.path).remove(entry.files)
+        else:
+            remove_checkpoint(entry.path)
+
+
+def _leftovers(folder: str | Path, min_age_s: float) -> Iterator[Prunable]:
+    """Yield temporary directories and files of killed local saves."""
+    if not isinstance(folder, Path):
+        return
+    for path in sorted(folder.iterdir()):
+        leftover = _LEFTOVER.fullmatch(path.name)
+        if not leftover or path.is_symlink() or time.time() - path.stat().st_mtime < min_age_s:
+            continue
+        # The replaced file is the only copy if its successor was never renamed.
+        superseded = leftover["kind"] == "tmp" or os.path.lexists(folder / leftover["name"])
+        if superseded and not _is_in_use(path):
+            size = (
+                sum(e.stat().st_size for e in path.rglob("*"))
+                if path.is_dir()
+                else path.stat().st_size
+            )
+            yield Prunable(str(path), size, "left by an interrupted save")
+
+
+def _strays(folder: str | os.PathLike[str], min_age_s: float) -> Iterator[Prunable]:
+    """Yield files of uncommitted saves under their final name."""
+    for path in list_folders(folder):
+        if _LEFTOVER.fullmatch(_name(path)):
+            continue
+        place = folder_of(path)
+        sizes = place.sizes()
+        try:
+            known = read_manifest(path).files if MANIFEST in sizes else {}
+        except CheckpointError:
+            continue  # damaged: its files are unknown
+        strays = [name for name in sizes if OUR_FILES.fullmatch(name) and name not in known]
+        if not strays or any(_age_s(place, name) < min_age_s for name in strays):
+            continue
+        size_bytes = sum(sizes[name] for name in strays)
+        if known:
+            yield Prunable(path, size_bytes, "left by an interrupted save", tuple(strays))
+        elif len(strays) == len(sizes) and not list_folders(path):
+            yield Prunable(path, size_bytes, "never committed")
+
+
+def _age_s(folder: Folder, name: str) -> float:
+    """Return the age of a file; 0 where the storage has no times."""
+    modified = folder.modified(name)
+    return 0.0 if modified is None else time.time() - modified
+
+
+def _is_in_use(path: Path) -> bool:
+    """Whether a running save holds its lock, or locks do not work."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        return not try_lock(descriptor)
+    finally:
+        release(descriptor)
+
+
+def _referred_to(folder: str | Path, checkpoints: Sequence[StoredCheckpoint]) -> set[str]:
+    """Return the checkpoints that links and the newest readable checkpoint's callbacks refer to."""
+    names: set[str] = set()
+    for checkpoint in reversed(checkpoints):
+        try:
+            names = {
+                _name(path)
+                for path in _paths_in(open_checkpoint(checkpoint.path).state().get("callbacks", {}))
+            }
+        except CheckpointError:
+            continue  # damaged: use an older one
+        break
+    if not isinstance(folder, Path):
+        return {checkpoint.path for checkpoint in checkpoints if checkpoint.name in names}
+    kept = {path.resolve() for path in folder.iterdir() if path.is_symlink()} | {
+        (folder / name).resolve() for name in names
+    }
+    return {
+        checkpoint.path for checkpoint in checkpoints if Path(checkpoint.path).resolve() in kept
+    }
+
+
+def _paths_in(callbacks: Any) -> Iterator[str]:
+    for state in callbacks.values() if isinstance(callbacks, dict) else ():
+        if isinstance(state, dict):
+            named = [
+                state.get("best_model_path"),
+                state.get("last_model_path"),
+                *(state.get("best_k_models") or ()),
+            ]
+            yield from (path for path in named if path and isinstance(path, str))
+
+
+def _name(path: str) -> str:
+    return path.rstrip("/").rpartition("/")[2]

@@ -1,0 +1,1 @@
+"""Sharding plans: ours, and those of models of transformers."""

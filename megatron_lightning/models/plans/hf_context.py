@@ -1,0 +1,126 @@
+"""Models of ``transformers`` whose attention can reach the tokens of other ranks.
+
+Their attention looks its function up by name, and ours is one of them. A family is listed where
+nothing else of it mixes the tokens of a sequence and its attention asks for no more than causality
+and a window: each trains on ranks that share sequences as in one process (docs/hf_coverage.md).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from megatron_lightning.errors import ConfigError
+from megatron_lightning.layers.styles import ContextAttention
+from megatron_lightning.layers.styles.transformers_attention import looks_attention_up
+from megatron_lightning.models.plans.hf_rows import as_patterns
+from megatron_lightning.parallel.sharding import ShardingPlan
+
+FAMILIES = frozenset({
+    "afmoe", "apertus", "arcee", "aria_text", "axk1", "bitnet", "cohere", "cohere2",
+    "cohere2_moe", "cwm", "deepseek_v2", "deepseek_v3", "diffllama", "dots1", "ernie4_5",
+    "ernie4_5_moe", "exaone4", "exaone_moe", "flex_olmo", "gemma", "gemma3_text", "glm", "glm4",
+    "glm4_moe", "glm4_moe_lite", "gpt2", "gpt_bigcode", "gpt_neox", "granite", "granitemoe",
+    "granitemoeshared", "helium", "hunyuan_v1_dense", "hunyuan_v1_moe", "jais2", "jetmoe",
+    "llama", "longcat_flash", "mellum", "minicpm3", "minimax_m2", "ministral", "ministral3",
+    "mistral", "mixtral", "modernbert-decoder", "nanochat", "nemotron", "olmo", "olmo2",
+    "olmo3", "olmoe", "opt", "phi", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe",
+    "seed_oss", "smollm3", "solar_open", "stablelm", "starcoder2", "youtu",
+})  # fmt: skip
+"""``model_type`` of the configurations."""
+
+_DOCUMENTS = "documents"
+"""Keyword that reaches our attention through the calls of the layers."""
+
+
+def with_context(model: nn.Module, plan: ShardingPlan) -> ShardingPlan:
+    """Return ``plan`` with rows that bind the attention of a model of ``transformers``.
+
+    Raises:
+        ConfigError: If it cannot be bound, or is not all that mixes the tokens of a sequence.
+    """
+    config: Any = model.config
+    name = type(model).__name__
+    if config.model_type not in FAMILIES or not _is_language_model(model):
+        raise ConfigError(
+            f"{name} is not known to work on ranks that share sequences: its layers may mix tokens "
+            "elsewhere than in attention that ours can replace. Set context_parallel_size to 1, or "
+            "use a causal language model of one of these families: "
+            f"{', '.join(sorted(FAMILIES))}."
+        )
+    _check_positions(config, name)
+    paths = dict(model.named_modules())
+    rows = {
+        path: ContextAttention(also=plan.style_of(path))
+        for path, child in paths.items()
+        if looks_attention_up(child)
+    }
+    return replace(
+        plan,
+        modules={**as_patterns(rows, paths), **plan.modules},
+        positions="position_ids",
+        documents=_DOCUMENTS,
+        packed_positions=True,
+    )
+
+
+def _is_language_model(model: nn.Module) -> bool:
+    """Return whether a model has the base model's outputs, or a head for each token."""
+    name, base = type(model).__name__, getattr(model, "base_model", model)
+    return base is model or name.endswith(("ForCausalLM", "LMHeadModel"))
+
+
+def _check_positions(config: Any, name: str) -> None:
+    """Check that rotary frequencies do not depend on the longest position, which one rank has."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    kinds = {rope.get("rope_type")} | {
+        own.get("rope_type") for own in rope.values() if isinstance(own, Mapping)
+    }
+    if found := kinds & {"dynamic", "longrope"}:
+        raise ConfigError(
+            f"{name} has rope_parameters of the type {found.pop()!r}, whose frequencies depend on "
+            "the longest position of a call, and ranks that share a sequence hold other positions. "
+            "Use another type (llama3, yarn, linear), or set context_parallel_size to 1."
+        )
+
+
+def check_call(model: nn.Module, given: Mapping[str, Any], added: Mapping[str, Any]) -> None:
+    """Check that a call of a model of ``transformers`` means the same on a part of a sequence.
+
+    Args:
+        model: The model.
+        given: Arguments of the call, by name.
+        added: What it is given beside them.
+
+    Raises:
+        ConfigError: If it would shift labels within the part, or let documents see each other.
+    """
+    name = type(model).__name__
+    if given.get("labels") is not None and given.get("shift_labels") is None:
+        raise ConfigError(
+            f"{name} was given labels, which it shifts within the part of the sequence that a rank "
+            "holds, so that tokens at its edges have a wrong target or none. Shift them in the "
+            'dataset, add them to sequence_dims, and pass "shift_labels" beside "labels", or '
+            "compute the loss from the logits."
+        )
+    config: Any = model.config
+    caches = given.get("use_cache")
+    caches = getattr(config, "use_cache", False) if caches is None else caches
+    parted = added.get(_DOCUMENTS) is not None
+    if parted and (caches or given.get("attention_mask") is not None):
+        found = "use_cache is on" if caches else "there is an attention_mask"
+        raise ConfigError(
+            f"position_ids of {name} start again within a row, and {found}, with which "
+            "transformers lets the documents of a row see each other. Set use_cache to False in "
+            "the model's configuration and leave the mask out, where they should not."
+        )
+    router = given.get("output_router_logits")
+    if getattr(config, "output_router_logits", False) if router is None else router:
+        raise ConfigError(
+            f"{name} was asked for router logits, whose balancing loss would be that of a rank's "
+            "part of each sequence. Set output_router_logits to False, or context_parallel_size "
+            "to 1."
+        )

@@ -1,0 +1,333 @@
+"""Sharding plans of ``transformers`` models: a table of ours, their own ``_tp_plan`` translated, or
+linear layers that gather their outputs.
+
+A plan of ``transformers`` maps patterns of modules and parameters to names of styles; base model
+and head are merged on the instance. Each entry becomes one of our styles, entries of an experts
+module and its parameters become one together. Nothing is imported from ``transformers``: models
+are recognized by the attributes that their base class gives them.
+
+What its plans leave open is decided here: no head is split, ranks that outnumber the key and
+value heads share them, both ends of a tied pair are split or neither, and what would be added up
+once too often is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from torch import nn
+
+from megatron_lightning.errors import ConfigError
+from megatron_lightning.layers.styles import (
+    ColumnParallel,
+    CopyOutput,
+    DispatchedExperts,
+    HeadParallel,
+    ParameterShards,
+    ReduceOutput,
+    RowParallel,
+    ShareInput,
+    Split,
+    TensorParallelExperts,
+    VocabParallel,
+)
+from megatron_lightning.models.plans.gathered import gathered_plan
+from megatron_lightning.models.plans.hf_context import with_context
+from megatron_lightning.models.plans.hf_heads import Attention, count_rewrites, projection
+from megatron_lightning.models.plans.hf_rows import as_patterns, split_both_ends
+from megatron_lightning.models.plans.hf_tables import table_of
+from megatron_lightning.parallel.patterns import compile_pattern
+from megatron_lightning.parallel.sharding import ShardingPlan, Style
+
+_KEPT_FULL = ("replicate", "embedding_colwise", "local_params")
+"""Entries that split nothing: of an embedding by columns every rank gets the full vectors, and a
+module with local parameters uses them as they are here."""
+
+_SPLITS: Mapping[str, Split] = {
+    "colwise": Split(-2),
+    "rowwise": Split(-1),
+    "packed_colwise": Split(-2, blocks=2),
+    "packed_rowwise": Split(-1, blocks=2),
+}
+"""Style of a parameter of two or more dims -> its split."""
+
+
+_ACTIVATIONS = ("act", "act_fn", "activation", "activation_fn")
+
+_LINEAR_STYLES: Mapping[str, Style] = {
+    "packed_colwise": ColumnParallel(num_blocks=2),
+    "rowwise": RowParallel(),
+    "rowwise_split_input": RowParallel(split_input=True),
+    "rowwise_rep": RowParallel(split_input=True),
+}
+
+
+def is_transformers_model(module: nn.Module) -> bool:
+    """Return whether a module is a model of ``transformers``, with or without a plan."""
+    return (
+        hasattr(module, "_tp_plan")
+        and hasattr(module, "base_model_prefix")
+        and hasattr(getattr(module, "config", None), "get_text_config")
+    )
+
+
+def transformers_models(module: nn.Module) -> dict[str, nn.Module]:
+    """Return the outermost models of ``transformers`` in ``module``, by path."""
+    found: dict[str, nn.Module] = {}
+    for path, child in module.named_modules():
+        inside = any(path.startswith(f"{outer}." if outer else "") for outer in found)
+        if not inside and is_transformers_model(child):
+            found[path] = child
+    return found
+
+
+def transformers_plan(
+    model: nn.Module, tensor_size: int, context_size: int = 1, expert_size: int = 1
+) -> ShardingPlan:
+    """Return the sharding plan of a full model of ``transformers``.
+
+    Args:
+        model: The model, with all layers.
+        tensor_size: Tensor-parallel ranks.
+        context_size: Context-parallel ranks.
+        expert_size: Expert-parallel ranks.
+
+    Raises:
+        ConfigError: If an entry cannot be translated, heads cannot be shared by the ranks, or the
+            model does not work on ranks that share sequences.
+    """
+    plan = (
+        ShardingPlan(modules={}, sequence_dim=1)
+        if tensor_size == 1
+        else _tensor_plan(model, tensor_size)
+    )
+    if expert_size > 1:
+        plan = plan | _expert_plan(model)
+    return plan if context_size == 1 else with_context(model, plan)
+
+
+def _expert_plan(model: nn.Module) -> ShardingPlan:
+    """Return rows for the experts that the model's own expert-parallel plan divides."""
+    entries: Mapping[str, str] = getattr(model, "_ep_plan", None) or {}
+    patterns = [compile_pattern(key) for key, name in entries.items() if name == "grouped_gemm"]
+    owners = {
+        name.rpartition(".")[0]: DispatchedExperts()
+        for name, _ in model.named_parameters()
+        if any(pattern.fullmatch(name) for pattern in patterns)
+    }
+    rows = as_patterns(owners, [path for path, _ in model.named_modules()])
+    return ShardingPlan(modules=rows, sequence_dim=1)
+
+
+def _tensor_plan(model: nn.Module, tensor_size: int) -> ShardingPlan:
+    table = table_of(model, tensor_size)
+    if table is not None:
+        return table
+    entries: Mapping[str, str] = getattr(model, "_tp_plan", None) or {}
+    if all(pattern.startswith("lm_head") for pattern in entries):
+        return gathered_plan(model, tensor_size)
+    translation = _Translation(model, tensor_size)
+    for pattern, name in entries.items():
+        translation.add(pattern, name)
+    return translation.plan()
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """One match of an entry of the plan."""
+
+    pattern: str
+    name: str
+    path: str
+
+
+class _Translation:
+    """The rows of one model's plan while they are translated."""
+
+    def __init__(self, model: nn.Module, tensor_size: int) -> None:
+        self._model = model
+        self._size = tensor_size
+        self._modules = dict(model.named_modules())
+        self._parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+        self._rows: dict[str, Style] = {}
+        """Module path -> style."""
+        self._splits: dict[str, dict[str, Split]] = {}
+        """Module path -> splits of its own parameters."""
+        self._sums: dict[str, _Entry] = {}
+        """Modules whose outputs are added over the ranks."""
+
+    # -------------------------------------------------------------------------------------- entries
+
+    def add(self, pattern: str, name: str) -> None:
+        """Translate an entry for everything that it matches; models lack some of what a family's
+        plan names.
+        """
+        matches = compile_pattern(pattern).fullmatch
+        for path in self._modules:
+            if matches(path):
+                self._add_module(_Entry(pattern, name, path))
+        for path in self._parameters - self._modules.keys():
+            if matches(path):
+                self._add_parameter(_Entry(pattern, name, path))
+
+    def _add_parameter(self, entry: _Entry) -> None:
+        owner, _, own = entry.path.rpartition(".")
+        if entry.name in _KEPT_FULL:
+            return
+        split = _SPLITS.get(entry.name)
+        if split is None:
+            raise self._untranslatable(entry, "parameter")
+        if self._model.get_parameter(entry.path).ndim < 2:
+            if entry.name.endswith("rowwise"):
+                return  # like a row-parallel layer's bias
+            split = Split(0, blocks=split.blocks)
+        self._splits.setdefault(owner, {})[own] = self._fused(entry, own, split)
+
+    def _fused(self, entry: _Entry, own: str, split: Split) -> Split:
+        """Return the split of a parameter of experts, which say how their gates and up projections
+        are fused: one after the other or interleaved.
+        """
+        experts = self._modules[entry.path.rpartition(".")[0]]
+        concatenated = getattr(experts, "is_concatenated", None)
+        if own != "gate_up_proj" or concatenated is None or not getattr(experts, "has_gate", True):
+            return split
+        if split.blocks == 2 and not concatenated:
+            raise self._untranslatable(entry, "parameter with interleaved gates")
+        return replace(split, blocks=2 if concatenated else 1)
+
+    def _add_module(self, entry: _Entry) -> None:
+        if entry.name in _KEPT_FULL:
+            return
+        if entry.name in ("moe_tp_experts", "all_reduce"):
+            self._sums[entry.path] = entry
+            return
+        module = self._modules[entry.path]
+        style = self._style(entry, module)
+        if style is None:
+            raise self._untranslatable(entry, type(module).__name__)
+        self._rows[entry.path] = style
+
+    def _style(self, entry: _Entry, module: nn.Module) -> Style | None:
+        """Return the style of a module; None: there is none for a module of this class."""
+        if entry.name == "replicated_with_grad_allreduce":
+            return HeadParallel()
+        if entry.name == "moe_identity_expert":
+            return ShareInput()
+        if entry.name == "embedding_rowwise" and isinstance(module, nn.Embedding):
+            return VocabParallel(shard_sequence=False)
+        if not isinstance(module, nn.Linear) or type(module).forward is not nn.Linear.forward:
+            return None
+        return self._linear_style(entry, module)
+
+    def _linear_style(self, entry: _Entry, module: nn.Linear) -> Style | None:
+        if entry.name == "colwise":
+            return projection(entry.path, module, self._attention(entry.path), self._size)
+        if entry.name in ("colwise_gather_output", "colwise_rep"):
+            even = module.out_features % self._size == 0 and not entry.path.endswith("lm_head")
+            return ColumnParallel(gather_output=True) if even else VocabParallel(gather_output=True)
+        if entry.name == "mla_kv_a_proj":
+            channels = self._attention(entry.path).value("qk_rope_head_dim")
+            return None if channels is None else CopyOutput(channels)
+        return _LINEAR_STYLES.get(entry.name)
+
+    def _attention(self, path: str) -> Attention:
+        parent, _, _ = path.rpartition(".")
+        return Attention(parent, self._modules[parent], self._model)
+
+    def _untranslatable(self, entry: _Entry, kind: str) -> ConfigError:
+        return ConfigError(
+            f'the tensor-parallel plan of {type(self._model).__name__} has "{entry.pattern}": '
+            f'"{entry.name}", and there is no style of that kind for {entry.path} (a {kind}). '
+            "Pass MegatronStrategy(sharding_plan=...) with a table of your own, or set "
+            "tensor_model_parallel_size to 1."
+        )
+
+    # ----------------------------------------------------------------------------------------- plan
+
+    def plan(self) -> ShardingPlan:
+        """Return the plan."""
+        for path, entry in self._sums.items():
+            splits = self._splits.pop(path, {})
+            if splits or entry.name == "moe_tp_experts":
+                self._check_experts(entry, splits)
+                self._rows[path] = TensorParallelExperts(splits)
+            else:
+                self._rows[path] = ReduceOutput()
+        attentions = list(self._attentions())
+        for attention in attentions:
+            self._check_per_head(attention)
+        for path, splits in self._splits.items():
+            self._rows[path] = ParameterShards(splits)
+        self._add_activations()
+        self._rows = split_both_ends(self._model, self._rows)
+        return ShardingPlan(
+            modules=as_patterns(self._rows, self._modules),
+            sequence_dim=1,
+            attributes=count_rewrites(attentions, self._size),
+        )
+
+    def _attentions(self) -> Iterator[Attention]:
+        """Yield the attention modules whose heads are split."""
+        seen: set[str] = set()
+        for path in self._rows:
+            attention = path.rpartition(".")[0]
+            if attention not in seen and self._attention(path).splits_heads(self._rows):
+                seen.add(attention)
+                yield self._attention(path)
+
+    def _check_per_head(self, attention: Attention) -> None:
+        """Check that an attention module whose heads are split has no parameter for all of them."""
+        splits = self._splits.get(attention.path, {})
+        full = [
+            name
+            for name, parameter in attention.module.named_parameters(recurse=False)
+            if name not in splits and parameter.ndim and len(parameter) in attention.counts
+        ]
+        if full:
+            raise ConfigError(
+                f"the tensor-parallel plan of {type(self._model).__name__} splits the heads of "
+                f"{attention.path} and not its {', '.join(full)}, which belongs to all heads. "
+                "Pass MegatronStrategy(sharding_plan=...) with a table of your own, or set "
+                "tensor_model_parallel_size to 1."
+            )
+
+    def _add_activations(self) -> None:
+        """Declare the gradients of activations with parameters partial, where they stand between a
+        column- and a row-parallel layer and so see a rank's features; plans forget them.
+        """
+        for path, module in self._modules.items():
+            parent, _, own = path.rpartition(".")
+            if own not in _ACTIVATIONS or path in self._rows:
+                continue
+            siblings = [
+                self._rows.get(f"{parent}.{name}")
+                for name, _ in self._modules[parent].named_children()
+            ]
+            numbers = [parameter.numel() for parameter in module.parameters()]
+            if numbers and max(numbers) == 1 and _are_a_pair(siblings):
+                self._rows[path] = HeadParallel()
+
+    def _check_experts(self, entry: _Entry, splits: Mapping[str, Split]) -> None:
+        """Check that no parameter of the experts would be added once by every rank."""
+        full = [
+            name
+            for name, _ in self._modules[entry.path].named_parameters(recurse=False)
+            if name not in splits
+        ]
+        if full:
+            raise ConfigError(
+                f"the tensor-parallel plan of {type(self._model).__name__} splits the experts "
+                f"{entry.path} and does not name their {', '.join(full)}, which each of the "
+                f"{self._size} ranks would use in full before their outputs are added. Set "
+                "tensor_model_parallel_size to 1."
+            )
+
+
+def _are_a_pair(styles: Iterable[Style | None]) -> bool:
+    """Return whether there is a layer that begins a region of split features and one that ends
+    it.
+    """
+    found = list(styles)
+    begins = any(isinstance(style, ColumnParallel) and not style.gather_output for style in found)
+    return begins and any(isinstance(s, RowParallel) and not s.split_input for s in found)

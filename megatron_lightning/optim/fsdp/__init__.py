@@ -1,0 +1,1 @@
+"""Units that FSDP2 shards, and the reduction of their gradients."""

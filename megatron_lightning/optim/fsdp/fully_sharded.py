@@ -1,0 +1,393 @@
+"""ZeRO-3 and ZeRO-2: the parameters of every pipeline unit sharded over the data-parallel ranks by
+torch's FSDP2.
+
+FSDP2 (``torch.distributed.fsdp.fully_shard``, https://arxiv.org/abs/2304.11277) gathers a unit's
+parameters before its forward and its backward; their gradients are reduce-scattered here
+(``fully_sharded_reducer``). A rank keeps rows of each parameter of its tensor-parallel shard: a
+flat range, which optimizers, norms and checkpoints treat like a ZeRO-1 shard.
+
+    plan                     all-gathers      reduce-scatters     full copies in memory: parameters
+    reshard_after_forward    2 x micro-batch  1 (or micro-batch)  of one unit, all gradients
+    not                      1                1 (or micro-batch)  of all units, all gradients
+
+Experts are units inside of these (``sharded_unit``), sharded over the ranks that hold the same
+experts: another group, and otherwise alike.
+
+With a reduce-scatter in each micro-batch, full gradients are held for one unit only.
+
+With several instances (hybrid sharding, https://arxiv.org/abs/2304.11277 section 3.2.2) the shards
+are those of a group of neighboring ranks: gathers and reduce-scatters stay inside it, and only the
+reduced shards are all-reduced over the groups.
+
+Parameters that FSDP2 cannot manage are treated as under ZeRO-1: tied ones, scalars, those of
+another dtype than their unit, and those outside of the units.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence, Set
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard
+from torch.utils._pytree import tree_leaves
+
+from megatron_lightning.compat import GradientHooks
+from megatron_lightning.config import DataParallelOptions
+from megatron_lightning.errors import ShardingError
+from megatron_lightning.optim.fsdp.sharded_unit import (
+    Division,
+    Unit,
+    allocate,
+    callable_modules,
+    divided_dim,
+    divisions,
+    local_part,
+)
+from megatron_lightning.optim.fsdp.unit_backward import StageBackward
+from megatron_lightning.optim.fsdp.unit_codes import UnitCodes
+from megatron_lightning.optim.fsdp.unit_order import UnitOrder
+from megatron_lightning.optim.full_parameters import (
+    can_be_extended,
+    describe_full,
+    explain_full,
+    shardable,
+)
+from megatron_lightning.optim.gradients.data_groups import DataGroups
+from megatron_lightning.optim.gradients.parameter_shard import main_dtype
+from megatron_lightning.parallel.context import ParallelContext
+from megatron_lightning.parallel.spec import ShardSpec
+from megatron_lightning.pipeline.stages.arguments import sizes
+
+TRAINING = "training_step"
+"""The hook whose forwards are followed by backwards."""
+
+
+class StageRoot(nn.Module):
+    """Root module of FSDP2 for one pipeline stage: its units, called through a function that runs
+    them.
+    """
+
+    def __init__(self, units: Iterable[nn.Module]) -> None:
+        super().__init__()
+        self.units = nn.ModuleList(units)
+
+    def forward(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Return ``run(*args, **kwargs)``."""
+        return run(*args, **kwargs)
+
+
+class ShardedUnits:
+    """The sharded units of this rank's stages. Creating it shards them, in place.
+
+    FSDP2 gathers and reshards, and never reduces gradients: it would do so when a unit's backward
+    ends, before deferred weight gradients and without those that this rank lacks.
+
+    Args:
+        module: The assembled module, on its device; tensors on ``meta`` are allocated when they are
+            sharded (:attr:`unfilled`).
+        stages: Stage -> paths of its units in ``module``.
+        root: Path of the module whose call, by the user, runs all units; None: :meth:`call` does.
+        specs: Name -> spec of every parameter of ``module``.
+        context: The groups of this rank.
+        options: How much is kept full, and over which ranks.
+        micro_batches: Whether a step runs several; parameters are then gathered once a step unless
+            the options say otherwise.
+        compute_dtype: Dtype in which parameters are gathered and used; None: their own.
+        excluded: Names of parameters that are not sharded, such as those with a copy on another
+            pipeline rank.
+        full: Name of a parameter outside of the units -> why it is.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        stages: Mapping[int, Sequence[str]],
+        *,
+        root: str | None,
+        excluded: Set[str],
+        full: Mapping[str, str],
+        specs: Mapping[str, ShardSpec],
+        context: ParallelContext,
+        options: DataParallelOptions,
+        micro_batches: bool,
+        compute_dtype: torch.dtype | None,
+    ) -> None:
+        self.compute_dtype = compute_dtype
+        """Dtype in which parameters are gathered and used; None: their own."""
+        self._options = options
+        self._reshard = (
+            not micro_batches
+            if options.reshard_after_forward is None
+            else options.reshard_after_forward
+        )
+        self.groups = DataGroups.by_axes(
+            context, sharded=True, num_instances=options.num_distributed_optimizer_instances
+        )
+        """``ShardSpec.data_axes`` -> groups whose ranks hold different shards of such parameters,
+        and whose ranks hold the same ones."""
+        self._meshes = {
+            axes: DeviceMesh.from_group(groups.shard.process_group, context.device.type)
+            for axes, groups in self.groups.items()
+            if groups.shard.process_group is not None
+        }
+        if not self._meshes:
+            raise ShardingError(
+                f"units are sharded over data-parallel ranks, and with {context.dp_cp.size} in "
+                "groups of one each rank would keep everything. Leave the module as it is."
+            )
+        hooks = {name: GradientHooks(parameter) for name, parameter in module.named_parameters()}
+        modules = {
+            stage: [
+                child for path in paths for child in callable_modules(module.get_submodule(path))
+            ]
+            for stage, paths in stages.items()
+        }
+        manageable = {
+            key: axes
+            for key, axes in shardable(module, modules.values(), specs, excluded).items()
+            if axes in self._meshes
+        }
+        self._paths = {child: path for path, child in module.named_modules()}
+        self.units: list[Unit] = []
+        """The units of all stages, whose positions in this list are their indices."""
+        self._backwards: dict[int, StageBackward] = {}
+        self._calls: dict[int, nn.Module] = {}
+        unfilled: list[str] = []
+        for stage, units in modules.items():
+            unfilled += self._shard_stage(stage, units, manageable, context.device)
+            self._make_root(stage, units, module, root)
+        self.names = frozenset(name for unit in self.units for name in unit.shards)
+        """Names of the sharded parameters."""
+        self.full = explain_full(module, specs, excluded, self.names, full)
+        """Name of a parameter that every rank keeps in full -> why."""
+        self.unfilled = tuple(unfilled)
+        """Those that were on ``meta`` and are not initialized yet."""
+        self.codes = UnitCodes()
+        """Of the weights that are gathered as codes."""
+        for unit in self.units:
+            for name, shard in unit.shards.items():
+                hooks[name].move(shard)
+        # Ranks that share experts, and those that share the rest, are all among these.
+        callers = context.axis("tp-dp-cp") if "edp" in manageable.values() else context.dp_cp
+        self._order = UnitOrder([str(unit) for unit in self.units], callers, context.device)
+
+    def _shard_stage(
+        self,
+        stage: int,
+        modules: Sequence[nn.Module],
+        manageable: Mapping[int, str],
+        device: torch.device,
+    ) -> list[str]:
+        """Shard the pipeline units of a stage; return the names of the parameters to be filled."""
+        first, unfilled = len(self.units), []
+        outer: dict[int, int] = {}
+        for module in modules:
+            found = divisions(module, manageable)
+            start = len(self.units)
+            for index, division in enumerate(found, start):
+                path = self._paths[division.module]
+                own = {id(parameter) for parameter in division.parameters}
+                names = {n for n, p in division.module.named_parameters(path) if id(p) in own}
+                self._shard(division, stage, index)
+                unfilled += allocate(path, division.module, device)
+                groups = self.groups[division.data_axes]
+                self.units.append(Unit(path, division.module, names, groups))
+                if division.module is not module and found[-1].module is module:
+                    outer[index] = start + len(found) - 1
+        self._backwards[stage] = StageBackward(
+            {index: self.units[index].module for index in range(first, len(self.units))},
+            partial(self._trained_order, stage),
+            outer=outer,
+            reshard=self._reshard,
+            every=self._options.reduce_every_microbatch,
+        )
+        return unfilled
+
+    def _shard(self, division: Division, stage: int, index: int) -> None:
+        """Shard some parameters of one module."""
+        unit, low, axes = division.module, self.compute_dtype, division.data_axes
+        # What is sharded are the fp32 main params; the gathered parameters are cast.
+        if low is not None:
+            for parameter in division.parameters:
+                parameter.data = parameter.data.to(main_dtype(parameter.dtype))
+        # FSDP2's hooks gather. Ours run before them: in backward the first registered one, in
+        # forward the last one.
+        unit.register_forward_hook(
+            _uncompiled(lambda _, __, output: self._watch_backward(output, stage, index))
+        )
+        kept = {id(parameter) for parameter in division.parameters}
+        size = self.groups[axes].shard.size
+        sharded = fully_shard(
+            unit,
+            mesh=self._meshes[axes],
+            reshard_after_forward=self._reshard,
+            shard_placement_fn=lambda p: Shard(divided_dim(p.shape, size, axes)),
+            mp_policy=MixedPrecisionPolicy(param_dtype=low, cast_forward_inputs=False),
+            ignored_params={
+                parameter for parameter in unit.parameters() if id(parameter) not in kept
+            },
+        )
+        sharded.set_requires_gradient_sync(False, recurse=False)
+        sharded.set_reshard_after_backward(self._reshard, recurse=False)
+        before: list[list[int]] = []  # of the calls under way
+
+        def called(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            before.append(sizes(args, kwargs))
+            self._order.called(index)
+            self.units[index].begin_call()
+            # A recomputation inside of a backward that needs the parameters next.
+            again = self._backwards[stage].is_running
+            sharded.set_reshard_after_forward(self._reshard and not again, recurse=False)
+
+        def returned(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], __: Any) -> None:
+            _check_sizes(str(self.units[index]), before.pop(), sizes(args, kwargs))
+
+        unit.register_forward_pre_hook(_uncompiled(called), prepend=True, with_kwargs=True)
+        unit.register_forward_hook(_uncompiled(returned), with_kwargs=True)
+
+    def _watch_backward(self, output: Any, stage: int, index: int) -> None:
+        """Report when a backward pass reaches the outputs of a unit."""
+        for tensor in tree_leaves(output) if torch.is_grad_enabled() else ():
+            if isinstance(tensor, Tensor) and tensor.requires_grad:
+                tensor.register_hook(lambda _: self._backwards[stage].reached(index))  # type: ignore[no-untyped-call]
+
+    def _make_root(
+        self, stage: int, modules: Sequence[nn.Module], module: nn.Module, path: str | None
+    ) -> None:
+        """Shard a module around the pipeline units of a stage, so that FSDP2 prefetches gathers."""
+        units = [child for child in modules if _is_sharded(child)]
+        # The LightningModule itself is not called: every unit is a root of its own.
+        if path == "" or not units:
+            return
+        root = StageRoot(units) if path is None else module.get_submodule(path)
+        if not can_be_extended(root):
+            return
+        fully_shard(
+            root,
+            mesh=next(iter(self._meshes.values())),
+            ignored_params={p for p in root.parameters() if not isinstance(p, DTensor)},
+        )
+        if path is None:
+            self._calls[stage] = root
+
+    def _trained_order(self, stage: int) -> Sequence[int]:
+        return self._order.known((TRAINING, stage))
+
+    def in_order(self, hook: str, stage: int = 0) -> AbstractContextManager[None]:
+        """Check the order of the calls of a stage's units in Lightning's ``hook``; the first time
+        it is a collective.
+        """
+        return self._order.forward((hook, stage))
+
+    def describe(self) -> str:
+        """Return one sentence on what is sharded and how."""
+        dense, experts = self.groups["dp-cp"], self.groups["edp"]
+        has_experts = any(unit.groups is experts for unit in self.units)
+        instances = max(dense.replicas.size, experts.replicas.size)
+        ranks = f"{dense.shard.size} ranks" + (
+            f" (experts: {experts.shard.size})" if has_experts else ""
+        )
+        kept = "gathered for each use" if self._reshard else "gathered once a step"
+        reduced = (
+            "after every micro-batch" if self._options.reduce_every_microbatch else "once a step"
+        )
+        low = f", used as {self.compute_dtype}".replace("torch.", "") if self.compute_dtype else ""
+        copies = f", {instances} times" if instances > 1 else ""
+        elements = sum(shard.numel() for unit in self.units for shard in unit.shards.values())
+        return (
+            f"{len(self.names)} parameter tensors ({elements:,} parameters) in {len(self.units)} "
+            f"units are shards over "
+            f"{ranks}{copies}{low}, {kept}; gradients are reduce-scattered {reduced}. "
+            f"{describe_full(self.full)}"
+        ).rstrip()
+
+    def call(self, stage: int, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Return ``run(*args, **kwargs)``, the forward of a stage, with its parameters gathered
+        when needed.
+        """
+        root = self._calls.get(stage)
+        return run(*args, **kwargs) if root is None else root(run, *args, **kwargs)
+
+    def fill(self, name: str, parameter: DTensor, full: Tensor, spec: ShardSpec) -> None:
+        """Take over this rank's part of an initial value.
+
+        Args:
+            name: One of :attr:`unfilled`.
+            parameter: The sharded parameter.
+            full: Its global value, of ``spec.global_shape``.
+            spec: The spec of the parameter that was sharded.
+        """
+        own, box = local_part(parameter)
+        used = self.compute_dtype or own.dtype
+        for shard in spec.part(box).shards(own):
+            # Main params begin at what is used, as they do where the module was built in that
+            # dtype.
+            shard.data.copy_(full[shard.box.slices].to(used))
+        self.unfilled = tuple(other for other in self.unfilled if other != name)
+
+    def as_used(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a state dict with the sharded parameters in the dtype in which they are used; main
+        params are saved separately.
+        """
+        low = self.compute_dtype
+        return {
+            name: value.to(low) if low and isinstance(value, DTensor) else value
+            for name, value in state.items()
+        }
+
+    def reshard(self) -> None:
+        """Free the full parameters, which the next use gathers again."""
+        for unit in self.units:
+            unit.module.reshard()
+
+    def reduce_by(self, reduce: Callable[[int, bool], None]) -> None:
+        """Set the function that reduces a unit's gradients, given its index and whether they are
+        the last ones of a step.
+        """
+        for backward in self._backwards.values():
+            backward.reduce = reduce
+
+    def accumulate(self) -> None:
+        """Begin a step: the gradients of the next backward passes are not its last ones."""
+        for backward in self._backwards.values():
+            backward.reset()
+
+    @contextmanager
+    def completing(self, stages: Iterable[int] | None = None) -> Generator[None, None, None]:
+        """Complete the gradients of these stages (None: all) in the block, reducing them as they
+        appear.
+        """
+        chosen = [
+            self._backwards[stage] for stage in (self._backwards if stages is None else stages)
+        ]
+        for backward in chosen:
+            backward.begin_last()
+        yield
+        for backward in chosen:
+            backward.end_last()
+
+
+def _uncompiled(hook: Callable[..., None]) -> Callable[..., None]:
+    """Return a hook that is never compiled."""
+    disabled: Callable[..., None] = torch.compiler.disable(hook)  # type: ignore[no-untyped-call]
+    return disabled
+
+
+def _is_sharded(module: nn.Module) -> bool:
+    return any(isinstance(parameter, DTensor) for parameter in module.parameters())
+
+
+def _check_sizes(unit: str, before: list[int], after: list[int]) -> None:
+    """Check that a unit hands nothing on by its arguments: FSDP2 gives it copies of them."""
+    if before != after:
+        raise ShardingError(
+            f"{unit} changes a list or dict that it was given, and FSDP2 gives units copies, so "
+            "that later units would not see it. Return what it hands on, or set "
+            'data_parallel="zero1".'
+        )

@@ -1,0 +1,348 @@
+"""The gradient reduction of one optimizer step where FSDP2 shards the units.
+
+FSDP2 gathers parameters. Their gradients stay with them, summed over micro-batches, until the unit
+is reduced here: packed by the rank that keeps them, each parameter's rows padded to as many as the
+first rank has.
+
+    | p0: rank 0's rows | p1: rank 0's rows | ... | p0: rank 1's rows | p1: rank 1's rows | ...
+    |                 to rank 0                   |                 to rank 1               | ...
+
+Experts may be divided along another dim than their first (``sharded_unit``), evenly.
+
+The rest is reduced in buckets as under ZeRO-1.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard
+
+from megatron_lightning.compat import set_grad_dtype
+from megatron_lightning.config import DataParallelOptions
+from megatron_lightning.optim.fsdp.fully_sharded import ShardedUnits
+from megatron_lightning.optim.fsdp.sharded_unit import Unit, local_part
+from megatron_lightning.optim.gradients.bucket_plan import sum_groups_of
+from megatron_lightning.optim.gradients.codes import Coder
+from megatron_lightning.optim.gradients.parameter_shard import ParameterShard, main_dtype
+from megatron_lightning.optim.gradients.reducer import GradientReducer
+from megatron_lightning.optim.gradients.reduction import Reduction
+from megatron_lightning.optim.gradients.usage import Beside, Usage
+from megatron_lightning.optim.stepping.matrices import is_split
+from megatron_lightning.parallel.context import ALONE, AxisGroup, ParallelContext
+from megatron_lightning.parallel.spec import ShardSpec
+
+
+class UnitGradients:
+    """The reduction of one unit's gradients, from this rank's sums to its part of the sums over all
+    ranks.
+
+    Args:
+        unit: The unit.
+        names: Names of the parameters.
+        sent_as: Dtype in which gradients travel; None: that in which they are summed.
+        bytes_communicated: Counts the size of the buffers given to each collective.
+    """
+
+    def __init__(
+        self,
+        unit: Unit,
+        names: Sequence[str],
+        sent_as: torch.dtype | None,
+        bytes_communicated: Counter[str],
+    ) -> None:
+        self.unit = unit
+        groups = unit.groups
+        self._ranks = groups.shard.size
+        self._within = replace(groups, replicas=ALONE)
+        self._across = replace(
+            groups, all=groups.replicas, shard=ALONE, replicas=ALONE, sharded=False
+        )
+        self._sent = sent_as, bytes_communicated
+        self._places: dict[str, slice] = {}
+        self._size = 0  # elements of one rank's part
+        for name in names:
+            shape, dim = list(unit.shards[name].shape), _dim(unit.shards[name])
+            shape[dim] = -(-shape[dim] // self._ranks)
+            padded = math.prod(shape)
+            self._places[name] = slice(self._size, self._size + padded)
+            self._size += padded
+        self.used: set[str] = set()
+        """Parameters that received a gradient on this rank in this step."""
+        self._sum: Tensor | None = None  # this rank's part, summed over the reductions
+        self._reduction: Reduction | None = None  # in progress, inside an instance or between them
+        self._part: Tensor | None = None  # this rank's part of it
+        self._last = False
+
+    def clear(self) -> None:
+        """Forget the gradients of a step."""
+        for parameter in self.unit.gathered.values():
+            parameter.grad = None
+        self.used.clear()
+        self._sum = self._reduction = self._part = None
+
+    def start(self, last: bool) -> None:
+        """Begin to reduce the gradients; ``last`` if it is the last reduction of the step."""
+        if self._size:
+            buffer = self._pack().view(-1)
+            self._reduction = Reduction(buffer, self._within, *self._sent)
+            self._last = last
+            self._part = buffer[self._within.shard_of(buffer.numel())]
+
+    def wait(self) -> None:
+        """Wait for the reduction that was started, and free the other ranks' parts."""
+        if self._reduction is None or self._part is None:
+            return
+        self._reduction.finish()
+        self._sum = self._part.clone() if self._sum is None else self._sum.add_(self._part)
+        self._reduction = Reduction(self._sum, self._across, *self._sent) if self._last else None
+        self._part = None
+
+    def finish(self) -> dict[str, Tensor]:
+        """Wait for the sums; return this rank's parts, padded, by name."""
+        if self._reduction is not None:
+            self._reduction.finish()
+        return (
+            {}
+            if self._sum is None
+            else {name: self._sum[place] for name, place in self._places.items()}
+        )
+
+    def _pack(self) -> Tensor:
+        """Move the gradients into one buffer [ranks, size]; what has none, and the padding, is
+        zero.
+        """
+        like = next(iter(self.unit.shards.values()))
+        buffer = torch.zeros(
+            self._ranks, self._size, dtype=main_dtype(like.dtype), device=like.device
+        )
+        for name, place in self._places.items():
+            parameter = self.unit.gathered.get(name)
+            gradient = None if parameter is None else parameter.grad
+            if parameter is None or gradient is None or not gradient.numel():
+                continue
+            dim = _dim(self.unit.shards[name])
+            gradient = gradient.movedim(dim, 0)
+            rows = -(-len(gradient) // self._ranks)
+            full = len(gradient) // rows  # ranks that have as many rows as the first
+            rest = gradient[full * rows :].reshape(-1)
+            even = gradient[: full * rows].reshape(full, rows, *gradient.shape[1:])
+            part = even.movedim(1, dim + 1)
+            buffer[:full, place].view(part.shape).copy_(part)
+            if rest.numel():
+                buffer[full, place][: rest.numel()] = rest
+            self.used.add(name)
+            parameter.grad = None
+        return buffer
+
+
+class FullyShardedReducer(GradientReducer):
+    """Reduce the gradients of units that FSDP2 shards into rows, the rest in buckets as under
+    ZeRO-1.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        specs: Mapping[str, ShardSpec],
+        context: ParallelContext,
+        *,
+        units: ShardedUnits,
+        matrices: Set[str] = frozenset(),
+        options: DataParallelOptions | None = None,
+        coders: Mapping[str, Coder] | None = None,
+    ) -> None:
+        rest = {
+            name: parameter for name, parameter in parameters.items() if name not in units.names
+        }
+        super().__init__(
+            rest,
+            specs,
+            context,
+            sharded=True,
+            matrices=matrices - units.names,
+            options=options,
+            coders=coders,
+        )
+        self.units = units
+        self._in_units = {
+            name: p
+            for name, p in parameters.items()
+            if name in units.names and isinstance(p, DTensor)
+        }
+        self.parameters = dict(parameters)
+        for name, parameter in self._in_units.items():
+            shard = _shard_of(parameter, is_main=units.compute_dtype is not None)
+            if shard is not None:
+                self.shards[name] = shard
+        self._gradients = [
+            UnitGradients(
+                unit,
+                [name for name in unit.shards if name in self._in_units],
+                self._sent_as,
+                self.bytes_communicated,
+            )
+            for unit in units.units
+        ]
+        # Those of a data group, by the name of the group: one at a time, to bound the memory.
+        self._started: dict[str, UnitGradients] = {}
+        units.reduce_by(self._reduce_unit)
+        instances = self.options.num_distributed_optimizer_instances
+        self._exchange_group = context.divide(context.axis("tp-dp-cp"), instances)[0]
+        """The ranks that together hold each parameter of this stage once."""
+        # Data group, and further groups to sum over -> parameters of the units.
+        self._partial: dict[tuple[AxisGroup, tuple[AxisGroup, ...]], list[str]] = {}
+        for name in self._in_units:
+            data_group = units.groups[specs[name].data_axes].all
+            sum_groups = sum_groups_of(specs[name], context)
+            self._partial.setdefault((data_group, sum_groups), []).append(name)
+
+    def frozen_shard(self, parameter: nn.Parameter) -> ParameterShard | None:
+        """Return this rank's rows of a frozen parameter, or all of it outside of the units."""
+        if not isinstance(parameter, DTensor):
+            return super().frozen_shard(parameter)
+        return _shard_of(parameter, is_main=self.units.compute_dtype is not None)
+
+    def part_of(self, name: str) -> tuple[ShardSpec, AxisGroup] | None:
+        """Return the spec of this rank's part of a matrix, which may be empty, and the ranks that
+        together hold it.
+        """
+        if name not in self._in_units:
+            return None
+        spec = self.specs[name]
+        _, box = local_part(self._in_units[name])
+        divided = is_split(spec, self.context)
+        group = self._exchange_group if divided else self.units.groups[spec.data_axes].shard
+        return spec.part(box), group
+
+    @property
+    def exchanges(self) -> bool:
+        """Whether optimizers step other tensors than the parameters."""
+        return True
+
+    def is_plain(self, name: str) -> bool:
+        """Return whether the optimizer steps the parameter itself."""
+        return name not in self._in_units and super().is_plain(name)
+
+    def is_sharded(self, name: str) -> bool:
+        """Return whether data-parallel ranks step different shards of the parameter."""
+        return name in self._in_units or super().is_sharded(name)
+
+    def detach(self) -> None:
+        """Remove the hooks and drop all gradients; the reducer is not used afterwards."""
+        super().detach()
+        for gradients in self._gradients:
+            gradients.clear()
+
+    def encode_units(self) -> None:
+        """Renew the codes that FSDP2 gathers. A collective."""
+        self.units.codes.encode(self._all_reduce)
+
+    def look_for_writes(self) -> None:
+        """Look before a step whether weights were written whose codes FSDP2 has gathered.
+
+        Raises:
+            ConfigError: If they were; on GPUs one step later.
+        """
+        self.units.codes.look_for_writes()
+
+    def units_were_written(self) -> bool:
+        """Return the same. Waits for the device."""
+        return self.units.codes.were_written()
+
+    def begin_step(self) -> None:
+        """Begin the accumulation of one optimizer step: there is no gradient yet."""
+        super().begin_step()
+        self._wait_for_units()  # of an abandoned step
+        for gradients in self._gradients:
+            gradients.clear()
+        self.units.accumulate()
+
+    def _reduce_unit(self, index: int, last: bool) -> None:
+        """Begin to reduce a unit, overlapping the backward of the previous one."""
+        gradients = self._gradients[index]
+        over = gradients.unit.groups.all.name
+        if over in self._started:
+            self._started.pop(over).wait()
+        self._started[over] = gradients
+        gradients.start(last)
+
+    def _wait_for_units(self) -> None:
+        for gradients in self._started.values():
+            gradients.wait()
+        self._started.clear()
+
+    def finish(self, scale: float | Tensor = 1.0, beside: Beside | None = None) -> None:
+        """Complete the reduction: the shards are summed over the other axes, scaled, and handed to
+        the optimizers.
+        """
+        self._wait_for_units()
+        super().finish(scale, beside)
+        sums: dict[str, Tensor] = {}
+        for gradients in self._gradients:
+            sums.update(
+                (name, rows)
+                for name, rows in gradients.finish().items()
+                if name not in self._unused
+            )
+        self.units.reshard()
+        for (_, groups), names in self._partial.items():
+            for group in groups:
+                self._sum_over(group, [sums[name] for name in names if name in sums])
+        if sums and (isinstance(scale, Tensor) or scale != 1.0):
+            torch._foreach_mul_(list(sums.values()), scale)
+        for name in self._in_units.keys() & self.shards.keys():
+            target, rows = self.shards[name].target, sums.get(name)
+            target.grad = None if rows is None else rows[: target.numel()].view_as(target)
+
+    def _launch_in_order(self, *, everything: bool = False) -> None:
+        """Launch the buckets after the units, so that the collectives of all ranks have one
+        order.
+        """
+        if everything:
+            super()._launch_in_order(everything=True)
+
+    def _usage(self) -> list[Usage]:
+        used = set[str]().union(*(gradients.used for gradients in self._gradients))
+        units = [
+            Usage(names, [name in used for name in names], sums, data_group)
+            for (data_group, sums), names in self._partial.items()
+        ]
+        return super()._usage() + units
+
+    def _sum_over(self, group: AxisGroup, shards: Sequence[Tensor]) -> None:
+        """Sum over ranks that hold the same shards, in one message."""
+        if not shards:
+            return
+        buffer = torch.cat(list(shards))
+        self._all_reduce(buffer, group)
+        for shard, summed in zip(
+            shards, torch.split(buffer, [shard.numel() for shard in shards]), strict=True
+        ):
+            shard.copy_(summed)
+
+
+def _dim(tensor: DTensor) -> int:
+    """Return the dim along which a tensor is sharded."""
+    [placement] = tensor.placements
+    return placement.dim if isinstance(placement, Shard) else 0
+
+
+def _shard_of(parameter: DTensor, *, is_main: bool) -> ParameterShard | None:
+    """Return this rank's part, which shares the sharded parameter's memory; None: it has none."""
+    own, box = local_part(parameter)
+    if own.numel() == 0:
+        return None
+    is_full = own.numel() == parameter.numel()
+    value = own.view(parameter.shape) if is_full else own.view(-1)
+    target = nn.Parameter(value)
+    set_grad_dtype(target, main_dtype(value.dtype))
+    start = sum(
+        first * math.prod(parameter.shape[dim + 1 :]) for dim, first in enumerate(box.offset)
+    )
+    return ParameterShard(start, is_full, value, value, target, is_main=is_main, box=box)

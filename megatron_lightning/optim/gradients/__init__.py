@@ -1,0 +1,1 @@
+"""Gradients of a step: buckets, their reduction, and the gather of parameters."""

@@ -1,0 +1,177 @@
+"""Distribution of parameters over buckets.
+
+All ranks that reduce a bucket together must fill it alike, also where they hold unequal shards of a
+table or copies of a tied parameter, so nothing here depends on what only one rank has.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping, Set
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from megatron_lightning.optim.gradients.buckets import Bucket
+from megatron_lightning.optim.gradients.codes import Coder
+from megatron_lightning.optim.gradients.data_groups import DataGroups
+from megatron_lightning.optim.gradients.parameter_shard import main_dtype
+from megatron_lightning.parallel.context import AxisGroup, ParallelContext
+from megatron_lightning.parallel.spec import ShardSpec
+
+_MIN_BUCKET_SIZE = 2**18  # below, a collective costs as much for its start as for its elements
+_MIN_BUCKETS = 8
+
+
+class _Key(NamedTuple):
+    """Properties that the parameters of one bucket share."""
+
+    dtype: torch.dtype
+    device: torch.device
+    data_axes: str
+    sum_groups: tuple[AxisGroup, ...]
+    is_matrix: bool
+    is_coded: bool
+    stage: int
+
+
+def build_buckets(
+    parameters: Mapping[str, nn.Parameter],
+    specs: Mapping[str, ShardSpec],
+    context: ParallelContext,
+    *,
+    groups: Mapping[str, DataGroups],
+    tied: Mapping[str, AxisGroup],
+    matrices: Set[str] = frozenset(),
+    stage_of: Mapping[str, int] | None = None,
+    bucket_size: int | None = None,
+    coders: Mapping[str, Coder] | None = None,
+) -> list[Bucket]:
+    """Distribute parameters over buckets, in the order in which backward completes them.
+
+    Parameters that need no reduction and no other gradient dtype are left out: autograd keeps their
+    gradients.
+
+    Args:
+        parameters: Name -> trainable local parameter, in registration order.
+        specs: Name -> spec of each of them.
+        context: The groups of this rank.
+        groups: ``ShardSpec.data_axes`` -> the ranks of that group.
+        tied: Name of an owner that has copies on other pipeline ranks, or of such a copy -> the
+            ranks that hold it.
+        matrices: Names of the parameters whose optimizer needs them undivided.
+        stage_of: The pipeline stage that completes a parameter's gradient; a bucket that is reduced
+            early is of one stage.
+        bucket_size: Elements at which a bucket closes; None: see :class:`DataParallelOptions`.
+        coders: Name -> coder of a parameter that is kept as codes, where it is sharded.
+
+    Returns:
+        The buckets: those that need only the data-parallel reduction first, then those that are
+        summed over other axes.
+    """
+    coders, stages = coders or {}, stage_of or {}
+    sizes = {
+        name: _equal_share(specs[name], context)
+        for name in _completion_order(parameters, specs, tied)
+    }
+    num_elements = sum(sizes.values())
+    keys: dict[str, _Key] = {}
+    for name in sizes:
+        parameter, spec = parameters[name], specs[name]
+        sum_groups = sum_groups_of(spec, context, tied.get(name))
+        num_ranks = groups[spec.data_axes].all.size
+        if sum_groups or num_ranks > 1 or main_dtype(parameter.dtype) != parameter.dtype:
+            keys[name] = _Key(
+                parameter.dtype,
+                parameter.device,
+                spec.data_axes,
+                sum_groups,
+                is_matrix=name in matrices,
+                is_coded=name in coders and groups[spec.data_axes].sharded,
+                stage=-1 if sum_groups else stages.get(name, -1),
+            )
+
+    def limit(key: _Key) -> int:
+        num_ranks, early = groups[key.data_axes].all.size, not key.sum_groups
+        return bucket_size or _default_bucket_size(num_elements, num_ranks, early=early)
+
+    return [
+        Bucket(
+            names,
+            [parameters[name] for name in names],
+            key.sum_groups,
+            groups[key.data_axes],
+            tuple(sizes[name] for name in names) if key.is_matrix else None,
+            tuple(coders[name] for name in names) if key.is_coded else (),
+        )
+        for key, names in _fill(keys, sizes, limit)
+    ]
+
+
+def _fill(
+    keys: Mapping[str, _Key], sizes: Mapping[str, int], limit: Callable[[_Key], int]
+) -> list[tuple[_Key, list[str]]]:
+    """Return the buckets of parameters with equal keys, in the order in which their last parameters
+    come, those with further sums behind the others.
+
+    Args:
+        keys: Name -> key, in the order in which backward completes the parameters.
+        sizes: Name -> elements.
+        limit: Returns the elements at which a bucket closes.
+    """
+    filling: dict[_Key, list[str]] = {}
+    filled: Counter[_Key] = Counter()
+    closed: list[tuple[_Key, list[str]]] = []
+    for name, key in keys.items():
+        filling.setdefault(key, []).append(name)
+        filled[key] += sizes[name]
+        if filled[key] >= limit(key):
+            closed.append((key, filling.pop(key)))
+            del filled[key]
+    closed.extend(filling.items())
+    place = {name: index for index, name in enumerate(keys)}
+    closed.sort(
+        key=lambda item: (tuple(group.name for group in item[0].sum_groups), place[item[1][-1]])
+    )
+    return closed
+
+
+def _completion_order(
+    parameters: Mapping[str, nn.Parameter],
+    specs: Mapping[str, ShardSpec],
+    tied: Mapping[str, AxisGroup],
+) -> list[str]:
+    """Return the names in the order of backward, and then the tied ones by their owners' names, on
+    which all holders agree.
+    """
+    backward = list(reversed(list(parameters)))
+    last = sorted(
+        (name for name in backward if name in tied), key=lambda name: specs[name].tied_to or name
+    )
+    return [name for name in backward if name not in tied] + last
+
+
+def _equal_share(spec: ShardSpec, context: ParallelContext) -> int:
+    """Return an equal share of the elements of a parameter, whatever this rank holds of it."""
+    num_parts = math.prod(context.axis(axis).size for axis in spec.sharded_over)
+    return math.prod(spec.global_shape) // num_parts
+
+
+def sum_groups_of(
+    spec: ShardSpec, context: ParallelContext, holders: AxisGroup | None = None
+) -> tuple[AxisGroup, ...]:
+    """Return the groups over which a gradient is a partial sum; ``holders``: of a tied one."""
+    groups = [context.axis(axis) for axis in spec.partial_over]
+    if holders is not None:
+        groups.append(holders)
+    return tuple(group for group in groups if group.size > 1)
+
+
+def _default_bucket_size(num_elements: int, num_ranks: int, *, early: bool) -> int:
+    """Return Megatron's size, or less where a small model gains from an early start of the
+    reduction.
+    """
+    size = max(40_000_000, 1_000_000 * num_ranks)
+    return min(size, max(num_elements // _MIN_BUCKETS, _MIN_BUCKET_SIZE)) if early else size

@@ -1,0 +1,320 @@
+"""Contiguous gradient buffers of many parameters each, and this rank's shards of them.
+
+A bucket is one 1-D gradient buffer (fp32 for half-precision parameters) that many parameters view,
+so that one collective reduces them all. Its parameters agree in everything that decides how they
+are reduced: dtype, device, and the axes over which they are replicated and over which their
+gradients are partial sums.
+
+Layout, in elements (Megatron-Core's distributed optimizer; ZeRO, https://arxiv.org/abs/1910.02054,
+stage 1):
+
+    | parameter 0 | pad to 64 | parameter 1 | pad to 64 | … | pad to lcm(ranks, 128) |
+    |   rank 0's shard    |   rank 1's shard   |  …  |   last rank's shard           |
+
+Shards ignore the edges of parameters: a rank owns zero or one flat range of each, its
+:class:`ParameterShard`. For optimizers that need full matrices every parameter is assigned to one
+rank instead, and every shard ends with padding:
+
+    | parameter 2 | parameter 0 | pad | parameter 1 |     pad     | …
+    |        rank 0's shard           |    rank 1's shard         | …
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from megatron_lightning.compat import set_grad_dtype
+from megatron_lightning.errors import ConfigError
+from megatron_lightning.optim.gradients.codes import CodedWeight, Coder, Range
+from megatron_lightning.optim.gradients.data_groups import DataGroups
+from megatron_lightning.optim.gradients.parameter_shard import ParameterShard, main_dtype
+from megatron_lightning.optim.stepping.column_sums import column_sums
+from megatron_lightning.optim.stepping.rebound import check_rebound
+from megatron_lightning.optim.write_watch import WriteWatch
+from megatron_lightning.parallel.context import AxisGroup
+from megatron_lightning.parallel.cpu_exchange import Messages, gather_chunks
+
+PARAMETER_ALIGNMENT = 64  # elements; keeps every view on a 128-byte boundary in 2-byte dtypes
+BUCKET_ALIGNMENT = 128
+_NO_ROOM = (
+    "Such weights are kept as quantized data of 8 bits, which have no room for other weights. "
+    "Replace weights before the strategy sets up the fit, or set fp8_param_gather=False."
+)
+
+
+@dataclass(eq=False)
+class Bucket:
+    """Parameters whose gradients lie in one buffer and are reduced together."""
+
+    names: list[str]
+    parameters: list[nn.Parameter]
+    sum_groups: tuple[AxisGroup, ...]
+    """Groups over which the gradients are partial sums; reduced before the data-parallel
+    reduction."""
+    data: DataGroups
+    """Ranks over which the gradients are reduced and sharded."""
+    assigned_by: tuple[int, ...] | None = None
+    """Weight of each parameter when each is assigned to one shard; None: shards ignore their
+    edges."""
+    coders: tuple[Coder, ...] = ()
+    """Make codes of the parameters, which ranks gather instead of values; none: values."""
+    gradient: Tensor = field(init=False)
+    """1-D buffer of all gradients."""
+    value: Tensor | None = field(init=False, default=None)
+    """1-D buffer of all parameters, in their dtype or as codes; sharded buckets only."""
+    main: Tensor | None = field(init=False, default=None)
+    """1-D buffer of this rank's shard in the parameters' dtype, where they may be kept as codes."""
+    holds_codes: bool = field(init=False, default=False)
+    """Whether the parameters are codes now."""
+    encoded: Tensor | None = field(init=False, default=None)
+    """Column sums of the main params whose codes were gathered last."""
+    gathered: Tensor | None = field(init=False, default=None)
+    """Column sums of these codes."""
+    watch: WriteWatch = field(init=False, default_factory=WriteWatch)
+    """Watches this rank's codes between steps."""
+    views: list[Tensor] = field(init=False)
+    """The gradient of each parameter, in its shape."""
+    touched: list[bool] = field(init=False)
+    """Parameters that received a gradient in this step; the views of the others are stale."""
+    versions: list[int] = field(init=False, default_factory=list)
+    """Version of each parameter when it was gathered."""
+    ready: set[int] = field(init=False, default_factory=set)
+    """Parameters that have received their last gradient of this step."""
+    launched: bool = field(init=False, default=False)
+    gathering: Messages | dist.Work | None = field(init=False, default=None)
+    """The gather of the parameters in progress; until it ends, other ranks' shards are stale."""
+
+    def __post_init__(self) -> None:
+        numels = [parameter.numel() for parameter in self.parameters]
+        num_shards = self.data.shard.size if self.sharded else 1
+        if self.assigned_by is None:
+            self.offsets, size = flat_layout(numels, num_shards)
+        else:
+            self.offsets, size = assigned_layout(numels, self.assigned_by, num_shards)
+        like = self.parameters[0]
+        self.gradient = torch.zeros(size, dtype=main_dtype(like.dtype), device=like.device)
+        self.views = [self._view(self.gradient, index) for index in range(len(self.parameters))]
+        self.touched = [False] * len(self.parameters)
+        for parameter in self.parameters:
+            if parameter.dtype != self.gradient.dtype:
+                set_grad_dtype(parameter, None)
+        if self.sharded:
+            self.value = torch.zeros(size, dtype=like.dtype, device=like.device)
+            for index, parameter in enumerate(self.parameters):
+                parameter.data = self._view(self.value, index).copy_(parameter.data)
+        if self.coders and self.value is not None:
+            self.main = self.value[self.shard].clone()
+            self.keep_codes()
+        self.record_versions()
+
+    def record_versions(self) -> None:
+        """Record that the parameters are as gathered."""
+        self.versions = [parameter._version for parameter in self.parameters]
+
+    def names_written(self) -> list[str]:
+        """Return the parameters that code beside the step has written in place. An optimizer writes
+        its shards, which have versions of their own.
+        """
+        rows = zip(self.names, self.parameters, self.versions, strict=True)
+        return [name for name, parameter, version in rows if parameter._version != version]
+
+    def keep_codes(self) -> None:
+        """Keep this rank's shard as main params, and of all parameters codes, which are not made
+        yet; without coders do nothing.
+        """
+        if self.main is None or self.value is None or self.holds_codes:
+            return
+        self.main.copy_(self.value[self.shard])
+        self.watch.forget()
+        self.value = torch.zeros(self.value.shape, dtype=torch.uint8, device=self.value.device)
+        for index, (parameter, coder) in enumerate(zip(self.parameters, self.coders, strict=True)):
+            parameter.data = self._view(self.value, index).view(coder.dtype)
+            set_grad_dtype(parameter, None)
+        self.holds_codes = True
+
+    def coded_weights(self) -> list[CodedWeight]:
+        """Return the parameters that are kept as codes, with this rank's range of each."""
+        if self.value is None or self.main is None or not self.holds_codes:
+            return []
+        codes, coded = self.value[self.shard], []
+        for index, coder in enumerate(self.coders):
+            part, start = self._own_part(index)
+            own = Range(start, self.main[part], codes[part])
+            coded.append(CodedWeight(coder, [own] if len(own.values) else [], self.main.device))
+        return coded
+
+    def drop_codes(self, group: dist.ProcessGroup) -> None:
+        """Gather the main params, so that the parameters are again what they were. A collective."""
+        if self.main is None or not self.holds_codes:
+            return
+        values = self.main.new_zeros(self.gradient.numel())
+        values[self.shard] = self.main
+        gathering = gather_chunks(values, group)
+        if gathering is not None:
+            gathering.wait()
+        self.value = values
+        self.holds_codes = False
+        self.watch.forget()
+        for index, parameter in enumerate(self.parameters):
+            parameter.data = self._view(values, index)
+            set_grad_dtype(parameter, parameter.dtype)
+
+    def record_codes(self) -> None:
+        """Record the codes that were gathered, and their main params."""
+        if self.holds_codes and self.main is not None and self.value is not None:
+            self.encoded = column_sums(self.main)
+            self.gathered = column_sums(self.value)
+
+    def codes_are_stale(self) -> bool:
+        """Return whether main params were written since their codes were gathered. Waits for the
+        device.
+
+        Raises:
+            ConfigError: If the codes themselves were written.
+        """
+        if not self.holds_codes or self.main is None or self.value is None:
+            return False
+        if self.gathered is not None and not torch.equal(column_sums(self.value), self.gathered):
+            raise ConfigError(f"{self._some_names}: written outside of a step. {_NO_ROOM}")
+        return self.encoded is not None and not torch.equal(column_sums(self.main), self.encoded)
+
+    def watch_codes(self) -> None:
+        """Record this rank's codes, which have just been made."""
+        if self.holds_codes and self.value is not None:
+            self.watch.record([self.value[self.shard]])
+
+    def look_for_writes(self) -> None:
+        """Look before a step whether this rank's codes were written, which it would overwrite.
+
+        Raises:
+            ConfigError: If they were; on GPUs one step later.
+        """
+        if self.holds_codes and self.value is not None:
+            self.watch.look([self.value[self.shard]], [self._some_names], _NO_ROOM)
+
+    @property
+    def _some_names(self) -> str:
+        if len(self.names) == 1:
+            return self.names[0]
+        return f"some of {', '.join(self.names[:3])}{', …' if len(self.names) > 3 else ''}"
+
+    def bind(self) -> None:
+        """Copy the memory of parameters that were rebound (``p.data = ...``) into the buffer, and
+        bind the parameters to it again.
+
+        Raises:
+            ConfigError: If shape, dtype or device of a parameter have changed.
+        """
+        if self.value is None:
+            return
+        first, size = self.value.data_ptr(), self.value.element_size()
+        for index, (name, parameter) in enumerate(zip(self.names, self.parameters, strict=True)):
+            if parameter.data_ptr() == first + self.offsets[index] * size or not parameter.numel():
+                continue
+            like = self.views[index] if self.main is not None else self._view(self.value, index)
+            check_rebound(name, parameter.data, like, coded=self.holds_codes)
+            parameter.data = self._view(self.value, index).copy_(parameter.data)
+
+    def _view(self, buffer: Tensor, index: int) -> Tensor:
+        parameter, offset = self.parameters[index], self.offsets[index]
+        return buffer[offset : offset + parameter.numel()].view(parameter.shape)
+
+    def _own_part(self, index: int) -> tuple[slice, int]:
+        """Return which elements of this rank's shard are a parameter's, possibly none, and the
+        index in the parameter of the first.
+        """
+        shard, offset = self.shard, self.offsets[index]
+        low = max(offset, shard.start)
+        high = max(low, min(offset + self.parameters[index].numel(), shard.stop))
+        return slice(low - shard.start, high - shard.start), low - offset
+
+    @property
+    def sharded(self) -> bool:
+        """Whether every rank of the shard group keeps only its shard of the reduced gradients."""
+        return self.data.sharded
+
+    @property
+    def shard(self) -> slice:
+        """Elements of the buffers that this rank owns after the reduction."""
+        return self.data.shard_of(self.gradient.numel())
+
+    def reset(self) -> None:
+        """Begin a step: the first gradient of a parameter overwrites its view."""
+        self.touched = [False] * len(self.parameters)
+        self.ready.clear()
+        self.launched = False
+
+    def complete(self) -> None:
+        """Zero the gradients that were not computed, so that the buffer can be reduced."""
+        untouched = [
+            view for view, touched in zip(self.views, self.touched, strict=True) if not touched
+        ]
+        if untouched:
+            torch._foreach_zero_(untouched)
+
+    def shards(self) -> dict[str, ParameterShard]:
+        """Return this rank's shard of each parameter, by name; parameters in other ranks' shards
+        are absent.
+        """
+        if self.value is None:
+            return {
+                name: ParameterShard.full(parameter, view)
+                for name, parameter, view in zip(
+                    self.names, self.parameters, self.views, strict=True
+                )
+            }
+        values = self.value[self.shard] if self.main is None else self.main
+        gradients = self.gradient[self.shard]
+        shards = {}
+        for index, (name, parameter) in enumerate(zip(self.names, self.parameters, strict=True)):
+            part, start = self._own_part(index)
+            numel = part.stop - part.start
+            if not numel:
+                continue
+            is_full = numel == parameter.numel()
+            shape = parameter.shape if is_full else (numel,)
+            value, gradient = values[part].view(shape), gradients[part].view(shape)
+            target = nn.Parameter(value)
+            # Stays the target where main params are elsewhere, or nothing steps it.
+            if value.dtype != gradient.dtype:
+                set_grad_dtype(target, None)
+            shards[name] = ParameterShard(start, is_full, value, gradient, target)
+        return shards
+
+
+def flat_layout(numels: Sequence[int], num_shards: int) -> tuple[list[int], int]:
+    """Return the offset of each parameter, one after another, and the size of the buffer."""
+    offsets, size = [], 0
+    for numel in numels:
+        offsets.append(size)
+        size += _round_up(numel, PARAMETER_ALIGNMENT)
+    if num_shards > 1:
+        size = _round_up(size, math.lcm(num_shards, BUCKET_ALIGNMENT))
+    return offsets, size
+
+
+def assigned_layout(
+    numels: Sequence[int], weights: Sequence[int], num_shards: int
+) -> tuple[list[int], int]:
+    """Return the same for parameters that each lie in one shard: the heaviest first, in the least
+    loaded shard.
+    """
+    loads, filled, places = [0] * num_shards, [0] * num_shards, {}
+    for index in sorted(range(len(numels)), key=lambda i: -weights[i]):
+        shard = loads.index(min(loads))
+        places[index] = (shard, filled[shard])
+        loads[shard] += weights[index]
+        filled[shard] += _round_up(numels[index], PARAMETER_ALIGNMENT)
+    size = _round_up(max(filled), BUCKET_ALIGNMENT)
+    offsets = [places[index][0] * size + places[index][1] for index in range(len(numels))]
+    return offsets, size * num_shards
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple

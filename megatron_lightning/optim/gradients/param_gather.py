@@ -1,0 +1,160 @@
+"""The all-gather of parameters after a step of the sharded optimizer, inside that step or beside
+the next forward.
+
+Overlapped, every bucket is gathered in the order in which forward reaches it, and a module waits
+for the buckets of its own parameters when it is called. Parameters are also read without a call of
+the module that owns them: ``nn.MultiheadAttention`` reads the weight of its ``out_proj``. The first
+training step, whose gathers complete at once, records which modules are called. For the parameters
+of the others the innermost called module around them waits, and where there is none (the
+LightningModule and the pipelined module are entered without a call) the start of the step. Other
+readers of weights between the step and the next forward call :meth:`ParameterGather.wait` first.
+Autograd refuses a backward through a weight that was read too early.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import increment_version
+
+from megatron_lightning.optim.gradients.buckets import Bucket
+from megatron_lightning.optim.gradients.reducer import GradientReducer
+from megatron_lightning.parallel.cpu_exchange import gather_chunks
+
+
+@dataclass(eq=False)
+class _Reader:
+    """A module whose call announces that parameters are read."""
+
+    buckets: list[Bucket]
+    """Buckets of these parameters."""
+    called: bool = False
+    """Whether a training forward has called it."""
+    hook: Any = None
+
+
+class ParameterGather:
+    """Gather the parameters of sharded buckets.
+
+    Args:
+        reducer: Owner of the buckets.
+        module: The module whose forward the gathers overlap; None: they complete at once.
+    """
+
+    def __init__(self, reducer: GradientReducer, module: nn.Module | None = None) -> None:
+        self._reducer = reducer
+        self._unannounced: list[Bucket] = []
+        self._readers: dict[str, _Reader] = {}  # by path; a shared module has several
+        self._learning = self._overlapped = False
+        if module is not None:
+            self._watch(module)
+
+    def _watch(self, root: nn.Module) -> None:
+        """Make every module wait for its own parameters, and record its calls."""
+        bucket_of = {
+            id(p): bucket
+            for bucket in self._reducer.buckets
+            if bucket.sharded
+            for p in bucket.parameters
+        }
+        readers: dict[int, _Reader] = {}
+        for path, module in root.named_modules(remove_duplicate=False):
+            if id(module) not in readers:
+                own = {
+                    id(bucket_of[id(p)]): bucket_of[id(p)]
+                    for p in module.parameters(recurse=False)
+                    if id(p) in bucket_of
+                }
+                readers[id(module)] = reader = _Reader(list(own.values()))
+                if module is root or hasattr(module, "pipeline_units"):
+                    self._unannounced += reader.buckets
+                # Before existing hooks: weight norm's computes the weight from parameters.
+                reader.hook = module.register_forward_pre_hook(
+                    lambda *_, reader=reader: self._announce(reader), prepend=True
+                )
+            self._readers[path] = readers[id(module)]
+
+    def _announce(self, reader: _Reader) -> None:
+        if self._learning and torch.is_grad_enabled():
+            reader.called = True
+        self.wait(reader.buckets)
+
+    def _learn(self) -> None:
+        """Assign the parameters of modules that were not called to a module that waits for them;
+        then overlap gathers.
+        """
+        for path, reader in self._readers.items():
+            if reader.called:
+                continue
+            outer = path
+            while outer and not self._readers[outer].called:
+                outer = outer.rpartition(".")[0]
+            waits = (
+                self._readers[outer].buckets if self._readers[outer].called else self._unannounced
+            )
+            waits += [bucket for bucket in reader.buckets if bucket not in waits]
+        for reader in self._readers.values():
+            if not reader.buckets:
+                reader.hook.remove()
+        self._learning = False
+        self._overlapped = True
+
+    def start(self, buckets: Iterable[Bucket]) -> None:
+        """Gather the parameters of ``buckets``, in this order. A collective."""
+        started = []
+        for bucket in buckets:
+            group = bucket.data.shard.process_group
+            if bucket.value is None or group is None:
+                continue
+            self.wait([bucket])
+            self._reducer.encode(bucket)
+            self._reducer.bytes_communicated["all_gather"] += bucket.value.nbytes
+            bucket.gathering = gather_chunks(bucket.value, group)
+            started.append(bucket)
+        if not self._overlapped:
+            self.wait(started)
+
+    def begin_step(self) -> None:
+        """Wait for the parameters that are read without a call."""
+        if self._learning and any(reader.called for reader in self._readers.values()):
+            self._learn()
+        self._learning = bool(self._readers) and not self._overlapped
+        self.wait(self._unannounced)
+
+    def wait(self, buckets: Iterable[Bucket] | None = None) -> None:
+        """Wait until the parameters of ``buckets``, or all of them, are up to date."""
+        for bucket in self._reducer.buckets if buckets is None else buckets:
+            if bucket.gathering is not None:
+                bucket.gathering.wait()
+                bucket.gathering = None
+                bucket.record_codes()
+                # Autograd refuses a backward with the old value.
+                increment_version(bucket.parameters)
+                bucket.record_versions()
+
+    def keep_codes(self) -> None:
+        """Keep parameters as codes from now on, where there are coders. A collective."""
+        for bucket in self._reducer.buckets:
+            bucket.codes_are_stale()  # raises where hooks have written codes since the setup
+            bucket.keep_codes()
+        self.start(bucket for bucket in self._reducer.buckets if bucket.holds_codes)
+
+    def drop_codes(self) -> None:
+        """Gather the main params of parameters that are kept as codes, which are read as before
+        from now on. A collective.
+        """
+        self.wait()
+        for bucket in self._reducer.buckets:
+            group = bucket.data.shard.process_group
+            if group is not None:
+                bucket.drop_codes(group)
+
+    def detach(self) -> None:
+        """Remove the hooks without waiting, since other ranks may have failed."""
+        for reader in self._readers.values():
+            reader.hook.remove()
+        self._readers.clear()

@@ -1,0 +1,94 @@
+"""Agreement on the parameters that no rank used in an optimizer step.
+
+They have no gradient, so that optimizers skip them as they do on one device. What else the ranks
+have to agree on once a step (:class:`Beside`) travels in the same all-reduce.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_lightning.optim.gradients.codes import AllReduce
+from megatron_lightning.parallel.context import AxisGroup
+
+
+class Usage(NamedTuple):
+    """Parameters that are reduced over the same ranks, and which of them received a gradient on
+    this rank.
+    """
+
+    names: Sequence[str]
+    touched: Sequence[bool]
+    sum_groups: tuple[AxisGroup, ...]
+    data_group: AxisGroup
+
+
+class Beside(Protocol):
+    """Bytes whose largest values the ranks of a data group agree on."""
+
+    group: AxisGroup
+
+    def send(self) -> list[int]:
+        """Return this rank's bytes, as many as the other ranks."""
+
+    def receive(self, largest: Tensor) -> None:
+        """Take the largest bytes of all ranks, on the device; not called if there are none."""
+
+
+class UsageAgreement:
+    """One byte for each reduced parameter of a data group, reduced once a step.
+
+    Args:
+        usages: The parameters, as in every step.
+        device: Device of the bytes.
+        reduce: Reduces in place.
+    """
+
+    def __init__(self, usages: Sequence[Usage], device: torch.device, reduce: AllReduce) -> None:
+        self._groups = list(dict.fromkeys(usage.data_group for usage in usages))
+        self._device = device
+        self._reduce = reduce
+        self._last: dict[AxisGroup, tuple[list[int], Tensor]] = {}
+
+    def unused(self, usages: Sequence[Usage], beside: Beside | None = None) -> set[str]:
+        """Return the names of the parameters that no rank used in this step. A collective."""
+        unused: set[str] = set()
+        added = [] if beside is None else beside.send()
+        groups = [*self._groups]
+        if beside is not None and added and beside.group not in groups:
+            groups.append(beside.group)
+        for group in groups:
+            mine = [usage for usage in usages if usage.data_group is group]
+            touched = [used for usage in mine for used in usage.touched]
+            is_joined = beside is not None and group == beside.group
+            flags = self._flags(group, [*touched, *(added if is_joined else ())])
+            first = 0
+            for usage in mine:
+                own = flags[first : first + len(usage.names)]
+                for sum_group in usage.sum_groups:
+                    self._reduce(own, sum_group, dist.ReduceOp.MAX)
+                first += len(usage.names)
+            if group.size > 1:
+                self._reduce(flags, group, dist.ReduceOp.MAX)
+            if beside is not None and is_joined and added:
+                beside.receive(flags[len(touched) :])
+            if not all(touched):  # reading the flags synchronizes with the device
+                names = [name for usage in mine for name in usage.names]
+                found = zip(names, flags.tolist(), strict=False)
+                unused.update(name for name, used in found if not used)
+        return unused
+
+    def _flags(self, group: AxisGroup, values: list[int]) -> Tensor:
+        """Return bytes of these values; most steps have those of the step before, which are on the
+        device already.
+        """
+        last = self._last.get(group)
+        if last is None or last[0] != values:
+            sent = torch.tensor(values, dtype=torch.uint8).to(self._device)
+            last = self._last[group] = values, sent
+        return last[1].clone()

@@ -1,0 +1,1 @@
+"""Optimizers that step shards, main params or full matrices, and their state."""

@@ -1,0 +1,423 @@
+"""The distributed optimizer: the user's own ``torch.optim.Optimizer``, stepping only this rank's
+shards.
+
+ZeRO stage 1 (https://arxiv.org/abs/1910.02054): every data-parallel rank keeps the optimizer state,
+and for half-precision parameters the fp32 main params, of its shard of each bucket; after the step
+the ranks all-gather the parameters. The optimizer object, its groups and their hyper-parameters
+stay, so learning-rate schedulers and loggers see no difference; only the tensors in the groups are
+replaced, as described in ``entries``.
+
+Checkpoints see the state through the base class, ``state.OptimizerState``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from megatron_lightning.errors import ConfigError
+from megatron_lightning.optim.gradients.buckets import Bucket
+from megatron_lightning.optim.gradients.param_gather import ParameterGather
+from megatron_lightning.optim.gradients.parameter_shard import ParameterShard, main_dtype
+from megatron_lightning.optim.gradients.reducer import GradientReducer
+from megatron_lightning.optim.stepping import moments
+from megatron_lightning.optim.stepping.entries import OptimizerEntry, Target
+from megatron_lightning.optim.stepping.main_params import MainParams, take_over
+from megatron_lightning.optim.stepping.matrices import (
+    MatrixExchange,
+    is_several,
+    is_split,
+    matrix_groups,
+    require_undivided,
+    tensor_group,
+)
+from megatron_lightning.optim.stepping.rebound import check_rebound
+from megatron_lightning.optim.stepping.state import OptimizerState
+from megatron_lightning.parallel.context import ALONE, AxisGroup
+from megatron_lightning.parallel.spec import ShardSpec
+
+
+class DistributedOptimizer(OptimizerState):
+    """Make ``optimizer`` step this rank's shards; construct it once, before the first step.
+
+    The optimizer must be one that may be divided: see ``elementwise.require_divisible``.
+
+    Args:
+        optimizer: The optimizer of ``configure_optimizers``. Its parameters are replaced in place,
+            state included.
+        reducer: The gradient reduction whose results it steps; its options determine where and how
+            the state is kept.
+        names: Name -> parameter of the full module, frozen ones included; None: the reducer's.
+        gather: Gathers the parameters after a step; None: inside the step.
+
+    Raises:
+        ConfigError: If a trainable parameter is not part of the module, so that its gradient would
+            not be reduced.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        reducer: GradientReducer,
+        names: Mapping[str, nn.Parameter] | None = None,
+        gather: ParameterGather | None = None,
+    ) -> None:
+        super().__init__(optimizer, reducer)
+        self._options = reducer.options
+        self._gather = gather or ParameterGather(reducer)
+        self._name_of = {
+            id(parameter): name for name, parameter in (names or reducer.parameters).items()
+        }
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        self._entries = [
+            [
+                self._entry(parameter, group, f"param_groups.{i}.{j}")
+                for j, parameter in enumerate(group["params"])
+            ]
+            for i, group in enumerate(optimizer.param_groups)
+        ]
+        self._exchanges = self._exchange_matrices()
+        used = {entry.name for entry in self._all_entries()}
+        self._buckets: list[Bucket] = [
+            bucket
+            for bucket in reversed(reducer.buckets)
+            if bucket.sharded and not used.isdisjoint(bucket.names)
+        ]
+        for group, entries in zip(optimizer.param_groups, self._entries, strict=True):
+            self._replace(group, entries)
+        self._followed = [
+            (parameter, entry.shard)
+            for parameter, entry in zip(parameters, self._all_entries(), strict=True)
+            if entry.shard is not None and not entry.sharded and (entry.copied or entry.exchanged)
+        ]
+        self._copied = [entry for entry in self._all_entries() if entry.copied]
+        self._main = MainParams(
+            (entry.shard, entry.targets[0].tensor)
+            for entry in self._copied
+            if entry.shard is not None
+        )
+        if self._options.moments_dtype == "bf16":
+            moments.warn_if_lost(optimizer)
+        if self.exchanged:
+            optimizer.register_step_pre_hook(self._prepare_after_closure)
+            optimizer.register_step_post_hook(lambda *_: self._finish_step())
+
+    @property
+    def exchanged(self) -> bool:
+        """Whether the optimizer steps other tensors than the module's parameters, or needs work
+        around its steps.
+        """
+        sharded = any(entry.sharded for entry in self._all_entries())
+        return bool(
+            sharded or self._copied or self._exchanges or self._options.moments_dtype == "bf16"
+        )
+
+    @property
+    def entries(self) -> list[OptimizerEntry]:
+        """Parameters of the optimizer, in the order of its groups."""
+        return list(self._all_entries())
+
+    @property
+    def names(self) -> set[str]:
+        """Names of the parameters of the optimizer, on this rank or not."""
+        return {entry.name for entry in self._all_entries()}
+
+    def carriers_of_groups(self) -> list[set[int]]:
+        """Return, for each parameter group, the ids of the tensors that carry its reduced gradients
+        on this rank.
+        """
+        return [
+            {id(entry.shard.target) for entry in entries if entry.shard is not None}
+            for entries in self._entries
+        ]
+
+    def follow_zero_grad(self, handle: Any) -> Callable[[], object]:
+        """Clear the reduced gradients as well when ``handle.zero_grad`` is called; return a
+        function that undoes this.
+
+        Parameters that are stepped as copies (in host memory, as full matrices) have their
+        gradients elsewhere.
+
+        Args:
+            handle: The optimizer, or a wrapper of it.
+        """
+        original = handle.zero_grad
+
+        def zero_grad(set_to_none: bool = True) -> None:
+            original(set_to_none)
+            for entry in self._all_entries():
+                if entry.shard is not None and all(
+                    target.tensor is not entry.shard.target for target in entry.targets
+                ):
+                    entry.shard.target.grad = None
+
+        vars(handle)["zero_grad"] = zero_grad
+        return lambda: vars(handle).pop("zero_grad", None)
+
+    def _targets(self) -> Iterator[nn.Parameter]:
+        return (target.tensor for entry in self._all_entries() for target in entry.targets)
+
+    def _entry(
+        self, parameter: nn.Parameter, group: dict[str, Any], fallback: str
+    ) -> OptimizerEntry:
+        reducer, name = self._reducer, self._name_of.get(id(parameter), fallback)
+        spec = reducer.specs.get(name) or ShardSpec.replicated(parameter.shape)
+        if reducer.parameters.get(name) is not parameter:
+            self._check_unreduced(name, parameter, spec)
+            if isinstance(parameter, DTensor):  # frozen, in a unit of FSDP2
+                own = reducer.frozen_shard(parameter)
+                parts = [] if own is None else [Target(own.target, partial(own.shards, spec))]
+                return OptimizerEntry(name, spec, group, True, own, parts)
+            shard = ParameterShard.full(parameter)
+            return OptimizerEntry(name, spec, group, False, shard, [Target(parameter, spec.shards)])
+        held = (
+            ParameterShard.full(parameter) if reducer.is_plain(name) else reducer.shards.get(name)
+        )
+        targets = [] if held is None else [self._target(held, spec)]
+        return OptimizerEntry(name, spec, group, reducer.is_sharded(name), held, targets)
+
+    def _target(self, shard: ParameterShard, spec: ShardSpec) -> Target:
+        """Return the tensor that carries the gradient, or a copy of the value in another dtype or
+        memory.
+        """
+        tensor, dtype = shard.target, main_dtype(shard.value.dtype)
+        if self._options.optimizer_cpu_offload:
+            tensor = nn.Parameter(_host_copy(shard.value, dtype))
+        elif dtype != shard.value.dtype:
+            tensor = shard.target = nn.Parameter(shard.value.to(dtype))
+        return Target(tensor, partial(shard.shards, spec))
+
+    def _exchange_matrices(self) -> list[MatrixExchange]:
+        """Prepare matrices that are divided over ranks, or fused from several, to be stepped in
+        full.
+        """
+        context = self._reducer.context
+        groups = {id(group) for group in matrix_groups(self.optimizer)}
+        shared: dict[AxisGroup, list[tuple[OptimizerEntry, ShardSpec]]] = {}
+        for entry in self._all_entries():
+            if id(entry.group) not in groups or entry.name not in self._reducer.parameters:
+                continue
+            part = self._reducer.part_of(entry.name)
+            if part is not None:
+                shared.setdefault(part[1], []).append((entry, part[0]))
+            elif entry.shard is not None:
+                require_undivided(entry, entry.shard, context)
+                if is_split(entry.spec, context):
+                    group = tensor_group(entry.spec, context)
+                    shared.setdefault(group, []).append((entry, entry.spec))
+                elif is_several(entry.spec):
+                    shared.setdefault(ALONE, []).append((entry, entry.spec))
+        device = torch.device("cpu") if self._options.optimizer_cpu_offload else None
+        # In one order on all ranks.
+        groups_in_order = sorted(shared, key=lambda group: group.name)
+        return [MatrixExchange(shared[group], group, device) for group in groups_in_order]
+
+    def _check_unreduced(self, name: str, parameter: nn.Parameter, spec: ShardSpec) -> None:
+        context = self._reducer.context
+        groups = [context.axis(axis) for axis in (spec.data_axes, *spec.partial_over)]
+        if parameter.requires_grad and any(group.size > 1 for group in groups):
+            raise ConfigError(
+                f"{name} of {type(self.optimizer).__name__}, of shape {tuple(parameter.shape)}, is "
+                "not a trainable parameter of the module, so its gradient would not be reduced "
+                "over the ranks. Make it a parameter of the module, or set requires_grad before "
+                "the optimizer is set up."
+            )
+
+    def _replace(self, group: dict[str, Any], entries: Sequence[OptimizerEntry]) -> None:
+        """Replace the parameters of the group, and their existing state, by the targets and
+        theirs.
+        """
+        for parameter, entry in zip(group["params"], entries, strict=True):
+            if parameter not in self.optimizer.state or any(
+                target.tensor is parameter for target in entry.targets
+            ):
+                continue
+            state = self.optimizer.state.pop(parameter)
+            start = 0 if entry.shard is None or entry.exchanged else entry.shard.start
+            for target in entry.targets:
+                self.optimizer.state[target.tensor] = {
+                    key: _own_state(value, parameter, start, target.tensor)
+                    for key, value in state.items()
+                }
+        group["params"] = [target.tensor for entry in entries for target in entry.targets]
+        if "param_names" in group:
+            names = zip(group["param_names"], entries, strict=True)
+            group["param_names"] = [name for name, entry in names for _ in entry.targets]
+
+    def _prepare_after_closure(
+        self, _: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Prepare the step when the gradients exist: a closure computes them inside the step."""
+        itself, *positional = args
+        closure = positional[0] if positional else kwargs.get("closure")
+        if closure is None:
+            self._prepare_step()
+            return args, kwargs
+        called = False
+
+        def prepared() -> Any:
+            nonlocal called
+            if called:  # again, for the gradients at weights that the optimizer has moved
+                self.synchronize()
+            called = True
+            result = closure()
+            self._prepare_step()
+            return result
+
+        return (itself, prepared), {key: value for key, value in kwargs.items() if key != "closure"}
+
+    @torch.no_grad()
+    def _prepare_step(self) -> None:
+        self.bind()
+        self._main.take_over()
+        for exchange in self._exchanges:
+            if exchange.is_local:
+                exchange.take_over()
+            else:
+                exchange.look_for_writes()
+        for bucket in self._buckets:
+            bucket.look_for_writes()
+        self._reducer.look_for_writes()
+        if self._options.moments_dtype == "bf16":
+            moments.widen(self.optimizer, self._targets())
+        for exchange in self._exchanges:
+            exchange.gather_gradients()
+        if not self._options.optimizer_cpu_offload:
+            return
+        for entry in self._copied:
+            gradient = None if entry.shard is None else entry.shard.target.grad
+            for target in entry.targets:
+                target.tensor.grad = (
+                    None if gradient is None else gradient.to("cpu", target.tensor.dtype)
+                )
+
+    def bind(self) -> None:
+        """Follow parameters whose memory was replaced.
+
+        Raises:
+            ConfigError: If shape, dtype or device of one have changed.
+        """
+        for bucket in self._buckets:
+            bucket.bind()
+        for parameter, shard in self._followed:
+            if parameter.data_ptr() != shard.value.data_ptr():
+                check_rebound(self._name_of[id(parameter)], parameter.data, shard.value)
+                shard.value = parameter.detach()
+
+    @property
+    def buckets(self) -> Sequence[Bucket]:
+        """The buckets that hold its parameters, where ranks step shards of them."""
+        return self._buckets
+
+    def parts_were_written(self) -> bool:
+        """Return whether parts of matrices that ranks exchange were written outside of a step.
+        Waits for the device.
+        """
+        return any(exchange.were_written() for exchange in self._exchanges)
+
+    @torch.no_grad()
+    def main_was_written(self) -> bool:
+        """Return whether main params were written outside of a step, of which
+        :meth:`synchronize_written` makes other tensors. Waits for the device.
+
+        Raises:
+            ConfigError: If the parameters were written as well.
+        """
+        self.bind()
+        return self._main.were_written() or self._reducer.units_were_written()
+
+    @torch.no_grad()
+    def take_over(self) -> None:
+        """Take over what was written into the parameters, also in memory that has replaced theirs.
+        A collective where the optimizer steps full matrices of several ranks.
+
+        Before the step alone: an average that is swapped in for validation, and back, leaves main
+        params as they are.
+
+        Raises:
+            ConfigError: If main params were written as well.
+        """
+        self.main_was_written()
+        self._main.take_over()
+        for exchange in self._exchanges:
+            exchange.take_over()
+
+    @torch.no_grad()
+    def _finish_step(self) -> None:
+        if self._options.moments_dtype == "bf16":
+            moments.narrow(self.optimizer, self._targets())
+        if self._options.optimizer_cpu_offload:
+            for target in self._targets():
+                target.grad = None
+        self.synchronize()
+
+    @torch.no_grad()
+    def synchronize(self) -> None:
+        """Update the parameters from the targets; runs at the end of every step. A collective."""
+        if self._copied:
+            values = [entry.shard.value for entry in self._copied if entry.shard is not None]
+            torch._foreach_copy_(values, [entry.targets[0].tensor for entry in self._copied])
+            self._main.record()
+        for exchange in self._exchanges:
+            exchange.scatter_results()
+        self._reducer.encode_units()
+        self._gather.start(self._buckets)
+
+    @torch.no_grad()
+    def synchronize_written(self) -> None:
+        """Update the parameters from targets that were written outside of a step. A collective."""
+        self._main.take_over()
+        self.synchronize()
+
+    @torch.no_grad()
+    def finish_restore(self) -> None:
+        """After loading: compute main params that were not saved from the parameters, then
+        synchronize. A collective.
+        """
+        for entry in self._copied:
+            if entry.shard is None:
+                continue
+            main, value = entry.targets[0].tensor, entry.shard.value
+            if entry.global_name not in self._restored_main:
+                main.copy_(value)
+            else:  # a hook may have replaced the value that was saved beside it
+                take_over(main, value.to(main.device))
+        for exchange in self._exchanges:
+            exchange.refresh(keep=self._restored_main)
+        for target in self._targets():
+            state = self.optimizer.state.get(target, {})
+            for key, value in state.items():
+                if (
+                    isinstance(value, Tensor)
+                    and value.shape == target.shape
+                    and value.is_floating_point()
+                ):
+                    state[key] = value.to(target.dtype)
+        if self._options.moments_dtype == "bf16":
+            moments.narrow(self.optimizer, self._targets())
+        self._restored_main = set()
+        self.synchronize()
+
+
+def _host_copy(value: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a copy in host memory, page-locked where the value is on a GPU."""
+    copied = torch.empty(value.shape, dtype=dtype, pin_memory=value.is_cuda)
+    return copied.copy_(value)
+
+
+def _own_state(value: Any, parameter: Tensor, start: int, target: Tensor) -> Any:
+    """Return the target's range of one existing state of ``parameter``."""
+    if not isinstance(value, Tensor) or value.shape != parameter.shape:
+        return value
+    if isinstance(value, DTensor):  # sharded as its parameter is
+        own = value.to_local().reshape(target.shape)
+    else:
+        own = value.flatten()[start : start + target.numel()].view(target.shape)
+    dtype = target.dtype if value.is_floating_point() else value.dtype
+    return own.to(target.device, dtype, copy=True)

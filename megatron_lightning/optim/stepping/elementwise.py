@@ -1,0 +1,231 @@
+"""Check that an optimizer may be divided over ranks.
+
+Ranks divide what an optimizer steps along several axes: data-parallel ranks step flat shards
+(``zero1``, ``fsdp``), tensor- and expert-parallel ranks rows or columns of a matrix, and pipeline
+ranks some tensors of a group. An element-wise optimizer does not notice. One that reads a full
+matrix (a factorization, a trust ratio, blocks of 8 bits that share a scale) or a full group (a
+norm, an estimated step size) would compute something else on every rank.
+
+The element-wise optimizers of torch are listed, optimizers of full matrices get them
+(``matrices``), and any other is tried before the first step (``probe``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from functools import partial
+
+import torch
+from torch.optim import (
+    ASGD,
+    SGD,
+    Adadelta,
+    Adagrad,
+    Adam,
+    Adamax,
+    AdamW,
+    NAdam,
+    Optimizer,
+    RAdam,
+    RMSprop,
+    Rprop,
+)
+
+from megatron_lightning.errors import ConfigError
+from megatron_lightning.optim.stepping.chained import members
+from megatron_lightning.optim.stepping.entries import OptimizerEntry
+from megatron_lightning.optim.stepping.matrices import steps_matrices
+from megatron_lightning.optim.stepping.probe import DIVISIONS, Spread, probe, trials
+from megatron_lightning.parallel.context import ParallelContext
+
+ELEMENTWISE = frozenset(
+    {SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, ASGD, NAdam, RAdam, RMSprop, Rprop}
+)
+READERS: Mapping[str, bool] = {
+    "AdamP": False,
+    "SGDP": False,
+    "ScalableShampoo": False,
+    "DistributedShampoo": False,
+    "SWATS": True,
+}
+"""Class that a trial may not show, since it reads tensors in some steps only (where gradients are
+nearly orthogonal to a tensor, every thousandth step) -> whether it reads a full group as well."""
+
+_LABELS = frozenset(
+    {"params", "param_names", "name", "lr", "lr_scale", "initial_lr", "max_lr", "min_lr"}
+)
+"""Options of a group in which layers differ, and that no trial depends on: it sets the rate."""
+
+Trial = tuple[Hashable, ...]
+"""The optimizer, what is divided, and how it is tried."""
+
+_PARTS: Mapping[str, str] = {
+    "flat": 'data_parallel="zero1" or "fsdp" gives each rank flat shards',
+    "rows": "tensor or expert parallelism gives each rank a part of a matrix",
+    "columns": "tensor parallelism gives each rank a part of a matrix",
+    "tensors": "pipeline parallelism gives each rank some of the parameters",
+}
+_HALVES: Mapping[str, str] = {
+    "flat": "flat halves",
+    "rows": "halves of the rows",
+    "columns": "halves of the columns",
+    "tensors": "half of the tensors each",
+}
+
+
+def require_divisible(
+    optimizers: Iterable[tuple[Optimizer, Sequence[OptimizerEntry]]],
+    context: ParallelContext,
+    passed: set[Trial] | None = None,
+) -> list[str]:
+    """Check that the ranks of ``context`` may divide every optimizer; a collective of all ranks.
+
+    Args:
+        optimizers: Every optimizer with its parameters.
+        context: Groups of this rank.
+        passed: Trials of earlier calls, which are not repeated; trials of this one are added.
+
+    Returns:
+        Classes that were tried and passed, without being known as element-wise.
+
+    Raises:
+        ConfigError: On all ranks, if an optimizer reads more than the elements that a rank steps.
+    """
+    passed = set() if passed is None else passed
+    tried, failure, divided = set[str](), "", list(optimizers)
+    sharded = any(entry.sharded for _, entries in divided for entry in entries)
+    if not sharded and context.layout.model_parallel_size == 1:
+        return []
+    for optimizer, entries in divided:
+        for member in members(optimizer):
+            divisions = _divisions(member, entries, context)
+            if not divisions or type(member) in ELEMENTWISE or steps_matrices(member):
+                continue
+            shapes: dict[int, list[Sequence[int]]] = {}
+            for entry in entries:
+                shapes.setdefault(id(entry.group), []).append(entry.spec.global_shape)
+            try:
+                require_elementwise(member, divisions, shapes, passed)
+            except ConfigError as error:
+                failure = failure or str(error)
+            tried.add(type(member).__name__)
+    ranks = context.axis("world").all_gather_object((failure, tried))
+    for failure, _ in ranks:  # pipeline ranks hold other groups
+        if failure:
+            raise ConfigError(failure)
+    return sorted(set[str]().union(*(names for _, names in ranks)))
+
+
+def _divisions(
+    optimizer: Optimizer, entries: Iterable[OptimizerEntry], context: ParallelContext
+) -> list[str]:
+    """Return how the ranks divide the parameters of one optimizer of a chain."""
+    groups = {id(group) for group in optimizer.param_groups}
+    own = [entry for entry in entries if id(entry.group) in groups]
+    axes = {
+        axis for entry in own for axis in entry.spec.sharded_over if context.axis(axis).size > 1
+    }
+    tensor_axes = not axes.isdisjoint({"tp", "etp"})
+    divides = {
+        "flat": any(entry.sharded for entry in own),
+        "rows": tensor_axes or "ep" in axes,
+        "columns": tensor_axes,
+        "tensors": context.pp.size > 1,
+    }
+    return [name for name, holds in divides.items() if holds]
+
+
+def require_elementwise(
+    optimizer: Optimizer,
+    divisions: Sequence[str] = tuple(DIVISIONS),
+    shapes: Mapping[int, Sequence[Sequence[int]]] | None = None,
+    passed: set[Trial] | None = None,
+) -> None:
+    """Check that ``optimizer`` gives the same result where its parameters are divided.
+
+    Args:
+        optimizer: The optimizer, not a chain.
+        divisions: Keys of ``probe.DIVISIONS``: what ranks divide.
+        shapes: Id of a parameter group -> global shapes of its parameters; None: those of the
+            tensors in the groups.
+        passed: Trials that are not repeated; trials that show nothing are added.
+
+    Raises:
+        ConfigError: If it reads more than one element, or cannot be tried.
+    """
+    if type(optimizer) in ELEMENTWISE:
+        return
+    for name in (each.__name__ for each in type(optimizer).__mro__):
+        part = next((d for d in divisions if d != "tensors" or READERS.get(name)), None)
+        if name in READERS and part is not None:
+            raise ConfigError(_refusal(optimizer, part, "", READERS[name]))
+    passed = set() if passed is None else passed
+    for group in optimizer.param_groups:
+        target = next(iter(group["params"]), None)
+        if target is None:  # ranks that have some try it
+            continue
+        sizes = [p.shape for p in group["params"]] if shapes is None else shapes[id(group)]
+        dtype = target.dtype if target.is_floating_point() else torch.float32
+        trial = (optimizer, *divisions, str(trials(sizes)), target.device, dtype, _options(group))
+        if trial in passed:
+            continue
+        tried = partial(probe, optimizer, group, shapes=sizes, device=target.device, dtype=dtype)
+        try:
+            found = next((each for each in tried(_in_order(divisions)) if not each.is_equal), None)
+            reads_group = found is not None and not all(s.is_equal for s in tried(["tensors"]))
+        except Exception as error:
+            raise ConfigError(
+                f"{type(optimizer).__name__} could not be tried on small tensors "
+                f"({type(error).__name__}: {error}). An unknown optimizer is tried, since "
+                f"{_PARTS[divisions[0]]}. {_advice(reads_group=True)}"
+            ) from error
+        if found is not None:
+            part = found.division if found.division in divisions else "flat"
+            raise ConfigError(_refusal(optimizer, part, _found(found), reads_group))
+        passed.add(trial)
+
+
+def _options(group: Mapping[str, object]) -> str:
+    """Return the options of a group that may change the result of a trial."""
+    options = {key: value for key, value in group.items() if key not in _LABELS}
+    # Trust ratios of some optimizers are for groups with a weight decay only.
+    return repr(options | {"weight_decay": bool(options.get("weight_decay"))})
+
+
+def _in_order(divisions: Sequence[str]) -> list[str]:
+    """Return what is tried: before flat halves, of which Shampoo decomposes a matrix of their
+    length squared, those of rows and columns, which show the same of most.
+    """
+    tried = {"rows", "columns", *divisions} if "flat" in divisions else {*divisions}
+    return [name for name in ("rows", "columns", "tensors", "flat") if name in tried]
+
+
+def _found(spread: Spread) -> str:
+    return (
+        f": in a trial, two copies of it that step {_HALVES[spread.division]} differ from one that "
+        f"steps everything by {spread.difference:.2g} of the largest update"
+    )
+
+
+def _refusal(optimizer: Optimizer, division: str, found: str, reads_group: bool) -> str:
+    what = "statistics of all parameters of a group" if reads_group else "every tensor as a whole"
+    text = (
+        f"{type(optimizer).__name__} reads {what}, and {_PARTS[division]}{found}. "
+        f"{_advice(reads_group)}"
+    )
+    if reads_group:
+        return text
+    return (
+        f"{text} An optimizer of matrices that works on every layout is Muon, since one rank owns "
+        "each full matrix: ChainedOptimizer(Muon(matrices, ...), AdamW(others, ...))."
+    )
+
+
+def _advice(reads_group: bool) -> str:
+    sizes = ["tensor_model", "expert_model", *(["pipeline_model"] if reads_group else [])]
+    free = "context parallelism" if reads_group else "pipeline and context parallelism"
+    return (
+        "It works where every rank steps full parameters: set "
+        f"{', '.join(f'{name}_parallel_size=1' for name in sizes)} and "
+        f'data_parallel="ddp", with any {free}. Or choose an element-wise optimizer such as AdamW.'
+    )

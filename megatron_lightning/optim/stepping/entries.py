@@ -1,0 +1,69 @@
+"""The tensors that the optimizer of this rank steps for each parameter: none, one, or several.
+
+not sharded, fp32               the parameter itself
+not sharded, half precision     an fp32 main param of its shape
+sharded                         this rank's shard: a view of the parameter when that is fp32, else
+                                an fp32 main param
+stepped on the CPU              a copy of one of these in host memory
+stepped as matrices             the full logical matrices that this rank owns (``matrices``)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+
+from megatron_lightning.optim.gradients.parameter_shard import ParameterShard
+from megatron_lightning.parallel.spec import Shard, ShardSpec
+
+
+@dataclass(frozen=True, eq=False)
+class Target:
+    """One tensor that the optimizer steps."""
+
+    tensor: nn.Parameter
+    """The tensor in the optimizer's parameter group."""
+    shards_of: Callable[[Tensor], list[Shard]]
+    """Returns the shards of the global parameter of which a tensor of the target's shape
+    consists."""
+
+
+@dataclass(eq=False)
+class OptimizerEntry:
+    """One parameter of the user's optimizer, and the tensors that this rank steps for it."""
+
+    name: str
+    spec: ShardSpec
+    group: dict[str, Any]
+    """Its group in the optimizer."""
+    sharded: bool
+    """Whether data-parallel ranks hold different shards of its state."""
+    shard: ParameterShard | None
+    """This rank's shard of the parameter, whose ``target`` has the reduced gradient; None: other
+    ranks hold it."""
+    targets: list[Target] = field(default_factory=list)
+    exchanged: bool = False
+    """Whether the targets are full matrices, gathered from tensor-parallel ranks or split from
+    fused weights."""
+
+    @property
+    def global_name(self) -> str:
+        """Name in checkpoints: for a tied copy the owner's."""
+        return self.spec.tied_to or self.name
+
+    @property
+    def has_main(self) -> bool:
+        """Whether the targets are more precise than the parameter."""
+        if self.shard is None or not self.targets:
+            return False
+        return self.shard.is_main or self.targets[0].tensor.dtype != self.shard.value.dtype
+
+    @property
+    def copied(self) -> bool:
+        """Whether the target must be copied into the parameter after a step."""
+        if self.shard is None or not self.targets or self.exchanged:
+            return False
+        return self.targets[0].tensor.data_ptr() != self.shard.value.data_ptr()

@@ -1,0 +1,154 @@
+"""Parameters that an optimizer, or code beside it, has written outside of a step.
+
+A rank's optimizer reaches the rank's shards only. Schedule-free optimizers write shards in
+``train()`` and ``eval()``, hooks through ``optimizer.param_groups``: the other ranks have to gather
+them before anybody computes with the parameters. Ordinary steps look for nothing. Ranks compare
+their parameters, and agree, when something may have been written:
+
+    before the first batch of an evaluation, a checkpoint, an export
+    before the first training batch after one of these, and of every epoch
+    before the second training batch of a fit; what is found there may happen in every step, so that
+        ranks compare before every batch from then on
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_lightning.errors import ShardingError
+from megatron_lightning.optim.gradients.buckets import Bucket
+from megatron_lightning.optim.gradients.param_gather import ParameterGather
+from megatron_lightning.optim.stepping.column_sums import column_sums
+from megatron_lightning.optim.stepping.distributed import DistributedOptimizer
+from megatron_lightning.parallel.context import AxisGroup, ParallelContext
+
+
+class WrittenWeights:
+    """Find parameters that were written outside of a step, and give them to all ranks.
+
+    Args:
+        views: The optimizers of this rank.
+        gather: Gathers parameters.
+        context: Groups of this rank.
+    """
+
+    def __init__(
+        self,
+        views: Sequence[DistributedOptimizer],
+        gather: ParameterGather,
+        context: ParallelContext,
+    ) -> None:
+        self._views = views
+        self._gather = gather
+        self._context = context
+        self._due = True
+        self._always = False
+        self._num_batches = 0
+
+    def expect(self) -> None:
+        """Look before the next batch: hooks run now that may write weights."""
+        self._due = True
+
+    @property
+    def is_due(self) -> bool:
+        """Whether hooks have run that may have written weights; the same on all ranks."""
+        return self._due
+
+    def before_evaluation(self) -> None:
+        """Look before a batch of an evaluation, if it is due. A collective."""
+        if self._due:
+            self._due = False
+            self.share()
+
+    def before_training(self, *, first: bool) -> bool:
+        """Look before a training batch, if it is due; return whether it was. A collective.
+
+        Args:
+            first: Whether the batch is the first of an epoch.
+        """
+        self._num_batches += 1
+        second = self._num_batches == 2
+        if not (self._due or self._always or first or second):
+            return False
+        between_steps = second and not self._due and not first
+        self._due = False
+        parts = [view.parts_were_written() for view in self._views if between_steps]
+        for view in self._views:
+            view.take_over()
+        self._always |= self.share(found=any(parts)) and between_steps
+        return True
+
+    @torch.no_grad()
+    def share(self, *, found: bool = False) -> bool:
+        """Gather parameters of which a rank's shard was written; return whether any was. A
+        collective.
+
+        Args:
+            found: Whether writes were found before.
+        """
+        self._gather.wait()
+        stale = [view.main_was_written() for view in self._views]
+        differ = self._differ()
+        written = found or differ or any(stale)
+        if not self._agree(written):
+            return False
+        self._refuse_drift(differ)
+        for view in self._views:
+            view.synchronize_written()
+        return True
+
+    def _differ(self) -> bool:
+        """Return whether ranks that share a bucket hold other parameters, or main params that other
+        ranks cannot see.
+        """
+        by_group: dict[AxisGroup, list[Bucket]] = defaultdict(list)
+        for bucket in {id(b): b for view in self._views for b in view.buckets}.values():
+            by_group[bucket.data.shard].append(bucket)
+        stale = [bucket.codes_are_stale() for some in by_group.values() for bucket in some]
+        differ = any(stale)
+        for group in sorted(by_group, key=lambda group: group.name):
+            sums = torch.stack(
+                [_checksum(bucket.value) for bucket in by_group[group] if bucket.value is not None]
+            )
+            extremes = torch.cat([sums, -sums])
+            if group.process_group is not None:
+                dist.all_reduce(extremes, dist.ReduceOp.MAX, group=group.process_group)
+            largest, smallest = extremes.chunk(2)
+            differ |= not torch.equal(largest, -smallest)
+        return differ
+
+    def _refuse_drift(self, differ: bool) -> None:
+        """Refuse parameters that code beside the step has written with other values on some ranks.
+        A collective.
+
+        Raises:
+            ShardingError: On every rank, naming them.
+        """
+        buckets = {id(b): b for view in self._views for b in view.buckets}.values()
+        mine = [name for bucket in buckets for name in bucket.names_written()] if differ else []
+        world = self._context.axis("world")
+        names = list(dict.fromkeys(n for rank in world.all_gather_object(mine) for n in rank))
+        if names:
+            raise ShardingError.drifted(names, world.name, world.ranks)
+
+    def _agree(self, mine: bool) -> bool:
+        """Return whether it holds on any rank."""
+        world = self._context.axis("world")
+        if world.process_group is None:
+            return mine
+        found = torch.tensor(float(mine), device=self._context.device)
+        dist.all_reduce(found, dist.ReduceOp.MAX, group=world.process_group)
+        return bool(found)
+
+
+def _checksum(flat: Tensor) -> Tensor:
+    """Return one number [] that equal bits have in common."""
+    sums = column_sums(flat)
+    # Odd, so that a change of one column cannot cancel; 62 bits, so that a sum has an opposite.
+    weights = torch.arange(len(sums), device=sums.device) * 0x9E3779B1 * 2 + 1
+    return (sums * weights).sum() >> 2

@@ -1,0 +1,341 @@
+"""Records of the values on a module, to compare them after a step and to restore them.
+
+Tensors are compared by identity and version, arrays, sets and numbers by value, lists and dicts
+entry by entry. Of a list or dict of more than ``MOST_ENTRIES`` added entries are found. Whether
+others were replaced is looked up in some runs, so that a run costs no more than a small list.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import operator
+import types
+import weakref
+from collections import deque
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from megatron_lightning.pipeline.batch.plain_values import equal_atoms, is_atom
+
+MOST_ENTRIES = 4096
+_PLAIN = frozenset({bool, int, float, complex, str, bytes, type(None)})
+_MANY = 64
+"""Entries from which on tensors in a list or dict are compared together."""
+_DEPTH = 4
+"""Objects inside of objects that are searched."""
+_LIBRARIES = frozenset(
+    [
+        "datasets",
+        "lightning",
+        "lightning_fabric",
+        "logging",
+        "megatron_lightning",
+        "numpy",
+        "pandas",
+        "pytorch_lightning",
+        "tokenizers",
+        "torch",
+        "torchmetrics",
+        "torchvision",
+        "transformers",
+    ]
+)
+_CODE = (
+    type,
+    types.FunctionType,
+    types.BuiltinFunctionType,
+    types.MethodType,
+    types.ModuleType,
+    functools.partial,
+)
+
+MISSING = object()
+"""Takes the place of a value that does not exist."""
+
+Record = Any
+"""An atom itself, or one of the classes of this module."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """A value that is compared by identity."""
+
+    value: Any
+
+    def is_changed(self, value: Any) -> bool:
+        """Return whether another value took its place."""
+        return value is not self.value
+
+
+@dataclass(frozen=True, slots=True)
+class KeptTensor:
+    """A tensor and its version; an inference tensor has none and is compared with a copy."""
+
+    reference: Any
+    """The tensor, or a weak reference where it is not restored."""
+    version: int
+    copy: Tensor | None
+
+    def is_changed(self, value: Any) -> bool:
+        """Return whether another value took its place, or it was written into."""
+        if value is not self.tensor or not isinstance(value, Tensor):
+            return True
+        if value.is_inference():
+            return self.copy is None or not torch.equal(value, self.copy)
+        return bool(value._version != self.version)
+
+    @property
+    def tensor(self) -> Tensor | None:
+        """The tensor, if it still exists."""
+        found: Tensor | None = (
+            self.reference if isinstance(self.reference, Tensor) else self.reference()
+        )
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class Copied:
+    """An array, a set or a deque, and a copy of what it held."""
+
+    value: Any
+    copy: Any
+
+    def is_changed(self, value: Any) -> bool:
+        """Return whether another value took its place, or its contents differ."""
+        if value is not self.value:
+            return True
+        if isinstance(value, np.ndarray):
+            return not np.array_equal(value, self.copy, equal_nan=value.dtype.kind in "fc")
+        if isinstance(value, deque):
+            return len(value) != len(self.copy) or any(
+                a is not b for a, b in zip(value, self.copy, strict=True)
+            )
+        return bool(value != self.copy)
+
+
+@dataclass(frozen=True, slots=True)
+class Items:
+    """A list, tuple, dict or object and the records of its entries."""
+
+    container: Any
+    entries: dict[Any, Record]
+    """None of a list or dict that is too large."""
+    length: int
+    versions: dict[Any, int] | None = None
+    """Versions of tensors among the entries, which are the values themselves; None: the entries are
+    records."""
+    large: Items | None = None
+    """The values in a list or dict that is too large, in a run that looks them up."""
+
+    def is_same(self, values: dict[Any, Any]) -> bool:
+        """Return whether entries that are recorded as values are the same, without a loop."""
+        if self.versions is None or len(values) != len(self.entries):
+            return False
+        same = all(map(operator.is_, values.values(), self.entries.values()))
+        return same and values.keys() == self.entries.keys() and self.versions == _versions(values)
+
+    def is_replaced(self, values: list[Any] | dict[Any, Any]) -> bool:
+        """Return whether entries of a list or dict that is too large were replaced or removed."""
+        if self.large is None:
+            return False
+        pairs = values.items() if isinstance(values, dict) else enumerate(values)
+        return not self.large.is_same(dict(itertools.islice(pairs, self.length)))
+
+    def entry(self, key: Any) -> Record:
+        """Return the record of an entry; ``MISSING`` if there was none."""
+        record = self.entries.get(key, MISSING)
+        if self.versions and isinstance(record, Tensor):
+            return KeptTensor(record, self.versions[key], None)
+        return record
+
+
+@dataclass(frozen=True, slots=True)
+class Recording:
+    """One pass over the values of a module."""
+
+    copies: bool
+    """Whether tensors are copied, so that they can be restored."""
+    run: int = 0
+    """Number of the run, which decides whether large lists and dicts are looked up."""
+    kept: dict[int, KeptTensor] = field(default_factory=dict)
+    """Tensors that the run has copied, by id; one that has not changed is not copied again."""
+    seen: set[int] = field(default_factory=set)
+    """Ids of containers that were recorded elsewhere, each of which is searched once."""
+
+
+def attributes_of(value: Any, foreign: Collection[str] = ()) -> dict[str, Any]:
+    """Return the attributes of an object that are no code, without the ``foreign`` ones."""
+    own = vars(value)
+    names = [name for name in own if name not in foreign] if foreign else own
+    return {name: own[name] for name in names if not isinstance(own[name], _CODE)}
+
+
+def make_record(value: Any, recording: Recording, depth: int = 0) -> Record:
+    """Return the record of a value.
+
+    Args:
+        value: The value.
+        recording: The pass that it belongs to.
+        depth: Number of objects around the value.
+    """
+    if is_atom(value):
+        return value
+    if isinstance(value, Tensor):  # parameters, which lists may hold, are left alone
+        return _of_tensor(value, recording) if type(value) is Tensor else Kept(value)
+    if id(value) in recording.seen or not _is_searched(value, depth):
+        return Kept(value)
+    recording.seen.add(id(value))
+    if isinstance(value, np.ndarray | set | deque):
+        return Copied(value, value.copy())
+    is_container = isinstance(value, list | tuple | dict)
+    items = _entries(value)
+    length = len(value) if is_container else len(items)
+    kinds = set(map(type, items.values()))
+    together = not recording.copies and len(items) > _MANY and kinds <= {*_PLAIN, Tensor}
+    if kinds <= _PLAIN or together:
+        large = _of_large(value, recording.run) if length > len(items) else None
+        return Items(value, items, length, _versions(items), large)
+    inner = depth + (not is_container)
+    entries = {key: make_record(item, recording, inner) for key, item in items.items()}
+    return Items(value, entries, length)
+
+
+def _of_large(value: Any, run: int) -> Items | None:
+    """Return the values in a large list or dict in one run of several; None in the others."""
+    if isinstance(value, tuple) or run % (len(value) // MOST_ENTRIES + 1):
+        return None
+    items = dict(value) if isinstance(value, dict) else dict(enumerate(value))
+    return Items(value, items, len(items), _versions(items))
+
+
+def _versions(items: dict[Any, Any]) -> dict[Any, int]:
+    """Return the versions of tensors; empty if there are none."""
+    if Tensor not in set(map(type, items.values())):
+        return {}
+    return {
+        key: 0 if item.is_inference() else item._version
+        for key, item in items.items()
+        if isinstance(item, Tensor)
+    }
+
+
+def _of_tensor(value: Tensor, recording: Recording) -> KeptTensor:
+    if value.is_inference():
+        copy = value.detach().clone()
+        return KeptTensor(value if recording.copies else weakref.ref(value), 0, copy)
+    if not recording.copies:
+        return KeptTensor(weakref.ref(value), value._version, None)
+    kept = recording.kept.get(id(value))
+    if kept is None or kept.is_changed(value):
+        kept = KeptTensor(value, value._version, value.detach().clone())
+        recording.kept[id(value)] = kept
+    return kept
+
+
+def _is_searched(value: Any, depth: int) -> bool:
+    if isinstance(value, list | tuple | dict | set | deque | np.ndarray):
+        return True
+    own = getattr(value, "__dict__", None)  # a class, or what stands for one, has no dict
+    if isinstance(value, (nn.Module, *_CODE)) or depth >= _DEPTH or not isinstance(own, dict):
+        return False
+    return type(value).__module__.partition(".")[0] not in _LIBRARIES
+
+
+def _entries(value: Any) -> dict[Any, Any]:
+    if not isinstance(value, list | tuple | dict):
+        return attributes_of(value)
+    if len(value) > MOST_ENTRIES:
+        return {}
+    return dict(value) if isinstance(value, dict) else dict(enumerate(value))
+
+
+def tensors_in(record: Record) -> Iterator[Tensor]:
+    """Yield the recorded tensors that still exist."""
+    if isinstance(record, Tensor):
+        yield record
+    elif isinstance(record, KeptTensor) and record.tensor is not None:
+        yield record.tensor
+    elif isinstance(record, Copied) and isinstance(record.value, deque):
+        yield from (item for item in record.value if isinstance(item, Tensor))
+    elif isinstance(record, Items):
+        for entry in record.entries.values():
+            yield from tensors_in(entry)
+
+
+def is_changed(before: Record, value: Any) -> bool:
+    """Return whether a value differs from its record, other than in the entries of a container."""
+    if isinstance(before, Kept | KeptTensor | Copied):
+        return before.is_changed(value)
+    if isinstance(before, Items) or not is_atom(value) or before is MISSING:
+        return True
+    return not equal_atoms(before, value)
+
+
+def is_refilled(before: Record, value: Any) -> bool:
+    """Return whether the recorded tensor, array, set or deque is still at its place."""
+    if isinstance(before, KeptTensor):
+        return before.tensor is value
+    return isinstance(before, Copied) and before.value is value
+
+
+def restored(record: Record) -> Any:
+    """Return the recorded value; containers, tensors and objects hold again what they held."""
+    if isinstance(record, KeptTensor):
+        return _restored_tensor(record)
+    if isinstance(record, Copied):
+        refill(record.value, record.copy)
+        return record.value
+    if isinstance(record, Items):
+        _restore_items(record)
+        return record.container
+    return record.value if isinstance(record, Kept) else record
+
+
+def _restored_tensor(record: KeptTensor) -> Tensor | None:
+    tensor, copy = record.tensor, record.copy
+    if tensor is None or copy is None or not record.is_changed(tensor):
+        return tensor
+    if tensor.is_inference() and not torch.is_inference_mode_enabled():
+        return copy
+    refill(tensor, copy)
+    return tensor
+
+
+def refill(value: Any, contents: Any) -> None:
+    """Write the contents of a tensor or container of one kind into another."""
+    if isinstance(value, Tensor):
+        with torch.no_grad():
+            value.copy_(contents)
+    elif isinstance(value, np.ndarray):
+        np.copyto(value, contents)
+    elif isinstance(value, list):
+        value[:] = contents
+    elif isinstance(value, deque) or value != contents:
+        value.clear()
+        (value.extend if isinstance(value, deque) else value.update)(contents)
+
+
+def _restore_items(record: Items) -> None:
+    value, entries = record.container, record.entries
+    items = {key: restored(entry) for key, entry in entries.items()}
+    is_large = record.length != len(entries)
+    if isinstance(value, list):
+        value[record.length if is_large else 0 :] = list(items.values())
+    elif isinstance(value, dict) and is_large:
+        for key in list(value)[record.length :]:
+            del value[key]
+    elif isinstance(value, dict):
+        if value.keys() != items.keys() or any(value[key] is not items[key] for key in items):
+            value.clear()
+            for key, item in items.items():
+                value[key] = item
+    elif not isinstance(value, tuple):
+        for name in attributes_of(value).keys() - items.keys():
+            del vars(value)[name]
+        vars(value).update(items)

@@ -1,0 +1,71 @@
+"""Closed formulas of a schedule's cost, from the papers, to compare the simulation with. No torch
+here.
+
+Notation: P pipeline ranks, V chunks on each, M micro-batches, N micro-batches of a group; F, B, I
+and W are the times of one action on one chunk, equal on all stages; messages take no time. Tests
+compare every formula with the simulation.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from megatron_lightning.pipeline.schedules.actions import Kind, Schedule
+from megatron_lightning.pipeline.schedules.one_f_one_b import groups_fill, smallest_group_size
+from megatron_lightning.pipeline.schedules.simulate import Costs
+
+
+class Expected(NamedTuple):
+    """Result of a formula."""
+
+    step_time: float
+    formula: str
+    peak_in_flight: tuple[int, ...]
+    """For each pp rank: the most (stage, micro-batch) activations it holds at once."""
+
+
+def expected(schedule: Schedule, costs: Costs, group_size: int | None = None) -> Expected | None:
+    """Return the cost of a schedule by its formula.
+
+    Args:
+        schedule: A table of one of the named generators.
+        costs: Times of the actions.
+        group_size: N of the interleaved schedule.
+
+    Returns:
+        None where there is no closed form: a user's own table, stages of unequal cost, messages
+        that take time, a last group below P, or (zero bubble) numbers that the paper's derivation
+        excludes.
+    """
+    num_stages = schedule.placement.num_stages
+    durations = costs.durations(num_stages)
+    if costs.communication or any(len(set(times)) > 1 for times in durations.values()):
+        return None
+    f, b, i, w = (durations[kind][0] for kind in Kind)
+    p, m = schedule.placement.num_ranks, schedule.num_microbatches
+    v = num_stages // p
+    n = group_size or smallest_group_size(p, m)
+    if schedule.name in {"gpipe", "1f1b"} or (
+        schedule.name == "interleaved" and groups_fill(p, m, n)
+    ):
+        time = (max(m, p) * (v - 1) + m + p - 1) * (f + b)
+        slots = "M + P - 1" if v == 1 else "MV + P - 1" if m >= p else "PV + M - 1"
+        return Expected(time, f"({slots}) (F + B)", _held(schedule, v, n))
+    if schedule.name == "zb-h1" and w <= min(f, i) and m >= p:
+        return Expected(
+            m * (f + i + w) + (p - 1) * (f + i - w), "M (F + I + W) + (P - 1) (F + I - W)", (p,) * p
+        )
+    if schedule.name == "zbv" and f == i == w and m >= 2 * p - 1:
+        return Expected(
+            2 * m * (f + i + w) + (p - 1) * f, "2 M (F + I + W) + (P - 1) F", (2 * p,) * p
+        )
+    return None
+
+
+def _held(schedule: Schedule, v: int, n: int) -> tuple[int, ...]:
+    p, m = schedule.placement.num_ranks, schedule.num_microbatches
+    if schedule.name == "gpipe":
+        return (m * v,) * p
+    if v == 1:
+        return tuple(min(m, pp_rank + 1) for pp_rank in range(p))
+    return tuple(min(m * v, 2 * pp_rank + (v - 1) * n + 1) for pp_rank in range(p))

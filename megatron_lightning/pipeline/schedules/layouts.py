@@ -1,0 +1,257 @@
+"""Partition of a model into stages by the user's options. No torch here.
+
+A *layout* is Megatron's notation, stage by stage: ``Et*3|(tt|)*29,mL``. ``E`` is the embedding,
+``t`` a transformer layer, ``m`` a layer of multi-token prediction, ``L`` output layer and loss;
+``|`` ends a stage, ``x*n`` and ``(…)*n`` repeat, commas and spaces mean nothing. Stage v * P + r is
+chunk v of Megatron's pipeline rank r, as in the interleaved schedule.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+
+from megatron_lightning.config import PipelineOptions
+from megatron_lightning.errors import ConfigError
+from megatron_lightning.pipeline.schedules.actions import Placement
+from megatron_lightning.pipeline.schedules.partition import (
+    Unit,
+    is_layer,
+    partition_units,
+    unit_names,
+    unit_weights,
+)
+
+KINDS: Mapping[str, str] = MappingProxyType(
+    {"E": "embedding", "t": "decoder", "m": "mtp", "L": "loss"}
+)
+"""Megatron's names of layer types by the letters of a layout."""
+
+Layout = tuple[tuple[str, ...], ...]
+"""For each stage the kinds of its layers, values of :data:`KINDS`."""
+
+
+def parse_layout(layout: str | Sequence[Sequence[str]]) -> Layout:
+    """Return the kinds of layers of each stage.
+
+    Args:
+        layout: In Megatron's notation, or the lists of names that it represents.
+
+    Raises:
+        ConfigError: If a letter or name is unknown, if embedding and loss are not first and last,
+            each once, or if the layers of multi-token prediction are not together behind the other
+            layers.
+    """
+    if isinstance(layout, str):
+        stages = tuple(
+            tuple(KINDS[letter] for letter in stage) for stage in _expand(layout).split("|")
+        )
+    else:
+        stages = tuple(map(tuple, layout))
+    kinds = [kind for stage in stages for kind in stage]
+    unknown = next((kind for kind in kinds if kind not in KINDS.values()), None)
+    if unknown is not None:
+        raise ConfigError(
+            f"pipeline layout {layout!r} has {unknown!r}. Use the names "
+            f"{', '.join(KINDS.values())}."
+        )
+    if not stages[0] or kinds[0] != "embedding" or kinds.count("embedding") > 1:
+        raise ConfigError(
+            f"pipeline layout {layout!r} does not begin with its only embedding: tokens enter "
+            "there. Write E first and once."
+        )
+    if not stages[-1] or kinds[-1] != "loss" or kinds.count("loss") > 1:
+        raise ConfigError(
+            f"pipeline layout {layout!r} does not end with its only loss: the last stage has it. "
+            "Write L last and once."
+        )
+    predicting = [stage for stage in stages if "mtp" in stage]
+    if len(predicting) > 1 or (predicting and "decoder" in kinds[kinds.index("mtp") :]):
+        raise ConfigError(
+            f"pipeline layout {layout!r} has m in {len(predicting)} stages or before a layer t; "
+            "multi-token prediction continues from the last layer's output. Write all m in one "
+            "stage, behind the last t."
+        )
+    return stages
+
+
+def split_units(
+    units: Sequence[Unit],
+    placement: Placement,
+    options: PipelineOptions,
+    allows: Callable[[int], bool] = lambda _: True,
+) -> tuple[tuple[str, ...], ...]:
+    """Return the unit paths of every stage, by the options or else balanced by
+    :func:`partition_units`, which begins a stage only with a unit whose index ``allows`` it.
+    """
+    kinds = [_kind(name) for name in unit_names(units)]
+    num_layers, num_predicting = kinds.count("decoder"), kinds.count("mtp")
+    first = options.num_layers_in_first_pipeline_stage
+    last = options.num_layers_in_last_pipeline_stage
+    if options.pipeline_model_parallel_layout is not None:
+        layout = parse_layout(options.pipeline_model_parallel_layout)
+        _check_layout(layout, placement, num_layers, num_predicting)
+        return _by_slots(units, layout)
+    if first is not None or last is not None:
+        counts = _uneven_counts(num_layers, placement, first, last)
+        stages = [("decoder",) * count for count in counts]
+        return _by_slots(units, (*stages[:-1], (*stages[-1], *("mtp",) * num_predicting)))
+    return partition_units(_counted(units, options), placement.num_stages, allows)
+
+
+def _expand(text: str) -> str:
+    plain = re.sub(r"[\s,]", "", text)
+    previous = ""
+    while previous != plain:  # from the innermost parentheses outwards
+        previous = plain
+        plain = re.sub(r"\(([^()]*)\)\*(\d+)", lambda match: match[1] * int(match[2]), plain)
+    plain = re.sub(r"([^()*])\*(\d+)", lambda match: match[1] * int(match[2]), plain)
+    wrong = next((letter for letter in plain if letter not in {*KINDS, "|"}), None)
+    if wrong is not None:
+        raise ConfigError(
+            f"pipeline layout {text!r} has {wrong!r} where a layer belongs. Write E, t, m, L and "
+            "|, repeated as in t*3 or (tt|)*4."
+        )
+    return plain
+
+
+def _kind(name: str) -> str | None:
+    """Return "decoder" or "mtp" for a layer, None for any other unit."""
+    if not is_layer(name):
+        return None
+    return "mtp" if is_predicting(name) else "decoder"
+
+
+def is_predicting(name: str) -> bool:
+    """Return whether a unit belongs to multi-token prediction."""
+    return "mtp" in name.split(".")
+
+
+def _check_layout(
+    layout: Layout, placement: Placement, num_layers: int, num_predicting: int
+) -> None:
+    ranks, stages = placement.num_ranks, placement.num_stages
+    if len(layout) != stages:
+        if len(layout) % ranks == 0:
+            fix = (
+                f"Set virtual_pipeline_model_parallel_size to {len(layout) // ranks}, or write "
+                f"{stages} stages"
+            )
+        else:
+            below = len(layout) // ranks * ranks
+            fix = (
+                f"Write {f'{below} or ' if below else ''}{below + ranks} stages, a multiple of the "
+                "ranks"
+            )
+        raise ConfigError(
+            f"the pipeline layout has {len(layout)} stages, and {ranks} pipeline ranks with "
+            f"{stages // ranks} model chunks each hold {stages}. {fix}."
+        )
+    for kind, letter, found in (("decoder", "t", num_layers), ("mtp", "m", num_predicting)):
+        written = sum(stage.count(kind) for stage in layout)
+        if written != found:
+            raise ConfigError(
+                f"the pipeline layout has {written} layers {letter} ({kind}), and pipeline_units() "
+                f"lists {found}. Write {found}."
+            )
+    predicting = next((index for index, stage in enumerate(layout) if "mtp" in stage), stages)
+    if predicting < stages - ranks:
+        raise ConfigError(
+            f"the pipeline layout has m in stage {predicting}, and only the last model chunks, "
+            f"stages {stages - ranks} to {stages - 1}, can hold it. Move it there."
+        )
+
+
+def _by_slots(units: Sequence[Unit], layout: Layout) -> tuple[tuple[str, ...], ...]:
+    """Put each layer on the next place of its kind; units before the layers on the first stage,
+    behind them on the last, and others with the layer before them.
+    """
+    names = unit_names(units)
+    kinds = [_kind(name) for name in names]
+    places = {
+        kind: iter([s for s, stage in enumerate(layout) for _ in range(stage.count(kind))])
+        for kind in ("decoder", "mtp")
+    }
+    last_layer = max((index for index, kind in enumerate(kinds) if kind), default=-1)
+    stages: list[list[str]] = [[] for _ in layout]
+    stage = 0
+    for index, (name, kind) in enumerate(zip(names, kinds, strict=True)):
+        if kind is not None:
+            stage = next(places[kind])
+        elif index > last_layer:
+            stage = len(layout) - 1
+        stages[stage].append(name)
+    return tuple(map(tuple, stages))
+
+
+def _uneven_counts(
+    num_layers: int, placement: Placement, first: int | None, last: int | None
+) -> list[int]:
+    """Return the layers of each stage where the first or the last pipeline rank takes a given
+    number.
+    """
+    ranks, chunks = placement.num_ranks, placement.num_stages // placement.num_ranks
+    if placement != Placement.loop(ranks, chunks) or ranks == 1:
+        raise ConfigError(
+            f"num_layers_in_first_pipeline_stage={first} and "
+            f"num_layers_in_last_pipeline_stage={last} are for a first and a last pipeline rank, "
+            f"and with the stages on {placement.pp_ranks} they are one. Set "
+            "pipeline_model_parallel_layout."
+        )
+    own = {0: first, ranks - 1: last}
+    middle = [rank for rank in range(ranks) if own.get(rank) is None]
+    for name, count in (("first", first), ("last", last)):
+        if count is not None and count % chunks:
+            below = count // chunks * chunks
+            raise ConfigError(
+                f"num_layers_in_{name}_pipeline_stage={count} cannot be divided among {chunks} "
+                f"model chunks. Set it to {f'{below} or ' if below else ''}{below + chunks}."
+            )
+    left = num_layers - (first or 0) - (last or 0)
+    if left < len(middle) * chunks or (left and not middle):
+        raise ConfigError(
+            f"num_layers_in_first_pipeline_stage={first} and "
+            f"num_layers_in_last_pipeline_stage={last} leave {left} of {num_layers} layers for "
+            f"{len(middle)} other pipeline ranks with {chunks} model chunks each. Change the two "
+            f"so that {f'{len(middle) * chunks} or more are' if middle else 'none is'} left."
+        )
+    each, extra = divmod(left, max(1, len(middle) * chunks))
+    counts = []
+    for stage in range(placement.num_stages):
+        count = own.get(stage % ranks)
+        if count is None:
+            counts.append(each + (extra > 0))
+            extra -= extra > 0
+        else:
+            counts.append(count // chunks)
+    return counts
+
+
+def _head(names: Sequence[str]) -> int:
+    """Return the index of the unit that predicts: the last one outside of multi-token prediction,
+    whose losses come behind it.
+    """
+    return max(index for index, name in enumerate(names) if not is_predicting(name))
+
+
+def _counted(units: Sequence[Unit], options: PipelineOptions) -> list[tuple[str, float]]:
+    """Return the units with weights; embedding and loss weigh as much as a layer where the options
+    count them.
+    """
+    names, weights = unit_names(units), list(unit_weights(units))
+    layers = [index for index, name in enumerate(names) if is_layer(name)] or [0]
+    for wanted, index, position in (
+        (options.account_for_embedding_in_pipeline_split, layers[0] - 1, "before the first"),
+        (options.account_for_loss_in_pipeline_split, _head(names), "after the last"),
+    ):
+        if not wanted:
+            continue
+        if index in {-1, layers[-1]}:
+            raise ConfigError(
+                f"account_for_{'embedding' if index < layers[0] else 'loss'}_in_pipeline_split is "
+                f"set, and pipeline_units() lists nothing {position} layer ({', '.join(names)}). "
+                "Unset it, or give the units weights."
+            )
+        weights[index] += 1.0
+    return list(zip(names, weights, strict=True))

@@ -1,0 +1,439 @@
+"""Run the user's step on one pipeline stage, without a change to any forward.
+
+Every stage runs the user's own step and the pipelined module's own forward on the real batch. The
+calls of its units are intercepted:
+
+    unit before the stage    returns what was received, in the structure of the real output, or a
+                             placeholder: NaN of the real shape, where nothing depends on it
+    unit of the stage        runs; what later stages use of its output is kept to be sent
+    first unit behind it     is not entered: the step is unwound
+
+Code between two units thus runs on both of their stages and only counts on the later one. On the
+last stage the rest of the forward and of the step runs. Before the call of the module all stages
+compute the same.
+
+Random numbers between units are equal on all stages, as each forward is seeded at its entry. Units
+draw only where they run: each from a seed of its own, which leaves the generator between units as
+it is, and which a recomputation uses again.
+
+A boundary carries the output of the unit before it and whatever earlier output is still used behind
+it (``taint``). The first micro-batch of every kind of call runs twice: once without values to learn
+that (:class:`CallFacts`), and then for real, where the NaN of the placeholders must reach nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from megatron_lightning.parallel.context import ParallelContext
+from megatron_lightning.parallel.rng import seeded, seeded_host
+from megatron_lightning.pipeline.batch.microbatches import tensors_of
+from megatron_lightning.pipeline.channel import StageTensors
+from megatron_lightning.pipeline.stages import crossing_errors as errors
+from megatron_lightning.pipeline.stages.analysis import intercepted
+from megatron_lightning.pipeline.stages.arguments import Containers
+from megatron_lightning.pipeline.stages.call_analysis import CallAnalysis
+from megatron_lightning.pipeline.stages.fields import map_tensors
+from megatron_lightning.pipeline.stages.parallel_call import replaced_attribute
+from megatron_lightning.pipeline.stages.stage import StagePartition
+from megatron_lightning.pipeline.stages.structure import Like, dump, flatten
+from megatron_lightning.pipeline.stages.stubs import (
+    Placeholders,
+    num_writes,
+    user_hooks,
+    with_hooks,
+)
+from megatron_lightning.pipeline.stages.taint import Taint
+from megatron_lightning.pipeline.stages.unit_values import AbsentValues
+from megatron_lightning.pipeline.stages.visit import CallFacts, Visit
+
+
+class StageExit(BaseException):
+    """Unwinds the user's step on entry to the first unit behind the stage."""
+
+    def __init__(self, outputs: StageTensors) -> None:
+        super().__init__("the step left a pipeline stage")
+        self.outputs = outputs
+
+
+class StageCrossing:
+    """Interception of the pipelined module and its units, for one pipeline run.
+
+    Args:
+        hook: Name of the user's step, for messages.
+        partition: The pipelined module and its stages.
+        context: Groups of this rank.
+        facts: Facts about this kind of call.
+        run_stage: Called with a stage, its forward and the forward's arguments; runs it with its
+            parameters gathered.
+        reached: Called with the micro-batch, right before the stage runs.
+        repeated: Returns the context of a forward that runs again, as a check.
+        kept: Returns the tensors that the module's attributes hold, for the step or for hooks.
+    """
+
+    def __init__(
+        self,
+        hook: str,
+        partition: StagePartition,
+        context: ParallelContext,
+        facts: CallFacts,
+        *,
+        run_stage: Callable[..., Any],
+        reached: Callable[[int], None] = lambda _: None,
+        repeated: Callable[[], AbstractContextManager[None]] = nullcontext,
+        kept: Callable[[], Sequence[Tensor]] = tuple,
+    ) -> None:
+        self._hook = hook
+        self._partition = partition
+        self._context = context
+        self._facts = facts
+        self._run_stage = run_stage
+        self._reached = reached
+        self._repeated = repeated
+        self._kept = kept
+        self.logged: Callable[[], Sequence[Tensor]] = tuple
+        """Returns the values that the step has logged."""
+        self._microbatch = 0
+        self._seed = 0
+        self._visit = Visit(0, 0, 0, (), {}, {}, None, True, 0)
+        self._visits: dict[tuple[int, int], Visit] = {}
+        self._signature: Hashable = None
+        self._analysis: CallAnalysis | None = None
+        self._taint: Taint | None = None  # follows the visit of an analysis
+        self._tests = False
+        # Whatever depends on a placeholder is wrong, and NaN shows it.
+        self._placeholders = Placeholders(float("nan"), context.device)
+        self._recomputes = False
+        self._absent = AbsentValues()
+        self._forward = partition.module.forward
+
+    # ------------------------------------------------------------------------------- of the program
+
+    def is_last(self, stage: int) -> bool:
+        """Return whether the step runs to its end on ``stage``."""
+        return stage == len(self._partition.stages) - 1
+
+    @property
+    def crossed(self) -> bool:
+        """Whether the step has called the module since :meth:`enter`."""
+        return self._visit.entered
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """Intercept the module and its units inside the block."""
+        module = self._partition.module
+        replica = 1_000_003 * self._context.dp.rank
+        stream = "training-seeds" if self._hook == "training_step" else "evaluation-seeds"
+        self._seed = self._context.rng.draw_seed(stream) + replica
+        with ExitStack() as undo:
+            undo.enter_context(replaced_attribute(module, "forward", self.cross))
+            for index, name in enumerate(self._partition.units):
+                unit = module.get_submodule(name)
+                undo.enter_context(intercepted(unit, partial(self._call_unit, index, unit)))
+            undo.callback(self._absent.hide)
+            yield
+
+    def enter(
+        self, stage: int, microbatch: int, received: StageTensors | None, signature: Hashable
+    ) -> None:
+        """Set stage, micro-batch and input of the module's next call."""
+        self._absent.hide()
+        facts, (first, end) = self._facts, self._partition.bounds[stage]
+        note = "{}" if received is None else received.note
+        before = facts.structures(note) if note else {}
+        tensors = iter(received or ())
+        given = {
+            unit: tuple(next(tensors) for _ in range(before[unit].num_tensors))
+            for unit in (facts.carried(first) if received else ())
+        }
+        own_note, structures = facts.notes.get((stage, signature), (None, dict(before)))
+        self._visit = Visit(
+            stage,
+            first,
+            end,
+            () if self.is_last(stage) else facts.carried(end),
+            given,
+            structures,
+            own_note,
+            was_called_before=bool(note),
+            seed=self._seed + microbatch * (len(self._partition.units) + 1),
+        )
+        self._microbatch = microbatch
+        self._signature = signature
+        self._recomputes = False
+        self._tests = self._analysis is None and stage not in facts.tested
+        self._taint = self._analysis.follow() if self._analysis else None
+
+    @contextmanager
+    def analyzing(self, root: nn.Module) -> Iterator[None]:
+        """Inside the block steps run without values and are left at the end of the module's
+        forward; afterwards it is known what messages have to hold. A collective of the pipeline.
+        ``root``: the LightningModule.
+
+        Raises:
+            ConfigError: If state that units hand on by other ways crosses a stage boundary.
+        """
+        self._analysis = CallAnalysis(self._partition)
+        with self._analysis.running(root):
+            yield
+        self._analysis.conclude(self._facts, self._context)
+        self._analysis = self._taint = None
+
+    def _learn(self) -> None:
+        """Learn from the end of a forward on this stage.
+
+        Raises:
+            PipelineError: If the model's code writes into an output that it was not given a copy
+                of.
+        """
+        lent, self._visit.lent = self._visit.lent, []
+        written = {unit for unit, tensor, version in lent if num_writes(tensor) != version}
+        if written and not self._analysis:
+            raise errors.late_write(self._partition.units[min(written)])
+        self._facts.written |= written
+        if self._analysis is not None and self._taint is not None:
+            self._analysis.learn(self._taint)
+
+    @contextmanager
+    def recomputing(self, stage: int, microbatch: int) -> Iterator[None]:
+        """Around the backward of a stage: what it recomputes calls units again, in any order."""
+        self._visit = self._visits.pop((stage, microbatch), self._visit)
+        self._recomputes = True
+        self._tests = False
+        try:
+            yield
+        finally:
+            self._recomputes = False
+
+    def check_result(self, result: Any) -> None:
+        """Check that the step has not used a placeholder that a hook has recorded.
+
+        Raises:
+            PipelineError: If its result is NaN where those of the module are not.
+        """
+        if not self._tests:
+            return
+        units = self._partition.units[: self._visit.first]
+        hooked = [name for name in units if user_hooks(self._partition.module.get_submodule(name))]
+        if hooked and _has_nan(result):
+            raise errors.recorded_placeholder(self._hook, hooked[0])
+
+    # -------------------------------------------------------------------------------- of the module
+
+    def cross(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's forward as the stage sees it; return on the last stage only.
+
+        Raises:
+            StageExit: On every other stage, with the outputs.
+            PipelineError: If a step calls the module in a way that a pipeline cannot run.
+        """
+        self._begin()
+        output = self._run(args, kwargs)
+        if self._tests:
+            self._check_placeholders(output, args, kwargs)
+        if isinstance(output, StageExit):
+            raise output
+        return output
+
+    def _begin(self) -> None:
+        visit = self._visit
+        if visit.entered:
+            raise errors.second_call(self._hook, visit.stage, self._microbatch)
+        if not visit.was_called_before:
+            raise errors.unexpected_call(self._hook, visit.stage)
+        visit.entered = True
+        visit.records = torch.is_grad_enabled()
+        if visit.records:
+            self._visits[visit.stage, self._microbatch] = visit
+        self._reached(self._microbatch)
+
+    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return what the forward returns, or the exit by which it is left."""
+        left: list[StageExit] = []
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            try:
+                with self._taint or nullcontext():
+                    output = self._forward(*args, **kwargs)
+                if self._visit.next < len(self._partition.units):
+                    raise errors.missing_unit(self._hook, self._partition.units[self._visit.next])
+                if self._taint is not None:
+                    self._taint.end([output, self._kept(), self.logged()])
+                self._learn()
+                if self._taint is not None:
+                    raise StageExit(StageTensors())
+            except StageExit as exit_:  # hooks of FSDP2 have to see the end of the forward
+                exit_.__traceback__ = None  # its frames hold the hooks of unfinished checkpoints
+                left.append(exit_)
+                return tuple(exit_.outputs)
+            return output
+
+        watched = self._analysis.watching_draws() if self._analysis else nullcontext()
+        with self._seeded(self._visit.seed), watched:
+            output = self._run_stage(self._visit.stage, forward, *args, **kwargs)
+        return left[0] if left else output
+
+    def _check_placeholders(self, output: Any, args: Any, kwargs: Any) -> None:
+        """Check that NaN in the placeholders has reached nothing.
+
+        Raises:
+            PipelineError: If it has.
+        """
+        visit, found = self._visit, output.outputs if isinstance(output, StageExit) else output
+        self._facts.tested.add(visit.stage)
+        if not _has_nan(found) or _has_nan(visit.received):
+            return
+        self._visit = replace(visit, next=0, sent={}, lent=[], records=False)
+        placeholders, device = self._placeholders, self._context.device
+        self._placeholders = Placeholders(0.0, device)
+        with torch.no_grad(), self._repeated():
+            again = self._run(args, kwargs)  # NaN may have other reasons
+        self._visit = visit
+        self._placeholders = placeholders
+        if not _has_nan(again.outputs if isinstance(again, StageExit) else again):
+            raise errors.unsent_output(visit.stage)
+
+    # --------------------------------------------------------------------------------- of the units
+
+    def _call_unit(
+        self, index: int, unit: nn.Module, run: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        """Take the place of the call of one unit."""
+        visit = self._visit
+        if self._recomputes:
+            if index >= visit.end:
+                raise StageExit(StageTensors())
+            if index >= visit.first:
+                return self._run_seeded(index, run, args, kwargs)
+            return self._stub(index, unit, args, kwargs)
+        if not visit.entered:
+            self._begin()
+            self._taint = None  # there is no end of a forward up to which outputs could be followed
+        if index != visit.next:
+            raise errors.wrong_order(self._hook, self._partition.units, index, visit.next)
+        visit.next += 1
+        if index >= visit.end:
+            raise StageExit(self._outputs())
+        if index < visit.first:
+            return self._stub(index, unit, args, kwargs)
+        if visit.records and not torch.is_grad_enabled() and _is_trained(unit):
+            raise errors.no_graph(self._partition.units[index])
+        output = self._run_unit(index, unit, run, args, kwargs)
+        if self._analysis and self._taint is None and visit.next == len(self._partition.units):
+            self._learn()
+            raise StageExit(StageTensors())
+        return output
+
+    def _run_unit(
+        self,
+        index: int,
+        unit: nn.Module,
+        run: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Run a unit of this stage, and keep what is sent of its output."""
+        visit, name = self._visit, self._partition.units[index]
+        containers = Containers(args, kwargs)
+        if self._taint is not None:
+            seen = self._analysis.values.seen(index, unit) if self._analysis else nullcontext()
+            with torch.compiler.set_stance("force_eager"), seen:
+                output = self._taint.run_unit(index, unit._call_impl, args, kwargs)
+        else:
+            output = self._run_seeded(index, run, args, kwargs)
+        changed = containers.changed(output, is_copy=self._taint is not None)
+        if changed is not None:
+            raise errors.changed_argument(name, changed)
+        if visit.next == len(self._partition.units):  # code behind the units is next
+            before = [left for left in self._facts.left if left[0] < visit.first]
+            self._absent.show(before, self._partition.module, self._partition.units)
+        if self.is_last(visit.stage) or (visit.note is not None and index not in visit.carried):
+            return output
+        tensors, structure = flatten(output, name)
+        if visit.note is None:
+            visit.structures[index] = structure
+        elif structure != visit.structures[index]:
+            raise errors.other_output(name, structure, visit.structures[index])
+        if index in visit.carried:
+            visit.sent[index] = tensors
+        return self._lend(index, output, tensors)
+
+    def _run_seeded(
+        self, index: int, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        with self._seeded(self._visit.seed + 1 + index):
+            return run(*args, **kwargs)
+
+    @contextmanager
+    def _seeded(self, seed: int) -> Iterator[None]:
+        """Seed the default generators: torch's, and others that the forward draws from."""
+        others = seeded_host(seed) if self._facts.draws_on_host else nullcontext()
+        with seeded(seed, self._context.device), others:
+            yield
+
+    def _stub(
+        self, index: int, unit: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Return what represents the output of a unit before the stage."""
+        visit, tensors = self._visit, self._visit.received.get(index)
+        structure = visit.structures[index]
+        if tensors is None:
+            is_written = self._analysis is not None or index in self._facts.written
+            tensors = tuple(
+                self._placeholders.of(leaf, fresh=is_written)
+                for leaf in structure.leaves
+                if isinstance(leaf, Like)
+            )
+        elif not self._recomputes and index in visit.carried:
+            visit.sent[index] = tensors
+        output = structure.build(iter(tensors))
+        if self._taint is not None:
+            self._taint.mark_output(index, output)
+        if not self._recomputes:
+            output = self._lend(index, output, tensors)
+        elif index in self._facts.written:
+            output = map_tensors(torch.clone, output)
+        return with_hooks(unit, args, kwargs, output)
+
+    def _lend(self, index: int, output: Any, tensors: tuple[Tensor, ...]) -> Any:
+        """Return the output for the model's code: a copy if it is sent or was received, since a
+        recomputation needs it again, and the code writes into it, or may do so in inference mode,
+        where writes are not counted.
+        """
+        visit = self._visit
+        if not (index in visit.sent or index in visit.received or self._analysis):
+            return output
+        uncounted = index in visit.sent and any(tensor.is_inference() for tensor in tensors)
+        if uncounted or index in self._facts.written:
+            return map_tensors(torch.clone, output)
+        visit.lent += [(index, tensor, num_writes(tensor)) for tensor in tensors]
+        return output
+
+    def _outputs(self) -> StageTensors:
+        """Return what the next stage receives."""
+        visit, facts = self._visit, self._facts
+        self._learn()
+        if visit.note is None:
+            visit.note = dump(visit.structures, self._partition.units)
+            facts.notes[visit.stage, self._signature] = (visit.note, visit.structures)
+        tensors = () if self._analysis else (t for unit in visit.carried for t in visit.sent[unit])
+        outputs = StageTensors(tensors, visit.note)
+        visit.sent = {}  # outputs are released once they are sent
+        return outputs
+
+
+def _is_trained(unit: nn.Module) -> bool:
+    return any(parameter.requires_grad for parameter in unit.parameters())
+
+
+def _has_nan(tree: Any) -> bool:
+    tensors = [*tensors_of(tree), *(x for x in tree_leaves(tree) if isinstance(x, Tensor))]
+    return any(bool(tensor.isnan().any()) for tensor in tensors if tensor.is_floating_point())

@@ -1,0 +1,209 @@
+"""Which outputs of units reach which other units, and which parameters are read where.
+
+A forward runs under a dispatch mode that marks the storages of tensors (https://docs.pytorch.org/
+docs/stable/notes/extending.html, "Extending all torch API with Modes"):
+
+- the output of unit i is copied to storage of its own and marked i;
+- an operation outside of the units passes the marks of its arguments on to its results;
+- what is made or written inside unit i is marked *leak i*: it leaves the unit by its output, which
+  is a copy, or else by a list, an attribute or a hook;
+- a parameter is marked with its name.
+
+A unit *uses* the marks of its arguments and of all that its operations read. Its own leak does not
+count. The code behind the last unit, the *tail*, uses what the forward returns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from megatron_lightning.pipeline.stages.fields import map_tensors, tensors_inside
+
+TAIL = 1_000_000
+"""Represents the code behind the last unit, in the place of a unit's index."""
+_ITEM = torch.ops.aten._local_scalar_dense.default
+
+
+@dataclass(frozen=True)
+class Uses:
+    """Uses found in one or several forwards."""
+
+    outputs: frozenset[tuple[int, int]] = frozenset()
+    """(j, i): unit i, or the tail, uses the output of unit j."""
+    leaks: frozenset[tuple[int, int]] = frozenset()
+    """(j, i): unit i, or the tail, reads what unit j has made or written and not returned."""
+    parameters: frozenset[tuple[str, int]] = frozenset()
+    """(name, i): unit i, or the tail, reads a parameter."""
+    read_between: frozenset[str] = frozenset()
+    """Parameters that code between the units reads."""
+    writes: frozenset[tuple[int, int]] = frozenset()
+    """(j, i): unit i writes into the output of unit j in place."""
+    written_between: frozenset[int] = frozenset()
+    """Units into whose output code between the units writes."""
+    aliased: frozenset[tuple[int, int]] = frozenset()
+    """(j, i): the output of unit i shares memory with that of unit j, or with itself (j = i): with
+    another part, or with an argument."""
+
+    @classmethod
+    def union(cls, parts: Sequence[Uses]) -> Uses:
+        """Return what several forwards have shown together."""
+        return cls(
+            frozenset().union(*(part.outputs for part in parts)),
+            frozenset().union(*(part.leaks for part in parts)),
+            frozenset().union(*(part.parameters for part in parts)),
+            frozenset().union(*(part.read_between for part in parts)),
+            frozenset().union(*(part.writes for part in parts)),
+            frozenset().union(*(part.written_between for part in parts)),
+            frozenset().union(*(part.aliased for part in parts)),
+        )
+
+    def carried(self, end: int) -> tuple[int, ...]:
+        """Return the units whose outputs the stage that begins with unit ``end`` receives: the one
+        before, and earlier ones that are used at ``end`` or behind it.
+        """
+        return tuple(sorted({end - 1} | {j for j, i in self.outputs if j < end <= i}))
+
+    def allows(self, end: int) -> bool:
+        """Return whether a stage may begin with unit ``end``: no leak crosses it."""
+        return not any(j < end <= i for j, i in self.leaks)
+
+
+@dataclass(frozen=True)
+class _Mark:
+    """A leak of a unit."""
+
+    unit: int
+
+
+@dataclass(eq=False)
+class Taint(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Dispatch mode that follows the marks.
+
+    Args:
+        parameters: Name -> parameter of the pipelined module.
+    """
+
+    parameters: Mapping[str, Tensor]
+    _marks: dict[int, frozenset[Any]] = field(default_factory=dict)
+    _alive: list[StorageWeakRef] = field(default_factory=list)
+    _inside: list[int] = field(default_factory=list)
+    _used: dict[int, set[Any]] = field(default_factory=dict)
+    _between: set[Any] = field(default_factory=set)
+    _writes: set[tuple[int, int]] = field(default_factory=set)
+    _written_between: set[int] = field(default_factory=set)
+    _aliased: set[tuple[int, int]] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        for name, parameter in self.parameters.items():
+            self._mark(parameter, self._of([parameter]) | {name})
+
+    def run_unit(
+        self, unit: int, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Run a unit; return a marked copy of its output."""
+        self._inside.append(unit)
+        try:
+            given = tensors_inside((args, kwargs))
+            self._use(self._of(given))
+            output = run(*args, **kwargs)
+            self._find_aliases(unit, given, tensors_inside(output))
+            # What happens to the copy later belongs to this unit, in whatever storage it was.
+            output = map_tensors(torch.clone, output)
+        finally:
+            self._inside.pop()
+        return self.mark_output(unit, output)
+
+    def _find_aliases(self, unit: int, given: Sequence[Tensor], returned: Sequence[Tensor]) -> None:
+        memory = {_storage(tensor): tensor for tensor in given}
+        seen: set[int] = set()
+        for tensor in returned:
+            storage = _storage(tensor)
+            if storage in memory:
+                marks = self._of([memory[storage]])
+                self._aliased |= {(j, unit) for j in (*marks, unit) if isinstance(j, int)}
+            if storage in seen:
+                self._aliased.add((unit, unit))
+            seen.add(storage)
+
+    def mark_output(self, unit: int, output: Any) -> Any:
+        """Mark ``output``, in storage of its own, as that of a unit; return it."""
+        for tensor in tensors_inside(output):
+            self._mark(tensor, frozenset({unit}))
+        return output
+
+    def end(self, output: Any) -> None:
+        """Record what the forward returned, and tensors that it left for the step elsewhere."""
+        opaque = [leaf for leaf in tree_leaves(output) if hasattr(leaf, "__dict__")]
+        inside = [list(vars(leaf).values()) for leaf in opaque if not isinstance(leaf, Tensor)]
+        self._used.setdefault(TAIL, set()).update(self._of(tensors_inside([output, inside])))
+
+    def uses(self) -> Uses:
+        """Return what was recorded."""
+        facts = [(mark, unit) for unit, marks in self._used.items() for mark in marks]
+        return Uses(
+            frozenset((mark, unit) for mark, unit in facts if isinstance(mark, int)),
+            frozenset((mark.unit, unit) for mark, unit in facts if isinstance(mark, _Mark)),
+            frozenset((mark, unit) for mark, unit in facts if isinstance(mark, str)),
+            frozenset(mark for mark in self._between if isinstance(mark, str)),
+            frozenset(self._writes),
+            frozenset(self._written_between),
+            frozenset(self._aliased),
+        )
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:  # called by torch
+        given = tensors_inside((args, kwargs))
+        marks = self._of(given)
+        self._use(marks)
+        if func is _ITEM and not self._inside:  # a Python number may reach anything
+            self._used.setdefault(TAIL, set()).update(j for j in marks if isinstance(j, int))
+        output = func(*args, **(kwargs or {}))
+        if not self._inside and func._schema.is_mutable:
+            written = self._of(tensors_inside(output))
+            self._written_between |= {j for j in written if isinstance(j, int)}
+        earlier: set[int] = set()
+        if self._inside:
+            marks = frozenset({_Mark(self._inside[-1])})
+            if not func._schema.is_mutable:  # a view of an argument is not made here
+                earlier = {_storage(tensor) for tensor in given}
+        if marks:
+            for tensor in tensors_inside(output):
+                if _storage(tensor) not in earlier:
+                    before = self._of([tensor])
+                    if self._inside and func._schema.is_mutable:
+                        unit = self._inside[-1]
+                        self._writes |= {(j, unit) for j in before if isinstance(j, int)}
+                    self._mark(tensor, marks | before)
+        return output
+
+    def _use(self, marks: frozenset[Any]) -> None:
+        if self._inside:
+            unit = self._inside[-1]
+            self._used.setdefault(unit, set()).update(marks - {_Mark(unit)})
+        else:
+            self._between |= marks
+
+    def _of(self, tensors: Iterable[Tensor]) -> frozenset[Any]:
+        none: frozenset[Any] = frozenset()
+        return none.union(*(self._marks.get(_storage(tensor), none) for tensor in tensors))
+
+    def _mark(self, tensor: Tensor, marks: frozenset[Any]) -> None:
+        # While the reference lives, the address belongs to this storage alone.
+        reference = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+        self._alive.append(reference)
+        self._marks[_storage(tensor)] = marks
+
+
+def _storage(tensor: Tensor) -> int:
+    address: int = tensor.untyped_storage()._cdata
+    return address

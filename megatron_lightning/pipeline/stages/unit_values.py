@@ -1,0 +1,83 @@
+"""Values that units leave on themselves, such as ``self.aux_loss = ...`` in a block's forward.
+
+Code behind the units that reads them finds those of the last stage's units; on the modules of units
+of earlier stages they are missing, or left from another micro-batch. In a run without values every
+stage sees which attributes its units change. In the steps that follow the same attributes of units
+before the last stage hold placeholders that refuse to be read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from megatron_lightning.parallel.absent import AbsentTensor
+from megatron_lightning.pipeline.batch.module_state import ModuleState
+from megatron_lightning.pipeline.batch.records import MISSING
+
+Left = tuple[int, str, str]
+"""Index of a unit, path of a module in it, name of an attribute."""
+
+_ADVICE = (
+    "The unit leaves it on itself in its forward. Return it from the unit, so that it is handed "
+    "on, or report a loss by a StepReport in the unit (docs/own_model.md)."
+)
+
+
+class UnitValues:
+    """Values that units of this rank leave on themselves in one run."""
+
+    def __init__(self) -> None:
+        self.left: set[Left] = set()
+        self._states: list[ModuleState] = []
+
+    @contextmanager
+    def seen(self, index: int, unit: nn.Module) -> Iterator[None]:
+        """Context of a unit's forward."""
+        state = ModuleState(unit, nn.Module, (), (0,), torch.device("cpu"))
+        state.begin(undone=True)
+        yield
+        self._states.append(state)
+        self.left |= {(index, path[0], str(path[1])) for path in state.changed_paths()}
+
+    def undo(self) -> None:
+        """Restore the values before the run."""
+        while self._states:
+            self._states.pop().undo()
+
+
+class AbsentValues:
+    """Placeholders of what units before the last stage leave on themselves."""
+
+    def __init__(self) -> None:
+        self._before: list[tuple[dict[str, Any], str, Any]] = []
+
+    def show(self, left: Collection[Left], module: nn.Module, units: tuple[str, ...]) -> None:
+        """Set placeholders for ``left``.
+
+        Args:
+            left: Attributes of units before the last stage.
+            module: The pipelined module.
+            units: Paths of all units.
+        """
+        if self._before:
+            return
+        for index, path, name in left:
+            unit = units[index]
+            owner = vars(module.get_submodule(f"{unit}.{path}" if path else unit))
+            self._before.append((owner, name, owner.get(name, MISSING)))
+            place = ".".join(filter(None, (unit, path, name)))
+            owner[name] = AbsentTensor.of(torch.empty((), device="meta"), place, advice=_ADVICE)
+
+    def hide(self) -> None:
+        """Set the values again that the placeholders took the place of."""
+        while self._before:
+            owner, name, value = self._before.pop()
+            if value is MISSING:
+                owner.pop(name, None)
+            else:
+                owner[name] = value

@@ -1,0 +1,262 @@
+"""Find the module that a pipeline divides, and its units.
+
+*Units* are submodules that one forward of the pipelined module calls exactly once each, in order,
+each fed by the one before: embedding, blocks, norm, head. They are, in this order of preference,
+
+1. named from outside (``PipelineOptions.units``);
+2. listed by the module itself (``pipeline_units()``);
+3. listed in the ``_pp_plan`` of a ``transformers`` model, where that holds a list of layers;
+4. found: the list of modules with the most parameters, called once each and in order, and all that
+   stands beside it or beside what holds it, has parameters, and is called once.
+
+Calls are known from a run with example inputs (``analysis``); without one, modules count as called
+in the order in which they were registered, and the first step checks it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+from torch import Tensor, nn
+
+from megatron_lightning.errors import ConfigError
+from megatron_lightning.parallel.patterns import compile_pattern
+from megatron_lightning.pipeline.schedules.partition import Unit, is_layer, unit_names
+
+_LISTS = (nn.ModuleList, nn.ModuleDict)
+_LIBRARIES = ("lightning", "pytorch_lightning", "torch")
+
+Calls = Mapping[str, int]
+"""Path of a module -> how often a forward has called it, in the order of the first calls."""
+
+
+class Pipelined(NamedTuple):
+    """The module that a pipeline divides."""
+
+    path: str
+    module: nn.Module
+    units: tuple[Unit, ...]
+    """Paths in the module, with weights where they are not those of a plain list."""
+
+
+def find_pipelined(
+    root: nn.Module,
+    patterns: Sequence[str] = (),
+    calls_of: Callable[[str], Calls | None] = lambda _: None,
+) -> Pipelined:
+    """Return the pipelined module of ``root`` and its units.
+
+    Args:
+        root: The full LightningModule, or any module.
+        patterns: Path patterns of the units, in call order; empty: they are found.
+        calls_of: Returns the calls in a forward of the module at a path, by the paths in it; None:
+            unknown.
+
+    Raises:
+        ConfigError: If there are none, or they contradict each other.
+    """
+    if patterns:
+        return _named(root, patterns)
+    declared = [
+        (path, module)
+        for path, module in root.named_modules()
+        if callable(getattr(module, "pipeline_units", None))
+    ]
+    if len(declared) > 1:
+        raise ConfigError(
+            "a pipeline divides one module, and "
+            f"{' and '.join(repr(path) for path, _ in declared)} of {type(root).__name__} have "
+            "pipeline_units(). Keep one of the methods, or name the units in "
+            "PipelineOptions(units=[...])."
+        )
+    if declared:
+        path, module = declared[0]
+        return Pipelined(path, module, _modules_only(module, module.pipeline_units()))
+    return _planned(root, calls_of) or _found(root, calls_of)
+
+
+def has_own_forward(module: nn.Module) -> bool:
+    """Return whether a module, such as a LightningModule, defines what calling it means."""
+    return type(module).forward.__module__.partition(".")[0] not in _LIBRARIES
+
+
+def _modules_only(module: nn.Module, units: Iterable[Unit]) -> tuple[Unit, ...]:
+    """Leave out parameters and buffers, which every stage keeps."""
+    tensors = {name for name, _ in (*module.named_parameters(), *module.named_buffers())}
+    return tuple(unit for unit in units if unit_names([unit])[0] not in tensors)
+
+
+def _named(root: nn.Module, patterns: Sequence[str]) -> Pipelined:
+    """Return the modules that the patterns match, in their order."""
+    paths = [path for path, _ in root.named_modules() if path]
+    found: list[str] = []
+    for pattern in patterns:
+        matches = [path for path in paths if compile_pattern(pattern).fullmatch(path)]
+        matches = matches or [p for p in paths if compile_pattern(f"**.{pattern}").fullmatch(p)]
+        if not matches:
+            raise ConfigError(
+                f"{pattern!r} in units of pipeline_options matches no module of "
+                f"{type(root).__name__}. Give paths as named_modules() does; * matches one segment."
+            )
+        found += [path for path in matches if path not in found]
+    path = _calling(root, _common(found))
+    prefix = f"{path}." if path else ""
+    return Pipelined(
+        path, root.get_submodule(path), tuple(name.removeprefix(prefix) for name in found)
+    )
+
+
+def _common(paths: Sequence[str]) -> str:
+    """Return the path of the innermost module that holds all of these."""
+    parents = [path.split(".")[:-1] for path in paths]
+    shared = []
+    for segments in zip(*parents, strict=False):
+        if len(set(segments)) > 1:
+            break
+        shared.append(segments[0])
+    return ".".join(shared)
+
+
+def _calling(root: nn.Module, path: str) -> str:
+    """Return the path, or that of the next module above it, whose call runs a forward."""
+    while path and isinstance(root.get_submodule(path), _LISTS):
+        path = path.rpartition(".")[0]
+    return path
+
+
+# ----------------------------------------------------------------------------------- planned, found
+
+
+def _planned(root: nn.Module, calls_of: Callable[[str], Calls | None]) -> Pipelined | None:
+    """Return the units of a transformers model's ``_pp_plan``; None if it has no list of layers."""
+    planned = ((path, module, getattr(module, "_pp_plan", None)) for path, module in _all(root))
+    path, module, plan = next((found for found in planned if found[2]), ("", root, None))
+    if not plan:
+        return None
+    calls = calls_of(path)
+    modules = dict(_all(module))
+    if not all(name in modules for name in plan):  # copied from another family
+        return None
+    units = [unit for name in plan for unit in _expanded(modules, name, calls)]
+    body = max((_body(modules, name, calls) for name in plan), key=len)
+    if len(body) < 2 or any(calls is not None and calls.get(unit) != 1 for unit in units):
+        return None
+    return Pipelined(path, module, _weighed(modules, _ordered(modules, units, calls), body))
+
+
+def _found(root: nn.Module, calls_of: Callable[[str], Calls | None]) -> Pipelined:
+    lists = [
+        path
+        for path, module in root.named_modules()
+        if isinstance(module, (*_LISTS, nn.Sequential)) and len(module) > 1
+    ]
+    path = _calling(root, _divided(root, _largest(root, lists)))
+    module, calls = root.get_submodule(path), calls_of(path)
+    modules = dict(_all(module))
+    bodies = [
+        _body(modules, inner, calls)
+        for inner, child in modules.items()
+        if isinstance(child, (*_LISTS, nn.Sequential))
+    ]
+    repeated = [names for names in bodies if len({type(modules[name]) for name in names}) == 1]
+    # Where calls are unknown, a dict of different modules may be run in any order.
+    bodies = repeated if calls is None and any(len(names) > 1 for names in repeated) else bodies
+    body = max(bodies, key=lambda names: _num_parameters(modules, names), default=())
+    if len(body) < 2:
+        raise ConfigError(
+            f"{type(root).__name__} has no list of modules that one forward calls once each, in "
+            "order, so a pipeline cannot divide it. Name the units, in the order in which they "
+            "are called, in PipelineOptions(units=[...]), or set pipeline_model_parallel_size "
+            "to 1."
+        )
+    units, parent = list(body), body[0]
+    while parent:  # what stands beside the body, and beside what holds it
+        parent = parent.rpartition(".")[0]
+        for name in _children(modules, parent):
+            if not any(unit == name or unit.startswith(f"{name}.") for unit in units):
+                units += [
+                    unit
+                    for unit in _expanded(modules, name, calls)
+                    if _num_parameters(modules, [unit])
+                ]
+    units = [unit for unit in units if calls is None or calls.get(unit) == 1]
+    return Pipelined(path, module, _weighed(modules, _ordered(modules, units, calls), body))
+
+
+def _all(module: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Return all modules by all of their paths: some are reached by several."""
+    return list(module.named_modules(remove_duplicate=False))
+
+
+def _largest(root: nn.Module, lists: Sequence[str]) -> str:
+    modules = dict(root.named_modules())
+    return max(lists, key=lambda path: _num_parameters(modules, [path]), default="")
+
+
+def _divided(root: nn.Module, path: str) -> str:
+    """Return the path of the module whose call is divided: the whole model, of which the list at
+    ``path`` is a part.
+    """
+    top = path.partition(".")[0]
+    owners = {
+        name for name, child in root.named_children() if any(True for _ in child.parameters())
+    }
+    if has_own_forward(root) and (owners - {top} or root._parameters):
+        return ""
+    return top
+
+
+def _body(modules: Mapping[str, nn.Module], path: str, calls: Calls | None) -> tuple[str, ...]:
+    """Return the children of a list that have parameters and are called once each, in order."""
+    if not isinstance(modules[path], (*_LISTS, nn.Sequential)):
+        return ()
+    names = [name for name in _children(modules, path) if _num_parameters(modules, [name])]
+    if calls is None:
+        return tuple(names)
+    names = [name for name in names if calls.get(name) == 1]
+    return tuple(names) if names == _ordered(modules, names, calls) else ()
+
+
+def _children(modules: Mapping[str, nn.Module], path: str) -> list[str]:
+    return [f"{path}.{name}" if path else name for name, _ in modules[path].named_children()]
+
+
+def _expanded(modules: Mapping[str, nn.Module], name: str, calls: Calls | None) -> list[str]:
+    """Return the module, or its children in place of a list that is not called itself."""
+    is_called = not isinstance(modules[name], _LISTS) if calls is None else name in calls
+    if is_called:
+        return [name]
+    return [unit for child in _children(modules, name) for unit in _expanded(modules, child, calls)]
+
+
+def _ordered(
+    modules: Mapping[str, nn.Module], names: Sequence[str], calls: Calls | None
+) -> list[str]:
+    """Return the names in the order of the calls, or else of registration."""
+    order = {name: index for index, name in enumerate(modules if calls is None else calls)}
+    return sorted(dict.fromkeys(names), key=lambda name: order[name])
+
+
+def _num_parameters(modules: Mapping[str, nn.Module], names: Iterable[str]) -> int:
+    """Return the elements of the parameters, and of running statistics, which only one stage may
+    update.
+    """
+    children = [child for name in names for child in modules[name].modules()]
+    statistics = [c for c in children if isinstance(c, nn.modules.batchnorm._NormBase)]
+    tensors: list[Tensor] = [p for c in children for p in c.parameters(recurse=False)]
+    tensors += [buffer for child in statistics for buffer in child.buffers(recurse=False)]
+    return sum(tensor.numel() for tensor in tensors)
+
+
+def _weighed(
+    modules: Mapping[str, nn.Module], units: Sequence[str], body: Sequence[str]
+) -> tuple[Unit, ...]:
+    """Return the units with their shares of the time: blocks of one kind, in this list or others,
+    weigh 1 and other units nothing; blocks of several kinds weigh as their parameters do.
+    """
+    kinds = {type(modules[name]) for name in body}
+    if len(kinds) == 1:
+        inside = {name for name in units if is_layer(name) and type(modules[name]) in kinds}
+        return tuple((name, float(name in inside or name in body)) for name in units)
+    return tuple((name, float(_num_parameters(modules, [name]))) for name in units)
