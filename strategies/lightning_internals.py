@@ -227,6 +227,29 @@ def trainer_state(trainer: pl.Trainer) -> dict[str, Any]:
     return dict(trainer._checkpoint_connector.dump_checkpoint(weights_only=False))
 
 
+def chosen_checkpoint(trainer: pl.Trainer, path: str) -> str | None:
+    """Return the checkpoint that the Trainer will load for a ``ckpt_path`` such as "last"; None: it
+    loads none.
+
+    Args:
+        trainer: The Trainer.
+        path: The argument; empty if it was left out.
+    """
+    connector, fn = trainer._checkpoint_connector, trainer.state.fn
+    if fn is None or path not in ("", "best", "last", "hpc"):
+        return path or None
+    if not path and connector._user_managed:
+        return None if trainer.ckpt_path is None else str(trainer.ckpt_path)
+    with warnings.catch_warnings():  # they come again when the Trainer asks
+        warnings.simplefilter("ignore")
+        try:
+            # As with a model: without one Lightning says itself that "best" is loaded.
+            found = connector._parse_ckpt_path(fn, path or None, True, True)
+        except (ValueError, MisconfigurationException):
+            return None  # there is no such checkpoint, as the Trainer will say
+    return None if found is None else str(found)
+
+
 def requeue_path(trainer: pl.Trainer) -> str:
     """Return the next ``hpc_ckpt_<n>.ckpt``, which a job that Slurm has queued again looks for."""
     return str(trainer._checkpoint_connector.hpc_save_path(str(trainer.default_root_dir)))

@@ -53,6 +53,7 @@ from megatron_lightning.config import (
     StartMethod,
 )
 from megatron_lightning.errors import ConfigError, ShardingError
+from megatron_lightning.modules.hugging_face import HuggingFaceModule
 from megatron_lightning.optim.checks import (
     check_optimizers,
     check_stepped_tensors,
@@ -371,6 +372,7 @@ class MegatronStrategy(ParallelStrategy):
         )
         hooks = LaunchHooks(
             before_launch=self._check_before_launch,
+            note_checkpoint=self._note_checkpoint,
             failure_watch=self.ranks.current_watch,
             write_logs=self._write_logs,
             full_module_state=self.full_module_state,
@@ -383,6 +385,11 @@ class MegatronStrategy(ParallelStrategy):
             num_processes=num_processes,
             num_nodes=self.num_nodes,
         )
+
+    def _note_checkpoint(self, trainer: pl.Trainer | None, path: str) -> None:
+        if trainer is not None and isinstance(self.lightning_module, HuggingFaceModule):
+            chosen = internals.chosen_checkpoint(trainer, path)
+            self.lightning_module.loads_from = chosen and committed_requeue(chosen)
 
     def _check_before_launch(
         self, trainer: pl.Trainer | None, data: pl.LightningDataModule | None

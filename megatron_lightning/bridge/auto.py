@@ -3,18 +3,41 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import os
+from collections.abc import Mapping
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from megatron_lightning.bridge.folder import INDEX, SINGLE, HuggingFaceFolder
-from megatron_lightning.bridge.untouched import defer_weights, is_deferred, lazy_model
-from megatron_lightning.errors import ConfigError, MissingCheckpointError
+from megatron_lightning.bridge.export import fills_of_checkpoint
+from megatron_lightning.bridge.folder import FolderTensors, HuggingFaceFolder
+from megatron_lightning.bridge.hub import local_folder
+from megatron_lightning.bridge.kept import KeptFolder, keep, read_kept, remember
+from megatron_lightning.bridge.lazy import Lazy
+from megatron_lightning.bridge.pieces import Piece, assembled, inverse, uses_of
+from megatron_lightning.bridge.untouched import (
+    defer_weights,
+    fill_weights,
+    is_deferred,
+    lazy_model,
+    lazy_parameters,
+)
+from megatron_lightning.checkpoint.commit import is_committed
+from megatron_lightning.checkpoint.format.storage import is_plain_file, is_remote
+from megatron_lightning.errors import CheckpointError, ConfigError, MissingCheckpointError
 
-_DOWNLOADED = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.py")
+
+class Plan(NamedTuple):
+    """How the tensors of a folder and the parameters of its model are made of each other."""
+
+    folder: FolderTensors
+    parameters: dict[str, Lazy]
+    """Name in the model -> tensor made of the folder's."""
+    pieces: dict[str, list[Piece]]
+    """Name in the folder -> pieces of parameters; see :func:`pieces.inverse`."""
 
 
 class AutoBridge:
@@ -25,6 +48,9 @@ class AutoBridge:
         trust_remote_code: Whether code in the folder may run.
         attn_implementation: Attention of ``transformers``, such as "sdpa" or "eager"; None: the
             model's default.
+        origin: What the user calls the folder, for checkpoints; None: its path.
+        revision: Branch, tag or commit of a Hub id.
+        kept: What a checkpoint keeps of the folder, if ``path`` has no weights.
 
     Raises:
         ConfigError: If the folder needs code of its own and ``trust_remote_code`` is False.
@@ -36,12 +62,19 @@ class AutoBridge:
         *,
         trust_remote_code: bool = False,
         attn_implementation: str | None = None,
+        origin: str | None = None,
+        revision: str | None = None,
+        kept: KeptFolder | None = None,
     ) -> None:
         self.path = path
         """The folder."""
         self.config = _load_config(path, trust_remote_code=trust_remote_code)
         """Configuration of ``transformers``."""
         self._trusts = trust_remote_code
+        self._origin = str(path) if origin is None else origin
+        self._revision = revision
+        self._kept = kept
+        self._generation_config = _load_generation_config(path)
         self._options: dict[str, Any] = {}
         if attn_implementation is not None:
             self._options["attn_implementation"] = attn_implementation
@@ -55,11 +88,12 @@ class AutoBridge:
         trust_remote_code: bool = False,
         attn_implementation: str | None = None,
     ) -> AutoBridge:
-        """Return the bridge of a folder or a Hub id.
+        """Return the bridge of a folder, a Hub id, or a checkpoint that keeps its folder.
 
         Args:
             path: A folder, or a Hub id such as ``meta-llama/Llama-3.2-1B``. A Hub id is read from
-                the local cache if it is there.
+                the local cache if it is there. Or a checkpoint of a model that came from a folder:
+                configuration and tokenizer are the folder's, and weights the checkpoint's.
             revision: Branch, tag or commit of the Hub id; None: main.
             trust_remote_code: Whether code in the folder may run.
             attn_implementation: See the class.
@@ -68,23 +102,75 @@ class AutoBridge:
             MissingCheckpointError: If there is no such folder, and the Hub has no such id.
             ConfigError: See the class.
         """
-        folder = local_folder(path, revision=revision)
         options: dict[str, Any] = {
             "trust_remote_code": trust_remote_code,
             "attn_implementation": attn_implementation,
         }
-        return cls(folder, **options)
+        if _is_checkpoint(path):
+            return cls.from_checkpoint(path, **options)
+        folder = local_folder(path, revision=revision)
+        return cls(folder, origin=str(path), revision=revision, **options)
+
+    @classmethod
+    def from_checkpoint(
+        cls,
+        path: str | os.PathLike[str],
+        *,
+        model: str | None = None,
+        reads: bool = True,
+        **options: Any,
+    ) -> AutoBridge:
+        """Return the bridge of the folder that a checkpoint keeps.
+
+        Args:
+            path: A checkpoint directory, plain file, or URL.
+            model: Path of the model in the checkpoint's LightningModule; None: the first model that
+                came from a folder.
+            reads: Whether weights are the checkpoint's; False: there are none, and whoever makes
+                the model loads the checkpoint into it.
+            options: See the class.
+
+        Raises:
+            CheckpointError: If the checkpoint keeps no folder, or holds another model.
+            ConfigError: See the class.
+        """
+        found = read_kept(path, model)
+        if found is None:
+            raise CheckpointError(
+                f"{path} keeps no Hugging Face folder, since its model did not come from one. Name "
+                "the folder: --like FOLDER."
+            )
+        source, place, kept = found
+        with kept.files.unpacked() as folder:
+            bridge = cls(folder, kept=kept, **options)
+            _ = bridge.model_class  # its code may be in the folder, which is deleted here
+        if reads:
+            _, parameters, pieces = bridge.plan()
+            fills = fills_of_checkpoint(source, parameters, place)
+            made = assembled(kept, pieces, fills)
+            kept.read_from({name: made[name].fill for name in pieces})
+        return bridge
+
+    @staticmethod
+    def prepare(path: str | Path, *, revision: str | None = None) -> None:
+        """Download a Hub id into the cache, if it is not there; for ``prepare_data`` hooks.
+
+        Raises:
+            MissingCheckpointError: If there is no such folder, and the Hub has no such id.
+        """
+        if not _is_checkpoint(path):
+            local_folder(path, revision=revision)
 
     @classmethod
     def can_handle(cls, path: str | Path, *, revision: str | None = None) -> bool:
         """Return whether ``transformers`` knows the model; no weights are downloaded."""
         try:
-            folder = local_folder(path, revision=revision, patterns=("*.json",))
+            folder = local_folder(path, revision=revision, weights=False)
             return cls(folder).model_class is not None
         except (ConfigError, MissingCheckpointError):
             return False
 
-    @property
+    @cached_property
     def model_class(self) -> Any:
         """Class of the model: ``architectures`` of config.json, so that no part of it is left out.
 
@@ -108,12 +194,18 @@ class AutoBridge:
             )
         return found
 
+    @cached_property
+    def folder(self) -> FolderTensors:
+        """The tensors of the folder."""
+        return HuggingFaceFolder(self.path) if self._kept is None else self._kept
+
     def to_model(self, *, dtype: torch.dtype | None = None) -> nn.Module:
         """Return the untouched model of ``transformers``.
 
         In ``configure_model`` under ``MegatronStrategy`` the model is on ``meta``, and each rank
         reads the part of the folder that it owns when the model is divided. Elsewhere it is what
-        ``from_pretrained`` returns.
+        ``from_pretrained`` returns. Checkpoints of the model keep the folder's table of tensors and
+        its other files.
 
         Args:
             dtype: Dtype of the parameters; None: torch's default dtype, which Lightning sets to the
@@ -124,50 +216,42 @@ class AutoBridge:
             CheckpointError: If the folder does not fit the model, or is damaged.
         """
         options = {**self._options, "dtype": dtype or torch.get_default_dtype()}
+        model = lazy_model(self.folder, self.model_class, self.config, **options)
+        kept = self._keep(model)
         if is_deferred():
-            folder = HuggingFaceFolder(self.path)
-            return defer_weights(lazy_model(folder, self.model_class, self.config, **options))
-        model: nn.Module = self.model_class.from_pretrained(
-            self.path, config=self.config, **options
-        )
+            defer_weights(model, reads=kept is not self.folder or kept.has_values)
+        elif self._kept is not None:
+            fill_weights(model)
+        else:
+            model = self.model_class.from_pretrained(self.path, config=self.config, **options)
+        if self._generation_config is not None:
+            model.generation_config = self._generation_config
+        remember(model, kept)
         return model
 
+    def plan(self) -> Plan:
+        """Return how the folder's tensors are made of the model's parameters.
 
-def local_folder(
-    path: str | Path, *, revision: str | None = None, patterns: Sequence[str] = _DOWNLOADED
-) -> Path:
-    """Return a folder, or the local snapshot of a Hub id, which is downloaded if it is not cached.
+        Raises:
+            CheckpointError: If the folder does not fit the model, or no way back is known.
+        """
+        # In the folder's dtypes: a cast there and back would round.
+        model = lazy_model(self.folder, self.model_class, self.config, dtype="auto")
+        parameters = lazy_parameters(model)
+        ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
+        return Plan(self.folder, parameters, inverse(self.folder, parameters, ignored))
 
-    Args:
-        path: A folder, or a Hub id.
-        revision: Branch, tag or commit of the Hub id; None: main.
-        patterns: Files that are downloaded.
+    def _keep(self, model: nn.Module) -> KeptFolder:
+        parameters = lazy_parameters(model).values()
+        used = (use.name for lazy in parameters for use in uses_of(self.folder, lazy))
+        return keep(self.folder, used, self._origin, self._revision)
 
-    Raises:
-        MissingCheckpointError: If there is no such folder, and the Hub has no such id.
-    """
-    if Path(path).is_dir():
-        return Path(path)
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
-    options: dict[str, Any] = {"revision": revision, "allow_patterns": list(patterns)}
-    try:
-        snapshot = Path(snapshot_download(str(path), local_files_only=True, **options))
-        if (snapshot / SINGLE).exists() or (snapshot / INDEX).exists():
-            return snapshot
-    except LocalEntryNotFoundError:
-        pass  # not in the cache: the download below fetches the model, or says why it cannot
-    except HFValidationError as error:
-        raise MissingCheckpointError.at(path) from error
-    try:
-        return Path(snapshot_download(str(path), **options))
-    except Exception as error:
-        raise MissingCheckpointError(
-            f"{path} is neither a folder nor a model that the Hub gives ({type(error).__name__}: "
-            f"{error}). Check the path, the revision {revision or 'main'}, and the access of this "
-            "machine; HF_HUB_OFFLINE=1 reads the cache only."
-        ) from error
+def _is_checkpoint(path: str | Path) -> bool:
+    """Return whether a path is one of our checkpoints, or a plain Lightning checkpoint."""
+    if is_remote(path) or is_plain_file(path):
+        return True
+    return not (Path(path) / "config.json").exists() and is_committed(path)
 
 
 def _load_config(path: Path, *, trust_remote_code: bool) -> Any:
@@ -179,12 +263,7 @@ def _load_config(path: Path, *, trust_remote_code: bool) -> Any:
             f"{path} has no config.json, so its model is unknown. Name a folder that "
             "save_pretrained of transformers has written."
         )
-    try:
-        plain = json.loads(file.read_bytes())
-    except ValueError as error:
-        raise ConfigError(
-            f"{file} is no JSON ({error}). Download or restore the folder."
-        ) from error
+    plain = _json_of(file)
     try:
         # False, not None: transformers would ask on the terminal of every rank.
         return AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
@@ -196,3 +275,23 @@ def _load_config(path: Path, *, trust_remote_code: bool) -> Any:
             f"{file} describes a model of type {plain.get('model_type')!r}, which cannot be made "
             f"({str(error).splitlines()[0]}). {advice}"
         ) from error
+
+
+def _load_generation_config(path: Path) -> Any:
+    """Return the configuration of text generation; None: the folder has none."""
+    from transformers import GenerationConfig
+
+    file = path / "generation_config.json"
+    return GenerationConfig.from_dict(dict(_json_of(file))) if file.is_file() else None
+
+
+def _json_of(file: Path) -> Mapping[str, Any]:
+    try:
+        plain = json.loads(file.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(
+            f"{file} is no JSON ({error}). Download or restore the folder."
+        ) from error
+    if not isinstance(plain, dict):
+        raise ConfigError(f"{file} is no JSON object. Download or restore the folder.")
+    return plain

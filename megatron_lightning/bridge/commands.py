@@ -13,12 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from megatron_lightning.bridge.auto import AutoBridge
-from megatron_lightning.bridge.export import fills_of_checkpoint, write_folder
+from megatron_lightning.bridge.export import write_folder
 from megatron_lightning.bridge.folder import HuggingFaceFolder
+from megatron_lightning.bridge.give_back import tensors_of_checkpoint
 from megatron_lightning.bridge.lazy import Lazy
-from megatron_lightning.bridge.pieces import Piece, assembled, inverse
-from megatron_lightning.bridge.untouched import lazy_model, lazy_parameters
-from megatron_lightning.checkpoint.source import CheckpointSource, open_checkpoint
+from megatron_lightning.bridge.pieces import assembled
 from megatron_lightning.checkpoint.tools.progress import progress_bar
 from megatron_lightning.errors import CheckpointError
 from megatron_lightning.parallel.spec import Box
@@ -32,6 +31,7 @@ def export(  # noqa: PLR0917  # every one is an option of the command line
     checkpoint: str,
     target: str,
     like: str | None = None,
+    model: str | None = None,
     dtype: Dtype | None = None,
     overwrite: bool = False,
     revision: str | None = None,
@@ -43,7 +43,9 @@ def export(  # noqa: PLR0917  # every one is an option of the command line
         checkpoint: Checkpoint of a module that holds the folder's model.
         target: The folder to write.
         like: Folder or Hub id whose files, names and dtypes are followed; leave it out for the one
-            that ``HuggingFaceModule`` was started from.
+            that the model came from, of which the checkpoint keeps all but weights.
+        model: Path of the model in the LightningModule; leave it out for the first that came from a
+            folder.
         dtype: Dtype of the weights; leave it out for the folder's.
         overwrite: Replace an existing target.
         revision: Branch, tag or commit of the Hub id.
@@ -52,20 +54,17 @@ def export(  # noqa: PLR0917  # every one is an option of the command line
     Raises:
         CheckpointError: If the checkpoint is not of the folder's model, or the target exists.
     """
-    source = open_checkpoint(checkpoint)
-    if like is None:
-        like, revision = _origin(source, checkpoint)
-    bridge = AutoBridge.from_hf_pretrained(
-        like, revision=revision, trust_remote_code=trust_remote_code
+    folder, tensors = tensors_of_checkpoint(
+        checkpoint,
+        like=like,
+        model=model,
+        dtype=None if dtype is None else getattr(torch, dtype),
+        revision=revision,
+        trust_remote_code=trust_remote_code,
     )
-    folder, parameters, pieces = _plan(bridge)
-    fills = fills_of_checkpoint(source, parameters)
-    made = assembled(folder, pieces, fills, None if dtype is None else getattr(torch, dtype))
-    with progress_bar("exporting", _num_bytes(made)) as advance:
-        write_folder(Path(target), folder, made, overwrite=overwrite, advance=advance)
-    carried = len(folder.tensors) - len(pieces)
-    unchanged = f"; {carried} tensors that the model ignores are as in {like}" if carried else ""
-    print(f"{target} holds {len(made)} tensors in {len(folder.headers)} files{unchanged}.")
+    with progress_bar("exporting", _num_bytes(tensors)) as advance:
+        write_folder(Path(target), folder, tensors, overwrite=overwrite, advance=advance)
+    print(f"{target} holds {len(tensors)} tensors in {len(folder.headers)} files.")
 
 
 def verify(path: str, revision: str | None = None, trust_remote_code: bool = False) -> None:
@@ -83,7 +82,7 @@ def verify(path: str, revision: str | None = None, trust_remote_code: bool = Fal
     bridge = AutoBridge.from_hf_pretrained(
         path, revision=revision, trust_remote_code=trust_remote_code
     )
-    folder, parameters, pieces = _plan(bridge)
+    folder, parameters, pieces = bridge.plan()
     fills = {name: lazy.fill for name, lazy in parameters.items()}
     made = assembled(folder, pieces, fills)
     wrong = [name for name, theirs in folder.tensors.items() if not _equal(theirs, made[name])]
@@ -125,30 +124,6 @@ COMMANDS: Mapping[str, Callable[..., Any]] = MappingProxyType(
     {"export": export, "verify": verify, "compare": compare}
 )
 """Name of a tool -> function."""
-
-
-def _plan(
-    bridge: AutoBridge,
-) -> tuple[HuggingFaceFolder, dict[str, Lazy], dict[str, list[Piece]]]:
-    """Return a folder, the model's parameters made of its tensors, and the way back."""
-    folder = HuggingFaceFolder(bridge.path)
-    model_class = bridge.model_class
-    # In the folder's dtypes: a cast there and back would round.
-    model = lazy_model(folder, model_class, bridge.config, dtype="auto")
-    parameters = lazy_parameters(model)
-    ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
-    return folder, parameters, inverse(folder, parameters, ignored)
-
-
-def _origin(source: CheckpointSource, checkpoint: str) -> tuple[str, str | None]:
-    """Return path and revision that ``HuggingFaceModule`` recorded in a checkpoint."""
-    settings = source.state().get("hyper_parameters", {})
-    if not isinstance(settings.get("path"), str):
-        raise CheckpointError(
-            f"{checkpoint} does not say which folder its model was started from, since no "
-            "HuggingFaceModule saved it. Name the folder: --like FOLDER."
-        )
-    return settings["path"], settings.get("revision")
 
 
 def _num_bytes(tensors: Mapping[str, Tensor]) -> int:

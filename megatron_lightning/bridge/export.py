@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megatron_lightning.bridge.folder import INDEX, HuggingFaceFolder
+from megatron_lightning.bridge.folder import INDEX, FolderTensors
 from megatron_lightning.bridge.lazy import Fill, Lazy
 from megatron_lightning.bridge.safetensors_file import Header
 from megatron_lightning.checkpoint.format.files import (
@@ -41,7 +41,7 @@ _CONFIG = "config.json"
 
 def write_folder(
     target: Path,
-    like: HuggingFaceFolder,
+    like: FolderTensors,
     tensors: Mapping[str, Lazy],
     *,
     overwrite: bool = False,
@@ -82,16 +82,14 @@ def write_folder(
         shutil.rmtree(pending, ignore_errors=True)  # the old folder, or an unfinished one
 
 
-def _copy_others(like: HuggingFaceFolder, pending: Path) -> None:
-    """Copy all files but those of the tensors; what links lead to is copied, too."""
-    for source in sorted(like.path.iterdir()):
-        if source.name in like.headers or source.name.startswith(".") or not source.is_file():
-            continue
-        with source.open("rb") as stream:
-            write_file(pending / source.name, iter(lambda: stream.read(1 << 20), b""))
+def _copy_others(like: FolderTensors, pending: Path) -> None:
+    """Write all files but those of the tensors."""
+    for name, content in like.files.contents.items():
+        (pending / name).parent.mkdir(exist_ok=True)
+        write_file(pending / name, [content])
 
 
-def _follow_dtype(config: Path, like: HuggingFaceFolder, tensors: Mapping[str, Lazy]) -> None:
+def _follow_dtype(config: Path, like: FolderTensors, tensors: Mapping[str, Lazy]) -> None:
     """Name the dtype of the tensors in config.json, if it is not the folder's."""
     changed = {x.dtype for name, x in tensors.items() if x.dtype != like.tensors[name].dtype}
     if not changed or not config.exists():
@@ -154,19 +152,24 @@ def _commit(pending: Path, target: Path) -> None:
 # --------------------------------------------------------------------------------- where values are
 
 
-def fills_of_checkpoint(source: CheckpointSource, names: Mapping[str, Lazy]) -> dict[str, Fill]:
+def fills_of_checkpoint(
+    source: CheckpointSource, names: Mapping[str, Lazy], model: str | None = None
+) -> dict[str, Fill]:
     """Return fills of the parameters in a checkpoint, whose boxes are read when needed.
 
     Args:
         source: The checkpoint, of any layout.
         names: Parameters by their names in the model. A LightningModule holds the model at any one
             path.
+        model: That path; None: it is found by the names.
 
     Raises:
         CheckpointError: If a parameter is missing, or has another shape.
     """
     stored = source.tensors()
-    prefix = _prefix(stored, names)
+    place = None if model is None else f"state_dict.{model}." if model else "state_dict."
+    is_there = place is not None and any(name.startswith(place) for name in stored)
+    prefix = place if place and is_there else _prefix(stored, names)
     for name, lazy in names.items():
         if prefix + name not in stored:
             raise CheckpointError(

@@ -10,9 +10,9 @@ from __future__ import annotations
 import json
 import mmap
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
+from functools import cached_property, partial
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,13 +20,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_lightning.bridge.lazy import Lazy
+from megatron_lightning.bridge.lazy import Fill, Lazy
 from megatron_lightning.bridge.safetensors_file import Header, StoredTensor, read_header
+from megatron_lightning.checkpoint.kept_files import KeptFiles
 from megatron_lightning.errors import CheckpointError, MissingCheckpointError
-from megatron_lightning.parallel.spec import Box
+from megatron_lightning.parallel.spec import Box, Shape
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-_PICKLE = "pytorch_model.bin"
+PICKLE = "pytorch_model.bin"
 _MAX_INDEX_BYTES = 1 << 30
 
 
@@ -41,7 +42,73 @@ class Use(NamedTuple):
     """Where the target has it: a strided view of the target."""
 
 
-class HuggingFaceFolder:
+class FolderTensors:
+    """The table of a folder's tensors: names, shapes, dtypes and files, in order.
+
+    Args:
+        path: The folder, or the checkpoint that keeps its table.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.headers: dict[str, Header] = {}
+        """File name -> its header."""
+        self.tensors: dict[str, Lazy] = {}
+        """Name in the folder -> tensor, by file and position."""
+        self._uses: list[Use] | None = None
+
+    def add_file(self, file: str, header: Header) -> None:
+        """Add a file and its tensors.
+
+        Raises:
+            CheckpointError: If a tensor is in another file, too.
+        """
+        self.headers[file] = header
+        for stored in header.tensors:
+            if stored.name in self.tensors:
+                raise CheckpointError(
+                    f"{self.path}: {stored.name} is in {self.file_of(stored.name)} and in {file}. "
+                    "Keep one of the two files."
+                )
+            self.add(stored.name, stored.shape, stored.dtype, partial(self._read, file, stored))
+
+    def add(self, name: str, shape: Shape, dtype: torch.dtype, read: Fill) -> None:
+        """Add a tensor whose values ``read`` fills in."""
+        self.tensors[name] = Lazy(shape, dtype, partial(self._fill, name, read))
+
+    def file_of(self, name: str) -> str | None:
+        """Return the file that has a tensor."""
+        files = (f for f, h in self.headers.items() if any(t.name == name for t in h.tensors))
+        return next(files, None)
+
+    @property
+    def files(self) -> KeptFiles:
+        """All other files: configuration, tokenizer, licences."""
+        raise NotImplementedError
+
+    def _read(self, file: str, stored: StoredTensor, box: Box, out: Tensor) -> None:
+        """Copy the values of a box of a stored tensor."""
+        raise NotImplementedError
+
+    def _fill(self, name: str, read: Fill, box: Box, out: Tensor) -> None:
+        """Fill a target, or record the use for a target on ``meta``."""
+        if not out.is_meta:
+            read(box, out)
+        elif self._uses is not None:
+            self._uses.append(Use(name, box, out))
+
+    @contextmanager
+    def recording(self) -> Iterator[list[Use]]:
+        """Record in the block which boxes are used for targets on ``meta``, which read nothing."""
+        uses: list[Use] = []
+        self._uses = uses
+        try:
+            yield uses
+        finally:
+            self._uses = None
+
+
+class HuggingFaceFolder(FolderTensors):
     """The tensors of a folder; creating it reads headers only.
 
     Args:
@@ -54,45 +121,37 @@ class HuggingFaceFolder:
     """
 
     def __init__(self, path: Path) -> None:
-        self.path = path
+        super().__init__(path)
         self.bytes_read = 0
         """Bytes of tensors that were read so far."""
-        self.headers: dict[str, Header] = {}
-        """File name -> its header."""
-        self.tensors: dict[str, Lazy] = {}
-        """Name in the folder -> tensor, by file and position."""
         self._maps: dict[str, mmap.mmap] = {}
         self._stamps: dict[str, tuple[int, int, int]] = {}
-        self._uses: list[Use] | None = None
-        file_of: dict[str, str] = {}
         index = None if (path / SINGLE).exists() else _read_index(path)
         if index is None and not (path / SINGLE).exists():
-            self.tensors = _pickled(path, self._count)
+            for name, values in _pickled(path).items():
+                read = partial(self._copy, values)
+                self.add(name, tuple(values.shape), values.dtype, read)
             return
         for file in [SINGLE] if index is None else sorted(set(index.values())):
             self._stamps[file] = _stamp(path / file)
-            self.headers[file] = read_header(path / file)
-            for stored in self.headers[file].tensors:
-                if stored.name in file_of:
-                    raise CheckpointError(
-                        f"{path}: {stored.name} is in {file_of[stored.name]} and in {file}. Keep "
-                        "one of the two files."
-                    )
-                file_of[stored.name] = file
-                fill = partial(self._fill, file, stored)
-                self.tensors[stored.name] = Lazy(stored.shape, stored.dtype, fill)
-        if index is not None and (wrong := _first_difference(index, file_of)):
+            self.add_file(file, read_header(path / file))
+        place = {t.name: file for file, header in self.headers.items() for t in header.tensors}
+        if index is not None and (wrong := _first_difference(index, place)):
             raise CheckpointError(
                 f"{path / INDEX} says that {wrong} is in {index.get(wrong, 'no file')}, and it is "
-                f"in {file_of.get(wrong, 'no file')}. Download or restore the folder."
+                f"in {place.get(wrong, 'no file')}. Download or restore the folder."
             )
 
-    def _fill(self, file: str, stored: StoredTensor, box: Box, out: Tensor) -> None:
-        """Copy the values of a box of a stored tensor; on ``meta``, record the use."""
-        if out.is_meta:
-            if self._uses is not None:
-                self._uses.append(Use(stored.name, box, out))
-            return
+    @cached_property
+    def files(self) -> KeptFiles:
+        """All other files: configuration, tokenizer, licences."""
+        return KeptFiles.of_folder(self.path)
+
+    def _copy(self, values: Tensor, box: Box, out: Tensor) -> None:
+        self._count(prod(box.shape) * values.dtype.itemsize)
+        out.copy_(values[box.slices])
+
+    def _read(self, file: str, stored: StoredTensor, box: Box, out: Tensor) -> None:
         self._count(prod(box.shape) * stored.dtype.itemsize)
         if not prod(box.shape):
             return
@@ -121,16 +180,6 @@ class HuggingFaceFolder:
                 "nobody writes to it."
             )
         return self._maps[file]
-
-    @contextmanager
-    def recording(self) -> Iterator[list[Use]]:
-        """Record in the block which boxes are used for targets on ``meta``, which read nothing."""
-        uses: list[Use] = []
-        self._uses = uses
-        try:
-            yield uses
-        finally:
-            self._uses = None
 
 
 def _stamp(path: Path) -> tuple[int, int, int]:
@@ -173,7 +222,7 @@ def _read_index(path: Path, name: str = INDEX) -> Mapping[str, str] | None:
     return result
 
 
-def _pickled(path: Path, count: Callable[[int], None]) -> dict[str, Lazy]:
+def _pickled(path: Path) -> dict[str, Tensor]:
     """Return the tensors of a folder without safetensors, whose pickles are mapped and may hold
     tensors only.
 
@@ -182,31 +231,27 @@ def _pickled(path: Path, count: Callable[[int], None]) -> dict[str, Lazy]:
     """
     if not path.is_dir():
         raise MissingCheckpointError.at(path)
-    index = _read_index(path, f"{_PICKLE}.index.json")
-    files = [_PICKLE] if index is None else sorted(set(index.values()))
-    if index is None and not (path / _PICKLE).exists():
+    index = _read_index(path, f"{PICKLE}.index.json")
+    files = [PICKLE] if index is None else sorted(set(index.values()))
+    if index is None and not (path / PICKLE).exists():
         raise CheckpointError(
-            f"{path} has neither {SINGLE} nor {INDEX} nor {_PICKLE}, so it has no weights. Name a "
+            f"{path} has neither {SINGLE} nor {INDEX} nor {PICKLE}, so it has no weights. Name a "
             "folder that save_pretrained of transformers has written."
         )
-    tensors: dict[str, Lazy] = {}
+    tensors: dict[str, Tensor] = {}
     for file in files:
         try:
             loaded = torch.load(path / file, map_location="cpu", weights_only=True, mmap=True)
+            wrong = [name for name, value in loaded.items() if not isinstance(value, Tensor)]
+            if wrong:
+                raise ValueError(f"{wrong[0]} is no tensor")
         except Exception as error:
             raise CheckpointError(
                 f"{path / file} cannot be read as tensors ({str(error).splitlines()[0]}). Save the "
                 "model as safetensors: model.save_pretrained(folder)."
             ) from error
-        for name, values in loaded.items():
-            tensors[name] = Lazy(values.shape, values.dtype, partial(_copy_box, values, count))
+        tensors |= loaded
     return tensors
-
-
-def _copy_box(values: Tensor, count: Callable[[int], None], box: Box, out: Tensor) -> None:
-    if not out.is_meta:
-        count(prod(box.shape) * values.dtype.itemsize)
-        out.copy_(values[box.slices])
 
 
 def _first_difference(index: Mapping[str, str], file_of: Mapping[str, str]) -> str:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_lightning.bridge.folder import HuggingFaceFolder
+from megatron_lightning.bridge.folder import FolderTensors, Use
 from megatron_lightning.bridge.lazy import Fill, Lazy, spliced
 from megatron_lightning.errors import CheckpointError
 from megatron_lightning.parallel.spec import Box, Shape
@@ -35,7 +35,7 @@ class Piece(NamedTuple):
 
 
 def inverse(
-    folder: HuggingFaceFolder, parameters: Mapping[str, Lazy], ignored: Iterable[str] = ()
+    folder: FolderTensors, parameters: Mapping[str, Lazy], ignored: Iterable[str] = ()
 ) -> dict[str, list[Piece]]:
     """Return the pieces of every tensor of a folder that the model uses.
 
@@ -51,9 +51,7 @@ def inverse(
     """
     pieces: dict[str, list[Piece]] = {name: [] for name in folder.tensors}
     for name, lazy in parameters.items():
-        with folder.recording() as uses:
-            lazy.fill(Box.full(lazy.shape), torch.empty(lazy.shape, device="meta"))
-        for use in uses:
+        for use in uses_of(folder, lazy):
             pieces[use.name] += _pieces(name, tuple(lazy.shape), use.box, use.view)
     for name in [name for name, found in pieces.items() if not found]:
         if any(re.search(pattern, name) for pattern in ignored):
@@ -68,6 +66,17 @@ def inverse(
                 "written back. Save the model with transformers instead."
             )
     return pieces
+
+
+def uses_of(folder: FolderTensors, lazy: Lazy) -> list[Use]:
+    """Return of which boxes of a folder's tensors a lazy tensor is made.
+
+    Raises:
+        CheckpointError: If new values are computed on the way.
+    """
+    with folder.recording() as uses:
+        lazy.fill(Box.full(lazy.shape), torch.empty(lazy.shape, device="meta"))
+    return uses
 
 
 def _overlap(pieces: list[Piece]) -> bool:
@@ -99,7 +108,7 @@ def _pieces(name: str, shape: Shape, box: Box, view: Tensor) -> Iterator[Piece]:
 
 
 def assembled(
-    folder: HuggingFaceFolder,
+    folder: FolderTensors,
     pieces: Mapping[str, list[Piece]],
     parameters: Mapping[str, Fill],
     dtype: torch.dtype | None = None,

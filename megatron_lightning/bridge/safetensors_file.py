@@ -64,9 +64,23 @@ def _read(stream: BinaryIO, size: int, path: Path) -> Header:
         raise _damaged(
             path, f"a header of {length:,} bytes does not fit into a file of {size:,} bytes"
         )
-    text = stream.read(length)
+    return parse_header(length.to_bytes(8, "little") + stream.read(length), size, path)
+
+
+def parse_header(text: bytes, size: int | None, path: Path) -> Header:
+    """Return the checked header of a file.
+
+    Args:
+        text: Length and JSON.
+        size: Bytes of the file; None: the file is not here.
+        path: The file, for messages.
+
+    Raises:
+        CheckpointError: If the header is damaged, or describes other data than the file has.
+    """
+    length = len(text) - 8
     try:
-        entries = json.loads(text, object_pairs_hook=_unique)
+        entries = json.loads(text[8:], object_pairs_hook=_unique)
         entries.pop("__metadata__", None)
         tensors = [_tensor(name, entry, 8 + length) for name, entry in entries.items()]
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -83,9 +97,9 @@ def _read(stream: BinaryIO, size: int, path: Path) -> Header:
                 "expected",
             )
         end = tensor.stop
-    if end != size:
+    if size is not None and end != size:
         raise _damaged(path, f"its header describes {end:,} bytes, and the file has {size:,}")
-    return Header(length.to_bytes(8, "little") + text, tuple(tensors))
+    return Header(text, tuple(tensors))
 
 
 def _unique(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:

@@ -9,7 +9,7 @@ once the module is divided.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode, handle_torch_function
 
 from megatron_lightning.assembly.part import Part
 from megatron_lightning.assembly.state import ModuleState
-from megatron_lightning.bridge.folder import HuggingFaceFolder
+from megatron_lightning.bridge.folder import FolderTensors
 from megatron_lightning.bridge.lazy import Lazy
 from megatron_lightning.errors import CheckpointError
 from megatron_lightning.parallel.context import ParallelContext
@@ -82,9 +82,7 @@ def lazy_parameters(model: nn.Module) -> dict[str, Lazy]:
     return {**parameters, **buffers}
 
 
-def lazy_model(
-    folder: HuggingFaceFolder, model_class: Any, config: Any, **options: Any
-) -> nn.Module:
+def lazy_model(folder: FolderTensors, model_class: Any, config: Any, **options: Any) -> nn.Module:
     """Return a model whose parameters are the lazy tensors of a folder.
 
     Args:
@@ -104,10 +102,16 @@ def lazy_model(
     return result
 
 
-def defer_weights(model: nn.Module) -> nn.Module:
-    """Move a lazy model to ``meta``; :func:`read_weights` reads its values later."""
-    tensors = {name: x for name, x in model.state_dict().items() if isinstance(x, Lazy)}
-    _to_meta(model)
+def defer_weights(model: nn.Module, *, reads: bool = True) -> nn.Module:
+    """Move a lazy model to ``meta``; :func:`read_weights` reads its values later.
+
+    Args:
+        model: The model.
+        reads: Whether values are read at all; False where a checkpoint brings all of them.
+    """
+    state = model.state_dict() if reads else {}
+    tensors = {name: x for name, x in state.items() if isinstance(x, Lazy)}
+    _replace(model, lambda lazy: torch.empty(lazy.shape, dtype=lazy.dtype, device="meta"))
     leave_empty(model)
     model.__dict__[_PENDING] = PendingWeights(tensors)
     return model
@@ -127,7 +131,7 @@ def _without_progress_bar() -> Iterator[None]:
             logging.enable_progress_bar()  # type: ignore[no-untyped-call]
 
 
-def _check(folder: HuggingFaceFolder, model_class: Any, info: Mapping[str, Any]) -> None:
+def _check(folder: FolderTensors, model_class: Any, info: Mapping[str, Any]) -> None:
     problems = {
         "missing_keys": "are missing",
         "unexpected_keys": "are unexpected",
@@ -146,19 +150,26 @@ def _check(folder: HuggingFaceFolder, model_class: Any, info: Mapping[str, Any])
         )
 
 
-def _to_meta(model: nn.Module) -> None:
-    """Replace lazy parameters and buffers by tensors on ``meta``; tied ones stay tied."""
+def fill_weights(model: nn.Module) -> nn.Module:
+    """Read all values of a lazy model."""
+    _replace(model, Lazy.read)
+    return model
+
+
+def _replace(model: nn.Module, make: Callable[[Lazy], Tensor]) -> None:
+    """Replace lazy parameters and buffers by others; tied parameters stay tied."""
     made: dict[int, nn.Parameter | Tensor] = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():
             if isinstance(parameter, Lazy):
                 if id(parameter) not in made:
-                    empty = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
-                    made[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+                    made[id(parameter)] = nn.Parameter(
+                        make(parameter), requires_grad=parameter.requires_grad
+                    )
                 module._parameters[name] = made[id(parameter)]
         for name, buffer in module._buffers.items():
             if isinstance(buffer, Lazy):
-                module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype, device="meta")
+                module._buffers[name] = make(buffer)
 
 
 # -------------------------------------------------------------------------------------------- read

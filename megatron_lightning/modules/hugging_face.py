@@ -6,8 +6,9 @@ from typing import Any
 
 from torch import Tensor
 
-from megatron_lightning.bridge.auto import AutoBridge, local_folder
-from megatron_lightning.errors import ConfigError
+from megatron_lightning.bridge.auto import AutoBridge
+from megatron_lightning.bridge.kept import read_kept, write_kept
+from megatron_lightning.errors import CheckpointError, ConfigError
 from megatron_lightning.layers.loss import CrossEntropy
 from megatron_lightning.modules.language_model import LanguageModule
 
@@ -19,7 +20,8 @@ class HuggingFaceModule(LanguageModule):
     ``bf16-mixed``, bf16 with fp32 main params for ``bf16-true``.
 
     Args:
-        path: A folder, or a Hub id such as ``meta-llama/Llama-3.2-1B``.
+        path: A folder, a Hub id such as ``meta-llama/Llama-3.2-1B``, or a checkpoint of such a
+            module.
         revision: Branch, tag or commit of the Hub id; leave it out for main.
         trust_remote_code: Whether code in the folder may run.
         attn_implementation: Attention of ``transformers``, such as "sdpa" or "eager"; leave it out
@@ -52,17 +54,46 @@ class HuggingFaceModule(LanguageModule):
         self._source = source
         self.loss = CrossEntropy()
         self.model: Any = None
+        self.loads_from: str | None = None
+        """Checkpoint that the run will load; ``MegatronStrategy`` sets it before the run begins."""
 
     def prepare_data(self) -> None:
-        """Download the folder, once a node."""
-        local_folder(self._source["path"], revision=self._source["revision"])
+        """Download the folder, once a node; a run that loads a checkpoint needs none."""
+        if not self._checkpoint:
+            AutoBridge.prepare(self._source["path"], revision=self._source["revision"])
 
     def configure_model(self) -> None:
-        """Make the model; under ``MegatronStrategy`` each rank reads the part that it owns."""
+        """Make the model; under ``MegatronStrategy`` each rank reads the part that it owns.
+
+        A run under ``MegatronStrategy`` that loads a checkpoint takes configuration and tokenizer
+        from there, and reads no folder.
+        """
         if self.model is None:
-            self.model = AutoBridge.from_hf_pretrained(**self._source).to_model()
+            bridge = self._bridge()
+            self.model = bridge.to_model()
             self.model.train()  # transformers returns models in eval mode, without dropout
             self.model.config.use_cache = False  # training reads no cache
+
+    def _bridge(self) -> AutoBridge:
+        options = {key: self._source[key] for key in ("trust_remote_code", "attn_implementation")}
+        if self._checkpoint:
+            # Lightning loads the weights next; with strict=False some may stay as they are.
+            reads = not self.strict_loading
+            return AutoBridge.from_checkpoint(self._checkpoint, reads=reads, **options)
+        return AutoBridge.from_hf_pretrained(**self._source)
+
+    @property
+    def _checkpoint(self) -> str | None:
+        """Checkpoint that this run loads and that keeps the folder; None: there is none."""
+        path = self.loads_from
+        try:
+            return path if path is not None and read_kept(path) is not None else None
+        except CheckpointError:  # copies on local disks; of what is damaged, loading tells more
+            return None
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Keep the folder but weights, so that export and resume need no folder."""
+        write_kept(self, checkpoint)
 
     def forward(
         self,

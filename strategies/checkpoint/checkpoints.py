@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 from megatron_lightning.assembly.entries import StateEntries
 from megatron_lightning.assembly.part import Part
 from megatron_lightning.assembly.state import ModuleState
+from megatron_lightning.bridge.kept import write_kept
 from megatron_lightning.checkpoint import TensorShards, load_sharded, open_checkpoint
 from megatron_lightning.checkpoint.agreement import together
 from megatron_lightning.checkpoint.local_copies.local import Pointer
@@ -210,10 +211,11 @@ class Checkpoints:
         return {**sharding, "main_params": True} if self._main_shards() else sharding
 
     def _divide(
-        self, checkpoint: Mapping[str, Any], part: Part
+        self, checkpoint: dict[str, Any], part: Part
     ) -> tuple[list[TensorShards], dict[str, Any], list[TensorShards]]:
         """Return what this rank holds of the tensors, the rest, and tied copies of entries."""
         self._share_buffers()
+        write_kept(self._module, checkpoint)
         compares, self._has_saved = not self._has_saved, True
         if compares:
             self._check_replicas()

@@ -34,7 +34,8 @@ def checked_arguments(
         ConfigError, MissingCheckpointError: If module, data or checkpoint cannot be used.
     """
     args, kwargs = with_last_checkpoint(trainer, args, kwargs)
-    check_checkpoint_path(args, kwargs)
+    path = check_checkpoint_path(args, kwargs)
+    hooks.note_checkpoint(trainer, path)
     hooks.before_launch(trainer, data_module_of(args, kwargs))
     return args, kwargs
 
@@ -59,18 +60,19 @@ def with_last_checkpoint(
     return tuple(map(replaced, args)), {name: replaced(value) for name, value in kwargs.items()}
 
 
-def check_checkpoint_path(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    """Check that the ``ckpt_path`` among the arguments exists; keywords such as "best" and object
-    stores are left for later.
+def check_checkpoint_path(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
+    """Check that the ``ckpt_path`` among the arguments exists, and return it; keywords such as
+    "best" and object stores are left for later.
     """
     given = kwargs.get(
         "ckpt_path", next((value for value in args if isinstance(value, (str, PathLike))), None)
     )
     path = "" if given is None else str(given)
     if path in ("", "best", "last", "hpc") or path.startswith("registry") or is_remote(path):
-        return
+        return path
     if not Path(committed_requeue(path)).exists():
         raise MissingCheckpointError.at(path)
+    return path
 
 
 def data_module_of(

@@ -17,6 +17,8 @@ class LaunchHooks:
 
     before_launch: Callable[[pl.Trainer | None, pl.LightningDataModule | None], None]
     """Raises ConfigError for a module or data that cannot run, before any process is started."""
+    note_checkpoint: Callable[[pl.Trainer | None, str], None]
+    """Records which checkpoint the run will load, before it begins: ``ckpt_path``, or empty."""
     failure_watch: Callable[[], FailureWatch | None]
     """Returns the watch of this rank; None outside a run and on one rank."""
     write_logs: Callable[[], None]

@@ -89,7 +89,7 @@ def test_an_untrained_folder_comes_back_byte_by_byte(
 ) -> None:
     commands.verify(str(folders[name]))
     assert "logits differ by 0.0e+00" in capsys.readouterr().out
-    folder, parameters, pieces = commands._plan(AutoBridge.from_hf_pretrained(folders[name]))
+    folder, parameters, pieces = AutoBridge.from_hf_pretrained(folders[name]).plan()
     fills = {key: lazy.fill for key, lazy in parameters.items()}
     made = commands.assembled(folder, pieces, fills)
     export.write_folder(tmp_path / "out", folder, made)
@@ -110,7 +110,7 @@ def test_tensors_that_a_class_ignores_are_carried(
     weights = {key: value.clone() for key, value in state.items() if key != "lm_head.weight"}
     mask = {"transformer.h.0.attn.bias": torch.ones(1, 1, 4, 4)}
     save_file(weights | mask, path / "model.safetensors", metadata={"format": "pt"})
-    folder, parameters, pieces = commands._plan(AutoBridge.from_hf_pretrained(path))
+    folder, parameters, pieces = AutoBridge.from_hf_pretrained(path).plan()
     made = commands.assembled(folder, pieces, {k: lazy.fill for k, lazy in parameters.items()})
     export.write_folder(tmp_path / "out", folder, made)
     found = load_file(tmp_path / "out" / "model.safetensors")
@@ -121,7 +121,7 @@ def test_tensors_that_a_class_ignores_are_carried(
 
 
 def test_a_dtype_is_named_in_the_configuration(folders: dict[str, Path], tmp_path: Path) -> None:
-    folder, parameters, pieces = commands._plan(AutoBridge.from_hf_pretrained(folders["llama"]))
+    folder, parameters, pieces = AutoBridge.from_hf_pretrained(folders["llama"]).plan()
     fills = {key: lazy.fill for key, lazy in parameters.items()}
     made = commands.assembled(folder, pieces, fills, torch.bfloat16)
     export.write_folder(tmp_path / "out", folder, made)
@@ -136,7 +136,7 @@ def test_an_export_that_is_killed_leaves_the_old_folder(
     folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target = tmp_path / "out"
-    folder, parameters, pieces = commands._plan(AutoBridge.from_hf_pretrained(folders["llama"]))
+    folder, parameters, pieces = AutoBridge.from_hf_pretrained(folders["llama"]).plan()
     made = commands.assembled(folder, pieces, {k: lazy.fill for k, lazy in parameters.items()})
     target.mkdir()
     (target / "old").write_text("old")

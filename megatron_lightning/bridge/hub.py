@@ -1,0 +1,86 @@
+"""Folders and Hub ids: a local folder for each, downloaded if it is not cached."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron_lightning.bridge.folder import INDEX, PICKLE, SINGLE
+from megatron_lightning.errors import MissingCheckpointError
+
+TEXTS = (
+    "*.json", "*.model", "*.model.*", "*.txt", "*.jinja", "*.py", "*.md", "*.tiktoken", "*.spm",
+    "*.bpe", "*.codes", "LICENSE*", "NOTICE*", "USE_POLICY*",
+)  # fmt: skip
+"""Files that hold no weights."""
+# Copies of the weights in formats of other programs.
+_OTHER_FOLDERS = ("original/*", "onnx/*", "metal/*", "coreml/*", "*/onnx/*", "runs/*", ".*")
+
+
+def local_folder(path: str | Path, *, revision: str | None = None, weights: bool = True) -> Path:
+    """Return a folder, or the local snapshot of a Hub id, which is downloaded if it is not cached.
+
+    A cache without the model's weights is completed. Weights are the files that
+    :class:`HuggingFaceFolder` reads, and no copies in other formats.
+
+    Args:
+        path: A folder, or a Hub id.
+        revision: Branch, tag or commit of the Hub id; None: main.
+        weights: Whether weights are needed.
+
+    Raises:
+        MissingCheckpointError: If there is no such folder, and the Hub has no such id.
+    """
+    if Path(path).is_dir():
+        return Path(path)
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+    try:
+        snapshot = _snapshot(path, revision, TEXTS, cached=True)
+        if not weights or all((snapshot / file).exists() for file in weight_files(snapshot)):
+            return snapshot
+    except LocalEntryNotFoundError:
+        pass  # not in the cache: the download below fetches the model, or says why it cannot
+    except HFValidationError as error:
+        raise MissingCheckpointError.at(path) from error
+    try:
+        snapshot = _snapshot(path, revision, TEXTS)
+        if weights:
+            files = weight_files(snapshot)
+            snapshot = _snapshot(path, revision, files)
+            if files == (SINGLE,) and not (snapshot / SINGLE).exists():
+                snapshot = _snapshot(path, revision, (PICKLE,))
+        return snapshot
+    except Exception as error:
+        raise MissingCheckpointError(
+            f"{path} is neither a folder nor a model that the Hub gives ({type(error).__name__}: "
+            f"{error}). Check the path, the revision {revision or 'main'}, and the access of this "
+            "machine; HF_HUB_OFFLINE=1 reads the cache only."
+        ) from error
+
+
+def weight_files(folder: Path) -> tuple[str, ...]:
+    """Return the files that hold a folder's weights, by its indexes; some may not exist yet."""
+    if not (folder / SINGLE).exists():
+        for index in (INDEX, f"{PICKLE}.index.json"):
+            if (folder / index).exists() and (files := _listed(folder / index)):
+                return files
+    return (PICKLE,) if (folder / PICKLE).exists() else (SINGLE,)
+
+
+def _listed(index: Path) -> tuple[str, ...]:
+    try:
+        return tuple(sorted(set(json.loads(index.read_bytes())["weight_map"].values())))
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return ()  # damaged: reading the folder says so
+
+
+def _snapshot(
+    path: str | Path, revision: str | None, files: Sequence[str], *, cached: bool = False
+) -> Path:
+    from huggingface_hub import snapshot_download
+
+    options: dict[str, Any] = {"allow_patterns": list(files), "ignore_patterns": [*_OTHER_FOLDERS]}
+    return Path(snapshot_download(str(path), revision=revision, local_files_only=cached, **options))

@@ -1,0 +1,244 @@
+"""The Hugging Face folder that a model came from, as its checkpoints keep it: the table of its
+tensors (names, shapes, dtypes, files and their headers), its other files, and the values of tensors
+that the model ignores. Export and resume need no folder.
+
+A model remembers its folder under an attribute that is no part of its state. Checkpoints have it
+under ``"hugging_face"``; see ``checkpoint.kept_files`` for the form.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import zlib
+from collections.abc import Iterable, Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megatron_lightning.bridge.folder import INDEX, FolderTensors
+from megatron_lightning.bridge.lazy import Fill
+from megatron_lightning.bridge.new_files import new_files
+from megatron_lightning.bridge.safetensors_file import Header, StoredTensor, parse_header
+from megatron_lightning.checkpoint.kept_files import KEPT, KeptFiles, kept_entry
+from megatron_lightning.checkpoint.source import CheckpointSource, open_checkpoint
+from megatron_lightning.errors import CheckpointError
+from megatron_lightning.parallel.spec import Box
+
+_MAX_CARRIED_BYTES = 64 << 20
+_MAX_TABLE_BYTES = 1 << 30
+_ATTRIBUTE = "_kept_folder"
+
+
+class KeptFolder(FolderTensors):
+    """A folder without the values of its tensors, except those that the model ignores.
+
+    Args:
+        path: The checkpoint, for messages.
+        origin: Folder or Hub id that the model came from.
+        revision: Branch, tag or commit of the Hub id.
+        files: All files that hold no tensors.
+        tables: Name of a file of tensors -> its header.
+        ignored: Tensors that the model ignores by declaration -> values, or None where they were
+            too large to travel.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        origin: str,
+        revision: str | None,
+        files: KeptFiles,
+        tables: Mapping[str, Header],
+        ignored: Mapping[str, bytes | None],
+    ) -> None:
+        super().__init__(path)
+        self.origin = origin
+        self.revision = revision
+        self.ignored = ignored
+        """Tensors that the model ignores -> values, or None."""
+        self._files = files
+        self._fills: Mapping[str, Fill] = {}
+        for file, header in tables.items():
+            self.add_file(file, header)
+
+    @property
+    def files(self) -> KeptFiles:
+        """All other files: configuration, tokenizer, licences."""
+        return self._files
+
+    def read_from(self, fills: Mapping[str, Fill]) -> None:
+        """Take the values of tensors from functions, such as those of a checkpoint's parameters."""
+        self._fills = fills
+
+    @property
+    def has_values(self) -> bool:
+        """Whether the values of the model's parameters can be read, from a checkpoint."""
+        return bool(self._fills)
+
+    def __deepcopy__(self, memo: Any) -> KeptFolder:
+        return self  # nothing in it changes
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _of_entry, (self.entry, str(self.path))
+
+    def _read(self, file: str, stored: StoredTensor, box: Box, out: Tensor) -> None:
+        if stored.name in self._fills:
+            self._fills[stored.name](box, out)
+            return
+        content = self.ignored.get(stored.name)
+        if content is None:
+            raise CheckpointError(
+                f"{self.path} does not hold the values of {stored.name}, a tensor of {self.origin} "
+                "that the model ignores. Name that folder: --like FOLDER."
+            )
+        values = torch.frombuffer(bytearray(content), dtype=torch.uint8).view(stored.dtype)
+        out.copy_(values.view(stored.shape)[box.slices])
+
+    @cached_property
+    def entry(self) -> dict[str, Any]:
+        """The folder as plain data for a checkpoint."""
+        digests = {
+            name: None if content is None else hashlib.sha256(content).hexdigest()
+            for name, content in self.ignored.items()
+        }
+        contents = {d: self.ignored[name] for name, d in digests.items() if d is not None}
+        return {
+            "origin": self.origin,
+            "revision": self.revision,
+            "files": self.files.to_state(),
+            "tables": {file: zlib.compress(h.text, 1) for file, h in self.headers.items()},
+            "ignored": digests,
+            "contents": contents,
+        }
+
+
+def keep(
+    folder: FolderTensors, used: Iterable[str], origin: str, revision: str | None
+) -> KeptFolder:
+    """Return what checkpoints keep of a folder.
+
+    Args:
+        folder: The folder, or one that a checkpoint keeps.
+        used: Names of the tensors that the model reads.
+        origin: Folder or Hub id, as the user has named it.
+        revision: Branch, tag or commit of the Hub id.
+    """
+    if isinstance(folder, KeptFolder):
+        return folder
+    read = set(used)
+    ignored: dict[str, bytes | None] = {}
+    contents: dict[bytes, bytes] = {}  # masks of all layers are equal
+    for name in (name for name in folder.tensors if name not in read):
+        lazy = folder.tensors[name]
+        ignored[name] = None
+        if lazy.numel() * lazy.dtype.itemsize <= _MAX_CARRIED_BYTES:
+            content = lazy.read().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+            content = contents.setdefault(hashlib.sha256(content).digest(), content)
+            if sum(map(len, contents.values())) <= _MAX_CARRIED_BYTES:
+                ignored[name] = content
+    tables = folder.headers
+    files = folder.files
+    if not tables:  # of a pickle: an export gets safetensors files
+        made = new_files({name: (tuple(x.shape), x.dtype) for name, x in folder.tensors.items()})
+        tables = made.headers
+        if made.index_file is not None:
+            files = KeptFiles({**files.contents, INDEX: made.index_file})
+    return KeptFolder(
+        folder.path,
+        origin=origin,
+        revision=revision,
+        files=files,
+        tables=tables,
+        ignored=ignored,
+    )
+
+
+def remember(model: nn.Module, folder: KeptFolder) -> None:
+    """Make a model remember its folder."""
+    model.__dict__[_ATTRIBUTE] = folder
+
+
+def kept_folders(module: nn.Module) -> dict[str, KeptFolder]:
+    """Return path -> folder of the models in a module that remember one."""
+    return {
+        path: child.__dict__[_ATTRIBUTE]
+        for path, child in module.named_modules()
+        if _ATTRIBUTE in child.__dict__
+    }
+
+
+def write_kept(module: nn.Module, checkpoint: dict[str, Any]) -> None:
+    """Add the folders of a module's models to a checkpoint."""
+    folders = kept_folders(module)
+    if folders and KEPT not in checkpoint:
+        checkpoint[KEPT] = {path: folder.entry for path, folder in folders.items()}
+
+
+def read_kept(
+    path: str | os.PathLike[str], model: str | None = None
+) -> tuple[CheckpointSource, str, KeptFolder] | None:
+    """Return a checkpoint, the path of a model in its LightningModule, and the model's folder; None
+    if the checkpoint keeps none.
+
+    Args:
+        path: A checkpoint directory, plain file, or URL.
+        model: Path of the model; None: the first model with a folder.
+
+    Raises:
+        CheckpointError: If the checkpoint is damaged.
+    """
+    source = open_checkpoint(path)
+    found = kept_entry(source.state(), model)
+    return None if found is None else (source, found[0], _of_entry(found[1], str(path)))
+
+
+def _of_entry(entry: Mapping[str, Any], path: str) -> KeptFolder:
+    """Return the folder that a checkpoint's entry describes.
+
+    Raises:
+        CheckpointError: If the entry is damaged.
+    """
+    files = KeptFiles.from_state(entry.get("files"), path)
+    try:
+        tables = {name: _header(name, text, path) for name, text in entry["tables"].items()}
+        contents = entry["contents"]
+        for digest, content in contents.items():
+            if hashlib.sha256(content).hexdigest() != digest:
+                raise ValueError("values of ignored tensors are not what was saved")
+        ignored = {
+            name: None if digest is None else contents[digest]
+            for name, digest in entry["ignored"].items()
+        }
+        folder = KeptFolder(
+            Path(path),
+            origin=str(entry["origin"]),
+            revision=entry["revision"],
+            files=files,
+            tables=tables,
+            ignored=ignored,
+        )
+        for name, content in ignored.items():
+            lazy = folder.tensors[name]
+            if content is not None and len(content) != lazy.numel() * lazy.dtype.itemsize:
+                raise ValueError(f"{name} has {len(content)} bytes")
+    except (AttributeError, KeyError, TypeError, ValueError, zlib.error) as error:
+        raise CheckpointError(
+            f"{path}: the table of its Hugging Face folder is damaged ({error!r}). Name the folder "
+            "that the model came from: --like FOLDER."
+        ) from error
+    return folder
+
+
+def _header(name: str, packed: bytes, path: str) -> Header:
+    if name in ("", ".", "..") or any(c in name for c in "/\\\0"):
+        raise ValueError(f"{name!r} is no plain file name")
+    packer = zlib.decompressobj()
+    return parse_header(packer.decompress(packed, _MAX_TABLE_BYTES), None, Path(path) / name)
+
+
+__all__ = ["KeptFolder", "keep", "kept_folders", "read_kept", "remember", "write_kept"]
