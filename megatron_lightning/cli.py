@@ -30,6 +30,7 @@ from megatron_lightning.cli_parser import (
     suggestion,
 )
 from megatron_lightning.errors import EXPLAINED, CheckpointError, ConfigError
+from megatron_lightning.resilience.exit_codes import INTERRUPTED, WRONG_CONFIGURATION
 
 if TYPE_CHECKING:
     from lightning.pytorch.cli import LightningCLI
@@ -91,9 +92,9 @@ def main(args: Sequence[str] | None = None) -> None:
                 file=sys.stderr,
                 flush=True,
             )
-        raise SystemExit(2) from None
+        raise SystemExit(WRONG_CONFIGURATION) from None
     except KeyboardInterrupt:
-        raise SystemExit(130) from None  # as a shell reports it, without a traceback
+        raise SystemExit(INTERRUPTED) from None  # as a shell reports it, without a traceback
 
 
 def trainer_cli(args: Sequence[str] | None = None, *, run: bool = True) -> LightningCLI:
@@ -145,7 +146,7 @@ def _run(command: str, options: list[str]) -> None:
         text, is_valid = _call(plan, command, _with_overrides(options))
         print(text)
         if not is_valid:
-            raise SystemExit(2)
+            raise SystemExit(WRONG_CONFIGURATION)
     elif command == "checkpoint":
         from megatron_lightning.checkpoint.tools.commands import COMMANDS as TOOLS
         from megatron_lightning.models.upcycling import upcycle

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import sys
 import traceback
 import warnings
@@ -220,6 +221,18 @@ def _note_sigterm(trainer: pl.Trainer, signum: int, frame: FrameType | None) -> 
     if launcher is not None and not connector.received_sigterm:
         launcher.kill(signum)
     connector.received_sigterm = True
+
+
+def note_requeue(trainer: pl.Trainer, record: Callable[[int, FrameType | None], None]) -> None:
+    """Make ``record`` the handler of Slurm's requeue signal, from the moment on at which Lightning
+    would install its own, which saves inside of the handler.
+    """
+    vars(trainer._signal_connector)["_slurm_sigusr_handler_fn"] = record
+
+
+def ignore_after_run(trainer: pl.Trainer, signum: int) -> None:
+    """Ignore a signal when the Trainer has restored the handlers from before its run."""
+    trainer._signal_connector._original_handlers[signum] = signal.SIG_IGN
 
 
 def trainer_state(trainer: pl.Trainer) -> dict[str, Any]:

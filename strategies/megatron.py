@@ -86,6 +86,7 @@ from megatron_lightning.strategies.launch.failures import AgreedStop
 from megatron_lightning.strategies.launch.hooks import LaunchHooks
 from megatron_lightning.strategies.launch.launcher import make_launcher
 from megatron_lightning.strategies.launch.ranks import Ranks, is_default
+from megatron_lightning.strategies.launch.stopping import handle_requeue
 from megatron_lightning.strategies.module import describe_module
 from megatron_lightning.strategies.options import StrategyOptions
 from megatron_lightning.strategies.precision import megatron_plugin
@@ -523,6 +524,8 @@ class MegatronStrategy(ParallelStrategy):
             layer_sync=self._layer_sync,
             previous=self.run,
         )
+        if trainer is not None:
+            handle_requeue(trainer, self.run.undo)
 
     def _set_world_ranks(self) -> None:
         """Set the rank in the cluster environment and in Lightning's rank-zero utilities."""

@@ -9,7 +9,8 @@ Loggers and exit handlers still run, in another thread.
 
 A rank that loses its connection to another one first looks for the cause. If no rank reports any,
 it starts a liveness check: every rank answers from its thread, and one that does not (its process
-was killed, or its node is gone) is named.
+was killed, or its node is gone) is named. SIGTERM starts a check as well, from the thread: torchrun
+sends it to the ranks that are left when one has died, and they may wait for that one forever.
 """
 
 from __future__ import annotations
@@ -34,11 +35,13 @@ import torch.distributed as dist
 
 from megatron_lightning import compat
 from megatron_lightning.errors import EXPLAINED
+from megatron_lightning.resilience.signals import SignalPipe
 
 _FAILURE = "failure"
 _ALARM = "alarm"  # set with a failure and to start a liveness check: the one key that is polled
 # All ranks ask one store: at most about a thousand requests a second.
 _STORE_SECONDS_PER_RANK = 1e-3
+_DEAD_GRACE_S = 1.0  # for a main thread that waits for a dead rank, which few errors reach
 _END_S = 2.0  # for logs and exit handlers, when the main thread hangs
 _LOST = (
     "closed by peer",
@@ -218,10 +221,12 @@ class FailureWatch:
         self._leaving = threading.Event()  # the main thread has raised, or the run has ended
         self._stopped = threading.Event()
         self._announced = threading.Lock()
+        self._signals = SignalPipe()
         self._thread = threading.Thread(target=self._watch, name="failure-watch", daemon=True)
 
     def start(self) -> None:
         """Start watching."""
+        self._signals.open()
         self._thread.start()
 
     def stop(self) -> None:
@@ -230,6 +235,9 @@ class FailureWatch:
         self._leaving.set()
         if self._thread.is_alive() and self._thread is not threading.current_thread():
             self._thread.join()
+        self._signals.close()
+        with suppress(RuntimeError):  # the store has ended
+            self._answer()  # a check that begins later: this rank has left, and is not dead
 
     def report(
         self,
@@ -306,13 +314,18 @@ class FailureWatch:
                 return None
             if self._store.check([_FAILURE]):
                 return Failure(**json.loads(self._store.get(_FAILURE)))
-            if answering and not self._answered:
-                self._answered = True
-                self._store.set(f"alive/{self._rank}", "1")
-                self._store.add("alive", 1)
+            if answering:
+                self._answer()
             return None
         except RuntimeError as error:
             return self._lost_store(error)
+
+    def _answer(self) -> None:
+        """Answer the liveness check of this run, once."""
+        if not self._answered:
+            self._answered = True
+            self._store.set(f"alive/{self._rank}", "1")
+            self._store.add("alive", 1)
 
     def _lost_store(self, error: RuntimeError) -> Failure:
         host = "torchrun's agent" if "TORCHELASTIC_RUN_ID" in os.environ else "rank 0"
@@ -359,8 +372,25 @@ class FailureWatch:
             f"it no longer answers{others}: its process was killed, or its node is gone",
         )
 
+    def _look_for_dead(self) -> None:
+        """Run a liveness check from the watch's thread, and report the ranks that do not answer."""
+        deadline = time.monotonic() + self._liveness_s
+        with suppress(RuntimeError):  # the store has ended, as the next poll finds
+            self._store.set(_ALARM, "1")
+            while self._poll(answering=True) is None and not self._stopped.wait(self._poll_s):
+                if self._store.add("alive", 0) >= self._world_size:
+                    return
+                if time.monotonic() > deadline:
+                    dead = self._find_dead()
+                    if dead is not None:
+                        self._grace_s = min(self._grace_s, _DEAD_GRACE_S)
+                        self._publish(dead)
+                    return
+
     def _watch(self) -> None:
         while not self._stopped.wait(self._poll_s):
+            if signal.SIGTERM in self._signals.received():
+                self._look_for_dead()
             failure = self._poll(answering=True)
             if failure is None:
                 continue

@@ -11,9 +11,9 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from megatron_lightning.resilience.exit_codes import INTERRUPTED
 from megatron_lightning.resilience.failure import end_process, print_message
 
-INTERRUPTED = 128 + signal.SIGINT  # exit code of a process that SIGINT reached, as shells have it
 # For processes to raise their own errors or to be ended by their watches, and to write their logs.
 GRACE_S = 3.0
 # By which a rank that ends because of another one outlives it: a starter takes the first to end for

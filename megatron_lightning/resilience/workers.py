@@ -13,10 +13,10 @@ from typing import Any
 
 from torch.multiprocessing.spawn import ProcessException, start_processes
 
+from megatron_lightning.resilience.exit_codes import INTERRUPTED
 from megatron_lightning.resilience.failure import print_message
 from megatron_lightning.resilience.processes import (
     GRACE_S,
-    INTERRUPTED,
     Child,
     ChildWatch,
     ParentWatch,

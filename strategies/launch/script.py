@@ -21,6 +21,7 @@ from lightning.fabric.plugins import ClusterEnvironment
 
 from megatron_lightning import compat
 from megatron_lightning.errors import ConfigError
+from megatron_lightning.resilience.exit_codes import FINISHED, INTERRUPTED
 from megatron_lightning.resilience.failure import PeerFailure, end_process
 from megatron_lightning.resilience.processes import (
     GRACE_S,
@@ -33,7 +34,7 @@ from megatron_lightning.resilience.processes import (
     wait_for,
 )
 from megatron_lightning.strategies.launch.arguments import checked_arguments
-from megatron_lightning.strategies.launch.failures import report_failure
+from megatron_lightning.strategies.launch.failures import AgreedStop, report_failure
 from megatron_lightning.strategies.launch.hooks import LaunchHooks
 from megatron_lightning.strategies.lightning_internals import (
     SubprocessScriptLauncher,
@@ -65,6 +66,8 @@ class ScriptLauncher(SubprocessScriptLauncher):
         self._hooks = hooks
         self._watch: ChildWatch | None = None
         self._failed = False
+        self._is_started = False  # by the main process, which has the job's exit code
+        self._interrupted = False
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"procs": [], "_watch": None}
@@ -93,6 +96,7 @@ class ScriptLauncher(SubprocessScriptLauncher):
         )
         starter = os.environ.pop(_STARTER_VARIABLE, None)
         if starter is not None:
+            self._is_started = True
             ParentWatch(int(starter), self._starter_ended, self._hooks.write_logs).start()
         elif (
             self.num_processes * self.num_nodes > 1
@@ -116,7 +120,10 @@ class ScriptLauncher(SubprocessScriptLauncher):
         """
         watch = self._hooks.failure_watch()
         follows = report_failure(watch, error)
-        self._failed = True
+        self._failed = not isinstance(error, AgreedStop)
+        self._interrupted = isinstance(error, KeyboardInterrupt)
+        if isinstance(error, AgreedStop) and self._is_started:
+            error.code = FINISHED
         if watch is not None:
             # Collecting torch's objects takes a second; others would wait.
             compat.at_end_of_main_thread(gc.freeze)
@@ -130,6 +137,10 @@ class ScriptLauncher(SubprocessScriptLauncher):
     def kill(self, signum: Any) -> None:
         """Send a signal to the other ranks of this node; those are no failures that would end this
         process.
+
+        Raises:
+            SystemExit: With the code of an interruption after Ctrl-C: Lightning calls this last,
+                and would exit with 1.
         """
         if self._watch is not None:
             self._watch.stop()
@@ -137,6 +148,8 @@ class ScriptLauncher(SubprocessScriptLauncher):
         if signum == signal.SIGKILL:
             wait_for(self._children(), GRACE_S)
         super().kill(signum)
+        if self._interrupted and signum == signal.SIGKILL:
+            raise SystemExit(INTERRUPTED)
 
     def _start(self) -> None:
         self._check_command()

@@ -20,7 +20,11 @@ from megatron_lightning.resilience.failure import PeerFailure, replace_traceback
 from megatron_lightning.resilience.processes import LINGER_S, print_failure
 from megatron_lightning.resilience.workers import watched_workers, worker_process
 from megatron_lightning.strategies.launch.arguments import checked_arguments
-from megatron_lightning.strategies.launch.failures import is_explained, report_failure
+from megatron_lightning.strategies.launch.failures import (
+    AgreedStop,
+    is_explained,
+    report_failure,
+)
 from megatron_lightning.strategies.launch.hooks import LaunchHooks
 from megatron_lightning.strategies.launch.worker_reports import WorkerReports
 from megatron_lightning.strategies.lightning_internals import MultiProcessingLauncher
@@ -92,10 +96,40 @@ class WorkerLauncher(MultiProcessingLauncher):
                 self._strategy.checkpoint_io.save_checkpoint(full, output.weights_path)
         return output
 
-    def _wrapping_function(self, process_idx: int, *args: Any, **kwargs: Any) -> None:
+    def _recover_results_in_main_process(self, worker_output: Any, trainer: pl.Trainer) -> None:
+        """Take over the weights, unless the workers have stopped on request.
+
+        Raises:
+            AgreedStop: As the workers did.
+        """
+        stop = None if self._reports is None else self._reports.error()
+        if stop is not None:
+            raise stop
+        super()._recover_results_in_main_process(worker_output, trainer)
+
+    def _wrapping_function(  # noqa: PLR0917  # Lightning's signature
+        self,
+        process_idx: int,
+        trainer: pl.Trainer | None,
+        function: Callable[..., Any],
+        args: Any,
+        kwargs: Any,
+        return_queue: Any,
+        *more: Any,
+    ) -> None:
         with worker_process(self._hooks.write_logs):
             try:
-                super()._wrapping_function(process_idx, *args, **kwargs)
+                super()._wrapping_function(
+                    process_idx, trainer, function, args, kwargs, return_queue, *more
+                )
+            except AgreedStop as stop:
+                # A code of its own would be a worker's failure, which ends the others.
+                self._strategy.teardown()
+                self._hooks.write_logs()
+                if self._reports is not None:
+                    self._reports.write(process_idx, stop)
+                if process_idx == 0:
+                    return_queue.put(None)  # the starter waits for a result
             # The Trainer's own handling of it stays in the process that started this one.
             except BaseException as error:
                 self._leave(process_idx, error)

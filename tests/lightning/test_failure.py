@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import os
 import re
+import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
+from unittest import mock
 
 import lightning.pytorch as pl
 import pytest
 import torch.distributed as dist
 
 from megatron_lightning.errors import ConfigError, DataError, MissingCheckpointError
+from megatron_lightning.resilience import failure
 from megatron_lightning.resilience.failure import Failure, FailureWatch
 from megatron_lightning.resilience.processes import Child, ChildWatch, kill, print_failure, wait_for
 from megatron_lightning.strategies.launch.failures import AgreedStop, report_failure
@@ -371,3 +376,41 @@ def test_waiting_has_a_limit() -> None:
     kill(children)
     assert children[0].exit_code() == -9
     assert children[0].describe_end(-9).endswith("was killed by SIGKILL")
+
+
+def test_sigterm_finds_a_dead_rank_though_the_main_thread_is_blocked(
+    store: dist.Store, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """torchrun's agent sends it when a rank has died, and Python's handler would never run."""
+    ended = threading.Event()
+    FailureWatch(store, rank=0, world_size=2)  # never polls: a killed process
+    watch = FailureWatch(store, rank=1, world_size=2, poll_s=0.02, grace_s=0.05, liveness_s=0.2)
+    handler = signal.signal(signal.SIGTERM, lambda *_: None)
+    try:
+        with mock.patch.object(failure, "end_process", lambda _: ended.set()):
+            watch.start()
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert ended.wait(10)
+            watch.stop()
+    finally:
+        signal.signal(signal.SIGTERM, handler)
+    assert re.search(r"rank 0 on \S+ failed: it no longer answers", capsys.readouterr().err)
+    assert signal.set_wakeup_fd(-1) == -1, "the descriptor is the process's again"
+
+
+def test_sigterm_ends_nobody_where_all_ranks_live(store: dist.Store) -> None:
+    """One of them has left its run before the check begins."""
+    left = FailureWatch(store, rank=0, world_size=2)
+    left.start()
+    left.stop()
+    watch = FailureWatch(store, rank=1, world_size=2, poll_s=0.02, grace_s=0.05, liveness_s=0.1)
+    handler = signal.signal(signal.SIGTERM, lambda *_: None)
+    try:
+        with mock.patch.object(failure, "end_process") as end:
+            watch.start()
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.5)
+            watch.stop()
+    finally:
+        signal.signal(signal.SIGTERM, handler)
+    end.assert_not_called()

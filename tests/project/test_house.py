@@ -58,7 +58,8 @@ SHARED = {
     "Precision": "_after_closure",
     # The processes that Lightning starts, watched; weights of all ranks come back from its workers.
     "_SubprocessScriptLauncher": "_call_children_scripts",
-    "_MultiProcessingLauncher": "_collect_rank_zero_results _strategy _wrapping_function",
+    "_MultiProcessingLauncher": "_collect_rank_zero_results "
+    "_recover_results_in_main_process _strategy _wrapping_function",
     # Checkpoints at other times than ModelCheckpoint's, and in another place.
     "ModelCheckpoint": "_last_checkpoint_saved _last_global_step_saved _monitor_candidates "
     "_save_checkpoint _save_last_checkpoint _should_save_on_exception "
