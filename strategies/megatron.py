@@ -16,9 +16,11 @@ replaced on other objects.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, Literal
 
 import lightning.pytorch as pl
@@ -28,7 +30,7 @@ from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.pytorch.plugins.io import AsyncCheckpointIO, CheckpointIO
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import ParallelStrategy, StrategyRegistry
-from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning_utilities.core.rank_zero import rank_zero_only as utilities_rank_zero_only
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -80,6 +82,7 @@ from megatron_lightning.strategies.checkpoint.checkpoints import OptimizerHandle
 from megatron_lightning.strategies.checkpoint.io import ShardedCheckpointIO, complete_io, users_io
 from megatron_lightning.strategies.checks import preflight
 from megatron_lightning.strategies.checks.connections import check_connections, gpu_capability
+from megatron_lightning.strategies.checks.folders import check_folder_saving
 from megatron_lightning.strategies.checks.namespaces import warn_of_other_namespace
 from megatron_lightning.strategies.checks.plugins import check_layer_sync, check_storage_options
 from megatron_lightning.strategies.launch.failures import AgreedStop
@@ -399,11 +402,11 @@ class MegatronStrategy(ParallelStrategy):
             return
         world_size, in_background = self._planned_world_size, self.saves_in_background
         preflight.check_before_launch(self.options, world_size, self.module, trainer, data)
-        if (
-            trainer is not None
-            and trainer.state.fn == TrainerFn.FITTING
-            and users_io(self._checkpoint_io) is None
-        ):
+        if trainer is None or trainer.state.fn != TrainerFn.FITTING:
+            return
+        has_plugin = users_io(self._checkpoint_io) is not None
+        check_folder_saving(self.options.checkpoint, self.module, trainer, has_plugin=has_plugin)
+        if not has_plugin:
             preflight.check_saving(
                 self.options, world_size, self.module, trainer, in_background=in_background
             )
@@ -448,6 +451,49 @@ class MegatronStrategy(ParallelStrategy):
             path_of(self.module, root)
             return dict(root.state_dict())
         return self.run.full_state(module).collect(keeps=self.is_global_zero)
+
+    def export_hf_weights(
+        self, module: nn.Module | None = None, *, dtype: torch.dtype | None = None
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Yield name and values of the tensors of the Hugging Face folder that a model came from,
+        one at a time, on every rank's device; during a run and after it.
+
+        A collective: all ranks call it, and take all tensors.
+
+        Args:
+            module: A model in the LightningModule; None: the first that came from a folder.
+            dtype: Dtype of floating tensors; None: the folder's.
+
+        Raises:
+            ConfigError: If the model did not come from a folder.
+            PipelineError: In a step, over several pipeline ranks.
+        """
+        return self._running.live_folder(module, dtype).weights()
+
+    def save_hf_pretrained(
+        self,
+        path: str | os.PathLike[str],
+        module: nn.Module | None = None,
+        *,
+        dtype: torch.dtype | None = None,
+        overwrite: bool = False,
+    ) -> None:
+        """Write a model as a Hugging Face folder, with files, names, dtypes, configuration and
+        tokenizer of the folder that the model came from. It appears in one rename.
+
+        A collective: all ranks call it, and each writes some of the files. For ``module``,
+        ``dtype`` and errors see :meth:`export_hf_weights`.
+
+        Args:
+            path: The folder, on a file system that all ranks share.
+            module: See above.
+            dtype: See above.
+            overwrite: Replace an existing target.
+
+        Raises:
+            CheckpointError: On every rank, if the target exists, or a rank failed.
+        """
+        self._running.live_folder(module, dtype).write(Path(path), overwrite=overwrite)
 
     def full_module_state(self) -> dict[str, Any] | None:
         """Return :meth:`full_state_dict` on the first rank of every node; all ranks call this.
@@ -556,6 +602,7 @@ class MegatronStrategy(ParallelStrategy):
             self._setup_optimizers(trainer)
         self.setup_precision_plugin()  # replaces Lightning's wrappers of the optimizers
         if fitting:
+            run.checkpoints.check_folders()
             run.begin_training(self.optimizers, self.lr_scheduler_configs, self.precision_plugin)
         run.begin_steps(self.precision_plugin)
         if fitting and not self.options.data.optimizer_cpu_offload:
@@ -976,6 +1023,13 @@ class MegatronStrategy(ParallelStrategy):
             if self.run is not None:
                 last_first.callback(self.run.undo.close)
             self.finish_saving()
+            if self.run is not None and self.module.trainer.state.status == TrainerStatus.RUNNING:
+                self._finish_fit(self.run)
+
+    def _finish_fit(self, run: Run) -> None:
+        trainer = self.module.trainer
+        if trainer.state.fn == TrainerFn.FITTING and users_io(self._checkpoint_io) is None:
+            run.checkpoints.finish_fit()
 
 
 internals.read_folders(plain_file)

@@ -12,6 +12,7 @@ from contextlib import ExitStack
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch.plugins.layer_sync import LayerSync
 from lightning.pytorch.plugins.precision import Precision
@@ -38,6 +39,7 @@ from megatron_lightning.pipeline.executor import PipelineExecutor
 from megatron_lightning.strategies.after_fit import PartWarning, full_state
 from megatron_lightning.strategies.checkpoint.checkpoints import Checkpoints
 from megatron_lightning.strategies.checks.attention import report_attention
+from megatron_lightning.strategies.folders import LiveFolder
 from megatron_lightning.strategies.fp8 import MegatronFP8Precision, kept_as_codes
 from megatron_lightning.strategies.launch.ranks import Ranks
 from megatron_lightning.strategies.lightning_internals import connector_of, hide_sync_advice
@@ -482,6 +484,11 @@ class Run:
         self.share_buffers()
         state = ModuleState(self.module, self.part, self._ranks.context, self._main_shards())
         return full_state(state, self.module_state(), module)
+
+    def live_folder(self, module: nn.Module | None, dtype: torch.dtype | None) -> LiveFolder:
+        """Return the Hugging Face folder of a model; a collective."""
+        context = self._ranks.context
+        return LiveFolder(self.module, module, self.full_state, context, dtype=dtype)
 
     def full_module_state(self, *, keeps: bool) -> dict[str, Any] | None:
         """Return the module's state as one device has it; see the strategy's method."""

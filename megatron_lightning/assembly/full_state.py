@@ -90,24 +90,55 @@ class FullState:
                     full[name.removeprefix(self._prefix)] = value
         return full
 
+    def shape(self, name: str) -> Shape | None:
+        """Return the shape of a full tensor of the sub-module, or of a tied copy; None: there is
+        none.
+        """
+        full_name = self._prefix + name
+        stored = self._stored.get(self.owners.get(full_name, full_name))
+        return None if stored is None else stored.shape
+
+    def read(self, name: str, box: Box, out: Tensor) -> None:
+        """Fill ``out`` with a box of a tensor of the sub-module; all ranks call this alike.
+
+        Args:
+            name: Name in the sub-module, also of a tied copy.
+            box: Range of the full tensor.
+            out: Tensor of the box's shape, of any strides, dtype and device.
+        """
+        full_name = self._prefix + name
+        self._read(self.owners.get(full_name, full_name), box, out)
+
     def _collect(self, name: str) -> Tensor:
-        shape, dtype, boxes = self._stored[name]
+        shape, dtype, _ = self._stored[name]
+        full = torch.empty(shape, dtype=dtype, device=self._context.device)
+        self._read(name, Box.full(shape), full)
+        return full
+
+    def _read(self, name: str, wanted: Box, out: Tensor) -> None:
+        """Fill ``out`` with a box, whose parts the ranks that have them send."""
+        _, dtype, boxes = self._stored[name]
         context = self._context
-        own = (
-            {shard.box: shard.data for shard in self._own[name].shards} if name in self._own else {}
-        )
-        full = torch.empty(shape, dtype=dtype, device=context.device)
+        shards = self._own[name].shards if name in self._own else []
+        own = {shard.box: shard.data for shard in shards}
         world = context.axis("world")
         for rank, box in boxes:
-            target = full[box.slices]
-            if rank == context.rank:
-                target.copy_(own[box])
-            if world.process_group is not None:
-                # As bytes: communicators do not know every dtype.
-                part = target.contiguous().reshape(-1).view(torch.uint8)
-                dist.broadcast(part, src=rank, group=world.process_group)
-                target.copy_(part.view(dtype).view(target.shape))
-        return full
+            common = wanted.overlap(box)
+            if common is None:
+                continue
+            target = out[common.relative_to(wanted.offset).slices]
+            mine = own[box][common.relative_to(box.offset).slices] if rank == context.rank else None
+            if world.process_group is None:
+                if mine is not None:
+                    target.copy_(mine)
+                continue
+            part = torch.empty(common.shape, dtype=dtype, device=context.device)
+            if mine is not None:
+                part.copy_(mine)
+            # As bytes: communicators do not know every dtype.
+            data = part.reshape(-1).view(torch.uint8)
+            dist.broadcast(data, src=rank, group=world.process_group)
+            target.copy_(part)
 
 
 def _sent(shards: TensorShards) -> tuple[Shape, torch.dtype, list[Box]]:

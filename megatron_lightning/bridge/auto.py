@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from megatron_lightning.bridge.export import fills_of_checkpoint
+from megatron_lightning.bridge.export import write_folder
 from megatron_lightning.bridge.folder import FolderTensors, HuggingFaceFolder
 from megatron_lightning.bridge.hub import local_folder
 from megatron_lightning.bridge.kept import KeptFolder, keep, read_kept, remember
-from megatron_lightning.bridge.lazy import Lazy
+from megatron_lightning.bridge.lazy import Fill, Lazy
 from megatron_lightning.bridge.pieces import Piece, assembled, inverse, uses_of
 from megatron_lightning.bridge.untouched import (
     defer_weights,
@@ -25,6 +25,7 @@ from megatron_lightning.bridge.untouched import (
     lazy_model,
     lazy_parameters,
 )
+from megatron_lightning.bridge.values import fills_of_checkpoint, fills_of_model, values_of
 from megatron_lightning.checkpoint.commit import is_committed
 from megatron_lightning.checkpoint.format.storage import is_plain_file, is_remote
 from megatron_lightning.errors import CheckpointError, ConfigError, MissingCheckpointError
@@ -38,6 +39,17 @@ class Plan(NamedTuple):
     """Name in the model -> tensor made of the folder's."""
     pieces: dict[str, list[Piece]]
     """Name in the folder -> pieces of parameters; see :func:`pieces.inverse`."""
+
+    def tensors(
+        self, fills: Mapping[str, Fill], dtype: torch.dtype | None = None
+    ) -> dict[str, Lazy]:
+        """Return the folder's tensors with other values.
+
+        Args:
+            fills: Name in the model -> function that fills boxes of the parameter.
+            dtype: Dtype of floating tensors; None: the folder's.
+        """
+        return assembled(self.folder, self.pieces, fills, dtype)
 
 
 class AutoBridge:
@@ -141,14 +153,27 @@ class AutoBridge:
                 "the folder: --like FOLDER."
             )
         source, place, kept = found
+        bridge = cls.from_kept(kept, **options)
+        if reads:
+            plan = bridge.plan()
+            made = plan.tensors(fills_of_checkpoint(source, plan.parameters, place))
+            kept.read_from({name: made[name].fill for name in plan.pieces})
+        return bridge
+
+    @classmethod
+    def from_kept(cls, kept: KeptFolder, **options: Any) -> AutoBridge:
+        """Return the bridge of a folder without its weights.
+
+        Args:
+            kept: What a checkpoint keeps of the folder.
+            options: See the class.
+
+        Raises:
+            ConfigError: See the class.
+        """
         with kept.files.unpacked() as folder:
             bridge = cls(folder, kept=kept, **options)
             _ = bridge.model_class  # its code may be in the folder, which is deleted here
-        if reads:
-            _, parameters, pieces = bridge.plan()
-            fills = fills_of_checkpoint(source, parameters, place)
-            made = assembled(kept, pieces, fills)
-            kept.read_from({name: made[name].fill for name in pieces})
         return bridge
 
     @staticmethod
@@ -228,6 +253,48 @@ class AutoBridge:
             model.generation_config = self._generation_config
         remember(model, kept)
         return model
+
+    def export_hf_weights(
+        self, model: nn.Module, *, dtype: torch.dtype | None = None
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield name and values of the folder's tensors, made of a full model's parameters, one at
+        a time. ``strategy.export_hf_weights()`` does so from ranks that hold parts of the model.
+
+        Args:
+            model: The model, on one device.
+            dtype: Dtype of floating tensors; None: the folder's.
+
+        Raises:
+            ConfigError: If this rank holds a part of the model.
+        """
+        plan = self.plan()
+        return values_of(plan.tensors(fills_of_model(model, plan.parameters), dtype))
+
+    def save_hf_pretrained(
+        self,
+        model: nn.Module,
+        path: str | Path,
+        *,
+        dtype: torch.dtype | None = None,
+        overwrite: bool = False,
+    ) -> None:
+        """Write a full model as a folder, with files, names, dtypes, configuration and tokenizer of
+        this bridge's folder. ``strategy.save_hf_pretrained(path)`` does so from ranks that hold
+        parts of the model.
+
+        Args:
+            model: The model, on one device.
+            path: The folder.
+            dtype: Dtype of floating tensors; None: the folder's.
+            overwrite: Replace an existing target.
+
+        Raises:
+            CheckpointError: If the target exists.
+            ConfigError: If this rank holds a part of the model.
+        """
+        plan = self.plan()
+        tensors = plan.tensors(fills_of_model(model, plan.parameters), dtype)
+        write_folder(Path(path), plan.folder, tensors, overwrite=overwrite)
 
     def plan(self) -> Plan:
         """Return how the folder's tensors are made of the model's parameters.

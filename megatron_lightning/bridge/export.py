@@ -12,28 +12,33 @@ import json
 import os
 import shutil
 from collections.abc import Iterator, Mapping
+from itertools import zip_longest
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from megatron_lightning.bridge.file_writer import Chunk, FileWriter
 from megatron_lightning.bridge.folder import INDEX, FolderTensors
-from megatron_lightning.bridge.lazy import Fill, Lazy
+from megatron_lightning.bridge.lazy import Lazy
+from megatron_lightning.bridge.new_files import header_of
 from megatron_lightning.bridge.safetensors_file import Header
+from megatron_lightning.checkpoint.agreement import on_first_rank, together
+from megatron_lightning.checkpoint.commit import remove_abandoned
 from megatron_lightning.checkpoint.format.files import (
     beside,
     exchange,
+    make_locked,
     new_identifier,
+    release,
     sync_directory,
     write_file,
 )
 from megatron_lightning.checkpoint.format.manifest import TensorInfo
-from megatron_lightning.checkpoint.format.shard_file import header_bytes, header_entry
 from megatron_lightning.checkpoint.format.streaming import slabs
-from megatron_lightning.checkpoint.source import CheckpointSource
 from megatron_lightning.checkpoint.tools.progress import Advance, silent
 from megatron_lightning.errors import CheckpointError
-from megatron_lightning.parallel.spec import Box, Shard
+from megatron_lightning.parallel.context import ALONE, AxisGroup
 
 _PART_BYTES = 64 << 20  # largest box in memory
 _CONFIG = "config.json"
@@ -45,48 +50,107 @@ def write_folder(
     tensors: Mapping[str, Lazy],
     *,
     overwrite: bool = False,
+    group: AxisGroup = ALONE,
+    reads_together: torch.device | None = None,
     advance: Advance = silent,
 ) -> None:
     """Write a folder with the files of another one and new values.
 
+    All ranks of ``group`` call this; a rank writes every ``group.size``-th file.
+
     Args:
-        target: The folder.
+        target: The folder, on a file system that all ranks share.
         like: The folder whose files, header texts and other content (configuration, tokenizer,
             licences) the target gets.
         tensors: Name -> tensor; as many as ``like`` has, of the same shapes.
         overwrite: Whether an existing target is replaced; refused otherwise.
+        group: Ranks that write together.
+        reads_together: Device where boxes are read if reading one is a collective: all ranks then
+            read all tensors in one order. None: a rank reads what it writes.
         advance: Called with the bytes that were written.
 
     Raises:
-        CheckpointError: If the target exists, or ``like`` has no safetensors files.
+        CheckpointError: On every rank: if the target exists, or a rank failed.
     """
+    locks: list[int] = []  # on the first rank
+    pending = beside(target, f".tmp-{on_first_rank(group, new_identifier)}")
+    try:
+        on_first_rank(group, lambda: _begin(target, pending, overwrite, locks))
+        on_first_rank(group, lambda: _write_others(pending, like, tensors))
+        files = {
+            file: _content(header, tensors, advance, reads_together)
+            for file, header in _headers(like, tensors).items()
+        }
+        together(group, f"writing {target}", lambda: _write(pending, files, group, reads_together))
+        on_first_rank(group, lambda: _finish(pending, target))
+    finally:
+        for descriptor in locks:
+            release(descriptor)
+            shutil.rmtree(pending, ignore_errors=True)  # the old folder, or an unfinished one
+
+
+def _begin(target: Path, pending: Path, overwrite: bool, locks: list[int]) -> None:
+    """Make the pending folder; its lock tells a later save that it is in use."""
     if target.exists() and not overwrite:
         raise CheckpointError(
             f"{target} exists. Name another folder, or replace this one with --overwrite."
         )
-    if not like.headers:
-        raise CheckpointError(
-            f"{like.path} has no safetensors files to follow. Save it as safetensors with "
-            "transformers first: model.save_pretrained(folder)."
-        )
-    pending = beside(target, f".tmp-{new_identifier()}")
-    pending.mkdir(parents=True)
-    try:
-        _copy_others(like, pending)
-        _follow_dtype(pending / _CONFIG, like, tensors)
-        for file, header in like.headers.items():
-            write_file(pending / file, _content(header, tensors, advance))
-        sync_directory(pending)
-        _commit(pending, target)
-    finally:
-        shutil.rmtree(pending, ignore_errors=True)  # the old folder, or an unfinished one
+    pending.parent.mkdir(parents=True, exist_ok=True)
+    remove_abandoned(pending.parent)
+    locks.append(make_locked(pending))
 
 
-def _copy_others(like: FolderTensors, pending: Path) -> None:
+def _write_others(pending: Path, like: FolderTensors, tensors: Mapping[str, Lazy]) -> None:
     """Write all files but those of the tensors."""
     for name, content in like.files.contents.items():
         (pending / name).parent.mkdir(exist_ok=True)
         write_file(pending / name, [content])
+    _follow_dtype(pending / _CONFIG, like, tensors)
+
+
+def _write(
+    pending: Path,
+    files: Mapping[str, Iterator[bytes | Tensor]],
+    group: AxisGroup,
+    reads_together: torch.device | None,
+) -> None:
+    """Write this rank's files."""
+    mine = [file for number, file in enumerate(files) if number % group.size == group.rank]
+    if reads_together is None:
+        for file in mine:
+            write_file(pending / file, map(_memory, files[file]))
+        return
+    writers: dict[str, FileWriter] = {}
+    try:
+        # Files of different ranks in turns, so that all ranks write at once.
+        for first in range(0, len(files), group.size):
+            batch = list(files)[first : first + group.size]
+            writers |= {file: FileWriter(pending / file) for file in batch if file in mine}
+            for values in zip_longest(*(files[file] for file in batch)):
+                for file, chunk in zip(batch, values, strict=True):
+                    if file in writers and chunk is not None:
+                        writers[file].put(_memory(chunk))
+            for file in batch:
+                if file in writers:
+                    writers[file].end()
+    finally:
+        for writer in writers.values():
+            writer.end()
+    for writer in writers.values():
+        writer.check()
+
+
+def _memory(chunk: bytes | Tensor) -> Chunk:
+    """Return the bytes of a chunk, on the host."""
+    if isinstance(chunk, bytes):
+        return chunk
+    memory: Chunk = chunk.reshape(-1).view(torch.uint8).cpu().numpy().data
+    return memory
+
+
+def _finish(pending: Path, target: Path) -> None:
+    sync_directory(pending)
+    _commit(pending, target)
 
 
 def _follow_dtype(config: Path, like: FolderTensors, tensors: Mapping[str, Lazy]) -> None:
@@ -113,28 +177,34 @@ def _edit(path: Path, values: Mapping[str, object], group: str | None = None) ->
     write_file(path, [json.dumps(plain, indent=2, sort_keys=True).encode() + b"\n"])
 
 
+def _headers(like: FolderTensors, tensors: Mapping[str, Lazy]) -> dict[str, Header]:
+    """Return the headers of the files; one whose tensors have their dtypes is as in ``like``."""
+    made = {}
+    for file, header in like.headers.items():
+        infos = {
+            t.name: TensorInfo(tuple(tensors[t.name].shape), tensors[t.name].dtype)
+            for t in header.tensors
+        }
+        is_equal = all(infos[t.name].dtype == t.dtype for t in header.tensors)
+        made[file] = header if is_equal else header_of(infos)
+    return made
+
+
 def _content(
-    header: Header, tensors: Mapping[str, Lazy], advance: Advance
-) -> Iterator[bytes | memoryview]:
-    """Yield the bytes of a file."""
-    yield _header_text(header, tensors)
+    header: Header,
+    tensors: Mapping[str, Lazy],
+    advance: Advance,
+    device: torch.device | None,
+) -> Iterator[bytes | Tensor]:
+    """Yield the bytes of a file, and values on the device."""
+    yield header.text
     for stored in header.tensors:
         tensor = tensors[stored.name]
         for box in slabs(TensorInfo(tuple(tensor.shape), tensor.dtype), _PART_BYTES):
-            values = tensor.read(box).reshape(-1)
+            values = torch.empty(box.shape, dtype=tensor.dtype, device=device)
+            tensor.fill(box, values)
             advance(values.nbytes)
-            yield values.view(torch.uint8).numpy().data
-
-
-def _header_text(header: Header, tensors: Mapping[str, Lazy]) -> bytes:
-    if all(tensors[stored.name].dtype == stored.dtype for stored in header.tensors):
-        return header.text
-    entries, end = {"__metadata__": {"format": "pt"}}, 0
-    for stored in header.tensors:
-        tensor = tensors[stored.name]
-        start, end = end, end + tensor.numel() * tensor.dtype.itemsize
-        entries[stored.name] = header_entry(tensor.dtype, tensor.shape, start, end)
-    return header_bytes(entries)
+            yield values
 
 
 def _commit(pending: Path, target: Path) -> None:
@@ -147,63 +217,3 @@ def _commit(pending: Path, target: Path) -> None:
         os.rename(pending, target)
         shutil.rmtree(aside)
     sync_directory(target.parent)
-
-
-# --------------------------------------------------------------------------------- where values are
-
-
-def fills_of_checkpoint(
-    source: CheckpointSource, names: Mapping[str, Lazy], model: str | None = None
-) -> dict[str, Fill]:
-    """Return fills of the parameters in a checkpoint, whose boxes are read when needed.
-
-    Args:
-        source: The checkpoint, of any layout.
-        names: Parameters by their names in the model. A LightningModule holds the model at any one
-            path.
-        model: That path; None: it is found by the names.
-
-    Raises:
-        CheckpointError: If a parameter is missing, or has another shape.
-    """
-    stored = source.tensors()
-    place = None if model is None else f"state_dict.{model}." if model else "state_dict."
-    is_there = place is not None and any(name.startswith(place) for name in stored)
-    prefix = place if place and is_there else _prefix(stored, names)
-    for name, lazy in names.items():
-        if prefix + name not in stored:
-            raise CheckpointError(
-                f"the checkpoint has no {prefix}{name}, which the folder's model has. Name the "
-                "folder that the checkpoint was trained from."
-            )
-        if tuple(stored[prefix + name].shape) != tuple(lazy.shape):
-            raise CheckpointError(
-                f"{prefix}{name} has shape {tuple(stored[prefix + name].shape)} in the checkpoint "
-                f"and {tuple(lazy.shape)} in the folder's model. Name the folder that the "
-                "checkpoint was trained from."
-            )
-
-    def fill_of(name: str) -> Fill:
-        def fill(box: Box, out: Tensor) -> None:
-            if out.numel():
-                source.read([(prefix + name, Shard(box.offset, out))])
-
-        return fill
-
-    return {name: fill_of(name) for name in names}
-
-
-def _prefix(stored: Mapping[str, TensorInfo], names: Mapping[str, Lazy]) -> str:
-    """Return what stands before the names of the model in a checkpoint."""
-    first = next(iter(names))
-    found = [
-        name.removesuffix(first)
-        for name in stored
-        if name.startswith("state_dict.") and name.endswith(f".{first}")
-    ]
-    if not found:
-        raise CheckpointError(
-            f"the checkpoint has no tensor whose name ends with {first}, so it holds no model of "
-            "the folder's class. Name the folder that the checkpoint was trained from."
-        )
-    return min(found, key=len)

@@ -1,19 +1,22 @@
-"""Checkpoints as Hugging Face folders."""
+"""Checkpoints and models as Hugging Face folders."""
 
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import torch
+from torch import nn
 
-from megatron_lightning.bridge.auto import AutoBridge
-from megatron_lightning.bridge.export import fills_of_checkpoint
+from megatron_lightning.bridge.auto import AutoBridge, Plan
+from megatron_lightning.bridge.export import write_folder
 from megatron_lightning.bridge.folder import FolderTensors
+from megatron_lightning.bridge.kept import kept_folders
 from megatron_lightning.bridge.lazy import Lazy
-from megatron_lightning.bridge.pieces import assembled
+from megatron_lightning.bridge.values import fills_of_checkpoint, fills_of_model
 from megatron_lightning.checkpoint.kept_files import kept_entry
 from megatron_lightning.checkpoint.source import CheckpointSource, open_checkpoint
-from megatron_lightning.errors import CheckpointError
+from megatron_lightning.errors import CheckpointError, ConfigError
 
 
 def tensors_of_checkpoint(
@@ -51,10 +54,65 @@ def tensors_of_checkpoint(
         bridge = AutoBridge.from_hf_pretrained(
             like, revision=revision, trust_remote_code=trust_remote_code
         )
-    folder, parameters, pieces = bridge.plan()
+    plan = bridge.plan()
     place = model if model is not None else None if found is None else found[0]
-    fills = fills_of_checkpoint(source, parameters, place)
-    return folder, assembled(folder, pieces, fills, dtype)
+    return plan.folder, plan.tensors(fills_of_checkpoint(source, plan.parameters, place), dtype)
+
+
+def plan_of_model(model: nn.Module) -> Plan:
+    """Return how the folder that a model came from is made of the model's parameters.
+
+    Args:
+        model: A model that :class:`AutoBridge` has made, or a part of it on a rank.
+
+    Raises:
+        ConfigError: If the model did not come from a folder.
+        CheckpointError: If no way back is known.
+    """
+    folders = kept_folders(model)
+    if "" not in folders:
+        raise ConfigError(
+            f"{type(model).__name__} did not come from a Hugging Face folder, so its names there "
+            "are unknown. Make it by AutoBridge.from_hf_pretrained(path).to_model()."
+        )
+    # The model runs code of its folder already, if it does.
+    trusts = type(model).__module__.startswith("transformers_modules")
+    return AutoBridge.from_kept(folders[""], trust_remote_code=trusts).plan()
+
+
+def save_model(
+    model: nn.Module, path: Path, *, dtype: torch.dtype | None = None, overwrite: bool = False
+) -> None:
+    """Write a full model as the folder that it came from, with its own values.
+
+    Args:
+        model: A model that :class:`AutoBridge` has made, on one device.
+        path: The folder.
+        dtype: Dtype of floating tensors; None: the folder's.
+        overwrite: Replace an existing target.
+
+    Raises:
+        CheckpointError: If the target exists.
+        ConfigError: If the model did not come from a folder, or this rank holds a part of it.
+    """
+    plan = plan_of_model(model)
+    tensors = plan.tensors(fills_of_model(model, plan.parameters), dtype)
+    write_folder(path, plan.folder, tensors, overwrite=overwrite)
+
+
+def model_with_folder(module: nn.Module) -> tuple[str, nn.Module]:
+    """Return path and model of the first model in a module that came from a folder.
+
+    Raises:
+        ConfigError: If there is none.
+    """
+    for path in kept_folders(module):
+        return path, module.get_submodule(path)
+    raise ConfigError(
+        f"{type(module).__name__} has no model that came from a Hugging Face folder, so no folder "
+        "can be written. Make one by AutoBridge.from_hf_pretrained(path).to_model(), or use "
+        "HuggingFaceModule."
+    )
 
 
 def _origin(source: CheckpointSource, checkpoint: str | os.PathLike[str]) -> tuple[str, str | None]:

@@ -56,6 +56,8 @@ from megatron_lightning.checkpoint.format.storage import (
 from megatron_lightning.errors import CheckpointError
 
 MANIFEST = "manifest.json"
+HUGGING_FACE = "hugging_face"
+"""Folder in a checkpoint with its weights as ``transformers`` reads them, if it was asked for."""
 ABANDONED_AFTER_S = 24 * 3600.0
 """Age from which uncommitted files in an object store count as abandoned."""
 OUR_FILES = re.compile(r"(tensors|state)\.[0-9a-f]{12}\..+")
@@ -199,6 +201,8 @@ class _LocalSave(PendingSave):
                 os.rename(self._temporary / name, self._path / name)
             sync_directory(self._path)
             replaced = _files_of(self._path / MANIFEST)
+            with suppress(FileNotFoundError):  # weights of the old save; deleted with the temporary
+                os.rename(self._path / HUGGING_FACE, self._temporary / HUGGING_FACE)
             os.replace(self._temporary / MANIFEST, self._path / MANIFEST)
             sync_directory(self._path)
             present = [name for name in os.listdir(self._path) if OUR_FILES.fullmatch(name)]

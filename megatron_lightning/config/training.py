@@ -12,6 +12,7 @@ from megatron_lightning.errors import ConfigError
 NonFinite = Literal["ignore", "raise", "skip"]
 StartMethod = Literal["popen", "spawn", "fork"]
 SaveErrorAction = Literal["raise", "warn"]
+FolderSaves = Literal["end", "every"]
 CompileScope = Literal["block"]
 CompileMode = Literal["default", "max-autotune-no-cudagraphs"]
 
@@ -72,7 +73,15 @@ class CheckpointOptions:
     rows beyond the model's are left out, and missing ones are zeros, with a warning. False: another
     size is an error."""
 
+    also_save_hf: FolderSaves | None = None
+    """Write the weights as a Hugging Face folder, too, into the directory ``hugging_face`` of the
+    checkpoint: into every checkpoint, or into the last of a fit and those that are saved after it
+    ("end"). Needs a model that came from a folder. The folder is read from the checkpoint's files
+    after they are committed, with ``async_save`` in the background."""
+
     def __post_init__(self) -> None:
+        if self.also_save_hf is not None:
+            check_choice("also_save_hf", self.also_save_hf, get_args(FolderSaves))
         check_choice("on_save_error", self.on_save_error, get_args(SaveErrorAction))
 
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from megatron_lightning.bridge.auto import AutoBridge
+from megatron_lightning.bridge.give_back import save_model
 from megatron_lightning.bridge.kept import read_kept, write_kept
 from megatron_lightning.errors import CheckpointError, ConfigError
 from megatron_lightning.layers.loss import CrossEntropy
@@ -94,6 +97,25 @@ class HuggingFaceModule(LanguageModule):
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Keep the folder but weights, so that export and resume need no folder."""
         write_kept(self, checkpoint)
+
+    def save_hf_pretrained(
+        self, path: str, *, dtype: torch.dtype | None = None, overwrite: bool = False
+    ) -> None:
+        """Write the model as a Hugging Face folder; under ``MegatronStrategy`` on every rank.
+
+        Args:
+            path: The folder.
+            dtype: Dtype of the weights; None: that of the folder that the model came from.
+            overwrite: Replace an existing target.
+
+        Raises:
+            CheckpointError: If the target exists.
+        """
+        strategy: Any = None if self._trainer is None else self._trainer.strategy
+        if hasattr(strategy, "save_hf_pretrained") and strategy.run is not None:
+            strategy.save_hf_pretrained(path, self.model, dtype=dtype, overwrite=overwrite)
+        else:
+            save_model(self.model, Path(path), dtype=dtype, overwrite=overwrite)
 
     def forward(
         self,

@@ -42,6 +42,7 @@ from megatron_lightning.optim.stepping.group_names import (
 )
 from megatron_lightning.parallel.context import AxisGroup
 from megatron_lightning.strategies.checkpoint.run_state import RunState
+from megatron_lightning.strategies.folders import FoldersOfCheckpoints
 from megatron_lightning.strategies.launch.ranks import Ranks
 from megatron_lightning.strategies.lightning_internals import trainer_state
 from megatron_lightning.strategies.options import StrategyOptions
@@ -93,6 +94,7 @@ class Checkpoints:
         self._is_plain = False
         self.saver = saver
         """Writes the checkpoints."""
+        self._folders = FoldersOfCheckpoints(module)
         self.state = RunState(ranks.context, progress, lambda: ranks.streams)
         """Samples consumed, data positions and random states, as checkpoints hold them."""
 
@@ -139,9 +141,39 @@ class Checkpoints:
         def take(group: AxisGroup) -> Snapshot:
             return take_snapshot(path, tensors, rest, info=info, group=group)
 
-        self.saver.save(Save(path, take, write_snapshot), self._context, background=background)
+        exports = self._exports()
+        if exports:
+            self._folders.prepare()
+
+        def write(snapshot: Snapshot, group: AxisGroup) -> None:
+            write_snapshot(snapshot, group)
+            self._folders.note(path)
+            if exports:
+                self._folders.write(path, group)
+
+        self.saver.save(Save(path, take, write), self._context, background=background)
         if background:
             self._log_stall()
+
+    def check_folders(self) -> None:
+        """Check that Hugging Face folders can be written, if that is wanted.
+
+        Raises:
+            ConfigError: If no model came from a folder.
+        """
+        if self._options.checkpoint.also_save_hf is not None:
+            self._folders.prepare()
+
+    def finish_fit(self) -> None:
+        """Write the folder of the last checkpoint, if that is wanted; all ranks call this."""
+        if self._options.checkpoint.also_save_hf == "end":
+            self._folders.write_last(self._context.axis("world"))
+
+    def _exports(self) -> bool:
+        """Whether the checkpoint that is saved now gets a folder at once."""
+        when = self._options.checkpoint.also_save_hf
+        is_over = self._trainer.state.status == TrainerStatus.FINISHED
+        return when == "every" or (when == "end" and is_over)
 
     def _info(self, rest: Mapping[str, Any], part: Part) -> dict[str, Any]:
         """Return what the manifest says of the run."""

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron_lightning.checkpoint.commit import (
+    HUGGING_FACE,
     MANIFEST,
     OUR_FILES,
     is_committed,
@@ -121,6 +122,7 @@ def find_prunable(
         by_name = any(fnmatchcase(checkpoint.name, pattern) for pattern in keep)
         if checkpoint.path not in kept and not by_step and not by_name:
             size_bytes = sum(folder_of(checkpoint.path).sizes().values())
+            size_bytes += _nested_bytes(checkpoint.path)
             found.append(Prunable(checkpoint.path, size_bytes, f"old: step {checkpoint.step}"))
     return found
 
@@ -145,12 +147,13 @@ def _leftovers(folder: str | Path, min_age_s: float) -> Iterator[Prunable]:
     """Yield temporary directories and files of killed local saves."""
     if not isinstance(folder, Path):
         return
-    for path in sorted(folder.iterdir()):
+    inside = folder.glob(f"*/{HUGGING_FACE}.*")  # of exports into checkpoints
+    for path in sorted([*folder.iterdir(), *inside]):
         leftover = _LEFTOVER.fullmatch(path.name)
         if not leftover or path.is_symlink() or time.time() - path.stat().st_mtime < min_age_s:
             continue
         # The replaced file is the only copy if its successor was never renamed.
-        superseded = leftover["kind"] == "tmp" or os.path.lexists(folder / leftover["name"])
+        superseded = leftover["kind"] == "tmp" or os.path.lexists(path.parent / leftover["name"])
         if superseded and not _is_in_use(path):
             size = (
                 sum(e.stat().st_size for e in path.rglob("*"))
@@ -179,6 +182,13 @@ def _strays(folder: str | os.PathLike[str], min_age_s: float) -> Iterator[Prunab
             yield Prunable(path, size_bytes, "left by an interrupted save", tuple(strays))
         elif len(strays) == len(sizes) and not list_folders(path):
             yield Prunable(path, size_bytes, "never committed")
+
+
+def _nested_bytes(checkpoint: str) -> int:
+    """Return the bytes of the Hugging Face folder in a checkpoint."""
+    nested = None if is_remote(checkpoint) else local_path(checkpoint) / HUGGING_FACE
+    files = [] if nested is None else nested.rglob("*")
+    return sum(file.stat().st_size for file in files if file.is_file())
 
 
 def _age_s(folder: Folder, name: str) -> float:

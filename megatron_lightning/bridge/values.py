@@ -1,0 +1,133 @@
+"""Where the values of a model's parameters are when a folder is written: in a checkpoint, in a full
+model, or on ranks that hold parts of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from megatron_lightning.assembly.full_state import FullState
+from megatron_lightning.bridge.lazy import Fill, Lazy
+from megatron_lightning.checkpoint.format.manifest import TensorInfo
+from megatron_lightning.checkpoint.source import CheckpointSource
+from megatron_lightning.errors import CheckpointError, ConfigError
+from megatron_lightning.parallel.spec import Box, Shard
+
+
+def fills_of_checkpoint(
+    source: CheckpointSource, names: Mapping[str, Lazy], model: str | None = None
+) -> dict[str, Fill]:
+    """Return fills of the parameters in a checkpoint, whose boxes are read when needed.
+
+    Args:
+        source: The checkpoint, of any layout.
+        names: Parameters by their names in the model. A LightningModule holds the model at any one
+            path.
+        model: That path; None: it is found by the names.
+
+    Raises:
+        CheckpointError: If a parameter is missing, or has another shape.
+    """
+    stored = source.tensors()
+    place = None if model is None else f"state_dict.{model}." if model else "state_dict."
+    is_there = place is not None and any(name.startswith(place) for name in stored)
+    prefix = place if place and is_there else _prefix(stored, names)
+    for name, lazy in names.items():
+        if prefix + name not in stored:
+            raise CheckpointError(
+                f"the checkpoint has no {prefix}{name}, which the folder's model has. Name the "
+                "folder that the checkpoint was trained from."
+            )
+        if tuple(stored[prefix + name].shape) != tuple(lazy.shape):
+            raise CheckpointError(
+                f"{prefix}{name} has shape {tuple(stored[prefix + name].shape)} in the checkpoint "
+                f"and {tuple(lazy.shape)} in the folder's model. Name the folder that the "
+                "checkpoint was trained from."
+            )
+
+    def fill_of(name: str) -> Fill:
+        def fill(box: Box, out: Tensor) -> None:
+            if out.numel():
+                source.read([(prefix + name, Shard(box.offset, out))])
+
+        return fill
+
+    return {name: fill_of(name) for name in names}
+
+
+def _prefix(stored: Mapping[str, TensorInfo], names: Mapping[str, Lazy]) -> str:
+    """Return what stands before the names of the model in a checkpoint."""
+    first = next(iter(names))
+    found = [
+        name.removesuffix(first)
+        for name in stored
+        if name.startswith("state_dict.") and name.endswith(f".{first}")
+    ]
+    if not found:
+        raise CheckpointError(
+            f"the checkpoint has no tensor whose name ends with {first}, so it holds no model of "
+            "the folder's class. Name the folder that the checkpoint was trained from."
+        )
+    return min(found, key=len)
+
+
+def fills_of_model(model: nn.Module, names: Mapping[str, Lazy]) -> dict[str, Fill]:
+    """Return fills of the parameters of a full model.
+
+    Raises:
+        ConfigError: If this rank holds a part of the model.
+    """
+    state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    for name, lazy in names.items():
+        if name not in state or state[name].shape != lazy.shape or state[name].is_meta:
+            raise ConfigError(
+                f"{type(model).__name__} is a part of the model: {name} is not all here. Write on "
+                "every rank: trainer.strategy.save_hf_pretrained(path), or .export_hf_weights()."
+            )
+
+    def fill_of(tensor: Tensor) -> Fill:
+        def fill(box: Box, out: Tensor) -> None:
+            out.copy_(tensor.detach()[box.slices])
+
+        return fill
+
+    return {name: fill_of(state[name]) for name in names}
+
+
+def fills_of_ranks(full: FullState, names: Mapping[str, Lazy]) -> dict[str, Fill]:
+    """Return fills that all ranks call together, in one order; each box is sent by the rank that
+    has it.
+
+    Raises:
+        ConfigError: If the ranks have no parameter of a name, or of another shape.
+    """
+    for name, lazy in names.items():
+        if full.shape(name) != tuple(lazy.shape):
+            raise ConfigError(
+                f"the model's {name} has shape {full.shape(name)}, and the folder that the model "
+                f"came from makes {tuple(lazy.shape)} of it. Layers that were changed or wrapped "
+                "after to_model() cannot be written as that folder."
+            )
+
+    def fill_of(name: str) -> Fill:
+        return lambda box, out: full.read(name, box, out)
+
+    return {name: fill_of(name) for name in names}
+
+
+def values_of(
+    tensors: Mapping[str, Lazy], device: torch.device | None = None
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield name and values of a folder's tensors, one at a time.
+
+    Args:
+        tensors: Name -> tensor.
+        device: Where the values are; None: on the CPU.
+    """
+    for name, lazy in tensors.items():
+        values = torch.empty(lazy.shape, dtype=lazy.dtype, device=device)
+        lazy.fill(Box.full(lazy.shape), values)
+        yield name, values

@@ -1,0 +1,129 @@
+"""Hugging Face folders of a run's module, and of its checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch import Tensor, nn
+
+from megatron_lightning.assembly.full_state import FullState
+from megatron_lightning.bridge.auto import Plan
+from megatron_lightning.bridge.export import write_folder
+from megatron_lightning.bridge.give_back import model_with_folder, plan_of_model
+from megatron_lightning.bridge.lazy import Lazy
+from megatron_lightning.bridge.values import fills_of_checkpoint, fills_of_ranks, values_of
+from megatron_lightning.checkpoint import open_checkpoint
+from megatron_lightning.checkpoint.agreement import on_first_rank
+from megatron_lightning.checkpoint.commit import HUGGING_FACE, is_committed
+from megatron_lightning.checkpoint.format.storage import is_remote, local_path
+from megatron_lightning.errors import CheckpointError
+from megatron_lightning.parallel.context import AxisGroup, ParallelContext
+
+
+class LiveFolder:
+    """The folder of a model whose parts the ranks hold; all ranks make one together.
+
+    Args:
+        root: The LightningModule.
+        model: The model in it; None: the first that came from a folder.
+        full_state: Collects the state of a sub-module.
+        context: Groups of this rank.
+        dtype: Dtype of floating tensors; None: the folder's.
+
+    Raises:
+        ConfigError: If no model came from a folder.
+    """
+
+    def __init__(
+        self,
+        root: nn.Module,
+        model: nn.Module | None,
+        full_state: Callable[[nn.Module], FullState],
+        context: ParallelContext,
+        *,
+        dtype: torch.dtype | None,
+    ) -> None:
+        chosen = model_with_folder(root)[1] if model is None else model
+        plan = plan_of_model(chosen)
+        self._context = context
+        self._like = plan.folder
+        fills = fills_of_ranks(full_state(chosen), plan.parameters)
+        self._tensors: dict[str, Lazy] = plan.tensors(fills, dtype)
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield name and values of the folder's tensors on every rank; all ranks take all."""
+        return values_of(self._tensors, self._context.device)
+
+    def write(self, path: Path, *, overwrite: bool) -> None:
+        """Write the folder; all ranks call this."""
+        write_folder(
+            path,
+            self._like,
+            self._tensors,
+            overwrite=overwrite,
+            group=self._context.axis("world"),
+            reads_together=self._context.device,
+        )
+
+
+class FoldersOfCheckpoints:
+    """Writes a Hugging Face folder into checkpoints, from their files.
+
+    Args:
+        module: The LightningModule.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._plan: tuple[str, Plan] | None = None
+        self._saved: list[str] = []
+
+    def prepare(self) -> None:
+        """Find out how parameters become a folder, before a thread needs it: loading code of
+        ``transformers`` changes settings of the process.
+
+        Raises:
+            ConfigError: If no model came from a folder.
+        """
+        if self._plan is None:
+            path, model = model_with_folder(self._module)
+            self._plan = path, plan_of_model(model)
+
+    def note(self, path: str) -> None:
+        """Record a committed checkpoint."""
+        self._saved = [*(other for other in self._saved if other != path), path]
+
+    def write(self, path: str, group: AxisGroup) -> None:
+        """Write the folder into a committed checkpoint; all ranks call this.
+
+        Raises:
+            CheckpointError: On every rank, if one of them failed; the checkpoint is intact.
+        """
+        self.prepare()
+        if is_remote(path):
+            raise CheckpointError(
+                f"{path} is in an object store, and also_save_hf writes to file systems only. Save "
+                "to a path, or write a folder later: megatron-lightning convert export."
+            )
+        place, plan = self._plan or ("", None)
+        if plan is None:
+            return
+        source = open_checkpoint(path)
+        tensors = plan.tensors(fills_of_checkpoint(source, plan.parameters, place))
+        target = local_path(path) / HUGGING_FACE
+        write_folder(target, plan.folder, tensors, overwrite=True, group=group)
+
+    def write_last(self, group: AxisGroup) -> None:
+        """Write the folder into the last checkpoint of the fit that still exists."""
+        found = on_first_rank(group, lambda: [p for p in self._saved if is_committed(p)])
+        self._saved = []
+        if found:
+            self.write(found[-1], group)
+        else:
+            rank_zero_warn(
+                'also_save_hf="end" found no checkpoint of this fit to write a folder into. Add a '
+                "ModelCheckpoint, or call trainer.strategy.save_hf_pretrained(path) after fit."
+            )
