@@ -9,7 +9,7 @@ from __future__ import annotations
 import io
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 from megatron_lightning.data.files import atomic_write
 from megatron_lightning.errors import ConfigError, DataError
@@ -108,20 +108,8 @@ class HuggingFaceTokenizer:
     """
 
     def __init__(self, model: str | Path) -> None:
-        try:
-            from transformers import AutoTokenizer
-        except ImportError as error:
-            raise ConfigError(
-                "tokenizer_type=huggingface needs the package transformers, which is not "
-                "installed; `pip install transformers`, or set tokenizer_type=sentencepiece"
-            ) from error
         self._model = str(model)
-        try:
-            self._tokenizer = AutoTokenizer.from_pretrained(self._model)
-        except (OSError, ValueError) as error:
-            raise DataError(
-                f"{model}: {_why_not(self._model)}; set tokenizer_model: {error}"
-            ) from error
+        self._tokenizer = huggingface_tokenizer(model)
         self.vocab_size: int = len(self._tokenizer)
         eos, pad = self._tokenizer.eos_token_id, self._tokenizer.pad_token_id
         if eos is None:
@@ -145,6 +133,26 @@ class HuggingFaceTokenizer:
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of ``ids``."""
         return str(self._tokenizer.decode(list(ids)))
+
+
+def huggingface_tokenizer(model: str | Path) -> Any:
+    """Return the tokenizer of ``transformers`` in a folder, or of a name on the Hugging Face hub.
+
+    Raises:
+        ConfigError: If ``transformers`` is missing.
+        DataError: If no tokenizer can be loaded from ``model``.
+    """
+    try:
+        from transformers import AutoTokenizer
+    except ImportError as error:
+        raise ConfigError(
+            "tokenizer_type=huggingface needs the package transformers, which is not "
+            "installed; `pip install transformers`, or set tokenizer_type=sentencepiece"
+        ) from error
+    try:
+        return AutoTokenizer.from_pretrained(str(model))
+    except (OSError, ValueError) as error:
+        raise DataError(f"{model}: {_why_not(str(model))}; set tokenizer_model: {error}") from error
 
 
 def _why_not(model: str) -> str:

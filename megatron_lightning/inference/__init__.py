@@ -1,7 +1,9 @@
-"""Text generation with a trained model, on any layout: the sampling loop, the model, and the
-command that joins them.
+"""Text and scores by trained models, on any layout: the engine, the uncached sampling loop, and the
+commands on them.
 """
 
+from megatron_lightning.inference.engine import Completion, Engine, Score
+from megatron_lightning.inference.options import EngineOptions
 from megatron_lightning.inference.sampling import Sampling, sample
 
-__all__ = ["Sampling", "sample"]
+__all__ = ["Completion", "Engine", "EngineOptions", "Sampling", "Score", "sample"]

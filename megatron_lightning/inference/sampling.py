@@ -39,6 +39,8 @@ class Sampling:
     seed: int = 1234
     """Seed of the draws; each prompt has a stream of its own, so its text does not depend on the
     other prompts."""
+    stop: tuple[str, ...] = ()
+    """Strings that end a text, and are not part of it; they may begin and end inside of tokens."""
 
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1:
@@ -59,6 +61,11 @@ class Sampling:
         if not 0.0 < self.top_p <= 1.0:
             raise ConfigError(
                 f"top_p={self.top_p} is not a probability above 0. Set it above 0 and at most 1."
+            )
+        if isinstance(self.stop, str) or not all(self.stop):
+            raise ConfigError(
+                f"stop={self.stop!r} is not a list of strings with characters. Set it to a list, "
+                "such as ['\\n\\n']."
             )
 
     def choose(self, logits: Tensor, generator: torch.Generator) -> int:

@@ -20,6 +20,7 @@ from megatron_lightning.layers.context.backends import ContextBackend
 from megatron_lightning.layers.context.local import LocalAttention
 from megatron_lightning.layers.dropout import Dropout
 from megatron_lightning.layers.engine import Engine
+from megatron_lightning.layers.key_cache import AttentionForm, CacheStep
 from megatron_lightning.layers.norm import build_norm
 from megatron_lightning.layers.rotary import RotaryEmbedding, apply_rotary, attention_layout
 from megatron_lightning.layers.sequence_info import SequenceInfo
@@ -56,7 +57,7 @@ class CoreAttention(nn.Module):
         self,
         q: Tensor,
         k: Tensor,
-        v: Tensor,
+        v: Tensor | None,
         sequence: SequenceInfo | None = None,
         scale: float | None = None,
     ) -> Tensor:
@@ -68,9 +69,8 @@ class CoreAttention(nn.Module):
 
         Args:
             q: Queries.
-            k: Keys; with ``sequence.num_cached``, the cached ones stand before those of the
-                queries.
-            v: Values.
+            k: Keys; of new tokens, with ``sequence.cache``.
+            v: Values; None, with ``sequence.cache`` only: the keys.
             sequence: What sees what; None: causal.
             scale: Factor of the scores; None: d^-1/2.
 
@@ -79,6 +79,10 @@ class CoreAttention(nn.Module):
         """
         sequence = sequence or SequenceInfo()
         scale = q.shape[3] ** -0.5 if scale is None else scale
+        if sequence.cache is not None:
+            return self._attend_cached(q, k, v, sequence, sequence.cache, scale)
+        if v is None:
+            raise ConfigError("attention without a cache needs values. Pass v.")
         if self.engine is not None and self.engine.takes(q, sequence):
             return self.engine(q, k, v, sequence, scale)
         size = v.shape[3]
@@ -89,6 +93,32 @@ class CoreAttention(nn.Module):
         else:
             out = self._attend(q, k, v, sequence, scale)
         return (out if out.shape[3] == size else out[..., :size]).flatten(2)
+
+    def _attend_cached(  # noqa: PLR0917 (the arguments of forward)
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor | None,
+        sequence: SequenceInfo,
+        cache: CacheStep,
+        scale: float,
+    ) -> Tensor:
+        """Return contexts [T, 1, n*e] of new tokens over their requests' keys; ``v`` None: the
+        keys. Ranks do not share the row, and dropout is for training.
+
+        Raises:
+            ConfigError: If queries would see later keys, or documents share a request.
+        """
+        if not sequence.causal or sequence.documents is not None:
+            raise ConfigError(
+                "a cache of keys is for causal attention over one document a request. Leave causal "
+                "True and documents None."
+            )
+        if torch.is_autocast_enabled(q.device.type) and not self.in_fp32:
+            dtype = torch.get_autocast_dtype(q.device.type)  # as torch's own attention does
+            q, k, v = q.to(dtype), k.to(dtype), None if v is None else v.to(dtype)
+        form = AttentionForm(scale, sequence.window, in_fp32=self.in_fp32)
+        return cache.attend(self, q, k, v, form).flatten(2)
 
     def _attend(
         self, q: Tensor, k: Tensor, v: Tensor, sequence: SequenceInfo, scale: float
@@ -146,10 +176,6 @@ class CoreAttention(nn.Module):
                 "a model whose attention is bound to the ranks of context_parallel_size was called "
                 "outside of a training, validation, test or predict step, on a sequence that is "
                 "not divided. Call it in a step, or load a checkpoint into a model of its own."
-            )
-        if self.exchange is not None and sequence.num_cached:
-            raise ConfigError(
-                "cached keys cannot be combined with context_parallel_size above 1. Set it to 1."
             )
 
 

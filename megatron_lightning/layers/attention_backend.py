@@ -10,7 +10,7 @@ import re
 import warnings
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, Literal
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -26,6 +26,9 @@ _KERNELS: Mapping[AttentionBackend, SDPBackend] = {
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
     "math": SDPBackend.MATH,
 }
+KeyMask = Tensor | Literal["causal"] | None
+"""Which keys a query sees: [s, t] booleans; as many keys as queries, and none of a later position;
+None: all."""
 _NO_KERNEL = re.compile("No (available kernel|viable backend)")
 _NO_REASON = re.compile("not used because|runtime disabled", re.IGNORECASE)
 _ORIGIN = re.compile(r"\s*\(Triggered internally.*", re.DOTALL)
@@ -57,6 +60,34 @@ def attend(
         if _NO_KERNEL.search(str(error)):
             chosen_backend(q, k, v, backend=backend, dropout_p=dropout_p, causal=causal)
         raise
+
+
+def attend_masked(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    mask: KeyMask,
+    scale: float,
+) -> Tensor:
+    """Return the contexts [b, n, s, e] of queries over t keys; values [b, g, t, e].
+
+    Args:
+        q: [b, n, s, d].
+        k: [b, g, t, d].
+        v: [b, g, t, e].
+        mask: Which keys a query sees.
+        scale: Factor of the scores.
+    """
+    heads, groups, length = q.shape[1], k.shape[1], q.shape[2]
+    if length == 1 and mask is None:  # the query heads of a group are queries of one key head
+        grouped = q.reshape(len(q), groups, -1, q.shape[3])
+        out = F.scaled_dot_product_attention(grouped, k, v, scale=scale)
+        return out.reshape(len(q), heads, 1, -1)
+    own, is_causal = (None, True) if isinstance(mask, str) else (mask, False)
+    return F.scaled_dot_product_attention(
+        q, k, v, own, is_causal=is_causal, scale=scale, enable_gqa=heads != groups
+    )
 
 
 def chosen_backend(

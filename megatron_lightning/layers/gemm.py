@@ -217,6 +217,14 @@ def product(
     return y
 
 
+def by_heads(x: Tensor, weight: Tensor) -> Tensor:
+    """Return x [s, b, n, i] times a matrix for each head, ``weight`` [n, i, o]: [s, b, n, o].
+
+    For evaluation: latent attention reads its up projection this way, and no precision replaces it.
+    """
+    return torch.einsum("sbni,nio->sbno", x, weight.to(x.dtype))
+
+
 def autocast(x: Tensor, weight: Tensor, gemm: Gemm, owner: object | None) -> tuple[Tensor, Tensor]:
     """Cast to the dtype of autocast, where it is on: backward of a custom Function runs without it.
 

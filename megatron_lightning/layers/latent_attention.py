@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from megatron_lightning.config import LatentAttentionConfig, TransformerConfig
 from megatron_lightning.layers.attention import CoreAttention
+from megatron_lightning.layers.gemm import by_heads
 from megatron_lightning.layers.norm import build_norm
 from megatron_lightning.layers.rotary import RotaryEmbedding, apply_rotary, score_factor
 from megatron_lightning.layers.sequence_info import SequenceInfo
@@ -80,6 +81,10 @@ class LatentAttention(nn.Module):
         """
         mla = self.mla
         self.core_attention.check_positions(sequence)
+        # With adapters the up projection is more than its weight: then heads are kept, not latents.
+        is_plain = not any(True for _ in self.linear_kv_up_proj.children())
+        if sequence is not None and sequence.cache is not None and is_plain:
+            return self._forward_cached(hidden, sequence)
         positions = None if sequence is None else sequence.position_ids
         q_sbnd, q_sbnr = torch.split(
             self._queries(hidden), [mla.qk_head_dim, mla.qk_pos_emb_head_dim], -1
@@ -102,6 +107,36 @@ class LatentAttention(nn.Module):
             self.scale,
         )
         out: Tensor = self.linear_proj(context)
+        return out
+
+    def _forward_cached(self, hidden: Tensor, sequence: SequenceInfo) -> Tensor:
+        """Do as :meth:`forward` for new tokens of requests, whose latents and shared keys are kept.
+
+        A slot keeps one latent and one rotated key for all heads together. The up projection is
+        *absorbed*: its rows for keys move the queries into the latent space, its rows for values
+        bring the context out (DeepSeek-V2, https://arxiv.org/abs/2405.04434, section 2.1.2).
+        """
+        mla, core = self.mla, self.core_attention
+        q_sbnd, q_sbnr = torch.split(
+            self._queries(hidden), [mla.qk_head_dim, mla.qk_pos_emb_head_dim], -1
+        )
+        latent, key_sbr = torch.split(
+            self.linear_kv_down_proj(hidden), [mla.kv_lora_rank, mla.qk_pos_emb_head_dim], -1
+        )
+        cosines, sines = self.rotary(q_sbnd.shape[0], q_sbnd, sequence.position_ids)
+        q_sbnr = apply_rotary(q_sbnr, cosines, sines, interleaved=True)
+        key_sbr = apply_rotary(self.shared_key(key_sbr), cosines, sines, interleaved=True)
+        latent = self.kv_layernorm(latent)
+        if len(latent) < len(key_sbr):  # a sequence shard, which the up projection would gather
+            latent = self.shared_key(latent)
+        weight = self.linear_kv_up_proj.weight
+        rows = weight.view(-1, mla.qk_head_dim + mla.v_head_dim, mla.kv_lora_rank)
+        to_keys, to_values = torch.split(rows, [mla.qk_head_dim, mla.v_head_dim], 1)
+        q = torch.cat((by_heads(q_sbnd, to_keys), q_sbnr), -1)
+        kept = torch.cat((latent, key_sbr), -1).unsqueeze(2)
+        context = core(q, kept, None, sequence, self.scale).view(q.shape)
+        values = by_heads(context[..., : mla.kv_lora_rank], to_values.transpose(1, 2))
+        out: Tensor = self.linear_proj(values.flatten(2))
         return out
 
     def _queries(self, hidden: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from megatron_lightning.errors import ConfigError
+from megatron_lightning.layers.key_cache import CacheStep
 from megatron_lightning.parallel.documents import Documents
 
 __all__ = ["Documents", "SequenceInfo"]
@@ -24,8 +25,9 @@ class SequenceInfo:
     """How many positions back a causal query sees beside its own; None: all."""
     documents: Documents | None = None
     """Documents of the full rows, which do not see each other; None: a row is one."""
-    num_cached: int = 0
-    """Keys that stand before those of the queries, from a cache; ranks do not share them."""
+    cache: CacheStep | None = None
+    """Requests whose new tokens the row holds, and where their earlier keys are kept; None: the
+    batch is whole sequences."""
 
     def __post_init__(self) -> None:
         if self.window is not None and not self.causal:
@@ -37,4 +39,4 @@ class SequenceInfo:
     @property
     def is_plain(self) -> bool:
         """Whether torch's attention can do it: all positions, or those before."""
-        return self.window is None and self.documents is None and not self.num_cached
+        return self.window is None and self.documents is None

@@ -22,6 +22,7 @@ from megatron_lightning.config import TransformerConfig
 from megatron_lightning.config.layer_kinds import entry_of
 from megatron_lightning.layers.attention import SelfAttention
 from megatron_lightning.layers.dropout import Dropout
+from megatron_lightning.layers.key_cache import CacheStep
 from megatron_lightning.layers.latent_attention import LatentAttention
 from megatron_lightning.layers.linear_loss import OutputLinear, token_losses
 from megatron_lightning.layers.loss import CrossEntropy
@@ -217,6 +218,7 @@ class GPTModel(nn.Module):
         labels: Tensor | None = None,
         position_ids: Tensor | None = None,
         document_ids: Tensor | Documents | None = None,
+        cache: CacheStep | None = None,
     ) -> Tensor:
         """Predict the next token of every position.
 
@@ -226,9 +228,12 @@ class GPTModel(nn.Module):
             position_ids: [b or 1, s] positions; None: 0 to s-1, in every document anew.
             document_ids: [b, s] number of each token's document in its row. Tokens see those of
                 their own document only. None: a row is one document.
+            cache: New tokens of requests, which ``tokens`` [1, s] holds, and where their earlier
+                keys are kept. None: rows are whole sequences.
 
         Returns:
-            Logits [b, s, v]; with labels the losses of the tokens [b, s] in fp32.
+            Logits [b, s, v], with a cache [1, k, v] of the tokens that it names; with labels the
+            losses of the tokens [b, s] in fp32.
         """
         documents = document_ids
         if isinstance(documents, Tensor):
@@ -240,9 +245,14 @@ class GPTModel(nn.Module):
             hidden = hidden.float()
         window = self.config.window_size
         sequence = SequenceInfo(
-            position_ids, window=None if window is None else window[0], documents=documents
+            position_ids,
+            window=None if window is None else window[0],
+            documents=documents,
+            cache=cache,
         )
         hidden = self.decoder(hidden, sequence)
+        if cache is not None:
+            return self._kept_output(hidden, tokens.shape[1], cache.kept)
         if self.mtp is None:
             return self._output(hidden, labels)
         positions = self._embedded_positions(tokens, position_ids)
@@ -283,6 +293,19 @@ class GPTModel(nn.Module):
         if labels is not None:
             return self._losses(hidden, labels)
         return self._full(self.output_layer(hidden))
+
+    def _kept_output(self, hidden: Tensor, length: int, kept: Tensor) -> Tensor:
+        """Return the logits [1, k, v] of the tokens ``kept`` [k] of a row of ``length``.
+
+        Hidden states may be a sequence shard: then the output layer has to gather them first.
+        """
+        for layer in () if self.mtp is None else self.mtp.layers.values():
+            hidden = layer(hidden, kept)  # a unit of the pipeline, which returns its input
+        if len(hidden) == length:
+            logits = self._full(self.output_layer(hidden[kept]))
+        else:
+            logits = self._full(self.output_layer(hidden)[kept])
+        return logits if self.mtp is None else self.mtp.loss(logits)
 
     def _full(self, logits: Tensor) -> Tensor:
         """Return logits [s, b, …] of this rank as those of the full vocabulary, [b, s, v]."""

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from torch import Tensor
@@ -15,7 +15,12 @@ from megatron_lightning.errors import PipelineError, add_note
 from megatron_lightning.parallel.context import ParallelContext
 from megatron_lightning.pipeline.channel import Boundary, Transport
 from megatron_lightning.pipeline.plan import Plan, plan_of
-from megatron_lightning.pipeline.run import BoundaryKey, PipelineRun, StageProgram
+from megatron_lightning.pipeline.run import (
+    BoundaryKey,
+    PipelineRun,
+    Signatures,
+    StageProgram,
+)
 from megatron_lightning.pipeline.schedules import forward_only
 from megatron_lightning.pipeline.schedules.actions import Action, Kind, Placement, Schedule
 from megatron_lightning.pipeline.weight_gradients import WeightGradients
@@ -52,6 +57,21 @@ class PipelinePosition:
         )
 
 
+@dataclass
+class KnownBoundaries:
+    """Shapes of the messages between stages, by signature."""
+
+    boundaries: dict[BoundaryKey, Boundary] = field(default_factory=dict)
+    """Metadata of the tensors that stages receive."""
+    numbers: dict[Hashable, int] = field(default_factory=dict)
+    """Numbers of the signatures, which may be slow to compare."""
+
+    def forget(self) -> None:
+        """Drop all, on all ranks of the pipeline together: the next run sends headers again."""
+        self.boundaries.clear()
+        self.numbers.clear()
+
+
 class PipelineExecutor:
     """Executor of schedules on the pipeline of one context.
 
@@ -66,9 +86,7 @@ class PipelineExecutor:
         self.context = context
         self.placement = placement
         self.transport = Transport(context, placement)
-        self.boundaries: dict[BoundaryKey, Boundary] = {}
-        """Metadata of the tensors that stages receive."""
-        self._numbers: dict[Hashable, int] = {}  # of the signatures, which may be slow to compare
+        self._known = KnownBoundaries()
         self.weight_gradients = WeightGradients()
         """Store in which layers defer the gradients of their weights while a backward is split."""
         self.observers: list[Observer] = []
@@ -82,8 +100,7 @@ class PipelineExecutor:
         Needed when a signature may from now on mean other shapes or gradients, such as after layers
         were frozen or unfrozen.
         """
-        self.boundaries.clear()
-        self._numbers.clear()
+        self._known.forget()
 
     @contextmanager
     def observed(self, observer: Observer) -> Iterator[None]:
@@ -94,7 +111,15 @@ class PipelineExecutor:
         finally:
             self.observers.remove(observer)
 
-    def run(self, schedule: Schedule, program: StageProgram, *, backward: bool = True) -> None:
+    def run(
+        self,
+        schedule: Schedule,
+        program: StageProgram,
+        *,
+        backward: bool = True,
+        asks_when_due: bool = False,
+        known: KnownBoundaries | None = None,
+    ) -> None:
         """Run one schedule.
 
         Args:
@@ -102,6 +127,10 @@ class PipelineExecutor:
             program: Computation of the stages; called in the order of the table.
             backward: Whether to run backwards; False runs the table's forwards alone, in their
                 order.
+            asks_when_due: Whether the signature of a micro-batch is asked when its action is due:
+                it may follow from results of earlier micro-batches. False: all are asked now.
+            known: Shapes of messages that earlier runs of such a program have learned; None: of
+                trainings. All ranks of the pipeline pass the same.
 
         Raises:
             PipelineError: If the table does not fit, or a stage sends other tensors than an equal
@@ -113,17 +142,19 @@ class PipelineExecutor:
                 f"schedule {schedule.name} is for the placement {schedule.placement.pp_ranks}, and "
                 f"this pipeline has {self.placement.pp_ranks}. Make the schedule for this pipeline."
             )
-        plan, numbers = self._plan(schedule, backward), self._numbers
-        signatures = [
-            numbers.setdefault(program.signature(index), len(numbers))
-            for index in range(schedule.num_microbatches)
-        ]
+        known = self._known if known is None else known
+        plan, numbers = self._plan(schedule, backward), known.numbers
+
+        def number_of(microbatch: int) -> int:
+            return numbers.setdefault(program.signature(microbatch), len(numbers))
+
+        asked = range(0 if asks_when_due else schedule.num_microbatches)
         run = PipelineRun(
             plan,
             program,
-            signatures,
+            Signatures(number_of, asked),
             transport=self.transport,
-            boundaries=self.boundaries,
+            boundaries=known.boundaries,
             weight_gradients=self.weight_gradients,
             backward=backward,
         )
@@ -133,6 +164,7 @@ class PipelineExecutor:
         try:
             run.start()
             for planned in plan.actions:
+                run.signatures.ask(planned.action.microbatch)
                 action, received = planned.action, run.take(planned.takes)
                 for observer in self.observers:
                     observer.begin(action)

@@ -15,7 +15,7 @@ received into buffers of the known shapes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -79,6 +79,30 @@ class StageProgram(Protocol):
         ...
 
 
+class Signatures:
+    """Numbers of the micro-batches' signatures in one run.
+
+    Args:
+        number_of: Returns the number of a micro-batch's signature; called once for each.
+        known: Micro-batches whose signatures are asked now.
+    """
+
+    def __init__(self, number_of: Callable[[int], int], known: Iterable[int]) -> None:
+        self._number_of = number_of
+        self._numbers: dict[int, int] = {}
+        for microbatch in known:
+            self.ask(microbatch)
+
+    def ask(self, microbatch: int) -> None:
+        """Ask the signature of a micro-batch, unless it is known."""
+        if microbatch not in self._numbers:
+            self._numbers[microbatch] = self._number_of(microbatch)
+
+    def get(self, microbatch: int) -> int | None:
+        """Return the number of a signature; None: it is not known yet."""
+        return self._numbers.get(microbatch)
+
+
 class _Entrance(torch.autograd.Function):
     """Make a non-leaf of a received tensor: a leaf that takes a gradient may not be modified in
     place.
@@ -114,7 +138,7 @@ class PipelineRun:
     Args:
         plan: Actions and messages of this rank.
         program: Computation of the stages.
-        signatures: Number of the signature of each micro-batch.
+        signatures: Numbers of the micro-batches' signatures.
         transport: Process groups of the pipeline.
         boundaries: Known metadata of the tensors that stages receive; the run adds to it.
         weight_gradients: Store of deferred weight gradients.
@@ -125,7 +149,7 @@ class PipelineRun:
         self,
         plan: Plan,
         program: StageProgram,
-        signatures: Sequence[int],
+        signatures: Signatures,
         *,
         transport: Transport,
         boundaries: dict[BoundaryKey, Boundary],
@@ -133,7 +157,8 @@ class PipelineRun:
         backward: bool,
     ) -> None:
         self._program = program
-        self._signatures = signatures
+        self.signatures = signatures
+        """Numbers of the micro-batches' signatures."""
         self._device = transport.device
         self._boundaries = boundaries
         self._weight_gradients = weight_gradients
@@ -293,7 +318,8 @@ class PipelineRun:
         return tensors
 
     def _key(self, stage: int, microbatch: int) -> BoundaryKey:
-        return stage, self._backward, self._signatures[microbatch]
+        number = self.signatures.get(microbatch)
+        return stage, self._backward, -1 if number is None else number  # -1: no boundary's
 
     def expected(self, message: Message) -> Boundary | None:
         """Return the metadata of a message; None: not known before its header, or before its

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,7 +13,6 @@ from torch import Tensor
 
 from megatron_lightning.config import ContextOptions
 from megatron_lightning.errors import ShardingError
-from megatron_lightning.layers import CoreAttention
 from megatron_lightning.layers.context import gathered
 from megatron_lightning.layers.context.backends import BACKENDS
 from megatron_lightning.layers.sequence_info import Documents, SequenceInfo
@@ -254,18 +252,6 @@ def test_levels_exchange_heads_and_send_keys_and_values_once_around() -> None:
 
 
 LOCAL = 2 * 4 * 64 * 8  # elements of queries [b, n, s, d] of all ranks
-
-
-def test_cached_keys_stand_before_the_queries() -> None:
-    """The last 10 queries of 64 positions, as a cache would be used; fp32: 5e-6."""
-    q, k, v, _ = _inputs("gqa", torch.float32)
-    core = CoreAttention(0.0)
-    last = [x.permute(2, 0, 1, 3) for x in (q[:, :, 54:], k, v)]
-    for sequence in (SequenceInfo(num_cached=54), SequenceInfo(window=5, num_cached=54)):
-        found = core(*last, sequence, SCALE).unflatten(2, (4, 8)).permute(1, 2, 0, 3)
-        mask = _visible(64, replace(sequence, num_cached=0))
-        full = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=SCALE, enable_gqa=True)
-        assert torch.allclose(found, full[:, :, 54:], atol=5e-6)
 
 
 def _undivided(num_ranks: int) -> str:

@@ -16,12 +16,12 @@ from megatron_lightning.checkpoint import TensorShards, save_sharded
 from megatron_lightning.config import MoEConfig, TransformerConfig
 from megatron_lightning.data.tokenizers import train_sentencepiece
 from megatron_lightning.errors import CheckpointError, ConfigError
+from megatron_lightning.inference.engine import Engine
 from megatron_lightning.inference.generate import generate
-from megatron_lightning.inference.model import LanguageModel, read_config
+from megatron_lightning.inference.load import read_config
 from megatron_lightning.inference.sampling import Sampling, sample
 from megatron_lightning.models.transformer import GPTModel
 from megatron_lightning.modules import GPTLightningModule
-from megatron_lightning.parallel.context import ParallelContext
 from megatron_lightning.parallel.layout import ParallelLayout
 from megatron_lightning.strategies.megatron import MegatronStrategy
 from tests.helpers.ranks import run_ranks
@@ -90,10 +90,9 @@ def texts_on(
         expert_tensor_parallel_size=tensor // experts,
         sequence_parallel=False,
     )
-    model = LanguageModel(checkpoint, ParallelContext(layout), schedule)
-    return sample(
-        model.next_logits, PROMPTS, sampling, max_sequence_length=model.config.max_sequence_length
-    )
+    engine = Engine.load(checkpoint, layout, pipeline_schedule=schedule)
+    found = engine.generate(PROMPTS, sampling)
+    return [prompt + own.tokens for prompt, (own,) in zip(PROMPTS, found, strict=True)]
 
 
 def reference(config: TransformerConfig, sampling: Sampling) -> list[list[int]]:

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 
 from megatron_lightning.config import PipelineOptions, RopeScaling
 from megatron_lightning.errors import ConfigError
-from megatron_lightning.inference.model import read_config
+from megatron_lightning.inference.load import read_config
 from megatron_lightning.modules import GPTLightningModule
 from megatron_lightning.optim.schedules import LRSchedule
 from megatron_lightning.strategies import MegatronStrategy

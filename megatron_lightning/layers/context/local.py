@@ -1,5 +1,5 @@
 """Attention of full sequences on one rank, where torch's own has no form for it: windows, documents
-that share a row, cached keys.
+that share a row.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class LocalAttention:
         backend: AttentionBackend = "auto",
     ) -> Tensor:
         """Map queries [b, n, s, d], keys and values [b, g, t, d] to outputs [b, n, s, d]."""
-        packed = sequence.documents is not None and not sequence.num_cached
+        packed = sequence.documents is not None
         if packed and q.is_cuda and q.dtype in _HALF and backend in ("auto", "flash"):
             return _varlen(q, k, v, sequence, scale)
         return self._blocks(q, k, v, sequence, scale, backend=backend)

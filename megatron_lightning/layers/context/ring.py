@@ -86,11 +86,7 @@ def _steps(keys_and_values: Tensor, sharing: Sharing) -> Iterator[tuple[Tensor, 
     in which the rank's queries see them.
     """
     group, sequence = sharing.group, sharing.sequence
-    cached, full = sequence.num_cached, keys_and_values.shape[3] * group.size
-    if cached:
-        spans = (range(cached), range(cached, full))
-        yield keys_and_values, visible_blocks(spans[1:], spans, sequence)
-        return
+    full = keys_and_values.shape[3] * group.size
     queries = SequencePart(group.rank, group.size).spans(full)
     for step in range(group.size):
         last = step == group.size - 1

@@ -25,7 +25,7 @@ from megatron_lightning.parallel.documents import Documents
 
 _SHARING = (
     "int[] ranks, int rank, str group, Tensor? documents, bool causal, int? window, "
-    "int num_cached, float scale, str backend"
+    "float scale, str backend"
 )
 
 
@@ -88,7 +88,6 @@ def differentiable(name: str, attention: Attention) -> Callable[..., Tensor]:
             None if documents is None else documents.table,
             sequence.causal,
             sequence.window,
-            sequence.num_cached,
             scale,
             backend,
         )[0]
@@ -150,7 +149,6 @@ def _sharing(  # noqa: PLR0917 (operators are called by position)
     documents: Tensor | None,
     causal: bool,
     window: int | None,
-    num_cached: int,
     scale: float,
     backend: AttentionBackend,
 ) -> Sharing:
@@ -160,6 +158,5 @@ def _sharing(  # noqa: PLR0917 (operators are called by position)
         causal=causal,
         window=window,
         documents=None if documents is None else Documents.of_table(documents),
-        num_cached=num_cached,
     )
     return Sharing(AxisGroup("cp", tuple(ranks), rank, process_group), sequence, scale, backend)

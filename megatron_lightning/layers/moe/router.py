@@ -293,6 +293,9 @@ class Router(nn.Module):
         bias = torch.zeros(moe.num_experts, dtype=torch.float32)
         self.register_buffer("expert_bias", bias if moe.router_enable_expert_bias else None)
         self.equal_buffers = ("expert_bias",)  # over ranks: it follows the counts of all
+        self.is_exact = False
+        """Whether each token gets the experts that it chooses, as in generated text: neither
+        capacity nor forced balancing, which make a token depend on its neighbors."""
         self.streams: RngStreams | None = None
         self.stream_name = "model-parallel-rng"
         self.sum_counts: Callable[[Tensor], Tensor] = _same
@@ -312,8 +315,11 @@ class Router(nn.Module):
         probs, wanted = _assign(logits, moe, bias, self.choose)
         counted = wanted if is_padding is None else wanted & ~is_padding.reshape(-1, 1)
         # Padding takes no capacity; without one it has as many experts as other tokens.
-        has_capacity = moe.expert_capacity_factor is not None
-        probs, chosen = _limit(probs, counted if has_capacity else wanted, moe)
+        has_capacity = moe.expert_capacity_factor is not None and not self.is_exact
+        if has_capacity:
+            probs, chosen = _limit(probs, counted, moe)
+        else:
+            chosen = wanted
         return Routing(
             probs=probs,
             chosen=chosen,
@@ -336,7 +342,7 @@ class Router(nn.Module):
                 hidden = hidden * torch.empty_like(hidden).uniform_(low, high)
         with torch.autocast(hidden.device.type, enabled=False):
             logits = product(hidden, self.weight.to(dtype), None, self.gemm)
-        if moe.router_force_load_balancing:
+        if moe.router_force_load_balancing and not self.is_exact:
             with self._stream():
                 random = torch.empty_like(logits).normal_()
             logits = random + (logits - logits.detach())  # The gradient is that of the logits.

@@ -181,7 +181,7 @@ class AttentionEngine:
         windowed = sequence.window is not None and core.exchange is not None
         return (
             sequence.documents is None
-            and not sequence.num_cached
+            and sequence.cache is None
             and not windowed
             and not core.in_fp32
             and core.backend == "auto"

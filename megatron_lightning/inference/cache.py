@@ -1,0 +1,174 @@
+"""Where the keys of requests are kept: slots for each request, as a run of neighbors or as pages.
+
+A *run* is reserved once, for the longest text that a request may become: attention reads a slice,
+without a gather, and no request ever gives way. *Pages* are reserved as a text grows, and given
+back when memory is short: GPUs hold more requests this way, and their kernels read pages.
+
+Slot 0 belongs to no request. Every rank runs the same allocator on the same requests.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections import deque
+from collections.abc import Hashable
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from megatron_lightning.layers.key_cache import Slots
+
+Copies = tuple[tuple[slice, slice], ...]
+"""Slots to copy to other slots."""
+
+
+class Allocator(Protocol):
+    """Slots of requests; a request is any hashable object."""
+
+    capacity: int
+    """Tokens of the longest text that fits alone."""
+
+    def reserve(self, request: Hashable, now: int, at_most: int) -> bool:
+        """Reserve slots for ``now`` tokens of a text that grows to ``at_most``; return whether
+        there are as many.
+        """
+        ...
+
+    def release(self, request: Hashable) -> None:
+        """Give the slots of a request back."""
+        ...
+
+    def slots(self, request: Hashable, first: int, end: int) -> Tensor:
+        """Return the slots of tokens ``first`` to ``end`` - 1."""
+        ...
+
+    def keys(self, request: Hashable, length: int) -> Slots:
+        """Return the slots of the first ``length`` tokens, for reading."""
+        ...
+
+    def share(self, source: Hashable, target: Hashable, length: int) -> tuple[int, Copies]:
+        """Give a request without slots, or with unused ones, the first ``length`` tokens of another
+        one.
+
+        Returns:
+            Number of tokens that ``target`` has now, and what has to be copied before they are
+            read.
+        """
+        ...
+
+
+class Runs:
+    """A run of neighboring slots for each request, the first gap that is long enough.
+
+    Args:
+        num_slots: All slots, slot 0 included.
+    """
+
+    def __init__(self, num_slots: int) -> None:
+        self.capacity = num_slots - 1
+        self._gaps = [(1, num_slots)]
+        self._runs: dict[Hashable, tuple[int, int]] = {}
+
+    def reserve(self, request: Hashable, now: int, at_most: int) -> bool:
+        """See :class:`Allocator`."""
+        if request in self._runs:
+            return True
+        for index, (start, end) in enumerate(self._gaps):
+            if end - start >= at_most:
+                rest = (start + at_most, end)
+                self._gaps[index : index + 1] = [rest] if rest[0] < end else []
+                self._runs[request] = start, start + at_most
+                return True
+        return False
+
+    def release(self, request: Hashable) -> None:
+        """See :class:`Allocator`."""
+        if request not in self._runs:
+            return
+        insort(self._gaps, self._runs.pop(request))
+        merged = self._gaps[:1]
+        for start, end in self._gaps[1:]:
+            if start == merged[-1][1]:
+                merged[-1] = merged[-1][0], end
+            else:
+                merged.append((start, end))
+        self._gaps = merged
+
+    def slots(self, request: Hashable, first: int, end: int) -> Tensor:
+        """See :class:`Allocator`."""
+        start = self._runs[request][0]
+        return torch.arange(start + first, start + end)
+
+    def keys(self, request: Hashable, length: int) -> Slots:
+        """See :class:`Allocator`."""
+        start = self._runs[request][0]
+        return slice(start, start + length)
+
+    def share(self, source: Hashable, target: Hashable, length: int) -> tuple[int, Copies]:
+        """Copy: runs have no slot in common."""
+        runs = (self._runs[source][0], self._runs[target][0])
+        here, there = (slice(start, start + length) for start in runs)
+        return length, ((here, there),) if length else ()
+
+
+class Pages:
+    """Pages of ``block_size`` slots, in any order; page 0 belongs to no request.
+
+    Args:
+        num_slots: All slots, page 0 included; a rest below a page is unused.
+        block_size: Slots of a page.
+    """
+
+    def __init__(self, num_slots: int, block_size: int) -> None:
+        num_pages = num_slots // block_size
+        self.block_size = block_size
+        self.capacity = (num_pages - 1) * block_size
+        self._free = deque(range(1, num_pages))
+        self._users = [0] * num_pages
+        self._pages: dict[Hashable, list[int]] = {}
+
+    def reserve(self, request: Hashable, now: int, at_most: int) -> bool:
+        """See :class:`Allocator`."""
+        pages = self._pages.get(request, [])
+        missing = -(-now // self.block_size) - len(pages)
+        if missing > len(self._free):
+            return False
+        for _ in range(missing):
+            pages.append(self._free.popleft())
+            self._users[pages[-1]] = 1
+        self._pages[request] = pages
+        return True
+
+    def release(self, request: Hashable) -> None:
+        """See :class:`Allocator`."""
+        for page in self._pages.pop(request, []):
+            self._users[page] -= 1
+            if not self._users[page]:
+                self._free.append(page)
+
+    def pages(self, request: Hashable) -> list[int]:
+        """Return the pages of a request, in order."""
+        return self._pages[request]
+
+    def slots(self, request: Hashable, first: int, end: int) -> Tensor:
+        """See :class:`Allocator`."""
+        places = torch.arange(first, end)
+        pages = torch.tensor(self._pages[request])[places // self.block_size]
+        return pages * self.block_size + places % self.block_size
+
+    def keys(self, request: Hashable, length: int) -> Slots:
+        """See :class:`Allocator`."""
+        return self.slots(request, 0, length)
+
+    def share(self, source: Hashable, target: Hashable, length: int) -> tuple[int, Copies]:
+        """Share the full pages; the tokens behind them are computed again."""
+        num_shared = length // self.block_size
+        shared = self._pages[source][:num_shared]
+        own = self._pages[target]
+        for page, replaced in zip(shared, own, strict=False):
+            self._users[page] += 1
+            self._users[replaced] = 0
+            self._free.append(replaced)
+        own[:num_shared] = shared
+        return num_shared * self.block_size, ()

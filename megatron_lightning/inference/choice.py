@@ -1,0 +1,66 @@
+"""Choose tokens by logits, and score tokens, for the requests of one step.
+
+Shapes: ``k`` places whose logits are wanted, ``v`` vocabulary.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megatron_lightning.errors import NonFiniteError
+from megatron_lightning.inference.scheduler import Batch, Portion
+
+NUM_RESULTS = 3
+"""Numbers of a place: token, log-probability, log-probability of the best token."""
+
+
+def choose(batch: Batch, logits: Tensor) -> Tensor:
+    """Return the results [k, 3] of a step, in fp64 on the CPU, in which token ids are exact.
+
+    For a request that gets a new token, a place has the drawn token, its log-probability and that
+    of the best token. For a request that is scored, it has the best token, the log-probability of
+    the text's own next token, and that of the best. Log-probabilities are of the logits divided by
+    the temperature, before top-k and top-p.
+
+    Args:
+        batch: The requests; their generators are advanced.
+        logits: [k, v] of any floating dtype and device.
+
+    Raises:
+        NonFiniteError: If logits are not finite.
+    """
+    temperatures = [
+        portion.request.sampling.temperature or 1.0
+        for portion in batch.portions
+        for _ in portion.kept
+    ]
+    scaled = logits.float() / torch.tensor(temperatures, device=logits.device)[:, None]
+    normalizer = scaled.logsumexp(-1)
+    best_logits, best = scaled.max(-1)
+    tokens = best.tolist()
+    wanted = list(tokens)
+    place = 0
+    for portion in batch.portions:
+        for offset in portion.kept:
+            if portion.request.num_scored:
+                wanted[place] = _next_token(portion, offset)
+            elif portion.request.sampling.temperature:
+                row = logits[place]
+                tokens[place] = portion.request.sampling.choose(row, portion.request.generator)
+                wanted[place] = tokens[place]
+            place += 1
+    chosen = scaled.gather(1, torch.tensor(wanted, device=logits.device)[:, None])[:, 0]
+    results = torch.stack((chosen - normalizer, best_logits - normalizer), 1).double().cpu()
+    if bool(results.isnan().any()):
+        raise NonFiniteError(
+            "the model's logits are not finite, so no token can be chosen. Look at the weights "
+            "(megatron-lightning checkpoint inspect), and at the dtype: float16 overflows where "
+            "bfloat16 does not."
+        )
+    return torch.cat((torch.tensor(tokens, dtype=torch.float64)[:, None], results), 1)
+
+
+def _next_token(portion: Portion, place: int) -> int:
+    request = portion.request
+    return request.tokens[request.offset + place + 1]

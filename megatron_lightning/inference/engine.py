@@ -1,0 +1,418 @@
+"""Text and scores by a rank's part of a model, on any layout: a cache of keys, and continuous
+batching.
+
+All ranks of a replica run the same scheduler on the same requests. Only chosen tokens travel, from
+the last stage to the other stages. Replicas have requests of their own. Where forwards are
+collectives of several replicas (experts that they share, weights that FSDP gathers), the replicas
+step together, and a replica without requests computes padding.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from megatron_lightning.assembly.part import Part
+from megatron_lightning.assembly.stage_runner import StageRunner
+from megatron_lightning.errors import ConfigError
+from megatron_lightning.inference.cache import Allocator, Pages, Runs
+from megatron_lightning.inference.options import EngineOptions
+from megatron_lightning.inference.rounds import Rounds
+from megatron_lightning.inference.sampling import Sampling
+from megatron_lightning.inference.scheduler import Request, Scheduler
+from megatron_lightning.inference.steps import Steps
+from megatron_lightning.layers.key_cache import KeyCache
+from megatron_lightning.layers.moe.router import Router
+from megatron_lightning.layers.report import CurrentMicrobatch, StepReport
+from megatron_lightning.parallel.collectives import all_reduce
+from megatron_lightning.parallel.context import ParallelContext
+from megatron_lightning.parallel.layout import ParallelLayout
+from megatron_lightning.pipeline.executor import PipelineExecutor
+
+Decode = Callable[[Sequence[int]], str]
+"""Returns the text of token ids."""
+Observe = Callable[[Sequence[Request]], object]
+"""Called after some steps with the requests of a call."""
+
+_MARGIN = 8
+"""Tokens before a stop string that are decoded with it: a token may be half of a character."""
+
+
+@dataclass(frozen=True)
+class Completion:
+    """A text that a model has continued."""
+
+    tokens: list[int]
+    """New tokens; the one that ended the text is not among them."""
+    logprobs: list[float]
+    """Log-probability of each new token: of the logits divided by the temperature, before top-k and
+    top-p."""
+    reason: str
+    """Why the text ended: ``stop`` (an end token or a stop string) or ``length``."""
+
+
+@dataclass(frozen=True)
+class Score:
+    """How likely a text is after another one."""
+
+    logprob: float
+    """Sum over its tokens."""
+    is_greedy: bool
+    """Whether each token is the most likely one."""
+    logprobs: list[float]
+    """Log-probability of each token."""
+    best: list[tuple[int, float]]
+    """The most likely token at each place, and its log-probability."""
+
+
+class Engine:
+    """Continues and scores texts.
+
+    Args:
+        model: The rank's part of a :class:`~megatron_lightning.models.GPTModel`, or of a module
+            that takes the same arguments.
+        part: Description of the part.
+        context: Groups of this rank.
+        executor: Runs the stages.
+        longest: Most tokens that the model sees.
+        options: Sizes.
+        stops: Token ids that end a text.
+        decode: Returns the text of token ids; needed for stop strings.
+        keeps_cache: Whether memory for keys stays allocated between calls.
+        forward_context: Returns the context of a forward, such as autocast.
+        prepare: Called before the first forward of a call.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        part: Part,
+        context: ParallelContext,
+        executor: PipelineExecutor,
+        *,
+        longest: int,
+        options: EngineOptions | None = None,
+        stops: Sequence[int] = (),
+        decode: Decode | None = None,
+        keeps_cache: bool = True,
+        forward_context: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        prepare: Callable[[], object] = lambda: None,
+    ) -> None:
+        self.model = model
+        self.context = context
+        self.options = options or EngineOptions()
+        self.longest = longest
+        self.stops = frozenset(stops)
+        self.decode = decode
+        self._part = part
+        self._runner = StageRunner(model, part, context, executor)
+        self._keeps_cache = keeps_cache
+        self._forward_context = forward_context
+        self._prepare = prepare
+        self._num_slots: int | None = None
+        self._cache: KeyCache | None = None
+        self._scheduler: Scheduler | None = None
+        self.num_steps = 0
+        """Steps that have been run."""
+
+    @classmethod
+    def load(
+        cls,
+        checkpoint: str | os.PathLike[str],
+        layout: ParallelLayout | None = None,
+        **options: Any,
+    ) -> Engine:
+        """Return an engine for the model in a checkpoint of any layout; a collective.
+
+        Args:
+            checkpoint: Checkpoint directory, or a plain Lightning ``.ckpt`` file.
+            layout: Sizes for the processes at hand, which ``torch.distributed`` connects; what is
+                left of them are replicas, with requests of their own. None: this process alone.
+            options: ``options`` (:class:`EngineOptions`), ``device`` ("cpu"), ``dtype`` of the
+                weights ("float32", "bfloat16", "float16"; None: of the checkpoint's model),
+                ``pipeline_schedule``, ``stops`` (token ids that end a text), ``decode``.
+
+        Raises:
+            CheckpointError: On every rank, if the checkpoint cannot be read or holds another model.
+            ConfigError: If model, layout and processes do not fit together.
+        """
+        from megatron_lightning.inference.load import load_engine
+
+        return load_engine(checkpoint, layout, **options)
+
+    # --------------------------------------------------------------------------------------- calls
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sampling | None = None,
+        num_samples: int = 1,
+        *,
+        observe: Observe = lambda _: None,
+    ) -> list[list[Completion]]:
+        """Continue prompts; every rank of a replica passes the same, and gets the same.
+
+        A text depends on its prompt and its seed only: neither on its neighbors nor on the layout.
+
+        Args:
+            prompts: Token ids of each prompt, at least one.
+            sampling: How tokens are chosen; prompt i, sample j draws from the seed plus
+                i * num_samples + j. None: the defaults.
+            num_samples: Texts of each prompt, whose keys are computed once.
+            observe: Called after some steps with all requests.
+
+        Returns:
+            For each prompt its samples.
+
+        Raises:
+            ConfigError: If a prompt is empty, can never fit, or stop strings need a tokenizer.
+        """
+        sampling = sampling or Sampling()
+        # The first sample of each prompt before the second of any: others wait for its keys.
+        samples = [
+            [
+                self.request(prompt, sampling=sampling, seed=sampling.seed + i * num_samples + j)
+                for i, prompt in enumerate(prompts)
+            ]
+            for j in range(num_samples)
+        ]
+        for others in samples[1:]:
+            for leader, request in zip(samples[0], others, strict=True):
+                request.leader = leader
+        self.run([request for row in samples for request in row], observe)
+        return [[_completion(row[i]) for row in samples] for i in range(len(prompts))]
+
+    def score(
+        self,
+        contexts: Sequence[Sequence[int]],
+        continuations: Sequence[Sequence[int]],
+        *,
+        observe: Observe = lambda _: None,
+    ) -> list[Score]:
+        """Return how likely each continuation is after its context; every rank of a replica passes
+        the same, and gets the same.
+
+        The model sees its longest input at most: what comes before is left out.
+
+        Args:
+            contexts: Token ids, at least one each.
+            continuations: Token ids, at least one each.
+            observe: Called after some steps with all requests.
+
+        Raises:
+            ConfigError: If a context or continuation is empty, or too long.
+        """
+        if len(contexts) != len(continuations):
+            raise ConfigError(
+                f"score was given {len(contexts)} contexts and {len(continuations)} continuations. "
+                "Pass as many of both."
+            )
+        requests = []
+        for context, continuation in zip(contexts, continuations, strict=True):
+            if not continuation or len(continuation) > self.longest:
+                raise ConfigError(
+                    f"a continuation has {len(continuation)} tokens, and the model can score 1 to "
+                    f"{self.longest}. Score longer texts in windows."
+                )
+            num_scored = len(continuation)
+            requests.append(self.request(context, continuation, num_scored=num_scored))
+        self.run(requests, observe)
+        return [_score(request) for request in requests]
+
+    def request(
+        self,
+        prompt: Sequence[int],
+        continuation: Sequence[int] = (),
+        *,
+        sampling: Sampling | None = None,
+        seed: int | None = None,
+        num_scored: int = 0,
+    ) -> Request:
+        """Return a request for :meth:`run`.
+
+        Args:
+            prompt: Token ids, at least one.
+            continuation: Token ids behind the prompt.
+            sampling: How tokens are chosen; None: the defaults.
+            seed: Seed of the draws; None: the sampling's.
+            num_scored: Last tokens whose log-probabilities are wanted; 0: new tokens are wanted.
+
+        Raises:
+            ConfigError: If the prompt is empty, or stop strings need a tokenizer.
+        """
+        sampling = sampling or Sampling()
+        if not prompt:
+            raise ConfigError(
+                "a prompt has no tokens, so there is nothing to continue. Start it with the "
+                "end-of-document token."
+            )
+        if sampling.stop and self.decode is None:
+            raise ConfigError(
+                f"stop={list(sampling.stop)} needs the tokenizer, and this engine has none. Pass "
+                "decode, or leave stop out."
+            )
+        return Request(
+            [*prompt, *continuation],
+            sampling,
+            torch.Generator().manual_seed(sampling.seed if seed is None else seed),
+            self.longest,
+            self.stops,
+            self._ends(sampling.stop) if sampling.stop else None,
+            num_scored,
+        )
+
+    def _ends(self, stop: tuple[str, ...]) -> Callable[[Sequence[int]], bool]:
+        length = max(len(text.encode()) for text in stop) + _MARGIN
+
+        def ends(tokens: Sequence[int]) -> bool:
+            # Not all tokens: a text would take a time that grows with the square of its length.
+            text = "" if self.decode is None else self.decode(tokens[-length:])
+            return any(own in text for own in stop)
+
+        return ends
+
+    # ---------------------------------------------------------------------------------------- steps
+
+    def run(self, requests: Sequence[Request], observe: Observe = lambda _: None) -> None:
+        """Run requests to their ends; a collective of the replica, and of all replicas that step
+        together.
+        """
+        with self.active() as scheduler:
+            for request in requests:
+                scheduler.add(request)
+            while self.is_busy():
+                self.step()
+                observe(requests)
+
+    @contextmanager
+    def active(self) -> Iterator[Scheduler]:
+        """Context in which :meth:`step` may be called; yields the scheduler, whose requests are
+        forgotten at the end.
+        """
+        with ExitStack() as stack:
+            self._prepare()
+            stack.enter_context(_evaluated(self.model))
+            stack.enter_context(torch.no_grad())
+            # Parameters that FSDP gathers in inference mode could not be trained.
+            stack.enter_context(torch.inference_mode(self._part.units is None))
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+            stack.enter_context(self._forward_context())
+            cache = self._allocate()
+            allocator: Allocator
+            if self._has_pages:
+                allocator = Pages(cache.num_slots, self.options.block_size)
+            else:
+                allocator = Runs(cache.num_slots)
+            self._scheduler = Scheduler(
+                allocator,
+                max_tokens=self.options.max_tokens,
+                max_requests=self.options.max_requests,
+            )
+            try:
+                yield self._scheduler
+            finally:
+                self._scheduler = None
+                if not self._keeps_cache:
+                    self._cache = None
+
+    @property
+    def steps_together(self) -> bool:
+        """Whether forwards are collectives of several replicas, which have other requests."""
+        layout = self.context.layout
+        shares_experts = layout.ep > 1 and layout.tp % (layout.etp * layout.ep) != 0
+        return self._part.units is not None or shares_experts
+
+    @property
+    def _has_pages(self) -> bool:
+        storage = self.options.storage
+        return storage == "pages" or (storage == "auto" and self.context.device.type == "cuda")
+
+    def is_busy(self) -> bool:
+        """Return whether a request of this replica, or of those that step together, has not ended;
+        then a collective.
+        """
+        busy = self._scheduler is not None and self._scheduler.num_requests > 0
+        if not self.steps_together:
+            return busy
+        flag = torch.tensor(int(busy), device=self.context.device)
+        return bool(all_reduce(flag, self.context.axis("world"), "max"))
+
+    def step(self, most_steps: int = 8) -> None:
+        """Compute one step; under a pipeline up to ``most_steps`` steps, in which groups of
+        requests follow one another through the stages.
+        """
+        scheduler, cache = self._scheduler, self._cache
+        if scheduler is None or cache is None:
+            raise ConfigError("step was called outside of active(). Call it in that context.")
+        num_groups = num_steps = 1
+        if self._runner.num_ranks > 1 and not self.steps_together:
+            num_groups = max(1, min(self._runner.num_ranks, scheduler.num_requests))
+            # Powers of two: a table is made for each number.
+            limit = min(most_steps, scheduler.most_steps)
+            num_steps = 1 << (limit.bit_length() - 1)
+        scheduler.set_groups(num_groups)
+        steps = Steps(cache, scheduler.allocator, self.context)
+        rounds = Rounds(scheduler, steps, self.context, num_groups)
+        self._runner.run(num_groups * num_steps, rounds.call, rounds.finish, group_size=num_groups)
+        rounds.end()
+        self.num_steps += num_steps
+
+    def _allocate(self) -> KeyCache:
+        """Return the cache, which is as large as options and memory allow; the first time a
+        collective of all ranks, which computes one step of padding.
+        """
+        if self._num_slots is None:
+            trial = KeyCache(1)
+            steps = Steps(trial, Runs(1), self.context)
+            self._runner.run(1, lambda _: steps.padding(), lambda *_: None)
+            size = torch.tensor(trial.bytes_per_slot, device=self.context.device)
+            most = int(all_reduce(size, self.context.axis("world"), "max"))
+            # A model without attention keeps nothing.
+            fitting = int(self.options.cache_gib * 2**30) // max(most, 1)
+            block = self.options.block_size if self._has_pages else 1
+            wanted = self.options.max_requests * -(-self.longest // block) * block
+            self._num_slots = block + min(fitting, wanted) // block * block
+        if self._cache is None:
+            self._cache = KeyCache(self._num_slots)
+        return self._cache
+
+
+def _completion(request: Request) -> Completion:
+    return Completion(request.new_tokens, request.logprobs, request.reason or "length")
+
+
+def _score(request: Request) -> Score:
+    scored = request.tokens[-request.num_scored :]
+    is_greedy = [token for token, _ in request.best] == scored
+    return Score(sum(request.logprobs), is_greedy, request.logprobs, request.best)
+
+
+@contextmanager
+def _evaluated(model: nn.Module) -> Iterator[None]:
+    """Inside the block the model is in eval mode, its routers drop no token, so that no text
+    depends on its neighbors, and its layers report nothing.
+    """
+    modes = [(module, module.training) for module in model.modules()]
+    routers = [module for module in model.modules() if isinstance(module, Router)]
+    reports = [module for module in model.modules() if isinstance(module, StepReport)]
+    recorded = [report.microbatch for report in reports]
+    try:
+        model.eval()
+        for router in routers:
+            router.is_exact = True
+        for report in reports:
+            report.microbatch = CurrentMicrobatch(records=False)
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
+        for router in routers:
+            router.is_exact = False
+        for report, microbatch in zip(reports, recorded, strict=True):
+            report.microbatch = microbatch

@@ -1,0 +1,174 @@
+"""Processes of a command that runs a trained model: this one, those of torchrun, or new ones."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_lightning import compat
+from megatron_lightning.config import TransformerConfig
+from megatron_lightning.data.tokenizers import TokenizerType
+from megatron_lightning.errors import ConfigError
+from megatron_lightning.inference.engine import Engine
+from megatron_lightning.inference.load import Dtype, find_model, load_engine
+from megatron_lightning.inference.options import EngineOptions
+from megatron_lightning.inference.text import Codec, load_codec
+from megatron_lightning.parallel.layout import ParallelLayout
+from megatron_lightning.pipeline.schedules import resolve
+from megatron_lightning.resilience.workers import run_workers
+from megatron_lightning.rules import check_model_layout
+
+Work = Callable[[Engine, Codec, Any], Any]
+"""Function of a rank's engine, the codec and arguments that travel to other processes; rank 0's
+result is plain data."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelJob:
+    """A trained model, its tokenizer, and the processes that run it; plain values."""
+
+    checkpoint: str
+    layout: ParallelLayout
+    pipeline_schedule: str | list[str] = "auto"
+    tokenizer_model: str | None = None
+    tokenizer_type: TokenizerType = "sentencepiece"
+    device: str = "auto"
+    dtype: Dtype = "float32"
+    options: EngineOptions = field(default_factory=EngineOptions)
+    runs_replicas: bool = False
+    """Whether processes beyond one replica have work of their own."""
+
+    @cached_property
+    def config(self) -> TransformerConfig:
+        """Sizes of the model.
+
+        Raises:
+            CheckpointError: If the checkpoint cannot be read.
+        """
+        return find_model(self.checkpoint).config
+
+    @cached_property
+    def codec(self) -> Codec:
+        """The tokenizer's codec.
+
+        Raises:
+            ConfigError: If there is none, or it has more ids than the model.
+            DataError: If it cannot be loaded.
+        """
+        if self.tokenizer_model is None:
+            raise ConfigError(
+                f"{self.checkpoint} has no tokenizer of its own. Set tokenizer_model to the "
+                "tokenizer that made the training data."
+            )
+        codec = load_codec(self.tokenizer_model, self.tokenizer_type)
+        if codec.vocab_size > self.config.vocab_size:
+            raise ConfigError(
+                f"{self.tokenizer_model} has {codec.vocab_size} ids and the model in "
+                f"{self.checkpoint} has vocab_size={self.config.vocab_size}. Set tokenizer_model "
+                "to the tokenizer that made the training data."
+            )
+        return codec
+
+    @property
+    def _is_started(self) -> bool:
+        return "RANK" in os.environ and "WORLD_SIZE" in os.environ  # by torchrun
+
+    @property
+    def world_size(self) -> int:
+        """Number of processes."""
+        if self._is_started:
+            return int(os.environ["WORLD_SIZE"])
+        return self.layout.tp * self.layout.pp
+
+    def check(self) -> None:
+        """Check all that can be checked before processes start.
+
+        Raises:
+            ConfigError: If the values cannot work together.
+            CheckpointError: If the checkpoint cannot be read.
+            DataError: If the tokenizer cannot be loaded.
+        """
+        layout, world_size = self.layout, self.world_size
+        _check_experts(layout)
+        resolve(self.pipeline_schedule, num_ranks=layout.pp, num_chunks=layout.vpp)
+        _ = self.codec
+        check_model_layout(self.config, layout, world_size)
+        if layout.data_parallel_size(world_size) > 1 and not self.runs_replicas:
+            raise ConfigError(
+                f"{world_size} processes were started, and tensor_model_parallel_size={layout.tp} "
+                f"x pipeline_model_parallel_size={layout.pp} uses {layout.tp * layout.pp}; the "
+                "others would write the same text. Start as many as are used."
+            )
+
+    def run(self, work: Work, arguments: Any) -> Any:
+        """Return what ``work`` returns on rank 0; None on other ranks of torchrun."""
+        world_size = self.world_size
+        if world_size == 1:
+            return self._work(work, arguments)
+        if self._is_started:
+            return self._join(work, arguments, int(os.environ["RANK"]), world_size, "env://")
+        with tempfile.TemporaryDirectory() as folder:
+            # Less what is cached: each process reads its own.
+            run_workers(_worker, (replace(self), work, arguments, folder), world_size)
+            return torch.load(Path(folder, "result"), weights_only=True)
+
+    def _join(
+        self, work: Work, arguments: Any, rank: int, world_size: int, init_method: str
+    ) -> Any:
+        if self.torch_device == "cuda":
+            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", rank)))
+        else:
+            torch.set_num_threads(max(1, (os.cpu_count() or 1) // world_size))
+        backend = "cpu:gloo,cuda:nccl" if self.torch_device == "cuda" else "gloo"
+        dist.init_process_group(backend, init_method=init_method, rank=rank, world_size=world_size)
+        try:
+            result = self._work(work, arguments)
+            return result if rank == 0 else None
+        finally:
+            compat.destroy_process_groups()
+
+    @property
+    def torch_device(self) -> str:
+        """Type of the device."""
+        if self.device == "auto":
+            return "cuda" if torch.cuda.is_available() else "cpu"
+        return self.device
+
+    def _work(self, work: Work, arguments: Any) -> Any:
+        index = f":{os.environ.get('LOCAL_RANK', '0')}" if self.torch_device == "cuda" else ""
+        engine = load_engine(
+            self.checkpoint,
+            self.layout,
+            options=self.options,
+            pipeline_schedule=self.pipeline_schedule,
+            device=self.torch_device + index,
+            dtype=self.dtype,
+            stops=self.codec.stops,
+            decode=self.codec.decode,
+        )
+        return work(engine, self.codec, arguments)
+
+
+def _worker(rank: int, job: ModelJob, work: Work, arguments: Any, folder: str) -> None:
+    os.environ["LOCAL_RANK"] = str(rank)
+    result = job._join(work, arguments, rank, job.world_size, f"file://{folder}/store")
+    if rank == 0:
+        torch.save(result, Path(folder, "result"))
+
+
+def _check_experts(layout: ParallelLayout) -> None:
+    if layout.tp % (layout.etp * layout.ep):
+        raise ConfigError(
+            f"expert_tensor_parallel_size={layout.etp} x expert_model_parallel_size={layout.ep} "
+            f"does not divide tensor_model_parallel_size={layout.tp}, whose ranks share the "
+            "experts. Set expert_tensor_parallel_size to 1 and tensor_model_parallel_size to a "
+            f"multiple of {layout.ep}."
+        )

@@ -1,0 +1,46 @@
+"""Sizes of an engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from megatron_lightning.errors import ConfigError
+
+Storage = Literal["auto", "runs", "pages"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineOptions:
+    """Sizes of an engine.
+
+    Raises:
+        ConfigError: If a value cannot work.
+    """
+
+    max_tokens: int = 512
+    """Tokens of one step, over all requests; longer prompts are computed in chunks."""
+    max_requests: int = 64
+    """Requests that run at once, at most; others wait."""
+    cache_gib: float = 1.0
+    """GiB for keys and values on each rank, at most; less where ``max_requests`` texts of the
+    longest length need less."""
+    block_size: int = 256
+    """Slots of a page, where keys are kept in pages."""
+    storage: Storage = "auto"
+    """How keys are kept: "runs" of neighboring slots for each request, reserved when it starts;
+    "pages", reserved as its text grows; "auto": runs on a CPU, pages on a GPU."""
+
+    def __post_init__(self) -> None:
+        for name in ("max_tokens", "max_requests", "block_size", "cache_gib"):
+            value = getattr(self, name)
+            if not value > 0 or (name != "cache_gib" and value != int(value)):
+                kind = "a positive number" if name == "cache_gib" else "a positive integer"
+                raise ConfigError(f"{name} is {value!r}; it must be {kind}. Set it to 1 or more.")
+        if self.max_requests > self.max_tokens:
+            raise ConfigError(
+                f"max_requests is {self.max_requests} and max_tokens is {self.max_tokens}; every "
+                "running request gets a token in a step. Raise max_tokens, or lower max_requests."
+            )
+        if self.storage not in ("auto", "runs", "pages"):
+            raise ConfigError(f'storage is {self.storage!r}. Set it to "runs", "pages" or "auto".')

@@ -1,0 +1,82 @@
+"""Some steps of some groups of requests, which follow one another through the stages.
+
+Call m is a step of group m modulo the number of groups. When it is due on a stage, the results of
+the group's step before have to be there: the last stage, on pp rank 0, sends them to the other
+stages as soon as it has them. Every rank plans and finishes steps in the same order, 0, 1, 2, …, so
+that all schedulers stay equal:
+
+    plan 0 · plan 1 · finish 0 · plan 2 · finish 1 · plan 3 · …        (two groups)
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_lightning.assembly.stage_runner import StageCall
+from megatron_lightning.inference.choice import NUM_RESULTS, choose
+from megatron_lightning.inference.scheduler import Batch, Scheduler
+from megatron_lightning.inference.steps import Steps
+from megatron_lightning.parallel.context import ParallelContext
+
+
+class Rounds:
+    """Calls of one run of the stages.
+
+    Args:
+        scheduler: The requests.
+        steps: Makes the model's calls.
+        context: Groups of this rank.
+        num_groups: Number of groups.
+    """
+
+    def __init__(
+        self, scheduler: Scheduler, steps: Steps, context: ParallelContext, num_groups: int
+    ) -> None:
+        self._scheduler = scheduler
+        self._steps = steps
+        self._pipeline = context.pp
+        self._num_groups = num_groups
+        self._batches: list[Batch] = []
+        self._results: dict[int, Tensor] = {}
+        self._num_finished = 0
+        self._sent: list[tuple[Tensor, dist.Work]] = []
+
+    def call(self, index: int) -> StageCall:
+        """Plan a step, whose turn it is, and return the model's call."""
+        if index >= self._num_groups:
+            self._take(index - self._num_groups)
+        batch = self._scheduler.plan(index % self._num_groups)
+        self._batches.append(batch)
+        return self._steps.call(batch)
+
+    def finish(self, index: int, logits: Tensor) -> None:
+        """Choose tokens by the logits [1, k, v] of a step, and send them to the other stages."""
+        batch = self._batches[index]
+        if not batch.num_kept:
+            return
+        results = choose(batch, logits[0])
+        self._results[index] = results
+        for rank in self._pipeline.ranks[1:]:
+            work = dist.isend(results, rank, group=self._pipeline.process_group)
+            if work is not None:
+                self._sent.append((results, work))
+
+    def end(self) -> None:
+        """Take the results of the last steps."""
+        for index in range(self._num_finished, len(self._batches)):
+            self._take(index)
+        for _, work in self._sent:
+            work.wait()
+
+    def _take(self, index: int) -> None:
+        """Give the results of a step to its requests."""
+        batch = self._batches[index]
+        results = self._results.pop(index, None)
+        if results is None:
+            results = torch.empty(batch.num_kept, NUM_RESULTS, dtype=torch.float64)
+            if self._pipeline.rank != 0 and batch.num_kept:
+                dist.recv(results, self._pipeline.ranks[0], group=self._pipeline.process_group)
+        self._scheduler.finish(batch, [(row[0], row[1], row[2]) for row in results.tolist()])
+        self._num_finished = index + 1

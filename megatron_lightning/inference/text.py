@@ -1,0 +1,154 @@
+"""Texts and conversations as token ids, and back, by the tokenizer of a model."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from megatron_lightning.data.tokenizers import (
+    SentencePieceTokenizer,
+    TokenizerType,
+    huggingface_tokenizer,
+)
+from megatron_lightning.errors import ConfigError
+
+Message = Mapping[str, str]
+"""``role`` and ``content`` of one turn of a conversation."""
+_GENERATION = "generation_config.json"
+
+
+class Codec(Protocol):
+    """Token ids of texts."""
+
+    vocab_size: int
+    """Number of ids, from 0."""
+    stops: tuple[int, ...]
+    """Ids that end a text."""
+
+    def encode(self, text: str) -> list[int]:
+        """Return the ids of a prompt, with those that the tokenizer puts before a text; the end of
+        a document for an empty one.
+        """
+        ...
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of ids, without special ones."""
+        ...
+
+    def chat(self, messages: Sequence[Message]) -> list[int]:
+        """Return the ids of a conversation that the model answers, by its chat template.
+
+        Raises:
+            ConfigError: If there is no template, or it refuses the messages.
+        """
+        ...
+
+
+class SentencePieceCodec:
+    """Codec of a SentencePiece model."""
+
+    def __init__(self, model: str) -> None:
+        self._tokenizer = SentencePieceTokenizer(model)
+        self._model = model
+        self.vocab_size = self._tokenizer.vocab_size
+        self.stops: tuple[int, ...] = (self._tokenizer.eod,)
+
+    def encode(self, text: str) -> list[int]:
+        """See :class:`Codec`."""
+        return self._tokenizer.encode(text) or [self._tokenizer.eod]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """See :class:`Codec`."""
+        return self._tokenizer.decode(ids)
+
+    def chat(self, messages: Sequence[Message]) -> list[int]:
+        """Refuse: a SentencePiece model has no template."""
+        raise ConfigError(
+            f"{self._model} is a SentencePiece model, which has no chat template. Set "
+            "tokenizer_type to huggingface and tokenizer_model to a folder with a chat template, "
+            "or generate without chat."
+        )
+
+
+class HuggingFaceCodec:
+    """Codec of a tokenizer of ``transformers``.
+
+    Args:
+        tokenizer: The tokenizer.
+        name: Its name in messages.
+        stops: Ids that end a text, beside the tokenizer's own end of a sequence.
+    """
+
+    def __init__(self, tokenizer: Any, name: str, stops: Sequence[int] = ()) -> None:
+        self.tokenizer = tokenizer
+        """The tokenizer of ``transformers``."""
+        self._name = name
+        self.vocab_size = len(tokenizer)
+        own = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+        self.stops = tuple(dict.fromkeys([*own, *stops]))
+
+    def encode(self, text: str) -> list[int]:
+        """See :class:`Codec`."""
+        ids: list[int] = self.tokenizer.encode(text, verbose=False)
+        return ids or list(self.stops[:1])
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """See :class:`Codec`."""
+        return str(self.tokenizer.decode(list(ids), skip_special_tokens=True))
+
+    def chat(self, messages: Sequence[Message]) -> list[int]:
+        """See :class:`Codec`."""
+        if self.tokenizer.chat_template is None:
+            raise ConfigError(
+                f"the tokenizer of {self._name} has no chat template. Set tokenizer_model to a "
+                "folder with one (chat_template.jinja), or generate without chat."
+            )
+        try:
+            # The template writes what stands before a text, such as BOS: it is not added again.
+            ids: list[int] = self.tokenizer.apply_chat_template(
+                list(messages), add_generation_prompt=True, tokenize=True, return_dict=False
+            )
+        except Exception as error:  # templates are programs, and raise what they like
+            raise ConfigError(
+                f"the chat template of {self._name} refuses the messages: {error}. Look at the "
+                "roles and their order."
+            ) from error
+        return ids
+
+
+def load_codec(model: str | Path, tokenizer_type: TokenizerType) -> Codec:
+    """Return the codec of a tokenizer.
+
+    Args:
+        model: A SentencePiece model, or a folder or Hub id of ``transformers``.
+        tokenizer_type: sentencepiece or huggingface.
+
+    Raises:
+        ConfigError: If its library is missing.
+        DataError: If it cannot be loaded.
+    """
+    if tokenizer_type == "sentencepiece":
+        return SentencePieceCodec(str(model))
+    tokenizer = huggingface_tokenizer(model)
+    return HuggingFaceCodec(tokenizer, str(model), end_tokens(Path(model)))
+
+
+def end_tokens(folder: Path) -> tuple[int, ...]:
+    """Return the ids in a folder's ``generation_config.json`` that end a text; many chat models
+    have several.
+    """
+    for name in (_GENERATION, "config.json"):
+        file = folder / name
+        if file.is_file():
+            found = json.loads(file.read_bytes()).get("eos_token_id")
+            if found is not None:
+                return (found,) if isinstance(found, int) else tuple(found)
+    return ()
+
+
+def end_of(text: str, stop: Sequence[str], start: int = 0) -> int:
+    """Return where the first stop string behind ``start`` begins; without one the text's length."""
+    found = (place for own in stop if (place := text.find(own, start)) >= 0)
+    return min(found, default=len(text))

@@ -1,0 +1,246 @@
+"""Keys and values of earlier tokens, so that a generating model computes new tokens only.
+
+A step is one ragged row [1, T]: the new tokens of all requests side by side, each with its
+position, and padding behind. Only attention treats requests apart. A *slot* keeps the key and the
+value of one token in one layer. Slot 0 belongs to no request: padding is written there.
+
+Shapes: ``T`` tokens of a step, ``r`` requests, ``k`` tokens whose logits are wanted, ``n`` query
+heads, ``g`` key heads, ``d`` size of a query and key head, ``e`` size of a value head, ``L`` keys
+of one request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from megatron_lightning.layers.attention_backend import KeyMask, attend_masked
+
+Slots = slice | Tensor
+"""Slots of a request's keys, in order: neighbors, or [L] numbers."""
+
+
+class Span(NamedTuple):
+    """The tokens of one request in a step."""
+
+    first: int
+    """Index of the first token in the row."""
+    length: int
+    """Number of new tokens."""
+    keys: Slots
+    """Slots of all keys up to the last new token."""
+    num_keys: int
+    """Number of these slots."""
+
+
+class Pages(NamedTuple):
+    """The spans of a step in the words of paged attention kernels."""
+
+    block_size: int
+    """Slots of a page."""
+    table: Tensor
+    """[r, most pages] int32 pages of each request."""
+    num_keys: Tensor
+    """[r] int32 keys of each request."""
+    boundaries: Tensor
+    """[r + 1] int32 first token of each request, and the end."""
+    longest: int
+    """New tokens of the request with the most."""
+
+
+class AttentionForm(NamedTuple):
+    """How queries see keys in one layer."""
+
+    scale: float
+    """Factor of the scores."""
+    window: int | None = None
+    """How many positions back a query sees beside its own; None: all."""
+    in_fp32: bool = False
+    """Whether scores and contexts are computed in fp32."""
+
+
+class KeyStore:
+    """Keys and values of one layer; heads and dtype are the layer's own.
+
+    Args:
+        num_slots: Number of tokens.
+        keys: [T, g, d] keys of the first step.
+        values: [T, g, e] its values; None: a value is the key, as latents are.
+    """
+
+    def __init__(self, num_slots: int, keys: Tensor, values: Tensor | None) -> None:
+        self.keys = keys.new_zeros(num_slots, *keys.shape[1:])
+        self.values = (
+            self.keys if values is None else values.new_zeros(num_slots, *values.shape[1:])
+        )
+
+    @property
+    def bytes_per_slot(self) -> int:
+        """Bytes that one token takes."""
+        pools = {id(pool): pool for pool in (self.keys, self.values)}
+        return sum(pool[0].numel() * pool.element_size() for pool in pools.values())
+
+    def write(self, slots: Tensor, keys: Tensor, values: Tensor | None) -> None:
+        """Keep keys [T, g, d] and values [T, g, e] in ``slots`` [T]."""
+        self.keys.index_copy_(0, slots, keys.to(self.keys.dtype))
+        if values is not None:
+            self.values.index_copy_(0, slots, values.to(self.values.dtype))
+
+    def copy(self, source: slice, target: slice) -> None:
+        """Copy slots to other slots."""
+        for pool in {id(pool): pool for pool in (self.keys, self.values)}.values():
+            pool[target] = pool[source]
+
+    def read(self, slots: Slots) -> tuple[Tensor, Tensor]:
+        """Return keys [L, g, d] and values [L, g, e] of ``slots``."""
+        if isinstance(slots, slice):
+            return self.keys[slots], self.values[slots]
+        keys = self.keys.index_select(0, slots)
+        return keys, keys if self.values is self.keys else self.values.index_select(0, slots)
+
+
+class KeyCache:
+    """The stores of a model's layers, made when a layer first computes.
+
+    A store belongs to the cache, not to the layer: copies of a model have none, and memory is free
+    when the cache is.
+
+    Args:
+        num_slots: Tokens that fit, slot 0 included.
+    """
+
+    def __init__(self, num_slots: int) -> None:
+        self.num_slots = num_slots
+        self.stores: dict[nn.Module, KeyStore] = {}
+        """Attention module -> its store."""
+
+    @property
+    def bytes_per_slot(self) -> int:
+        """Bytes that one token takes in all layers of this rank that have computed."""
+        return sum(store.bytes_per_slot for store in self.stores.values())
+
+    def store(self, module: nn.Module, keys: Tensor, values: Tensor | None) -> KeyStore:
+        """Return the store of an attention module for such keys and values."""
+        if module not in self.stores:
+            self.stores[module] = KeyStore(self.num_slots, keys, values)
+        return self.stores[module]
+
+
+@dataclass(frozen=True, eq=False)
+class CacheStep:
+    """What layers have to know of the requests in one step."""
+
+    cache: KeyCache
+    """Where keys are kept."""
+    slots: Tensor
+    """[T] slot of each token."""
+    spans: Sequence[Span]
+    """The requests, in the order of their tokens."""
+    kept: Tensor
+    """[k] tokens whose logits are wanted."""
+    copies: Sequence[tuple[slice, slice]] = ()
+    """Slots to copy to other slots before anything is read."""
+    pages: Pages | None = None
+    """The spans as pages, where a kernel takes pages; None: there is no such kernel."""
+
+    def attend(
+        self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor | None, form: AttentionForm
+    ) -> Tensor:
+        """Keep the keys and values of new tokens, and return their contexts [T, 1, n, e].
+
+        Args:
+            module: The attention module, which has a store of its own.
+            q: [T, 1, n, d] queries.
+            k: [T, 1, g, d] keys.
+            v: [T, 1, g, e] values; None: the keys.
+            form: How queries see keys.
+        """
+        keys, values = k[:, 0], None if v is None else v[:, 0]
+        store = self.cache.store(module, keys, values)
+        for source, target in self.copies:
+            store.copy(source, target)
+        store.write(self.slots, keys, values)
+        attend = _by_spans if self.pages is None or form.in_fp32 else _by_pages
+        out = attend(self, store, q[:, 0], form)
+        padding = out.new_zeros(len(q) - len(out), *out.shape[1:])
+        return torch.cat((out, padding)).unsqueeze(1).to(q.dtype)
+
+
+def _by_spans(step: CacheStep, store: KeyStore, q: Tensor, form: AttentionForm) -> Tensor:
+    """Return contexts of queries [T, n, d], one request at a time."""
+    contexts = []
+    for first, count, slots, num_keys in step.spans:
+        hidden = 0  # keys that no query of the span sees
+        if form.window is not None:
+            hidden = max(0, num_keys - count - form.window)
+        keys, values = store.read(_behind(slots, hidden))
+        mask = _mask(count, num_keys - hidden, form.window, q.device)
+        contexts.append(_attend_span(q[first : first + count], keys, values, mask, form))
+    shape = (0, q.shape[1], store.values.shape[-1])
+    return torch.cat(contexts) if contexts else q.new_zeros(shape)
+
+
+def _attend_span(
+    q: Tensor, keys: Tensor, values: Tensor, mask: KeyMask, form: AttentionForm
+) -> Tensor:
+    """Return contexts [count, n, e] of queries [count, n, d] of one request."""
+    dtype = torch.float32 if form.in_fp32 else q.dtype
+    inputs = [x.to(dtype).transpose(0, 1)[None] for x in (q, keys, values)]
+    with torch.autocast(q.device.type, enabled=False):
+        out = attend_masked(*inputs, mask=mask, scale=form.scale)
+    return out[0].transpose(0, 1)
+
+
+def _behind(slots: Slots, num_hidden: int) -> Slots:
+    """Return the slots without the first ``num_hidden``."""
+    if isinstance(slots, slice):
+        return slice(slots.start + num_hidden, slots.stop)
+    return slots[num_hidden:]
+
+
+def _mask(count: int, num_keys: int, window: int | None, device: torch.device) -> KeyMask:
+    """Return which of ``num_keys`` keys the last ``count`` positions see."""
+    narrow = window is not None and num_keys > window + 1
+    if count == 1 and not narrow:
+        return None
+    if count == num_keys and not narrow:
+        return "causal"
+    keys = torch.arange(num_keys, device=device)
+    back = keys[num_keys - count :, None] - keys
+    visible = back >= 0
+    return visible if window is None else visible & (back <= window)
+
+
+def _by_pages(step: CacheStep, store: KeyStore, q: Tensor, form: AttentionForm) -> Tensor:
+    """Return contexts of queries [T, n, d] by flash attention over pages.
+
+    ``num_splits=1`` makes a request independent of its neighbors.
+    """
+    from torch.nn.attention.varlen import varlen_attn
+
+    if step.pages is None or not step.spans:
+        return _by_spans(step, store, q, form)
+    block_size, table, num_keys, boundaries, longest = step.pages
+    keys, values = (x.unflatten(0, (-1, block_size)) for x in (store.keys, store.values))  # type: ignore[no-untyped-call]
+    total = step.spans[-1].first + step.spans[-1].length
+    attend: Callable[..., Any] = varlen_attn
+    out: Tensor = attend(
+        q[:total].contiguous(),
+        keys,
+        values,
+        boundaries,
+        None,
+        longest,
+        max(span.num_keys for span in step.spans),
+        scale=form.scale,
+        window_size=(-1 if form.window is None else form.window, 0),
+        enable_gqa=q.shape[1] != keys.shape[2],
+        seqused_k=num_keys,
+        block_table=table,
+        num_splits=1,
+    )
+    return out
