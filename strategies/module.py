@@ -36,6 +36,7 @@ from megatron_lightning.models.plans.hf_plans import transformers_models
 from megatron_lightning.optim.gradients.data_groups import has_replicas
 from megatron_lightning.parallel.context import AxisGroup, ParallelContext
 from megatron_lightning.parallel.parameters import copy_attributes
+from megatron_lightning.strategies.checkpoint.finetuning import announces_unfreezing
 from megatron_lightning.strategies.checks.module import built_module
 from megatron_lightning.strategies.checks.preflight import check_layers
 from megatron_lightning.strategies.options import StrategyOptions
@@ -135,6 +136,7 @@ def place_module(
             options.data,
             options.pipeline,
             micro_batches=not options.is_native,
+            keeps_frozen=not announces_unfreezing(module.trainer),
         )
         part = replace(part, units=units)
         read_weights(module, part, context)

@@ -55,11 +55,13 @@ def shard_units(
     pipeline: PipelineOptions,
     *,
     micro_batches: bool,
+    keeps_frozen: bool = True,
 ) -> ShardedUnits:
     """Shard the units of this rank's stages over the data-parallel ranks.
 
     The assembled module has its dtype, and is on its device or ``meta``, whose parameters are
-    filled one full parameter at a time. ``micro_batches``: a step runs several.
+    filled one full parameter at a time. ``micro_batches``: a step runs several. ``keeps_frozen``:
+    frozen parameters are never trained, and need no fp32 main params.
 
     Raises:
         ConfigError: If nothing can be sharded.
@@ -82,6 +84,7 @@ def shard_units(
         context=context,
         options=options,
         micro_batches=micro_batches,
+        keeps_frozen=keeps_frozen,
         compute_dtype=_low_dtype(module if root is None else module.get_submodule(root)),
     )
     shards = {

@@ -8,6 +8,8 @@ Between tensor-parallel ranks these must be equal or must differ:
   one, the sum is a multiple of it, which an adaptive optimizer hides.
 - The input of a layer that gathers sequence shards differs. If it is the full sequence, the layer
   gathers copies of it, and the output is right while gradients are multiples.
+- A gradient that is zero shows nothing, as that of a LoRA adapter's A does while its B is zero: it
+  is compared again after 2, 4, 8, ... pipeline runs, until it is not.
 - The output of the parallel module and the loss are equal, unless the plan says otherwise. Losses
   are compared again when ranks look for written weights (``optim/stepping/written.py``).
 
@@ -42,6 +44,9 @@ _EQUAL = 1e-6
 _LOSS_DIFFERS: Mapping[torch.dtype, float] = {torch.float32: 1e-4, torch.float64: 1e-4}
 """Of a loss; 2e-2 in lower precision. Those of two shards of a sequence are near each other."""
 
+_LAST_RUN = 256
+"""Pipeline runs after which gradients that were always zero are not compared any more."""
+
 _MOST_ELEMENTS = 1 << 20
 """Of larger tensors equally spaced elements are compared, which bounds the memory."""
 
@@ -69,7 +74,7 @@ class _Spread(NamedTuple):
 
 class PlanWatch:
     """Compare gradients, inputs, outputs and losses between the tensor-parallel ranks, in the first
-    finite pipeline run; losses also after :meth:`watch_loss`.
+    finite pipeline run; gradients that are zero there also later, losses after :meth:`watch_loss`.
 
     Args:
         module: This rank's part of the LightningModule.
@@ -90,7 +95,8 @@ class PlanWatch:
         self._plans = plans
         self._kinds = {path: type(child).__name__ for path, child in module.named_modules()}
         self._sums: dict[_Key, Tensor] = {}  # signed elements, squares, positions that differ [3]
-        self._hooks: list[torch.utils.hooks.RemovableHandle] = []
+        self._hooks: dict[_Key, torch.utils.hooks.RemovableHandle] = {}
+        self._num_runs = 0  # since the first finite one
         self._loss_differs = _DIFFER
         self._was_right = False  # in the first run, so that a later loss takes something else in
         if self._group.size == 1:
@@ -101,7 +107,7 @@ class PlanWatch:
 
     def detach(self) -> None:
         """Remove the hooks."""
-        for hook in self._hooks:
+        for hook in self._hooks.values():
             hook.remove()
         self._hooks.clear()
         self._sums.clear()
@@ -122,7 +128,7 @@ class PlanWatch:
                 if is_summed:
                     summed.append(name)
                 key = self._key("partial" if is_summed else "replicated", name)
-                self._hooks.append(parameter.register_hook(partial(self._add, key)))  # type: ignore[no-untyped-call]
+                self._hooks[key] = parameter.register_hook(partial(self._add, key))  # type: ignore[no-untyped-call]
         return summed
 
     def _watch_inputs(self, module: nn.Module, owners: set[str]) -> None:
@@ -134,9 +140,7 @@ class PlanWatch:
             argument, dim = gathered or ("", _plan_of(self._plans, path).sequence_dim)
             key = self._key("input" if gathered else "seen", path)
             hook = partial(self._add_input, key, argument, dim)
-            self._hooks.append(
-                child.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
-            )
+            self._hooks[key] = child.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
 
     def _watch_outputs(self, module: nn.Module, part: Part) -> None:
         """Watch the outputs of the parallel modules, which all of a step reads."""
@@ -145,7 +149,7 @@ class PlanWatch:
                 root = path or (part.path if part.path is not None else _root_of(module, plan))
                 key = self._key("output", root)
                 hook = partial(self._add_output, key)
-                self._hooks.append(module.get_submodule(root).register_forward_hook(hook))
+                self._hooks[key] = module.get_submodule(root).register_forward_hook(hook)
         if not any(plan.shards_output for plan in self._plans.values()):
             self._key("loss", "")
 
@@ -154,7 +158,7 @@ class PlanWatch:
         may add a penalty on weights later. All ranks call this.
         """
         is_whole = not any(plan.shards_output for plan in self._plans.values())
-        if self._group.size > 1 and not self._sums and is_whole:
+        if self._group.size > 1 and self._is_quiet and is_whole:
             self._key("loss", "")
 
     def _key(self, kind: str, name: str) -> _Key:
@@ -221,10 +225,49 @@ class PlanWatch:
         Raises:
             ShardingError: On all of them, naming what differs, or is equal, and should not be.
         """
+        self._num_runs += self._was_right
+        if self._is_quiet and self._num_runs & (self._num_runs - 1):
+            return
         spreads = self._spreads()
         if spreads is None:
             return
-        self.detach()
+        try:
+            self._check(spreads)
+        except ShardingError:
+            self.detach()
+            raise
+        self._was_right = True
+        self._keep_hidden(spreads)
+
+    @property
+    def _is_quiet(self) -> bool:
+        """Whether nothing is watched but gradients that have been zero."""
+        return self._was_right and _Key("loss", "") not in self._sums
+
+    def _keep_hidden(self, spreads: Mapping[_Key, _Spread]) -> None:
+        """Watch the gradients that were zero again, and what their modules see; nothing else."""
+        hidden = {
+            key.name
+            for key, spread in spreads.items()
+            if key.kind in ("replicated", "partial") and spread.norm == 0
+        }
+        if self._num_runs >= _LAST_RUN:
+            hidden.clear()
+        owners = {name.rpartition(".")[0] for name in hidden}
+        for key in list(self._sums):
+            if key.name in (owners if key.kind in ("seen", "input") else hidden):
+                self._sums[key].zero_()
+                continue
+            del self._sums[key]
+            if key in self._hooks:
+                self._hooks.pop(key).remove()
+
+    def _check(self, spreads: Mapping[_Key, _Spread]) -> None:
+        """Check what the ranks have seen.
+
+        Raises:
+            ShardingError: Naming what differs, or is equal, and should not be.
+        """
         seen = {
             key.name: spread.varies
             for key, spread in spreads.items()
@@ -257,7 +300,6 @@ class PlanWatch:
             if found:
                 listed = ", ".join(self._described(name) for name in found[:5])
                 raise ShardingError(describe(ranks, self._group.size, len(found), listed))
-        self._was_right = True
 
     def _described(self, name: str) -> str:
         return f"{name} ({self._kinds[name]})" if self._kinds.get(name) and name else name

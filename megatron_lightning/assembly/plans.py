@@ -14,6 +14,7 @@ from megatron_lightning.errors import ConfigError, ShardingError
 from megatron_lightning.layers.styles import ContextAttention, DispatchedExperts
 from megatron_lightning.models.plans.gathered import auto_plan
 from megatron_lightning.models.plans.hf_plans import transformers_models, transformers_plan
+from megatron_lightning.parallel.attachments import base_layer
 from megatron_lightning.parallel.layout import ParallelLayout
 from megatron_lightning.parallel.sharding import (
     ShardingPlan,
@@ -99,12 +100,7 @@ def _why_nothing(
     for path, own in plans.items():
         model = module.get_submodule(path)
         name = f"{type(model).__name__}{f' ({path})' if path else ''}"
-        if type(model).__module__.startswith("peft."):
-            texts.append(
-                f"adapters of peft wrap the layers of {name}, so that the paths of the model's own "
-                "plan do not match"
-            )
-        elif own.modules or not getattr(model, "_tp_plan", None):
+        if own.modules or not getattr(model, "_tp_plan", None):
             texts.append(f"the sharding plan of {name} has no row that splits one")
         else:
             texts.append(f"no entry of the tensor-parallel plan of {name} matches one")
@@ -138,6 +134,7 @@ def check_plans(module: nn.Module, layout: ParallelLayout, plan: PlanChoice) -> 
             "which are not 0, 1, 2, … on a rank. Set ShardingPlan(positions=...) to the keyword "
             'of its forward, such as "position_ids", or to "" if it uses no positions.'
         )
+    _check_wrapped(module, layout)
     plans = find_plans(module, plan, layout.tp, layout.cp, layout.ep)
     if plan is None and layout.divides_experts and not sharding_plans(module):
         _check_has_experts(module, layout, plans)
@@ -164,6 +161,22 @@ def check_plans(module: nn.Module, layout: ParallelLayout, plan: PlanChoice) -> 
             "say where activations are shards of the sequence (it has no SequenceParallel or "
             'ShardSequence row). Set sequence_parallel to "auto" or False, or write a table with '
             "these rows and pass MegatronStrategy(sharding_plan=...)."
+        )
+
+
+def _check_wrapped(module: nn.Module, layout: ParallelLayout) -> None:
+    """Check that no model around which peft calls ``forward`` directly is to be given positions."""
+    wrapped = [
+        f"{type(child).__name__}{f' ({path})' if path else ''}"
+        for path, child in module.named_modules()
+        if type(child).__module__.startswith("peft.") and hasattr(child, "base_model")
+    ]
+    if layout.cp > 1 and wrapped:
+        raise ConfigError(
+            f"context_parallel_size is {layout.cp}, and {wrapped[0]} of peft calls the forward of "
+            "its model so that the strategy cannot give it the positions of a rank's tokens. Use "
+            "megatron_lightning.peft.LoRA(...).apply(model), which has peft's options and folders, "
+            "or set context_parallel_size to 1."
         )
 
 
@@ -194,6 +207,6 @@ def _check_rows(
             if check is None:
                 continue
             try:
-                check(child, layout, plan)
+                check(base_layer(child), layout, plan)
             except ShardingError as error:
                 raise ShardingError(f"{'.'.join(filter(None, [root, path]))}: {error}") from error

@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from megatron_lightning.errors import ShardingError
+from megatron_lightning.layers.adapters import add_adapters
 from megatron_lightning.parallel.parameters import check_gradient_hooks
 
 _WAY_OUT = (
@@ -89,9 +90,10 @@ def check_hooks(module: nn.Module, target: str, shards: Collection[str]) -> None
     Raises:
         ShardingError: If one would.
     """
+    after = [hook for hook in module._forward_hooks.values() if hook is not add_adapters]
     seen = {
         "register_forward_pre_hook": ("input",) if module._forward_pre_hooks else (),
-        "register_forward_hook": ("input", "output") if module._forward_hooks else (),
+        "register_forward_hook": ("input", "output") if after else (),
         "register_full_backward_hook": ("input", "output") if module._backward_hooks else (),
         "register_full_backward_pre_hook": ("output",) if module._backward_pre_hooks else (),
     }

@@ -19,7 +19,7 @@ class GPTLightningModule(LanguageModule):
 
     Args:
         config: The model.
-        options: Options of :class:`LanguageModule`: optimizer and learning rate schedule.
+        options: Options of :class:`LanguageModule`: optimizer, learning rate schedule, adapters.
 
     Raises:
         ConfigError: If the schedule contradicts itself.
@@ -41,7 +41,7 @@ class GPTLightningModule(LanguageModule):
         mesh = self.device_mesh
         parallel = mesh is not None and "pp" in (mesh.mesh_dim_names or ())
         with torch.device("meta" if parallel else torch.empty(0).device):
-            self.model = GPTModel(self.config)
+            self.model = self._adapt(GPTModel(self.config))
 
     def forward(
         self,

@@ -30,7 +30,8 @@ class HuggingFaceModule(LanguageModule):
         attn_implementation: Attention of ``transformers``, such as "sdpa" or "eager"; leave it out
             for the model's default.
         learning_rate: Peak learning rate.
-        options: Further options of :class:`LanguageModule`: optimizer and learning rate schedule.
+        options: Further options of :class:`LanguageModule`: optimizer, learning rate schedule,
+            adapters.
 
     Raises:
         ConfigError: If the schedule contradicts itself.
@@ -73,7 +74,7 @@ class HuggingFaceModule(LanguageModule):
         """
         if self.model is None:
             bridge = self._bridge()
-            self.model = bridge.to_model()
+            self.model = self._adapt(bridge.to_model())
             self.model.train()  # transformers returns models in eval mode, without dropout
             self.model.config.use_cache = False  # training reads no cache
 

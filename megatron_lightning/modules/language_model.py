@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, TypeVar
 
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron_lightning.compat import fused_adamw
 from megatron_lightning.errors import ConfigError
@@ -17,9 +17,11 @@ from megatron_lightning.layers.moe import balance_experts
 from megatron_lightning.layers.report import log_reports
 from megatron_lightning.optim.param_groups import NO_DECAY, ParamGroup, make_param_groups
 from megatron_lightning.optim.schedules import DecayStyle, LRSchedule, ScheduledLR
+from megatron_lightning.peft import LoRA
 from megatron_lightning.pipeline.batch.sequence_split import IGNORED_LABEL
 
 Batch = dict[str, Tensor]
+ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
 
 class LanguageModule(LightningModule):
@@ -47,6 +49,8 @@ class LanguageModule(LightningModule):
         param_groups: Parameters with a learning rate or weight decay of their own; leave it out for
             norms and biases without weight decay.
         fused: Whether AdamW steps all parameters by one kernel, where torch has it for the device.
+        peft: Adapters that are trained in the place of the model's weights; leave it out to train
+            all weights.
 
     Raises:
         ConfigError: If the schedule contradicts itself.
@@ -73,6 +77,7 @@ class LanguageModule(LightningModule):
         lr_schedule: LRSchedule | None = None,
         param_groups: Sequence[ParamGroup] | None = None,
         fused: bool = True,
+        peft: LoRA | None = None,
     ) -> None:
         super().__init__()
         if learning_rate < 0.0:
@@ -86,6 +91,8 @@ class LanguageModule(LightningModule):
             )
         if isinstance(lr_schedule, Mapping):
             lr_schedule = LRSchedule(**lr_schedule)
+        if isinstance(peft, Mapping):  # from `load_from_checkpoint`, as the schedule
+            peft = LoRA(**peft)
         groups = [
             row if isinstance(row, ParamGroup) else ParamGroup(**row) for row in param_groups or ()
         ]
@@ -100,7 +107,10 @@ class LanguageModule(LightningModule):
             "lr_schedule": None if lr_schedule is None else asdict(lr_schedule),
             "param_groups": None if param_groups is None else [asdict(group) for group in groups],
             "fused": fused,
+            "peft": None if peft is None else asdict(peft),
         }
+        self.peft = peft
+        """Adapters; None: all weights are trained."""
         self.learning_rate = learning_rate
         self.weight_decay = weight_decay
         self.betas = betas
@@ -113,6 +123,10 @@ class LanguageModule(LightningModule):
         _check_lengths(lr_schedule, *self._lengths)
         if lr_schedule is None and decay_steps != "max" and not 0 < warmup_steps < 1:
             self.lr_schedule = _schedule(min_learning_rate, int(warmup_steps), decay_steps)
+
+    def _adapt(self, model: ModuleT) -> ModuleT:
+        """Attach the adapters to a model that was just built, if there are any; return it."""
+        return model if self.peft is None else self.peft.apply(model)
 
     def num_items(self, batch: Batch) -> Tensor:
         """Return the sum of the tokens' weights: without a floating ``loss_mask``, the number of

@@ -7,13 +7,14 @@ schedulers, monitors and checkpoints agree.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
 
 from megatron_lightning.errors import ConfigError
+from megatron_lightning.parallel.attachments import Attachment, is_wrapper
 from megatron_lightning.parallel.patterns import compile_pattern
 from megatron_lightning.parallel.sharding import tied_names
 
@@ -74,7 +75,8 @@ def make_param_groups(
     lr: float,
     weight_decay: float = 0.0,
 ) -> list[dict[str, Any]]:
-    """Return the groups for an optimizer; a parameter belongs to the first row that matches it.
+    """Return the groups for an optimizer; a parameter belongs to the first row that matches it. Of
+    a module with adapters, frozen parameters are left out.
 
     Args:
         module: Owner of the parameters; patterns match the names of ``named_parameters()``, or the
@@ -99,6 +101,17 @@ def make_param_groups(
         "wd_mult": 1.0,
     }
     groups = [default, *(_group(row, lr, weight_decay) for row in table)]
+    skips_frozen = any(is_wrapper(m) or isinstance(m, Attachment) for m in module.modules())
+    for index, _, parameter in _rows_of(module, table):
+        if parameter.requires_grad or not skips_frozen:
+            groups[index]["params"].append(parameter)
+    return groups
+
+
+def _rows_of(
+    module: nn.Module, table: Sequence[ParamGroup]
+) -> Iterator[tuple[int, str, nn.Parameter]]:
+    """Yield index of the group (0: the default), name and parameter."""
     patterns = [[compile_pattern(pattern) for pattern in row.params] for row in table]
     owners = tied_names(module)
     for copy, parameter in module.named_parameters():
@@ -109,15 +122,14 @@ def make_param_groups(
             if (row.max_dims is None or parameter.dim() <= row.max_dims)
             and any(pattern.fullmatch(name) for pattern in own)
         )
-        groups[next(matching, 0)]["params"].append(parameter)
-    return groups
+        yield next(matching, 0), copy, parameter
 
 
 def check_rows(module: nn.Module, table: Sequence[ParamGroup]) -> None:
     """Check, on the full module, that every row matches a parameter."""
-    _, *groups = make_param_groups(module, table, lr=0.0)
-    for row, group in zip(table, groups, strict=True):
-        if group["params"]:
+    used = {index for index, *_ in _rows_of(module, table)}
+    for index, row in enumerate(table, start=1):
+        if index in used:
             continue
         fitting = [
             name

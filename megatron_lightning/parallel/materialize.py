@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from megatron_lightning.compat import GradientHooks
 from megatron_lightning.errors import ConfigError
+from megatron_lightning.parallel.attachments import Attachment
 from megatron_lightning.parallel.parameters import copy_attributes
 from megatron_lightning.parallel.sharding import named_shard_specs, tied_names
 from megatron_lightning.parallel.spec import Shape, ShardSpec
@@ -25,9 +26,13 @@ def leave_empty(module: nn.Module) -> None:
 
 
 def is_left_empty(model: nn.Module, path: str) -> bool:
-    """Return whether :func:`leave_empty` was called for a module above the tensor at ``path``."""
+    """Return whether :func:`leave_empty` was called for a module above the tensor at ``path``; an
+    attachment fills itself.
+    """
     segments = path.split(".")
-    modules = (model.get_submodule(".".join(segments[:depth])) for depth in range(len(segments)))
+    modules = [model.get_submodule(".".join(segments[:depth])) for depth in range(len(segments))]
+    if any(isinstance(module, Attachment) for module in modules):
+        return False
     return any(_EMPTY in module.__dict__ for module in modules)
 
 
@@ -35,11 +40,11 @@ def materialize(model: nn.Module, device: torch.device | str) -> None:
     """Allocate the tensors on ``meta`` on ``device`` and fill them, in place; the others stay as
     they are.
 
-    Every parameter's values come from ``init_weights(name, tensor)`` of the outermost module that
-    has such a method: it fills ``tensor``, which has the global shape and is fp32 for floating
-    types, with the initial values of the parameter ``name`` (relative to that module). A rank never
-    holds more than its shards and one full parameter. Below :func:`leave_empty` tensors are only
-    allocated.
+    Every parameter's values come from ``init_weights(name, tensor)`` of the attachment that it
+    belongs to, or else of the outermost module that has such a method: it fills ``tensor``, which
+    has the global shape and is fp32 for floating types, with the initial values of the parameter
+    ``name`` (relative to that module). A rank never holds more than its shards and one full
+    parameter. Below :func:`leave_empty` tensors are only allocated.
 
     Raises:
         ConfigError: If a module on ``meta`` has no ``init_weights``.
@@ -84,12 +89,16 @@ def initial_value(
 
 
 def _initializer(model: nn.Module, path: str) -> tuple[Callable[[str, Tensor], None], str]:
-    """Return the outermost ``init_weights(name, tensor)`` above ``path``, and the name it knows the
-    tensor by.
+    """Return the ``init_weights(name, tensor)`` that fills the tensor at ``path``, and the name it
+    knows the tensor by.
     """
     segments, modules = path.split("."), dict(model.named_modules())
-    for depth in range(len(segments)):
-        method = getattr(modules.get(".".join(segments[:depth])), "init_weights", None)
+    owners = [modules.get(".".join(segments[:depth])) for depth in range(len(segments))]
+    for depth, owner in enumerate(owners):
+        if isinstance(owner, Attachment):
+            return owner.init_weights, ".".join(segments[depth:])
+    for depth, owner in enumerate(owners):
+        method = getattr(owner, "init_weights", None)
         # Other libraries use the name for other things.
         if method is not None and len(signature(method).parameters) == 2:
             return method, ".".join(segments[depth:])

@@ -19,6 +19,12 @@ from torch import nn
 from megatron_lightning.compat import avoid_fused_inference
 from megatron_lightning.errors import ConfigError, ShardingError
 from megatron_lightning.parallel.absent import present_modules
+from megatron_lightning.parallel.attachments import (
+    Attachment,
+    base_layer,
+    is_extended,
+    saved_copies,
+)
 from megatron_lightning.parallel.parameters import check_gradient_hooks, copy_attributes, rebind
 from megatron_lightning.parallel.patterns import compile_pattern, describe_unused
 from megatron_lightning.parallel.spec import ShardSpec
@@ -125,7 +131,11 @@ class Style(Protocol):
     """
 
     def apply(self, module: nn.Module, context: ParallelContext, plan: ShardingPlan) -> nn.Module:
-        """Return the module that replaces ``module`` (which may be ``module`` itself, changed)."""
+        """Return the module that replaces ``module`` (which may be ``module`` itself, changed).
+
+        A style that divides a layer with adapters has ``divide_adapters``, too, with the same
+        arguments, which is called after it.
+        """
         ...
 
 
@@ -340,19 +350,30 @@ def parallelize(
         check_plan(model, plan)
     swaps = False
     with untied(model):
-        for path, module in list(present_modules(model)):
+        modules = list(present_modules(model))
+        attached = tuple(f"{path}." for path, module in modules if isinstance(module, Attachment))
+        for path, module in modules:
             style = plan.style_of(path)
-            if style is None:
+            if style is None or f"{path}.".startswith(attached):
                 continue
-            kind = type(module)
+            kind = type(base_layer(module))
             try:
-                swapped = style.apply(module, context, plan)
+                swapped = style.apply(base_layer(module), context, plan)
+                if is_extended(module):
+                    _divide_extension(module, style, context, plan)
             except ShardingError as error:
                 raise ShardingError(f"{path}: {error}") from error
-            if swapped is not module:
-                parent, _, name = path.rpartition(".")
-                setattr(model.get_submodule(parent), name, swapped)
-            swaps |= type(swapped) is not kind
+            if swapped is base_layer(module):
+                swaps |= type(swapped) is not kind
+                continue
+            if is_extended(module):
+                raise ShardingError(
+                    f"{path}: style {type(style).__name__} makes another module of a layer with "
+                    "adapters. Leave this layer out of the adapters' target_modules."
+                )
+            parent, _, name = path.rpartition(".")
+            setattr(model.get_submodule(parent), name, swapped)
+            swaps = True
     if swaps:
         avoid_fused_inference(model)
     rewrites = [(compile_pattern(pattern), rewrite) for pattern, rewrite in plan.attributes.items()]
@@ -363,6 +384,25 @@ def parallelize(
             if rewrite is not None:
                 setattr(module, name, rewrite(value, context))
     return model
+
+
+def _divide_extension(
+    module: nn.Module, style: Style, context: ParallelContext, plan: ShardingPlan
+) -> None:
+    """Divide what is attached to a layer, or the copies of it that a wrapper of ``peft`` holds."""
+    copies = saved_copies(module)
+    for copy in copies:
+        style.apply(copy, context, plan)
+    if copies:
+        return
+    divide = getattr(style, "divide_adapters", None)
+    if divide is None:
+        raise ShardingError(
+            f"style {type(style).__name__} divides this {type(base_layer(module)).__name__}, and "
+            "does not know how to divide its adapters. Leave the layer out of the adapters' "
+            "target_modules."
+        )
+    divide(module, context, plan)
 
 
 def shared_names(model: nn.Module) -> list[list[str]]:

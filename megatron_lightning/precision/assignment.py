@@ -25,6 +25,7 @@ from megatron_lightning.layers.transposed import (
     TransposedRowParallelLinear,
 )
 from megatron_lightning.parallel.absent import present_modules
+from megatron_lightning.parallel.attachments import Attachment, is_wrapper
 from megatron_lightning.parallel.patterns import compile_pattern, describe_unused
 from megatron_lightning.precision.backends import Chosen
 from megatron_lightning.precision.emulation import EmulatedGemm
@@ -39,6 +40,7 @@ _IN_BF16 = (
     "**router", "**gate",
 )  # fmt: skip
 """Paths of output layers and routers, as models name them."""
+_PEFT_FACTORS = ("lora_A", "lora_B")
 _GEMMS: Mapping[Chosen, type[EmulatedGemm]] = {"emulation": EmulatedGemm, "native": NativeGemm}
 
 
@@ -140,10 +142,12 @@ def _others(modules: Mapping[str, nn.Module], found: Collection[str]) -> list[st
     """Return the paths of modules that multiply by matrices of their own, and are not in ``found``;
     embeddings do not multiply.
     """
+    inside = _adapters_in(modules)
     return [
         path
         for path, child in modules.items()
         if path not in found
+        and not path.startswith(inside)
         and not isinstance(child, nn.Embedding)
         and not hasattr(child, "gemm")
         and any(p.ndim > 1 for p in child.parameters(recurse=False))
@@ -164,12 +168,31 @@ def remove_recipe(module: nn.Module) -> None:
 def _linears(module: nn.Module) -> dict[str, nn.Module]:
     """Return the layers that can be quantized, also those that other pipeline ranks hold."""
     kinds = (Splittable, TransposedColumnParallelLinear, TransposedRowParallelLinear)
-    modules: Iterator[tuple[str, nn.Module]] = module.named_modules()
     return {
         path: child
-        for path, child in modules
+        for path, child in _without_adapters(module)
         if type(child) is nn.Linear or issubclass(type(child), kinds)
     }
+
+
+def _without_adapters(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield path and module of everything but adapters, whose ranks are too small for scales."""
+    modules = dict(module.named_modules())
+    inside = _adapters_in(modules)
+    return (item for item in modules.items() if not item[0].startswith(inside))
+
+
+def _adapters_in(modules: Mapping[str, nn.Module]) -> tuple[str, ...]:
+    """Return the paths of what adapters consist of, with a dot behind."""
+    return tuple(
+        f"{path}."
+        for path, child in modules.items()
+        if isinstance(child, Attachment)
+        or (
+            path.rpartition(".")[2] in _PEFT_FACTORS
+            and is_wrapper(modules[path.rpartition(".")[0]])
+        )
+    )
 
 
 def _recipe_of(

@@ -11,6 +11,12 @@ from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
 
+def announces_unfreezing(trainer: pl.Trainer) -> bool:
+    """Return whether a ``BaseFinetuning`` callback will train what is frozen now."""
+    callbacks: list[pl.Callback] = vars(trainer)["callbacks"]  # set from another class
+    return any(isinstance(callback, BaseFinetuning) for callback in callbacks)
+
+
 def unfreeze_again(module: pl.LightningModule, added: Iterable[Tensor]) -> None:
     """Make parameters trainable that a ``BaseFinetuning`` callback had unfrozen when the checkpoint
     was saved.

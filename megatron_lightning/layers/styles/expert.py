@@ -15,6 +15,7 @@ from megatron_lightning.layers.moe.dispatch import DISPATCHERS
 from megatron_lightning.layers.moe.experts import GroupedLinear
 from megatron_lightning.layers.moe.layer import MoELayer
 from megatron_lightning.layers.moe.router import Router
+from megatron_lightning.layers.styles.adapters import divide_experts
 from megatron_lightning.parallel.collectives import all_reduce
 from megatron_lightning.parallel.context import ALONE, ParallelContext
 from megatron_lightning.parallel.sharding import ShardingPlan, take_shards
@@ -112,3 +113,9 @@ class ExpertLinear:
             specs["bias"] = ShardSpec.split(tuple(module.bias.shape), dim=0, **ep)
         take_shards(module, module, specs)
         return module
+
+    def divide_adapters(
+        self, module: nn.Module, context: ParallelContext, plan: ShardingPlan
+    ) -> None:
+        """Divide the adapters of the experts."""
+        divide_experts(module, self, context, plan, divides_output=self.dim == 1)

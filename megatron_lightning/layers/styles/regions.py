@@ -107,6 +107,11 @@ class CopyOutput:
             module.register_forward_hook(_CopyLast(self.channels, context.tp))
         return module
 
+    def divide_adapters(
+        self, module: nn.Module, context: ParallelContext, plan: ShardingPlan
+    ) -> None:
+        """Leave the adapters full: the output's gradient is summed behind them."""
+
 
 @dataclass(frozen=True)
 class ShareInput:

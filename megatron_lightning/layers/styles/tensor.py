@@ -10,11 +10,12 @@ input alone (``copy_input=False``).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import nn
 
 from megatron_lightning.errors import ShardingError
+from megatron_lightning.layers.adapters import ALL_ROWS, adapters_of
 from megatron_lightning.layers.dropout import Dropout
 from megatron_lightning.layers.embedding import SequenceParallelEmbedding
 from megatron_lightning.layers.linear import (
@@ -24,6 +25,13 @@ from megatron_lightning.layers.linear import (
 )
 from megatron_lightning.layers.norm import HeadsRMSNorm, MixedRMSNorm, RMSNorm
 from megatron_lightning.layers.replaceable import check_hooks, check_replaceable
+from megatron_lightning.layers.styles.adapters import (
+    divide_column,
+    divide_row,
+    divide_tokens,
+    draw_from_stream,
+    partial_over,
+)
 from megatron_lightning.layers.styles.common import (
     EMBEDDING,
     expect,
@@ -31,10 +39,9 @@ from megatron_lightning.layers.styles.common import (
     keep,
     layer_options,
 )
-from megatron_lightning.parallel.context import AxisGroup, ParallelContext
+from megatron_lightning.parallel.context import ParallelContext
 from megatron_lightning.parallel.layout import ParallelLayout
-from megatron_lightning.parallel.sharding import ShardingPlan
-from megatron_lightning.parallel.spec import ShardSpec
+from megatron_lightning.parallel.sharding import ShardingPlan, Style
 
 
 @dataclass(frozen=True)
@@ -52,7 +59,7 @@ class ColumnParallel:
     """Return the full output on every rank."""
 
     def check(self, module: nn.Module, layout: ParallelLayout, plan: ShardingPlan) -> None:
-        """Check that the layer can be divided .
+        """Check that the layer can be divided.
 
         Raises:
             ShardingError: If it cannot.
@@ -82,6 +89,16 @@ class ColumnParallel:
             num_blocks=self.num_blocks,
             **layer_options(context, plan, shards=self.copy_input),
         )
+
+    def divide_adapters(
+        self, module: nn.Module, context: ParallelContext, plan: ShardingPlan
+    ) -> None:
+        """Divide the adapters of the layer."""
+
+        def style_of(part: str) -> Style:
+            return self if part == ALL_ROWS else replace(self, num_blocks=1)
+
+        divide_column(module, style_of, context, plan, copies_input=self.copy_input)
 
 
 @dataclass(frozen=True)
@@ -127,6 +144,17 @@ class QueryKeyValue:
             **layer_options(context, plan),
         )
 
+    def divide_adapters(
+        self, module: nn.Module, context: ParallelContext, plan: ShardingPlan
+    ) -> None:
+        """Divide the adapters of the layer: one, or one each of queries, keys and values."""
+        shared, column = KeyOrValue(self.num_query_groups), self._column(context.layout)
+        parts: dict[str, Style] = {ALL_ROWS: self, "q": column, "k": shared, "v": shared}
+        divide_column(module, parts.__getitem__, context, plan, copies_input=True)
+        adapters = adapters_of(module)
+        if adapters is not None and adapters.num_groups:
+            adapters.num_groups = max(1, self.num_query_groups // context.tp.size)
+
 
 @dataclass(frozen=True)
 class KeyOrValue:
@@ -170,6 +198,12 @@ class KeyOrValue:
             **layer_options(context, plan, shards=self.copy_input),
         )
 
+    def divide_adapters(
+        self, module: nn.Module, context: ParallelContext, plan: ShardingPlan
+    ) -> None:
+        """Divide the adapters of the layer."""
+        divide_column(module, lambda _: self, context, plan, copies_input=self.copy_input)
+
 
 def _shares_groups(num_query_groups: int, num_ranks: int) -> bool:
     return num_ranks > num_query_groups and num_ranks % num_query_groups == 0
@@ -212,6 +246,12 @@ class RowParallel:
             **layer_options(context, plan),
         )
 
+    def divide_adapters(
+        self, module: nn.Module, context: ParallelContext, plan: ShardingPlan
+    ) -> None:
+        """Divide the adapters of the layer."""
+        divide_row(module, self, context, plan, splits_input=self.split_input)
+
 
 @dataclass(frozen=True)
 class SequenceParallel:
@@ -244,7 +284,13 @@ class SequenceParallel:
             return SequenceParallelEmbedding.from_embedding(
                 module, group=context.tp, sequence_dim=plan.sequence_dim
             )
-        return _partial_over(module, context.tp)
+        return partial_over(module, context.tp)
+
+    def divide_adapters(
+        self, module: nn.Module, context: ParallelContext, plan: ShardingPlan
+    ) -> None:
+        """Declare the gradients of the adapters partial."""
+        divide_tokens(module, context, plan)
 
 
 @dataclass(frozen=True)
@@ -257,7 +303,7 @@ class HeadParallel:
 
     def apply(self, module: nn.Module, context: ParallelContext, plan: ShardingPlan) -> nn.Module:
         """Declare the gradients partial."""
-        return _partial_over(module, context.tp)
+        return partial_over(module, context.tp)
 
 
 @dataclass(frozen=True)
@@ -284,15 +330,7 @@ class HeadsNorm:
             return module
         self.check(module, context.layout, plan)
         norm = HeadsRMSNorm.from_norm(expect(module, nn.RMSNorm, "HeadsNorm"), context.tp)
-        return _partial_over(norm, context.tp)
-
-
-def _partial_over(module: nn.Module, group: AxisGroup) -> nn.Module:
-    own = module.named_parameters(recurse=False)
-    module.shard_specs = {
-        n: ShardSpec.replicated(p.shape, partial_over=(group.name,)) for n, p in own
-    }  # type: ignore[assignment]
-    return module
+        return partial_over(norm, context.tp)
 
 
 @dataclass(frozen=True)
@@ -309,8 +347,5 @@ class StreamDropout:
     def apply(self, module: nn.Module, context: ParallelContext, plan: ShardingPlan) -> nn.Module:
         """Set the streams."""
         sharded = plan.is_sequence_parallel(context) or (self.always and context.tp.size > 1)
-        if sharded or context.cp.size > 1:
-            dropout = expect(module, Dropout, "StreamDropout")
-            dropout.streams = context.rng
-            dropout.stream_name = "model-parallel-rng" if sharded else "data-parallel-rng"
+        draw_from_stream(expect(module, Dropout, "StreamDropout"), context, sharded=sharded)
         return module

@@ -12,7 +12,9 @@ from megatron_lightning.layers.replaceable import (
     check_hooks,
     check_parameter_hooks,
 )
+from megatron_lightning.layers.styles.adapters import divide_column, divide_row
 from megatron_lightning.layers.styles.parameters import Split, shard_parameters
+from megatron_lightning.layers.styles.tensor import ColumnParallel, RowParallel
 from megatron_lightning.layers.transposed import (
     TransposedColumnParallelLinear,
     TransposedRowParallelLinear,
@@ -53,6 +55,13 @@ class TransposedColumnParallel:
             module, group=context.tp, num_blocks=self.num_blocks
         )
 
+    def divide_adapters(
+        self, module: nn.Module, context: ParallelContext, plan: ShardingPlan
+    ) -> None:
+        """Divide the adapters of the layer, whose factors are plain linear layers."""
+        column = ColumnParallel(num_blocks=self.num_blocks)
+        divide_column(module, lambda _: column, context, plan, copies_input=True)
+
 
 @dataclass(frozen=True)
 class TransposedRowParallel:
@@ -78,6 +87,12 @@ class TransposedRowParallel:
             return _keep(module, context.tp, weight=0)
         self.check(module, context.layout, plan)
         return TransposedRowParallelLinear.from_layer(module, group=context.tp)
+
+    def divide_adapters(
+        self, module: nn.Module, context: ParallelContext, plan: ShardingPlan
+    ) -> None:
+        """Divide the adapters of the layer, whose factors are plain linear layers."""
+        divide_row(module, RowParallel(), context, plan)
 
 
 def _keep(module: nn.Module, group: AxisGroup, **dims: int) -> nn.Module:

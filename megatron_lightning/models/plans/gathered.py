@@ -24,13 +24,14 @@ from megatron_lightning.compat import GradientHooks
 from megatron_lightning.layers.replaceable import has_computed_weight, has_own_forward
 from megatron_lightning.layers.styles import ColumnParallel
 from megatron_lightning.models.plans.hf_rows import VOCABULARY, as_patterns, split_both_ends
+from megatron_lightning.parallel.attachments import base_layer, without_attachments
 from megatron_lightning.parallel.sharding import ShardingPlan, Style, shared_names
 
 _TENSORS = ("weight", "bias")
 _HARMLESS = ("dtype", "device")
 """Attributes of a weight that a shard shares with it."""
 _NOT_IN_FORWARD = ("_init", "__init__", "tie_", "resize_", "get_", "set_", "configure_")
-_LIBRARIES = ("torch.", "lightning.", "pytorch_lightning.")
+_LIBRARIES = ("torch.", "lightning.", "pytorch_lightning.", "peft.")
 BY_INDEX = "[]"
 """Name of layers that are read by their index."""
 
@@ -62,9 +63,9 @@ class _Gathered:
         self._everywhere = everywhere
         read = _weights_read(model, everywhere=everywhere)
         self._whole = {
-            id(module)
-            for path, module in model.named_modules(remove_duplicate=False)
-            if _name(path) in read or self._stays_whole(module)
+            id(base_layer(module))
+            for path, module in without_attachments(model)
+            if _name(path) in read or self._stays_whole(base_layer(module))
         }
         for names in shared_names(model):  # all who share a weight, or none
             owners = {id(model.get_submodule(name.rpartition(".")[0])) for name in names}
@@ -72,8 +73,10 @@ class _Gathered:
 
     def plan(self, tensor_size: int) -> ShardingPlan:
         """Return the plan."""
-        modules = dict(self._model.named_modules())
-        styles = {path: self._style(module, tensor_size) for path, module in modules.items()}
+        modules = dict(without_attachments(self._model))
+        styles = {
+            path: self._style(base_layer(module), tensor_size) for path, module in modules.items()
+        }
         rows = {path: style for path, style in styles.items() if style is not None}
         rows = split_both_ends(self._model, rows)
         return ShardingPlan(modules=as_patterns(rows, modules), sequence_dim=1)

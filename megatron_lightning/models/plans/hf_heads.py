@@ -17,6 +17,7 @@ from torch import nn
 
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.layers.styles import ColumnParallel, KeyOrValue, local_heads_per_group
+from megatron_lightning.parallel.attachments import base_layer
 from megatron_lightning.parallel.context import ParallelContext
 from megatron_lightning.parallel.sharding import Style
 
@@ -157,6 +158,7 @@ def count_rewrites(
     for attention in attentions:
         module, path = attention.module, attention.path
         key = getattr(module, "k_proj", None)
+        key = base_layer(key) if isinstance(key, nn.Module) else None
         heads = attention.key_value_heads(key) if isinstance(key, nn.Linear) else None
         if attention.groups is not None and heads is not None and heads < tensor_size:
             rewrites[f"{path}.num_key_value_groups"] = partial(local_heads_per_group, heads)

@@ -37,6 +37,7 @@ from megatron_lightning.models.plans.hf_context import with_context
 from megatron_lightning.models.plans.hf_heads import Attention, count_rewrites, projection
 from megatron_lightning.models.plans.hf_rows import as_patterns, split_both_ends
 from megatron_lightning.models.plans.hf_tables import table_of
+from megatron_lightning.parallel.attachments import base_layer, without_attachments
 from megatron_lightning.parallel.patterns import compile_pattern
 from megatron_lightning.parallel.sharding import ShardingPlan, Style
 
@@ -66,7 +67,9 @@ _LINEAR_STYLES: Mapping[str, Style] = {
 def is_transformers_model(module: nn.Module) -> bool:
     """Return whether a module is a model of ``transformers``, with or without a plan."""
     return (
-        hasattr(module, "_tp_plan")
+        # What peft wraps around a model passes the model's attributes on.
+        not type(module).__module__.startswith("peft.")
+        and hasattr(module, "_tp_plan")
         and hasattr(module, "base_model_prefix")
         and hasattr(getattr(module, "config", None), "get_text_config")
     )
@@ -148,7 +151,7 @@ class _Translation:
     def __init__(self, model: nn.Module, tensor_size: int) -> None:
         self._model = model
         self._size = tensor_size
-        self._modules = dict(model.named_modules())
+        self._modules = {path: base_layer(child) for path, child in without_attachments(model)}
         self._parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
         self._rows: dict[str, Style] = {}
         """Module path -> style."""

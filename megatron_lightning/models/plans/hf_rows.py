@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 from torch import nn
 
 from megatron_lightning.layers.styles import ParameterShards, RowParallel, Split, VocabParallel
+from megatron_lightning.parallel.attachments import base_layer, own_path
 from megatron_lightning.parallel.patterns import compile_pattern
 from megatron_lightning.parallel.sharding import Style, shared_names
 
@@ -27,7 +28,10 @@ def split_both_ends(model: nn.Module, rows: Mapping[str, Style]) -> dict[str, St
     output layer's bias is split like it. What has no such form stays full on every rank.
     """
     styles = dict(rows)
-    tied = [[name.rpartition(".")[::2] for name in names] for names in shared_names(model)]
+    tied = [
+        [(own_path(owner), own) for owner, _, own in (name.rpartition(".") for name in names)]
+        for names in shared_names(model)
+    ]
     # Weights first: their output layers decide over biases.
     for group in sorted(tied, key=lambda group: any(own != "weight" for _, own in group)):
         owners = [owner for owner, _ in group]
@@ -36,7 +40,7 @@ def split_both_ends(model: nn.Module, rows: Mapping[str, Style]) -> dict[str, St
             continue
         if all(style is None for style in before):
             continue
-        modules = [model.get_submodule(owner) for owner in owners]
+        modules = [base_layer(model.get_submodule(owner)) for owner in owners]
         ends = [isinstance(module, nn.Embedding | nn.Linear) for module in modules]
         if all(ends) and not any(isinstance(style, RowParallel) for style in before):
             styles |= dict.fromkeys(owners, VOCABULARY)

@@ -99,6 +99,7 @@ class ShardedUnits:
         micro_batches: Whether a step runs several; parameters are then gathered once a step unless
             the options say otherwise.
         compute_dtype: Dtype in which parameters are gathered and used; None: their own.
+        keeps_frozen: Whether frozen parameters keep their dtype; False: they may be trained later.
         excluded: Names of parameters that are not sharded, such as those with a copy on another
             pipeline rank.
         full: Name of a parameter outside of the units -> why it is.
@@ -117,10 +118,12 @@ class ShardedUnits:
         options: DataParallelOptions,
         micro_batches: bool,
         compute_dtype: torch.dtype | None,
+        keeps_frozen: bool = True,
     ) -> None:
         self.compute_dtype = compute_dtype
         """Dtype in which parameters are gathered and used; None: their own."""
         self._options = options
+        self._keeps_frozen = keeps_frozen
         self._reshard = (
             not micro_batches
             if options.reshard_after_forward is None
@@ -212,10 +215,12 @@ class ShardedUnits:
     def _shard(self, division: Division, stage: int, index: int) -> None:
         """Shard some parameters of one module."""
         unit, low, axes = division.module, self.compute_dtype, division.data_axes
-        # What is sharded are the fp32 main params; the gathered parameters are cast.
+        # What is sharded are the fp32 main params; the gathered parameters are cast. A frozen one
+        # needs none.
         if low is not None:
             for parameter in division.parameters:
-                parameter.data = parameter.data.to(main_dtype(parameter.dtype))
+                if parameter.requires_grad or not self._keeps_frozen:
+                    parameter.data = parameter.data.to(main_dtype(parameter.dtype))
         # FSDP2's hooks gather. Ours run before them: in backward the first registered one, in
         # forward the last one.
         unit.register_forward_hook(

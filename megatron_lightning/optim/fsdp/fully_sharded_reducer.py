@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from megatron_lightning.compat import set_grad_dtype
 from megatron_lightning.config import DataParallelOptions
+from megatron_lightning.errors import ConfigError
 from megatron_lightning.optim.fsdp.fully_sharded import ShardedUnits
 from megatron_lightning.optim.fsdp.sharded_unit import Unit, local_part
 from megatron_lightning.optim.gradients.bucket_plan import sum_groups_of
@@ -175,6 +176,7 @@ class FullyShardedReducer(GradientReducer):
             for name, p in parameters.items()
             if name in units.names and isinstance(p, DTensor)
         }
+        _check_main_params(self._in_units, units)
         self.parameters = dict(parameters)
         for name, parameter in self._in_units.items():
             shard = _shard_of(parameter, is_main=units.compute_dtype is not None)
@@ -327,6 +329,24 @@ class FullyShardedReducer(GradientReducer):
             shard.copy_(summed)
 
 
+def _check_main_params(trained: Mapping[str, DTensor], units: ShardedUnits) -> None:
+    """Check that no parameter is trained that was frozen when its unit was sharded.
+
+    Raises:
+        ConfigError: Naming the parameters.
+    """
+    low = [n for n, p in trained.items() if units.compute_dtype and p.dtype != main_dtype(p.dtype)]
+    if low:
+        more = f" and {len(low) - 1} more" if len(low) > 1 else ""
+        dtype = str(units.compute_dtype).removeprefix("torch.")
+        raise ConfigError(
+            f'{low[0]}{more} was frozen when data_parallel="fsdp" sharded the module, so that it '
+            f"is kept in {dtype} without fp32 main params, and it is to be trained now. Freeze it "
+            "by a BaseFinetuning callback, which announces the change, or set "
+            'data_parallel="zero1".'
+        )
+
+
 def _dim(tensor: DTensor) -> int:
     """Return the dim along which a tensor is sharded."""
     [placement] = tensor.placements
@@ -345,4 +365,5 @@ def _shard_of(parameter: DTensor, *, is_main: bool) -> ParameterShard | None:
     start = sum(
         first * math.prod(parameter.shape[dim + 1 :]) for dim, first in enumerate(box.offset)
     )
+    is_main &= value.dtype == main_dtype(value.dtype)  # a frozen one keeps its dtype
     return ParameterShard(start, is_full, value, value, target, is_main=is_main, box=box)

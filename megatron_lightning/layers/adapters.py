@@ -1,0 +1,174 @@
+"""Low-rank adapters (LoRA, https://arxiv.org/abs/2106.09685), as children of the layers that they
+adapt.
+
+With x [..., in] and h = A x [..., r], an adapted layer returns y + scale B h. The layer keeps its
+class, its parameters' names, and its own computation (an engine, quantized products): a forward
+hook adds what the child ``adapters`` computes.
+
+    q_proj.weight                        [out, in], frozen
+    q_proj.adapters.all.lora_A.weight    [r, in]
+    q_proj.adapters.all.lora_B.weight    [out, r]
+
+A layer whose weight consists of several matrices (query, key and value; gate and up) has one
+adapter for all rows, or one for each matrix: ``linear_qkv.adapters.q``, ``.k``, ``.v``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megatron_lightning.errors import ConfigError
+from megatron_lightning.layers.dropout import Dropout
+from megatron_lightning.parallel.attachments import Attachment
+
+ALL_ROWS = "all"
+"""Name of an adapter of all rows of a weight."""
+_CHILD = "adapters"
+
+
+class LowRankAdapter(nn.Module):
+    """scale * B A x.
+
+    Args:
+        lora_A: Linear layer(s) from the input to r features.
+        lora_B: Linear layer(s) from r features to the output.
+        scale: Factor of the product.
+        dropout: Probability of a zero in the input.
+    """
+
+    def __init__(
+        self, lora_A: nn.Module, lora_B: nn.Module, *, scale: float, dropout: float = 0.0
+    ) -> None:
+        super().__init__()
+        self.dropout = Dropout(dropout)
+        self.lora_A = lora_A
+        self.lora_B = lora_B
+        self.scale = scale
+
+    def forward(self, x: Tensor, *counts: Tensor) -> Tensor:
+        """Map x [..., in] to [..., out]; ``counts`` [E]: rows of each expert."""
+        out: Tensor = self.lora_B(self.lora_A(self.dropout(x), *counts), *counts)
+        return out * self.scale
+
+    def extra_repr(self) -> str:
+        """Return the scale, for ``print``."""
+        return f"scale={self.scale:g}"
+
+
+class Adapters(Attachment):
+    """The adapters of one layer: of all its rows, or of each of its matrices.
+
+    Args:
+        parts: Name -> adapter.
+        path: Path of the layer in the full model, from which the initial values follow.
+        num_groups: Query groups of a fused projection, in whose rows the matrices alternate; 0:
+            they follow each other.
+    """
+
+    def __init__(
+        self, parts: Mapping[str, LowRankAdapter], path: str, *, num_groups: int = 0
+    ) -> None:
+        super().__init__()
+        self.enabled = True
+        """False: the layer computes without its adapters."""
+        self.num_groups = num_groups
+        self._seed = path
+        for name, part in parts.items():
+            self.add_module(name, part)
+        for name, parameter in self.named_parameters():
+            if not parameter.is_meta:
+                with torch.no_grad():
+                    self.init_weights(name, parameter)
+
+    @property
+    def parts(self) -> dict[str, LowRankAdapter]:
+        """Name -> adapter."""
+        children = self.named_children()
+        return {name: child for name, child in children if isinstance(child, LowRankAdapter)}
+
+    def init_weights(self, name: str, tensor: Tensor) -> None:
+        """Fill the full parameter ``name``: A uniform in ±1/sqrt(in), as ``nn.Linear`` and ``peft``
+        draw it, by a generator that is seeded from the name; B zero.
+        """
+        if "lora_A" not in name:
+            tensor.zero_()
+            return
+        digest = hashlib.sha256(f"{self._seed}/{name}".encode()).digest()
+        draws = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+        bound = 1 / math.sqrt(tensor.shape[-1])
+        # Equal draws for all dtypes and devices.
+        values = torch.empty(tensor.shape, dtype=torch.float32)
+        tensor.copy_(values.uniform_(-bound, bound, generator=draws))
+
+    def forward(self, x: Tensor, *counts: Tensor) -> Tensor:
+        """Map the layer's input x [..., in] to what is added to its output [..., out]."""
+        parameter = next(self.parameters())
+        if x.dtype != parameter.dtype and not torch.is_autocast_enabled(x.device.type):
+            x = x.to(parameter.dtype)
+        deltas: list[Tensor] = [part(x, *counts) for part in self.parts.values()]
+        if len(deltas) == 1:
+            [delta] = deltas
+            return delta
+        if self.num_groups:  # rows of a group: queries, key, value
+            deltas = [d.view(*d.shape[:-1], self.num_groups, -1) for d in deltas]
+            return torch.cat(deltas, dim=-1).flatten(-2)
+        return torch.cat(deltas, dim=-1)
+
+
+def attach(layer: nn.Module, adapters: Adapters) -> None:
+    """Make ``adapters`` a child of ``layer`` whose result is added to the layer's output.
+
+    Raises:
+        ConfigError: If the layer has adapters, or another attribute of that name.
+    """
+    if hasattr(layer, _CHILD):
+        raise ConfigError(
+            f"a {type(layer).__name__} has an attribute {_CHILD!r} already, under which LoRA keeps "
+            "its adapters. Apply LoRA once to a model; to another model, or rename the attribute."
+        )
+    layer.add_module(_CHILD, adapters)
+    layer.register_forward_hook(add_adapters, with_kwargs=True)
+
+
+def add_adapters(
+    layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor
+) -> Tensor:
+    """Forward hook of an adapted layer: add what its adapters compute."""
+    adapters = adapters_of(layer)
+    if adapters is None or not adapters.enabled:
+        return output
+    delta: Tensor = adapters(*args, *kwargs.values())
+    return output + delta.to(output.dtype)
+
+
+def adapters_of(layer: nn.Module) -> Adapters | None:
+    """Return the adapters of a layer; None: it has none."""
+    child = layer._modules.get(_CHILD)
+    return child if isinstance(child, Adapters) else None
+
+
+def adapted_layers(module: nn.Module) -> dict[str, Adapters]:
+    """Return path of a layer -> its adapters, of all adapted layers in ``module``."""
+    found = ((path, adapters_of(layer)) for path, layer in module.named_modules())
+    return {path: adapters for path, adapters in found if adapters is not None}
+
+
+@contextmanager
+def adapters_disabled(module: nn.Module) -> Iterator[None]:
+    """Compute without adapters inside the block: the base model, such as a frozen reference."""
+    found = list(adapted_layers(module).values())
+    before = [adapters.enabled for adapters in found]
+    for adapters in found:
+        adapters.enabled = False
+    try:
+        yield
+    finally:
+        for adapters, enabled in zip(found, before, strict=True):
+            adapters.enabled = enabled

@@ -1,0 +1,170 @@
+"""How styles divide the adapters of a layer, ours and those of ``peft``.
+
+With h = A x [..., r]:
+
+    column-parallel  B takes the style of W; A is full. Ranks copy or gather h, r numbers a token.
+                     The gradient of A is a partial sum under sequence parallelism (A sees a shard
+                     of the tokens) and inside a ``ParallelInput`` region (a rank's rows of B).
+    row-parallel     A takes the style of W, so that h is reduced, or reduce-scattered; B is full.
+                     The gradient of B is a partial sum under sequence parallelism.
+
+A fused layer has an adapter for all rows, divided as W is, or one for each matrix in W, divided as
+the matrix alone would be.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import NamedTuple
+
+from torch import nn
+
+from megatron_lightning.errors import ShardingError
+from megatron_lightning.layers.adapters import ALL_ROWS, adapters_of
+from megatron_lightning.layers.dropout import Dropout
+from megatron_lightning.parallel.attachments import base_layer
+from megatron_lightning.parallel.context import AxisGroup, ParallelContext
+from megatron_lightning.parallel.sharding import ShardingPlan, Style, take_shards
+from megatron_lightning.parallel.spec import ShardSpec
+
+
+class Factors(NamedTuple):
+    """One adapter of a layer."""
+
+    part: str
+    """Name of the matrix in the layer's weight; "all": all rows."""
+    lora_A: nn.Module
+    lora_B: nn.Module
+    dropout: Dropout
+
+
+def factors_of(module: nn.Module) -> list[Factors]:
+    """Return the adapters of a layer, or of the layer that a wrapper of ``peft`` wraps.
+
+    Raises:
+        ShardingError: If the wrapper holds something else than the two factors of LoRA.
+    """
+    adapters = adapters_of(module)
+    if adapters is not None:
+        parts = adapters.parts.items()
+        return [Factors(name, part.lora_A, part.lora_B, part.dropout) for name, part in parts]
+    if base_layer(module) is module:
+        return []
+    return list(_peft_factors(module))
+
+
+def _peft_factors(module: nn.Module) -> Iterator[Factors]:
+    """Yield the adapters in a wrapper of ``peft``."""
+    known = {"base_layer", "lora_A", "lora_B", "lora_dropout"}
+    others = [
+        name
+        for name, child in module.named_children()
+        if name not in known and any(True for _ in child.parameters())
+    ]
+    if others or "lora_A" not in module._modules:
+        raise ShardingError(
+            f"{type(module).__name__} of peft holds {', '.join(others) or 'no LoRA'}, and only "
+            "the two factors of LoRA are divided over tensor-parallel ranks. Use "
+            "megatron_lightning.peft.LoRA, or set tensor_model_parallel_size to 1."
+        )
+    dropouts: nn.ModuleDict = module.lora_dropout  # type: ignore[assignment]
+    for name, lora_A in module.lora_A.named_children():  # type: ignore[union-attr]
+        before = dropouts._modules.get(name)
+        if not isinstance(before, Dropout):
+            # In place of torch's, which draws equal numbers for all shards.
+            dropouts[name] = Dropout(getattr(before, "p", 0.0))
+        yield Factors(ALL_ROWS, lora_A, module.lora_B[name], dropouts[name])  # type: ignore[index,arg-type]
+
+
+def divide_column(
+    module: nn.Module,
+    style_of: Callable[[str], Style],
+    context: ParallelContext,
+    plan: ShardingPlan,
+    *,
+    copies_input: bool,
+) -> None:
+    """Divide the adapters of a column-parallel layer.
+
+    Args:
+        module: The layer, or a wrapper of it.
+        style_of: Name of a part -> style of its B.
+        context: Groups of this rank.
+        plan: The plan.
+        copies_input: Whether the layer sums its input's gradient; False inside a
+            ``ParallelInput`` region.
+    """
+    shards_tokens = plan.is_sequence_parallel(context) and copies_input
+    for part in factors_of(module):
+        style_of(part.part).apply(part.lora_B, context, plan)
+        if context.tp.size > 1 and (shards_tokens or not copies_input):
+            partial_over(part.lora_A, context.tp)
+        draw_from_stream(part.dropout, context, sharded=shards_tokens)
+
+
+def divide_row(
+    module: nn.Module,
+    style: Style,
+    context: ParallelContext,
+    plan: ShardingPlan,
+    *,
+    splits_input: bool = False,
+) -> None:
+    """Divide the adapters of a row-parallel layer; ``splits_input``: the input is full."""
+    for part in factors_of(module):
+        style.apply(part.lora_A, context, plan)
+        if plan.is_sequence_parallel(context):
+            partial_over(part.lora_B, context.tp)
+        draw_from_stream(part.dropout, context, sharded=context.tp.size > 1 and not splits_input)
+
+
+def divide_experts(
+    module: nn.Module,
+    style: Style,
+    context: ParallelContext,
+    plan: ShardingPlan,
+    *,
+    divides_output: bool,
+) -> None:
+    """Divide the adapters of experts: both factors over ``ep``, and over ``etp`` the factor that
+    has the divided features. The gradient of the other is a partial sum over ``etp``.
+    """
+    for part in factors_of(module):
+        divided, whole = part.lora_A, part.lora_B
+        if divides_output:
+            divided, whole = whole, divided
+        style.apply(divided, context, plan)
+        shape: tuple[int, ...] = tuple(whole.weight.shape)  # type: ignore[arg-type]
+        spec = ShardSpec.split(shape, dim=0, size=context.ep.size, rank=context.ep.rank, axis="ep")
+        take_shards(whole, whole, {"weight": replace(spec, partial_over=(context.etp.name,))})
+
+
+def divide_tokens(module: nn.Module, context: ParallelContext, plan: ShardingPlan) -> None:
+    """Divide the adapters of a full layer, which sees sequence shards under sequence
+    parallelism.
+    """
+    shards_tokens = plan.is_sequence_parallel(context)
+    for part in factors_of(module):
+        if shards_tokens:
+            partial_over(part.lora_A, context.tp)
+            partial_over(part.lora_B, context.tp)
+        draw_from_stream(part.dropout, context, sharded=shards_tokens)
+
+
+def partial_over(module: nn.Module, group: AxisGroup) -> nn.Module:
+    """Declare the gradients of a full layer partial sums over the ranks of ``group``; return it."""
+    own = module.named_parameters(recurse=False)
+    module.shard_specs = {  # type: ignore[assignment]
+        n: ShardSpec.replicated(p.shape, partial_over=(group.name,)) for n, p in own
+    }
+    return module
+
+
+def draw_from_stream(dropout: Dropout, context: ParallelContext, *, sharded: bool) -> None:
+    """Let a dropout draw from a stream of the rank, where its input differs between the ranks of a
+    replica; ``sharded``: between tensor-parallel ranks.
+    """
+    if sharded or context.cp.size > 1:
+        dropout.streams = context.rng
+        dropout.stream_name = "model-parallel-rng" if sharded else "data-parallel-rng"

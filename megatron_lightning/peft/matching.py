@@ -1,0 +1,223 @@
+"""Which modules of a model ``target_modules`` and its kin mean, in the words of ``peft``.
+
+A list holds names or paths, of which a module's path ends with one; in our form ``*`` matches a
+segment and ``**`` any number of them. A text is a regular expression of the full path, or
+"all-linear".
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TypeVar
+
+from torch import nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
+
+from megatron_lightning.errors import ConfigError
+from megatron_lightning.layers.linear_loss import TakesLoss
+from megatron_lightning.layers.moe.experts import GroupedLinear
+from megatron_lightning.parallel.attachments import is_extended, without_attachments
+from megatron_lightning.parallel.patterns import compile_pattern, nearest_pattern
+
+ALL_LINEAR = "all-linear"
+_LISTED = 8
+_HEADS = ("score", "classifier")
+"""Names of the heads of classifiers in ``transformers``, which ``peft`` leaves out, too."""
+_Value = TypeVar("_Value")
+
+
+def adaptable_layers(module: nn.Module) -> dict[str, nn.Module]:
+    """Return path -> layer of all linear layers that adapters can be attached to.
+
+    Left out are output layers (adapters would have to be part of the loss), and layers that torch
+    reads weights of without calling them.
+    """
+    outputs = _output_layers(module)
+    return {
+        path: layer
+        for path, layer in without_attachments(module)
+        if is_linear(layer) and path and id(layer) not in outputs and not is_extended(layer)
+    }
+
+
+def is_linear(layer: nn.Module) -> bool:
+    """Return whether a module is a linear layer: of torch, of experts, or with the weight
+    transposed (``Conv1D`` of ``transformers``).
+    """
+    if isinstance(layer, GroupedLinear) or is_transposed(layer):
+        return True
+    # torch's attention reads the weight of this kind, and does not call it.
+    return isinstance(layer, nn.Linear) and not isinstance(layer, NonDynamicallyQuantizableLinear)
+
+
+def is_transposed(layer: nn.Module) -> bool:
+    """Return whether a layer is a ``Conv1D`` of ``transformers``, with a weight [in, out]."""
+    return type(layer).__name__ == "Conv1D" and type(layer).__module__.startswith("transformers.")
+
+
+def find_targets(
+    module: nn.Module, targets: str | Sequence[str], excluded: str | Sequence[str]
+) -> dict[str, nn.Module]:
+    """Return path -> layer of the layers that get adapters.
+
+    Args:
+        module: The full model.
+        targets: ``target_modules``.
+        excluded: ``exclude_modules``.
+
+    Raises:
+        ConfigError: If a target or an exclusion matches no linear layer, or nothing is left.
+    """
+    layers = adaptable_layers(module)
+    if targets == ALL_LINEAR:
+        chosen = set(layers)
+    else:
+        chosen = _matching(module, "target_modules", targets, layers)
+    left_out = _matching(module, "exclude_modules", excluded, layers) if excluded else set()
+    found = {path: layer for path, layer in layers.items() if path in chosen - left_out}
+    if not found:
+        raise ConfigError(
+            f"LoRA finds no layer to adapt in {type(module).__name__}: "
+            f"target_modules={targets!r} match {len(chosen)} of its {len(layers)} linear layers, "
+            f"and exclude_modules={excluded!r} leave out all of them. Change one of them."
+        )
+    return found
+
+
+def find_saved(module: nn.Module, names: Sequence[str]) -> dict[str, nn.Module]:
+    """Return path -> module of the modules that are trained as they are (``modules_to_save``).
+
+    Raises:
+        ConfigError: If a name matches no module with parameters, or a module shares a parameter
+            with one that is not named.
+    """
+    modules = {
+        path: child
+        for path, child in without_attachments(module)
+        if path and any(True for _ in child.parameters())
+    }
+    if not names:
+        return {}
+    saved = _matching(module, "modules_to_save", list(names), modules)
+    found = {path: modules[path] for path in modules if path in saved}
+    inside = {id(p) for child in found.values() for p in child.parameters()}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        if id(parameter) in inside and not name.startswith(tuple(f"{path}." for path in found)):
+            raise ConfigError(
+                f"modules_to_save={list(names)!r} trains a parameter that {name} shares (tied "
+                f"weights). Name {name.rpartition('.')[0]} in modules_to_save, too, so that both "
+                "are saved."
+            )
+    return found
+
+
+def value_of(path: str, table: Mapping[str, _Value], default: _Value) -> _Value:
+    """Return the value of a table of ``peft`` (``rank_pattern``, ``alpha_pattern``): its keys are
+    regular expressions of the end of a path.
+    """
+    return next((value for key, value in table.items() if _ends_with(key, path)), default)
+
+
+def check_table(name: str, table: Mapping[str, object], paths: Iterable[str]) -> None:
+    """Check that every key of ``table``, an option called ``name``, matches an adapted layer."""
+    paths = list(paths)
+    for key in table:
+        if not any(_ends_with(key, path) for path in paths):
+            raise ConfigError(
+                f"{name} has {key!r}, which matches no adapted layer"
+                f"{_did_you_mean(key, paths)}. Correct the key, or remove it."
+            )
+
+
+def _ends_with(key: str, path: str) -> bool:
+    return re.match(rf"(.*\.)?({key})$", path) is not None
+
+
+def _matching(
+    module: nn.Module, option: str, patterns: str | Sequence[str], modules: Mapping[str, nn.Module]
+) -> set[str]:
+    """Return the paths that patterns match, of which each must match one.
+
+    Raises:
+        ConfigError: Naming the pattern that does not.
+    """
+    is_text = isinstance(patterns, str)
+    chosen = set[str]()
+    for pattern in [patterns] if isinstance(patterns, str) else patterns:
+        matches = _regular(option, pattern) if is_text else _suffix(pattern)
+        found = {path for path in modules if matches(path)}
+        if not found:
+            raise ConfigError(_unmatched(module, option, pattern, modules, is_text=is_text))
+        chosen |= found
+    return chosen
+
+
+def _suffix(pattern: str) -> Callable[[str], bool]:
+    own, inside = compile_pattern(pattern), compile_pattern(f"**.{pattern}")
+    return lambda path: bool(own.fullmatch(path) or inside.fullmatch(path))
+
+
+def _regular(option: str, pattern: str) -> Callable[[str], bool]:
+    try:
+        expression = re.compile(pattern)
+    except re.error as error:
+        raise ConfigError(
+            f"{option}={pattern!r} is a text, which is a regular expression of paths, and it is "
+            f"none ({error}). Set a list of names."
+        ) from error
+    return lambda path: expression.fullmatch(path) is not None
+
+
+def _unmatched(
+    module: nn.Module,
+    option: str,
+    pattern: str,
+    modules: Mapping[str, nn.Module],
+    *,
+    is_text: bool,
+) -> str:
+    """Describe a pattern that matches nothing."""
+    matches = re.compile(pattern).fullmatch if is_text else _suffix(pattern)
+    others = [path for path, _ in without_attachments(module) if path and matches(path)]
+    if others and option != "modules_to_save":
+        kind = type(module.get_submodule(others[0])).__name__
+        why = f"{others[0]} is a {kind}"
+        if others[0] not in modules and is_linear(module.get_submodule(others[0])):
+            why = (
+                f"{others[0]} is an output layer, whose adapters would have to be part of the "
+                "loss (train it as a whole by modules_to_save)"
+            )
+        return f"{option} has {pattern!r}, which matches no layer that takes adapters: {why}."
+    names = sorted({path.rpartition(".")[2] for path in modules} - {""})
+    listed = ", ".join(names[:_LISTED]) + (", …" if len(names) > _LISTED else "")
+    as_list = f" (a text is a regular expression of the full path; a list is {[pattern]!r})"
+    return (
+        f"{option} has {pattern!r}, which matches no "
+        f"{'module' if option == 'modules_to_save' else 'linear layer'} of "
+        f"{type(module).__name__}{as_list if is_text else ''}"
+        f"{_did_you_mean(pattern, modules)}. Its layers are called {listed}: correct the name, or "
+        "remove it."
+    )
+
+
+def _did_you_mean(pattern: str, paths: Iterable[str]) -> str:
+    ends = {path.rpartition(".")[2] for path in paths}
+    near = nearest_pattern(pattern, ends if "." not in pattern else list(paths))
+    return f" (did you mean {near!r}?)" if near else ""
+
+
+def _output_layers(module: nn.Module) -> set[int]:
+    """Return the ids of the layers that compute logits."""
+    found = set[int]()
+    for path, child in module.named_modules():
+        if isinstance(child, TakesLoss) or path.rpartition(".")[2] in _HEADS:
+            found.add(id(child))
+        find = getattr(child, "get_output_embeddings", None)
+        if find is None:
+            continue
+        try:
+            found.add(id(find()))
+        except (AttributeError, NotImplementedError):
+            continue
+    return found
