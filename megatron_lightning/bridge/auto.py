@@ -6,8 +6,9 @@ import json
 import os
 from collections.abc import Iterator, Mapping
 from functools import cached_property
+from importlib import import_module
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import nn
@@ -28,7 +29,9 @@ from megatron_lightning.bridge.untouched import (
 from megatron_lightning.bridge.values import fills_of_checkpoint, fills_of_model, values_of
 from megatron_lightning.checkpoint.commit import is_committed
 from megatron_lightning.checkpoint.format.storage import is_plain_file, is_remote
+from megatron_lightning.checkpoint.source import open_checkpoint
 from megatron_lightning.errors import CheckpointError, ConfigError, MissingCheckpointError
+from megatron_lightning.parallel.spec import Box
 
 
 class Plan(NamedTuple):
@@ -83,8 +86,10 @@ class AutoBridge:
         self.config = _load_config(path, trust_remote_code=trust_remote_code)
         """Configuration of ``transformers``."""
         self._trusts = trust_remote_code
-        self._origin = str(path) if origin is None else origin
-        self._revision = revision
+        self.origin = str(path) if origin is None else origin
+        """What the user calls the folder."""
+        self.revision = revision
+        """Branch, tag or commit of a Hub id."""
         self._kept = kept
         self._generation_config = _load_generation_config(path)
         self._options: dict[str, Any] = {}
@@ -240,14 +245,14 @@ class AutoBridge:
         Raises:
             CheckpointError: If the folder does not fit the model, or is damaged.
         """
-        options = {**self._options, "dtype": dtype or torch.get_default_dtype()}
-        model = lazy_model(self.folder, self.model_class, self.config, **options)
-        kept = self._keep(model)
+        model = self.lazy_model(dtype=dtype or torch.get_default_dtype())
+        kept = self.keep(model)
         if is_deferred():
             defer_weights(model, reads=kept is not self.folder or kept.has_values)
         elif self._kept is not None:
             fill_weights(model)
         else:
+            options = {**self._options, "dtype": dtype or torch.get_default_dtype()}
             model = self.model_class.from_pretrained(self.path, config=self.config, **options)
         if self._generation_config is not None:
             model.generation_config = self._generation_config
@@ -303,15 +308,104 @@ class AutoBridge:
             CheckpointError: If the folder does not fit the model, or no way back is known.
         """
         # In the folder's dtypes: a cast there and back would round.
-        model = lazy_model(self.folder, self.model_class, self.config, dtype="auto")
+        model = self.lazy_model(dtype="auto")
         parameters = lazy_parameters(model)
         ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
         return Plan(self.folder, parameters, inverse(self.folder, parameters, ignored))
 
-    def _keep(self, model: nn.Module) -> KeptFolder:
+    def lazy_model(self, dtype: torch.dtype | Literal["auto"]) -> nn.Module:
+        """Return the model with lazy parameters; nothing is read.
+
+        Args:
+            dtype: Dtype of the parameters; "auto": the folder's.
+
+        Raises:
+            CheckpointError: If the folder does not fit the model, or is damaged.
+        """
+        options = {**self._options, "dtype": dtype}
+        return lazy_model(self.folder, self.model_class, self.config, **options)
+
+    def keep(self, model: nn.Module) -> KeptFolder:
+        """Return what checkpoints of a lazy model keep of the folder."""
         parameters = lazy_parameters(model).values()
         used = (use.name for lazy in parameters for use in uses_of(self.folder, lazy))
-        return keep(self.folder, used, self._origin, self._revision)
+        return keep(self.folder, used, self.origin, self.revision)
+
+    def load_hf_weights(self, model: nn.Module) -> None:
+        """Read the folder's weights into a full model, such as one that was trained.
+
+        Args:
+            model: A model of the folder's class, on one device.
+
+        Raises:
+            CheckpointError: If the folder does not fit the model, or is damaged.
+            ConfigError: If this rank holds a part of the model.
+        """
+        lazies = lazy_parameters(self.lazy_model(dtype="auto"))
+        fills_of_model(model, lazies)
+        tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+        for name, lazy in lazies.items():
+            lazy.fill(Box.full(lazy.shape), tensors[name].detach())
+
+    @staticmethod
+    def list_supported_models() -> list[str]:
+        """Return the classes of causal language models that the installed ``transformers`` has.
+
+        Models of every class that ``config.json`` names are trained; these are the ones that
+        :class:`HuggingFaceModule` can train.
+        """
+        from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+        return sorted(set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()))
+
+    @classmethod
+    def import_ckpt(
+        cls,
+        path: str | Path,
+        checkpoint: str | Path,
+        *,
+        dtype: torch.dtype | None = None,
+        overwrite: bool = False,
+        **options: Any,
+    ) -> None:
+        """Write a folder's model as a checkpoint; ``megatron-lightning convert import``.
+
+        Args:
+            path: A folder or a Hub id.
+            checkpoint: The checkpoint directory.
+            dtype: Dtype of floating parameters; None: the folder's.
+            overwrite: Replace an existing target.
+            options: See :meth:`from_hf_pretrained`.
+
+        Raises:
+            CheckpointError: If the target exists, or the folder is damaged.
+        """
+        tools = import_module("megatron_lightning.bridge.import_folder")  # which imports this file
+        bridge = cls.from_hf_pretrained(path, **options)
+        tools.import_folder(bridge, Path(checkpoint), dtype=dtype, overwrite=overwrite)
+
+    def export_ckpt(
+        self,
+        checkpoint: str | Path,
+        path: str | Path,
+        *,
+        dtype: torch.dtype | None = None,
+        overwrite: bool = False,
+    ) -> None:
+        """Write a checkpoint as a folder like this bridge's; ``megatron-lightning convert export``.
+
+        Args:
+            checkpoint: A checkpoint of the folder's model, of any layout.
+            path: The folder to write.
+            dtype: Dtype of floating tensors; None: the folder's.
+            overwrite: Replace an existing target.
+
+        Raises:
+            CheckpointError: If the checkpoint is not of the folder's model, or the target exists.
+        """
+        plan = self.plan()
+        fills = fills_of_checkpoint(open_checkpoint(checkpoint), plan.parameters)
+        write_folder(Path(path), plan.folder, plan.tensors(fills, dtype), overwrite=overwrite)
 
 
 def _is_checkpoint(path: str | Path) -> bool:

@@ -16,6 +16,7 @@ from megatron_lightning.bridge.auto import AutoBridge
 from megatron_lightning.bridge.export import write_folder
 from megatron_lightning.bridge.folder import HuggingFaceFolder
 from megatron_lightning.bridge.give_back import tensors_of_checkpoint
+from megatron_lightning.bridge.import_folder import import_folder
 from megatron_lightning.bridge.lazy import Lazy
 from megatron_lightning.bridge.pieces import assembled
 from megatron_lightning.checkpoint.tools.progress import progress_bar
@@ -65,6 +66,43 @@ def export(  # noqa: PLR0917  # every one is an option of the command line
     with progress_bar("exporting", _num_bytes(tensors)) as advance:
         write_folder(Path(target), folder, tensors, overwrite=overwrite, advance=advance)
     print(f"{target} holds {len(tensors)} tensors in {len(folder.headers)} files.")
+
+
+def import_(  # noqa: PLR0917  # every one is an option of the command line
+    path: str,
+    checkpoint: str,
+    to: Literal["hf"] = "hf",
+    dtype: Dtype | None = None,
+    overwrite: bool = False,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+) -> None:
+    """Write a Hugging Face folder as a checkpoint that any layout reads.
+
+    The checkpoint is one of a ``HuggingFaceModule`` that has not begun: start a fit from it by
+    ``--ckpt_path`` or ``--model.path``.
+
+    Args:
+        path: The folder, or a Hub id.
+        checkpoint: The checkpoint directory to write.
+        to: Names of the parameters; hf: those of the untouched model, for any family.
+        dtype: Dtype of the parameters; leave it out for the folder's.
+        overwrite: Replace an existing target.
+        revision: Branch, tag or commit of the Hub id.
+        trust_remote_code: Whether code in the folder may run.
+
+    Raises:
+        CheckpointError: If the target exists, or the folder is damaged.
+    """
+    bridge = AutoBridge.from_hf_pretrained(
+        path, revision=revision, trust_remote_code=trust_remote_code
+    )
+    chosen = None if dtype is None else getattr(torch, dtype)
+    with progress_bar("importing", _num_bytes(bridge.folder.tensors)) as advance:
+        count = import_folder(
+            bridge, Path(checkpoint), dtype=chosen, overwrite=overwrite, advance=advance
+        )
+    print(f"{checkpoint} holds {count} tensors, and the files of {path} that hold none.")
 
 
 def verify(path: str, revision: str | None = None, trust_remote_code: bool = False) -> None:
@@ -121,7 +159,7 @@ def compare(first: str, second: str) -> None:
 
 
 COMMANDS: Mapping[str, Callable[..., Any]] = MappingProxyType(
-    {"export": export, "verify": verify, "compare": compare}
+    {"import": import_, "export": export, "verify": verify, "compare": compare}
 )
 """Name of a tool -> function."""
 

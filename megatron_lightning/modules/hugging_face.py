@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,16 @@ class HuggingFaceModule(LanguageModule):
         self.model: Any = None
         self.loads_from: str | None = None
         """Checkpoint that the run will load; ``MegatronStrategy`` sets it before the run begins."""
+
+    @classmethod
+    def load_from_checkpoint(cls, checkpoint_path: Any, *args: Any, **kwargs: Any) -> Any:
+        """Return the module with a checkpoint's weights; a checkpoint that keeps the folder needs
+        none. For arguments see ``LightningModule.load_from_checkpoint``.
+        """
+        is_path = isinstance(checkpoint_path, (str, PathLike))
+        if is_path and "path" not in kwargs and read_kept(checkpoint_path) is not None:
+            kwargs["path"] = str(checkpoint_path)
+        return super().load_from_checkpoint(checkpoint_path, *args, **kwargs)
 
     def prepare_data(self) -> None:
         """Download the folder, once a node; a run that loads a checkpoint needs none."""

@@ -1,0 +1,112 @@
+"""A Hugging Face folder as a checkpoint, from which any layout reads what it owns."""
+
+from __future__ import annotations
+
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_lightning.bridge.auto import AutoBridge
+from megatron_lightning.bridge.lazy import Lazy
+from megatron_lightning.bridge.untouched import lazy_parameters
+from megatron_lightning.checkpoint.format.manifest import TensorInfo
+from megatron_lightning.checkpoint.format.naming import OWN
+from megatron_lightning.checkpoint.format.streaming import (
+    PART_BYTES,
+    slabs,
+    spread_evenly,
+    write_checkpoint,
+)
+from megatron_lightning.checkpoint.kept_files import KEPT
+from megatron_lightning.checkpoint.tools.progress import Advance, silent
+from megatron_lightning.errors import CheckpointError
+from megatron_lightning.parallel.spec import Box
+
+_MODEL = "model"  # path of the model in HuggingFaceModule
+_FILE_BYTES = 4 << 30
+
+
+def import_folder(
+    bridge: AutoBridge,
+    target: Path,
+    *,
+    dtype: torch.dtype | None = None,
+    overwrite: bool = False,
+    advance: Advance = silent,
+) -> int:
+    """Write the folder's model as a checkpoint of a ``HuggingFaceModule`` that has not begun.
+
+    Tensor by tensor; the checkpoint appears in one rename.
+
+    Args:
+        bridge: The folder.
+        target: The checkpoint directory.
+        dtype: Dtype of floating parameters; None: the folder's.
+        overwrite: Whether an existing checkpoint is replaced; refused otherwise.
+        advance: Called with the bytes that were written.
+
+    Returns:
+        Number of tensors.
+
+    Raises:
+        CheckpointError: If the target exists, or the folder is damaged or does not fit the model.
+    """
+    if target.exists() and not overwrite:
+        raise CheckpointError(
+            f"{target} exists. Name another checkpoint, or replace this one with --overwrite."
+        )
+    model = bridge.lazy_model(dtype="auto" if dtype is None else dtype)
+    kept = bridge.keep(model)
+    lazies = {f"state_dict.{_MODEL}.{n}": x for n, x in lazy_parameters(model).items()}
+    infos = {name: TensorInfo(tuple(x.shape), x.dtype) for name, x in lazies.items()}
+    names = {id(x): name.removeprefix("state_dict.") for name, x in lazies.items()}
+    tied = {
+        f"{_MODEL}.{name}": names[id(value)]
+        for name, value in model.state_dict(keep_vars=True).items()
+        if isinstance(value, Lazy) and names.get(id(value)) not in (None, f"{_MODEL}.{name}")
+    }
+
+    def fetch(name: str, box: Box) -> Tensor:
+        values = lazies[name].read(box)
+        advance(values.nbytes)
+        return values
+
+    total = sum(info.num_bytes() for info in infos.values())
+    num_files = 1 + total // _FILE_BYTES
+    write_checkpoint(
+        target,
+        infos,
+        fetch,
+        _state(bridge.origin, bridge.revision, tied) | {KEPT: {_MODEL: kept.entry}},
+        {"imported_from": bridge.origin, "tied": tied, "global_step": 0, "epoch": 0},
+        files=spread_evenly(infos, lambda info: slabs(info, PART_BYTES), num_files),
+    )
+    return len(infos)
+
+
+def _state(origin: str, revision: str | None, tied: dict[str, str]) -> dict[str, Any]:
+    """Return the state of a run that has not begun."""
+    return {
+        "epoch": 0,
+        "global_step": 0,
+        "pytorch-lightning_version": version("lightning"),
+        "state_dict": {},
+        "callbacks": {},
+        "optimizer_states": [],
+        "lr_schedulers": [],
+        "hparams_name": "kwargs",
+        "hyper_parameters": {"path": origin, "revision": revision},
+        OWN: {
+            "consumed_samples": 0,
+            "skipped_steps": 0,
+            "samplers": [],
+            "layout": {},
+            "tied": tied,
+            "random_states": {},
+            "loaders": {},
+            "layer_streams": {},
+        },
+    }
