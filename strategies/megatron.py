@@ -772,6 +772,7 @@ class MegatronStrategy(ParallelStrategy):
 
     @override
     def on_train_end(self) -> None:
+        self._running.steps.end_training()
         self._running.share_written()
         self._running.training.accumulation.gather.drop_codes()
         self._running.share_buffers()

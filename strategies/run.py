@@ -105,6 +105,7 @@ class Run:
             self._earlier_part = previous._part
             self._equal_shards = previous._equal_shards
         self._training: Training | None = None if previous is None else previous._training
+        self._fits = False
         self._steps: Steps | None = None
         self._stage_draws: StageDraws | None = None
         self._pipeline_executor: PipelineExecutor | None = (
@@ -286,6 +287,7 @@ class Run:
     ) -> None:
         """Reduce gradients for these optimizers from now on."""
         self._training = Training(self._scope(precision), optimizers, schedulers)
+        self._fits = True
 
     def begin_steps(self, precision: Precision) -> None:
         """Run batches from now on: by Lightning's own steps, or as pipeline runs."""
@@ -293,11 +295,11 @@ class Run:
             self.part.units.codes.encode()
         if self.part.units is not None or self._options.layout.model_parallel_size > 1:
             SavingGuard.attach(self._own_state(), PartWarning())
-        scope = self._scope(precision)
+        scope, training = self._scope(precision), self._training if self._fits else None
         if self._options.is_native:
-            self._steps = NativeSteps(scope, self._training)
+            self._steps = NativeSteps(scope, training)
         else:
-            self._steps = PipelinedSteps(scope, self._training, self.executor)
+            self._steps = PipelinedSteps(scope, training, self.executor)
         self._record_equal()
 
     def _scope(self, precision: Precision) -> Scope:

@@ -23,66 +23,65 @@ from torch.optim import Optimizer
 
 from megatron_lightning.assembly.replicas import diverged
 from megatron_lightning.errors import ShardingError
-from megatron_lightning.parallel.context import AxisGroup, ParallelContext
+from megatron_lightning.parallel.context import AxisGroup
 from megatron_lightning.parallel.rng import get_generator_state
+from megatron_lightning.strategies.step.participant import StepBatch, StepParticipant
+from megatron_lightning.strategies.step.scope import Scope
+from megatron_lightning.strategies.step.step_run import StepRun
 
 
-class Agreement:
+class Agreement(StepParticipant):
     """Digests of one rank at the beginning of a step, and their comparison.
 
     Args:
-        context: Groups of this rank.
+        scope: What the run works on.
     """
 
-    def __init__(self, context: ParallelContext) -> None:
-        self._context = context
+    def __init__(self, scope: Scope) -> None:
+        self._scope = scope
+        self._context = scope.context
         self._devices = [torch.device("cpu")]
-        if context.device.type == "cuda":
-            self._devices.append(context.device)
-        self.num_batches = 0
-        """Training batches that have begun."""
+        if self._context.device.type == "cuda":
+            self._devices.append(self._context.device)
+        self._num_batches = 0
         self._options: dict[str, float] = {}
         self._digest = 0
         self._groups_of_stage = False
         """Whether stages have other groups by design: one for each parameter, say."""
         self._random = 0
 
-    def begin(self, optimizers: Sequence[Optimizer], *, compares: bool = False) -> None:
-        """Record the state at the beginning of a training batch; a collective at some of them.
-
-        Args:
-            optimizers: The user's.
-            compares: Whether all ranks compare; they do at the first two batches.
+    def begin_batch(self, batch: StepBatch) -> None:
+        """Record the state at the beginning of a batch; a collective at some training batches.
 
         Raises:
             ShardingError: If it differs between ranks.
         """
         if self._context.world_size == 1:
             return
-        options = dict(_options_of(optimizers))
-        if options != self._options:
-            self._options, self._digest = options, _digest(options)
-        self.begin_evaluation()
-        self.num_batches += 1
-        if compares or self.num_batches <= 2:
-            self._compare()
-
-    def begin_evaluation(self) -> None:
-        """Record the random state at the beginning of a batch."""
         if self._context.layout.model_parallel_size * self._context.cp.size > 1:
             self._random = _random_digest(self._devices)
+        if not batch.trains:
+            return
+        options = dict(_options_of(self._scope.module.trainer.optimizers))
+        if options != self._options:
+            self._options, self._digest = options, _digest(options)
+        self._num_batches += 1
+        if batch.compares or self._num_batches <= 2:
+            self._compare()
 
-    def marks(self) -> list[int]:
-        """Return the digests, for :meth:`follow` on other stages."""
+    def share(self, run: StepRun) -> list[int]:
+        """Return the digests."""
         return [self._digest, self._random]
 
-    def follow(self, marks: Sequence[int]) -> None:
+    def apply(self, run: StepRun, shared: Sequence[int]) -> None:
         """Compare the digests of the last stage with this stage's.
 
         Raises:
             ShardingError: If they differ.
         """
-        options, state = marks
+        if self._context.pp.rank == 0:
+            return
+        options, state = shared
         if options != self._digest and not self._groups_of_stage:
             raise _other_options("the pipeline stages of a replica", self._options)
         if state != self._random:
@@ -90,7 +89,7 @@ class Agreement:
 
     def _compare(self) -> None:
         context, digest = self._context, self._digest
-        if self.num_batches == 1 and self._differs(digest, context.pp):
+        if self._num_batches == 1 and self._differs(digest, context.pp):
             found = context.pp.all_gather_object(self._options)
             _refuse_values_of_stages(found, context.pp.ranks)
             self._groups_of_stage = True

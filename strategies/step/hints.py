@@ -16,12 +16,14 @@ from torch import Tensor, nn
 from megatron_lightning.pipeline.batch.microbatches import tensors_of
 from megatron_lightning.pipeline.batch.sequence_split import IGNORED_LABEL
 from megatron_lightning.strategies.step.items import counts_items, has_count
+from megatron_lightning.strategies.step.participant import StepBatch, StepParticipant
 from megatron_lightning.strategies.step.scope import Scope
+from megatron_lightning.strategies.step.step_run import StepRun
 
 _NAMES = ("label", "target")
 
 
-class StepHints:
+class StepHints(StepParticipant):
     """Looks at the training steps of a run.
 
     Args:
@@ -40,10 +42,14 @@ class StepHints:
         self._is_first = True
         self._advice: str | None = None
 
-    def begin(self, microbatches: Sequence[Any]) -> None:
+    def begin(self, run: StepRun) -> None:
         """Look at the parts of a training batch, before the step may change them; a collective of
         the data-parallel ranks in the first step.
         """
+        if run.hook == "training_step":
+            self._look(run.microbatches)
+
+    def _look(self, microbatches: Sequence[Any]) -> None:
         if len(microbatches) == 1 and self._scope.context.dp.size == 1:
             return
         if any(norm.training for norm in self._norms.values()):
@@ -54,8 +60,10 @@ class StepHints:
             self._is_first = False
             self._advice = self._compare_labels(microbatches)
 
-    def end(self, output: Any) -> None:
+    def end_batch(self, batch: StepBatch, output: Any) -> None:
         """Give the hint about labels, unless the step's output counts them."""
+        if not batch.trains:
+            return
         advice, self._advice = self._advice, None
         if advice is not None and not counts_items(self._scope.module, output):
             rank_zero_warn(advice)

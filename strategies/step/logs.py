@@ -9,8 +9,8 @@ afterwards every rank makes the real call once.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from numbers import Number
 from typing import Any, NamedTuple
 
@@ -25,6 +25,9 @@ from megatron_lightning.parallel.numbers import number_on
 from megatron_lightning.pipeline.batch.microbatches import weighted_mean
 from megatron_lightning.pipeline.stages.parallel_call import replaced_attribute
 from megatron_lightning.strategies.step.context_mean import gather_rows
+from megatron_lightning.strategies.step.participant import StepParticipant
+from megatron_lightning.strategies.step.scope import Scope
+from megatron_lightning.strategies.step.step_run import StepRun
 
 
 class LogEntry(NamedTuple):
@@ -231,3 +234,52 @@ def replay(module: pl.LightningModule, entries: Sequence[LogEntry]) -> None:
             metric._forward_cache = value
             value = metric  # noqa: PLW2901
         module.log(name, value, **sized, **options)
+
+
+class StepLogs(StepParticipant):
+    """Take the log calls of pipelined steps, and replay them on every rank.
+
+    Args:
+        scope: What the run works on.
+    """
+
+    def __init__(self, scope: Scope) -> None:
+        self._module = scope.module
+        self._sharing = scope.context.cp
+        self._recorder = LogRecorder(scope.module, ())
+
+    def begin(self, run: StepRun) -> None:
+        """Record the calls of a new run."""
+        self._recorder = LogRecorder(self._module, run.sizes)
+
+    def around_forward(
+        self, run: StepRun, stage: int, microbatch: int
+    ) -> AbstractContextManager[None]:
+        """Take the calls of one forward; the last stage repeats what others log before the call."""
+        self._recorder.microbatch = microbatch
+        return self._recorder.installed(keep=stage == run.last_stage)
+
+    def end(self, run: StepRun) -> None:
+        """Say what was logged."""
+        run.facts += [f"logged {name!r}" for name in self._recorder.names]
+
+    def share(self, run: StepRun) -> list[LogEntry]:
+        """Return the entries, reduced over the micro-batches; a collective of the ranks that share
+        sequences.
+        """
+        return self._recorder.entries(run.item_weights, self._sharing)
+
+    def apply(self, run: StepRun, shared: Sequence[LogEntry]) -> None:
+        """Make the real calls."""
+        replay(self._module, shared)
+
+    def tensors(self) -> Sequence[Tensor]:
+        """Return the tensors that were logged."""
+        return self._recorder.tensors()
+
+    @contextmanager
+    def rehearsed(self) -> Iterator[None]:
+        """Drop what the block logs."""
+        self._recorder = LogRecorder(self._module, ())
+        yield
+        self._recorder = LogRecorder(self._module, ())

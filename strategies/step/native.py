@@ -4,86 +4,80 @@ hook.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor
 
 from megatron_lightning.pipeline.batch.microbatches import batch_size_of
-from megatron_lightning.strategies.step.items import num_items_of
+from megatron_lightning.strategies.step.step_run import StepRun
 from megatron_lightning.strategies.step.steps import Steps
 
 
 class NativeSteps(Steps):
     """Run batches as Lightning does on one device; gradients are reduced in backward."""
 
+    _last_run: StepRun | None = None  # whose backward may follow
     _items: Tensor | None = None  # of the batch, where the module counts them and their sum matters
 
     def training_step(self, batch: Any, *indices: Any) -> Any:
         """See the base class."""
-        self._begin_training(batch, batch_size_of(batch) or 1)
-        # The buffers of the step before are shared now: a graph that awaits its backward may hold
-        # them.
-        self.buffers.begin_batch(self._batches_of_epoch())
-        self._hints.begin([batch])
-        with self._recorded("training_step"):
-            output = self._scope.module.training_step(batch, *indices)
-        self._hints.end(output)
-        self.training.guard.leave()
-        self._items = self._num_items(batch, output)
-        if self._scope.module.automatic_optimization:
-            self.reports.follow(output.get("loss") if isinstance(output, Mapping) else output)
-        self._log_reports("training_step", batch, self._items)
-        return output
-
-    @contextmanager
-    def _recorded(self, hook: str) -> Iterator[None]:
-        """Around a step, whose layers may report."""
-        with self._in_hook(hook), self._units_in_order(hook), self.reports.recording(hook):
-            yield
-
-    def _log_reports(self, hook: str, batch: Any, items: Tensor | None) -> None:
-        weight: float | Tensor = 1.0 if items is None else items
-        self.reports.log(hook, [weight], items, batch_size_of(batch))
-
-    def _num_items(self, batch: Any, output: Any) -> Tensor | None:
-        """Return the items of a batch, if gradients are sums over several."""
         module = self._scope.module
+        begun = self._begin_training(batch, batch_size_of(batch) or 1)
+        run = self._last_run = self._new_run("training_step", batch, indices)
+        output = self._forward(run)
+        self.training.guard.leave()
         sums = module.trainer.accumulate_grad_batches > 1 or self._scope.context.dp_cp.size > 1
-        return (
-            num_items_of(module, batch, output) if sums and module.automatic_optimization else None
-        )
+        if sums and module.automatic_optimization:
+            run.count(0, output)
+        self._items = run.num_items
+        if module.automatic_optimization:
+            loss = output.get("loss") if isinstance(output, Mapping) else output
+            self.participants.returned(run, 0, loss if isinstance(loss, Tensor) else None)
+        self._end(run)
+        self.participants.end_batch(begun, output)
+        return output
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         """Compute the gradients; the loss is weighted by its items, where the module counts
         them.
         """
-        training, accumulation = self.training, self.training.accumulation
-        if not self._scope.module.automatic_optimization:
-            self.reports.follow(loss)
-        training.plan_watch.loss(loss)
-        if training.watch is not None:
-            training.watch.loss(loss)
-        training.begin_run(clear=False, keep_earlier=not self._scope.module.automatic_optimization)
+        module, accumulation = self._scope.module, self.training.accumulation
+        if not module.automatic_optimization and self._last_run is not None:
+            self.participants.returned(self._last_run, 0, loss)
+        self.training.begin_run(clear=False, keep_earlier=not module.automatic_optimization)
         with accumulation.completing():
             if self._items is not None:
                 accumulation.add_items(self._items)
-                loss = loss * (self._items * self._scope.module.trainer.accumulate_grad_batches)
-            self._scope.precision.backward(loss, self._scope.module, *args, **kwargs)
-        training.end_backwards()
+                loss = loss * (self._items * module.trainer.accumulate_grad_batches)
+            self._scope.precision.backward(loss, module, *args, **kwargs)
+        self.training.end_backwards()
 
     def evaluate(self, hook: str, batch: Any, *indices: Any) -> Any:
         """See the base class."""
-        # The loader's index, if there are several.
-        self._check_first_batch(batch, hook, *indices[1:])
-        module = self._scope.module
-        with self._recorded(hook):
-            output = getattr(module, hook)(batch, *indices)
-        if self.reports.exist and hook != "predict_step":  # which may have no labels to count
-            self._log_reports(hook, batch, num_items_of(module, batch, output))
+        begun = self._begin_evaluated(hook, batch, indices)
+        run = self._new_run(hook, batch, indices)
+        run.outputs[0] = output = self._forward(run)
+        self._end(run)
+        self.participants.end_batch(begun, output)
         return output
 
     def run_pipeline(self, fn: Callable[[Any], Any], batch: Any) -> Any:
         """Return ``fn(batch)``."""
         return fn(batch)
+
+    def _new_run(self, hook: str, batch: Any, indices: tuple[Any, ...]) -> StepRun:
+        module = self._scope.module
+        # Lightning calls backward, so that the run itself has none.
+        return StepRun(module, hook, getattr(module, hook), [batch], indices, trains=False)
+
+    def _forward(self, run: StepRun) -> Any:
+        """Return the output of the user's step on the whole batch."""
+        [batch] = run.microbatches
+        self.participants.begin(run)
+        with self.participants.around(run), self.participants.around_forward(run, 0, 0):
+            return run.call(batch, *run.indices)
+
+    def _end(self, run: StepRun) -> None:
+        self.participants.end(run)
+        self.participants.apply(run, self.participants.share(run))

@@ -12,7 +12,6 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from functools import partial
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
@@ -20,7 +19,6 @@ from torch.utils._pytree import tree_map_only, tree_structure
 
 from megatron_lightning.parallel.absent import AbsentListing
 from megatron_lightning.parallel.numbers import number_on
-from megatron_lightning.parallel.replica_rng import ReplicaRng
 from megatron_lightning.pipeline.batch.broadcast import StageBroadcast
 from megatron_lightning.pipeline.batch.microbatches import (
     batch_size_of,
@@ -28,8 +26,6 @@ from megatron_lightning.pipeline.batch.microbatches import (
     merge_outputs,
     split_batch,
 )
-from megatron_lightning.pipeline.batch.module_state import Change, ModuleState
-from megatron_lightning.pipeline.batch.records import MOST_ENTRIES
 from megatron_lightning.pipeline.executor import PipelineExecutor
 from megatron_lightning.pipeline.explicit import ExplicitCalls, not_in_a_step
 from megatron_lightning.pipeline.schedules.actions import Schedule
@@ -39,13 +35,12 @@ from megatron_lightning.pipeline.stages.stage import StagePartition
 from megatron_lightning.pipeline.stages.stubs import hooks_inside
 from megatron_lightning.pipeline.stages.visit import CallFacts
 from megatron_lightning.strategies.lightning_internals import skips_backward
-from megatron_lightning.strategies.step.averages import check_averages
 from megatron_lightning.strategies.step.context_mean import check_alike, mean_over_context
 from megatron_lightning.strategies.step.context_outputs import join_outputs
-from megatron_lightning.strategies.step.logs import replay
 from megatron_lightning.strategies.step.overrides import users_hooks
 from megatron_lightning.strategies.step.program import UserProgram
 from megatron_lightning.strategies.step.scope import Scope
+from megatron_lightning.strategies.step.step_run import StepRun
 from megatron_lightning.strategies.step.steps import Steps
 from megatron_lightning.strategies.step.training import Training
 
@@ -65,36 +60,26 @@ class PipelinedSteps(Steps):
         self._executor.forget_boundaries()
         self._schedules: dict[tuple[int, bool], Schedule] = {}
         self._epoch = 0
-        self._rng = ReplicaRng(scope.context.device)
         self._broadcast = StageBroadcast(scope.context.pp, scope.context.device)
-        self._state = _module_state(scope)
-        self._unsent: set[str] = set()  # named once
-        self._absent = None if self._state is None else AbsentListing(scope.module)
+        partition = scope.part.partition
+        self._absent = None if partition is None else AbsentListing(scope.module)
+        self._last_stage = 0 if partition is None else len(partition.stages) - 1
         self._explicit: ExplicitCalls | None = None
         self._facts: dict[Hashable, CallFacts] = {}
 
     def training_step(self, batch: Any, *indices: Any) -> Any:
         """See the base class; gradients are computed here."""
-        self.buffers.begin_batch(self._batches_of_epoch(), only_new=True)
-        if self._agreement.num_batches == 1:  # hooks of the first batch have run
-            self.training.accumulation.gather.wait()
-            check_averages(self._scope)
         if self._scope.options.pipeline.explicit_steps:
-            self._begin_training(batch, batch_size_of(batch) or 1)
+            begun = self._begin_training(batch, batch_size_of(batch) or 1)
             output = self._explicitly("training_step", batch, indices)
         else:
             with self._parts(batch) as part:
                 microbatches = self._split(part)
-                self._begin_training(batch, sum(batch_size_of(part) or 1 for part in microbatches))
-                self._hints.begin(microbatches)
+                num_samples = sum(batch_size_of(part) or 1 for part in microbatches)
+                begun = self._begin_training(batch, num_samples)
                 step = self._scope.module.training_step
-                if self._sequence is not None:
-                    step = self._sequence.unskipped(step)
                 output = self._run("training_step", step, microbatches, indices)
-                self._hints.end(output)
-            if self._sequence is not None:
-                self._sequence.check_items("training_step", batch, output)
-        self.buffers.synchronize(compare=self._batches_of_epoch() == 1)
+        self.participants.end_batch(begun, output)
         return output
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
@@ -103,16 +88,14 @@ class PipelinedSteps(Steps):
 
     def evaluate(self, hook: str, batch: Any, *indices: Any) -> Any:
         """See the base class; every stage gets the full output of predictions."""
-        # The loader's index, if there are several.
-        self._check_first_batch(batch, hook, *indices[1:])
-        self._agreement.begin_evaluation()
+        begun = self._begin_evaluated(hook, batch, indices)
         if self._scope.options.pipeline.explicit_steps:
-            return self._explicitly(hook, batch, indices)
-        with self._parts(batch) as part:
-            call = getattr(self._scope.module, hook)
-            output = self._run(hook, call, self._split(part), indices)
-        if self._sequence is not None and hook != "predict_step":
-            self._sequence.check_items(hook, batch, output)
+            output = self._explicitly(hook, batch, indices)
+        else:
+            with self._parts(batch) as part:
+                call = getattr(self._scope.module, hook)
+                output = self._run(hook, call, self._split(part), indices)
+        self.participants.end_batch(begun, output)
         return output
 
     def _parts(self, batch: Any) -> AbstractContextManager[Any]:
@@ -159,44 +142,40 @@ class PipelinedSteps(Steps):
         trains = hook == "training_step" and not skips_backward(self._scope.module.trainer)
         schedule = self._schedule(len(microbatches), trains)
         self._forget_shapes()
-        make_program = partial(
-            UserProgram,
+        new_run = partial(
+            StepRun,
             self._scope.module,
             hook,
             call,
             indices=indices,
-            around=partial(self._around, hook),
-            around_backward=getattr(self._scope.precision, "backward_context", nullcontext),
-            begin_forward=self._begin_forward,
-            reports=self.reports,
-            variable_shapes=self._scope.options.pipeline.variable_seq_lengths,
+            last_stage=self._last_stage,
         )
-        crossing = self._crossing(hook, microbatches[0], indices[1:], make_program)
-        program = make_program(
-            microbatches=microbatches,
-            crossing=crossing,
-            training=self.training if trains else None,
-        )
-        self._rng.begin_step()
-        self._metrics.begin_step()
-        if self._state is not None:
-            self._state.begin()
+        crossing = self._crossing(hook, microbatches[0], indices[1:], new_run)
+        loss_scale = self.training.loss_scale if trains else 1.0
+        run = new_run(microbatches, trains=trains, loss_scale=loss_scale)
+        program = self._program(run, crossing)
+        self.participants.begin(run)
         if trains:
             self.training.begin_run()
-        watched = nullcontext() if self._sequence is None else self._sequence.watched(hook)
-        with self._in_step(crossing, trains), watched, self.reports.recording(hook):
+        with self._in_step(crossing, trains), self.participants.around(run):
             self._executor.run(schedule, program, backward=trains)
         if trains:
             self.training.end_backwards()  # before anything else is communicated
-        if self._state is not None:
-            self._state.end()
-            self._rng.end_step()
+        self.participants.end(run)
         parts = 0 if self._sequence is None else self._sequence.split.part_length(microbatches[0])
-        output, num_items, weights = self._reduce_and_broadcast(program, hook, parts)
-        self.reports.log(hook, weights, num_items, program.num_samples)
+        output, num_items = self._reduce_and_broadcast(run, parts)
         if trains:
             self._end_training(output, num_items)
         return output
+
+    def _program(self, run: StepRun, crossing: StageCrossing | None) -> UserProgram:
+        return UserProgram(
+            run,
+            self.participants,
+            crossing=crossing,
+            accumulation=self.training.accumulation if run.trains else None,
+            variable_shapes=self._scope.options.pipeline.variable_seq_lengths,
+        )
 
     @contextmanager
     def _in_step(self, crossing: StageCrossing | None, trains: bool) -> Iterator[None]:
@@ -210,8 +189,8 @@ class PipelinedSteps(Steps):
                 during.enter_context(self._absent.shown())
             if self._call is not None:
                 during.enter_context(self._call.in_step())
-            if trains and self.training.watch is not None:
-                during.enter_context(self._executor.observed(self.training.watch))
+            for observer in self.participants.observers if trains else ():
+                during.enter_context(self._executor.observed(observer))
             self._metrics.in_step = True
             try:
                 yield
@@ -231,7 +210,7 @@ class PipelinedSteps(Steps):
         hook: str,
         first: Any,
         loader: tuple[Any, ...],
-        make_program: Callable[..., UserProgram],
+        new_run: Callable[..., StepRun],
     ) -> StageCrossing | None:
         """Return what runs this rank's stages where the step calls the pipelined module; None with
         one stage.
@@ -255,59 +234,27 @@ class PipelinedSteps(Steps):
             self._scope.context,
             facts,
             run_stage=run_stage,
-            reached=self._rng.at_call,
-            repeated=self._repeated,
-            kept=self._state.tensors if self._state is not None else tuple,
+            reached=self.participants.at_call,
+            repeated=self.participants.repeated,
+            kept=self.participants.tensors,
         )
         if is_new:
             copied = tree_map_only(Tensor, Tensor.clone, first)  # steps may write into their batch
-            self._analyze(
-                crossing, make_program(microbatches=[copied], crossing=crossing, training=None)
-            )
-            self.buffers.forget_writes()  # it restores what it writes
+            self._analyze(crossing, new_run([copied], trains=False))
             _warn_of_hooks(partition)
         return crossing
 
-    def _analyze(self, crossing: StageCrossing, program: UserProgram) -> None:
+    def _analyze(self, crossing: StageCrossing, run: StepRun) -> None:
         """Run the first micro-batch of a kind of step once without values, to learn what stages
         have to send; nothing else comes of it.
         """
-        state, streams = self._rng.everything(), self._scope.context.rng.state_dict()
-        if self._state is not None:
-            self._state.begin(undone=True)
-        self._rng.begin_step()
-        self._executor.forget_boundaries()  # the analysis sends no tensors
-        analyzing = crossing.analyzing(self._scope.module)
-        with self._in_step(crossing, trains=False), self._without_notes(), analyzing:
-            self._executor.run(self._schedule(1, backward=False), program, backward=False)
-        self._executor.forget_boundaries()
-        if self._state is not None:
-            self._state.undo()
-        self._rng.restore(state)
-        self._scope.context.rng.load_state_dict(streams)
-
-    @contextmanager
-    def _repeated(self) -> Iterator[None]:
-        """Around a forward that runs again, as a check."""
-        with self.reports.paused(), self._without_notes():
-            yield
-
-    @contextmanager
-    def _around(self, hook: str) -> Iterator[None]:
-        """Around one forward."""
-        in_order = (
-            self._units_in_order(hook) if self._scope.part.partition is None else nullcontext()
-        )
-        with self._in_hook(hook), in_order:
-            yield
-
-    def _begin_forward(self, stage: int, microbatch: int) -> None:
-        """Set the random state so that every stage draws what one device draws, and the values that
-        the stage left on the module.
-        """
-        if self._state is not None:
-            self._state.enter(stage)
-            self._rng.begin_microbatch(microbatch)
+        schedule, program = self._schedule(1, backward=False), self._program(run, crossing)
+        with self.participants.rehearsed():
+            self._executor.forget_boundaries()  # the analysis sends no tensors
+            analyzing = crossing.analyzing(self._scope.module)
+            with self._in_step(crossing, trains=False), analyzing:
+                self._executor.run(schedule, program, backward=False)
+            self._executor.forget_boundaries()
 
     def _forget_shapes(self) -> None:
         """Exchange shapes between stages again where they may have changed: callbacks freeze layers
@@ -345,69 +292,35 @@ class PipelinedSteps(Steps):
                 )
         return self._schedules[key]
 
-    def _reduce_and_broadcast(
-        self, program: UserProgram, hook: str, part_length: int
-    ) -> tuple[Any, Tensor | None, list[float | Tensor]]:
-        """Reduce outputs, logs and metric counts over the micro-batches and give them to all
-        stages, with the weights of the micro-batches if layers report.
+    def _reduce_and_broadcast(self, run: StepRun, part_length: int) -> tuple[Any, Tensor | None]:
+        """Reduce the outputs over the micro-batches, and give them and what participants share to
+        all stages. Return output and items.
         """
-        predicting = hook == "predict_step"
-        shared: Any = None
+        predicting, device = run.hook == "predict_step", self._scope.context.device
+        sent: Any = None
         if self._scope.context.pp.rank == 0:
-            weights = program.item_weights
+            weights, sharing = run.item_weights, self._scope.context.cp
             output = merge_outputs(
-                [program.outputs[i] for i in range(len(program.sizes))], weights, program.sizes
+                [run.outputs[i] for i in range(len(run.sizes))], weights, run.sizes
             )
-            sharing = self._scope.context.cp
-            weight = torch.stack([number_on(self._scope.context.device, w) for w in weights]).sum()
+            weight = torch.stack([number_on(device, w) for w in weights]).sum()
             returned = (
                 f"returned {tree_structure(output)}" if output is not None else "returned None"
             )
-            logged = [f"logged {name!r}" for name in program.recorder.names]
-            check_alike([returned, *logged], hook, sharing, self._scope.context.device)
+            check_alike([returned, *run.facts], run.hook, sharing, device)
             output = mean_over_context(output, weight, sharing)
             if predicting and self._sequence is not None:
                 output = join_outputs(output, self._sequence.split.dims, part_length, sharing)
-            shared = (
-                output,
-                program.num_items,
-                program.recorder.entries(weights, sharing),
-                self._metrics.counts(),
-                weights if self.reports.exist else [],
-                self._changes(hook),
-                self.buffers.begun(),
-                self._agreement.marks(),
-            )
-        if self._state is not None:
-            shared = (
-                self._broadcast_objects(shared)
+            sent = (output, run.num_items, self.participants.share(run))
+        if self._scope.part.partition is not None:
+            sent = (
+                self._broadcast_objects(sent)
                 if predicting
-                else self._broadcast(shared, without=None if self._are_read(hook) else 0)
+                else self._broadcast(sent, without=None if self._are_read(run.hook) else 0)
             )
-        output, num_items, entries, counts, weights, changes, begun, marks = shared
-        self.buffers.follow(begun)
-        self._metrics.follow(counts)
-        if self._state is not None and self._scope.context.pp.rank > 0:
-            self._agreement.follow(marks)
-            self._state.apply(changes)
-        replay(self._scope.module, entries)
-        return output, num_items, weights
-
-    def _changes(self, hook: str) -> list[Change]:
-        """Return what the step changed on the module, and name once what stays on this stage."""
-        if self._state is None:
-            return []
-        changes, unsent = self._state.changes()
-        new = [place for place in unsent if place not in self._unsent]
-        if new:
-            self._unsent.update(new)
-            rank_zero_warn(
-                f"{hook} changes {', '.join(new[:3])}, and only the last pipeline stage has the "
-                "new value: tensors, numbers, strings and containers of them are sent to the other "
-                f"stages, and of containers of more than {MOST_ENTRIES:,} entries only new ones. "
-                "Keep such values there if a hook reads them (many counts in a tensor)."
-            )
-        return changes
+        output, num_items, shared = sent
+        self.participants.apply(run, shared)
+        return output, num_items
 
     def _are_read(self, hook: str) -> bool:
         """Whether the module or a callback, other than Lightning's own and ours, has the hook that
@@ -419,15 +332,6 @@ class PipelinedSteps(Steps):
     def _broadcast_objects(self, value: Any) -> Any:
         """Send all tensors: predictions, on the CPU."""
         return self._scope.context.pp.broadcast_object(tree_map_only(Tensor, Tensor.cpu, value))
-
-
-def _module_state(scope: Scope) -> ModuleState | None:
-    """Return the values that a step may change on the module; None with one stage."""
-    partition = scope.part.partition
-    if partition is None:
-        return None
-    units = [partition.module.get_submodule(unit) for unit in partition.units]
-    return ModuleState(scope.module, pl.LightningModule, units, partition.own, scope.context.device)
 
 
 def _warn_of_hooks(partition: StagePartition) -> None:

@@ -2,10 +2,10 @@
 
 A run of a step goes through
 
-    recording(...)       around the forwards, and the backwards under a pipeline
-      begin(m)           before every forward and backward of micro-batch m
-      set_scale(m, x)    as soon as it is known, at the latest before the backward of the layers
-    log(hook, ...)       add up over micro-batches, exchange, self.log
+    around               the forwards, and the backwards under a pipeline
+      around_forward, around_backward    set the micro-batch
+      around_forward, returned           set its scale, as soon as it is known
+    apply                add up over micro-batches, exchange, self.log
 
 The exchange adds up one tensor, over the pipeline and then over the other ranks (in an evaluation
 not over data-parallel ones, which may have fewer batches). It has a section for each name that any
@@ -17,7 +17,7 @@ divided by their number.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -37,7 +37,9 @@ from megatron_lightning.layers.report import (
     reduced,
 )
 from megatron_lightning.strategies.step.items import has_count
+from megatron_lightning.strategies.step.participant import StepParticipant
 from megatron_lightning.strategies.step.scope import Scope
+from megatron_lightning.strategies.step.step_run import StepRun
 
 _PREFIXES: Mapping[str, str] = {
     "training_step": "",
@@ -46,7 +48,7 @@ _PREFIXES: Mapping[str, str] = {
 }
 
 
-class StepReports:
+class StepReports(StepParticipant):
     """Reports of this rank's layers.
 
     Args:
@@ -61,8 +63,7 @@ class StepReports:
         everywhere = [
             path for path, child in scope.module.named_modules() if isinstance(child, StepReport)
         ]
-        self.exist = bool(everywhere)
-        """Whether layers of any stage may report; equal on all ranks."""
+        self._exist = bool(everywhere)  # on any stage; equal on all ranks
         self._check_places(everywhere)
         self._microbatch = CurrentMicrobatch(is_bound=True, records=False)
         scope.undo.callback(bind(scope.module, self._microbatch))
@@ -87,63 +88,75 @@ class StepReports:
     # -------------------------------------------------------------------------------- during a step
 
     @contextmanager
-    def recording(self, hook: str) -> Iterator[None]:
+    def around(self, run: StepRun) -> Iterator[None]:
         """Record the reports in the block; predictions have none."""
         self._scales = {}
-        self.begin(0)
-        self._microbatch.records = hook in _PREFIXES
+        self._begin(0)
+        self._microbatch.records = run.hook in _PREFIXES
         try:
             yield
         finally:
             self._microbatch.records = False
 
+    def around_forward(
+        self, run: StepRun, stage: int, microbatch: int
+    ) -> AbstractContextManager[None]:
+        """Give the losses that layers report the scale of the main loss, if it is known already."""
+        self._begin(microbatch)
+        if self._exist and run.trains:
+            self._scales[microbatch].value = run.scale(microbatch)
+        return nullcontext()
+
+    def around_backward(self, run: StepRun, microbatch: int) -> AbstractContextManager[None]:
+        """Set the micro-batch, whose forward may run again."""
+        self._begin(microbatch)
+        return nullcontext()
+
+    def returned(self, run: StepRun, microbatch: int, loss: Tensor | None) -> None:
+        """Use the weight of the main loss or, with Lightning's own backward, the gradient that
+        arrives at it, as the scale of the losses that were reported before.
+        """
+        if not self._exist or loss is None:
+            return
+        if run.trains:
+            self._scales[microbatch].value = run.scale(microbatch)
+        else:
+            self._microbatch.loss_scale.follow(loss)
+
     @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Record nothing in the block: a forward runs again."""
+    def repeated(self) -> Iterator[None]:
+        """Record nothing in the block."""
         before, self._microbatch.records = self._microbatch.records, False
         try:
             yield
         finally:
             self._microbatch.records = before
 
-    def begin(self, microbatch: int) -> None:
-        """Set the micro-batch whose forward or backward runs next."""
+    def _begin(self, microbatch: int) -> None:
         self._microbatch.index = microbatch
         self._microbatch.loss_scale = self._scales.setdefault(microbatch, LossScale())
 
-    def set_scale(self, microbatch: int, scale: float | Tensor) -> None:
-        """Set what the main loss of a micro-batch is multiplied by."""
-        self._scales[microbatch].value = scale
-
-    def follow(self, loss: Any) -> None:
-        """Use the gradient that arrives at ``loss`` as the scale of the losses that were reported
-        before it.
-        """
-        if self.exist and isinstance(loss, Tensor):
-            self._microbatch.loss_scale.follow(loss)
-
     # ------------------------------------------------------------------------------- after the step
 
-    def log(
-        self,
-        hook: str,
-        weights: Sequence[float | Tensor],
-        num_items: Tensor | None,
-        num_samples: int | None,
-    ) -> None:
-        """Log what was reported, on every rank; a collective if layers report.
+    def share(self, run: StepRun) -> tuple[list[float | Tensor], Tensor | None] | None:
+        """Return the weights of the micro-batches in a mean and the sum of the items, if they are
+        the weights; None: nothing reports.
+        """
+        if not self._exist:
+            return None
+        run.count_evaluated()
+        return run.item_weights, run.num_items
 
-        Args:
-            hook: Name of the step.
-            weights: Of every micro-batch in a mean.
-            num_items: Sum of the items, if they are the weights.
-            num_samples: Samples of the batch, if known.
+    def apply(self, run: StepRun, shared: Any) -> None:
+        """Log what was reported, on every rank; a collective if layers report.
 
         Raises:
             ConfigError: If stages report losses whose weight they cannot know.
         """
-        if not self.exist or hook not in _PREFIXES:
+        if not self._exist or run.hook not in _PREFIXES:
             return
+        hook, num_samples = run.hook, run.num_samples
+        weights, num_items = shared
         if num_items is None:  # then the replicas' means count equally
             total = sum(weights)
             weights = [weight / total for weight in weights]

@@ -7,13 +7,13 @@ were the whole is refused.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
 from lightning_utilities.core.rank_zero import rank_zero_warn
-from torch import nn
+from torch import Tensor, nn
 
 from megatron_lightning.assembly.attention_watch import AttentionWatch, bound_attention
 from megatron_lightning.errors import ConfigError
@@ -26,10 +26,12 @@ from megatron_lightning.pipeline.batch.sequence_split import SequenceSplit
 from megatron_lightning.pipeline.stages.parallel_call import ParallelCall
 from megatron_lightning.strategies.checks.module import sequence_dims_of
 from megatron_lightning.strategies.step.items import counts_items
+from megatron_lightning.strategies.step.participant import StepBatch, StepParticipant
 from megatron_lightning.strategies.step.scope import Scope
+from megatron_lightning.strategies.step.step_run import StepRun
 
 
-class SequenceParts:
+class SequenceParts(StepParticipant):
     """Divides the batches of one run, and watches what the step does with its part.
 
     Attention of this module takes divided sequences only inside of :meth:`divided`, also when the
@@ -87,12 +89,13 @@ class SequenceParts:
         return added
 
     @contextmanager
-    def watched(self, hook: str) -> Iterator[None]:
+    def around(self, run: StepRun) -> Iterator[None]:
         """Around the first run of a hook: attention sees the full sequence.
 
         Raises:
             ConfigError: If it does not.
         """
+        hook = run.hook
         if hook in self._seen:
             yield
             return
@@ -114,25 +117,22 @@ class SequenceParts:
                     "1."
                 )
 
-    def unskipped(self, step: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a training step that may not return None: ranks that wait for the backward of
-        this one would wait forever.
+    def returned(self, run: StepRun, microbatch: int, loss: Tensor | None) -> None:
+        """Refuse training steps that return None: ranks that wait for the backward of this one
+        would wait forever.
+
+        Raises:
+            ConfigError: If the step returned None.
         """
+        if run.outputs[microbatch] is None:
+            raise ConfigError(
+                "training_step returned None on a rank that shares sequences with "
+                f"{self._context.cp.size - 1} others, which a batch cannot be skipped on. "
+                "Return a loss, which weighs nothing with num_items of 0, or set "
+                "context_parallel_size to 1."
+            )
 
-        def checked(*args: Any) -> Any:
-            output = step(*args)
-            if output is None:
-                raise ConfigError(
-                    "training_step returned None on a rank that shares sequences with "
-                    f"{self._context.cp.size - 1} others, which a batch cannot be skipped on. "
-                    "Return a loss, which weighs nothing with num_items of 0, or set "
-                    "context_parallel_size to 1."
-                )
-            return output
-
-        return checked
-
-    def check_items(self, hook: str, batch: Any, output: Any) -> None:
+    def end_batch(self, batch: StepBatch, output: Any) -> None:
         """Check that ranks weigh their means by the tokens that count.
 
         In evaluation a step may log with ``batch_size``, so that there is a warning, once.
@@ -140,10 +140,12 @@ class SequenceParts:
         Raises:
             ConfigError: In training, if some do not count, and nothing says how many do.
         """
-        trains = hook == "training_step"
-        if (output is None and trains) or counts_items(self._module, output):
+        hook, trains = batch.hook, batch.trains
+        if hook == "predict_step" or (output is None and trains):
             return
-        masks = None if hook in self._warned else self.split.masks(batch)
+        if counts_items(self._module, output):
+            return
+        masks = None if hook in self._warned else self.split.masks(batch.value)
         if not masks:
             return
         advice = (

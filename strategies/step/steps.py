@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
 from typing import Any
 
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
@@ -18,21 +17,16 @@ from torch import Tensor
 
 from megatron_lightning.assembly.buffers import BufferSync
 from megatron_lightning.assembly.plans import find_plans
-from megatron_lightning.assembly.replicas import check_same_batch
-from megatron_lightning.assembly.shape_errors import explained_shapes
 from megatron_lightning.errors import ConfigError, PipelineError
 from megatron_lightning.pipeline.batch.metrics import MetricSync
 from megatron_lightning.pipeline.stages.parallel_call import ParallelCall, find_parallel_module
-from megatron_lightning.strategies.fp8 import MegatronFP8Precision
-from megatron_lightning.strategies.step.agreement import Agreement
 from megatron_lightning.strategies.step.batch_counts import (
     EvaluationCounts,
     check_training,
     forwards_together,
 )
-from megatron_lightning.strategies.step.dataloaders import training_samplers
-from megatron_lightning.strategies.step.hints import StepHints
-from megatron_lightning.strategies.step.reports import StepReports
+from megatron_lightning.strategies.step.participant import Participants, StepBatch
+from megatron_lightning.strategies.step.participants import SharedParts, step_participants
 from megatron_lightning.strategies.step.scope import Scope
 from megatron_lightning.strategies.step.sequence_parts import SequenceParts
 from megatron_lightning.strategies.step.training import Training
@@ -53,12 +47,6 @@ class Steps(ABC):
     def __init__(self, scope: Scope, training: Training | None) -> None:
         self._scope = scope
         self._training = training
-        context_size = scope.context.cp.size
-        self._plans = find_plans(
-            scope.module, scope.options.sharding_plan, context_size=context_size
-        )
-        self._loaders_checked: set[tuple[Any, ...]] = set()
-        self._is_first = False  # batch of its loader
         self._begins_loop = False  # hooks may have made metrics since
         self._counts = EvaluationCounts(
             scope.context.axis("world"),
@@ -67,27 +55,35 @@ class Steps(ABC):
         self._evaluates = False
         self.reduces = False
         """Whether evaluation steps have called collectives of the data-parallel ranks."""
-        self._agreement = Agreement(scope.context)
         self._world_guard = WorldGuard(type(scope.module).__name__, scope.context)
         self.buffers = BufferSync(scope.module, scope.part, scope.context)
         """Gives the same buffers to all ranks that hold them."""
         if training is not None:
             training.accumulation.beside = self.buffers.replicas
-        self._hints = StepHints(scope)
-        self.reports = StepReports(scope)
-        """Takes what layers report to the step."""
         self._metrics = MetricSync(
             scope.module, scope.context, lambda: getattr(scope.module.trainer, "callbacks", ())
         )
         scope.undo.callback(self._metrics.release)
-        partition = scope.part.partition
+        partition, context_size = scope.part.partition, scope.context.cp.size
         parallel = find_parallel_module(scope.module) if partition is None else partition.module
         self._call = (
             None
             if parallel is None
             else ParallelCall.on(parallel, scope.context.pp.size, scope.undo)
         )
-        self._sequence = SequenceParts(scope, self._plans) if scope.context.cp.size > 1 else None
+        plans = find_plans(scope.module, scope.options.sharding_plan, context_size=context_size)
+        self._sequence = SequenceParts(scope, plans) if context_size > 1 else None
+        parts = SharedParts(
+            plans=plans,
+            buffers=self.buffers,
+            metrics=self._metrics,
+            guard=self._world_guard,
+            sequence=self._sequence,
+        )
+        self.participants = Participants(step_participants(scope, parts, training))
+        """Concerns of every step, in their order."""
+        if training is not None:
+            training.participants = self.participants
 
     @property
     def training(self) -> Training:
@@ -151,6 +147,10 @@ class Steps(ABC):
             count = self._scope.module.trainer.num_training_batches
             check_training(count, self._scope.context.axis("world"))
 
+    def end_training(self) -> None:
+        """End the training of a fit, after its last batch; a collective."""
+        self.participants.end_training()
+
     def begin_evaluation(self, hook: str) -> None:
         """Begin a validation, test or prediction, before its first batch; a collective.
 
@@ -187,91 +187,41 @@ class Steps(ABC):
         try:
             output = self.evaluate(hook, batch, *indices)
             for _ in range(num_repeats):
-                with unseen(self._scope, self._metrics), self._without_notes():
+                with unseen(self._scope, self._metrics), self.participants.repeated():
                     self.evaluate(hook, copy.deepcopy(kept), *indices)
         finally:
             self._evaluates = False
         return output
 
-    def _without_notes(self) -> AbstractContextManager[None]:
-        """Return the context of forwards that are no part of the step: the values of quantized
-        layers do not enter their histories.
-        """
-        precision = self._scope.precision
-        if isinstance(precision, MegatronFP8Precision):
-            return precision.without_notes()
-        return nullcontext()
-
-    def _begin_training(self, batch: Any, num_samples: int) -> None:
+    def _begin_training(self, batch: Any, num_samples: int) -> StepBatch:
         """Begin a training batch of ``num_samples`` samples on this rank."""
-        accumulation, is_first = self.training.accumulation, self._batches_of_epoch() == 1
-        compares = is_first or accumulation.written.is_due  # hooks of a validation have run
-        self.training.shard_writes.look()
-        if accumulation.written.before_training(first=is_first):
-            self.training.plan_watch.watch_loss()
-        accumulation.gather.begin_step()
-        if isinstance(self._scope.precision, MegatronFP8Precision):
-            self._scope.precision.forget_weights()
+        trainer = self._scope.module.trainer
+        number: int = trainer.fit_loop.epoch_loop.batch_progress.current.ready
+        is_first, written = number == 1, self.training.accumulation.written
         if is_first:
             self._begins_loop = True
-            if getattr(self._scope.module.trainer, "reload_dataloaders_every_n_epochs", 0):
+            if getattr(trainer, "reload_dataloaders_every_n_epochs", 0):
                 self.begin_training()
-        self._check_first_batch(batch, "training_step")
-        trainer, total = self._scope.module.trainer, num_samples * self._scope.context.dp.size
-        self._agreement.begin(trainer.optimizers, compares=compares)
-        if self._scope.progress.count(
-            trainer.fit_loop.epoch_loop.batch_progress.total.ready, total
-        ):
-            for sampler in training_samplers(trainer):
-                sampler.advance()
-            self.training.count_samples(total)
+        return self._begin_batch(
+            StepBatch(
+                hook="training_step",
+                value=batch,
+                number=number,
+                num_samples=num_samples,
+                begins_loop=self._begins_loop,
+                compares=is_first or written.is_due,  # hooks of a validation have run
+            )
+        )
 
-    def _check_first_batch(self, batch: Any, *loader: Any) -> None:
-        """Check the first batch of every loader, which must be identical on all ranks of a
-        replica.
+    def _begin_evaluated(self, hook: str, batch: Any, indices: tuple[Any, ...]) -> StepBatch:
+        """Begin a batch of an evaluation; ``indices`` have the loader's after the batch's, if there
+        are several loaders.
         """
-        if self._begins_loop:
-            self._begins_loop = False
-            self._metrics.find()
-        self._is_first = loader not in self._loaders_checked
-        if self._is_first:
-            check_same_batch(batch, self._scope.context)
-            self._loaders_checked.add(loader)
+        return self._begin_batch(
+            StepBatch(hook=hook, value=batch, loader=indices[1:], begins_loop=self._begins_loop)
+        )
 
-    def _batches_of_epoch(self) -> int:
-        ready: int = self._scope.module.trainer.fit_loop.epoch_loop.batch_progress.current.ready
-        return ready
-
-    @contextmanager
-    def _in_hook(self, hook: str) -> Iterator[None]:
-        """Around one call of a ``*_step`` hook: the precision plugin's context, and an explanation
-        of shapes that the sharding plan causes.
-        """
-        explained = explained_shapes(self._scope.module, self._plans, self._scope.context)
-        with self._precision_context(hook), explained, self._guarded(hook):
-            yield
-
-    def _guarded(self, hook: str) -> AbstractContextManager[None]:
-        """Return the watch for collectives over all ranks, in the first batch of a loader."""
-        if not self._is_first:
-            return nullcontext()
-        counts = self._scope.module.automatic_optimization or hook != "training_step"
-        return self._world_guard.watching(hook, counts=counts)
-
-    def _precision_context(self, hook: str) -> AbstractContextManager[Any]:
-        """Return what the precision plugin puts around one call of a ``*_step`` hook."""
-        plugin = self._scope.precision
-        contexts = {
-            "training_step": plugin.train_step_context,
-            "validation_step": plugin.val_step_context,
-            "test_step": plugin.test_step_context,
-            "predict_step": plugin.predict_step_context,
-        }
-        return contexts[hook]()
-
-    def _units_in_order(self, hook: str) -> AbstractContextManager[None]:
-        """Around a step with one stage, which may call the module as it likes: data-parallel ranks
-        call the same units.
-        """
-        units = self._scope.part.units
-        return nullcontext() if units is None else units.in_order(hook)
+    def _begin_batch(self, batch: StepBatch) -> StepBatch:
+        self._begins_loop = False
+        self.participants.begin_batch(batch)
+        return batch

@@ -4,26 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 from lightning.pytorch.utilities.types import LRSchedulerConfig
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
-from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from megatron_lightning.assembly.plan_watch import PlanWatch
-from megatron_lightning.assembly.plans import find_plans
-from megatron_lightning.layers.moe.balance import ExpertBalance
 from megatron_lightning.layers.split_backward import hide_codes, join_backwards
-from megatron_lightning.optim.finite_watch import FiniteWatch
 from megatron_lightning.optim.gradients.accumulation import GradientAccumulation
 from megatron_lightning.optim.gradients.codes import LibraryCoder
 from megatron_lightning.optim.gradients.data_groups import has_replicas
 from megatron_lightning.optim.norms import GradientNorms
 from megatron_lightning.optim.schedules import ScheduledLR
-from megatron_lightning.parallel.collectives import all_reduce
 from megatron_lightning.pipeline.weight_gradients import WeightGradients
 from megatron_lightning.strategies.checkpoint.finetuning import unfreeze_again
 from megatron_lightning.strategies.fp8 import kept_as_codes
@@ -37,9 +30,9 @@ from megatron_lightning.strategies.step.manual import (
     unwrapped,
 )
 from megatron_lightning.strategies.step.overrides import users_hooks
+from megatron_lightning.strategies.step.participant import Participants
 from megatron_lightning.strategies.step.schedulers import hold_schedulers
 from megatron_lightning.strategies.step.scope import Scope
-from megatron_lightning.strategies.step.shard_writes import ShardWrites
 from megatron_lightning.strategies.step.zeroing import ZeroingCheck
 
 
@@ -59,9 +52,12 @@ class Training:
         options, undo = scope.options, scope.undo
         self._scope = scope
         coders = kept_as_codes(module, part, scope.precision)
-        self._scheduled = [
+        self.optimizers = optimizers
+        """The user's, when the fit began."""
+        self.schedules = [
             config.scheduler for config in schedulers if isinstance(config.scheduler, ScheduledLR)
         ]
+        """Learning-rate schedules that count samples."""
         self.accumulation = GradientAccumulation(
             module,
             part.specs,
@@ -107,17 +103,8 @@ class Training:
         """Whether the last optimizer step was skipped."""
         if self.loss_scaling is not None or options.non_finite == "skip":
             hold_schedulers(module, schedulers, lambda: self.step_skipped, undo)
-        self.watch = self._watch()
-        """Looks for infinities and NaN; None with ``non_finite="ignore"``."""
-        self._found = False  # something that is not finite, since the last optimizer step
-        self._judged = False  # by an optimizer step, since it was found
-        self._experts = ExpertBalance(module, partial(all_reduce, group=context.axis("tp-dp-cp")))
-        plans = find_plans(module, options.sharding_plan)
-        self.plan_watch = PlanWatch(module, part, plans, context)
-        """Detects what a sharding plan got wrong, in the first step."""
-        undo.callback(self.plan_watch.detach)
-        self.shard_writes = ShardWrites(scope, optimizers)
-        """Warns of hooks that write into shards."""
+        self.participants = Participants(())
+        """Concerns that may refuse an update, or follow it."""
 
     def _scale_losses(self) -> MegatronMixedPrecision | None:
         """Return the precision plugin, with one verdict on overflow for all ranks; None: losses are
@@ -130,25 +117,6 @@ class Training:
         precision.read_by = lambda optimizer: self.norms.gradients_of(optimizer)  # noqa: PLW0108 (shared by copies)
         self._scope.undo.callback(vars(precision).update, ranks=None, read_by=None)
         return precision
-
-    def _watch(self) -> FiniteWatch | None:
-        """Return what looks for infinities and NaN; in gradients unless a loss scale may let them
-        overflow.
-        """
-        policy = self._scope.options.non_finite
-        if policy == "ignore":
-            return None
-        watch = FiniteWatch(
-            self._scope.context, self._scope.options.layout.num_stages, policy=policy
-        )
-        self._watch_gradients(watch)
-        self._scope.undo.callback(watch.detach)
-        return watch
-
-    def _watch_gradients(self, watch: FiniteWatch) -> None:
-        scale = None if self.loss_scaling is None else self.loss_scaling.loss_scale
-        parameters: dict[str, Tensor] = dict(self._scope.module.named_parameters())
-        watch.attach(parameters, lambda: scale is None or scale.is_lowest)
 
     def _clip_globally(self) -> None:
         """Replace the precision plugin's clipping by clipping over all ranks, whatever the plugin's
@@ -200,11 +168,6 @@ class Training:
         """Factor of the losses, which the precision plugin takes out of the gradients again."""
         return 1.0 if self.loss_scaling is None else self.loss_scaling.scale
 
-    def count_samples(self, num_samples: int) -> None:
-        """Advance the schedulers that count samples."""
-        for scheduler in self._scheduled:
-            scheduler.count_samples(num_samples)
-
     def begin_run(self, *, clear: bool = True, keep_earlier: bool = False) -> None:
         """Prepare for the backward passes of a batch: follow what the user has unfrozen or
         regrouped; see :meth:`GradientAccumulation.begin_run`.
@@ -215,9 +178,8 @@ class Training:
         self.accumulation.begin_run(clear=clear, keep_earlier=keep_earlier)
 
     def _follow(self) -> None:
-        changed = self.accumulation.follow(self._optimizers)
-        if changed and self.watch is not None:
-            self._watch_gradients(self.watch)
+        if self.accumulation.follow(self._optimizers):
+            self.participants.follow_parameters()
 
     def follow_restored_groups(self) -> None:
         """Follow the parameter groups that callbacks restore before the states of optimizers are
@@ -236,11 +198,7 @@ class Training:
         call this together.
         """
         self.accumulation.end_backwards()
-        self.plan_watch.compare()
-        if self.watch is not None:
-            self._found &= not self._judged
-            self._judged = False
-            self._found |= self.watch.check(self._scope.module.trainer.global_step)
+        self.participants.after_backward()
 
     def watch_gradients(self) -> None:
         """Watch what the user's code does to the gradients from now until the step."""
@@ -268,40 +226,32 @@ class Training:
         step: Callable[[Callable[[], Any]], Any],
         closure: Callable[[], Any],
     ) -> Any:
-        """Call ``step(closure)`` unless something is not finite, and count the steps that were
-        skipped.
-        """
+        """Call ``step(closure)`` unless a participant refuses the update; they follow it."""
+        allowed = True
 
         def gradients() -> Any:
+            nonlocal allowed
             result = closure()
             self.guard.check()
             if not self._scope.module.automatic_optimization:
                 check_reduced(self._scope.module, self.accumulation)
             self.guard.pause()
+            allowed = self.participants.before_update()
             self._scope.progress.begin_update(self._scope.module.trainer.global_step)
             return result
 
         self.guard.check()
-        if self.watch is None:
-            output = step(gradients)
-        else:
+        if self.participants.vetoes:
             output = gradients()  # shows whether there will be a step
-            if not self._found:
+            if allowed:
                 output = step(lambda: output)
-        self.step_skipped = self._found or (
+        else:
+            output = step(gradients)
+        self.step_skipped = not allowed or (
             self.loss_scaling is not None and self.loss_scaling.step_skipped
         )
-        # Optimizers that a module steps itself may share one backward pass, whose verdict holds for
-        # all of them.
-        self._judged = True
         if self._scope.module.automatic_optimization:
-            self._found = False
             self.guard.close()
         self.guard.record()  # another optimizer may step gradients of the same backward pass
-        self._experts.end_step(stepped=not self.step_skipped)
-        self.shard_writes.record()
-        if self.step_skipped:
-            self._scope.progress.skipped_steps += 1
-            for scheduler in self._scheduled:
-                scheduler.forget_samples()
+        self.participants.after_update(stepped=not self.step_skipped)
         return output

@@ -76,7 +76,8 @@ class StageCrossing:
             parameters gathered.
         reached: Called with the micro-batch, right before the stage runs.
         repeated: Returns the context of a forward that runs again, as a check.
-        kept: Returns the tensors that the module's attributes hold, for the step or for hooks.
+        kept: Returns the tensors that the step leaves beside its output: on attributes of the
+            module, and logged.
     """
 
     def __init__(
@@ -99,8 +100,6 @@ class StageCrossing:
         self._reached = reached
         self._repeated = repeated
         self._kept = kept
-        self.logged: Callable[[], Sequence[Tensor]] = tuple
-        """Returns the values that the step has logged."""
         self._microbatch = 0
         self._seed = 0
         self._visit = Visit(0, 0, 0, (), {}, {}, None, True, 0)
@@ -266,7 +265,7 @@ class StageCrossing:
                 if self._visit.next < len(self._partition.units):
                     raise errors.missing_unit(self._hook, self._partition.units[self._visit.next])
                 if self._taint is not None:
-                    self._taint.end([output, self._kept(), self.logged()])
+                    self._taint.end([output, self._kept()])
                 self._learn()
                 if self._taint is not None:
                     raise StageExit(StageTensors())

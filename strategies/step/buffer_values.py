@@ -1,0 +1,51 @@
+"""Buffers that ranks hold in common, before and after the steps that write them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from megatron_lightning.assembly.buffers import BufferSync
+from megatron_lightning.strategies.step.participant import StepBatch, StepParticipant
+from megatron_lightning.strategies.step.step_run import StepRun
+
+
+class BufferValues(StepParticipant):
+    """Share buffers once a training batch.
+
+    Lightning's own steps share them before a batch, since a graph that awaits its backward may hold
+    them. Pipeline runs have no such graph, and share them after it.
+
+    Args:
+        buffers: Gives the same buffers to all ranks that hold them.
+        at_end: Whether known buffers are shared after the batch.
+    """
+
+    def __init__(self, buffers: BufferSync, *, at_end: bool) -> None:
+        self._buffers = buffers
+        self._at_end = at_end
+
+    def begin_batch(self, batch: StepBatch) -> None:
+        """Share buffers that are due before a training batch."""
+        if batch.trains:
+            self._buffers.begin_batch(batch.number, only_new=self._at_end)
+
+    def share(self, run: StepRun) -> tuple[str, ...]:
+        """Return the buffers that the last stage has begun to write."""
+        return self._buffers.begun()
+
+    def apply(self, run: StepRun, shared: Iterable[str]) -> None:
+        """Share these buffers from now on."""
+        self._buffers.follow(shared)
+
+    def end_batch(self, batch: StepBatch, output: Any) -> None:
+        """Share what a training batch has written."""
+        if batch.trains and self._at_end:
+            self._buffers.synchronize(compare=batch.number == 1)
+
+    @contextmanager
+    def rehearsed(self) -> Iterator[None]:
+        """Do not count writes of the block, which are restored."""
+        yield
+        self._buffers.forget_writes()

@@ -1,0 +1,42 @@
+"""Count the samples of training batches, for resuming and for schedules that go by samples."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from megatron_lightning.optim.schedules import ScheduledLR
+from megatron_lightning.strategies.step.dataloaders import training_samplers
+from megatron_lightning.strategies.step.participant import StepBatch, StepParticipant
+from megatron_lightning.strategies.step.scope import Scope
+
+
+class ConsumedSamples(StepParticipant):
+    """Advance the counts of the strategy, of samplers and of schedules.
+
+    Args:
+        scope: What the run works on.
+        schedules: Learning-rate schedules that count samples.
+    """
+
+    def __init__(self, scope: Scope, schedules: Sequence[ScheduledLR]) -> None:
+        self._scope = scope
+        self._schedules = schedules
+
+    def begin_batch(self, batch: StepBatch) -> None:
+        """Count a training batch, unless it was counted: searches along a line repeat the step."""
+        if not batch.trains:
+            return
+        trainer, total = self._scope.module.trainer, batch.num_samples * self._scope.context.dp.size
+        number = trainer.fit_loop.epoch_loop.batch_progress.total.ready
+        if self._scope.progress.count(number, total):
+            for sampler in training_samplers(trainer):
+                sampler.advance()
+            for schedule in self._schedules:
+                schedule.count_samples(total)
+
+    def after_update(self, *, stepped: bool) -> None:
+        """Count a skipped step, whose samples move no schedule."""
+        if not stepped:
+            self._scope.progress.skipped_steps += 1
+            for schedule in self._schedules:
+                schedule.forget_samples()

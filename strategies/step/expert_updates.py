@@ -1,0 +1,26 @@
+"""Biases of experts, which follow the tokens of an optimizer step."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from megatron_lightning.layers.moe.balance import ExpertBalance
+from megatron_lightning.parallel.collectives import all_reduce
+from megatron_lightning.strategies.step.participant import StepParticipant
+from megatron_lightning.strategies.step.scope import Scope
+
+
+class ExpertUpdates(StepParticipant):
+    """Move the biases of this rank's layers of experts after every update.
+
+    Args:
+        scope: What the run works on.
+    """
+
+    def __init__(self, scope: Scope) -> None:
+        group = scope.context.axis("tp-dp-cp")
+        self._balance = ExpertBalance(scope.module, partial(all_reduce, group=group))
+
+    def after_update(self, *, stepped: bool) -> None:
+        """Move the biases; a collective if layers have some."""
+        self._balance.end_step(stepped=stepped)

@@ -1,0 +1,67 @@
+"""Response to infinities and NaN: an error, or no optimizer step."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from megatron_lightning.config import NonFinite
+from megatron_lightning.optim.finite_watch import FiniteWatch
+from megatron_lightning.strategies.precision import MegatronMixedPrecision
+from megatron_lightning.strategies.step.participant import StepParticipant
+from megatron_lightning.strategies.step.scope import Scope
+from megatron_lightning.strategies.step.step_run import StepRun
+
+
+class FiniteCheck(StepParticipant):
+    """Look at losses, stage outputs and gradients, and refuse the step if one is not finite.
+
+    Args:
+        scope: What the run works on.
+        policy: Response to a finding.
+        loss_scaling: Scale of the losses, which may let gradients overflow; None: there is none.
+    """
+
+    vetoes = True
+
+    def __init__(
+        self, scope: Scope, policy: NonFinite, loss_scaling: MegatronMixedPrecision | None
+    ) -> None:
+        watch = FiniteWatch(scope.context, scope.options.layout.num_stages, policy=policy)
+        self._module = scope.module
+        self._watch = watch
+        self._scale = None if loss_scaling is None else loss_scaling.loss_scale
+        self._is_native = scope.options.is_native
+        self.observer = watch
+        self._found = False  # something that is not finite, since the last optimizer step
+        self._judged = False  # by an optimizer step, since it was found
+        self.follow_parameters()
+        scope.undo.callback(watch.detach)
+
+    def follow_parameters(self) -> None:
+        """Watch the gradients of parameters that are trained now."""
+        parameters: dict[str, Tensor] = dict(self._module.named_parameters())
+        scale = self._scale
+        self._watch.attach(parameters, lambda: scale is None or scale.is_lowest)
+
+    def returned(self, run: StepRun, microbatch: int, loss: Tensor | None) -> None:
+        """Record the loss of Lightning's own step; pipeline runs tell their observers."""
+        if self._is_native and loss is not None:
+            self._watch.loss(loss)
+
+    def after_backward(self) -> None:
+        """Look at what was recorded; a collective."""
+        self._found &= not self._judged
+        self._judged = False
+        self._found |= self._watch.check(self._module.trainer.global_step)
+
+    def before_update(self) -> bool:
+        """Return whether everything was finite."""
+        return not self._found
+
+    def after_update(self, *, stepped: bool) -> None:
+        """Begin anew. Optimizers that a module steps itself may share one backward pass, whose
+        verdict holds for all of them.
+        """
+        self._judged = True
+        if self._module.automatic_optimization:
+            self._found = False

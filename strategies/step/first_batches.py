@@ -1,0 +1,55 @@
+"""Checks that the first batch of every loader begins, and explanations of errors in all steps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+from megatron_lightning.assembly.replicas import check_same_batch
+from megatron_lightning.assembly.shape_errors import explained_shapes
+from megatron_lightning.parallel.sharding import ShardingPlan
+from megatron_lightning.strategies.step.participant import StepBatch, StepParticipant
+from megatron_lightning.strategies.step.scope import Scope
+from megatron_lightning.strategies.step.step_run import StepRun
+from megatron_lightning.strategies.step.world_guard import WorldGuard
+
+
+class FirstBatches(StepParticipant):
+    """Compare the first batch of a loader between the ranks of a replica, and watch its step for
+    collectives over all ranks.
+
+    Args:
+        scope: What the run works on.
+        plans: Sharding plans by the paths of their modules.
+        guard: Watches the default process group.
+    """
+
+    def __init__(self, scope: Scope, plans: Mapping[str, ShardingPlan], guard: WorldGuard) -> None:
+        self._scope = scope
+        self._plans = plans
+        self._guard = guard
+        self._checked: set[tuple[Any, ...]] = set()
+        self._is_first = False
+
+    def begin_batch(self, batch: StepBatch) -> None:
+        """Check the first batch of a loader."""
+        loader = (batch.hook, *batch.loader)
+        self._is_first = loader not in self._checked
+        if self._is_first:
+            check_same_batch(batch.value, self._scope.context)
+            self._checked.add(loader)
+
+    @contextmanager
+    def around_forward(self, run: StepRun, stage: int, microbatch: int) -> Iterator[None]:
+        """Explain shapes that the sharding plan causes, and guard the first batch."""
+        module = self._scope.module
+        guarded = (
+            self._guard.watching(
+                run.hook, counts=module.automatic_optimization or run.hook != "training_step"
+            )
+            if self._is_first
+            else nullcontext()
+        )
+        with explained_shapes(module, self._plans, self._scope.context), guarded:
+            yield

@@ -1,0 +1,37 @@
+"""Metrics of torchmetrics that a step updates: the other stages follow the last one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron_lightning.pipeline.batch.metrics import MetricSync
+from megatron_lightning.strategies.step.participant import StepBatch, StepParticipant
+from megatron_lightning.strategies.step.step_run import StepRun
+
+
+class MetricStates(StepParticipant):
+    """Find metrics that hooks have made, and mark those as updated that the last stage updates.
+
+    Args:
+        metrics: Synchronizes the metrics of the run.
+    """
+
+    def __init__(self, metrics: MetricSync) -> None:
+        self._metrics = metrics
+
+    def begin_batch(self, batch: StepBatch) -> None:
+        """Look for metrics again where hooks have run."""
+        if batch.begins_loop:
+            self._metrics.find()
+
+    def begin(self, run: StepRun) -> None:
+        """Record which metrics were updated before."""
+        self._metrics.begin_step()
+
+    def share(self, run: StepRun) -> dict[str, list[int]]:
+        """Return the numbers of updates."""
+        return self._metrics.counts()
+
+    def apply(self, run: StepRun, shared: Any) -> None:
+        """Follow the last stage's updates."""
+        self._metrics.follow(shared)

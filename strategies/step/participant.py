@@ -1,0 +1,283 @@
+"""Protocol of a concern that takes part in every step, and the list of all of them.
+
+A step knows no concern by name. It works through one ordered list (``participants.py``), so that a
+new concern is a file and a line there. A participant overrides the methods that it needs:
+
+    begin_batch(batch)                     before the user's step, on all ranks
+      begin(run)                           before a run of the step on the micro-batches
+        around(run)                        all forwards; under a pipeline the backwards, too
+          around_forward(run, stage, m)    the user's step on micro-batch m, as a stage sees it
+            at_call(m)                     the step calls the pipelined module
+          returned(run, m, loss)           the training step has returned
+          around_backward(run, m)
+        after_backward()                   of a training run: all ranks call this together
+      end(run)
+      share(run) -> apply(run, shared)     what the last stage sends, and every stage applies
+    end_batch(batch, output)
+    before_update() -> bool                gradients are reduced: may the optimizer step?
+    after_update(stepped)
+    end_training()                         after the last batch of a fit
+
+With manual optimization updates happen inside of the step. Explicit steps have several runs in one
+batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from megatron_lightning.pipeline.executor import Observer
+from megatron_lightning.strategies.step.step_run import StepRun
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepBatch:
+    """A batch of Lightning, before the step splits it."""
+
+    hook: str
+    """Name of the user's step, such as ``"training_step"``."""
+    value: Any
+    """The batch of this rank."""
+    loader: tuple[Any, ...] = ()
+    """Index of the DataLoader, if there are several."""
+    number: int = 0
+    """Number of a training batch in its epoch, from 1."""
+    num_samples: int = 0
+    """Samples of a training batch on this rank."""
+    begins_loop: bool = False
+    """Whether this is the first batch of an epoch or of an evaluation: hooks have run."""
+    compares: bool = False
+    """Whether hooks have run that may have left other values on some ranks."""
+
+    @property
+    def trains(self) -> bool:
+        """Whether the batch is trained on."""
+        return self.hook == "training_step"
+
+
+class StepParticipant:
+    """A concern of the steps of one run of the Trainer; every method does nothing by default."""
+
+    vetoes: ClassVar[bool] = False
+    """Whether :meth:`before_update` may return False. Gradients are then computed before the
+    optimizer's step, and not in its closure."""
+    observer: Observer | None = None
+    """Observer of the actions of a pipeline run that trains."""
+
+    def begin_batch(self, batch: StepBatch) -> None:
+        """Begin a batch; all ranks call this together."""
+
+    def end_batch(self, batch: StepBatch, output: Any) -> None:
+        """End a batch, whose step returned ``output``; all ranks call this together."""
+
+    def begin(self, run: StepRun) -> None:
+        """Begin a run of the step on the micro-batches of a batch."""
+
+    def around(self, run: StepRun) -> AbstractContextManager[None]:
+        """Return the context of all forwards and, under a pipeline, of all backwards."""
+        return nullcontext()
+
+    def around_forward(
+        self, run: StepRun, stage: int, microbatch: int
+    ) -> AbstractContextManager[None]:
+        """Return the context of the user's step on one micro-batch, as ``stage`` sees it."""
+        return nullcontext()
+
+    def at_call(self, microbatch: int) -> None:
+        """Follow that the step of ``microbatch`` calls the pipelined module."""
+
+    def returned(self, run: StepRun, microbatch: int, loss: Tensor | None) -> None:
+        """Follow that a training step has returned on the last stage.
+
+        Args:
+            run: The run, with the output.
+            microbatch: Its number.
+            loss: The loss before any scaling; None: the step returned None.
+        """
+
+    def around_backward(self, run: StepRun, microbatch: int) -> AbstractContextManager[None]:
+        """Return the context of the backward of one micro-batch."""
+        return nullcontext()
+
+    def after_backward(self) -> None:
+        """Follow the backwards of a training run; all ranks call this together."""
+
+    def end(self, run: StepRun) -> None:
+        """End a run, before values are shared."""
+
+    def share(self, run: StepRun) -> Any:
+        """Return what the last stage sends to the other stages: numbers, tensors, names and
+        containers of them.
+        """
+
+    def apply(self, run: StepRun, shared: Any) -> None:
+        """Apply what :meth:`share` returned on the last stage; every stage calls this."""
+
+    def tensors(self) -> Sequence[Tensor]:
+        """Return tensors that the step leaves behind, beside its output."""
+        return ()
+
+    def repeated(self) -> AbstractContextManager[None]:
+        """Return the context of a forward that runs again, as a check: it is not recorded."""
+        return nullcontext()
+
+    def rehearsed(self) -> AbstractContextManager[None]:
+        """Return the context of a run without values, before the first micro-batch of its kind:
+        the run leaves nothing.
+        """
+        return nullcontext()
+
+    def follow_parameters(self) -> None:
+        """Follow that parameters have become trainable, or that parameter groups have changed."""
+
+    def before_update(self) -> bool:
+        """Return whether the optimizer may step; the same on all ranks.
+
+        Gradients are reduced and not clipped yet. Optimizers that search along a line ask for
+        every evaluation of the loss.
+        """
+        return True
+
+    def after_update(self, *, stepped: bool) -> None:
+        """Follow an optimizer step.
+
+        Args:
+            stepped: Whether the optimizer has stepped: no participant and no loss scale has skipped
+                the step.
+        """
+
+    def end_training(self) -> None:
+        """End a fit; all ranks call this together."""
+
+
+class Participants:
+    """The participants of a run in their order; methods nobody overrides cost nothing."""
+
+    def __init__(self, participants: Iterable[StepParticipant]) -> None:
+        everybody = tuple(participants)
+        self._overriding = {
+            name: tuple(
+                each
+                for each in everybody
+                if getattr(type(each), name) is not getattr(StepParticipant, name)
+            )
+            for name, method in vars(StepParticipant).items()
+            if callable(method)
+        }
+        self.vetoes = any(each.vetoes for each in everybody)
+        """Whether a participant may keep an optimizer from stepping."""
+        self.observers = [each.observer for each in everybody if each.observer is not None]
+        """Observers of the actions of a pipeline run that trains."""
+
+    def begin_batch(self, batch: StepBatch) -> None:
+        """See :meth:`StepParticipant.begin_batch`, as for all methods."""
+        for each in self._overriding["begin_batch"]:
+            each.begin_batch(batch)
+
+    def end_batch(self, batch: StepBatch, output: Any) -> None:
+        """End a batch."""
+        for each in self._overriding["end_batch"]:
+            each.end_batch(batch, output)
+
+    def begin(self, run: StepRun) -> None:
+        """Begin a run."""
+        for each in self._overriding["begin"]:
+            each.begin(run)
+
+    @contextmanager
+    def around(self, run: StepRun) -> Iterator[None]:
+        """Around a run."""
+        with ExitStack() as contexts:
+            for each in self._overriding["around"]:
+                contexts.enter_context(each.around(run))
+            yield
+
+    @contextmanager
+    def around_forward(self, run: StepRun, stage: int, microbatch: int) -> Iterator[None]:
+        """Around a forward."""
+        with ExitStack() as contexts:
+            for each in self._overriding["around_forward"]:
+                contexts.enter_context(each.around_forward(run, stage, microbatch))
+            yield
+
+    def at_call(self, microbatch: int) -> None:
+        """Follow the call of the pipelined module."""
+        for each in self._overriding["at_call"]:
+            each.at_call(microbatch)
+
+    def returned(self, run: StepRun, microbatch: int, loss: Tensor | None) -> None:
+        """Follow the end of a training step."""
+        for each in self._overriding["returned"]:
+            each.returned(run, microbatch, loss)
+
+    @contextmanager
+    def around_backward(self, run: StepRun, microbatch: int) -> Iterator[None]:
+        """Around a backward."""
+        with ExitStack() as contexts:
+            for each in self._overriding["around_backward"]:
+                contexts.enter_context(each.around_backward(run, microbatch))
+            yield
+
+    def after_backward(self) -> None:
+        """Follow the backwards of a run."""
+        for each in self._overriding["after_backward"]:
+            each.after_backward()
+
+    def end(self, run: StepRun) -> None:
+        """End a run."""
+        for each in self._overriding["end"]:
+            each.end(run)
+
+    def share(self, run: StepRun) -> list[Any]:
+        """Return what the last stage sends, in the order of the participants."""
+        return [each.share(run) for each in self._overriding["share"]]
+
+    def apply(self, run: StepRun, shared: Sequence[Any]) -> None:
+        """Apply what :meth:`share` returned on the last stage."""
+        for each, value in zip(self._overriding["share"], shared, strict=True):
+            each.apply(run, value)
+
+    def tensors(self) -> list[Tensor]:
+        """Return the tensors that the step leaves behind."""
+        return [tensor for each in self._overriding["tensors"] for tensor in each.tensors()]
+
+    @contextmanager
+    def repeated(self) -> Iterator[None]:
+        """Around a forward that runs again."""
+        with ExitStack() as contexts:
+            for each in self._overriding["repeated"]:
+                contexts.enter_context(each.repeated())
+            yield
+
+    @contextmanager
+    def rehearsed(self) -> Iterator[None]:
+        """Around a run without values."""
+        with ExitStack() as contexts:
+            for each in self._overriding["rehearsed"]:
+                contexts.enter_context(each.rehearsed())
+            yield
+
+    def follow_parameters(self) -> None:
+        """Follow other parameters."""
+        for each in self._overriding["follow_parameters"]:
+            each.follow_parameters()
+
+    def before_update(self) -> bool:
+        """Return whether the optimizer may step; every participant is asked."""
+        verdicts = [each.before_update() for each in self._overriding["before_update"]]
+        return all(verdicts)
+
+    def after_update(self, *, stepped: bool) -> None:
+        """Follow an optimizer step."""
+        for each in self._overriding["after_update"]:
+            each.after_update(stepped=stepped)
+
+    def end_training(self) -> None:
+        """End a fit."""
+        for each in self._overriding["end_training"]:
+            each.end_training()

@@ -1,0 +1,104 @@
+"""The ordered list of what takes part in the steps of a run: a new concern is a line here.
+
+Order matters in four places. Hooks may have written buffers and weights, so that these are shared
+before batches are compared. Values and random states are those of a stage before other contexts of
+its forward are entered. Log calls are replayed after the values that they read are applied, and
+before layers log theirs. What may refuse an update is asked before anything follows the update.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from megatron_lightning.assembly.buffers import BufferSync
+from megatron_lightning.assembly.plan_watch import PlanWatch
+from megatron_lightning.assembly.plans import find_plans
+from megatron_lightning.parallel.sharding import ShardingPlan
+from megatron_lightning.pipeline.batch.metrics import MetricSync
+from megatron_lightning.strategies.step.agreement import Agreement
+from megatron_lightning.strategies.step.buffer_values import BufferValues
+from megatron_lightning.strategies.step.consumed_samples import ConsumedSamples
+from megatron_lightning.strategies.step.expert_updates import ExpertUpdates
+from megatron_lightning.strategies.step.finite_check import FiniteCheck
+from megatron_lightning.strategies.step.first_batches import FirstBatches
+from megatron_lightning.strategies.step.hints import StepHints
+from megatron_lightning.strategies.step.logs import StepLogs
+from megatron_lightning.strategies.step.metric_states import MetricStates
+from megatron_lightning.strategies.step.module_values import ModuleValues
+from megatron_lightning.strategies.step.participant import StepParticipant
+from megatron_lightning.strategies.step.plan_comparison import PlanComparison
+from megatron_lightning.strategies.step.precision_contexts import PrecisionContexts, UnitOrder
+from megatron_lightning.strategies.step.random_states import RandomStates
+from megatron_lightning.strategies.step.reports import StepReports
+from megatron_lightning.strategies.step.scope import Scope
+from megatron_lightning.strategies.step.sequence_parts import SequenceParts
+from megatron_lightning.strategies.step.trained_parameters import TrainedParameters
+from megatron_lightning.strategies.step.training import Training
+from megatron_lightning.strategies.step.world_guard import WorldGuard
+from megatron_lightning.strategies.step.written_weights import WrittenWeights
+
+
+@dataclass(frozen=True, kw_only=True)
+class SharedParts:
+    """Parts of a run's steps that serve outside of a step, too."""
+
+    plans: Mapping[str, ShardingPlan]
+    """Sharding plans by the paths of their modules."""
+    buffers: BufferSync
+    """Gives the same buffers to all ranks that hold them."""
+    metrics: MetricSync
+    """Synchronizes metrics."""
+    guard: WorldGuard
+    """Watches the default process group."""
+    sequence: SequenceParts | None
+    """Divides sequences; None: every rank has whole ones."""
+
+
+def step_participants(
+    scope: Scope, parts: SharedParts, training: Training | None
+) -> Iterator[StepParticipant]:
+    """Yield the participants of a run in their order.
+
+    Args:
+        scope: What the run works on.
+        parts: What serves outside of steps, too.
+        training: Gradients and optimizer steps; None: the run does not fit.
+    """
+    partition, options = scope.part.partition, scope.options
+    watch = None if training is None else _plan_watch(scope)
+    yield BufferValues(parts.buffers, at_end=not options.is_native)
+    if training is not None and watch is not None:
+        yield WrittenWeights(scope, training.accumulation, training.optimizers, watch)
+    yield MetricStates(parts.metrics)
+    yield FirstBatches(scope, parts.plans, parts.guard)
+    yield Agreement(scope)
+    if training is not None:
+        yield ConsumedSamples(scope, training.schedules)
+    if not options.pipeline.explicit_steps:
+        yield StepHints(scope)
+    if partition is not None:
+        yield ModuleValues(scope, partition)
+        yield RandomStates(scope)
+    if parts.sequence is not None:
+        yield parts.sequence
+    yield PrecisionContexts(scope)
+    if partition is None:
+        yield UnitOrder(scope)
+    if not options.is_native:
+        yield StepLogs(scope)
+    yield StepReports(scope)
+    if training is not None and watch is not None:
+        yield PlanComparison(watch)
+        if options.non_finite != "ignore":
+            yield FiniteCheck(scope, options.non_finite, training.loss_scaling)
+        yield TrainedParameters(scope, training.accumulation)
+        yield ExpertUpdates(scope)
+
+
+def _plan_watch(scope: Scope) -> PlanWatch:
+    """Return what detects faults of a sharding plan, in the first steps."""
+    plans = find_plans(scope.module, scope.options.sharding_plan)
+    watch = PlanWatch(scope.module, scope.part, plans, scope.context)
+    scope.undo.callback(watch.detach)
+    return watch

@@ -1,0 +1,29 @@
+"""The comparison of tensor-parallel ranks in the first steps, as a participant."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from megatron_lightning.assembly.plan_watch import PlanWatch
+from megatron_lightning.strategies.step.participant import StepParticipant
+from megatron_lightning.strategies.step.step_run import StepRun
+
+
+class PlanComparison(StepParticipant):
+    """Find what a sharding plan got wrong and no shape shows.
+
+    Args:
+        watch: Records gradients, inputs, outputs and losses.
+    """
+
+    def __init__(self, watch: PlanWatch) -> None:
+        self._watch = watch
+
+    def returned(self, run: StepRun, microbatch: int, loss: Tensor | None) -> None:
+        """Record a loss."""
+        if loss is not None:
+            self._watch.loss(loss)
+
+    def after_backward(self) -> None:
+        """Compare what was recorded; a collective in the first steps."""
+        self._watch.compare()

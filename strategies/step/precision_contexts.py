@@ -1,0 +1,72 @@
+"""Contexts of the precision plugin around every forward and backward."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+from megatron_lightning.strategies.fp8 import MegatronFP8Precision
+from megatron_lightning.strategies.step.participant import StepBatch, StepParticipant
+from megatron_lightning.strategies.step.scope import Scope
+from megatron_lightning.strategies.step.step_run import StepRun
+
+
+class PrecisionContexts(StepParticipant):
+    """Enter the contexts of Lightning's precision plugin, and follow weights for quantized layers.
+
+    Args:
+        scope: What the run works on.
+    """
+
+    def __init__(self, scope: Scope) -> None:
+        plugin = scope.precision
+        self._contexts = {
+            "training_step": plugin.train_step_context,
+            "validation_step": plugin.val_step_context,
+            "test_step": plugin.test_step_context,
+            "predict_step": plugin.predict_step_context,
+        }
+        self._backward = getattr(plugin, "backward_context", nullcontext)
+        self._quantized = plugin if isinstance(plugin, MegatronFP8Precision) else None
+
+    def begin_batch(self, batch: StepBatch) -> None:
+        """Drop what quantized layers keep of weights, which hooks may have changed."""
+        if self._quantized is not None and batch.trains:
+            self._quantized.forget_weights()
+
+    def around_forward(
+        self, run: StepRun, stage: int, microbatch: int
+    ) -> AbstractContextManager[Any]:
+        """Return what the plugin puts around one call of a step."""
+        return self._contexts[run.hook]()
+
+    def around_backward(self, run: StepRun, microbatch: int) -> AbstractContextManager[Any]:
+        """Return what the plugin puts around one backward."""
+        context: AbstractContextManager[Any] = self._backward()
+        return context
+
+    def repeated(self) -> AbstractContextManager[None]:
+        """Keep values of the block out of the histories of quantized layers."""
+        return nullcontext() if self._quantized is None else self._quantized.without_notes()
+
+    def rehearsed(self) -> AbstractContextManager[None]:
+        """Do as :meth:`repeated`."""
+        return self.repeated()
+
+
+class UnitOrder(StepParticipant):
+    """Let data-parallel ranks call the same FSDP2 units in one order. With one stage a step may
+    call the module as it likes.
+
+    Args:
+        scope: What the run works on.
+    """
+
+    def __init__(self, scope: Scope) -> None:
+        self._units = scope.part.units
+
+    def around_forward(
+        self, run: StepRun, stage: int, microbatch: int
+    ) -> AbstractContextManager[None]:
+        """Return the context in which the order is followed."""
+        return nullcontext() if self._units is None else self._units.in_order(run.hook)

@@ -1,0 +1,96 @@
+"""Refuse a training in which parameters that should learn never receive a gradient.
+
+A parameter may be trained in vain: a kernel that computes a layer otherwise goes around its
+adapters, a checkpointed block without a differentiable input has no backward, a layer is never
+called. The loss stays finite, and nothing says so. Whether a parameter may be unused is the
+module's knowledge. A module whose attribute ``expects_gradients`` is True says that all parameters
+inside of it that require gradients receive some in the first updates. Other modules are left alone.
+"""
+
+from __future__ import annotations
+
+from megatron_lightning.errors import ConfigError
+from megatron_lightning.optim.gradients.accumulation import GradientAccumulation
+from megatron_lightning.strategies.step.participant import StepParticipant
+from megatron_lightning.strategies.step.scope import Scope
+
+NUM_UPDATES = 4
+"""Updates of every optimizer, or all of a shorter fit, in which a parameter has to have a gradient.
+Experts that a router chooses rarely get no tokens in some updates."""
+
+
+class TrainedParameters(StepParticipant):
+    """Look for gradients in the first updates, until every expected parameter has had one.
+
+    Ranks agree in every update on the parameters that have a gradient, so that no value is read.
+    The ranks exchange names once a fit, if modules expect gradients.
+
+    Args:
+        scope: What the run works on.
+        accumulation: Has the reduced gradients.
+    """
+
+    def __init__(self, scope: Scope, accumulation: GradientAccumulation) -> None:
+        self._module = scope.module
+        self._world = scope.context.axis("world")
+        self._accumulation = accumulation
+        expecting = [
+            f"{path}." if path else ""
+            for path, child in scope.module.named_modules()
+            if getattr(child, "expects_gradients", False)
+        ]
+        self._is_over = not expecting  # modules are the same on all ranks
+        self._seen: set[str] = set()
+        self._expected = {
+            name
+            for name, parameter in scope.module.named_parameters()
+            if parameter.requires_grad and name.startswith(tuple(expecting))
+        }
+        self._num_updates = 0
+
+    def before_update(self) -> bool:
+        """Look for gradients of the update; never a veto."""
+        if not self._is_over and self._seen != self._expected:
+            self._seen |= self._expected & self._accumulation.reducer.gradients().keys()
+        return True
+
+    def after_update(self, *, stepped: bool) -> None:
+        """Judge after the first updates; a collective of all ranks, once.
+
+        Raises:
+            ConfigError: On all ranks, naming the parameters without a gradient.
+        """
+        self._num_updates += stepped
+        if self._num_updates == NUM_UPDATES * len(self._module.trainer.optimizers):
+            self._judge()
+
+    def end_training(self) -> None:
+        """Judge after a shorter fit; a collective of all ranks.
+
+        Raises:
+            ConfigError: On all ranks, naming the parameters without a gradient.
+        """
+        if self._num_updates:
+            self._judge()
+
+    def _judge(self) -> None:
+        if self._is_over:
+            return
+        self._is_over = True
+        trained = {name for name, p in self._module.named_parameters() if p.requires_grad}
+        mine = (self._expected & trained) - self._seen, self._seen
+        ranks = self._world.all_gather_object(mine)
+        # A rank without a part of a shard has no gradient of it, and others have.
+        missing = set[str]().union(*(missing for missing, _ in ranks))
+        missing = missing.difference(*(seen for _, seen in ranks))
+        if not missing:
+            return
+        listed = ", ".join(sorted(missing)[:5])
+        more = f" and {len(missing) - 5} more" if len(missing) > 5 else ""
+        raise ConfigError(
+            f"{len(missing)} trained parameters had no gradient in the first {self._num_updates} "
+            f"optimizer steps: {listed}{more}. Nothing that the loss depends on reads them: their "
+            "layers are not called, something computes them otherwise, or a recomputed block has "
+            "no input that requires a gradient. Call these layers in the step, or set "
+            "requires_grad=False on parameters that are not to be trained."
+        )
