@@ -74,7 +74,11 @@ class NonFiniteError(MegatronLightningError, FloatingPointError):
     """
 
 
-EXPLAINED = (ConfigError, DataError, CheckpointError)
+class NoProgressError(MegatronLightningError, RuntimeError):
+    """A run that its launcher starts again and again, and that fails before any new step."""
+
+
+EXPLAINED = (ConfigError, DataError, CheckpointError, NoProgressError)
 """Errors whose message is all that a user needs: printed as one line, without a traceback."""
 
 

@@ -8,6 +8,7 @@ Lightning's in other files.
 
 from __future__ import annotations
 
+import inspect
 import os
 import re
 import signal
@@ -112,6 +113,19 @@ def connector_of(trainer: pl.Trainer) -> Any:
     return trainer._accelerator_connector
 
 
+def trainer_sizes() -> tuple[Any, int] | None:
+    """Return ``devices`` and ``num_nodes`` as the user has given them to the Trainer whose
+    constructor is the caller; None: there is no such caller.
+
+    The Trainer resolves "auto" before it tells the strategy, and keeps no record of it.
+    """
+    code = inspect.unwrap(pl.Trainer.__init__).__code__
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code is not code:
+        frame = frame.f_back
+    return None if frame is None else (frame.f_locals["devices"], frame.f_locals["num_nodes"])
+
+
 def is_accumulating(trainer: pl.Trainer) -> bool:
     """Whether the batch that has just run was not the last one of an optimizer step."""
     return bool(trainer.fit_loop._should_accumulate())
@@ -130,6 +144,20 @@ def num_logged_steps(trainer: pl.Trainer) -> int:
     about to end included.
     """
     return int(trainer.fit_loop.epoch_loop._batches_that_stepped) + 1
+
+
+def next_logged_step(trainer: pl.Trainer) -> int:
+    """Return the step under which loggers receive the first values of a fit that starts.
+
+    A save in the middle of an epoch has not counted its own step; the loop adds it when it begins.
+    """
+    loop = trainer.fit_loop.epoch_loop
+    is_uncounted = (
+        loop.restarting
+        and not loop._should_accumulate()
+        and (loop.restarted_on_train_batch_end or not loop.restarted_on_last)
+    )
+    return int(loop._batches_that_stepped) + is_uncounted
 
 
 def put_around_hooks(
@@ -233,6 +261,28 @@ def note_requeue(trainer: pl.Trainer, record: Callable[[int, FrameType | None], 
 def ignore_after_run(trainer: pl.Trainer, signum: int) -> None:
     """Ignore a signal when the Trainer has restored the handlers from before its run."""
     trainer._signal_connector._original_handlers[signum] = signal.SIG_IGN
+
+
+def set_version(logger: Logger, version: Any) -> bool:
+    """Make a logger continue the log of an earlier run; return whether it can, and none was set.
+
+    Args:
+        logger: Has written nothing yet.
+        version: Its ``version`` in the earlier run: a number or name of a folder, or an id of W&B
+            or MLflow.
+    """
+    own = vars(logger)
+    if "_wandb_init" in own:
+        if own.get("_id") is not None:
+            return False
+        own["_wandb_init"].update(id=version, resume="allow")
+        own["_id"] = version
+        return True
+    name = "_run_id" if "_mlflow_client" in own else "_version"
+    if own.get(name, "") is not None:  # set by the user, or a logger of another kind
+        return False
+    own[name] = version
+    return True
 
 
 def trainer_state(trainer: pl.Trainer) -> dict[str, Any]:

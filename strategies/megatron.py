@@ -79,6 +79,7 @@ from megatron_lightning.rules import (
 from megatron_lightning.strategies import lightning_internals as internals
 from megatron_lightning.strategies.after_fit import path_of
 from megatron_lightning.strategies.checkpoint.checkpoints import OptimizerHandle
+from megatron_lightning.strategies.checkpoint.global_batch import keep_global_batch
 from megatron_lightning.strategies.checkpoint.io import ShardedCheckpointIO, complete_io, users_io
 from megatron_lightning.strategies.checks import preflight
 from megatron_lightning.strategies.checks.connections import check_connections, gpu_capability
@@ -89,7 +90,9 @@ from megatron_lightning.strategies.launch.failures import AgreedStop
 from megatron_lightning.strategies.launch.hooks import LaunchHooks
 from megatron_lightning.strategies.launch.launcher import make_launcher
 from megatron_lightning.strategies.launch.ranks import Ranks, is_default
+from megatron_lightning.strategies.launch.restarts import Starts
 from megatron_lightning.strategies.launch.stopping import handle_requeue
+from megatron_lightning.strategies.launch.torchrun import sizes_of_torchrun
 from megatron_lightning.strategies.module import describe_module
 from megatron_lightning.strategies.options import StrategyOptions
 from megatron_lightning.strategies.precision import megatron_plugin
@@ -231,7 +234,11 @@ class MegatronStrategy(ParallelStrategy):
             else read_nccl_options(nccl_communicator_config_path, GROUPS),
         )
         self.run: Run | None = None
+        self.starts = Starts()
+        """How often this run was started, from which steps."""
         self.num_nodes = 1
+        self.is_sized_by_launcher = False
+        """Whether torchrun, not the user, says how many ranks there are."""
 
     def __getstate__(self) -> dict[str, Any]:
         return super().__getstate__() | {"run": None}
@@ -363,6 +370,7 @@ class MegatronStrategy(ParallelStrategy):
 
     @override
     def _configure_launcher(self) -> None:
+        self._take_sizes_of_torchrun()
         world_size = self._planned_world_size
         preflight.check_trainer(
             self.options,
@@ -376,6 +384,7 @@ class MegatronStrategy(ParallelStrategy):
         )
         hooks = LaunchHooks(
             before_launch=self._check_before_launch,
+            prepare_logs=self.starts.prepare,
             note_checkpoint=self._note_checkpoint,
             failure_watch=self.ranks.current_watch,
             write_logs=self._write_logs,
@@ -394,6 +403,18 @@ class MegatronStrategy(ParallelStrategy):
         if trainer is not None and isinstance(self.lightning_module, HuggingFaceModule):
             chosen = internals.chosen_checkpoint(trainer, path)
             self.lightning_module.loads_from = chosen and committed_requeue(chosen)
+
+    def _take_sizes_of_torchrun(self) -> None:
+        sizes = sizes_of_torchrun(self.cluster_environment)
+        if sizes is None:
+            return
+        num_devices, self.num_nodes = sizes
+        devices = self.parallel_devices or [torch.device("cpu")]
+        if devices[0].type == "cpu":
+            self.parallel_devices = [torch.device("cpu")] * num_devices
+        elif len(devices) >= num_devices:
+            self.parallel_devices = devices[:num_devices]
+        self.is_sized_by_launcher = True
 
     def _check_before_launch(
         self, trainer: pl.Trainer | None, data: pl.LightningDataModule | None
@@ -739,6 +760,13 @@ class MegatronStrategy(ParallelStrategy):
         """Resume an interrupted epoch: with the data order and the random numbers it would have
         had.
         """
+        self.starts.begin(self.module.trainer)
+        keep_global_batch(
+            self.module.trainer,
+            self._running.checkpoints.state.step_size,
+            self.context.dp.size,
+            is_sized_by_launcher=self.is_sized_by_launcher,
+        )
         self._running.checkpoints.state.restore_position(self.module.trainer)
         self._running.steps.begin_training()
         self._running.training.keep_codes()
@@ -748,6 +776,7 @@ class MegatronStrategy(ParallelStrategy):
         if batch_idx == 0 or self._running.training.accumulation.written.is_due:
             self._running.check_draws()
         self._running.clock.agree(self.module.trainer)
+        self.starts.beat(self.module.trainer)
 
     @override
     def on_validation_start(self) -> None:
@@ -772,6 +801,7 @@ class MegatronStrategy(ParallelStrategy):
 
     @override
     def on_train_end(self) -> None:
+        self.starts.end(self.module.trainer)
         self._running.steps.end_training()
         self._running.share_written()
         self._running.training.accumulation.gather.drop_codes()
@@ -1003,6 +1033,9 @@ class MegatronStrategy(ParallelStrategy):
         """Break this rank's connections, so that no rank waits for it; the launcher has told the
         others why.
         """
+        trainer = None if self.lightning_module is None else internals.attached_trainer(self.module)
+        if trainer is not None:
+            self.starts.end(trainer)
         if self.run is not None:
             # The other ranks' threads write their shards of it.
             self.run.checkpoints.saver.finish_quietly()

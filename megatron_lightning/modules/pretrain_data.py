@@ -12,6 +12,7 @@ import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.utils.data import DataLoader, SequentialSampler
 
+from megatron_lightning.config.global_batch import replica_batch_size
 from megatron_lightning.data.batch_size import BatchSizeSchedule, ScheduledBatchSampler
 from megatron_lightning.data.gpt import GPTDataset, GPTDatasetConfig, IndexSplit, plan_part
 from megatron_lightning.data.gpt_index import split_matrix
@@ -34,7 +35,10 @@ class PretrainDataModule(pl.LightningDataModule):
     Args:
         data_prefix: Path of the ``.bin`` and ``.idx`` files without their suffixes.
         sequence_length: Tokens of a sample (s).
-        batch_size: Samples of a batch on one data-parallel rank (b).
+        batch_size: Samples of a batch on one data-parallel rank (b); leave it out with
+            ``global_batch_size``.
+        global_batch_size: Samples of an optimizer step over all data-parallel ranks, the same on
+            any number of them; replaces ``batch_size``.
         batch_size_schedule: Growing global batch sizes of training; replaces ``batch_size``.
         split: Weights of train, validation and test, which split the documents in file order; a
             part of weight 0 has no loader. ``predict`` reads the test part.
@@ -73,8 +77,9 @@ class PretrainDataModule(pl.LightningDataModule):
         self,
         data_prefix: str,
         sequence_length: int,
-        batch_size: int,
+        batch_size: int | None = None,
         *,
+        global_batch_size: int | None = None,
         batch_size_schedule: BatchSizeSchedule | None = None,
         split: str = "969,30,1",
         seed: int = 1234,
@@ -95,10 +100,16 @@ class PretrainDataModule(pl.LightningDataModule):
         _check_counts(
             num_workers,
             batch_size=batch_size,
+            global_batch_size=global_batch_size,
             num_train_samples=num_train_samples,
             num_val_samples=num_val_samples,
             num_test_samples=num_test_samples,
         )
+        if (batch_size is None) == (global_batch_size is None) and batch_size_schedule is None:
+            raise ConfigError(
+                f"batch_size is {batch_size} and global_batch_size is {global_batch_size}. Set one "
+                "of the two: samples of one data-parallel rank, or of all together."
+            )
         if on_changed_data not in get_args(OnChangedData):
             raise ConfigError(
                 f"on_changed_data={on_changed_data!r}; must be one of "
@@ -107,7 +118,8 @@ class PretrainDataModule(pl.LightningDataModule):
         self.on_changed_data: OnChangedData = on_changed_data
         self.batch_size_schedule = batch_size_schedule
         self.data_prefix = data_prefix
-        self.batch_size = batch_size
+        self.global_batch_size = global_batch_size
+        self._batch_size = batch_size
         self.num_workers = num_workers
         self.tokenizer = (
             None if tokenizer_model is None else load_tokenizer(tokenizer_model, tokenizer_type)
@@ -129,6 +141,24 @@ class PretrainDataModule(pl.LightningDataModule):
             "test": num_test_samples,
         }
         self._datasets: dict[IndexSplit, GPTDataset] = {}
+
+    @property
+    def batch_size(self) -> int:
+        """Samples of a batch on one data-parallel rank; with ``global_batch_size`` known from the
+        Trainer's setup on.
+
+        Raises:
+            ConfigError: If the ranks do not divide the global batch.
+        """
+        if self._batch_size is not None or self.global_batch_size is None:
+            return self._batch_size or 1
+        trainer = self.trainer
+        sharing = getattr(trainer and trainer.strategy, "distributed_sampler_kwargs", None) or {}
+        return replica_batch_size(
+            self.global_batch_size,
+            sharing.get("num_replicas", 1),
+            1 if trainer is None else trainer.accumulate_grad_batches,
+        )
 
     @property
     def sequence_length(self) -> int:

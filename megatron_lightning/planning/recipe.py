@@ -23,6 +23,7 @@ from megatron_lightning.config import (
     RopeScaling,
     TransformerConfig,
 )
+from megatron_lightning.config.global_batch import replica_batch_size
 from megatron_lightning.parallel.layout import ParallelLayout
 from megatron_lightning.planning.layers import DeviceKind
 from megatron_lightning.planning.sections import Errors, read_sections
@@ -116,11 +117,11 @@ def read_recipe(
     errors.attempt(resolve_compile, options.get("compile"), compiled)
     fp8_recipe = _fp8_recipe(trainer.get("plugins"), errors)
     ranks = world_size if world_size is not None else _world_size(trainer, errors)
-    batch_size = _count(data.get("batch_size"), "data.batch_size", errors)
     length = data.get("sequence_length", model.max_sequence_length if model else 1)
     sequence_length = _count(length, "data.sequence_length", errors)
     runs = trainer.get("accumulate_grad_batches", 1)
     accumulated = _count(runs, "trainer.accumulate_grad_batches", errors)
+    batch_size = _batch_size(data, layout, ranks, accumulated, errors)
     if errors.found or model is None or layout is None:
         return None
     return Recipe(
@@ -155,6 +156,25 @@ _NESTED: Mapping[str, type[Any]] = {
     "moe": MoEConfig,
     "rope_scaling": RopeScaling,
 }
+
+
+def _batch_size(
+    data: Mapping[str, Any],
+    layout: ParallelLayout | None,
+    world_size: int,
+    accumulated: int,
+    errors: Errors,
+) -> int:
+    """Return the samples of a batch on one data-parallel rank."""
+    whole = data.get("global_batch_size")
+    if whole is None:
+        return _count(data.get("batch_size"), "data.batch_size", errors)
+    whole = _count(whole, "data.global_batch_size", errors)
+    replicas = layout and errors.attempt(layout.data_parallel_size, world_size)
+    if not isinstance(replicas, int) or errors.found:
+        return 1
+    size = errors.attempt(replica_batch_size, whole, replicas, accumulated)
+    return size if isinstance(size, int) else 1
 
 
 def _section(given: Any, name: str, errors: Errors) -> Mapping[str, Any]:

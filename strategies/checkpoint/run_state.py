@@ -25,6 +25,7 @@ from megatron_lightning.parallel.context import ParallelContext
 from megatron_lightning.parallel.replica_rng import ReplicaStreams
 from megatron_lightning.parallel.rng import EXPERTS
 from megatron_lightning.pipeline.batch.metrics import check_persistent_states
+from megatron_lightning.strategies.checkpoint.global_batch import step_size
 from megatron_lightning.strategies.lightning_internals import restart_fetching, training_loaders
 from megatron_lightning.strategies.progress import Progress
 from megatron_lightning.strategies.step.dataloaders import training_samplers
@@ -51,6 +52,8 @@ class RunState:
         self._random_states: tuple[list[Tensor] | None, list[Tensor] | None] = (None, None)
         self._positions: list[dict[str, Any]] = []
         self._repeats_validation = False
+        self.step_size: dict[str, Any] | None = None
+        """Global batch of the run that this one resumes; None: there is none, or unknown."""
 
     def write_to(
         self, checkpoint: Mapping[str, Any], module: pl.LightningModule, part: Part
@@ -74,9 +77,11 @@ class RunState:
             mine["layers"][_place_among_experts(context)] = experts
         ranks = gather(context.axis("world"), mine)
         data = [rank["data"] for rank in ranks if "data" in rank]
+        size = step_size(module.trainer, context.dp.size)
         state = {
             "consumed_samples": self._progress.consumed_samples,
             "skipped_steps": self._progress.skipped_steps,
+            "step_size": None if size is None else size.as_dict(),
             "samplers": [sampler.state_dict() for sampler in training_samplers(module.trainer)],
             "layout": asdict(context.layout),
             "tied": dict(part.tied),
@@ -102,6 +107,7 @@ class RunState:
         check_progress(own)
         self._progress.consumed_samples = own["consumed_samples"]
         self._progress.skipped_steps = own.get("skipped_steps", 0)
+        self.step_size = own.get("step_size")
         self._positions = [] if _epoch_finished(checkpoint) else own["samplers"]
         self._repeats_validation = _in_validation(checkpoint)
         if own["loaders"]:

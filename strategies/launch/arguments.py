@@ -33,6 +33,8 @@ def checked_arguments(
     Raises:
         ConfigError, MissingCheckpointError: If module, data or checkpoint cannot be used.
     """
+    if trainer is not None:
+        hooks.prepare_logs(trainer, args, kwargs)
     args, kwargs = with_last_checkpoint(trainer, args, kwargs)
     path = check_checkpoint_path(args, kwargs)
     hooks.note_checkpoint(trainer, path)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,8 @@ class LaunchHooks:
     """Raises ConfigError for a module or data that cannot run, before any process is started."""
     note_checkpoint: Callable[[pl.Trainer | None, str], None]
     """Records which checkpoint the run will load, before it begins: ``ckpt_path``, or empty."""
+    prepare_logs: Callable[[pl.Trainer, tuple[Any, ...], Mapping[str, Any]], None]
+    """Makes loggers continue the logs of the run that the arguments of a ``fit`` resume."""
     failure_watch: Callable[[], FailureWatch | None]
     """Returns the watch of this rank; None outside a run and on one rank."""
     write_logs: Callable[[], None]

@@ -1,0 +1,75 @@
+"""Keep the global batch of a run that resumes on another number of data-parallel ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
+
+from megatron_lightning.config.global_batch import StepSize
+from megatron_lightning.strategies.lightning_internals import training_loaders
+
+
+def step_size(trainer: pl.Trainer, num_replicas: int) -> StepSize | None:
+    """Return the global batch of this run; None: its loader does not say, or there are several."""
+    loaders = training_loaders(trainer)
+    batch_size = getattr(loaders[0], "batch_size", None) if len(loaders) == 1 else None
+    if not isinstance(batch_size, int):
+        return None
+    return StepSize(num_replicas, batch_size, trainer.accumulate_grad_batches)
+
+
+def keep_global_batch(
+    trainer: pl.Trainer,
+    before: Mapping[str, Any] | None,
+    num_replicas: int,
+    *,
+    is_sized_by_launcher: bool,
+) -> None:
+    """Accumulate more or fewer batches where the launcher has changed the number of ranks.
+
+    Sizes that the user sets hold: another global batch than the checkpoint's is a warning.
+
+    Args:
+        trainer: Is about to train.
+        before: Of the checkpoint's run; None: unknown, or there is none.
+        num_replicas: Data-parallel ranks.
+        is_sized_by_launcher: Whether torchrun has said how many ranks there are.
+
+    Raises:
+        ConfigError: If no whole number of batches keeps the global batch.
+    """
+    now = step_size(trainer, num_replicas)
+    if before is None or now is None or now == StepSize(**before):
+        return
+    then = StepSize(**before)
+    batches = now.accumulated_as(then) if is_sized_by_launcher else None
+    if batches is not None:
+        trainer.accumulate_grad_batches = batches
+        _rescale_progress(trainer, batches, then.accumulated)
+        rank_zero_info(
+            f"MegatronStrategy: {num_replicas} data-parallel ranks instead of "
+            f"{then.num_replicas}: accumulate_grad_batches={batches} keeps a step at "
+            f"{then.samples} samples."
+        )
+    elif now.samples != then.samples:
+        rank_zero_warn(
+            f"a step of the checkpoint's run had {then.describe()}, and a step of this run has "
+            f"{now.describe()}: learning rates may not fit. Set batch_size or "
+            "accumulate_grad_batches so that the product stays, or global_batch_size in a data "
+            "module that has it."
+        )
+
+
+def _rescale_progress(trainer: pl.Trainer, batches: int, before: int) -> None:
+    """Count the batches of the pass that are done as this run counts them: steps end at multiples.
+
+    A save at the end of a batch has not counted this batch as completed.
+    """
+    done = trainer.fit_loop.epoch_loop.batch_progress.current
+    uncounted = done.ready - done.completed
+    for name in ("ready", "started", "processed"):
+        setattr(done, name, getattr(done, name) * batches // before)
+    done.completed = done.ready - uncounted

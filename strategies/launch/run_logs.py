@@ -1,0 +1,108 @@
+"""One log over the restarts of a run: loggers continue where the resumed run continues.
+
+Lightning gives every start a new version. Its CSVLogger deletes the file of an equal version, and
+rows of steps that are trained again would come twice.
+"""
+
+from __future__ import annotations
+
+import csv
+import os
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch.loggers import CSVLogger, Logger
+
+from megatron_lightning.strategies.lightning_internals import set_version
+
+_KEPT = "metrics.csv.before"  # what was logged before this start, until training starts
+
+
+def describe_loggers(loggers: Sequence[Logger]) -> list[dict[str, Any]]:
+    """Return what :func:`resume_logs` needs of each logger, as plain values."""
+    found = []
+    for logger in loggers:
+        version = logger.version
+        if isinstance(version, int | str):
+            found.append({"kind": type(logger).__name__, "name": logger.name, "version": version})
+    return found
+
+
+def resume_logs(
+    loggers: Sequence[Logger], recorded: Sequence[Mapping[str, Any]], *, is_first_rank: bool
+) -> None:
+    """Make loggers continue the logs of an earlier start, before they create anything.
+
+    Args:
+        loggers: The Trainer's.
+        recorded: By :func:`describe_loggers`; empty: only logs of an equal version continue.
+        is_first_rank: Whether this process will write.
+    """
+    left = list(recorded)
+    for logger in loggers:
+        match = next((r for r in left if r["kind"] == type(logger).__name__), None)
+        if match is not None:
+            left.remove(match)
+            if match["name"] in (None, logger.name):
+                set_version(logger, match["version"])
+        if is_first_rank and isinstance(logger, CSVLogger):
+            _keep_rows(Path(logger.log_dir))
+
+
+def drop_later_rows(loggers: Sequence[Logger], step: int) -> None:
+    """Continue logs at ``step``: rows of later steps belong to a run that was interrupted."""
+    for logger in loggers:
+        if isinstance(logger, CSVLogger):
+            _restore_rows(logger, step)
+        experiment: Any = getattr(logger, "experiment", None)
+        # TensorBoard hides what an earlier file has from that step on.
+        if step > 0 and hasattr(experiment, "purge_step") and hasattr(experiment, "all_writers"):
+            experiment.close()
+            experiment.purge_step = step
+
+
+def _keep_rows(folder: Path) -> None:
+    """Put the file aside, which the logger would delete."""
+    file, kept = folder / "metrics.csv", folder / _KEPT
+    if not file.is_file():
+        return
+    if kept.is_file():  # a start that ended before it trained
+        _write(kept, [*_read(kept), *_read(file)])
+        file.unlink()
+    else:
+        os.replace(file, kept)
+
+
+def _restore_rows(logger: CSVLogger, step: int) -> None:
+    folder = Path(logger.log_dir)
+    kept = folder / _KEPT
+    if not kept.is_file():
+        return
+    rows = [row for row in _read(kept) if _step_of(row) < step]
+    if rows:
+        _write(folder / "metrics.csv", rows)
+        logger.experiment.metrics_keys = sorted({key for row in rows for key in row})
+    kept.unlink()
+
+
+def _step_of(row: Mapping[str, str]) -> float:
+    with suppress(ValueError):
+        return float(row.get("step") or 0)
+    return 0.0
+
+
+def _read(path: Path) -> list[dict[str, str]]:
+    with open(path, newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def _write(path: Path, rows: Sequence[Mapping[str, str]]) -> None:
+    keys = sorted({key for row in rows for key in row})
+    partial = path.with_suffix(".partial")
+    with open(partial, "w", newline="") as file:
+        writer = csv.DictWriter(file, fieldnames=keys, restval="")
+        writer.writeheader()
+        writer.writerows(rows)
+    os.replace(partial, path)
