@@ -55,7 +55,7 @@ from megatron_lightning.config import (
     StartMethod,
 )
 from megatron_lightning.errors import ConfigError, ShardingError
-from megatron_lightning.modules.hugging_face import HuggingFaceModule
+from megatron_lightning.modules.folder_module import FolderModule
 from megatron_lightning.optim.checks import (
     check_optimizers,
     check_stepped_tensors,
@@ -400,7 +400,7 @@ class MegatronStrategy(ParallelStrategy):
         )
 
     def _note_checkpoint(self, trainer: pl.Trainer | None, path: str) -> None:
-        if trainer is not None and isinstance(self.lightning_module, HuggingFaceModule):
+        if trainer is not None and isinstance(self.lightning_module, FolderModule):
             chosen = internals.chosen_checkpoint(trainer, path)
             self.lightning_module.loads_from = chosen and committed_requeue(chosen)
 

@@ -14,11 +14,14 @@ import torch
 from torch import nn
 
 from megatron_lightning.bridge.export import write_folder
+from megatron_lightning.bridge.families import family_for, family_of
 from megatron_lightning.bridge.folder import FolderTensors, HuggingFaceFolder
+from megatron_lightning.bridge.gpt import GPTFolder, build_gpt_model
 from megatron_lightning.bridge.hub import local_folder
 from megatron_lightning.bridge.kept import KeptFolder, keep, read_kept, remember
 from megatron_lightning.bridge.lazy import Fill, Lazy
 from megatron_lightning.bridge.pieces import Piece, assembled, inverse, uses_of
+from megatron_lightning.bridge.rules import Family
 from megatron_lightning.bridge.untouched import (
     defer_weights,
     fill_weights,
@@ -30,8 +33,11 @@ from megatron_lightning.bridge.values import fills_of_checkpoint, fills_of_model
 from megatron_lightning.checkpoint.commit import is_committed
 from megatron_lightning.checkpoint.format.storage import is_plain_file, is_remote
 from megatron_lightning.checkpoint.source import open_checkpoint
+from megatron_lightning.config import TransformerConfig
 from megatron_lightning.errors import CheckpointError, ConfigError, MissingCheckpointError
 from megatron_lightning.parallel.spec import Box
+
+ModelKind = Literal["transformers", "gpt"]
 
 
 class Plan(NamedTuple):
@@ -63,6 +69,9 @@ class AutoBridge:
         trust_remote_code: Whether code in the folder may run.
         attn_implementation: Attention of ``transformers``, such as "sdpa" or "eager"; None: the
             model's default.
+        family: Rules by which ``GPTModel`` is the folder's model: a name of
+            :data:`~megatron_lightning.bridge.families.FAMILIES`, or the class path of a family of
+            your own; None: by the architecture.
         origin: What the user calls the folder, for checkpoints; None: its path.
         revision: Branch, tag or commit of a Hub id.
         kept: What a checkpoint keeps of the folder, if ``path`` has no weights.
@@ -77,6 +86,7 @@ class AutoBridge:
         *,
         trust_remote_code: bool = False,
         attn_implementation: str | None = None,
+        family: str | None = None,
         origin: str | None = None,
         revision: str | None = None,
         kept: KeptFolder | None = None,
@@ -91,6 +101,9 @@ class AutoBridge:
         self.revision = revision
         """Branch, tag or commit of a Hub id."""
         self._kept = kept
+        self._family = family
+        if family is None and kept is not None and kept.gpt is not None:
+            self._family = kept.gpt["family"]
         self._generation_config = _load_generation_config(path)
         self._options: dict[str, Any] = {}
         if attn_implementation is not None:
@@ -104,6 +117,7 @@ class AutoBridge:
         revision: str | None = None,
         trust_remote_code: bool = False,
         attn_implementation: str | None = None,
+        family: str | None = None,
     ) -> AutoBridge:
         """Return the bridge of a folder, a Hub id, or a checkpoint that keeps its folder.
 
@@ -114,6 +128,7 @@ class AutoBridge:
             revision: Branch, tag or commit of the Hub id; None: main.
             trust_remote_code: Whether code in the folder may run.
             attn_implementation: See the class.
+            family: See the class.
 
         Raises:
             MissingCheckpointError: If there is no such folder, and the Hub has no such id.
@@ -122,6 +137,7 @@ class AutoBridge:
         options: dict[str, Any] = {
             "trust_remote_code": trust_remote_code,
             "attn_implementation": attn_implementation,
+            "family": family,
         }
         if _is_checkpoint(path):
             return cls.from_checkpoint(path, **options)
@@ -229,22 +245,70 @@ class AutoBridge:
         """The tensors of the folder."""
         return HuggingFaceFolder(self.path) if self._kept is None else self._kept
 
-    def to_model(self, *, dtype: torch.dtype | None = None) -> nn.Module:
-        """Return the untouched model of ``transformers``.
+    @property
+    def family(self) -> type[Family]:
+        """Rules by which :class:`GPTModel` is the folder's model.
+
+        Raises:
+            ConfigError: If there are none.
+        """
+        if self._family is not None:
+            return family_of(self._family)
+        return family_for(getattr(self.config, "architectures", None) or (), self.path)
+
+    def gpt_folder(self) -> GPTFolder:
+        """Return the folder as a :class:`GPTModel`: configuration, weights, and the way back.
+
+        Raises:
+            CheckpointError: If the folder is damaged.
+            ConfigError: If there are no rules for the folder.
+        """
+        return GPTFolder(self.family, self.folder, self.config, self.model_class)
+
+    def to_config(self) -> TransformerConfig:
+        """Return the configuration of :class:`GPTModel` for the folder's model.
+
+        Raises:
+            ConfigError: Naming the settings of the folder that :class:`GPTModel` cannot have.
+        """
+        return self.gpt_folder().config
+
+    def to_model(
+        self,
+        kind: ModelKind = "transformers",
+        *,
+        config: TransformerConfig | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> nn.Module:
+        """Return the model.
 
         In ``configure_model`` under ``MegatronStrategy`` the model is on ``meta``, and each rank
-        reads the part of the folder that it owns when the model is divided. Elsewhere it is what
-        ``from_pretrained`` returns. Checkpoints of the model keep the folder's table of tensors and
-        its other files.
+        reads the part of the folder that it owns when the model is divided. Elsewhere the model has
+        all weights. Checkpoints of the model keep the folder's table of tensors and its other
+        files.
 
         Args:
+            kind: "transformers": the untouched model, elsewhere what ``from_pretrained`` returns.
+                "gpt": :class:`GPTModel`, for the families that have rules.
+            config: Configuration of :class:`GPTModel` with options of training, such as dropout;
+                None: :meth:`to_config`.
             dtype: Dtype of the parameters; None: torch's default dtype, which Lightning sets to the
                 Trainer's precision in ``configure_model``: bf16 for ``bf16-true``, fp32 for
                 ``32-true`` and ``bf16-mixed``.
 
         Raises:
             CheckpointError: If the folder does not fit the model, or is damaged.
+            ConfigError: If ``kind`` is unknown, there are no rules for the folder, or ``config``
+                describes another model.
         """
+        if kind == "gpt":
+            return self._gpt_model(config, dtype)
+        if kind != "transformers" or config is not None:
+            raise ConfigError(
+                f"to_model({kind!r}, config={config!r}): the untouched model has the folder's "
+                'configuration. Set kind to "gpt" for a GPTModel, or to "transformers" and leave '
+                "config out."
+            )
         model = self.lazy_model(dtype=dtype or torch.get_default_dtype())
         kept = self.keep(model)
         if is_deferred():
@@ -258,6 +322,35 @@ class AutoBridge:
             model.generation_config = self._generation_config
         remember(model, kept)
         return model
+
+    def _gpt_model(self, config: TransformerConfig | None, dtype: torch.dtype | None) -> nn.Module:
+        gpt = self.gpt_folder()
+        config = gpt.config if config is None else gpt.check(config)
+        tensors = gpt.tensors(config)
+        used = [*gpt.names_of_copies(config), *self._used(tensors)]
+        kept = keep(self.folder, used, self.origin, self.revision)
+        kept = kept.of_gpt(config.to_dict(), self._family)
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(dtype or before)
+        try:
+            reads = self._kept is None or self._kept.has_values
+            model = build_gpt_model(config, tensors, reads=reads)
+        finally:
+            torch.set_default_dtype(before)
+        remember(model, kept)
+        return model
+
+    def to_module(self, **options: Any) -> Any:
+        """Return a ``GPTLightningModule`` that starts from the folder.
+
+        Args:
+            options: Options of the module: learning rate, schedule, ``config``.
+        """
+        # Modules are above the bridge.
+        modules = import_module("megatron_lightning.modules")
+        return modules.GPTLightningModule(
+            init_from_hf=self.origin, revision=self.revision, family=self._family, **options
+        )
 
     def export_hf_weights(
         self, model: nn.Module, *, dtype: torch.dtype | None = None
@@ -301,12 +394,23 @@ class AutoBridge:
         tensors = plan.tensors(fills_of_model(model, plan.parameters), dtype)
         write_folder(Path(path), plan.folder, tensors, overwrite=overwrite)
 
-    def plan(self) -> Plan:
+    def plan(self, config: TransformerConfig | None = None) -> Plan:
         """Return how the folder's tensors are made of the model's parameters.
+
+        Args:
+            config: The model is a :class:`GPTModel` with this configuration; None: the model that a
+                checkpoint has kept the folder for, else the untouched one.
 
         Raises:
             CheckpointError: If the folder does not fit the model, or no way back is known.
+            ConfigError: If ``config`` describes another model.
         """
+        if config is None and self._kept is not None and self._kept.gpt is not None:
+            config = TransformerConfig(**self._kept.gpt["config"])
+        if config is not None:
+            gpt = self.gpt_folder()
+            parameters = gpt.tensors(gpt.check(config))
+            return Plan(self.folder, parameters, gpt.pieces(config, parameters))
         # In the folder's dtypes: a cast there and back would round.
         model = self.lazy_model(dtype="auto")
         parameters = lazy_parameters(model)
@@ -327,9 +431,7 @@ class AutoBridge:
 
     def keep(self, model: nn.Module) -> KeptFolder:
         """Return what checkpoints of a lazy model keep of the folder."""
-        parameters = lazy_parameters(model).values()
-        used = (use.name for lazy in parameters for use in uses_of(self.folder, lazy))
-        return keep(self.folder, used, self.origin, self.revision)
+        return keep(self.folder, self._used(lazy_parameters(model)), self.origin, self.revision)
 
     def load_hf_weights(self, model: nn.Module) -> None:
         """Read the folder's weights into a full model, such as one that was trained.
@@ -406,6 +508,10 @@ class AutoBridge:
         plan = self.plan()
         fills = fills_of_checkpoint(open_checkpoint(checkpoint), plan.parameters)
         write_folder(Path(path), plan.folder, plan.tensors(fills, dtype), overwrite=overwrite)
+
+    def _used(self, parameters: Mapping[str, Lazy]) -> list[str]:
+        """Return the names of the folder's tensors that parameters are made of."""
+        return [use.name for lazy in parameters.values() for use in uses_of(self.folder, lazy)]
 
 
 def _is_checkpoint(path: str | Path) -> bool:

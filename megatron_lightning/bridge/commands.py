@@ -37,11 +37,13 @@ def export(  # noqa: PLR0917  # every one is an option of the command line
     overwrite: bool = False,
     revision: str | None = None,
     trust_remote_code: bool = False,
+    family: str | None = None,
 ) -> None:
     """Write a checkpoint of any layout as a Hugging Face folder.
 
     Args:
-        checkpoint: Checkpoint of a module that holds the folder's model.
+        checkpoint: Checkpoint of a module that holds the folder's model, untouched or as
+            ``GPTModel``.
         target: The folder to write.
         like: Folder or Hub id whose files, names and dtypes are followed; leave it out for the one
             that the model came from, of which the checkpoint keeps all but weights.
@@ -51,6 +53,8 @@ def export(  # noqa: PLR0917  # every one is an option of the command line
         overwrite: Replace an existing target.
         revision: Branch, tag or commit of the Hub id.
         trust_remote_code: Whether code in the folder may run.
+        family: Rules for a ``GPTModel``, by name or class path; leave it out for those that it was
+            made by.
 
     Raises:
         CheckpointError: If the checkpoint is not of the folder's model, or the target exists.
@@ -62,6 +66,7 @@ def export(  # noqa: PLR0917  # every one is an option of the command line
         dtype=None if dtype is None else getattr(torch, dtype),
         revision=revision,
         trust_remote_code=trust_remote_code,
+        family=family,
     )
     with progress_bar("exporting", _num_bytes(tensors)) as advance:
         write_folder(Path(target), folder, tensors, overwrite=overwrite, advance=advance)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -11,6 +12,7 @@ from torch import nn
 from megatron_lightning.bridge.auto import AutoBridge, Plan
 from megatron_lightning.bridge.export import write_folder
 from megatron_lightning.bridge.folder import FolderTensors
+from megatron_lightning.bridge.gpt import gpt_config
 from megatron_lightning.bridge.kept import kept_folders
 from megatron_lightning.bridge.lazy import Lazy
 from megatron_lightning.bridge.values import fills_of_checkpoint, fills_of_model
@@ -27,6 +29,7 @@ def tensors_of_checkpoint(
     dtype: torch.dtype | None = None,
     revision: str | None = None,
     trust_remote_code: bool = False,
+    family: str | None = None,
 ) -> tuple[FolderTensors, dict[str, Lazy]]:
     """Return the folder that a checkpoint is written as, and its tensors, read when needed.
 
@@ -37,24 +40,23 @@ def tensors_of_checkpoint(
         dtype: Dtype of floating tensors; None: the folder's.
         revision: Branch, tag or commit of the Hub id.
         trust_remote_code: Whether code in the folder may run.
+        family: Rules for a ``GPTModel``; None: those that it was made by.
 
     Raises:
         CheckpointError: If the checkpoint is not of the folder's model.
+        ConfigError: If a ``GPTModel`` is not the folder's model.
     """
     source = open_checkpoint(checkpoint)
     state = source.state()
     found = kept_entry(state, model)
+    options: dict[str, Any] = {"trust_remote_code": trust_remote_code, "family": family}
     if like is None and found is not None:
-        bridge = AutoBridge.from_checkpoint(
-            checkpoint, model=model, reads=False, trust_remote_code=trust_remote_code
-        )
+        bridge = AutoBridge.from_checkpoint(checkpoint, model=model, reads=False, **options)
     else:
         if like is None:
             like, revision = _origin(source, checkpoint)
-        bridge = AutoBridge.from_hf_pretrained(
-            like, revision=revision, trust_remote_code=trust_remote_code
-        )
-    plan = bridge.plan()
+        bridge = AutoBridge.from_hf_pretrained(like, revision=revision, **options)
+    plan = bridge.plan(gpt_config(source, None if found is None else found[1]))
     place = model if model is not None else None if found is None else found[0]
     return plan.folder, plan.tensors(fills_of_checkpoint(source, plan.parameters, place), dtype)
 
@@ -118,9 +120,10 @@ def model_with_folder(module: nn.Module) -> tuple[str, nn.Module]:
 def _origin(source: CheckpointSource, checkpoint: str | os.PathLike[str]) -> tuple[str, str | None]:
     """Return path and revision that ``HuggingFaceModule`` recorded in a checkpoint."""
     settings = source.state().get("hyper_parameters", {})
-    if not isinstance(settings.get("path"), str):
+    path = settings.get("path", settings.get("init_from_hf"))
+    if not isinstance(path, str):
         raise CheckpointError(
             f"{checkpoint} does not say which folder its model was started from. Name the folder: "
             "--like FOLDER."
         )
-    return settings["path"], settings.get("revision")
+    return path, settings.get("revision")

@@ -44,6 +44,8 @@ class KeptFolder(FolderTensors):
         tables: Name of a file of tensors -> its header.
         ignored: Tensors that the model ignores by declaration -> values, or None where they were
             too large to travel.
+        gpt: Configuration and family of the ``GPTModel`` that was made of the folder; None: the
+            untouched model was.
     """
 
     def __init__(
@@ -55,12 +57,15 @@ class KeptFolder(FolderTensors):
         files: KeptFiles,
         tables: Mapping[str, Header],
         ignored: Mapping[str, bytes | None],
+        gpt: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__(path)
         self.origin = origin
         self.revision = revision
         self.ignored = ignored
         """Tensors that the model ignores -> values, or None."""
+        self.gpt = gpt
+        """``config`` and ``family`` of a ``GPTModel``; None: the untouched model."""
         self._files = files
         self._fills: Mapping[str, Fill] = {}
         for file, header in tables.items():
@@ -74,6 +79,19 @@ class KeptFolder(FolderTensors):
     def read_from(self, fills: Mapping[str, Fill]) -> None:
         """Take the values of tensors from functions, such as those of a checkpoint's parameters."""
         self._fills = fills
+
+    def of_gpt(self, config: Mapping[str, Any], family: str | None) -> KeptFolder:
+        """Return the folder as that of a ``GPTModel``; values come from where they came from.
+
+        Args:
+            config: Plain values of the model's configuration.
+            family: Name or class path of the rules; None: those of the architecture.
+        """
+        made = _of_entry(
+            {**self.entry, "gpt": {"config": config, "family": family}}, str(self.path)
+        )
+        made.read_from(self._fills)
+        return made
 
     @property
     def has_values(self) -> bool:
@@ -114,6 +132,7 @@ class KeptFolder(FolderTensors):
             "tables": {file: zlib.compress(h.text, 1) for file, h in self.headers.items()},
             "ignored": digests,
             "contents": contents,
+            **({} if self.gpt is None else {"gpt": dict(self.gpt)}),
         }
 
 
@@ -179,6 +198,21 @@ def write_kept(module: nn.Module, checkpoint: dict[str, Any]) -> None:
         checkpoint[KEPT] = {path: folder.entry for path, folder in folders.items()}
 
 
+def recall(module: nn.Module, checkpoint: Mapping[str, Any]) -> None:
+    """Make the models in a module, which a checkpoint is loaded into, remember their folders."""
+    known = kept_folders(module)
+    for path, entry in checkpoint.get(KEPT, {}).items():
+        if path not in known and isinstance(child := _child(module, path), nn.Module):
+            remember(child, _of_entry(entry, "the checkpoint"))
+
+
+def _child(module: nn.Module, path: str) -> object:
+    try:
+        return module.get_submodule(path)
+    except AttributeError:
+        return None
+
+
 def read_kept(
     path: str | os.PathLike[str], model: str | None = None
 ) -> tuple[CheckpointSource, str, KeptFolder] | None:
@@ -221,6 +255,7 @@ def _of_entry(entry: Mapping[str, Any], path: str) -> KeptFolder:
             files=files,
             tables=tables,
             ignored=ignored,
+            gpt=entry.get("gpt"),
         )
         for name, content in ignored.items():
             lazy = folder.tensors[name]
@@ -241,4 +276,4 @@ def _header(name: str, packed: bytes, path: str) -> Header:
     return parse_header(packer.decompress(packed, _MAX_TABLE_BYTES), None, Path(path) / name)
 
 
-__all__ = ["KeptFolder", "keep", "kept_folders", "read_kept", "remember", "write_kept"]
+__all__ = ["KeptFolder", "keep", "kept_folders", "read_kept", "recall", "remember", "write_kept"]

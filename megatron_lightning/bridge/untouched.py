@@ -112,9 +112,19 @@ def defer_weights(model: nn.Module, *, reads: bool = True) -> nn.Module:
     state = model.state_dict() if reads else {}
     tensors = {name: x for name, x in state.items() if isinstance(x, Lazy)}
     _replace(model, lambda lazy: torch.empty(lazy.shape, dtype=lazy.dtype, device="meta"))
+    defer_values(model, tensors)
+    return model
+
+
+def defer_values(model: nn.Module, tensors: Mapping[str, Lazy]) -> None:
+    """Let :func:`read_weights` read the values of a model on ``meta`` later.
+
+    Args:
+        model: The model.
+        tensors: Name in the model, tied names included -> lazy tensor.
+    """
     leave_empty(model)
     model.__dict__[_PENDING] = PendingWeights(tensors)
-    return model
 
 
 @contextmanager

@@ -263,6 +263,15 @@ def model_weights(config: TransformerConfig) -> Iterator[Weight]:
             yield from _inside(unit, unit_weights(config, unit))
 
 
+def saved_tensors(config: TransformerConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Yield name and shape of every parameter, and of the buffers that checkpoints hold."""
+    for weight in model_weights(config):
+        yield weight.path, weight.shape
+        moe = config.moe
+        if weight.kind == "router" and moe is not None and moe.router_enable_expert_bias:
+            yield f"{weight.module}.expert_bias", (moe.num_experts,)
+
+
 def num_parameters(config: TransformerConfig) -> int:
     """Return the number of parameters of the model."""
     return sum(weight.size for weight in model_weights(config))

@@ -4,39 +4,73 @@ unchanged.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from megatron_lightning.bridge.auto import AutoBridge
 from megatron_lightning.config import TransformerConfig
+from megatron_lightning.errors import ConfigError
 from megatron_lightning.models.transformer import GPTModel
-from megatron_lightning.modules.language_model import LanguageModule
+from megatron_lightning.modules.folder_module import FolderModule
 
 
-class GPTLightningModule(LanguageModule):
-    """:class:`GPTModel` trained with AdamW.
+class GPTLightningModule(FolderModule):
+    """:class:`GPTModel` trained with AdamW, from initial weights or from a Hugging Face folder.
 
     Args:
-        config: The model.
+        config: The model. May be left out with ``init_from_hf``; otherwise it describes the
+            folder's model, with options of training such as dropout or balancing losses.
+        init_from_hf: Folder or Hub id whose weights the model starts from, for the families that
+            have rules (``docs/hugging_face.md``); leave it out for initial weights.
+        revision: Branch, tag or commit of the Hub id; leave it out for main.
+        family: Rules for the folder, by name or as the class path of your own; leave it out for
+            those of the folder's architecture.
         options: Options of :class:`LanguageModule`: optimizer, learning rate schedule, adapters.
 
     Raises:
-        ConfigError: If the schedule contradicts itself.
+        ConfigError: If the schedule contradicts itself, there is neither a configuration nor a
+            folder, or the folder has settings that :class:`GPTModel` cannot have.
     """
 
-    def __init__(self, config: TransformerConfig, **options: Any) -> None:
+    def __init__(
+        self,
+        config: TransformerConfig | None = None,
+        *,
+        init_from_hf: str | None = None,
+        revision: str | None = None,
+        family: str | None = None,
+        **options: Any,
+    ) -> None:
         super().__init__(**options)
-        if not isinstance(config, TransformerConfig):
-            # From `load_from_checkpoint`: a checkpoint holds plain values only.
+        # `load_from_checkpoint` gives the plain values of a checkpoint, and then its weights.
+        is_loaded = isinstance(config, Mapping)
+        if isinstance(config, Mapping):
             config = TransformerConfig(**config)
-        self.save_hyperparameters({"config": config.to_dict(), **self._settings})
+        if init_from_hf is not None and not is_loaded:
+            self._source = {"path": init_from_hf, "revision": revision, "family": family}
+            if config is None:
+                config = AutoBridge.from_hf_pretrained(**self._source).to_config()
+        if config is None:
+            raise ConfigError(
+                "config and init_from_hf are left out, so that the model is unknown. Set config "
+                "to a TransformerConfig, or init_from_hf to a Hugging Face folder."
+            )
+        origin = {"init_from_hf": init_from_hf, "revision": revision, "family": family}
+        started = {} if init_from_hf is None else origin
+        self.save_hyperparameters({"config": config.to_dict(), **started, **self._settings})
         self.config = config
-        self.model: GPTModel | None = None
 
     def configure_model(self) -> None:
-        """Build the model, on ``meta`` where the strategy materializes only a part of it."""
+        """Build the model, on ``meta`` where the strategy materializes only a part of it; under
+        ``MegatronStrategy`` each rank reads the part of a folder that it owns.
+        """
         if self.model is not None:
+            return
+        if self._source is not None:
+            self.model = self._adapt(self._bridge().to_model("gpt", config=self.config))
             return
         mesh = self.device_mesh
         parallel = mesh is not None and "pp" in (mesh.mesh_dim_names or ())
@@ -56,5 +90,5 @@ class GPTLightningModule(LanguageModule):
         inputs = {"labels": labels, "position_ids": position_ids}
         if document_ids is not None:
             inputs["document_ids"] = document_ids
-        out: Tensor = self.model(tokens, **inputs)  # type: ignore[misc]
+        out: Tensor = self.model(tokens, **inputs)
         return out

@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 from os import PathLike
-from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from megatron_lightning.bridge.auto import AutoBridge
-from megatron_lightning.bridge.give_back import save_model
-from megatron_lightning.bridge.kept import read_kept, write_kept
-from megatron_lightning.errors import CheckpointError, ConfigError
+from megatron_lightning.bridge.kept import read_kept
+from megatron_lightning.errors import ConfigError
 from megatron_lightning.layers.loss import CrossEntropy
-from megatron_lightning.modules.language_model import LanguageModule
+from megatron_lightning.modules.folder_module import FolderModule
 
 
-class HuggingFaceModule(LanguageModule):
+class HuggingFaceModule(FolderModule):
     """A causal language model of ``transformers``, trained from a folder or a Hub id with AdamW.
 
     Trained parameters have the Trainer's precision: fp32 for ``32-true``, ``16-mixed`` and
@@ -59,8 +55,6 @@ class HuggingFaceModule(LanguageModule):
         self._source = source
         self.loss = CrossEntropy()
         self.model: Any = None
-        self.loads_from: str | None = None
-        """Checkpoint that the run will load; ``MegatronStrategy`` sets it before the run begins."""
 
     @classmethod
     def load_from_checkpoint(cls, checkpoint_path: Any, *args: Any, **kwargs: Any) -> Any:
@@ -72,11 +66,6 @@ class HuggingFaceModule(LanguageModule):
             kwargs["path"] = str(checkpoint_path)
         return super().load_from_checkpoint(checkpoint_path, *args, **kwargs)
 
-    def prepare_data(self) -> None:
-        """Download the folder, once a node; a run that loads a checkpoint needs none."""
-        if not self._checkpoint:
-            AutoBridge.prepare(self._source["path"], revision=self._source["revision"])
-
     def configure_model(self) -> None:
         """Make the model; under ``MegatronStrategy`` each rank reads the part that it owns.
 
@@ -84,50 +73,9 @@ class HuggingFaceModule(LanguageModule):
         from there, and reads no folder.
         """
         if self.model is None:
-            bridge = self._bridge()
-            self.model = self._adapt(bridge.to_model())
+            self.model = self._adapt(self._bridge().to_model())
             self.model.train()  # transformers returns models in eval mode, without dropout
             self.model.config.use_cache = False  # training reads no cache
-
-    def _bridge(self) -> AutoBridge:
-        options = {key: self._source[key] for key in ("trust_remote_code", "attn_implementation")}
-        if self._checkpoint:
-            # Lightning loads the weights next; with strict=False some may stay as they are.
-            reads = not self.strict_loading
-            return AutoBridge.from_checkpoint(self._checkpoint, reads=reads, **options)
-        return AutoBridge.from_hf_pretrained(**self._source)
-
-    @property
-    def _checkpoint(self) -> str | None:
-        """Checkpoint that this run loads and that keeps the folder; None: there is none."""
-        path = self.loads_from
-        try:
-            return path if path is not None and read_kept(path) is not None else None
-        except CheckpointError:  # copies on local disks; of what is damaged, loading tells more
-            return None
-
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Keep the folder but weights, so that export and resume need no folder."""
-        write_kept(self, checkpoint)
-
-    def save_hf_pretrained(
-        self, path: str, *, dtype: torch.dtype | None = None, overwrite: bool = False
-    ) -> None:
-        """Write the model as a Hugging Face folder; under ``MegatronStrategy`` on every rank.
-
-        Args:
-            path: The folder.
-            dtype: Dtype of the weights; None: that of the folder that the model came from.
-            overwrite: Replace an existing target.
-
-        Raises:
-            CheckpointError: If the target exists.
-        """
-        strategy: Any = None if self._trainer is None else self._trainer.strategy
-        if hasattr(strategy, "save_hf_pretrained") and strategy.run is not None:
-            strategy.save_hf_pretrained(path, self.model, dtype=dtype, overwrite=overwrite)
-        else:
-            save_model(self.model, Path(path), dtype=dtype, overwrite=overwrite)
 
     def forward(
         self,

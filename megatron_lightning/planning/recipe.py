@@ -224,6 +224,13 @@ def _model(given: Any, errors: Errors) -> TransformerConfig | None:
             "`megatron-lightning fit --print_layout` describes any model."
         )
         return None
+    if arguments.get("config") is None and arguments.get("init_from_hf") is not None:
+        errors.add(
+            "model.init_from_hf names a folder, and a plan reads no folders. Write the sizes of "
+            "the folder's model under model.config: AutoBridge.from_hf_pretrained(FOLDER)"
+            ".to_config() shows them."
+        )
+        return None
     _, config = _object(arguments.get("config"), "model.config", errors)
     config = dict(config)
     for name, kind in _NESTED.items():

@@ -590,7 +590,7 @@ def test_an_error_in_a_step_keeps_its_traceback(
                 "--config=configs/tiny_moe_cpu.yaml",
                 "--model.config.moe.router_load_balancing_type=sinkhorn",
             ],
-            '"config.moe": Parser key "router_load_balancing_type": expected one of \'aux_loss\', '
+            '"moe": Parser key "router_load_balancing_type": expected one of \'aux_loss\', '
             "'seq_aux_loss', 'global_aux_loss', 'none' or list; got sinkhorn",
         ),
         (

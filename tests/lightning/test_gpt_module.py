@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,10 +13,12 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
+from megatron_lightning.bridge import commands
+from megatron_lightning.cli import trainer_cli
 from megatron_lightning.config import PipelineOptions, RopeScaling
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.inference.load import read_config
-from megatron_lightning.modules import GPTLightningModule
+from megatron_lightning.modules import GPTLightningModule, HuggingFaceModule
 from megatron_lightning.optim.schedules import LRSchedule
 from megatron_lightning.strategies import MegatronStrategy
 from tests.helpers.ranks import run_ranks
@@ -243,3 +246,42 @@ def test_the_logged_training_loss_is_that_of_all_data_parallel_ranks() -> None:
     expected = run_ranks(1, _logged_loss, 1)[0]
     assert len(expected) == 3
     assert run_ranks(2, _logged_loss, 2) == [pytest.approx(expected, rel=1e-5)] * 2
+
+
+def test_the_command_line_starts_from_a_folder(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    from tests.helpers.gpt_folders import make_folder
+
+    folder = make_folder("llama", tmp_path)
+    args = [
+        f"--model.init_from_hf={folder}", "--model.learning_rate=1e-5",
+        "--data.data_prefix=text", "--data.sequence_length=8", "--data.batch_size=2",
+        "--trainer.accelerator=cpu", "--trainer.logger=false",
+    ]  # fmt: skip
+    gpt = trainer_cli(args, run=False).model
+    assert isinstance(gpt, GPTLightningModule)
+    assert gpt.config.rope_scaling is not None
+    assert dict(gpt.hparams)["init_from_hf"] == str(folder)
+    gpt.configure_model()
+    path = tmp_path / "model.ckpt"
+    plain = trainer("auto", max_epochs=1)
+    plain.strategy.connect(gpt)
+    plain.save_checkpoint(path)
+    files = {file.name: file.read_bytes() for file in folder.iterdir()}
+    shutil.rmtree(folder)  # a checkpoint has configuration, weights, and the folder's other files
+    loaded = GPTLightningModule.load_from_checkpoint(path, weights_only=True)
+    for name, parameter in gpt.named_parameters():
+        assert torch.equal(loaded.get_parameter(name), parameter)
+    loaded.save_hf_pretrained(str(tmp_path / "saved"))
+    commands.export(str(path), str(tmp_path / "exported"))
+    for target in ("saved", "exported"):
+        found = {file.name: file.read_bytes() for file in (tmp_path / target).iterdir()}
+        assert found == files
+    untouched = HuggingFaceModule(str(path))  # of the other kind
+    untouched.configure_model()
+    again = GPTLightningModule(init_from_hf=str(path))
+    again.configure_model()
+    inputs = torch.arange(12)[None]
+    torch.testing.assert_close(untouched(inputs), again.eval()(inputs), rtol=1e-5, atol=1e-5)
+    with pytest.raises(ConfigError, match="config and init_from_hf are left out"):
+        GPTLightningModule()

@@ -1,0 +1,78 @@
+"""Families by name, in the order in which an export looks for the first one that fits."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
+
+from megatron_lightning.bridge.families.llama import Llama
+from megatron_lightning.bridge.families.mistral import Mistral
+from megatron_lightning.bridge.families.qwen import Qwen2, Qwen3
+from megatron_lightning.bridge.rules import Family, missing_fields
+from megatron_lightning.config import TransformerConfig
+from megatron_lightning.errors import ConfigError
+
+FAMILIES: Mapping[str, type[Family]] = MappingProxyType(
+    {family.__name__.lower(): family for family in (Llama, Mistral, Qwen2, Qwen3)}
+)
+"""Name of a family -> the family."""
+
+
+def family_of(name: str) -> type[Family]:
+    """Return a family by its name, or by the class path of a user's.
+
+    Raises:
+        ConfigError: If there is no such family.
+    """
+    if name in FAMILIES:
+        return FAMILIES[name]
+    module, _, attribute = name.rpartition(".")
+    reason = "no such module"
+    try:
+        found = getattr(importlib.import_module(module), attribute) if module else None
+    except (ImportError, AttributeError) as error:
+        found, reason = None, str(error)
+    if not (isinstance(found, type) and issubclass(found, Family)):
+        raise ConfigError(
+            f"family is {name!r}, which is neither one of {', '.join(FAMILIES)} nor the class path "
+            f"of a subclass of megatron_lightning.bridge.rules.Family ({reason}). Set one of these."
+        )
+    return found
+
+
+def family_for(architectures: Iterable[str], path: object) -> type[Family]:
+    """Return the family of a folder's architectures.
+
+    Raises:
+        ConfigError: If GPTModel knows none of them.
+    """
+    names = list(architectures)
+    for family in FAMILIES.values():
+        if family.architecture in names:
+            return family
+    raise ConfigError(
+        f"{path}/config.json names the architectures {names}, and GPTModel has rules for "
+        f"{', '.join(family.architecture for family in FAMILIES.values())}. Train the untouched "
+        'model: HuggingFaceModule, or to_model("transformers"). Rules of your own are given as '
+        "family, the class path of a Family."
+    )
+
+
+def family_like(config: TransformerConfig) -> type[Family]:
+    """Return the first family that describes a configuration of ours.
+
+    Raises:
+        ConfigError: If none does, with the fields that the nearest one lacks.
+    """
+    missing: dict[str, list[str]] = {}
+    for name, family in FAMILIES.items():
+        missing[name] = missing_fields(family, config)
+        if not missing[name]:
+            return family
+    nearest = min(missing, key=lambda name: len(missing[name]))
+    raise ConfigError(
+        f"no family of transformers describes the model. The nearest one, {nearest}, lacks "
+        f"{', '.join(missing[nearest])}. Name a family with --family, the class path of your own "
+        "for a class of your own."
+    )

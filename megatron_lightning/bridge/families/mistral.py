@@ -1,0 +1,13 @@
+"""Mistral: Llama with one sliding window for all layers."""
+
+from megatron_lightning.bridge.families.llama import SETTINGS, WEIGHTS
+from megatron_lightning.bridge.rules import Family
+from megatron_lightning.bridge.settings import Rope, Same, Window
+
+
+class Mistral(Family):
+    """``MistralForCausalLM``."""
+
+    architecture = "MistralForCausalLM"
+    settings = (*SETTINGS, Rope(), Same("kv_channels", "head_dim"), Window())
+    weights = WEIGHTS

@@ -1,0 +1,29 @@
+"""Qwen 2, 2.5 and 3: biases of queries, keys and values, or norms of their heads."""
+
+from megatron_lightning.bridge.families.llama import OURS, SETTINGS, THEIRS, WEIGHTS
+from megatron_lightning.bridge.rules import Family
+from megatron_lightning.bridge.settings import Constant, Rope, Same, Window
+
+HEAD_NORMS = {
+    f"{OURS}.self_attention.{x}_layernorm.weight": f"{THEIRS}.self_attn.{x}_norm.weight"
+    for x in "qk"
+}
+WINDOW = Window(switch="use_sliding_window")
+
+
+class Qwen2(Family):
+    """``Qwen2ForCausalLM``, Qwen 2.5 as well."""
+
+    architecture = "Qwen2ForCausalLM"
+    settings = (*SETTINGS, Rope(), WINDOW, Constant("add_qkv_bias", True))
+    weights = WEIGHTS
+
+
+class Qwen3(Family):
+    """``Qwen3ForCausalLM``."""
+
+    architecture = "Qwen3ForCausalLM"
+    settings = (
+        *SETTINGS, Rope(), WINDOW, Same("kv_channels", "head_dim"), Constant("qk_layernorm", True)
+    )  # fmt: skip
+    weights = WEIGHTS | HEAD_NORMS

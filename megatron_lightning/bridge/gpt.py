@@ -1,0 +1,179 @@
+"""A :class:`GPTModel` with the weights of a Hugging Face folder, and back."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import nn
+
+from megatron_lightning.bridge.folder import FolderTensors
+from megatron_lightning.bridge.lazy import Lazy
+from megatron_lightning.bridge.pieces import Piece, inverse
+from megatron_lightning.bridge.rules import (
+    WORDS,
+    Family,
+    by_full_name,
+    copies,
+    drop_missing_heads,
+    parameters,
+    to_config,
+)
+from megatron_lightning.bridge.settings import differing, flat
+from megatron_lightning.bridge.untouched import defer_values, is_deferred
+from megatron_lightning.checkpoint.source import CheckpointSource
+from megatron_lightning.config import TransformerConfig
+from megatron_lightning.errors import ConfigError
+from megatron_lightning.models.transformer import GPTModel
+from megatron_lightning.parallel.materialize import leave_empty, materialize
+from megatron_lightning.parallel.spec import Box
+
+
+class GPTFolder:
+    """A Hugging Face folder as a :class:`GPTModel`.
+
+    Args:
+        family: Rules for the folder.
+        folder: The folder.
+        theirs: Configuration of ``transformers``.
+        model_class: Class of ``transformers``, which says what it ignores.
+    """
+
+    def __init__(
+        self, family: type[Family], folder: FolderTensors, theirs: Any, model_class: Any
+    ) -> None:
+        self.family = family
+        self.folder = folder
+        self.theirs = theirs
+        prefix = getattr(model_class, "base_model_prefix", "")
+        self._named = by_full_name(folder.tensors, f"{prefix}." if prefix else "")
+        self._ignored = tuple(
+            getattr(model_class, "_keys_to_ignore_on_load_unexpected", None) or ()
+        )
+
+    @cached_property
+    def config(self) -> TransformerConfig:
+        """Our configuration, with the layers of multi-token prediction that the folder has.
+
+        Raises:
+            ConfigError: Naming the keys whose values :class:`GPTModel` cannot have.
+        """
+        config = to_config(self.family, self.theirs, self.folder.path)
+        return drop_missing_heads(self.family, config, self._named)
+
+    def check(self, config: TransformerConfig) -> TransformerConfig:
+        """Return a user's configuration, if it describes the folder's model.
+
+        Layers of multi-token prediction may be left out, and the longest sequence may be another
+        one where positions are not learned.
+
+        Raises:
+            ConfigError: Naming the fields that differ.
+        """
+        expected = self.config
+        if not config.num_predicting_layers:
+            expected = replace(expected, mtp_num_layers=config.mtp_num_layers)
+        if config.position_embedding_type != "learned_absolute":
+            expected = replace(expected, max_sequence_length=config.max_sequence_length)
+        ours, theirs = flat(config), flat(expected)
+        wrong = [f"{n}={ours.get(n)!r} (there {theirs.get(n)!r})" for n in differing(ours, theirs)]
+        if wrong:
+            raise ConfigError(
+                f"config describes another model than {self.folder.path}: {', '.join(wrong)}. "
+                "Leave config out to take the folder's, or set these fields to its values."
+            )
+        return config
+
+    def tensors(self, config: TransformerConfig) -> dict[str, Lazy]:
+        """Return the parameters and saved buffers of a model, made of the folder's tensors.
+
+        Raises:
+            CheckpointError: Naming tensors that are missing, misshapen or unexpected.
+        """
+        path = self.folder.path
+        return parameters(self.family, config, self._named, path=path, ignored=self._ignored)
+
+    def names_of_copies(self, config: TransformerConfig) -> list[str]:
+        """Return the names of tensors that repeat a parameter."""
+        short = dict(zip(self._named, self.folder.tensors, strict=True))
+        return [short[name] for name in copies(self.family, config, self._named)]
+
+    def pieces(
+        self, config: TransformerConfig, tensors: Mapping[str, Lazy]
+    ) -> dict[str, list[Piece]]:
+        """Return of which parts of a model each tensor of the folder consists.
+
+        Args:
+            config: The model.
+            tensors: See :meth:`tensors`.
+
+        Raises:
+            CheckpointError: If an element of a tensor is in no parameter, or in several.
+        """
+        short = dict(zip(self._named, self.folder.tensors, strict=True))
+        repeated = copies(self.family, config, self._named)
+        patterns = [f"^{re.escape(short[name])}$" for name in repeated]
+        pieces = inverse(self.folder, tensors, [*patterns, *self._ignored])
+        for name, ours in repeated.items():
+            box = Box.full(tensors[ours].shape)
+            pieces[short[name]] = [Piece(box, ours, box, tuple(range(len(box.shape))))]
+        return pieces
+
+
+def gpt_config(
+    source: CheckpointSource, kept: Mapping[str, Any] | None = None
+) -> TransformerConfig | None:
+    """Return the configuration of the :class:`GPTModel` in a checkpoint; None: it has none.
+
+    Args:
+        source: The checkpoint.
+        kept: What the checkpoint keeps of the model's folder; None: nothing.
+    """
+    if kept is not None:
+        config = kept.get("gpt", {}).get("config")
+    else:
+        config = source.state().get("hyper_parameters", {}).get("config")
+        if not any(name.endswith(f".{WORDS}") for name in source.tensors()):
+            return None
+    return TransformerConfig(**config) if isinstance(config, Mapping) else None
+
+
+def build_gpt_model(
+    config: TransformerConfig, tensors: Mapping[str, Lazy], *, reads: bool = True
+) -> GPTModel:
+    """Return a model with the values of lazy tensors, in torch's default dtype and on torch's
+    default device.
+
+    In ``configure_model`` under ``MegatronStrategy`` the model is on ``meta``, and each rank reads
+    the boxes that it owns when the model is divided.
+
+    Args:
+        config: The model.
+        tensors: Name in the model -> lazy tensor.
+        reads: Whether values are read at all; False where a checkpoint brings all of them.
+    """
+    device = torch.empty(0).device
+    with torch.device("meta"):
+        model = GPTModel(config)
+    if is_deferred() or device.type == "meta":
+        defer_values(model, _with_tied_names(model, tensors) if reads else {})
+        return model
+    leave_empty(model)
+    materialize(model, device)
+    with torch.no_grad():
+        for name, tensor in model.state_dict().items():
+            if reads and name in tensors:
+                tensors[name].fill(Box.full(tensor.shape), tensor)
+    return model
+
+
+def _with_tied_names(model: nn.Module, tensors: Mapping[str, Lazy]) -> dict[str, Lazy]:
+    """Return tensors by all names that their parameters have in a model."""
+    names, first = dict(tensors), dict[int, str]()
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names[name] = tensors[first.setdefault(id(parameter), name)]
+    return names

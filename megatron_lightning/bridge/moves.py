@@ -1,0 +1,108 @@
+"""How a parameter of ``GPTModel`` is made of tensors of a folder: moves of elements in plain torch.
+
+A move runs on lazy tensors, so that any box of the result is read from the boxes that it consists
+of, and the way back is derived from the same record. For a folder that does not exist yet a move
+says the shapes of the folder's tensors.
+
+Notation: ``h`` hidden, ``n`` query heads, ``g`` query groups, ``d`` head dim, ``E`` experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from megatron_lightning.config import TransformerConfig
+from megatron_lightning.parallel.spec import Shape
+
+
+class Move(Protocol):
+    """A parameter, made of one or several tensors."""
+
+    def join(self, config: TransformerConfig, tensors: Sequence[Tensor]) -> Tensor:
+        """Return the parameter."""
+
+    def shapes(self, config: TransformerConfig, shape: Shape, num_sources: int) -> list[Shape]:
+        """Return the shapes of the tensors of ``num_sources`` rows' entries, for a parameter of
+        ``shape``; those of experts are all named by one entry.
+        """
+
+
+@dataclass(frozen=True)
+class Copied(Move):
+    """The tensor as it is."""
+
+    transposed: bool = False
+    """Whether matrices are stored as [inputs, outputs]."""
+
+    def join(self, config: TransformerConfig, tensors: Sequence[Tensor]) -> Tensor:
+        """See :class:`Move`."""
+        (tensor,) = tensors
+        return tensor.t() if self.transposed else tensor
+
+    def shapes(self, config: TransformerConfig, shape: Shape, num_sources: int) -> list[Shape]:
+        """See :class:`Move`."""
+        return [shape[::-1] if self.transposed else shape]
+
+
+@dataclass(frozen=True)
+class QueryKeyValue(Move):
+    """Rows of a query group: its queries, its key, its value; theirs are all queries, all keys and
+    all values, in three tensors or one below the other in one.
+    """
+
+    transposed: bool = False
+    """Whether matrices are stored as [inputs, outputs]."""
+
+    def join(self, config: TransformerConfig, tensors: Sequence[Tensor]) -> Tensor:
+        """See :class:`Move`."""
+        if len(tensors) == 1:
+            whole = tensors[0].t() if self.transposed else tensors[0]
+            tensors = torch.split(whole, self._rows(config))
+        groups, size = config.query_groups, config.head_dim
+        parts = [x.reshape(groups, -1, size, *x.shape[1:]) for x in tensors]
+        return torch.cat(parts, dim=1).flatten(0, 2)
+
+    def shapes(self, config: TransformerConfig, shape: Shape, num_sources: int) -> list[Shape]:
+        """See :class:`Move`."""
+        if num_sources == 1:
+            return [shape[::-1] if self.transposed else shape]
+        return [(rows, *shape[1:]) for rows in self._rows(config)]
+
+    def _rows(self, config: TransformerConfig) -> list[int]:
+        keys = config.query_groups * config.head_dim
+        return [config.num_attention_heads * config.head_dim, keys, keys]
+
+
+@dataclass(frozen=True)
+class Stacked(Move):
+    """Matrices of equal size one below the other, such as gate and up."""
+
+    def join(self, config: TransformerConfig, tensors: Sequence[Tensor]) -> Tensor:
+        """See :class:`Move`."""
+        return torch.cat(list(tensors))
+
+    def shapes(self, config: TransformerConfig, shape: Shape, num_sources: int) -> list[Shape]:
+        """See :class:`Move`."""
+        return [(shape[0] // num_sources, *shape[1:])] * num_sources
+
+
+@dataclass(frozen=True)
+class Experts(Move):
+    """Matrices of every expert, stacked [E, …]; the matrices of one expert lie one below the
+    other.
+    """
+
+    def join(self, config: TransformerConfig, tensors: Sequence[Tensor]) -> Tensor:
+        """See :class:`Move`."""
+        num_experts = 1 if config.moe is None else config.moe.num_experts
+        starts = range(0, len(tensors), num_experts)
+        return torch.cat([torch.stack(tensors[i : i + num_experts]) for i in starts], dim=1)  # type: ignore[arg-type]
+
+    def shapes(self, config: TransformerConfig, shape: Shape, num_sources: int) -> list[Shape]:
+        """See :class:`Move`."""
+        return [(shape[1] // num_sources, *shape[2:])] * num_sources

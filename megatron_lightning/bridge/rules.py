@@ -1,0 +1,314 @@
+"""Families: how a folder of ``transformers`` describes a :class:`GPTModel`.
+
+A :class:`Family` has two tables. Its settings say fields of ``TransformerConfig`` and keys of
+config.json, both ways. Its weights say of which tensors of the folder a parameter is made. Nothing
+in a family speaks of ranks: a rank reads the boxes that it owns, since rows run on lazy tensors.
+
+A row of weights has a pattern of our names as key, in which ``*`` stands for one part of a name
+between dots, and as value the patterns of theirs, with as many ``*``, behind a :mod:`move
+<megatron_lightning.bridge.moves>` if the tensor is not taken as it is. ``#`` stands for every
+expert. Layers of multi-token prediction are layers behind the last one, with its rows.
+
+Nothing is left out in silence. A key of config.json that no row reads has to have the value that
+the family implies. A tensor that no row reads has to be one that the class ignores by declaration.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from megatron_lightning.bridge.lazy import Lazy
+from megatron_lightning.bridge.moves import Copied, Move
+from megatron_lightning.bridge.settings import (
+    Row,
+    Settings,
+    UnsupportedSettingError,
+    Values,
+    build_config,
+    differing,
+    flat,
+)
+from megatron_lightning.config import TransformerConfig
+from megatron_lightning.errors import CheckpointError, ConfigError
+from megatron_lightning.models.blueprint import LAYER, PREDICTING, saved_tensors
+from megatron_lightning.parallel.spec import Box, Shape
+
+Sources = str | tuple[Move | str, ...]
+
+_WITHOUT_EFFECT = frozenset(
+    (
+        "attention_dropout", "bos_token_id", "eos_token_id", "initializer_range",
+        "output_router_logits", "pad_token_id", "pretraining_tp", "reorder_and_upcast_attn",
+        "router_aux_loss_coef", "router_jitter_noise", "summary_activation",
+        "summary_first_dropout", "summary_proj_to_labels", "summary_type", "summary_use_proj",
+        "use_cache",
+    )
+)  # fmt: skip
+"""Keys that change neither a model's parameters nor its logits; as those of every model."""
+WORDS, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
+_LISTED = 5
+
+
+class Family:
+    """A class of ``transformers`` models that :class:`GPTModel` computes as well."""
+
+    architecture: ClassVar[str]
+    """Class in ``architectures`` of config.json."""
+    settings: ClassVar[tuple[Row, ...]]
+    """Rows of the configuration."""
+    weights: ClassVar[Mapping[str, Sources]]
+    """Rows of the weights."""
+    copies: ClassVar[Mapping[str, str]] = {}
+    """Tensor of the folder that repeats a parameter -> the parameter; ``*`` is a layer of
+    multi-token prediction."""
+
+
+# ----------------------------------------------------------------------------------- configuration
+
+
+def to_config(family: type[Family], theirs: Any, path: object) -> TransformerConfig:
+    """Return our configuration of a folder's model.
+
+    Args:
+        family: The model's family.
+        theirs: Configuration of ``transformers``.
+        path: The folder, for messages.
+
+    Raises:
+        ConfigError: Naming the keys whose values :class:`GPTModel` cannot have.
+    """
+    settings, ours = Settings(theirs.to_dict()), Values()
+    refused: list[str] = []
+    if settings.get("quantization_config") is not None:
+        refused.append("quantization_config")
+    for row in family.settings:
+        try:
+            ours |= row.read(settings)
+        except UnsupportedSettingError as error:
+            refused.append(str(error))
+    if not refused:
+        config = build_config(ours)
+        refused = _unread(family, settings, config)
+    if refused:
+        raise ConfigError(
+            f"{path}/config.json sets {', '.join(refused)}, which GPTModel has no field for "
+            f"(family {family.__name__}). Train the untouched model: HuggingFaceModule, or "
+            'to_model("transformers").'
+        )
+    return config
+
+
+def _unread(family: type[Family], settings: Settings, config: TransformerConfig) -> list[str]:
+    """Return the keys that no row has read, and that have another value than the family implies."""
+    from transformers import PretrainedConfig
+
+    implied = to_theirs(family, config).to_dict()
+    known = settings.seen | _WITHOUT_EFFECT | set(PretrainedConfig().to_dict())
+    keys = [key for key in implied if key not in known]
+    return [
+        f"{key}={settings.get(key)!r}" for key in keys if settings.get(key, ...) != implied[key]
+    ]
+
+
+def to_theirs(family: type[Family], config: TransformerConfig) -> Any:
+    """Return the configuration of ``transformers`` that a family says for ours."""
+    import transformers
+
+    ours, keys = flat(config), Values()
+    for row in family.settings:
+        keys |= row.write(ours)
+    return getattr(transformers, family.architecture).config_class(**keys)
+
+
+def missing_fields(family: type[Family], config: TransformerConfig) -> list[str]:
+    """Return the fields that a family's tables do not reproduce; none: they describe the model."""
+    try:
+        again = to_config(family, to_theirs(family, config), family.__name__)
+        list(_rows(family, config))
+    except Exception as error:  # of a class of transformers, or a row that takes no such value
+        return [str(error).splitlines()[0]]
+    return differing(flat(config), flat(again))
+
+
+# ----------------------------------------------------------------------------------------- weights
+
+
+def parameters(
+    family: type[Family],
+    config: TransformerConfig,
+    tensors: Mapping[str, Lazy],
+    *,
+    path: object,
+    ignored: Sequence[str] = (),
+) -> dict[str, Lazy]:
+    """Return the parameters and saved buffers of a :class:`GPTModel`, made of a folder's tensors.
+
+    Args:
+        family: The folder's family.
+        config: The model.
+        tensors: Name in the folder, see :func:`by_full_name` -> tensor.
+        path: The folder, for messages.
+        ignored: Patterns of names that the class of ``transformers`` ignores by declaration.
+
+    Raises:
+        CheckpointError: Naming tensors that are missing, misshapen, or that no row reads.
+    """
+    made, used = dict[str, Lazy](), set(copies(family, config, tensors))
+    missing, misshapen = list[str](), list[str]()
+    for name, shape, move, names in _rows(family, config):
+        absent = [theirs for theirs in names if theirs not in tensors]
+        used.update(names)
+        if absent:
+            missing += absent
+            continue
+        try:
+            tensor: Any = move.join(config, [tensors[theirs] for theirs in names])
+        except RuntimeError:  # shapes that do not go together
+            misshapen += names
+            continue
+        if tuple(tensor.shape) != shape:
+            misshapen += names
+        made[name] = tensor
+    unused = [n for n in tensors if n not in used and not any(re.search(p, n) for p in ignored)]
+    texts = {"are missing": missing, "have other shapes": misshapen, "are unexpected": unused}
+    problems = [
+        f"{len(names)} tensors {text} ({', '.join(sorted(names)[:_LISTED])})"
+        for text, names in texts.items()
+        if names
+    ]
+    if problems:
+        raise CheckpointError(
+            f"{path} does not fit GPTModel by the rules of {family.__name__}: "
+            f"{'; '.join(problems)}. Name the folder that the configuration is of, or restore it."
+        )
+    _check_copies(family, config, tensors, path)
+    return made
+
+
+def by_full_name(tensors: Mapping[str, Lazy], prefix: str) -> dict[str, Lazy]:
+    """Return tensors by names with the prefix that a folder of the bare model lacks (GPT-2)."""
+    if not prefix or any(name.startswith(prefix) for name in tensors):
+        return dict(tensors)
+    return {prefix + name: tensor for name, tensor in tensors.items()}
+
+
+def _rows(
+    family: type[Family], config: TransformerConfig
+) -> Iterator[tuple[str, Shape, Move, list[str]]]:
+    """Yield name and shape of every parameter, and of which tensors it is made in which way.
+
+    Raises:
+        ConfigError: If a parameter has no row.
+    """
+    patterns = [(_pattern(key), sources) for key, sources in family.weights.items()]
+    for name, shape in saved_tensors(config):
+        layer = _as_layer(name, config)
+        for pattern, sources in patterns:
+            if match := pattern.fullmatch(layer):
+                move, names = _bound(sources, match.groups(), config)
+                yield name, shape, move, names
+                break
+        else:
+            raise ConfigError(f"{family.__name__} has no row for {name}")
+
+
+def _pattern(key: str) -> re.Pattern[str]:
+    return re.compile(re.escape(key).replace(r"\*", "([^.]+)"))
+
+
+def _as_layer(name: str, config: TransformerConfig) -> str:
+    """Return the name of a tensor with layers of multi-token prediction behind the others."""
+    if not name.startswith(PREDICTING):
+        return name
+    depth, _, rest = name.removeprefix(PREDICTING).partition(".")
+    index = config.num_layers + int(depth)
+    if rest.startswith("transformer_layer."):
+        return f"{LAYER}{index}.{rest.removeprefix('transformer_layer.')}"
+    return f"{PREDICTING}{index}.{rest}"
+
+
+def _bound(
+    sources: Sources, parts: Iterable[str], config: TransformerConfig
+) -> tuple[Move, list[str]]:
+    """Return the move of a row, and the names that its patterns stand for."""
+    entries = (sources,) if isinstance(sources, str) else sources
+    move = next((entry for entry in entries if not isinstance(entry, str)), Copied())
+    names = []
+    for source in (entry for entry in entries if isinstance(entry, str)):
+        remaining = iter(parts)
+        name = re.sub(r"\*", lambda _, it=remaining: next(it), source)  # type: ignore[misc]
+        experts = range(0 if config.moe is None else config.moe.num_experts)
+        names += [name.replace("#", str(e)) for e in experts] if "#" in name else [name]
+    return move, names
+
+
+# ------------------------------------------------------------------------------------------ copies
+
+
+def copies(
+    family: type[Family], config: TransformerConfig, names: Iterable[str] | None = None
+) -> dict[str, str]:
+    """Return the tensors of a folder that repeat a parameter, and the parameter.
+
+    Args:
+        family: The folder's family.
+        config: The model.
+        names: Names in the folder; None: all that the family writes into a new folder.
+    """
+    first = config.num_layers
+    layers = [str(first + depth) for depth in range(config.num_predicting_layers)]
+    found = {
+        theirs.replace("*", layer): ours
+        for theirs, ours in family.copies.items()
+        for layer in layers
+    }
+    tied = config.share_embeddings_and_output_weights
+    if tied and names is not None and isinstance(output := family.weights[OUTPUT], str):
+        found[output] = WORDS
+    if tied:
+        found = {theirs: WORDS if ours == OUTPUT else ours for theirs, ours in found.items()}
+    return found if names is None else {name: found[name] for name in names if name in found}
+
+
+def drop_missing_heads(
+    family: type[Family], config: TransformerConfig, names: Iterable[str]
+) -> TransformerConfig:
+    """Return the configuration without layers of multi-token prediction if a folder has none of
+    them; ``transformers`` keeps the key and drops the layers.
+    """
+    if not config.num_predicting_layers:
+        return config
+    heads = {
+        n for ours, _, _, ns in _rows(family, config) if ours.startswith(PREDICTING) for n in ns
+    }
+    return config if heads & set(names) else replace(config, mtp_num_layers=None)
+
+
+def _check_copies(
+    family: type[Family], config: TransformerConfig, tensors: Mapping[str, Lazy], path: object
+) -> None:
+    """Compare first and last rows of tensors that have to be equal.
+
+    Raises:
+        CheckpointError: If they differ.
+    """
+    source = {name: names[0] for name, _, _, names in _rows(family, config) if len(names) == 1}
+    for theirs, ours in copies(family, config, tensors).items():
+        first, second = tensors[theirs], tensors[source[ours]]
+        if first.shape != second.shape or not all(
+            _row(first, index).equal(_row(second, index)) for index in (0, first.shape[0] - 1)
+        ):
+            raise CheckpointError(
+                f"{path}: {theirs} differs from {source[ours]}, and the configuration says that "
+                "both are one parameter. Set tie_word_embeddings to false in config.json if the "
+                "model was trained so, or restore the folder."
+            )
+
+
+def _row(tensor: Lazy, index: int) -> Tensor:
+    return tensor.read(Box((index, 0), (1, tensor.shape[1])))

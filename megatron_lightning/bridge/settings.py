@@ -1,0 +1,327 @@
+"""Configuration rows of a family: fields of ``TransformerConfig`` and keys of config.json.
+
+A row works both ways.
+
+Our side of a row is flat: a nested field is named with a dot (``moe.router_topk``), sizes that
+follow from others are resolved, and ``moe.layer_freq`` has one entry for each layer.
+A row that cannot say a value on our side refuses the key by name.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any, Protocol
+
+from megatron_lightning.config import (
+    LatentAttentionConfig,
+    MoEConfig,
+    RopeScaling,
+    TransformerConfig,
+)
+
+Values = dict[str, Any]
+_ABSENT: Any = object()
+_GROUPS = {"mla": LatentAttentionConfig, "moe": MoEConfig, "rope_scaling": RopeScaling}
+
+TRAINING = frozenset(
+    (
+        "hidden_dropout", "attention_dropout", "fp32_residual_connection",
+        "attention_softmax_in_fp32", "attention_backend", "logits_in_fp32", "label_smoothing",
+        "z_loss", "mtp_loss_scaling_factor", "init_method_std", "init_seed", "moe.router_dtype",
+        "moe.router_load_balancing_type", "moe.aux_loss_coeff", "moe.z_loss_coeff",
+        "moe.router_bias_update_rate", "moe.input_jitter_eps", "moe.expert_capacity_factor",
+        "moe.token_drop_policy", "moe.pad_expert_input_to_capacity", "moe.token_dispatcher_type",
+        "moe.grouped_gemm",
+    )
+)  # fmt: skip
+"""Fields that decide how a model is trained and computed. A folder describes none of them."""
+
+
+class UnsupportedSettingError(Exception):
+    """Keys of config.json whose values ``GPTModel`` cannot have."""
+
+    def __init__(self, values: Mapping[str, object]) -> None:
+        super().__init__(", ".join(f"{key}={value!r}" for key, value in values.items()))
+
+
+class Settings(Mapping[str, Any]):
+    """A folder's configuration, which remembers the keys that rows have read."""
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        self._values = values
+        self.seen: set[str] = set()
+        """Keys that were read."""
+
+    def __getitem__(self, key: str) -> Any:
+        self.seen.add(key)
+        return self._values[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+
+class Row(Protocol):
+    """Some fields, and the keys that say the same."""
+
+    def read(self, theirs: Settings) -> Values:
+        """Return our fields.
+
+        Raises:
+            UnsupportedSettingError: If a value cannot be said on our side.
+        """
+
+    def write(self, ours: Values) -> Values:
+        """Return their keys, made of our fields."""
+
+
+@dataclass(frozen=True)
+class Same(Row):
+    """A field and a key with equal values; without the key, the field keeps its default.
+
+    Args:
+        ours: The field.
+        theirs: The key.
+        none: Their value for None; leave it out where None is no value on their side.
+    """
+
+    ours: str
+    theirs: str
+    none: Any = _ABSENT
+
+    def read(self, theirs: Settings) -> Values:
+        """Return the field."""
+        value = theirs.get(self.theirs)
+        if self.none is not _ABSENT and value == self.none:
+            return {self.ours: None}
+        return {} if value is None else {self.ours: value}
+
+    def write(self, ours: Values) -> Values:
+        """Return the key."""
+        value = ours.get(self.ours)
+        if value is not None:
+            return {self.theirs: value}
+        is_said = self.none is not _ABSENT and self.ours in ours
+        return {self.theirs: self.none} if is_said else {}
+
+
+@dataclass(frozen=True)
+class Choice(Row):
+    """A field and a key with other words for the same.
+
+    Args:
+        ours: The field.
+        theirs: The key.
+        words: Our word -> theirs; other ones are refused.
+    """
+
+    ours: str
+    theirs: str
+    words: Mapping[Any, Any]
+
+    def read(self, theirs: Settings) -> Values:
+        """Return the field."""
+        value = theirs.get(self.theirs)
+        for word, other in self.words.items():
+            if other == value:
+                return {self.ours: word}
+        raise UnsupportedSettingError({self.theirs: value})
+
+    def write(self, ours: Values) -> Values:
+        """Return the key."""
+        word = ours.get(self.ours)
+        return {self.theirs: self.words[word]} if word in self.words else {}
+
+
+@dataclass(frozen=True)
+class Constant(Row):
+    """A field that has one value in the family, and keys that say it."""
+
+    ours: str
+    value: Any
+    theirs: Mapping[str, Any] = field(default_factory=dict)
+
+    def read(self, theirs: Settings) -> Values:
+        """Return the field; other values of the keys are refused."""
+        for key, expected in self.theirs.items():
+            if theirs.get(key) != expected:
+                raise UnsupportedSettingError({key: theirs.get(key)})
+        return {self.ours: self.value}
+
+    def write(self, ours: Values) -> Values:
+        """Return the keys."""
+        return dict(self.theirs)
+
+
+@dataclass(frozen=True)
+class Biases(Row):
+    """Biases of all linear layers, which several keys switch together."""
+
+    keys: tuple[str, ...]
+
+    def read(self, theirs: Settings) -> Values:
+        """Return the field."""
+        values = {key: bool(theirs.get(key)) for key in self.keys}
+        if len(set(values.values())) > 1:
+            raise UnsupportedSettingError(values)
+        return {"add_bias_linear": any(values.values())}
+
+    def write(self, ours: Values) -> Values:
+        """Return the keys."""
+        return dict.fromkeys(self.keys, ours["add_bias_linear"])
+
+
+@dataclass(frozen=True)
+class Window(Row):
+    """One sliding window for all layers; theirs counts the query's own position."""
+
+    switch: str | None = None
+    """Key that says whether there is a window; None: the window's own key does."""
+
+    def read(self, theirs: Settings) -> Values:
+        """Return the field; windows of some layers only are refused."""
+        size, kinds = theirs.get("sliding_window"), set(theirs.get("layer_types") or ())
+        if self.switch is not None:
+            theirs.get("max_window_layers")
+            size = size if theirs.get(self.switch) else None
+        if not size or kinds == {"full_attention"}:
+            return {"window_size": None}
+        if kinds - {"sliding_attention"}:
+            raise UnsupportedSettingError({"layer_types": theirs["layer_types"]})
+        return {"window_size": (size - 1, 0)}
+
+    def write(self, ours: Values) -> Values:
+        """Return the keys."""
+        window = ours["window_size"]
+        keys: Values = {"sliding_window": None if window is None else window[0] + 1}
+        if self.switch is not None:
+            keys |= {self.switch: window is not None, "max_window_layers": 0}
+        return keys
+
+
+@dataclass(frozen=True)
+class Rope(Row):
+    """Base and scaling of rotary frequencies (``rope_parameters`` of transformers 5)."""
+
+    partial: bool = False
+    """Whether the family rotates a part of a head."""
+
+    def read(self, theirs: Settings) -> Values:
+        """Return the fields; other rules of scaling than Llama 3's and YaRN are refused."""
+        rope = dict(theirs.get("rope_parameters") or {})
+        ours: Values = {"rotary_base": float(rope["rope_theta"])}
+        if self.partial:
+            ours["rotary_percent"] = rope.get("partial_rotary_factor", 1.0)
+        kind = rope.get("rope_type", "default")
+        if kind == "default":
+            return ours
+        if kind not in ("llama3", "yarn"):
+            raise UnsupportedSettingError({"rope_parameters.rope_type": kind})
+        ours |= {"rope_scaling.rope_type": kind, "rope_scaling.factor": float(rope["factor"])}
+        names = ["original_max_position_embeddings"]
+        names += ["low_freq_factor", "high_freq_factor"] if kind == "llama3" else []
+        ours |= {f"rope_scaling.{name}": rope[name] for name in names}
+        return ours | (_yarn_ours(rope, "kv_lora_rank" in theirs) if kind == "yarn" else {})
+
+    def write(self, ours: Values) -> Values:
+        """Return the keys."""
+        rope: Values = {"rope_theta": ours["rotary_base"], "rope_type": "default"}
+        if self.partial:
+            rope["partial_rotary_factor"] = ours["rotary_percent"]
+        if "rope_scaling.rope_type" in ours:
+            scaling = {
+                name.removeprefix("rope_scaling."): value
+                for name, value in ours.items()
+                if name.startswith("rope_scaling.")
+            }
+            kind = scaling["rope_type"]
+            names = ["rope_type", "factor", "original_max_position_embeddings"]
+            names += ["low_freq_factor", "high_freq_factor"] if kind == "llama3" else []
+            rope |= {name: scaling[name] for name in names}
+            rope |= _yarn_theirs(scaling) if kind == "yarn" else {}
+        return {"rope_parameters": rope}
+
+
+def _yarn_ours(rope: Values, is_latent: bool) -> Values:
+    """Return the fields of YaRN only."""
+    log = 0.1 * math.log(rope["factor"])
+    mscale, all_dim = rope.get("mscale") or 0.0, rope.get("mscale_all_dim") or 0.0
+    sharpness = rope.get("attention_factor")
+    if sharpness is not None:  # of cosines and sines: (mscale log + 1) / (all_dim log + 1)
+        all_dim = all_dim if is_latent else 0.0
+        mscale = (sharpness * (all_dim * log + 1.0) - 1.0) / log if log else 1.0
+    elif not (mscale and all_dim):  # transformers looks at both or none
+        if is_latent and all_dim:
+            raise UnsupportedSettingError({"rope_parameters.mscale_all_dim": all_dim})
+        mscale, all_dim = 1.0, 0.0
+    return {
+        "rope_scaling.mscale": mscale,
+        "rope_scaling.mscale_all_dim": all_dim,
+        "rope_scaling.beta_fast": float(rope.get("beta_fast") or 32.0),
+        "rope_scaling.beta_slow": float(rope.get("beta_slow") or 1.0),
+        "rope_scaling.correction_range_round_to_int": rope.get("truncate", True),
+    }
+
+
+def _yarn_theirs(scaling: Values) -> Values:
+    """Return the keys of YaRN only."""
+    mscale, all_dim = scaling["mscale"], scaling["mscale_all_dim"]
+    keys = {"beta_fast": scaling["beta_fast"], "beta_slow": scaling["beta_slow"]}
+    keys["truncate"] = scaling["correction_range_round_to_int"]
+    if mscale and all_dim:
+        keys |= {"mscale": mscale, "mscale_all_dim": all_dim}
+    elif (mscale, all_dim) != (1.0, 0.0):
+        log = 0.1 * math.log(scaling["factor"])
+        keys["attention_factor"] = (mscale * log + 1.0) / (all_dim * log + 1.0)
+        keys |= {"mscale_all_dim": all_dim} if all_dim else {}
+    return keys
+
+
+# ---------------------------------------------------------------------------------------- our side
+
+
+def flat(config: TransformerConfig) -> Values:
+    """Return the fields of a configuration, flat and resolved."""
+    values = {entry.name: getattr(config, entry.name) for entry in fields(config)}
+    for name in _GROUPS:
+        group = values.pop(name)
+        values |= {} if group is None else {f"{name}.{k}": v for k, v in asdict(group).items()}
+    values["num_query_groups"] = config.query_groups
+    values["ffn_hidden_size"] = config.ffn_size
+    if config.mla is None:
+        values["kv_channels"] = config.head_dim
+    kinds = config.layer_kinds
+    if set(kinds) <= {"dense", "expert"}:
+        values["layer_pattern"] = None
+    if config.moe is not None:
+        values["moe.ffn_hidden_size"] = config.expert_ffn_size
+        values["moe.layer_freq"] = tuple(int(kind == "expert") for kind in kinds)
+    return values
+
+
+def build_config(values: Mapping[str, Any]) -> TransformerConfig:
+    """Return the configuration of flat fields; left out ones have their defaults."""
+    top: Values = {}
+    for name, value in values.items():
+        group, _, inner = name.rpartition(".")
+        (top.setdefault(group, {}) if group else top)[inner] = value
+    experts = top.get("moe")
+    if experts is not None and set(experts.get("layer_freq", (1,))) == {1}:
+        experts["layer_freq"] = 1
+    return TransformerConfig(**top)
+
+
+def differing(first: Values, second: Values) -> list[str]:
+    """Return the fields that make another model; those of training do not."""
+    names = [name for name in {**first, **second} if name not in TRAINING]
+    return [name for name in names if not _equal(first.get(name), second.get(name))]
+
+
+def _equal(first: Any, second: Any) -> bool:
+    if isinstance(first, float) and isinstance(second, (int, float)):
+        return math.isclose(first, second, rel_tol=1e-9)
+    return bool(first == second)

@@ -1,0 +1,82 @@
+"""A language model that starts from a Hugging Face folder, and is given back as one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_lightning.bridge.auto import AutoBridge
+from megatron_lightning.bridge.give_back import save_model
+from megatron_lightning.bridge.kept import read_kept, recall, write_kept
+from megatron_lightning.errors import CheckpointError
+from megatron_lightning.modules.language_model import LanguageModule
+
+
+class FolderModule(LanguageModule):
+    """A :class:`LanguageModule` whose model may come from a Hugging Face folder. Subclasses set
+    ``_source`` and make the model.
+
+    Args:
+        options: Options of :class:`LanguageModule`.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self._source: dict[str, Any] | None = None
+        """Options of :meth:`AutoBridge.from_hf_pretrained`; None: the model needs no folder."""
+        self.model: Any = None
+        self.loads_from: str | None = None
+        """Checkpoint that the run will load; ``MegatronStrategy`` sets it before the run begins."""
+
+    def prepare_data(self) -> None:
+        """Download the folder, once a node; a run that loads a checkpoint needs none."""
+        if self._source is not None and not self._checkpoint:
+            AutoBridge.prepare(self._source["path"], revision=self._source["revision"])
+
+    def _bridge(self) -> AutoBridge:
+        """Return the bridge of the folder, or of the checkpoint that the run loads."""
+        source = dict(self._source or {})
+        if self._checkpoint:
+            del source["path"], source["revision"]
+            # Lightning loads the weights next; with strict=False some may stay as they are.
+            reads = not self.strict_loading
+            return AutoBridge.from_checkpoint(self._checkpoint, reads=reads, **source)
+        return AutoBridge.from_hf_pretrained(**source)
+
+    @property
+    def _checkpoint(self) -> str | None:
+        """Checkpoint that this run loads and that keeps the folder; None: there is none."""
+        path = self.loads_from
+        try:
+            return path if path is not None and read_kept(path) is not None else None
+        except CheckpointError:  # copies on local disks; of what is damaged, loading tells more
+            return None
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Keep the folder but weights, so that export and resume need no folder."""
+        write_kept(self, checkpoint)
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Take over the folder that the checkpoint keeps, if the model did not come from one."""
+        recall(self, checkpoint)
+
+    def save_hf_pretrained(
+        self, path: str, *, dtype: torch.dtype | None = None, overwrite: bool = False
+    ) -> None:
+        """Write the model as a Hugging Face folder; under ``MegatronStrategy`` on every rank.
+
+        Args:
+            path: The folder.
+            dtype: Dtype of the weights; None: that of the folder that the model came from.
+            overwrite: Replace an existing target.
+
+        Raises:
+            CheckpointError: If the target exists.
+        """
+        strategy: Any = None if self._trainer is None else self._trainer.strategy
+        if hasattr(strategy, "save_hf_pretrained") and strategy.run is not None:
+            strategy.save_hf_pretrained(path, self.model, dtype=dtype, overwrite=overwrite)
+        else:
+            save_model(self.model, Path(path), dtype=dtype, overwrite=overwrite)

@@ -1,0 +1,126 @@
+"""``GPTModel`` from Hugging Face folders: trained under every layout as on one device, and given
+back; each rank reads the bytes that it owns."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from megatron_lightning.bridge import commands, untouched
+from megatron_lightning.modules import GPTLightningModule
+from megatron_lightning.strategies import MegatronStrategy
+from tests.helpers.ranks import run_ranks
+from tests.helpers.trainers import Losses, trainer
+
+pytest.importorskip("transformers")
+from tests.helpers.gpt_folders import FOLDERS, LENGTH, make_folder, make_model, tokens
+
+BATCH, STEPS = 8, 3
+PIPELINE: dict[str, Any] = {"pipeline_model_parallel_size": 2, "micro_batch_size": 4}
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "zero1": (2, {}),
+    "fsdp": (2, {"data_parallel": "fsdp"}),
+    "tp2": (2, {"tensor_model_parallel_size": 2}),
+    "pp2": (2, PIPELINE),
+    "tp2 x pp2": (4, {"tensor_model_parallel_size": 2} | PIPELINE),
+    "ep2": (2, {"expert_model_parallel_size": 2}),
+    "cp2": (2, {"context_parallel_size": 2}),
+}
+FEW = [("llama", "tp2 x pp2"), ("qwen2", "pp2"), ("qwen3", "fsdp"), ("mistral", "cp2")]
+
+
+class Outcome(NamedTuple):
+    """What one rank saw."""
+
+    losses: list[float]
+    read: int
+    owned: int
+
+
+def _fit(path: Path, options: dict[str, Any] | None, batch_size: int, target: Path) -> Outcome:
+    """Train, and save a checkpoint."""
+    rows: Any = [{"tokens": t[:-1], "labels": t[1:]} for t in tokens(STEPS * BATCH, LENGTH + 1)]
+    module = GPTLightningModule(
+        init_from_hf=str(path),
+        learning_rate=1e-2,
+        eps=1e-3,  # Adam would make steps of gradients that are 0 but for rounding (key biases)
+    )
+    record, counted, read = Losses(), [0, 0], untouched.read_weights
+
+    def count(module: Any, *args: Any) -> int:
+        num_bytes = read(module, *args)
+        if num_bytes:
+            counted[:] = num_bytes, sum(tensor.nbytes for tensor in _local(module))
+        return num_bytes
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("megatron_lightning.strategies.module.read_weights", count)
+        strategy: Any = "auto" if options is None else MegatronStrategy(**options)
+        fit = trainer(strategy, max_epochs=1, callbacks=[record])
+        fit.fit(module, DataLoader(rows, batch_size=batch_size))
+    fit.save_checkpoint(target)
+    module.save_hf_pretrained(str(target.with_suffix(".live")))  # from the parts of the ranks
+    return Outcome(record.losses, *counted)
+
+
+def _local(module: pl.LightningModule) -> list[Tensor]:
+    """Return this rank's parameters and saved buffers, each once."""
+    saved = module.state_dict()
+    buffers = [b for name, b in module.named_buffers() if name in saved]
+    own = {id(p): p for p in (*module.parameters(), *buffers) if p.numel()}.values()
+    return [getattr(p, "_local_tensor", p) for p in own]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    parent = tmp_path_factory.mktemp("folders")
+    return {name: make_folder(name, parent) for name in FOLDERS}
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        pytest.param(name, layout, marks=[] if (name, layout) in FEW else pytest.mark.slow)
+        for name in FOLDERS
+        for layout in LAYOUTS
+        if layout != "ep2"
+    ],
+)
+def test_a_folder_trains_as_on_one_device_and_is_given_back(
+    folders: dict[str, Path], tmp_path: Path, name: str, layout: str
+) -> None:
+    num_ranks, options = LAYOUTS[layout]
+    (plain,) = run_ranks(1, _fit, folders[name], None, BATCH, tmp_path / "plain.ckpt")
+    num_data_ranks = 2 if {"fsdp", "zero1", "ep2"} & set(layout.split()) else 1
+    ranks = run_ranks(
+        num_ranks, _fit, folders[name], options, BATCH // num_data_ranks, tmp_path / "c.ckpt"
+    )
+    losses = [sum(values) / len(ranks) for values in zip(*(r.losses for r in ranks), strict=True)]
+    assert losses == pytest.approx(plain.losses, rel=1e-5)  # fp32, sums in another order
+    for rank in ranks:
+        assert 0 < rank.read == rank.owned
+    exported, live = tmp_path / "c.ckpt.hf", tmp_path / "c.live"
+    found, expected = (_exported(tmp_path, file) for file in ("c.ckpt", "plain.ckpt"))
+    for file in exported.iterdir():
+        assert file.read_bytes() == (live / file.name).read_bytes(), file.name
+    before = make_model(name).state_dict()
+    for key, value in found.items():
+        torch.testing.assert_close(value, expected[key], rtol=1e-4, atol=1e-5)
+    assert max(float((found[key] - before[key]).abs().max()) for key in found) > 1e-3
+
+
+def _exported(parent: Path, checkpoint: str) -> dict[str, Tensor]:
+    """Return the weights that stock transformers loads from an export."""
+    import transformers
+
+    target = parent / f"{checkpoint}.hf"
+    commands.export(str(parent / checkpoint), str(target))
+    model = transformers.AutoModelForCausalLM.from_pretrained(target)
+    state: dict[str, Tensor] = model.state_dict()
+    return state

@@ -1,0 +1,310 @@
+"""Families of ``GPTModel``: configurations and weights of folders, both ways, proven by logits."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from megatron_lightning.bridge import AutoBridge
+from megatron_lightning.bridge.families import FAMILIES, family_like, family_of
+from megatron_lightning.bridge.pieces import assembled
+from megatron_lightning.bridge.rules import _WITHOUT_EFFECT, Family, to_theirs
+from megatron_lightning.bridge.settings import TRAINING, build_config, flat
+from megatron_lightning.errors import CheckpointError, ConfigError
+from megatron_lightning.models import GPTModel, TransformerConfig
+
+pytest.importorskip("transformers")
+import transformers
+
+from tests.helpers.gpt_folders import FOLDERS, LENGTH, make_folder, make_model, tokens
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Path]]:
+    parent = tmp_path_factory.mktemp("folders")
+    yield {name: make_folder(name, parent) for name in FOLDERS}
+    shutil.rmtree(parent)
+
+
+def _logits(path: Path) -> Tensor:
+    logits: Tensor = AutoBridge.from_hf_pretrained(path).to_model("gpt").eval()(tokens(2, LENGTH))
+    return logits
+
+
+def _assert_close(ours: Tensor, theirs: Tensor) -> None:
+    """Compare fp32 values; sums in another order, relative to the largest one."""
+    assert (ours - theirs).abs().max() <= 1e-5 * theirs.abs().max()
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_logits_and_gradients_are_those_of_transformers(
+    folders: dict[str, Path], name: str, tmp_path: Path
+) -> None:
+    theirs, inputs = make_model(name), tokens(2, LENGTH + 1)
+    hidden, labels = inputs[:, :-1], inputs[:, 1:]
+    ours = AutoBridge.from_hf_pretrained(folders[name]).to_model("gpt").eval()
+    expected = theirs(hidden).logits
+    assert expected.std() > 1
+    _assert_close(ours(hidden), expected)
+    F.cross_entropy(expected.flatten(0, 1), labels.flatten()).backward()
+    ours(hidden, labels=labels).mean().backward()
+    with torch.no_grad():
+        for parameter in theirs.parameters():
+            parameter.copy_(parameter.grad)
+    theirs.save_pretrained(tmp_path / "gradients")  # by the rules, in our layout
+    gradients = AutoBridge.from_hf_pretrained(tmp_path / "gradients").to_model("gpt")
+    for key, parameter in ours.named_parameters():
+        gradient = gradients.get_parameter(key)
+        error = (parameter.grad - gradient).norm() / gradient.norm()
+        assert error < 2e-5, f"{key}: relative error {error}"  # fp32, sums in another order
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_every_field_that_a_row_says_decides_the_logits(
+    folders: dict[str, Path], name: str
+) -> None:
+    bridge = AutoBridge.from_hf_pretrained(folders[name])
+    folder, expected = bridge.gpt_folder(), _logits(folders[name])
+    said = flat(bridge.to_config())
+    fields = {key for row in bridge.family.settings for key in row.read(_settings(bridge))}
+    for field in fields - TRAINING - {"max_sequence_length"}:
+        try:
+            config = build_config(said | {field: _other(field, said)})
+            tensors = folder.tensors(config)
+        except (ConfigError, CheckpointError):
+            continue
+        model = GPTModel(config).eval()
+        with torch.no_grad():
+            for key, tensor in model.state_dict().items():
+                if key in tensors:
+                    tensor.copy_(tensors[key].read())
+        difference = (model(tokens(2, LENGTH)) - expected).abs().max()
+        assert difference > 1e-3 * expected.abs().max(), f"{field} has no effect"
+
+
+def _settings(bridge: AutoBridge) -> Any:
+    from megatron_lightning.bridge.settings import Settings
+
+    return Settings(bridge.config.to_dict())
+
+
+def _other(field: str, said: dict[str, Any]) -> Any:
+    """Return another value of a field."""
+    value = said[field]
+    if isinstance(value, bool):
+        return not value
+    words = {
+        "activation": {"swiglu": "gelu"}, "normalization": {"RMSNorm": "LayerNorm"},
+        "rope_scaling.rope_type": {"llama3": "yarn", "yarn": "llama3"},
+    }  # fmt: skip
+    if field in words:
+        return words[field][value]
+    if isinstance(value, int):
+        return value + 1
+    if isinstance(value, float):
+        return value * 1.5 + 0.5
+    if isinstance(value, tuple):
+        return (value[0] + 1, *value[1:])
+    assert value is None
+    return {"window_size": (3, 0)}[field]
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_no_key_of_a_folder_is_overlooked(
+    folders: dict[str, Path], tmp_path: Path, name: str
+) -> None:
+    """A key with another value makes another configuration, or is refused by name."""
+    bridge = AutoBridge.from_hf_pretrained(folders[name])
+    config, theirs = bridge.to_config(), bridge.config.to_dict()
+    base = transformers.PretrainedConfig().to_dict()
+    for key, value in theirs.items():
+        other = _changed(key, value)
+        if key in _WITHOUT_EFFECT | set(base) or other is None:
+            continue
+        path = _copy(folders, name, tmp_path, **{key: other})
+        try:
+            changed = AutoBridge.from_hf_pretrained(path)
+            is_overlooked = changed.to_config() == config
+        except ConfigError as error:
+            assert key in str(error) or "rope_parameters" in str(error), key
+            continue
+        except Exception:  # the class of transformers refuses it
+            continue
+        finally:
+            shutil.rmtree(path)
+        if is_overlooked:  # so does transformers, such as a switch of a window that is not set
+            model, inputs = type(make_model(name))(changed.config).eval(), tokens(2, LENGTH)
+            model.load_state_dict(make_model(name).state_dict())
+            with suppress(ValueError):  # refused in the forward
+                assert torch.equal(model(inputs).logits, make_model(name)(inputs).logits), key
+
+
+def _changed(key: str, value: Any) -> Any:
+    if isinstance(value, bool):
+        return not value
+    if isinstance(value, (int, float)):
+        return value * 2
+    if isinstance(value, dict):
+        return value | {"rope_theta": 77.0}
+    if key == "layer_types":
+        return ["sliding_attention", *["full_attention"] * (len(value) - 1)]
+    return {"hidden_act": "gelu", "sliding_window": 3}.get(key)
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_the_way_back_gives_the_folder(folders: dict[str, Path], name: str) -> None:
+    bridge = AutoBridge.from_hf_pretrained(folders[name])
+    gpt, model = bridge.gpt_folder(), bridge.to_model("gpt")
+    pieces = gpt.pieces(gpt.config, gpt.tensors(gpt.config))
+    state = model.state_dict()
+
+    def fill_of(key: str) -> Any:
+        return lambda box, out: out.copy_(state[key][box.slices])
+
+    made = assembled(gpt.folder, pieces, {key: fill_of(key) for key in state})
+    for key, tensor in gpt.folder.tensors.items():
+        assert torch.equal(made[key].read(), tensor.read()), key
+    assert family_like(gpt.config) in FAMILIES.values()
+    assert AutoBridge.from_hf_pretrained(folders[name]).family.__name__ == FOLDERS[name][0]
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_a_configuration_comes_back(folders: dict[str, Path], name: str) -> None:
+    bridge = AutoBridge.from_hf_pretrained(folders[name])
+    theirs, written = (
+        bridge.config.to_dict(),
+        to_theirs(bridge.family, bridge.to_config()).to_dict(),
+    )
+    for key, value in theirs.items():
+        if key not in _WITHOUT_EFFECT and key not in transformers.PretrainedConfig().to_dict():
+            assert written[key] == pytest.approx(value) or key == "max_window_layers", key
+
+
+# ---------------------------------------------------------------------------------------- refusals
+
+
+def _copy(folders: dict[str, Path], name: str, parent: Path, **settings: Any) -> Path:
+    shutil.copytree(folders[name], parent / name)
+    file = parent / name / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | settings))
+    return parent / name
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "message"),
+    [
+        ("llama", {"attention_bias": True}, "sets attention_bias=True.*no field for.*untouched"),
+        ("llama", {"hidden_act": "gelu"}, "sets hidden_act='gelu'"),
+        (
+            "mistral",
+            {"rope_parameters": {"rope_type": "linear", "rope_theta": 1.0, "factor": 2.0}},
+            "rope_parameters.rope_type='linear'",
+        ),
+        (
+            "qwen2-window", {"layer_types": ["full_attention", "sliding_attention"]},
+            "layer_types=",
+        ),
+        ("llama", {"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
+        ("llama", {"architectures": ["OPTForCausalLM"]}, "architectures.*OPTFor.*has rules"),
+    ],
+)  # fmt: skip
+def test_what_the_model_lacks_is_refused_by_name(
+    folders: dict[str, Path], tmp_path: Path, name: str, settings: dict[str, Any], message: str
+) -> None:
+    path = _copy(folders, name, tmp_path, **settings)
+    with pytest.raises(ConfigError, match=message):
+        AutoBridge.from_hf_pretrained(path).to_config()
+
+
+def _rewritten(path: Path, changes: dict[str, Tensor | None]) -> Path:
+    """Write the tensors of a folder into one file, some of them changed or left out."""
+    tensors: dict[str, Tensor] = {}
+    for file in path.glob("model*.safetensors"):
+        tensors |= load_file(file)
+        file.unlink()
+    (path / "model.safetensors.index.json").unlink()
+    found = {k: v for k, v in (tensors | changes).items() if v is not None}
+    save_file(found, path / "model.safetensors", metadata={"format": "pt"})
+    return path
+
+
+def test_tensors_that_do_not_fit_are_named(folders: dict[str, Path], tmp_path: Path) -> None:
+    layer = "model.layers.1"
+    for changes, message in (
+        ({f"{layer}.mlp.up_proj.weight": None}, r"1 tensors are missing \(.*1.mlp.up_proj"),
+        ({f"{layer}.mlp.up_proj.weight": torch.ones(3, 32)}, r"have other shapes \(.*up_proj"),
+        ({"model.norm.weight": torch.ones(3)}, r"have other shapes \(model.norm.weight\)"),
+        ({"extra": torch.ones(3)}, r"1 tensors are unexpected \(extra\)"),
+    ):
+        path = _rewritten(_copy(folders, "llama", tmp_path), changes)
+        with pytest.raises(CheckpointError, match=message):
+            AutoBridge.from_hf_pretrained(path).to_model("gpt")
+        shutil.rmtree(path)
+
+
+def test_a_tied_folder_may_repeat_its_embedding(folders: dict[str, Path], tmp_path: Path) -> None:
+    path = _copy(folders, "qwen2", tmp_path)
+    words = make_model("qwen2").get_input_embeddings().weight.detach()
+    _rewritten(path, {"lm_head.weight": words.clone()})
+    assert torch.equal(_logits(path), _logits(folders["qwen2"]))
+    gpt = AutoBridge.from_hf_pretrained(path).gpt_folder()
+    pieces = gpt.pieces(gpt.config, gpt.tensors(gpt.config))
+    assert pieces["lm_head.weight"] == pieces["model.embed_tokens.weight"]
+    tensors = load_file(path / "model.safetensors")
+    save_file(tensors | {"lm_head.weight": words * 2}, path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"lm_head\.weight differs from model"):
+        AutoBridge.from_hf_pretrained(path).to_model("gpt")
+
+
+def test_a_configuration_of_the_user_describes_the_folder(folders: dict[str, Path]) -> None:
+    bridge = AutoBridge.from_hf_pretrained(folders["llama"])
+    config = bridge.to_config()
+    other = replace(config, hidden_dropout=0.1, max_sequence_length=8, init_seed=3)
+    assert bridge.to_model("gpt", config=other).config == other
+    with pytest.raises(ConfigError, match=r"config describes another.*layernorm_epsilon=1e-05 \("):
+        bridge.to_model("gpt", config=replace(config, layernorm_epsilon=1e-5))
+    with pytest.raises(ConfigError, match="untouched model has the folder"):
+        bridge.to_model(config=config)
+    with pytest.raises(ConfigError, match=r"to_model\('bert'"):
+        bridge.to_model("bert")  # type: ignore[arg-type]
+    assert bridge.to_model("gpt", dtype=torch.bfloat16).output_layer.weight.dtype == torch.bfloat16
+
+
+class Mine(Family):
+    """A stranger's rules: Llama's."""
+
+    architecture = "LlamaForCausalLM"
+    settings = FAMILIES["llama"].settings
+    weights = FAMILIES["llama"].weights
+
+
+def test_a_family_is_named_by_its_class_path(folders: dict[str, Path]) -> None:
+    name = f"{__name__}.Mine"
+    assert family_of(name) is Mine
+    bridge = AutoBridge.from_hf_pretrained(folders["llama"], family=name)
+    assert bridge.family is Mine
+    assert torch.equal(bridge.to_model("gpt").eval()(tokens(2, LENGTH)), _logits(folders["llama"]))
+    for wrong in ("nobody", "nobody.Mine", f"{__name__}.folders"):
+        with pytest.raises(
+            ConfigError, match=f"family is '{wrong}', which is neither one of llama"
+        ):
+            family_of(wrong)
+
+
+def test_a_model_without_family_is_refused_naming_its_fields() -> None:
+    config = TransformerConfig(
+        num_layers=2, hidden_size=32, num_attention_heads=4, vocab_size=67, activation="gelu"
+    )
+    with pytest.raises(ConfigError, match="The nearest one, llama, lacks activation"):
+        family_like(config)
