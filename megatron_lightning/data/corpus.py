@@ -13,6 +13,7 @@ import sysconfig
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from megatron_lightning.errors import DataError
 
@@ -62,11 +63,20 @@ class Record:
             DataError: If the record is undecodable, invalid JSON, or lacks a key; with file and
                 line.
         """
-        text = self.text()
         if not self.is_json:
-            return [text] * len(json_keys)
+            return [self.text()] * len(json_keys)
+        fields = self.fields()
+        return [self._field(fields, key) for key in json_keys]
+
+    def parsed(self) -> Any:
+        """Return the value that the record's JSON holds.
+
+        Raises:
+            DataError: If the record is undecodable or invalid JSON; with file, line and column.
+        """
+        text = self.text()
         try:
-            fields = json.loads(text)
+            return json.loads(text)
         except json.JSONDecodeError as error:
             # Truncated JSON ends before the newline.
             column = min(error.pos, len(text.rstrip())) + 1
@@ -78,12 +88,20 @@ class Record:
             raise DataError(
                 f"{self.where}: unreadable JSON ({error}); a line must be one object"
             ) from error
+
+    def fields(self) -> dict[str, Any]:
+        """Return the fields of a line of JSON.
+
+        Raises:
+            DataError: If the record is undecodable, invalid JSON, or no object; with file and line.
+        """
+        fields = self.parsed()
         if not isinstance(fields, dict):
             raise DataError(
                 f"{self.where}: a line must be a JSON object with a text, found "
                 f"{type(fields).__name__}"
             )
-        return [self._field(fields, key) for key in json_keys]
+        return fields
 
     def _field(self, fields: dict[str, object], key: str) -> str:
         value = fields.get(key)

@@ -8,8 +8,8 @@ from typing import Any
 from torch import Tensor
 
 from megatron_lightning.bridge.kept import read_kept
-from megatron_lightning.errors import ConfigError
 from megatron_lightning.layers.loss import CrossEntropy
+from megatron_lightning.models.plans.hf_documents import restarting, separating_positions
 from megatron_lightning.modules.folder_module import FolderModule
 
 
@@ -77,6 +77,14 @@ class HuggingFaceModule(FolderModule):
             self.model.train()  # transformers returns models in eval mode, without dropout
             self.model.config.use_cache = False  # training reads no cache
 
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        """Add positions that start again with every document: of full rows, which ranks that share
+        a sequence do not see in the step.
+        """
+        if isinstance(batch, dict) and "document_ids" in batch:
+            return {**batch, "position_ids": restarting(batch["document_ids"])}
+        return batch
+
     def forward(
         self,
         tokens: Tensor,
@@ -87,16 +95,13 @@ class HuggingFaceModule(FolderModule):
         """Return the model's logits [b, s, v], or with labels the tokens' losses [b, s].
 
         Raises:
-            ConfigError: If a batch has ``document_ids``.
+            ConfigError: If a batch has ``document_ids``, and the model would let documents that
+                share a row see each other.
         """
-        if document_ids is not None:
-            raise ConfigError(
-                "the batch has document_ids, and models of transformers would let the documents of "
-                "a row see each other. Leave document_ids out of the data (reset_attention_mask of "
-                "PretrainDataModule), or train a GPTLightningModule."
-            )
         if self.model is None:
             self.configure_model()
+        if document_ids is not None:
+            position_ids = separating_positions(self.model, document_ids, position_ids)
         inputs = {} if position_ids is None else {"position_ids": position_ids}
         logits: Tensor = self.model(input_ids=tokens, **inputs).logits
         return logits if labels is None else self.loss(logits, labels)

@@ -17,6 +17,7 @@ from megatron_lightning.assembly.compile import check_blocks
 from megatron_lightning.assembly.exchanges import name_exchanges
 from megatron_lightning.assembly.plans import find_plans
 from megatron_lightning.errors import ConfigError
+from megatron_lightning.modules.finetune_data import FinetuneDataModule
 from megatron_lightning.modules.pretrain_data import PretrainDataModule
 from megatron_lightning.parallel.grid import RankGrid
 from megatron_lightning.pipeline.batch.metrics import check_persistent_states
@@ -126,8 +127,11 @@ def check_before_launch(
         if planned is not None:
             check_layers(options, world_size, planned, trainer)
     stage = None if trainer is None else trainer.state.fn
-    if stage is not None and stage != TrainerFn.PREDICTING and isinstance(data, PretrainDataModule):
-        data.check_files(stage)
+    if stage is not None and stage != TrainerFn.PREDICTING:
+        if isinstance(data, PretrainDataModule):
+            data.check_files(stage)
+        elif isinstance(data, FinetuneDataModule):
+            data.check_files(stage, module)
     if stage == TrainerFn.FITTING:
         replicas = options.layout.data_parallel_size(world_size)
         check_batches(options.schedule, options.micro_batch_size, replicas, data)

@@ -128,11 +128,25 @@ def test_what_cannot_work_is_refused_before_processes_start(folder: str, tmp_pat
         fit(folder, pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=4)
 
 
-def test_documents_of_a_row_are_refused(folder: str) -> None:
+def test_documents_of_a_row_are_as_if_alone(folder: str) -> None:
     module = HuggingFaceModule(folder)
-    tokens = torch.zeros(1, 4, dtype=torch.long)
-    with pytest.raises(ConfigError, match="see each other"):
-        module(tokens, document_ids=tokens)
+    tokens = torch.randint(0, VOCABULARY, (2, 7), generator=torch.Generator().manual_seed(0))
+    ids = torch.tensor([[0, 0, 0, 1, 1, 1, 1], [0, 1, 1, 1, 1, 2, 2]])
+    packed = module(tokens, document_ids=ids)
+    alone = [module(tokens[:1, :3]), module(tokens[:1, 3:])]
+    torch.testing.assert_close(packed[:1], torch.cat(alone, 1), rtol=1e-5, atol=1e-5)  # fp32
+    module.model.config._attn_implementation = "flash_attention_2"
+    with pytest.raises(ConfigError, match="on 2 rows that hold several documents"):
+        module(tokens, document_ids=ids)
+    module.model.config.update({"_attn_implementation": "sdpa", "use_cache": True})
+    with pytest.raises(ConfigError, match="lets the documents of a row see each other"):
+        module(tokens, document_ids=ids)
+    module.model.config.update({"use_cache": False, "model_type": "mamba"})
+    with pytest.raises(ConfigError, match=r"\(mamba\) is not known to part documents"):
+        module(tokens, document_ids=ids)
+
+
+def test_schedules_that_cannot_be_are_refused(folder: str) -> None:
     with pytest.raises(ConfigError, match=r"the Trainer's are -?(inf|1)"):
         fit = trainer("auto", max_epochs=-1)
         fit.fit(HuggingFaceModule(folder, decay_steps="max"), _rows(1))

@@ -1,0 +1,276 @@
+"""Rows as conversations, texts or tokens: the schemas of fine-tuning data.
+
+A conversation has OpenAI's form: messages with ``role`` and ``content``, ``tool_calls`` in answers,
+and ``tools`` beside the messages.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron_lightning.data.sources import Row
+from megatron_lightning.errors import DataError
+
+ASSISTANT = "assistant"
+_ROLES: Mapping[str, str] = {
+    "human": "user",
+    "user": "user",
+    "gpt": ASSISTANT,
+    "assistant": ASSISTANT,
+    "chatgpt": ASSISTANT,
+    "model": ASSISTANT,
+    "bot": ASSISTANT,
+    "system": "system",
+    "tool": "tool",
+    "observation": "tool",
+    "function_response": "tool",
+    "function_call": "function_call",
+}
+"""Role of ShareGPT -> role of OpenAI."""
+_SCHEMAS = (
+    "messages (OpenAI), conversations (ShareGPT), instruction and output (Alpaca), prompt and "
+    "completion, text, or input_ids"
+)
+REASONING = ("reasoning_content", "reasoning", "thinking")
+"""Keys under which a message has its reasoning."""
+THOUGHT = re.compile(r"<think>.*?</think>\s*", re.DOTALL)
+"""Reasoning inside of a message's content."""
+
+
+@dataclass(frozen=True)
+class Chat:
+    """A conversation, and the answers in it that are trained."""
+
+    where: str
+    messages: Sequence[Mapping[str, Any]]
+    tools: Sequence[Mapping[str, Any]] | None = None
+    trained: frozenset[int] = field(default_factory=frozenset)
+    """Positions of the messages that count in the loss."""
+
+
+@dataclass(frozen=True)
+class Text:
+    """Text without a template: a prompt, which has no loss, and what follows it."""
+
+    where: str
+    prompt: str
+    completion: str
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """A row that is tokenized already."""
+
+    where: str
+    ids: Sequence[int]
+    labels: Sequence[int]
+    """Of the same length and not shifted, as ``transformers`` has them: -100 has no loss."""
+
+
+def parse_row(row: Row) -> Chat | Text | Tokens:
+    """Return what a row holds, by the keys that it has.
+
+    Raises:
+        DataError: If the keys are of no schema, or a value is not what the schema has there.
+    """
+    fields = row.fields
+    if "input_ids" in fields:
+        return _tokens(row)
+    if "messages" in fields:
+        return _chat(row, "messages", fields["messages"])
+    if "conversations" in fields:
+        return _chat(row, "conversations", _share_gpt(row))
+    if "instruction" in fields and "output" in fields:
+        return _chat(row, "instruction", _alpaca(row))
+    if "prompt" in fields and "completion" in fields:
+        return _completion(row)
+    if "text" in fields:
+        return Text(row.where, "", _text(row, "text", fields["text"]))
+    raise DataError(
+        f"{row.where}: the keys {sorted(fields)} are of no known schema; expected {_SCHEMAS}"
+    )
+
+
+def _text(row: Row, key: str, value: Any) -> str:
+    if not isinstance(value, str):
+        raise DataError(f"{row.where}: {key} is a {type(value).__name__}; it must be text")
+    return value
+
+
+def _chat(row: Row, key: str, messages: Any, answers_from: int = 0) -> Chat:
+    if not isinstance(messages, list) or not messages:
+        raise DataError(f"{row.where}: {key} must be a list of messages, and not an empty one")
+    made, trained = [], set()
+    for index, message in enumerate(messages):
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+            raise DataError(
+                f"{row.where}: message {index} of {key} must be an object with role and content"
+            )
+        if message["role"] == ASSISTANT and index >= answers_from and _counts(row, index, message):
+            trained.add(index)
+        made.append(_message(row, index, message))
+    return Chat(row.where, made, _tools(row), frozenset(trained))
+
+
+def _counts(row: Row, index: int, message: Mapping[str, Any]) -> bool:
+    """Return whether a message's own ``weight`` (OpenAI) or ``train`` leaves it in the loss."""
+    for name in ("weight", "train"):
+        value = message.get(name)
+        if value is not None and value not in (0, 1):
+            raise DataError(
+                f"{row.where}: message {index} has {name}={value!r}; an answer counts (1) or does "
+                "not (0)"
+            )
+        if value is not None and not value:
+            return False
+    return True
+
+
+def _message(row: Row, index: int, message: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a message as templates take it: text as content, arguments of calls as objects."""
+    made = {key: value for key, value in message.items() if key not in ("weight", "train")}
+    content = made.get("content")
+    if isinstance(content, list):
+        made["content"] = "".join(_part(row, index, part) for part in content)
+    elif content is None:
+        made["content"] = ""
+    elif not isinstance(content, str):
+        raise DataError(
+            f"{row.where}: the content of message {index} is a {type(content).__name__}; it must "
+            "be text"
+        )
+    if made.get("tool_calls"):
+        made["tool_calls"] = [_call(row, index, call) for call in made["tool_calls"]]
+    return made
+
+
+def _part(row: Row, index: int, part: Any) -> str:
+    if isinstance(part, Mapping) and isinstance(part.get("text"), str):
+        return str(part["text"])
+    found = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+    raise DataError(
+        f"{row.where}: message {index} has a part of the type {found!r}, and only text can be "
+        "trained; remove it"
+    )
+
+
+def _call(row: Row, index: int, call: Any) -> dict[str, Any]:
+    """Return a call with its arguments as an object: OpenAI's files have JSON text there, and
+    templates write JSON themselves.
+    """
+    if not isinstance(call, Mapping):
+        raise DataError(f"{row.where}: a tool call of message {index} must be an object")
+    function = dict(call.get("function", call))
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        function["arguments"] = _json(row, f"the arguments of a call in message {index}", arguments)
+    return {**call, "function": function} if "function" in call else function
+
+
+def _json(row: Row, what: str, text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise DataError(f"{row.where}: {what} are no JSON: {error}") from error
+
+
+def _tools(row: Row) -> list[Mapping[str, Any]] | None:
+    tools = row.fields.get("tools")
+    if isinstance(tools, str):
+        tools = _json(row, "tools", tools) if tools.strip() else None
+    if not tools:
+        return None
+    if not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools):
+        raise DataError(f"{row.where}: tools must be a list of objects, or its JSON text")
+    return tools
+
+
+def _share_gpt(row: Row) -> list[Any]:
+    """Return ShareGPT's ``from`` and ``value`` as OpenAI's messages."""
+    turns = row.fields["conversations"]
+    if not isinstance(turns, list):
+        raise DataError(f"{row.where}: conversations must be a list of turns")
+    messages: list[Any] = []
+    if isinstance(row.fields.get("system"), str) and row.fields["system"]:
+        messages.append({"role": "system", "content": row.fields["system"]})
+    for index, turn in enumerate(turns):
+        if not isinstance(turn, Mapping):
+            raise DataError(f"{row.where}: turn {index} must be an object with from and value")
+        if "role" in turn:
+            messages.append(turn)
+            continue
+        role, value = _ROLES.get(str(turn.get("from"))), turn.get("value")
+        if role is None or not isinstance(value, str):
+            raise DataError(
+                f"{row.where}: turn {index} is from {turn.get('from')!r}; expected value as text, "
+                f"from one of {', '.join(_ROLES)}"
+            )
+        own = {key: turn[key] for key in ("weight", "train") if key in turn}
+        if role == "function_call":
+            call = _json(row, f"the call of turn {index}", value)
+            calls = call if isinstance(call, list) else [call]
+            made = [{"type": "function", "function": one} for one in calls]
+            messages.append({"role": ASSISTANT, "content": "", "tool_calls": made, **own})
+        else:
+            messages.append({"role": role, "content": value, **own})
+    return messages
+
+
+def _alpaca(row: Row) -> list[Any]:
+    fields = row.fields
+    question = _text(row, "instruction", fields["instruction"])
+    if fields.get("input"):
+        question = f"{question}\n{_text(row, 'input', fields['input'])}"
+    messages: list[Any] = []
+    if fields.get("system"):
+        messages.append({"role": "system", "content": _text(row, "system", fields["system"])})
+    for pair in fields.get("history") or ():
+        if not isinstance(pair, Sequence) or len(pair) != 2:
+            raise DataError(f"{row.where}: history must be pairs of a question and an answer")
+        messages += [
+            {"role": "user", "content": pair[0]},
+            {"role": ASSISTANT, "content": pair[1]},
+        ]
+    messages.append({"role": "user", "content": question})
+    messages.append({"role": ASSISTANT, "content": _text(row, "output", fields["output"])})
+    return messages
+
+
+def _completion(row: Row) -> Chat | Text:
+    prompt, completion = row.fields["prompt"], row.fields["completion"]
+    if isinstance(prompt, str) and isinstance(completion, str):
+        return Text(row.where, prompt, completion)
+    if isinstance(prompt, list) and isinstance(completion, list):
+        return _chat(row, "prompt and completion", [*prompt, *completion], len(prompt))
+    raise DataError(
+        f"{row.where}: prompt is a {type(prompt).__name__} and completion a "
+        f"{type(completion).__name__}; both must be text, or both lists of messages"
+    )
+
+
+def _tokens(row: Row) -> Tokens:
+    ids, labels = row.fields["input_ids"], row.fields.get("labels")
+    labels = ids if labels is None else labels
+    for name, values in (("input_ids", ids), ("labels", labels)):
+        if not isinstance(values, list) or not all(type(value) is int for value in values):
+            raise DataError(f"{row.where}: {name} must be a list of integers")
+    if len(ids) != len(labels):
+        raise DataError(
+            f"{row.where}: {len(ids)} input_ids and {len(labels)} labels; there must be a label "
+            "for every id, not shifted"
+        )
+    wrong = [
+        at
+        for at, (one, label) in enumerate(zip(ids, labels, strict=True))
+        if label not in (one, -100)
+    ]
+    if wrong:
+        raise DataError(
+            f"{row.where}: labels[{wrong[0]}] is {labels[wrong[0]]} and input_ids[{wrong[0]}] "
+            f"{ids[wrong[0]]}; labels are the ids themselves, not shifted, or -100"
+        )
+    return Tokens(row.where, ids, labels)

@@ -1,0 +1,175 @@
+"""A tokenizer that says which characters every token has, and the special tokens of templates."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron_lightning.errors import ConfigError, DataError
+
+Ids = npt.NDArray[np.int32]
+
+
+class ChatTokenizer:
+    """A fast tokenizer of ``transformers`` or ``tokenizers``.
+
+    Args:
+        tokenizer: The tokenizer: an object of ``transformers`` or ``tokenizers``.
+        source: Folder or name that it came from, for messages.
+        new_tokens: Texts that become tokens of their own.
+
+    Raises:
+        ConfigError: If it does not say which characters a token has.
+    """
+
+    def __init__(self, tokenizer: Any, source: str = "", *, new_tokens: Sequence[str] = ()) -> None:
+        from transformers import PreTrainedTokenizerBase
+
+        self.source = source or type(tokenizer).__name__
+        if not isinstance(tokenizer, PreTrainedTokenizerBase):
+            tokenizer = _from_tokenizers(tokenizer, self.source)
+        if not tokenizer.is_fast:
+            raise ConfigError(
+                f"tokenizer {self.source} is a {type(tokenizer).__name__}, which does not say "
+                "which characters a token has, so that answers cannot be told from prompts. Use a "
+                "tokenizer with a tokenizer.json (a fast one)."
+            )
+        if new_tokens:
+            tokenizer.add_tokens(list(new_tokens), special_tokens=True)
+        self.tokenizer: Any = tokenizer
+        # Its own settings of padding and truncation, which every call changes, are not wanted.
+        serialized = tokenizer.backend_tokenizer.to_str()
+        self._backend: Any = type(tokenizer.backend_tokenizer).from_str(serialized)
+        self._backend.no_padding()
+        self._backend.no_truncation()
+        self._serialized = serialized
+
+    @classmethod
+    def load(cls, source: Any, *, new_tokens: Sequence[str] = ()) -> ChatTokenizer:
+        """Return the tokenizer that ``source`` is or names.
+
+        Args:
+            source: A folder, a ``tokenizer.json``, a name on the Hugging Face Hub, or a tokenizer.
+            new_tokens: Texts that become tokens of their own.
+
+        Raises:
+            ConfigError: If ``transformers`` is not installed, or the tokenizer cannot be used.
+            DataError: If none can be loaded.
+        """
+        try:
+            import transformers
+        except ImportError as error:
+            raise ConfigError(
+                "chat data need the package transformers, which is not installed; `pip install "
+                "'megatron_lightning[finetune]'`"
+            ) from error
+        if not isinstance(source, str | Path):
+            return cls(source, new_tokens=new_tokens)
+        try:
+            make: Any = transformers.AutoTokenizer.from_pretrained
+            if str(source).endswith(".json"):
+                make = partial(_fast, "tokenizer_file")
+            loaded = make(str(source))
+        except Exception as error:  # tokenizers raises plain Exceptions
+            raise DataError(
+                f"tokenizer={source}: no tokenizer can be loaded from here "
+                f"({type(error).__name__}: {error}); set it to a folder with a tokenizer.json, or "
+                "to a name on the Hugging Face Hub (HF_HUB_OFFLINE=1 reads its cache only)"
+            ) from error
+        return cls(loaded, str(source), new_tokens=new_tokens)
+
+    def __len__(self) -> int:
+        return len(self.tokenizer)
+
+    @property
+    def chat_template(self) -> str | Mapping[str, str] | None:
+        """Template of conversations that the tokenizer has."""
+        template: str | dict[str, str] | None = self.tokenizer.chat_template
+        return template or None
+
+    @property
+    def special_tokens(self) -> Mapping[str, Any]:
+        """Text of the special tokens by the names that templates use."""
+        return dict(self.tokenizer.special_tokens_map)
+
+    @property
+    def padding(self) -> int:
+        """Id that fills rows. It is never looked for: many tokenizers use a real token."""
+        known = (self.tokenizer.pad_token_id, self.tokenizer.eos_token_id, 0)
+        return next(int(one) for one in known if one is not None)
+
+    @property
+    def begin(self) -> list[int]:
+        """Ids that the tokenizer puts before plain text."""
+        bos = self.tokenizer.bos_token_id
+        added = self.tokenizer("").input_ids
+        return [bos] if bos is not None and list(added[:1]) == [bos] else []
+
+    @property
+    def end(self) -> int:
+        """Id that ends plain text.
+
+        Raises:
+            ConfigError: If there is none.
+        """
+        eos = self.tokenizer.eos_token_id
+        if eos is None:
+            raise ConfigError(
+                f"tokenizer {self.source} has no eos_token, with which plain text has to end; set "
+                "eos_token in its tokenizer_config.json"
+            )
+        return int(eos)
+
+    def is_added(self, token: int) -> bool:
+        """Return whether an id is that of an added token, as ends of turns are."""
+        return token in self.tokenizer.added_tokens_decoder
+
+    @property
+    def identity(self) -> str:
+        """Digest of all that ids depend on; equal for two copies of a folder."""
+        special = json.dumps({k: str(v) for k, v in self.special_tokens.items()}, sort_keys=True)
+        return hashlib.sha256((self._serialized + special).encode()).hexdigest()
+
+    def encode(self, texts: Sequence[str]) -> list[tuple[Ids, npt.NDArray[np.int64]]]:
+        """Return ids [n] and the first character [n] of every token of each text.
+
+        No token is added: templates write the special tokens themselves.
+        """
+        return [
+            (
+                np.array(encoding.ids, np.int32),
+                np.array(encoding.offsets, np.int64).reshape(-1, 2)[:, 0],
+            )
+            for encoding in self._backend.encode_batch(list(texts), add_special_tokens=False)
+        ]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of ids, special tokens included."""
+        return str(self._backend.decode(list(ids), skip_special_tokens=False))
+
+
+def _from_tokenizers(tokenizer: Any, source: str) -> Any:
+    from tokenizers import Tokenizer
+
+    if not isinstance(tokenizer, Tokenizer):
+        raise ConfigError(
+            f"tokenizer is a {source}, which does not say which characters a token has; set it to "
+            "a folder with a tokenizer.json, a name on the Hugging Face Hub, or a fast tokenizer "
+            "of transformers"
+        )
+    return _fast("tokenizer_object", tokenizer)
+
+
+def _fast(keyword: str, value: Any) -> Any:
+    """Return a tokenizer of ``transformers`` around one of ``tokenizers``."""
+    import transformers
+
+    make: Any = transformers.PreTrainedTokenizerFast
+    return make(**{keyword: value})

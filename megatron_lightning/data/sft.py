@@ -1,0 +1,288 @@
+"""Supervised documents: rows rendered, tokenized, cut to a length, and kept in files that all ranks
+of a node map.
+
+A document has ids [n] and, for each, whether it counts in the loss as the token to predict. A
+document without any such token is left out and counted.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, get_args
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron_lightning.data.chat import Chat, Text, Tokens, parse_row
+from megatron_lightning.data.chat_template import ChatOptions, ChatTemplate, Rendered
+from megatron_lightning.data.chat_tokenizer import ChatTokenizer
+from megatron_lightning.data.files import atomic_write
+from megatron_lightning.data.sources import Row
+from megatron_lightning.errors import ConfigError, DataError
+
+Truncation = Literal["drop", "left", "middle", "right"]
+_VERSION = 1
+_ROWS_AT_ONCE = 512
+_IDS, _TRAINED, _REPORT = "ids.bin", "trained.bin", "report.json"
+_BOUNDS, _ROWS = "bounds.npy", "rows.npy"
+UNENDED = "answers without an added token at their end"
+Marks = npt.NDArray[np.bool_]
+
+
+class Document(NamedTuple):
+    """One sample."""
+
+    ids: npt.NDArray[np.int32]
+    """[n]."""
+    trained: Marks
+    """Whether each id is predicted [n]; the first never is."""
+    row: int = 0
+    """Number of the row of the source that it was made of."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SupervisedOptions:
+    """How rows become documents."""
+
+    sequence_length: int
+    """Longest document, in tokens."""
+    truncation: Truncation = "drop"
+    """What becomes of a longer one: it is left out (``drop``), or loses the begin (``left``) or the
+    middle (``middle``) of its prompt, or its end (``right``)."""
+    chat: ChatOptions = field(default_factory=ChatOptions)
+    """What of a conversation is trained."""
+
+    def __post_init__(self) -> None:
+        if self.truncation not in get_args(Truncation):
+            raise ConfigError(
+                f"truncation={self.truncation!r}; must be one of {', '.join(get_args(Truncation))}"
+            )
+        if self.sequence_length < 2:
+            raise ConfigError(
+                f"sequence_length={self.sequence_length}: a token is predicted from one before it; "
+                "set it to 2 or more"
+            )
+
+
+class Encoder:
+    """Makes documents of rows.
+
+    Args:
+        tokenizer: Of the model.
+        template: Of conversations; None: there is none, and a conversation is an error.
+        options: How rows become documents.
+    """
+
+    def __init__(
+        self, tokenizer: ChatTokenizer, template: ChatTemplate | None, options: SupervisedOptions
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._template = template
+        self._options = options
+        self.counts: Counter[str] = Counter()
+        """Rows, and what became of them."""
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """All that documents depend on beside the rows."""
+        return {
+            "version": _VERSION,
+            "tokenizer": self._tokenizer.identity,
+            "template": None if self._template is None else self._template.identity,
+            **asdict(self._options),
+        }
+
+    def documents(self, rows: Iterable[Row]) -> Iterator[Document]:
+        """Yield the documents of rows, in order.
+
+        Raises:
+            DataError: If a row cannot be used; with file and line.
+        """
+        remaining = iter(rows)
+        while chunk := list(islice(remaining, _ROWS_AT_ONCE)):
+            first = self.counts["rows"]
+            self.counts["rows"] += len(chunk)
+            pieces = [
+                (number, piece)
+                for number, row in enumerate(chunk, first)
+                for piece in self._pieces(row)
+            ]
+            texts = [piece.text for _, piece in pieces if isinstance(piece, Rendered)]
+            encoded = iter(self._tokenizer.encode(texts))
+            for number, piece in pieces:
+                if isinstance(piece, Rendered):
+                    ids, begins = next(encoded)
+                    made = self._placed(piece, ids, begins)
+                else:
+                    made = Document(np.array(piece.ids, np.int32), np.array(piece.labels) != -100)
+                kept = self._cut(made)
+                if kept is not None:
+                    yield kept._replace(row=number)
+
+    def _pieces(self, row: Row) -> Iterator[Rendered | Tokens]:
+        parsed = parse_row(row)
+        if isinstance(parsed, Tokens):
+            outside = [one for one in parsed.ids if not 0 <= one < len(self._tokenizer)]
+            if outside:
+                raise DataError(
+                    f"{row.where}: input_ids has id {outside[0]}, and the tokenizer "
+                    f"{len(self._tokenizer)} ids; it was made with another tokenizer"
+                )
+            yield parsed
+        elif isinstance(parsed, Text):
+            text = parsed.prompt + parsed.completion
+            yield Rendered(
+                row.where, text, [(len(parsed.prompt), len(text))], has_special_tokens=False
+            )
+        else:
+            yield from self._samples(parsed)
+
+    def _samples(self, chat: Chat) -> Iterator[Rendered]:
+        if self._template is None:
+            raise ConfigError(
+                f"{chat.where} is a conversation, and the tokenizer {self._tokenizer.source} has "
+                "no chat template. Set chat_template to the text or the file of one."
+            )
+        if not chat.trained:
+            self.counts["rows without an answer"] += 1
+        yield from self._template.samples(chat, self._options.chat)
+
+    def _placed(
+        self, text: Rendered, ids: npt.NDArray[np.int32], begins: npt.NDArray[np.int64]
+    ) -> Document:
+        """Return the document of a text: a token counts if it begins in a character that does."""
+        trained = np.zeros(len(ids), np.bool_)
+        for begin, end in text.spans:
+            trained |= (begins >= begin) & (begins < end)
+        if not text.has_special_tokens:
+            begin_ids, end_id = self._tokenizer.begin, self._tokenizer.end
+            ids = np.concatenate([begin_ids, ids, [end_id]]).astype(np.int32)
+            trained = np.concatenate([np.zeros(len(begin_ids), np.bool_), trained, [True]])
+        elif trained.any():
+            # A line break may follow the end of a turn.
+            last = ids[trained][-2:].tolist()
+            if not any(map(self._tokenizer.is_added, last)):
+                self.counts[UNENDED] += 1
+        return Document(ids, trained)
+
+    def _cut(self, document: Document) -> Document | None:
+        """Return a document that is not too long, or None where it is left out."""
+        ids, trained = document.ids, document.trained.copy()
+        trained[:1] = False  # nothing stands before it
+        length, limit = len(ids), self._options.sequence_length
+        if length > limit:
+            self.counts["too long"] += 1
+            keep = self._kept(trained, length, limit)
+            if keep is None:
+                self.counts["left out as too long"] += 1
+                return None
+            ids, trained = ids[keep], trained[keep]
+            trained[:1] = False
+            self.counts["cut tokens"] += length - len(ids)
+        if not trained.any():
+            self.counts["left out without a trained token"] += 1
+            return None
+        self.counts["documents"] += 1
+        self.counts["tokens"] += len(ids)
+        self.counts["trained tokens"] += int(trained.sum())
+        return Document(ids, trained)
+
+    def _kept(self, trained: Marks, length: int, limit: int) -> npt.NDArray[np.int64] | None:
+        """Return the positions [limit] that stay of a document that is too long; None: it is left
+        out.
+        """
+        everything, kind = np.arange(length), self._options.truncation
+        if kind == "right":
+            return everything[:limit]
+        answer = int(np.argmax(trained)) if trained.any() else length
+        remaining = answer - (length - limit)  # of the prompt
+        if kind == "drop" or remaining < 1:
+            return None
+        if kind == "left":
+            return everything[length - limit :]
+        head = remaining - remaining // 2
+        return np.concatenate([everything[:head], everything[answer - (remaining - head) :]])
+
+
+class Documents(Sequence[Document]):
+    """Documents in files that are mapped into memory.
+
+    Args:
+        folder: Where :meth:`build` has written them.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        report = json.loads((folder / _REPORT).read_text())
+        self.report: dict[str, int] = report["counts"]
+        """What became of the rows."""
+        self.digest: str = report["digest"]
+        """Of all ids and marks."""
+        self.rows: npt.NDArray[np.int64] = np.load(folder / _ROWS)
+        """Number of the row that each document was made of [D]."""
+        self._bounds = np.load(folder / _BOUNDS)
+        self._ids = _mapped(folder / _IDS, np.dtype(np.int32))
+        self._trained = _mapped(folder / _TRAINED, np.dtype(np.bool_))
+
+    @classmethod
+    def build(cls, folder: Path, documents: Iterable[Document], counts: Counter[str]) -> Documents:
+        """Write documents into ``folder``. Several processes may do so at once.
+
+        Args:
+            folder: Is made.
+            documents: Read once, one at a time.
+            counts: What became of the rows, when all documents are read.
+        """
+        folder.mkdir(parents=True, exist_ok=True)
+        bounds, rows, digest = [0], [], hashlib.sha256()
+        with atomic_write(folder / _IDS) as ids, atomic_write(folder / _TRAINED) as trained:
+            for document in documents:
+                for file, array in zip((ids, trained), document[:2], strict=True):
+                    data = array.tobytes()
+                    file.write(data)
+                    digest.update(data)
+                bounds.append(bounds[-1] + len(document.ids))
+                rows.append(document.row)
+        for name, numbers in ((_BOUNDS, bounds), (_ROWS, rows)):
+            with atomic_write(folder / name) as file:
+                np.save(file, np.array(numbers, np.int64))
+        digest.update(np.array(bounds, np.int64).tobytes())
+        with atomic_write(folder / _REPORT) as file:  # the last one: it says that all are there
+            report = {"counts": dict(counts), "digest": digest.hexdigest()}
+            file.write(json.dumps(report, indent=1).encode())
+        return cls(folder)
+
+    @staticmethod
+    def are_in(folder: Path) -> bool:
+        """Return whether :meth:`build` has written ``folder`` to its end."""
+        return (folder / _REPORT).is_file()
+
+    def __len__(self) -> int:
+        return len(self._bounds) - 1
+
+    @property
+    def lengths(self) -> npt.NDArray[np.int64]:
+        """Tokens of every document [D]."""
+        return np.asarray(np.diff(self._bounds), np.int64)
+
+    def __getitem__(self, index: Any) -> Any:
+        if not 0 <= index < len(self):
+            raise IndexError(f"document {index} of {len(self)}")
+        part = slice(self._bounds[index], self._bounds[index + 1])
+        return Document(self._ids[part], self._trained[part])
+
+    def __reduce__(self) -> tuple[object, ...]:
+        # a loader's worker maps the files again instead of receiving their bytes
+        return (type(self), (self.folder,))
+
+
+def _mapped(path: Path, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
+    if not path.stat().st_size:
+        return np.empty(0, dtype)
+    return np.memmap(path, dtype, "r").view(np.ndarray)

@@ -1,0 +1,259 @@
+"""Readers of rows with fields: JSON lines, JSON lists, CSV, Parquet, Arrow, and data sets of the
+package ``datasets``.
+
+A path may be local, a glob pattern, a folder, or a URL that fsspec opens. JSON lines are parsed
+here: Arrow gives each column one type, and the arguments of tools have many.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from megatron_lightning.data.corpus import Record
+from megatron_lightning.errors import ConfigError, DataError
+
+_LINES = (".jsonl", ".ndjson")
+SUFFIXES = (*_LINES, ".json", ".csv", ".parquet", ".arrow")
+"""Suffixes of files that are read; JSON and CSV may have ``.gz`` behind theirs."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One record of a source."""
+
+    where: str
+    """File and line, or data set and row, for messages."""
+    fields: Mapping[str, Any]
+
+
+def source_files(path: str) -> list[str]:
+    """Return the files that ``path`` names, in order; none: it may be the name of a data set.
+
+    Raises:
+        DataError: If a folder or a pattern has no file that can be read.
+    """
+    import fsspec
+
+    system, inside = fsspec.core.url_to_fs(path)
+    if any(character in inside for character in "*?["):
+        found = sorted(system.glob(inside))
+    elif system.isdir(inside):
+        if any(system.exists(f"{inside}/{name}") for name in ("state.json", "dataset_dict.json")):
+            return []  # written by save_to_disk of the package datasets
+        found = sorted(name for name in system.ls(inside, detail=False) if _suffix(name))
+    else:
+        return [path] if system.exists(inside) else []
+    if not found:
+        raise DataError(
+            f"{path}: there is no file to read. Set it to files that end in {', '.join(SUFFIXES)}."
+        )
+    return [system.unstrip_protocol(name) if "://" in path else name for name in found]
+
+
+def read_rows(path: str, *, split: str = "train", subset: str | None = None) -> Iterator[Row]:
+    """Yield the rows of a file, of all files of a folder or pattern, or of a data set.
+
+    Args:
+        path: File, folder, glob pattern, URL, or name of a data set on the Hugging Face Hub.
+        split: Split of a data set of the package ``datasets``, with or without a slice.
+        subset: Configuration of a data set on the Hub.
+
+    Raises:
+        DataError: If something cannot be read; with file and line.
+        ConfigError: If a package that the format needs is not installed.
+    """
+    files = source_files(path)
+    if not files:
+        yield from _read_dataset(path, split, subset)
+    for file in files:
+        yield from _reader(file)(file)
+
+
+def _suffix(path: str) -> str:
+    """Return the suffix of a file that can be read; "": it cannot."""
+    name = path.lower()
+    inner = name.removesuffix(".gz")
+    return next(
+        (
+            suffix
+            for suffix in SUFFIXES
+            if (name if suffix in (".parquet", ".arrow") else inner).endswith(suffix)
+        ),
+        "",
+    )
+
+
+def _reader(path: str) -> Callable[[str], Iterator[Row]]:
+    readers = {
+        **dict.fromkeys((*_LINES, ".json"), _read_json),
+        ".csv": _read_csv,
+        ".parquet": _read_parquet,
+        ".arrow": _read_arrow,
+    }
+    suffix = _suffix(path)
+    if not suffix:
+        raise DataError(
+            f"{path}: the suffix says no format. Set it to a file that ends in "
+            f"{', '.join(SUFFIXES)}."
+        )
+    return readers[suffix]
+
+
+@contextmanager
+def _opened(path: str) -> Iterator[IO[bytes]]:
+    import fsspec
+
+    try:
+        packed = "gzip" if path.lower().endswith(".gz") else None
+        with fsspec.open(path, "rb", compression=packed) as file:
+            yield file
+    except (OSError, EOFError) as error:
+        raise DataError(f"{path}: cannot be read ({error}); set path to existing files") from error
+
+
+def _read_json(path: str) -> Iterator[Row]:
+    """A line of JSON is a row; a file that begins with ``[`` is one list of rows."""
+    with _opened(path) as file:
+        for number, line in enumerate(file, 1):
+            if not line.strip():
+                continue
+            record = Record(path, number, line, is_json=True)
+            if number == 1 and line.lstrip().startswith(b"["):
+                yield from _read_list(path, Record(path, 1, line + file.read(), is_json=True))
+                return
+            yield Row(record.where, record.fields())
+
+
+def _read_list(path: str, record: Record) -> Iterator[Row]:
+    for index, fields in enumerate(record.parsed()):
+        if not isinstance(fields, dict):
+            raise DataError(
+                f"{path}: entry {index} of the list is a {type(fields).__name__}; every entry must "
+                "be one JSON object"
+            )
+        yield Row(f"{path}[{index}]", fields)
+
+
+def _read_csv(path: str) -> Iterator[Row]:
+    with _opened(path) as file:
+        reader = csv.DictReader(io.TextIOWrapper(file, encoding="utf-8-sig", newline=""))
+        try:
+            for fields in reader:
+                where = f"{path}:{reader.line_num}"
+                if None in fields or None in fields.values():
+                    raise DataError(
+                        f"{where}: the line has another number of columns than the header's "
+                        f"{len(reader.fieldnames or ())}; quote commas and line breaks"
+                    )
+                yield Row(where, fields)
+        except (csv.Error, UnicodeDecodeError) as error:
+            raise DataError(f"{path}:{reader.line_num}: {error}; write it as UTF-8") from error
+
+
+def _needs(package: str, what: str) -> Any:
+    from importlib import import_module
+
+    try:
+        return import_module(package)
+    except ImportError as error:
+        root = package.partition(".")[0]
+        raise ConfigError(
+            f"{what} needs the package {root}, which is not installed; "
+            "`pip install 'megatron_lightning[finetune]'`, or convert the data to JSON lines"
+        ) from error
+
+
+def _read_parquet(path: str) -> Iterator[Row]:
+    parquet = _needs("pyarrow.parquet", f"{path}: Parquet")
+    arrow = _needs("pyarrow", path)
+    with _opened(path) as file:
+        try:
+            batches = parquet.ParquetFile(file).iter_batches()
+            yield from _rows_of(path, batches)
+        except arrow.ArrowException as error:
+            raise DataError(f"{path}: is not a Parquet file: {error}") from error
+
+
+def _read_arrow(path: str) -> Iterator[Row]:
+    arrow = _needs("pyarrow", f"{path}: Arrow")
+    with _opened(path) as file:
+        try:
+            try:
+                batches: Any = arrow.ipc.open_stream(file)
+            except arrow.ArrowInvalid:
+                file.seek(0)
+                table = arrow.ipc.open_file(file)
+                batches = (table.get_batch(i) for i in range(table.num_record_batches))
+            yield from _rows_of(path, batches)
+        except arrow.ArrowException as error:
+            raise DataError(f"{path}: is not an Arrow file: {error}") from error
+
+
+def _rows_of(path: str, batches: Any) -> Iterator[Row]:
+    number = 0
+    for batch in batches:
+        for fields in batch.to_pylist():
+            yield Row(f"{path}[{number}]", without_missing(fields))
+            number += 1
+
+
+def _read_dataset(path: str, split: str, subset: str | None) -> Iterator[Row]:
+    if Path(path).suffix in SUFFIXES or (
+        path.startswith((".", "/", "~")) and not Path(path).exists()
+    ):
+        raise DataError(f"{path}: there is no such file; set path to existing files")
+    datasets = _needs("datasets", f"{path} is no file, and as a data set it")
+    try:
+        rows = (
+            datasets.load_from_disk(path)
+            if Path(path).is_dir()
+            else datasets.load_dataset(path, subset, split=split)
+        )
+    except Exception as error:
+        raise DataError(
+            f"{path} is neither a file nor a data set that can be loaded "
+            f"({type(error).__name__}: {error}). Check the path, split={split!r} and "
+            f"subset={subset!r}."
+        ) from error
+    if isinstance(rows, Mapping):
+        if split not in rows:
+            raise DataError(f"{path} has the splits {sorted(rows)}; set split to one of them")
+        rows = rows[split]
+    for index, fields in enumerate(rows):
+        yield Row(f"{path}[{index}]", without_missing(fields))
+
+
+def without_missing(value: Any) -> Any:
+    """Return ``value`` without keys whose value is None: a column of structs has all keys of all
+    rows.
+    """
+    if isinstance(value, dict):
+        return {key: without_missing(item) for key, item in value.items() if item is not None}
+    if isinstance(value, list):
+        return [without_missing(item) for item in value]
+    return value
+
+
+def file_stamps(paths: Sequence[str]) -> list[list[Any]]:
+    """Return name, size and time of every file behind ``paths``: what names a cache of them.
+
+    A data set of the Hub has no files here; its name and version are all that is known.
+    """
+    import fsspec
+
+    stamps: list[list[Any]] = []
+    for path in paths:
+        files = source_files(path)
+        stamps += [[path]] if not files else []
+        for file in files:
+            system, inside = fsspec.core.url_to_fs(file)
+            info = system.info(inside)
+            stamp = info.get("mtime") or info.get("LastModified") or info.get("created")
+            stamps.append([str(file), info.get("size"), str(stamp)])
+    return stamps

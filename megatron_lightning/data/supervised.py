@@ -1,0 +1,215 @@
+"""Supervised documents as rows of a fixed length, and the order in which training reads them.
+
+The order is a function of the seed and the number of a pass, so that the rows consumed are the
+whole state of the data, for any number of ranks. Random numbers are those of ``RandomState``, whose
+streams never change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset, Sampler
+
+from megatron_lightning.data.blend import blend_index, normalized
+from megatron_lightning.data.packing import Numbers, Rows, pack, pack_in_windows
+from megatron_lightning.data.sft import Document, Documents
+
+Packing = Literal["none", "offline", "online"]
+IGNORED = -100
+"""Label of a position without a loss."""
+
+
+class Sources:
+    """Documents of several sources, numbered one source after the other.
+
+    Args:
+        parts: The documents of each source.
+        chosen: Numbers within each source of the documents that are used; None: all.
+        weights: Share of each source in the training documents; None: each document comes once in
+            a pass.
+    """
+
+    def __init__(
+        self,
+        parts: Sequence[Documents],
+        chosen: Sequence[Numbers] | None = None,
+        weights: Sequence[float] | None = None,
+    ) -> None:
+        self._parts = parts
+        self._chosen = [np.arange(len(part)) for part in parts] if chosen is None else list(chosen)
+        self.weights = None if weights is None else normalized(weights)
+        self.sizes = [len(numbers) for numbers in self._chosen]
+        self._starts = np.concatenate([[0], np.cumsum(self.sizes)]).astype(np.int64)
+        self.lengths: Numbers = np.concatenate(
+            [part.lengths[numbers] for part, numbers in zip(parts, self._chosen, strict=True)]
+        )
+        """Tokens of every document."""
+
+    def __len__(self) -> int:
+        return int(self._starts[-1])
+
+    def __getitem__(self, number: int) -> Document:
+        source = int(np.searchsorted(self._starts, number, side="right")) - 1
+        inside = int(self._chosen[source][number - self._starts[source]])
+        document: Document = self._parts[source][inside]
+        return document
+
+    def order(self, seed: int, number: int) -> Numbers:
+        """Return the documents of pass ``number`` over the data, shuffled.
+
+        With weights a pass has as many documents as the sources have, of each source its share; the
+        next pass goes on in each where this one ends.
+        """
+        if self.weights is None:
+            return _permutation(len(self), seed, number)
+        begin, end = number * len(self), (number + 1) * len(self)
+        index = blend_index(self.weights, end)
+        order = np.empty(len(self), np.int64)
+        for source, size in enumerate(self.sizes):
+            before = int(np.count_nonzero(index[:begin] == source))
+            at = np.flatnonzero(index[begin:] == source)
+            passes, inside = np.divmod(before + np.arange(len(at)), size)
+            for once in np.unique(passes):
+                shuffled = _permutation(size, seed, int(once), source)
+                order[at[passes == once]] = self._starts[source] + shuffled[inside[passes == once]]
+        return order
+
+
+def _permutation(size: int, *seeds: int) -> Numbers:
+    return np.random.RandomState(list(seeds)).permutation(size).astype(np.int64)
+
+
+class RowDataset(Dataset[dict[str, Tensor]]):
+    """Rows ``{"tokens": int64 [s], "labels": int64 [s]}``, packed ones with ``"document_ids"``
+    int64 [s], too.
+
+    ``labels[i]`` follows ``tokens[i]``; it is -100 where there is no loss: in prompts, in padding,
+    and at the end of a document. Padding is a document of its own.
+
+    Args:
+        sources: The documents.
+        sequence_length: Positions of a row (s).
+        padding: Id that fills a row.
+        rows: Documents of each row; None: each document is a row.
+        packed: Whether rows number their documents.
+    """
+
+    def __init__(
+        self,
+        sources: Sources,
+        sequence_length: int,
+        padding: int,
+        rows: Rows | None = None,
+        *,
+        packed: bool = False,
+    ) -> None:
+        self._sources = sources
+        self._length = sequence_length
+        self._padding = padding
+        self._rows = rows
+        self._packed = packed
+
+    def __len__(self) -> int:
+        return len(self._sources) if self._rows is None else len(self._rows)
+
+    def __getitem__(self, row: int | tuple[int, ...]) -> dict[str, Tensor]:
+        """Return a row, by its number or by the documents in it."""
+        if isinstance(row, int):
+            if not 0 <= row < len(self):
+                raise IndexError(f"row {row} of {len(self)}")
+            row = (row,) if self._rows is None else self._rows[row]
+        tokens = np.full(self._length, self._padding, np.int64)
+        labels = np.full(self._length, IGNORED, np.int64)
+        document_ids = np.full(self._length, len(row), np.int64)
+        begin = 0
+        for position, number in enumerate(row):
+            ids, trained, _ = self._sources[number]
+            end = begin + len(ids)
+            tokens[begin:end] = ids
+            labels[begin : end - 1] = np.where(trained[1:], ids[1:], IGNORED)
+            document_ids[begin:end] = position
+            begin = end
+        arrays = {"tokens": tokens, "labels": labels}
+        if self._packed:
+            arrays["document_ids"] = document_ids
+        return {name: torch.from_numpy(array) for name, array in arrays.items()}
+
+
+class RowOrder(Sampler[tuple[int, ...]]):
+    """Rows of an epoch of training, each as the documents in it.
+
+    Every epoch has as many rows as the first pass over the documents. Where passes differ, as those
+    packed in windows do, an epoch goes on in the stream of rows where the epoch before ended.
+
+    Args:
+        sources: The documents.
+        sequence_length: Positions of a row.
+        packing: None, the same rows in every epoch, or new ones.
+        seed: Of the order.
+        window: Documents that are packed together, with ``online``.
+    """
+
+    def __init__(
+        self, sources: Sources, sequence_length: int, packing: Packing, *, seed: int, window: int
+    ) -> None:
+        self._sources = sources
+        self._length = sequence_length
+        self._packing = packing
+        self._seed = seed
+        self._window = window
+        self._epoch = 0
+        self.table = pack(sources.lengths, sequence_length) if packing == "offline" else None
+        """Rows that are the same in every epoch; None: they are not."""
+        self._num_rows = len(self.rows(0))
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch whose rows are iterated next."""
+        self._epoch = epoch
+
+    def rows(self, number: int) -> Rows:
+        """Return the rows of pass ``number`` over the documents."""
+        if self.table is not None:
+            random = np.random.RandomState([self._seed, number])
+            return self.table.shuffled(random)
+        order = self._sources.order(self._seed, number)
+        if self._packing == "none":
+            return Rows(order, np.arange(len(order) + 1))
+        return pack_in_windows(self._sources.lengths, order, self._length, self._window)
+
+    def __len__(self) -> int:
+        return self._num_rows
+
+    def __iter__(self) -> Iterator[tuple[int, ...]]:
+        skipped, wanted, number = self._epoch * self._num_rows, self._num_rows, 0
+        if self._packing != "online":
+            skipped, number = 0, self._epoch
+        while wanted:
+            rows = self.rows(number)
+            for row in range(min(skipped, len(rows)), min(skipped + wanted, len(rows))):
+                yield rows[row]
+                wanted -= 1
+            skipped, number = max(0, skipped - len(rows)), number + 1
+
+
+def held_out(
+    parts: Sequence[Documents], fraction: float, seed: int
+) -> tuple[list[Numbers], list[Numbers]]:
+    """Return the documents of each source that train, and those that validate.
+
+    Rows of the sources are drawn, so that all documents of a conversation are on one side.
+    """
+    train, validate = [], []
+    for number, part in enumerate(parts):
+        rows: npt.NDArray[np.int64] = np.unique(part.rows)
+        count = round(fraction * len(rows))
+        drawn = rows[_permutation(len(rows), seed, number, 1)[:count]]
+        out = np.isin(part.rows, drawn)
+        train.append(np.flatnonzero(~out))
+        validate.append(np.flatnonzero(out))
+    return train, validate

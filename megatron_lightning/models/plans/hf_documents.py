@@ -1,0 +1,90 @@
+"""Documents that share a row, in models of ``transformers``.
+
+Their attention lets a token see its own document only where positions start again with every
+document, no mask is given, and there is no cache. Other layers that mix tokens (state spaces,
+convolutions, linear attention) go on over the end of a document.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_lightning.errors import ConfigError
+
+PACKED_FAMILIES = frozenset({
+    "apertus", "arcee", "aria_text", "axk1", "bitnet", "codegen", "cohere", "cohere2",
+    "cohere2_moe", "cohere_compass_text", "cwm", "deepseek_v2", "deepseek_v3", "diffllama",
+    "dots1", "ernie4_5", "ernie4_5_moe", "exaone4", "exaone_moe", "flex_olmo", "flint",
+    "gemma", "gemma2", "gemma3_text", "gemma4_text", "glm", "glm4", "glm4_moe",
+    "glm4_moe_lite", "gpt2", "gpt_bigcode", "gpt_neo", "gpt_neox", "gpt_neox_japanese",
+    "gptj", "granite", "granite_swa", "granitemoe", "granitemoe_swa", "granitemoeshared",
+    "helium", "hunyuan_v1_dense", "hunyuan_v1_moe", "hy_v3", "hy_v4", "hyperclovax",
+    "internlm3", "iquestcoder", "jais2", "jetmoe", "kolibri1", "laguna", "llama",
+    "llama4_text", "longcat_flash", "mellum", "mimo_v2_flash", "minicpm3", "minimax_m2",
+    "ministral", "ministral3", "mistral", "mixtral", "modernbert-decoder", "nanochat",
+    "nemotron", "olmo", "olmo2", "olmo3", "olmoe", "persimmon", "phi", "phi3", "phimoe",
+    "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "seed_oss", "smollm3", "solar_open",
+    "stablelm", "starcoder2", "vaultgemma", "youtu",
+})  # fmt: skip
+"""``model_type`` of the configurations whose models part the documents of a row: packed rows gave
+the logits and gradients of single documents (docs/hf_coverage.md)."""
+
+_ATTENTION = ("full_attention", "sliding_attention", "chunked_attention")
+
+
+def separating_positions(model: Any, document_ids: Tensor, position_ids: Tensor | None) -> Tensor:
+    """Return positions [b, s] with which a model of ``transformers`` parts the documents of a row.
+
+    Args:
+        model: Causal language model.
+        document_ids: Number of each token's document in its row [b, s].
+        position_ids: Positions of the batch [b, s]; None: they are made here.
+
+    Raises:
+        ConfigError: If the model would let documents see each other all the same.
+    """
+    config, name = model.config, type(model).__name__
+    check_parts_documents(config, name)
+    attention = str(getattr(config, "_attn_implementation", ""))
+    if attention.startswith("flash") and document_ids.shape[0] > 1:
+        raise ConfigError(
+            f"{name} runs attn_implementation={attention!r} on {document_ids.shape[0]} rows that "
+            "hold several documents, and transformers parts them there in calls of one row only. "
+            "Set micro_batch_size to 1, or attn_implementation to sdpa."
+        )
+    if getattr(config, "use_cache", False):
+        raise ConfigError(
+            f"use_cache of {name} is on, with which transformers lets the documents of a row see "
+            "each other. Set it to False in the model's configuration."
+        )
+    return restarting(document_ids) if position_ids is None else position_ids
+
+
+def check_parts_documents(config: Any, name: str) -> None:
+    """Check that a model of ``transformers`` parts the documents of a row at all.
+
+    Raises:
+        ConfigError: If its family is not known to.
+    """
+    others = set(getattr(config, "layer_types", None) or ()).difference(_ATTENTION)
+    if config.model_type not in PACKED_FAMILIES or others:
+        kinds = f"layers of the types {sorted(others)}" if others else "layers"
+        raise ConfigError(
+            f"the batch has document_ids, and {name} ({config.model_type}) is not known to part "
+            f"documents that share a row: it may have {kinds} that mix tokens of several. Set "
+            "packing to none (reset_attention_mask of PretrainDataModule to false), or use a model "
+            f"of one of the families {', '.join(sorted(PACKED_FAMILIES))}."
+        )
+
+
+def restarting(document_ids: Tensor) -> Tensor:
+    """Return positions [b, s] that start again where the number of the document changes, without a
+    wait for the device.
+    """
+    positions = torch.arange(document_ids.shape[1], device=document_ids.device)
+    begins = torch.ones_like(document_ids, dtype=torch.bool)
+    begins[:, 1:] = document_ids[:, 1:] != document_ids[:, :-1]
+    return positions - torch.where(begins, positions, 0).cummax(1).values

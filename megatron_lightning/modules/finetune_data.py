@@ -1,0 +1,426 @@
+"""Chats, texts and tokens as batches for supervised fine-tuning."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, get_args
+
+import lightning.pytorch as pl
+import torch
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
+from torch.utils.data import DataLoader
+
+from megatron_lightning.data.chat_template import ChatOptions, ChatTemplate, Reasoning, TrainOn
+from megatron_lightning.data.chat_tokenizer import ChatTokenizer
+from megatron_lightning.data.packing import efficiency, pack
+from megatron_lightning.data.report import describe_documents
+from megatron_lightning.data.resume import OnChangedData, describe_changes
+from megatron_lightning.data.sft import (
+    UNENDED,
+    Documents,
+    Encoder,
+    SupervisedOptions,
+    Truncation,
+)
+from megatron_lightning.data.sources import file_stamps, read_rows, source_files
+from megatron_lightning.data.supervised import (
+    Packing,
+    RowDataset,
+    RowOrder,
+    Sources,
+    held_out,
+)
+from megatron_lightning.errors import ConfigError, DataError
+from megatron_lightning.modules.folder_data import check_model, folder_tokenizer
+
+Batch = dict[str, torch.Tensor]
+Paths = str | list[str] | list[tuple[float, str]]
+
+
+class FinetuneDataModule(pl.LightningDataModule):
+    """Batches ``{"tokens": [b, s], "labels": [b, s]}`` from conversations, prompts with
+    completions, texts or tokens; with packing they have ``document_ids`` [b, s] too.
+
+    Labels are already shifted; they are -100 where there is no loss: in prompts, in padding, and in
+    answers that a row leaves out (``weight: 0``). A conversation is rendered by the tokenizer's
+    chat template and tokenized once a node, into a cache that all ranks map. Every row of a source
+    has the schema of its keys: ``messages`` (OpenAI, with ``tools``), ``conversations`` (ShareGPT),
+    ``instruction`` and ``output`` (Alpaca), ``prompt`` and ``completion``, ``text``, or
+    ``input_ids`` with ``labels``.
+
+    Args:
+        path: File (JSON lines, JSON, CSV, Parquet, Arrow), folder, glob pattern, URL, or the name
+            of a data set on the Hugging Face Hub. Of several sources a list, or a list of pairs of
+            a weight and a path.
+        sequence_length: Positions of a row (s), and the longest document.
+        batch_size: Rows of a batch on one data-parallel rank (b).
+        val_path: Data of validation, as ``path`` without weights.
+        val_fraction: Fraction of the rows of ``path`` that validate instead; 0: none.
+        split: Split of a data set on the Hub, with or without a slice such as ``train[:1000]``.
+        subset: Configuration of a data set on the Hub.
+        tokenizer: Folder, ``tokenizer.json`` or name of the tokenizer, or the tokenizer. Leave it
+            out for the model's.
+        chat_template: Jinja template, or a file with one. Leave it out for the tokenizer's.
+        template_options: Further values for the template, such as ``enable_thinking: false``.
+        packing: ``none``: a document is a row; ``offline``: documents are packed into rows once;
+            ``online``: in every epoch anew, as the order brings them together.
+        packing_window: Documents that are packed together with ``online``.
+        truncation: What becomes of a document that is too long: it is left out (``drop``), or loses
+            the begin (``left``) or the middle (``middle``) of its prompt, or its end (``right``).
+        train_on: All answers of a conversation, or the last one.
+        split_turns: Whether every answer becomes a sample of its own, behind what came before it.
+        reasoning: ``keep``: the template gets the reasoning of answers; ``drop``: it does not;
+            ``mask``: it does, and reasoning has no loss.
+        new_tokens: Texts that become tokens of their own; the model's embedding has to have rows
+            for them.
+        seed: Seed of the order, and of the rows that validate.
+        num_workers: Worker processes of each loader on each rank; 0 reads in the training process.
+        cache_dir: Folder of the tokenized documents. Leave it out for
+            ``~/.cache/megatron_lightning``.
+        on_changed_data: What a resumed run does if the order of training rows is not the
+            checkpoint's: ``refuse``, or ``reorder``, which reads on at the same position of the new
+            order with a warning.
+
+    Raises:
+        ConfigError: If a value, or the combination, cannot work.
+        DataError: If data or tokenizer cannot be read; on ``prepare_data`` and ``setup``.
+    """
+
+    sequence_dims: Mapping[str, int] = MappingProxyType(
+        {"tokens": 1, "labels": 1, "position_ids": 1, "document_ids": 1}
+    )
+    """Dim of each batch entry that runs along the sequence."""
+
+    def __init__(
+        self,
+        path: Paths,
+        *,
+        sequence_length: int,
+        batch_size: int,
+        val_path: str | list[str] | None = None,
+        val_fraction: float = 0.0,
+        split: str = "train",
+        subset: str | None = None,
+        tokenizer: Any = None,
+        chat_template: str | None = None,
+        template_options: dict[str, Any] | None = None,
+        packing: Packing = "none",
+        packing_window: int = 10_000,
+        truncation: Truncation = "drop",
+        train_on: TrainOn = "answers",
+        split_turns: bool = False,
+        reasoning: Reasoning = "keep",
+        new_tokens: Sequence[str] = (),
+        seed: int = 1234,
+        num_workers: int = 0,
+        cache_dir: str | None = None,
+        on_changed_data: OnChangedData = "refuse",
+    ) -> None:
+        super().__init__()
+        self.paths, self.weights = _sources(path)
+        self.val_paths = [] if val_path is None else _sources(val_path)[0]
+        self.options = SupervisedOptions(
+            sequence_length=sequence_length,
+            truncation=truncation,
+            chat=ChatOptions(train_on=train_on, split_turns=split_turns, reasoning=reasoning),
+        )
+        self.batch_size = batch_size
+        self.val_fraction = val_fraction
+        self.packing: Packing = packing
+        self.packing_window = packing_window
+        self.seed = seed
+        self.num_workers = num_workers
+        self.on_changed_data: OnChangedData = on_changed_data
+        self.new_tokens = tuple(new_tokens)
+        self._tokenizer = tokenizer
+        self._template = chat_template
+        self._template_options = template_options
+        self._split = (split, subset)
+        self._cache_dir = cache_dir
+        self._module: pl.LightningModule | None = None
+        self._check()
+        self._train: Sources | None = None
+        self._validate: Sources | None = None
+        self._order_of_rows: RowOrder | None = None
+
+    def _check(self) -> None:
+        for name, value, least in (
+            ("batch_size", self.batch_size, 1),
+            ("packing_window", self.packing_window, 1),
+            ("num_workers", self.num_workers, 0),
+        ):
+            if value < least:
+                raise ConfigError(f"{name}={value}: set it to {least} or more")
+        for name, given, values in (
+            ("packing", self.packing, Packing),
+            ("on_changed_data", self.on_changed_data, OnChangedData),
+        ):
+            if given not in get_args(values):
+                raise ConfigError(f"{name}={given!r}; must be one of {', '.join(get_args(values))}")
+        if not 0.0 <= self.val_fraction < 1.0:
+            raise ConfigError(f"val_fraction={self.val_fraction}: set it to 0 or more, and below 1")
+        if self.val_fraction and self.val_paths:
+            raise ConfigError(f"val_fraction={self.val_fraction} beside val_path: set one of them")
+        if self.packing == "offline" and self.weights is not None:
+            raise ConfigError(
+                "packing=offline packs every document once, and weights repeat some and leave out "
+                "others. Set packing to online, or leave the weights out."
+            )
+        if not 0 <= self.seed < 2**32:
+            raise ConfigError(f"seed={self.seed}: set it to 0 or more, below 2**32")
+
+    @property
+    def sequence_length(self) -> int:
+        """Positions of a row."""
+        return self.options.sequence_length
+
+    @property
+    def vocab_size(self) -> int | None:
+        """Number of ids of the tokenizer, new tokens included; None: it is not known yet."""
+        is_known = self._tokenizer is not None or self._module is not None
+        return len(self.tokenizer) if is_known else None
+
+    @cached_property
+    def tokenizer(self) -> ChatTokenizer:
+        """Tokenizer of the data.
+
+        Raises:
+            ConfigError: If neither the data module nor the model names one.
+            DataError: If it cannot be loaded.
+        """
+        if self._tokenizer is not None:
+            return ChatTokenizer.load(self._tokenizer, new_tokens=self.new_tokens)
+        module = self._module
+        if module is None and self.trainer is not None:
+            module = self.trainer.lightning_module
+        tokenizer = folder_tokenizer(module, self.new_tokens)
+        if tokenizer is None:
+            raise ConfigError(
+                "tokenizer of FinetuneDataModule is not set, and the model comes with none. Set it "
+                "to a folder with a tokenizer.json, or to a name on the Hugging Face Hub."
+            )
+        return tokenizer
+
+    @cached_property
+    def template(self) -> ChatTemplate | None:
+        """Chat template; None: there is none."""
+        values, options = self.tokenizer.special_tokens, self._template_options
+        if self._template is not None:
+            return ChatTemplate.load(self._template, values, options)
+        own = self.tokenizer.chat_template
+        return None if own is None else ChatTemplate(own, values, options)
+
+    def check_files(self, stage: str, module: pl.LightningModule) -> None:
+        """Check files, tokenizer and ids before the strategy starts a process; reads no row.
+
+        Args:
+            stage: What the Trainer is about to do.
+            module: What it does it with; its tokenizer is taken where none is set.
+
+        Raises:
+            ConfigError: If the model has no embedding for an id of the tokenizer.
+            DataError: If something is missing.
+        """
+        for path in (*self.paths, *self.val_paths):
+            source_files(path)
+        self._module = module
+        check_model(module, len(self.tokenizer), packed=self.packing != "none")
+        _ = self.template
+
+    def prepare_data(self) -> None:
+        """Render and tokenize, unless the cache has it; Lightning calls this once on every node."""
+        for path in (*self.paths, *self.val_paths):
+            self._documents(path, build=True)
+
+    def setup(self, stage: str) -> None:
+        """Map the documents into memory, and pack them."""
+        parts = [self._documents(path) for path in self.paths]
+        chosen = (
+            [None, None] if not self.val_fraction else held_out(parts, self.val_fraction, self.seed)
+        )
+        self._train = Sources(parts, chosen[0], self.weights)
+        self._validate = None
+        if self.val_fraction:
+            self._validate = Sources(parts, chosen[1])
+        elif self.val_paths:
+            self._validate = Sources([self._documents(path) for path in self.val_paths])
+        for name, sources in (("training", self._train), ("validation", self._validate)):
+            if sources is not None and not len(sources):
+                raise DataError(
+                    f"the {name} data have no document with a trained token: "
+                    f"{self._counts(parts)}. Set truncation or sequence_length so that some stay."
+                )
+        if stage == "fit":
+            self._order_of_rows = RowOrder(
+                self._train,
+                self.sequence_length,
+                self.packing,
+                seed=self.seed,
+                window=self.packing_window,
+            )
+            rank_zero_info(self.describe())
+
+    def describe(self) -> str:
+        """Return in a few lines what became of the rows, and how full the rows of a batch are.
+
+        Raises:
+            ConfigError: Before ``setup("fit")``.
+        """
+        if self._train is None or self._order_of_rows is None:
+            raise ConfigError("the data are not set up; call setup('fit') before")
+        rows = self._order_of_rows.rows(0)
+        lines = [
+            describe_documents(path, self._documents(path))
+            for path in (*self.paths, *self.val_paths)
+        ]
+        full = efficiency(self._train.lengths, rows, self.sequence_length)
+        lines.append(
+            f"packing={self.packing}: {len(self._train)} documents in {len(rows)} rows of "
+            f"{self.sequence_length} tokens, {full:.1%} full"
+        )
+        if self.packing == "online":
+            lines.append(
+                f"every epoch has {len(rows)} rows, as many as the first pass; the next one goes "
+                "on where it ends"
+            )
+        return "\n".join(lines)
+
+    def _counts(self, parts: Sequence[Documents]) -> str:
+        return "; ".join(
+            f"{name}: {count}" for part in parts for name, count in part.report.items()
+        )
+
+    def _documents(self, path: str, *, build: bool = False) -> Documents:
+        """Return the tokenized documents of a source, made if the cache does not have them."""
+        encoder = Encoder(self.tokenizer, self.template, self.options)
+        key = {"files": file_stamps([path]), "split": self._split, **encoder.identity}
+        name = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:32]
+        folder = self._cache_folder() / name
+        if not Documents.are_in(folder):
+            rows = read_rows(path, split=self._split[0], subset=self._split[1])
+            made = Documents.build(folder, encoder.documents(rows), encoder.counts)
+            unended = made.report.get(UNENDED, 0)
+            if unended:
+                rank_zero_warn(
+                    f"{path}: {unended} of {made.report.get('documents', 0)} samples end without a "
+                    "special token in what is trained, so that the model may not learn to stop. "
+                    "End answers in chat_template with the tokenizer's end of turn."
+                )
+        return Documents(folder)
+
+    def _cache_folder(self) -> Path:
+        if self._cache_dir is not None:
+            return Path(self._cache_dir)
+        home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+        return Path(home) / "megatron_lightning" / "documents"
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what decides the order of the training rows, as plain values."""
+        strategy = None if self.trainer is None else self.trainer.strategy
+        return {
+            "order": self._order(),
+            "consumed_samples": getattr(strategy, "consumed_samples", None),
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Check that a resumed fit reads the rows in the checkpoint's order.
+
+        Raises:
+            CheckpointError: If the order is another one, unless ``on_changed_data`` accepts it.
+        """
+        if self.trainer is not None and self.trainer.state.fn != "fit":
+            return
+        warning = describe_changes(
+            self._order(),
+            state_dict["order"],
+            on_changed_data=self.on_changed_data,
+            consumed_samples=state_dict["consumed_samples"],
+        )
+        if warning is not None:
+            rank_zero_warn(warning)
+
+    def _order(self) -> dict[str, Any]:
+        return {
+            "sequence_length": self.sequence_length,
+            "seed": self.seed,
+            "packing": self.packing,
+            "packing_window": self.packing_window if self.packing == "online" else None,
+            "val_fraction": self.val_fraction,
+            "weights": None if self.weights is None else list(self.weights),
+            "documents": [self._documents(path).digest[:16] for path in self.paths],
+        }
+
+    def train_dataloader(self) -> DataLoader[Batch]:
+        """Return the training loader, without incomplete batches."""
+        if self._train is None or self._order_of_rows is None:
+            raise ConfigError("the data are not set up; call setup('fit') before")
+        if len(self._order_of_rows) < self.batch_size:
+            raise ConfigError(
+                f"{', '.join(self.paths)}: there are {len(self._order_of_rows)} rows of "
+                f"{self.sequence_length} tokens, and batch_size={self.batch_size}: there is no "
+                f"full batch. Set batch_size to {len(self._order_of_rows)} or less."
+            )
+        return self._loader(
+            RowDataset(
+                self._train,
+                self.sequence_length,
+                self.tokenizer.padding,
+                packed=self.packing != "none",
+            ),
+            sampler=self._order_of_rows,
+            drop_last=True,
+        )
+
+    def val_dataloader(self) -> DataLoader[Batch] | list[DataLoader[Batch]]:
+        """Return the validation loader; an empty list if there is no validation data."""
+        if self._validate is None:
+            return []
+        packed = self.packing != "none"
+        rows = pack(self._validate.lengths, self.sequence_length) if packed else None
+        dataset = RowDataset(
+            self._validate, self.sequence_length, self.tokenizer.padding, rows, packed=packed
+        )
+        return self._loader(dataset, shuffle=False)
+
+    def _loader(self, dataset: RowDataset, **options: Any) -> DataLoader[Batch]:
+        return DataLoader(
+            dataset,
+            batch_size=self.batch_size,
+            num_workers=self.num_workers,
+            persistent_workers=self.num_workers > 0,
+            pin_memory=torch.cuda.is_available(),
+            **options,
+        )
+
+
+def _sources(path: Any) -> tuple[list[str], list[float] | None]:
+    """Return the paths, and their weights if they have some."""
+    entries = [path] if isinstance(path, str) else list(path)
+    pairs = [entry for entry in entries if not isinstance(entry, str)]
+    if not entries or (pairs and len(pairs) != len(entries)):
+        raise ConfigError(
+            f"path={path!r}: must be a path, a list of paths, or a list of pairs of a weight and a "
+            "path"
+        )
+    if not pairs:
+        paths, weights = [str(entry) for entry in entries], None
+    else:
+        for pair in pairs:
+            is_pair = isinstance(pair, Sequence) and len(pair) == 2
+            if not is_pair or not isinstance(pair[0], int | float) or not isinstance(pair[1], str):
+                raise ConfigError(
+                    f"path has the entry {pair!r}; a pair is a weight and a path, as in [0.3, "
+                    "chats.jsonl]"
+                )
+        paths, weights = [pair[1] for pair in pairs], [float(pair[0]) for pair in pairs]
+        if any(not weight > 0 for weight in weights):
+            raise ConfigError(f"path has the weights {weights}; each must be above 0")
+    if len(set(paths)) < len(paths):
+        raise ConfigError(f"path names a source twice: {paths}; add the weights of equal sources")
+    return paths, weights

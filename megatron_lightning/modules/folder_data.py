@@ -1,0 +1,89 @@
+"""Data of a model that comes from a Hugging Face folder: its tokenizer, and checks against its
+configuration, before the model is built.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from megatron_lightning.bridge.auto import AutoBridge
+from megatron_lightning.bridge.hub import local_folder
+from megatron_lightning.checkpoint.kept_files import KeptFiles, read_kept_files
+from megatron_lightning.config import TransformerConfig
+from megatron_lightning.data.chat_tokenizer import ChatTokenizer
+from megatron_lightning.errors import CheckpointError, ConfigError
+from megatron_lightning.models.plans.hf_documents import check_parts_documents
+from megatron_lightning.modules.folder_module import FolderModule
+from megatron_lightning.modules.hugging_face import HuggingFaceModule
+from megatron_lightning.rules import check_vocabulary
+
+
+def folder_tokenizer(module: object, new_tokens: Sequence[str] = ()) -> ChatTokenizer | None:
+    """Return the tokenizer in the folder that a module's model comes from; None: it comes from
+    none.
+
+    Args:
+        module: A LightningModule.
+        new_tokens: Texts that become tokens of their own.
+
+    Raises:
+        DataError: If the folder has no tokenizer.
+    """
+    if not isinstance(module, FolderModule) or module._source is None:
+        return None
+    with _without_weights(module) as folder:
+        return ChatTokenizer.load(folder, new_tokens=new_tokens)
+
+
+def check_model(module: object, num_ids: int, *, packed: bool) -> None:
+    """Check that a module's model takes the ids and rows of the data.
+
+    Args:
+        module: A LightningModule.
+        num_ids: Number of ids of the data's tokenizer.
+        packed: Whether documents share rows.
+
+    Raises:
+        ConfigError: If the embedding has fewer rows, or the model would let documents that share a
+            row see each other.
+    """
+    config = getattr(module, "config", None)
+    if isinstance(config, TransformerConfig):
+        check_vocabulary(config, num_ids)
+    if not isinstance(module, HuggingFaceModule):
+        return
+    source = dict(module._source or {})
+    with _without_weights(module) as folder:
+        trusts = bool(source.get("trust_remote_code"))
+        theirs = AutoBridge(folder, trust_remote_code=trusts).config
+    rows = int(theirs.get_text_config().vocab_size)
+    if num_ids > rows:
+        raise ConfigError(
+            f"the data's tokenizer has {num_ids} ids, new_tokens included, and the embedding of "
+            f"{source.get('path')} has {rows} rows. Use the model's own tokenizer, fewer "
+            "new_tokens, or a model with more rows."
+        )
+    if packed:
+        check_parts_documents(theirs, str(source.get("path")))
+
+
+@contextmanager
+def _without_weights(module: FolderModule) -> Iterator[Path]:
+    """Yield a folder with all of the model but its weights."""
+    source = dict(module._source or {})
+    path = module._checkpoint or str(source["path"])
+    if (kept := _kept_files(path)) is not None:
+        with kept.unpacked() as folder:
+            yield folder
+    else:
+        yield local_folder(path, revision=source["revision"], weights=False)
+
+
+def _kept_files(path: str) -> KeptFiles | None:
+    """Return the folder's files that a checkpoint keeps; None: ``path`` is no such checkpoint."""
+    try:
+        return read_kept_files(path)
+    except (CheckpointError, OSError):
+        return None
