@@ -1,7 +1,7 @@
 # Every command runs in .venv, which is made on first use from any Python of at least 3.10 and
 # follows constraints.txt.
 .DEFAULT_GOAL := help
-.PHONY: help install lint format check test test-all conformance demo gpu gpu-bench clean some-tests
+.PHONY: help install lint format check test test-all conformance demo gpu gpu-bench clean some-tests test-slice
 
 BIN := .venv/bin
 INSTALLED := .venv/.installed
@@ -11,6 +11,8 @@ export OMP_NUM_THREADS ?= 1
 CASE ?=
 MODE ?= one
 PARTS ?=
+# Which seventh of the slow tests `make test-slice` runs.
+SLICE ?= $(shell expr $$(date +%s) / 86400 % 7)/7
 # Ranks often wait for one another and for imports, so two files run at a time; the order stays, so
 # that no long file is last.
 TWO_AT_ONCE := -n 2 --dist loadfile --no-loadscope-reorder
@@ -52,6 +54,9 @@ some-tests: $(INSTALLED)
 
 test-all: lint  ## lint, then every test that needs no GPU
 	$(BIN)/python -m pytest -q $(TWO_AT_ONCE) -m "not gpu"
+
+test-slice: $(INSTALLED)  ## a seventh of the slow tests, another one every day of a week
+	$(BIN)/python -m pytest -q $(TWO_AT_ONCE) -m "slow and not gpu" --slice=$(SLICE)
 
 conformance: $(INSTALLED)  ## Lightning's own tests: make conformance LIGHTNING=/path/to/checkout MODE=one|two|pipeline PARTS="core loops"
 	$(BIN)/python -m tests.conformance.run "$(LIGHTNING)" --mode $(MODE) $(PARTS)

@@ -9,6 +9,7 @@ import os
 import sys
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -53,7 +54,30 @@ LIBRARY_THREADS = (
 )
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add ``--slice``, for running the slow tests over several days."""
+    parser.addoption(
+        "--slice",
+        metavar="K/N",
+        help="of the tests chosen, run every N-th, from the K-th on (0 <= K < N)",
+    )
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection_modifyitems(
+    config: pytest.Config, items: list[pytest.Item]
+) -> Iterator[None]:
+    """Mark the cases beside a spread, let ``-m`` choose, and leave the tests of ``--slice``."""
+    _skip_without_gpu(items)
+    _mark_cases_beside_the_spread(items)
+    result = yield
+    if text := config.getoption("--slice"):
+        first, _, stride = text.partition("/")
+        items[:] = items[int(first) :: int(stride)]
+    return result
+
+
+def _skip_without_gpu(items: list[pytest.Item]) -> None:
     """Skip tests that need a GPU where there is none."""
     gpu_tests = [item for item in items if item.get_closest_marker("gpu")]
     if gpu_tests:
@@ -62,6 +86,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if not torch.cuda.is_available():
             for item in gpu_tests:
                 item.add_marker(pytest.mark.skip(reason="no GPU on this machine"))
+
+
+def _mark_cases_beside_the_spread(items: list[pytest.Item]) -> None:
+    """Mark as slow all cases of a function with ``@pytest.mark.spread(n)`` but n evenly spread."""
+    cases = defaultdict(list)
+    for item in items:
+        if item.get_closest_marker("spread") and not item.get_closest_marker("slow"):
+            cases[item.nodeid.partition("[")[0]].append(item)
+    for group in cases.values():
+        marker = group[0].get_closest_marker("spread")
+        usual = min(marker.args[0] if marker else 1, len(group))
+        kept = {index * len(group) // usual for index in range(usual)}
+        for index, item in enumerate(group):
+            if index not in kept:
+                item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture(autouse=True)
