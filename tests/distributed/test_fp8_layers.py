@@ -81,6 +81,7 @@ def _compared(
     return {"errors": errors, "sent": {str(kind) for kind in sent}}
 
 
+@pytest.mark.spread(13)
 @pytest.mark.parametrize("deferred", [False, True], ids=["at-once", "deferred"])
 @pytest.mark.parametrize("sequence", [False, True], ids=["tp", "sp"])
 @pytest.mark.parametrize("kind", ["column", "row"])

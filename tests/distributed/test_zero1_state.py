@@ -175,6 +175,7 @@ LAYOUTS = [
 
 # The arithmetic per element is the same everywhere; what differs is vector lanes and that 1/3 + 1/3
 # + … is rounded.
+@pytest.mark.spread(4)
 @pytest.mark.parametrize(
     ("ranks", "tp", "sharded"), [layout for layout in LAYOUTS if layout[1] < 4]
 )

@@ -11,6 +11,7 @@ pytestmark = pytest.mark.timeout(240)  # every process of a job imports torch an
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize(
     ("launcher", "data_parallel"),
     [

@@ -324,6 +324,7 @@ def _best_and_last(layout: Layout, folder: str) -> dict[str, Any]:
     return {**results, "predicted": predicted, "more": record.norms, "epochs": more.current_epoch}
 
 
+@pytest.mark.spread(1)
 @layouts(PP2, DP2, slow=[PP2_DP2, MICRO])
 def test_checkpoint_path_best_and_last(layout: Layout, tmp_path: Path) -> None:
     expected = single(_best_and_last)

@@ -223,6 +223,7 @@ MODELS = {
 }
 
 
+@pytest.mark.spread(2)
 @layouts(CP2, CP2_TP2, CP2_PP2, slow=[CP4, CP2_GATHER, CP2_A2A, CP2_DP2, CP2_FSDP, CP2_TP2_PP2])
 def test_llama_trains_as_in_one_process(layout: Layout, tmp_path: Path) -> None:
     """Losses of six steps and of validation; fp32 on other partial sums: 1e-5."""
@@ -348,6 +349,7 @@ def _refused(layout: Layout, folder: str, case: str) -> str | None:
     return None
 
 
+@pytest.mark.spread(3)
 @pytest.mark.parametrize("case", CASES)
 def test_what_would_be_wrong_is_refused(case: str, tmp_path: Path) -> None:
     errors = run(CP2, _refused, tmp_path, case)

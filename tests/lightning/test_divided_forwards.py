@@ -334,6 +334,7 @@ def _refused(layout: Layout, folder: str, case: str) -> str | None:
 SLOW = {"again", "dropped"}  # found in the same place as "backwards"
 
 
+@pytest.mark.spread(3)
 @pytest.mark.parametrize(
     "case",
     [pytest.param(case, marks=[pytest.mark.slow] if case in SLOW else []) for case in CASES],
@@ -405,6 +406,7 @@ def _losses(layout: Layout, folder: str, net: str) -> list[float]:
     return losses
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize(
     "net", [pytest.param(n, marks=[pytest.mark.slow] if n == "over two" else []) for n in NETS]
 )

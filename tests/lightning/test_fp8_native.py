@@ -40,6 +40,7 @@ def _compared_natively(strategy: dict[str, Any], scaling: str, options: dict[str
     return losses, norms, layers.call_count
 
 
+@pytest.mark.spread(1)
 @recipe_matrix(SCALINGS, CASES, fast=FAST)
 def test_a_training_equals_the_emulated_one(scaling: str, case: str) -> None:
     """In the first step, up to few values that are rounded to the neighbor in bf16, as a sum comes

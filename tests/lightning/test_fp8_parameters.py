@@ -151,6 +151,7 @@ def assert_codes_change_nothing(
         assert values == same
 
 
+@pytest.mark.spread(1)
 @recipe_matrix(SCALINGS, LAYOUTS, fast=FAST)
 @pytest.mark.timeout(240)
 def test_codes_train_as_fp32_weights_do(scaling: str, case: str) -> None:
@@ -260,6 +261,7 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
 }
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_cannot_be_is_refused_before_a_process_group(case: str) -> None:
     strategy, options, message = REFUSED[case]

@@ -118,6 +118,7 @@ def _resumed(layout: Layout, folder: str) -> list[float]:
     return _fit(layout, folder, ckpt_path=f"{folder}/local.ckpt")[1]
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize(
     ("before", "after"),
     [

@@ -40,6 +40,7 @@ from tests.helpers.trainers import trainer
 from tests.lightning.support import DDP2, DP2, MICRO, ONE, PP2, PP2_DP2, Layout, make_layout, run
 
 
+@pytest.mark.spread(4)
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -424,6 +425,7 @@ def test_what_a_hook_builds_is_refused_alike_on_every_rank(case: str, tmp_path: 
     assert re.search(CASES[case][3], error) and "\n" not in error
 
 
+@pytest.mark.spread(6)
 @pytest.mark.parametrize("case", [case for case in CASES if case not in ("recompute", "sparse")])
 def test_modules(case: str, tmp_path: Path) -> None:
     layout, _, _, message = CASES[case]
@@ -463,6 +465,7 @@ class _Unlaunched(ToyModule):
 _PRUNING = ModelPruning("l1_unstructured", amount=0.5)
 
 
+@pytest.mark.spread(4)
 @pytest.mark.parametrize(
     ("module", "callbacks", "options", "message"),
     [
@@ -599,6 +602,7 @@ def _lce_forward(self: nn.Module, x: Tensor) -> Tensor:
 _lce_forward.__module__ = "liger_kernel.transformers.model.llama"
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize(
     ("sizes", "sharded", "refused"),
     [

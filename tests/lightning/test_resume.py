@@ -128,6 +128,7 @@ ALL_STOPS = [
 ]
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize(
     ("layout", "shuffle", "num_workers", "stop"),
     [

@@ -117,6 +117,7 @@ def _regrouped(
     return ""
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize(
     ("saves", "loads", "plain", "text"),
     [

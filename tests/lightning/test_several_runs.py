@@ -6,6 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import lightning.pytorch as pl
+import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch.plugins.layer_sync import LayerSync
@@ -44,6 +45,7 @@ def _second_module(layout: Layout, folder: str) -> dict[str, Tensor]:
     return dict(read_full(Path(folder, "second.ckpt"))["state_dict"])
 
 
+@pytest.mark.spread(2)
 @layouts(DP2, PP2, FSDP2)
 def test_a_second_module_starts_equal_on_all_ranks(layout: Layout, tmp_path: Path) -> None:
     for rank in run(layout, _second_module, tmp_path):

@@ -41,6 +41,7 @@ def _compare(layout: dict[str, Any], recompute: RecomputeOptions | None) -> list
     return [_train(layout, recompute, compiled)[:3] for compiled in (False, True)]
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize(
     ("world", "layout", "kind"),
     [

@@ -96,6 +96,7 @@ GROWING = {
 }
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize(
     "name",
     [

@@ -345,6 +345,7 @@ def _logged(moe: dict[str, Any], replicas: int, options: Any, folder: str) -> An
     return logged, len(find_reports(fit.lightning_module))
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize(
     ("moe", "options", "num_reports"),
     [

@@ -192,6 +192,7 @@ def test_fsdp_equals_one_device(world: int, longer: bool) -> None:
             assert rank[case[0]][1] == pytest.approx(norms, rel=RTOL), case[0]
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize(
     ("precision", "names"),
     [

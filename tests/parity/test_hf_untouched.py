@@ -74,6 +74,7 @@ _DEFAULT = [
 ]
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize(
     ("name", "optimizer"),
     [

@@ -192,6 +192,7 @@ def perturb(model: nn.Module) -> None:
                 buffer.add_(torch.randn(buffer.shape, generator=generator) * 0.1)
 
 
+@pytest.mark.spread(3)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_forward_and_gradients_equal_hugging_face(family: str) -> None:
     torch.manual_seed(0)
@@ -372,6 +373,7 @@ def _one(model: str) -> Any:
     return run_ranks(1, _train, model, None)[0]
 
 
+@pytest.mark.spread(2)
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(
     ("model", "names"),

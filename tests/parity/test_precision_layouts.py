@@ -37,6 +37,7 @@ def _train_in(
     }
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize(
     ("precision", "names", "modes"),
     [

@@ -100,6 +100,7 @@ SLOW: dict[str, tuple[int, dict[str, Any], list[str]]] = {
 }
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize(
     "layout", [*LAYOUTS, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)]
 )

@@ -333,6 +333,7 @@ def _compare(
             )
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize(
     "case", [*CASES, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)]
 )

@@ -69,6 +69,7 @@ def _first_loss(path: Path, sizes: dict[str, Any]) -> float:
     return losses.losses[0]
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize(
     "options",
     [
