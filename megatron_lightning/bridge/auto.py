@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import copy
 import os
 from collections.abc import Iterator, Mapping
 from functools import cached_property
@@ -13,6 +13,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import nn
 
+from megatron_lightning.bridge.configuration import load_config, load_generation_config
 from megatron_lightning.bridge.export import write_folder
 from megatron_lightning.bridge.families import family_for, family_of
 from megatron_lightning.bridge.folder import FolderTensors, HuggingFaceFolder
@@ -21,6 +22,7 @@ from megatron_lightning.bridge.hub import local_folder
 from megatron_lightning.bridge.kept import KeptFolder, keep, read_kept, remember
 from megatron_lightning.bridge.lazy import Fill, Lazy
 from megatron_lightning.bridge.pieces import Piece, assembled, inverse, uses_of
+from megatron_lightning.bridge.quantized import CONFIG, DequantizedFolder, quantization_of
 from megatron_lightning.bridge.rules import Family
 from megatron_lightning.bridge.untouched import (
     defer_weights,
@@ -93,8 +95,11 @@ class AutoBridge:
     ) -> None:
         self.path = path
         """The folder."""
-        self.config = _load_config(path, trust_remote_code=trust_remote_code)
+        self.config = load_config(path, trust_remote_code=trust_remote_code)
         """Configuration of ``transformers``."""
+        self._quantization = quantization_of(path / CONFIG)
+        if self._quantization is not None:  # the weights that the model gets are not
+            del self.config.quantization_config
         self._trusts = trust_remote_code
         self.origin = str(path) if origin is None else origin
         """What the user calls the folder."""
@@ -104,7 +109,7 @@ class AutoBridge:
         self._family = family
         if family is None and kept is not None and kept.gpt is not None:
             self._family = kept.gpt["family"]
-        self._generation_config = _load_generation_config(path)
+        self._generation_config = load_generation_config(path)
         self._options: dict[str, Any] = {}
         if attn_implementation is not None:
             self._options["attn_implementation"] = attn_implementation
@@ -242,8 +247,17 @@ class AutoBridge:
 
     @cached_property
     def folder(self) -> FolderTensors:
-        """The tensors of the folder."""
-        return HuggingFaceFolder(self.path) if self._kept is None else self._kept
+        """The tensors of the folder, dequantized if they are in 8 or 4 bits.
+
+        Raises:
+            CheckpointError: If the folder is damaged.
+            ConfigError: For quantized weights that are not read.
+        """
+        if self._kept is not None:
+            return self._kept
+        folder = HuggingFaceFolder(self.path)
+        settings = self._quantization
+        return folder if settings is None else DequantizedFolder(folder, settings)
 
     @property
     def family(self) -> type[Family]:
@@ -313,7 +327,7 @@ class AutoBridge:
         kept = self.keep(model)
         if is_deferred():
             defer_weights(model, reads=kept is not self.folder or kept.has_values)
-        elif self._kept is not None:
+        elif self._kept is not None or self._quantization is not None:
             fill_weights(model)
         else:
             options = {**self._options, "dtype": dtype or torch.get_default_dtype()}
@@ -393,6 +407,27 @@ class AutoBridge:
         plan = self.plan()
         tensors = plan.tensors(fills_of_model(model, plan.parameters), dtype)
         write_folder(Path(path), plan.folder, tensors, overwrite=overwrite)
+
+    def reference_model(self) -> nn.Module:
+        """Return the model as ``transformers`` loads it by its own, for comparisons.
+
+        Raises:
+            ConfigError: If ``transformers`` cannot dequantize the folder here.
+        """
+        if self._kept is not None or self._quantization is None:
+            return self.to_model(dtype=torch.float32)
+        config = copy.deepcopy(self.config)
+        config.quantization_config = {**self._quantization, "dequantize": True}
+        try:
+            model: nn.Module = self.model_class.from_pretrained(
+                self.path, config=config, dtype=torch.float32, **self._options
+            )
+        except (ImportError, ValueError, RuntimeError) as error:
+            raise ConfigError(
+                f"transformers cannot dequantize {self.path} ({str(error).splitlines()[0]}), so "
+                "there are no logits to compare with. Install what it asks for."
+            ) from error
+        return model
 
     def plan(self, config: TransformerConfig | None = None) -> Plan:
         """Return how the folder's tensors are made of the model's parameters.
@@ -519,46 +554,3 @@ def _is_checkpoint(path: str | Path) -> bool:
     if is_remote(path) or is_plain_file(path):
         return True
     return not (Path(path) / "config.json").exists() and is_committed(path)
-
-
-def _load_config(path: Path, *, trust_remote_code: bool) -> Any:
-    from transformers import AutoConfig
-
-    file = path / "config.json"
-    if not file.is_file():
-        raise MissingCheckpointError(
-            f"{path} has no config.json, so its model is unknown. Name a folder that "
-            "save_pretrained of transformers has written."
-        )
-    plain = _json_of(file)
-    try:
-        # False, not None: transformers would ask on the terminal of every rank.
-        return AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
-    except ValueError as error:
-        advice = "Install a version of transformers that knows it."
-        if "auto_map" in plain and not trust_remote_code:
-            advice = "The folder has code of its own: set trust_remote_code=True if you trust it."
-        raise ConfigError(
-            f"{file} describes a model of type {plain.get('model_type')!r}, which cannot be made "
-            f"({str(error).splitlines()[0]}). {advice}"
-        ) from error
-
-
-def _load_generation_config(path: Path) -> Any:
-    """Return the configuration of text generation; None: the folder has none."""
-    from transformers import GenerationConfig
-
-    file = path / "generation_config.json"
-    return GenerationConfig.from_dict(dict(_json_of(file))) if file.is_file() else None
-
-
-def _json_of(file: Path) -> Mapping[str, Any]:
-    try:
-        plain = json.loads(file.read_bytes())
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(
-            f"{file} is no JSON ({error}). Download or restore the folder."
-        ) from error
-    if not isinstance(plain, dict):
-        raise ConfigError(f"{file} is no JSON object. Download or restore the folder.")
-    return plain

@@ -185,7 +185,7 @@ def _logits_difference(bridge: AutoBridge, parameters: Mapping[str, Lazy]) -> fl
     """Return the largest difference of logits from those of ``from_pretrained``, relative to the
     largest logit.
     """
-    theirs = bridge.to_model(dtype=torch.float32).eval()
+    theirs = bridge.reference_model().eval()
     ours: nn.Module = bridge.model_class(bridge.config).to(torch.float32).eval()
     state = ours.state_dict()
     for name, lazy in parameters.items():

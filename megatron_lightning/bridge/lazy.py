@@ -7,9 +7,10 @@ nothing. A box of the result is filled later from the byte ranges that it consis
 
 Three rules for everything that is no move:
 
-* An operation in place is ignored: initial values, and arithmetic on them (``trunc_normal_``, and
-  ``_init_weights`` of some families), do not replace those of a file. ``convert verify`` compares
-  logits, which shows a family whose loading code needs such an operation.
+* An operation in place on a lazy tensor is ignored: initial values, and arithmetic on them
+  (``trunc_normal_``, and ``_init_weights`` of some families), do not replace those of a file.
+  ``convert verify`` compares logits, which shows a family whose loading code needs such an
+  operation.
 * ``*_like`` returns a real tensor.
 * Other operations (dequantization) are computed from full tensors, if and when somebody reads.
 """
@@ -78,7 +79,11 @@ class Lazy(Tensor):
 def _computed(func: Any, *args: Any, **kwargs: Any) -> Any:
     """Return the result of an operation that is no move; see the module's docstring."""
     if func._schema.is_mutable:
-        return args[0]
+        target = kwargs.get("out", args[0])
+        if isinstance(target, Tensor) and not isinstance(target, Lazy):
+            values, options = tree_map_only(Lazy, Lazy.read, (args, kwargs))
+            return func(*values, **options)
+        return target
     if func._schema.name.endswith("_like"):
         return func(*tree_map_only(Lazy, _empty_on("cpu"), args), **kwargs)
 

@@ -95,7 +95,7 @@ def lazy_model(folder: FolderTensors, model_class: Any, config: Any, **options: 
         CheckpointError: If the folder has not exactly the tensors that the class reads.
     """
     options |= {"config": config, "state_dict": dict(folder.tensors), "output_loading_info": True}
-    with _without_progress_bar():
+    with _quiet():
         model, info = model_class.from_pretrained(None, **options)
     _check(folder, model_class, info)
     result: nn.Module = model
@@ -128,15 +128,19 @@ def defer_values(model: nn.Module, tensors: Mapping[str, Lazy]) -> None:
 
 
 @contextmanager
-def _without_progress_bar() -> Iterator[None]:
-    """Hide the bar of loaded weights, since none are read."""
+def _quiet() -> Iterator[None]:
+    """Hide the bar of loaded weights, since none are read, and the report of missing ones, which
+    are errors here.
+    """
     from transformers.utils import logging
 
-    enabled = logging.is_progress_bar_enabled()
+    enabled, level = logging.is_progress_bar_enabled(), logging.get_verbosity()
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    logging.set_verbosity(logging.ERROR)
     try:
         yield
     finally:
+        logging.set_verbosity(level)
         if enabled:
             logging.enable_progress_bar()  # type: ignore[no-untyped-call]
 

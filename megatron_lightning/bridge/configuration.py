@@ -1,0 +1,59 @@
+"""Configurations of ``transformers``: read from a folder, and written into one."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from megatron_lightning.errors import ConfigError, MissingCheckpointError
+
+
+def load_config(path: Path, *, trust_remote_code: bool) -> Any:
+    """Return the configuration of a folder.
+
+    Raises:
+        MissingCheckpointError: If the folder has none.
+        ConfigError: If it is damaged, or ``transformers`` does not know the model.
+    """
+    from transformers import AutoConfig
+
+    file = path / "config.json"
+    if not file.is_file():
+        raise MissingCheckpointError(
+            f"{path} has no config.json, so its model is unknown. Name a folder that "
+            "save_pretrained of transformers has written."
+        )
+    plain = _json_of(file)
+    try:
+        # False, not None: transformers would ask on the terminal of every rank.
+        return AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+    except ValueError as error:
+        advice = "Install a version of transformers that knows it."
+        if "auto_map" in plain and not trust_remote_code:
+            advice = "The folder has code of its own: set trust_remote_code=True if you trust it."
+        raise ConfigError(
+            f"{file} describes a model of type {plain.get('model_type')!r}, which cannot be made "
+            f"({str(error).splitlines()[0]}). {advice}"
+        ) from error
+
+
+def load_generation_config(path: Path) -> Any:
+    """Return the configuration of text generation; None: the folder has none."""
+    from transformers import GenerationConfig
+
+    file = path / "generation_config.json"
+    return GenerationConfig.from_dict(dict(_json_of(file))) if file.is_file() else None
+
+
+def _json_of(file: Path) -> Mapping[str, Any]:
+    try:
+        plain = json.loads(file.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(
+            f"{file} is no JSON ({error}). Download or restore the folder."
+        ) from error
+    if not isinstance(plain, dict):
+        raise ConfigError(f"{file} is no JSON object. Download or restore the folder.")
+    return plain
