@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from logging import ERROR
 from typing import Any
 
 import torch
@@ -136,7 +137,7 @@ def _quiet() -> Iterator[None]:
 
     enabled, level = logging.is_progress_bar_enabled(), logging.get_verbosity()
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    logging.set_verbosity(logging.ERROR)
+    logging.set_verbosity(ERROR)
     try:
         yield
     finally:

@@ -215,7 +215,7 @@ def _copy(folders: dict[str, Path], name: str, parent: Path, **settings: Any) ->
             "qwen2-window", {"layer_types": ["full_attention", "sliding_attention"]},
             "layer_types=",
         ),
-        ("llama", {"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
+        ("llama", {"quantization_config": {"quant_method": "gptq"}}, "quantized by 'gptq'"),
         ("llama", {"architectures": ["OPTForCausalLM"]}, "architectures.*OPTFor.*has rules"),
     ],
 )  # fmt: skip
