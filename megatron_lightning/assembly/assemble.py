@@ -14,9 +14,13 @@ from typing import NamedTuple
 from torch import nn
 
 from megatron_lightning.assembly.checks import check_experts, check_shared, find_stages
-from megatron_lightning.assembly.exchanges import name_exchanges
 from megatron_lightning.assembly.part import Part, describe_part
-from megatron_lightning.assembly.plans import PlanChoice, check_plans, find_plans
+from megatron_lightning.assembly.plans import (
+    PlanChoice,
+    Plans,
+    declared_plans,
+    resolve_plans,
+)
 from megatron_lightning.assembly.replicas import equalize
 from megatron_lightning.config import ContextOptions, PipelineOptions
 from megatron_lightning.errors import ConfigError
@@ -52,6 +56,7 @@ class _Record(NamedTuple):
     names: tuple[str, ...]
     num_parameters: int
     shards_sequence: bool
+    plans: Plans
 
 
 def assemble(
@@ -82,23 +87,19 @@ def assemble(
     names = tuple(module.state_dict())
     num_parameters = sum(parameter.numel() for parameter in module.parameters())
     equalize(module, context.axis("world"))
-    check_plans(module, context.layout, plan)
-    # Before the partition: plans of ``transformers`` are translated from all layers, and lists of
-    # types count all attention modules.
-    plans = find_plans(module, plan, context.tp.size, context.cp.size, context.ep.size)
-    if context.cp.size > 1:
-        plans = name_exchanges(module, plans, context.context_options.cp_comm_type)
-    shards_sequence = context.sp and any(own_plan.shards_sequence for own_plan in plans.values())
+    # Before the partition: plans of ``transformers`` are translated from all layers.
+    plans = resolve_plans(module, context.layout, plan, context.context_options.cp_comm_type)
     path, partition = _partition(module, context, placement, options)
     if partition is not None:
-        check_shared(partition, path or "", plans, context.tp.size)
+        check_shared(partition, path or "", plans.applied, context.tp.size)
     # After the partition: layers of other ranks need no parallel counterparts.
-    parallelize_models(module, context, plans)
+    parallelize_models(module, context, plans.applied)
     if allocates:
         # Last, so that a rank never holds more than its shards and one full parameter.
         materialize(module, context.device)
     stages = () if partition is None else partition.stages
     everywhere = frozenset[str]() if partition is None else partition.everywhere
+    shards_sequence = context.sp and plans.shards_sequence
     module.__dict__[_RECORD] = _Record(
         context.layout,
         placement,
@@ -110,10 +111,11 @@ def assemble(
         names,
         num_parameters,
         shards_sequence,
+        plans,
     )
     part = describe_part(module, names, num_parameters, path, partition)
     check_experts(part.specs, context)
-    return replace(part, shards_sequence=shards_sequence)
+    return replace(part, shards_sequence=shards_sequence, plans=plans)
 
 
 def reattach(
@@ -156,7 +158,9 @@ def reattach(
             has_all_units=False,
         )
     part = describe_part(module, record.names, record.num_parameters, record.path, partition)
-    return replace(part, shards_sequence=record.shards_sequence)
+    declared = declared_plans(module, None)
+    plans = record.plans if record.plans.applied else Plans(declared=declared, applied=declared)
+    return replace(part, shards_sequence=record.shards_sequence, plans=plans)
 
 
 def is_assembled(module: nn.Module) -> bool:

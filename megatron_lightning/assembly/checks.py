@@ -10,9 +10,14 @@ from typing import NamedTuple
 
 from torch import nn
 
-from megatron_lightning.assembly.plans import PlanChoice, check_plans
+from megatron_lightning.assembly.plans import PlanChoice, resolve_plans
 from megatron_lightning.assembly.sharded_modules import find_sharded
-from megatron_lightning.config import PipelineOptions, RecomputeOptions, TransformerConfig
+from megatron_lightning.config import (
+    ContextExchange,
+    PipelineOptions,
+    RecomputeOptions,
+    TransformerConfig,
+)
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.layers.recompute import check_patterns
 from megatron_lightning.parallel.context import ParallelContext
@@ -202,6 +207,7 @@ def check_layers(
     recompute: RecomputeOptions,
     layout: ParallelLayout,
     plan: PlanChoice,
+    cp_comm_type: ContextExchange | Sequence[ContextExchange] = "p2p",
 ) -> None:
     """Check the recomputed layers and the sharding plan of a full module.
 
@@ -210,7 +216,7 @@ def check_layers(
             module without a plan, or with one that the layout contradicts.
     """
     check_patterns(module, recompute)
-    check_plans(module, layout, plan)
+    resolve_plans(module, layout, plan, cp_comm_type)
 
 
 def check_trained_layers(

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from megatron_lightning.assembly.assemble import is_assembled, parallelize_models
 from megatron_lightning.assembly.checks import find_stages
-from megatron_lightning.assembly.plans import PlanChoice, check_plans, find_plans
+from megatron_lightning.assembly.plans import PlanChoice, resolve_plans
 from megatron_lightning.config import PipelineOptions
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.parallel.context import ParallelContext
@@ -57,13 +57,12 @@ def describe_layout(
             "divided it. Describe a new module."
         )
     stages = _stages(module, placement, options) if layout.num_stages > 1 else {}
-    check_plans(module, layout, plan)
-    plans = find_plans(module, plan, layout.tp, layout.cp, layout.ep)
-    styles = _styles(module, plans)
+    plans = resolve_plans(module, layout, plan)
+    styles = _styles(module, plans.applied)
     sizes = (layout.tp * layout.cp * layout.pp, layout.etp * layout.ep * layout.pp)
     context = ParallelContext(layout, planned_world_size=math.lcm(*sizes))
     shell = _on_meta(module)
-    parallelize_models(shell, context, plans)
+    parallelize_models(shell, context, plans.applied)
     specs = named_shard_specs(shell)
     for owner, *copies in shared_names(shell):
         specs |= {name: replace(specs[owner], tied_to=owner) for name in copies}
@@ -76,7 +75,7 @@ def describe_layout(
             lines = [_parameter(name, spec, context) for name, spec in own.items()] or [("-", "-")]
             rows.append((path, stage, styles.get(path, "-"), *lines[0]))
             rows += [("", "", "", *line) for line in lines[1:]]
-    shards = layout.sp and any(own_plan.shards_sequence for own_plan in plans.values())
+    shards = layout.sp and plans.shards_sequence
     title = _title(layout, specs, describe_sequence_parallel(layout, shards_sequence=shards))
     return "\n".join([title, *_aligned(rows)])
 

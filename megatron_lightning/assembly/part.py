@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 
 from torch import nn
 
+from megatron_lightning.assembly.plans import Plans
 from megatron_lightning.optim.fsdp.fully_sharded import ShardedUnits
 from megatron_lightning.parallel.sharding import named_shard_specs, tied_names
 from megatron_lightning.parallel.spec import ShardSpec
@@ -42,6 +43,8 @@ class Part:
     shards_sequence: bool = False
     """Whether activations are sequence shards between tensor-parallel regions, in some of the
     module's models."""
+    plans: Plans = field(default_factory=Plans)
+    """Sharding plans by which the module was divided; none in a module that was pickled."""
     units: ShardedUnits | None = None
     """Units that FSDP2 has sharded; None without it, and before."""
 

@@ -78,8 +78,7 @@ class PlanWatch:
 
     Args:
         module: This rank's part of the LightningModule.
-        part: Its description.
-        plans: Plans by the path of their module.
+        part: Its description, with the plans that divided it.
         context: Groups of this rank.
     """
 
@@ -87,12 +86,11 @@ class PlanWatch:
         self,
         module: nn.Module,
         part: Part,
-        plans: Mapping[str, ShardingPlan],
         context: ParallelContext,
     ) -> None:
         self._group: AxisGroup = context.tp
         self._device = context.device
-        self._plans = plans
+        self._plans = part.plans.applied
         self._kinds = {path: type(child).__name__ for path, child in module.named_modules()}
         self._sums: dict[_Key, Tensor] = {}  # signed elements, squares, positions that differ [3]
         self._hooks: dict[_Key, torch.utils.hooks.RemovableHandle] = {}

@@ -4,12 +4,15 @@ of its ``transformers`` models.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Literal, TypeAlias
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeAlias
 
 from torch import nn
 
 from megatron_lightning.assembly.attention_watch import check_attention_rows
+from megatron_lightning.assembly.exchanges import name_exchanges
+from megatron_lightning.config import ContextExchange
 from megatron_lightning.errors import ConfigError, ShardingError
 from megatron_lightning.layers.styles import ContextAttention, DispatchedExperts
 from megatron_lightning.models.plans.gathered import auto_plan
@@ -25,6 +28,32 @@ from megatron_lightning.parallel.sharding import (
 PlanChoice: TypeAlias = ShardingPlan | Literal["auto"] | None
 """A user's plan for the whole module; "auto": every linear layer by its output; None: the plans of
 its models."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plans:
+    """The sharding plans of one module, resolved for one layout before the module is divided.
+
+    Plans stay in the process that resolved them, since their rows may hold functions. A pickled
+    module has none.
+    """
+
+    declared: Mapping[str, ShardingPlan] = field(default_factory=dict)
+    """Path of a module -> the plan that the user or the module gives; the same for every layout."""
+    applied: Mapping[str, ShardingPlan] = field(default_factory=dict)
+    """Path of a module -> the plan that divides the module on this layout: ``declared``, plans
+    translated from ``transformers``, or the automatic one."""
+
+    @property
+    def shards_sequence(self) -> bool:
+        """Whether a plan has activations that are shards of the sequence."""
+        return any(plan.shards_sequence for plan in self.applied.values())
+
+    def __deepcopy__(self, memo: object) -> Plans:
+        return self
+
+    def __reduce__(self) -> tuple[type[Plans], tuple[Any, ...]]:
+        return Plans, ()
 
 
 def check_plan_choice(plan: object) -> None:
@@ -47,6 +76,15 @@ _WAYS_OUT = (
 )
 
 
+def declared_plans(module: nn.Module, plan: PlanChoice) -> dict[str, ShardingPlan]:
+    """Return the user's plan for the module, or else the plans that ``sharding_plan()`` methods of
+    its submodules return, by their paths.
+    """
+    if isinstance(plan, ShardingPlan):
+        return {"": plan}
+    return {} if plan == "auto" else sharding_plans(module)
+
+
 def find_plans(
     module: nn.Module,
     plan: PlanChoice,
@@ -54,14 +92,13 @@ def find_plans(
     context_size: int = 1,
     expert_size: int = 1,
 ) -> dict[str, ShardingPlan]:
-    """Return ``plan`` for the module itself, or else those of its submodules, by their paths.
+    """Return the plans that divide a full module, by the paths of their modules.
 
-    A submodule has the plan that its ``sharding_plan()`` returns. Over several ranks an untouched
-    model of ``transformers`` has the one that its own plan is translated to, if none of its modules
-    and none around it has a method.
+    Beside declared plans, an untouched model of ``transformers`` over several ranks has the plan
+    that its own one is translated to, if no module inside or around it declares a plan.
 
     Args:
-        module: The module; for the plans of ``transformers`` with all of its layers, as they were.
+        module: The module with all of its layers, as they were.
         plan: The user's choice.
         tensor_size: Tensor-parallel ranks.
         context_size: Context-parallel ranks.
@@ -72,10 +109,8 @@ def find_plans(
     """
     if plan == "auto":
         return {"": auto_plan(module, tensor_size)} if tensor_size > 1 else {}
-    if plan is not None:
-        return {"": plan}
-    plans = sharding_plans(module)
-    if tensor_size == context_size == expert_size == 1:
+    plans = declared_plans(module, plan)
+    if plan is not None or tensor_size == context_size == expert_size == 1:
         return plans
     translated = {
         path: transformers_plan(model, tensor_size, context_size, expert_size)
@@ -111,8 +146,20 @@ def _is_inside(path: str, outer: str) -> bool:
     return not outer or path == outer or path.startswith(f"{outer}.")
 
 
-def check_plans(module: nn.Module, layout: ParallelLayout, plan: PlanChoice) -> None:
-    """Check the plans of a full module against the module and the layout.
+def resolve_plans(
+    module: nn.Module,
+    layout: ParallelLayout,
+    plan: PlanChoice,
+    cp_comm_type: ContextExchange | Sequence[ContextExchange] = "p2p",
+) -> Plans:
+    """Return the plans of a full module, checked against the module and the layout.
+
+    Args:
+        module: The module with all of its layers.
+        layout: Sizes of the parallel axes.
+        plan: The user's choice.
+        cp_comm_type: How attention meets the keys of other ranks; a list names a type for each
+            attention module.
 
     Raises:
         ConfigError: If a pattern of a plan is not used; over several tensor-parallel ranks, if none
@@ -121,27 +168,47 @@ def check_plans(module: nn.Module, layout: ParallelLayout, plan: PlanChoice) -> 
             sequence is sharded.
         ShardingError: If experts of ``transformers`` do not divide.
     """
-    for path, own_plan in find_plans(module, plan).items():
+    declared = declared_plans(module, plan)
+    for path, own_plan in declared.items():
         check_plan(module.get_submodule(path), own_plan, path)
-    own = find_plans(module, plan, context_size=layout.cp).values()
-    rows = [row for own_plan in own for row in own_plan.modules.values()]
+    _check_wrapped(module, layout)
+    plans = find_plans(module, plan, layout.tp, layout.cp, layout.ep)
+    _check_attention(module, layout, plans)
+    if plan is None and layout.divides_experts and not declared:
+        _check_has_experts(module, layout, plans)
+    if layout.tp > 1 or layout.divides_experts:
+        _check_rows(module, layout, plans)
+    if layout.tp > 1:
+        _check_split(module, layout, plan, plans)
+    if layout.cp > 1:
+        # The full module: a pipeline rank has some of the modules that a list counts.
+        plans = name_exchanges(module, plans, cp_comm_type)
+    return Plans(declared=declared, applied=plans)
+
+
+def _check_attention(
+    module: nn.Module, layout: ParallelLayout, plans: Mapping[str, ShardingPlan]
+) -> None:
+    """Check that context-parallel ranks can share the sequences of the module."""
+    rows = [row for own_plan in plans.values() for row in own_plan.modules.values()]
     bound = sum(isinstance(row, ContextAttention) for row in rows)
     check_attention_rows(layout.cp, bound, type(module).__name__)
-    if layout.cp > 1 and all(own_plan.positions is None for own_plan in own):
+    if layout.cp > 1 and all(own_plan.positions is None for own_plan in plans.values()):
         raise ConfigError(
             f"context_parallel_size is {layout.cp}, and no sharding plan of "
             f"{type(module).__name__} says how the model is given the positions of its tokens, "
             "which are not 0, 1, 2, … on a rank. Set ShardingPlan(positions=...) to the keyword "
             'of its forward, such as "position_ids", or to "" if it uses no positions.'
         )
-    _check_wrapped(module, layout)
-    plans = find_plans(module, plan, layout.tp, layout.cp, layout.ep)
-    if plan is None and layout.divides_experts and not sharding_plans(module):
-        _check_has_experts(module, layout, plans)
-    if layout.tp > 1 or layout.divides_experts:
-        _check_rows(module, layout, plans)
-    if layout.tp == 1:
-        return
+
+
+def _check_split(
+    module: nn.Module,
+    layout: ParallelLayout,
+    plan: PlanChoice,
+    plans: Mapping[str, ShardingPlan],
+) -> None:
+    """Check that the plans split layers over tensor-parallel ranks."""
     if not plans:
         raise ConfigError(
             f"tensor_model_parallel_size is {layout.tp}, and no module of "

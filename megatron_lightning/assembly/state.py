@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from megatron_lightning.assembly.part import Part
-from megatron_lightning.assembly.plans import PlanChoice, find_plans
 from megatron_lightning.checkpoint import CheckpointSource, TensorShards, load_sharded
 from megatron_lightning.checkpoint.format.manifest import TensorInfo
 from megatron_lightning.checkpoint.format.naming import OWN
@@ -207,20 +206,15 @@ class ModuleState:
         """
         return name if prefix + name in stored else self.part.tied.get(name, name)
 
-    def vocabulary_shapes(self, plan: PlanChoice) -> dict[str, Shape]:
+    def vocabulary_shapes(self) -> dict[str, Shape]:
         """Return the global shapes of the parameters over the vocabulary, by their own and their
         owners' names.
 
-        They are those whose module a plan declares :class:`VocabParallel`, with any number of
-        ranks.
-
-        Args:
-            plan: The plan of the full module; None: the ``sharding_plan()`` of the modules that
-                have one.
+        A declared plan has a :class:`VocabParallel` row for their module, with any number of ranks.
         """
         specs, tied = self.part.specs, self.part.tied
         shapes = {}
-        for path, own_plan in find_plans(self.module, plan).items():
+        for path, own_plan in self.part.plans.declared.items():
             prefix = f"{path}." if path else ""
             for name in (name for name in {**specs, **tied} if name.startswith(prefix)):
                 owner = tied.get(name, name)

@@ -125,6 +125,7 @@ class LoRA:
             child.requires_grad_(True)
         avoid_fused_inference(module)
         module.__dict__[_RECORD] = self
+        module.__dict__["expects_gradients"] = True  # adapters that are not read are an error
         return module
 
     def scale_of(self, path: str) -> float:

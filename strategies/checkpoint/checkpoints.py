@@ -341,7 +341,7 @@ class Checkpoints:
 
     def _fitted(self, source: CheckpointSource, part: Part) -> CheckpointSource:
         """Wrap the source to resize vocabulary tensors, if that is wanted."""
-        shapes = self._module_state(part).vocabulary_shapes(self._options.sharding_plan)
+        shapes = self._module_state(part).vocabulary_shapes()
         return fit_vocabulary(
             source, shapes, self._context, resize=self._options.checkpoint.resize_vocabulary
         )

@@ -14,8 +14,6 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from megatron_lightning.assembly import checks
 from megatron_lightning.assembly.assemble import is_assembled
 from megatron_lightning.assembly.compile import check_blocks
-from megatron_lightning.assembly.exchanges import name_exchanges
-from megatron_lightning.assembly.plans import find_plans
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.modules.finetune_data import FinetuneDataModule
 from megatron_lightning.modules.pretrain_data import PretrainDataModule
@@ -181,14 +179,17 @@ def check_layers(
     replicas = options.layout.data_parallel_size(world_size)
     sharded = options.data_parallel == "fsdp"
     check_fused_losses(module, options.layout, sharded=sharded and replicas > 1)
-    checks.check_layers(module, options.recompute, options.layout, options.sharding_plan)
+    checks.check_layers(
+        module,
+        options.recompute,
+        options.layout,
+        options.sharding_plan,
+        options.sequence.cp_comm_type,
+    )
     if trainer is not None:
         check_recipe_of(trainer.precision_plugin, module, options.layout)
     if options.compile is not None:
         check_blocks(module, options.pipeline)
-    if options.layout.cp > 1:
-        plans = find_plans(module, options.sharding_plan, options.layout.tp, options.layout.cp)
-        name_exchanges(module, plans, options.sequence.cp_comm_type)
     if trainer is not None and trainer.state.fn == TrainerFn.FITTING:
         check_param_groups(module)
         checks.check_trained_layers(module, options.schedule, replicas, sharded=sharded)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from megatron_lightning.assembly.replicas import check_same_batch
 from megatron_lightning.assembly.shape_errors import explained_shapes
-from megatron_lightning.parallel.sharding import ShardingPlan
 from megatron_lightning.strategies.step.participant import StepBatch, StepParticipant
 from megatron_lightning.strategies.step.scope import Scope
 from megatron_lightning.strategies.step.step_run import StepRun
@@ -21,13 +20,12 @@ class FirstBatches(StepParticipant):
 
     Args:
         scope: What the run works on.
-        plans: Sharding plans by the paths of their modules.
         guard: Watches the default process group.
     """
 
-    def __init__(self, scope: Scope, plans: Mapping[str, ShardingPlan], guard: WorldGuard) -> None:
+    def __init__(self, scope: Scope, guard: WorldGuard) -> None:
         self._scope = scope
-        self._plans = plans
+        self._plans = scope.part.plans.applied
         self._guard = guard
         self._checked: set[tuple[Any, ...]] = set()
         self._is_first = False

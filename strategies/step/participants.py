@@ -8,13 +8,11 @@ before layers log theirs. What may refuse an update is asked before anything fol
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megatron_lightning.assembly.buffers import BufferSync
 from megatron_lightning.assembly.plan_watch import PlanWatch
-from megatron_lightning.assembly.plans import find_plans
-from megatron_lightning.parallel.sharding import ShardingPlan
 from megatron_lightning.pipeline.batch.metrics import MetricSync
 from megatron_lightning.strategies.step.agreement import Agreement
 from megatron_lightning.strategies.step.buffer_values import BufferValues
@@ -43,8 +41,6 @@ from megatron_lightning.strategies.step.written_weights import WrittenWeights
 class SharedParts:
     """Parts of a run's steps that serve outside of a step, too."""
 
-    plans: Mapping[str, ShardingPlan]
-    """Sharding plans by the paths of their modules."""
     buffers: BufferSync
     """Gives the same buffers to all ranks that hold them."""
     metrics: MetricSync
@@ -71,7 +67,7 @@ def step_participants(
     if training is not None and watch is not None:
         yield WrittenWeights(scope, training.accumulation, training.optimizers, watch)
     yield MetricStates(parts.metrics)
-    yield FirstBatches(scope, parts.plans, parts.guard)
+    yield FirstBatches(scope, parts.guard)
     yield Agreement(scope)
     if training is not None:
         yield ConsumedSamples(scope, training.schedules)
@@ -98,7 +94,6 @@ def step_participants(
 
 def _plan_watch(scope: Scope) -> PlanWatch:
     """Return what detects faults of a sharding plan, in the first steps."""
-    plans = find_plans(scope.module, scope.options.sharding_plan)
-    watch = PlanWatch(scope.module, scope.part, plans, scope.context)
+    watch = PlanWatch(scope.module, scope.part, scope.context)
     scope.undo.callback(watch.detach)
     return watch

@@ -20,7 +20,6 @@ from megatron_lightning.errors import ConfigError
 from megatron_lightning.models.plans.hf_context import check_call
 from megatron_lightning.models.plans.hf_plans import is_transformers_model
 from megatron_lightning.parallel.sequence import SequencePart
-from megatron_lightning.parallel.sharding import ShardingPlan
 from megatron_lightning.pipeline.batch.sequence_arguments import SequenceArguments
 from megatron_lightning.pipeline.batch.sequence_split import SequenceSplit
 from megatron_lightning.pipeline.stages.parallel_call import ParallelCall
@@ -39,10 +38,9 @@ class SequenceParts(StepParticipant):
 
     Args:
         scope: What the run works on.
-        plans: Sharding plans by the paths of their modules.
     """
 
-    def __init__(self, scope: Scope, plans: Mapping[str, ShardingPlan]) -> None:
+    def __init__(self, scope: Scope) -> None:
         self._context = scope.context
         self._module = scope.module
         dims = sequence_dims_of(scope.module, getattr(scope.module.trainer, "datamodule", None))
@@ -50,6 +48,7 @@ class SequenceParts(StepParticipant):
         tensor_ranks = self._context.tp.size if scope.part.shards_sequence else 1
         self.split = SequenceSplit(part, dims, tensor_ranks)
         """Splits batches."""
+        plans = scope.part.plans.applied
         self._plans = {path: plan for path, plan in plans.items() if plan.positions is not None}
         self._calls = {
             path: ParallelCall.on(scope.module.get_submodule(path), 1, scope.undo)

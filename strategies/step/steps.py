@@ -16,7 +16,6 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from torch import Tensor
 
 from megatron_lightning.assembly.buffers import BufferSync
-from megatron_lightning.assembly.plans import find_plans
 from megatron_lightning.errors import ConfigError, PipelineError
 from megatron_lightning.pipeline.batch.metrics import MetricSync
 from megatron_lightning.pipeline.stages.parallel_call import ParallelCall, find_parallel_module
@@ -64,17 +63,15 @@ class Steps(ABC):
             scope.module, scope.context, lambda: getattr(scope.module.trainer, "callbacks", ())
         )
         scope.undo.callback(self._metrics.release)
-        partition, context_size = scope.part.partition, scope.context.cp.size
+        partition = scope.part.partition
         parallel = find_parallel_module(scope.module) if partition is None else partition.module
         self._call = (
             None
             if parallel is None
             else ParallelCall.on(parallel, scope.context.pp.size, scope.undo)
         )
-        plans = find_plans(scope.module, scope.options.sharding_plan, context_size=context_size)
-        self._sequence = SequenceParts(scope, plans) if context_size > 1 else None
+        self._sequence = SequenceParts(scope) if scope.context.cp.size > 1 else None
         parts = SharedParts(
-            plans=plans,
             buffers=self.buffers,
             metrics=self._metrics,
             guard=self._world_guard,

@@ -12,7 +12,7 @@ pytest.importorskip("transformers", "5")
 
 import transformers
 
-from megatron_lightning.assembly.plans import check_plans, find_plans
+from megatron_lightning.assembly.plans import find_plans, resolve_plans
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.layers.styles import (
     ColumnParallel,
@@ -177,10 +177,10 @@ def test_what_cannot_be_split_is_refused(make: Any, tensor: int, message: str) -
 
 def test_sequence_parallelism_needs_rows_that_shard_the_sequence() -> None:
     model = _llama()
-    check_plans(model, _layout(), None)
-    check_plans(model, _layout(sequence_parallel=True), llama_hf_plan(model.config))
+    resolve_plans(model, _layout(), None)
+    resolve_plans(model, _layout(sequence_parallel=True), llama_hf_plan(model.config))
     with pytest.raises(ConfigError, match=r'sequence_parallel is True.*LlamaForCausalLM.*"auto"'):
-        check_plans(model, _layout(sequence_parallel=True), None)
+        resolve_plans(model, _layout(sequence_parallel=True), None)
 
 
 def test_a_refusal_comes_before_the_launch() -> None:
