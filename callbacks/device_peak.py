@@ -10,7 +10,7 @@ import torch
 from lightning.pytorch.plugins.precision import Precision
 
 from megatron_lightning.planning.peaks import Kind, peak_flops
-from megatron_lightning.strategies.fp8 import MegatronFP8Precision
+from megatron_lightning.strategies.fp8 import quantizing
 
 _SMALLEST, _LARGEST = 512, 8192  # rows of matrices
 _LONG_S = 0.01
@@ -84,7 +84,8 @@ def _name(precision: Precision) -> str:
 def _kind(device: torch.device, precision: Precision) -> Kind:
     """Return the number format of a precision's products."""
     # Emulated products are bf16.
-    if isinstance(precision, MegatronFP8Precision) and str(precision.backend) != "emulation":
+    fp8 = quantizing(precision)
+    if fp8 is not None and fp8.backend != "emulation":
         return "fp8"
     name = _name(precision)
     if name.startswith("bf16"):

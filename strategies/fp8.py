@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Generator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
-import torch.distributed as dist
 from lightning.pytorch.plugins.precision import Precision
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
@@ -16,18 +15,16 @@ from typing_extensions import override
 
 from megatron_lightning.assembly.part import Part
 from megatron_lightning.config.checks import check_kind
-from megatron_lightning.errors import CheckpointError, ConfigError
+from megatron_lightning.errors import ConfigError
 from megatron_lightning.optim.gradients.codes import Coder
 from megatron_lightning.parallel.context import ParallelContext
-from megatron_lightning.precision.assignment import Assignment, apply_recipe, remove_recipe
 from megatron_lightning.precision.backends import Backend, Chosen, choose_backend
-from megatron_lightning.precision.history import AmaxHistory, advance
 from megatron_lightning.precision.native import find_gpu
+from megatron_lightning.precision.quantized_layers import QuantizedLayers, RecipeLayers
 from megatron_lightning.precision.recipes import FP8Recipe
 from megatron_lightning.precision.transformer_engine.backend import TransformerEngine
 from megatron_lightning.precision.transformer_engine.library import load as load_library
 from megatron_lightning.precision.transformer_engine.recipes import check_available, check_recipe
-from megatron_lightning.precision.weights import weight_coders
 from megatron_lightning.strategies.precision import MegatronMixedPrecision
 
 
@@ -54,11 +51,11 @@ class MegatronFP8Precision(MegatronMixedPrecision):
         self.backend = _check_backend(backend, self.recipe)
         self._asked = backend
         super().__init__("bf16-mixed", "cuda" if torch.cuda.is_available() else "cpu")
-        self._assigned: Assignment | None = None
-        self._context: ParallelContext | None = None
-        self._loaded: dict[str, Tensor] = {}  # histories, until the layers are quantized
-        self._engines: TransformerEngine | None = None
-        self._engine_state: dict[str, Any] = {}  # until the layers have engines
+        self.layers: QuantizedLayers | None = None
+        """The quantized layers of a run; None between runs."""
+        self._state: dict[str, Any] = {}  # of the layers, until there are some
+
+    # --------------------------------------------------------------------------------------- layers
 
     def quantize_layers(
         self,
@@ -70,62 +67,38 @@ class MegatronFP8Precision(MegatronMixedPrecision):
     ) -> None:
         """Quantize this rank's layers until ``undo`` is closed.
 
-        ``caches_weights``: whether full weights exist between micro-batches, so that their codes
-        may be kept.
+        ``caches_weights``: whether full weights exist between micro-batches, so that their
+        quantized data may be kept.
         """
         self.device = context.device.type
-        if self._asked == "transformer_engine":
-            self._attach_engines(module, context, undo, caches_weights)
-            return
-        self._context = context
-        # Of this rank's device, which may be a CPU beside GPUs.
-        self.backend = choose_backend(self._asked, self.recipe, find_gpu(context.device))
-        remove_recipe(module)
-        self._assigned = apply_recipe(module, self.recipe, context, backend=self.backend)
-        for gemm in self._assigned.quantized.values():
-            gemm.keeps_weight = caches_weights
+        layers = self._make_layers(context)
+        layers.load_state_dict(self._state)
+        summary = layers.attach(module, context, caches_weights=caches_weights)
+        self.layers = layers
         undo.callback(self._release, module)
-        self._load_histories()
-        rank_zero_info(f"MegatronFP8Precision ({self.backend}): {self._assigned.describe()}")
+        rank_zero_info(f"MegatronFP8Precision ({self.backend}): {summary}")
         if context.device.type == "cuda" and self.backend == "emulation":
             rank_zero_warn(
                 "MegatronFP8Precision emulates its products, which is slower than bf16: it shows "
                 "what a recipe does to a training, not its speed."
             )
 
+    def _make_layers(self, context: ParallelContext) -> QuantizedLayers:
+        # Of this rank's device, which may be a CPU beside GPUs.
+        gpu = find_gpu(context.device)
+        if self._asked == "transformer_engine":
+            library = load_library(has_gpu=gpu is not None)
+            check_available(self.recipe, library)
+            return TransformerEngine(self.recipe, library)
+        self.backend = chosen = choose_backend(self._asked, self.recipe, gpu)
+        return RecipeLayers(self.recipe, chosen)
+
     def _release(self, module: pl.LightningModule) -> None:
-        self._loaded = {name: history.entries for name, history in self._histories()}
-        remove_recipe(module)
-        self._assigned = self._context = None
+        if self.layers is not None:
+            self._state = self.layers.detach(module)
+        self.layers = None
 
-    def weight_coders(self, module: pl.LightningModule) -> Mapping[str, Coder]:
-        """Return the coders of this rank's weights that are kept as codes, by parameter name."""
-        if self._engines is not None:
-            return self._engines.weight_coders(module)
-        if self._assigned is None or not self.recipe.fp8_param_gather:
-            return {}
-        return weight_coders(module, self._assigned.quantized)
-
-    # --------------------------------------------------------------------------- Transformer Engine
-
-    def _attach_engines(
-        self,
-        module: pl.LightningModule,
-        context: ParallelContext,
-        undo: ExitStack,
-        caches_weights: bool,
-    ) -> None:
-        library = load_library(has_gpu=find_gpu(context.device) is not None)
-        check_available(self.recipe, library)
-        self._engines = engines = TransformerEngine(self.recipe, library)
-        engines.load_state_dict(self._engine_state)
-        summary = engines.attach(module, context, caches_weights=caches_weights)
-        undo.callback(self._detach_engines, module, engines)
-        rank_zero_info(f"MegatronFP8Precision: {summary}")
-
-    def _detach_engines(self, module: pl.LightningModule, engines: TransformerEngine) -> None:
-        self._engine_state = engines.detach(module)
-        self._engines = None
+    # ----------------------------------------------------------------------------------------- step
 
     @override
     @contextmanager
@@ -135,55 +108,19 @@ class MegatronFP8Precision(MegatronMixedPrecision):
         Raises:
             ConfigError: If no strategy has quantized the layers.
         """
-        if self._assigned is None and self._engines is None:
+        if self.layers is None:
             raise ConfigError(
                 "MegatronFP8Precision computes in bf16 here: its layers are quantized by "
                 "MegatronStrategy, and this Trainer has another strategy. Set "
                 "strategy=MegatronStrategy() (on one device, too), or precision to bf16-mixed."
             )
-        quantizing = nullcontext() if self._engines is None else self._engines.step()
-        with quantizing, super().forward_context():
+        with self.layers.step(), super().forward_context():
             yield
-
-    def backward_context(self) -> AbstractContextManager[Any]:
-        """Return the context of the backward of one micro-batch."""
-        return nullcontext() if self._engines is None else self._engines.backward()
-
-    @override
-    def backward(self, *args: Any, **kwargs: Any) -> None:
-        """Compute gradients."""
-        with self.backward_context():
-            super().backward(*args, **kwargs)
-
-    @override
-    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Step; codes of weights that were kept are those of the step before."""
-        result = super().optimizer_step(*args, **kwargs)
-        if self._engines is not None:
-            self._engines.weights_changed()
-        self.forget_weights()
-        return result
-
-    def forget_weights(self) -> None:
-        """Drop the codes that a pipeline run keeps of weights: hooks before and after it may change
-        them, and call the model.
-        """
-        for gemm in () if self._assigned is None else self._assigned.quantized.values():
-            gemm.forget_weight()
-
-    # -------------------------------------------------------------------------------------- history
-
-    def _histories(self) -> Iterator[tuple[str, AmaxHistory]]:
-        """Yield the histories of this rank's layers, by their names in checkpoints."""
-        assigned = {} if self._assigned is None else self._assigned.quantized
-        for path, gemm in assigned.items():
-            for role, history in gemm.histories.items():
-                yield f"{path}.{role}", history
 
     @override
     @contextmanager
     def val_step_context(self) -> Generator[None, None, None]:
-        """Around an evaluation, which leaves the histories as they are."""
+        """Around an evaluation, which leaves the amax histories as they are."""
         with self.without_notes(), super().val_step_context():
             yield
 
@@ -201,76 +138,63 @@ class MegatronFP8Precision(MegatronMixedPrecision):
         with self.without_notes(), super().predict_step_context():
             yield
 
-    @contextmanager
-    def without_notes(self) -> Iterator[None]:
-        """Inside the block nothing enters the histories."""
-        gemms = [] if self._assigned is None else list(self._assigned.quantized.values())
-        before = [gemm.notes for gemm in gemms]
-        for gemm in gemms:
-            gemm.notes = False
-        engines = nullcontext() if self._engines is None else self._engines.without_notes()
-        try:
-            with engines:
-                yield
-        finally:
-            for gemm, notes in zip(gemms, before, strict=True):
-                gemm.notes = notes
+    def without_notes(self) -> AbstractContextManager[None]:
+        """Return the context of forwards whose amax values enter no history."""
+        return nullcontext() if self.layers is None else self.layers.without_notes()
+
+    def backward_context(self) -> AbstractContextManager[Any]:
+        """Return the context of the backward of one micro-batch."""
+        return nullcontext() if self.layers is None else self.layers.backward()
+
+    @override
+    def backward(self, *args: Any, **kwargs: Any) -> None:
+        """Compute gradients."""
+        with self.backward_context():
+            super().backward(*args, **kwargs)
 
     @override
     def post_backward(self, tensor: Tensor, module: pl.LightningModule) -> Tensor:  # type: ignore[override]
-        """At the end of a pipeline run: append its micro-batches to the histories, and forget the
-        codes of weights, whose scales then change, or which callbacks may change.
+        """End a pipeline run. Quantized data of weights are dropped, since their scales change, and
+        callbacks may change the weights.
         """
         self.forget_weights()
-        if self._context is not None:
-            group = self._context.axis("tp-dp-cp")
-            advance([history for _, history in self._histories()], group)
+        if self.layers is not None:
+            self.layers.end_run()
         return super().post_backward(tensor, module)
 
     @override
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Step; quantized data of weights are those of the step before."""
+        result = super().optimizer_step(*args, **kwargs)
+        if self.layers is not None:
+            self.layers.weights_changed()
+        return result
+
+    def forget_weights(self) -> None:
+        """Drop what a pipeline run keeps of weights."""
+        if self.layers is not None:
+            self.layers.forget_weights()
+
+    # ---------------------------------------------------------------------------------- checkpoints
+
+    @property
+    def _key(self) -> str:
+        """Name of the layers' state in checkpoints."""
+        is_library = self._asked == "transformer_engine"
+        return "transformer_engine" if is_library else "amax_histories"
+
+    @override
     def state_dict(self) -> dict[str, Any]:
-        """Return the histories of all pipeline ranks; all ranks call this."""
-        if self._engines is not None:
-            state = self._engines.state_dict()
-            return {"transformer_engine": state} if state else {}
-        own = {name: history.entries for name, history in self._histories()}
-        context = self._context
-        if context is None or not self.recipe.has_history:
-            return {}
-        return {"amax_histories": _joined(own, context)}
+        """Return the state of the layers of all pipeline ranks; all ranks call this."""
+        state = {} if self.layers is None else self.layers.state_dict()
+        return {self._key: state} if state else {}
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the histories, now or when the layers are quantized."""
-        self._loaded = dict(state_dict.get("amax_histories", {}))
-        self._engine_state = dict(state_dict.get("transformer_engine", {}))
-        if self._engines is not None:
-            self._engines.load_state_dict(self._engine_state)
-        self._load_histories()
-
-    def _load_histories(self) -> None:
-        own = dict(self._histories())
-        if not own or not self._loaded:
-            return
-        if missing := sorted(own.keys() - self._loaded):
-            raise CheckpointError(
-                f"the checkpoint has amax histories of {len(self._loaded)} tensors and none of "
-                f"{', '.join(missing[:3])}: it was saved with another recipe. Set the recipe that "
-                "it was saved with, or scaling to current."
-            )
-        for name, history in own.items():
-            history.load(self._loaded[name].to(history.entries.device))
-        self._loaded = {}
-
-
-def _joined(own: dict[str, Tensor], context: ParallelContext) -> dict[str, Tensor]:
-    """Return the histories of the layers of all pipeline ranks."""
-    own = {name: entries.cpu() for name, entries in own.items()}
-    if context.pp.size == 1:
-        return own
-    parts: list[Any] = [None] * context.pp.size
-    dist.all_gather_object(parts, own, group=context.pp.process_group)
-    return {name: entries for part in parts for name, entries in part.items()}
+        """Restore the state, now or when the layers are quantized."""
+        self._state = dict(state_dict.get(self._key, {}))
+        if self.layers is not None:
+            self.layers.load_state_dict(self._state)
 
 
 def _check_backend(backend: str, recipe: FP8Recipe) -> Chosen | Literal["transformer_engine"]:
@@ -282,11 +206,18 @@ def _check_backend(backend: str, recipe: FP8Recipe) -> Chosen | Literal["transfo
     return choose_backend(backend, recipe, find_gpu())
 
 
+def quantizing(precision: Precision | None) -> MegatronFP8Precision | None:
+    """Return the plugin if it quantizes layers."""
+    return precision if isinstance(precision, MegatronFP8Precision) else None
+
+
 def kept_as_codes(module: pl.LightningModule, part: Part, precision: Precision) -> dict[str, Coder]:
-    """Return the coders of the parameters that are kept as codes, by name; tied ones have copies
-    that are not.
+    """Return the coders of the parameters that are kept as quantized data, by name; tied ones have
+    copies that are not.
     """
-    if not isinstance(precision, MegatronFP8Precision):
+    plugin = quantizing(precision)
+    if plugin is None or plugin.layers is None:
         return {}
     tied = {*part.tied, *part.tied.values()}
-    return {name: c for name, c in precision.weight_coders(module).items() if name not in tied}
+    coders = plugin.layers.weight_coders(module)
+    return {name: coder for name, coder in coders.items() if name not in tied}

@@ -40,7 +40,7 @@ from megatron_lightning.strategies.after_fit import PartWarning, full_state
 from megatron_lightning.strategies.checkpoint.checkpoints import Checkpoints
 from megatron_lightning.strategies.checks.attention import report_attention
 from megatron_lightning.strategies.folders import LiveFolder
-from megatron_lightning.strategies.fp8 import MegatronFP8Precision, kept_as_codes
+from megatron_lightning.strategies.fp8 import kept_as_codes, quantizing
 from megatron_lightning.strategies.launch.ranks import Ranks
 from megatron_lightning.strategies.lightning_internals import connector_of, hide_sync_advice
 from megatron_lightning.strategies.module import (
@@ -187,8 +187,8 @@ class Run:
         self._part = place_module(
             self.module, self.part, self._ranks.context, self._options, precision
         )
-        if isinstance(precision, MegatronFP8Precision):
-            precision.quantize_layers(
+        if (plugin := quantizing(precision)) is not None:
+            plugin.quantize_layers(
                 self.module,
                 self._ranks.context,
                 self.undo,

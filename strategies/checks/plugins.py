@@ -14,7 +14,7 @@ from megatron_lightning.errors import ConfigError
 from megatron_lightning.parallel.layout import ParallelLayout
 from megatron_lightning.precision.assignment import recipes_of_layers
 from megatron_lightning.precision.transformer_engine.build import check_layer
-from megatron_lightning.strategies.fp8 import MegatronFP8Precision
+from megatron_lightning.strategies.fp8 import quantizing
 
 SUPPORTED_PRECISION = ("32-true", "16-mixed", "16-true", "bf16-mixed", "bf16-true", "64-true")
 
@@ -48,10 +48,11 @@ def check_recipe_of(plugin: Precision | None, module: nn.Module, layout: Paralle
         ConfigError: If a pattern matches nothing, no layer is quantized, or Transformer Engine does
             not take the size of one.
     """
-    if not isinstance(plugin, MegatronFP8Precision):
+    fp8 = quantizing(plugin)
+    if fp8 is None:
         return
-    recipes = recipes_of_layers(module, plugin.recipe, will_divide=layout.tp > 1)
-    if plugin.backend != "transformer_engine":
+    recipes = recipes_of_layers(module, fp8.recipe, will_divide=layout.tp > 1)
+    if fp8.backend != "transformer_engine":
         return
     for path, recipe in recipes.items():
         layer = module.get_submodule(path)
@@ -82,7 +83,8 @@ def check_compiled_precision(plugin: Precision | None, data_parallel: str) -> No
 
 def keeps_codes(plugin: Precision | None) -> bool:
     """Return whether weights are kept, and gathered, as codes of 8 bits."""
-    return isinstance(plugin, MegatronFP8Precision) and plugin.recipe.fp8_param_gather
+    fp8 = quantizing(plugin)
+    return fp8 is not None and fp8.recipe.fp8_param_gather
 
 
 def check_kept_codes(plugin: Precision | None, data_parallel: str) -> None:

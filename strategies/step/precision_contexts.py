@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-from megatron_lightning.strategies.fp8 import MegatronFP8Precision
+from megatron_lightning.strategies.fp8 import quantizing
 from megatron_lightning.strategies.step.participant import StepBatch, StepParticipant
 from megatron_lightning.strategies.step.scope import Scope
 from megatron_lightning.strategies.step.step_run import StepRun
@@ -27,7 +27,7 @@ class PrecisionContexts(StepParticipant):
             "predict_step": plugin.predict_step_context,
         }
         self._backward = getattr(plugin, "backward_context", nullcontext)
-        self._quantized = plugin if isinstance(plugin, MegatronFP8Precision) else None
+        self._quantized = quantizing(plugin)
 
     def begin_batch(self, batch: StepBatch) -> None:
         """Drop what quantized layers keep of weights, which hooks may have changed."""

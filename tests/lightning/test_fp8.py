@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +18,10 @@ from torch.utils.data import DataLoader
 from megatron_lightning.config import MoEConfig, RecomputeOptions, TransformerConfig
 from megatron_lightning.errors import CheckpointError, ConfigError, NonFiniteError
 from megatron_lightning.modules import GPTLightningModule
-from megatron_lightning.parallel import ParallelLayout
+from megatron_lightning.parallel import ParallelContext, ParallelLayout
 from megatron_lightning.precision import FP8Recipe
-from megatron_lightning.precision.assignment import apply_recipe
 from megatron_lightning.precision.emulation import EmulatedGemm
+from megatron_lightning.precision.quantized_layers import RecipeLayers
 from megatron_lightning.strategies import MegatronFP8Precision, MegatronStrategy
 from megatron_lightning.strategies.checks.plugins import check_precision, check_recipe_of
 from tests.helpers import hf_models
@@ -264,7 +263,7 @@ def _after() -> Any:
 
     class Watch(pl.Callback):
         def on_validation_end(self, *_: Any) -> None:
-            seen.append(len(next(iter(plugin._histories()))[1].entries))
+            seen.append(len(next(iter(plugin.state_dict()["amax_histories"].values()))))
 
         def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
             gemms = [m.gemm for m in pl_module.modules() if "gemm" in vars(m)]
@@ -409,9 +408,9 @@ def test_another_strategy_is_refused_instead_of_training_in_bf16() -> None:
 
 
 def test_histories_of_another_recipe_are_refused() -> None:
-    plugin = MegatronFP8Precision(replace(RECIPES["delayed"]))
-    plugin.load_state_dict({"amax_histories": {"other.input": torch.ones(2)}})
+    layers = RecipeLayers(RECIPES["delayed"], "emulation")
+    layers.load_state_dict({"other.input": torch.ones(2)})
     model = nn.ModuleDict({"layer": nn.Linear(4, 4)})
-    plugin._assigned = apply_recipe(model, plugin.recipe)
+    context = ParallelContext(ParallelLayout())
     with pytest.raises(CheckpointError, match=r"histories of 1 tensors and none of layer.input"):
-        plugin._load_histories()
+        layers.attach(model, context, caches_weights=True)

@@ -239,6 +239,12 @@ class TransformerEngine:
         """Quantize the weights again in the next forward: of every layer's first micro-batch."""
         self._weights_version += 1
 
+    def forget_weights(self) -> None:
+        """Keep quantized weights: evaluations, which may swap weights, do not use them."""
+
+    def end_run(self) -> None:
+        """Leave the histories to Transformer Engine, which moves them in :meth:`step`."""
+
     def is_first_microbatch(self, engine: ModuleEngine) -> bool | None:
         """See :class:`~.engines.Surroundings`; evaluation, which may swap weights, caches
         nothing.
