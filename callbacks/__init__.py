@@ -10,6 +10,7 @@ from megatron_lightning.callbacks.local_copies import LocalCopyCheckpoint
 from megatron_lightning.callbacks.memory import MemoryMonitor
 from megatron_lightning.callbacks.pipeline_timeline import PipelineTimeline
 from megatron_lightning.callbacks.rescue import RescueCheckpoint
+from megatron_lightning.callbacks.sample_text import SampleText
 from megatron_lightning.callbacks.throughput import SpeedMonitor, ThroughputMonitor
 
 __all__ = [
@@ -19,6 +20,7 @@ __all__ = [
     "MemoryMonitor",
     "PipelineTimeline",
     "RescueCheckpoint",
+    "SampleText",
     "SpeedMonitor",
     "ThroughputMonitor",
 ]

@@ -17,7 +17,7 @@ replaced on other objects.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
@@ -55,6 +55,10 @@ from megatron_lightning.config import (
     StartMethod,
 )
 from megatron_lightning.errors import ConfigError, ShardingError
+from megatron_lightning.inference.engine import Engine
+from megatron_lightning.inference.options import EngineOptions
+from megatron_lightning.inference.own_generate import OwnGenerate
+from megatron_lightning.inference.requests import Decode
 from megatron_lightning.modules.folder_module import FolderModule
 from megatron_lightning.optim.checks import (
     check_optimizers,
@@ -807,6 +811,37 @@ class MegatronStrategy(ParallelStrategy):
         self._running.training.accumulation.gather.drop_codes()
         self._running.share_buffers()
         self._running.check_replicas()
+
+    # ----------------------------------------------------------------------------------------- text
+
+    def engine(
+        self,
+        options: EngineOptions | None = None,
+        *,
+        model: nn.Module | None = None,
+        stops: Sequence[int] = (),
+        decode: Decode | None = None,
+    ) -> Engine | OwnGenerate:
+        """Return an engine that continues and scores texts by the weights of this run, outside of
+        steps; it exists after the strategy's setup.
+
+        All ranks of a replica call it with the same texts. Training goes on as if it had not been
+        called, and memory for keys is given back after each call. A model of ``transformers``
+        writes by its own ``generate``.
+
+        Args:
+            options: Sizes; None: the defaults.
+            model: The model in the LightningModule; None: the only one.
+            stops: Token ids that end a text.
+            decode: Returns the text of token ids; needed for stop strings.
+
+        Raises:
+            ConfigError: If there is no such model, or several, or it cannot write text on this
+                layout.
+        """
+        return self._running.engine(
+            self.precision_plugin, model=model, options=options, stops=stops, decode=decode
+        )
 
     # ------------------------------------------------------------------------------------ gradients
 

@@ -33,12 +33,15 @@ from megatron_lightning.assembly.stage_draws import StageDraws
 from megatron_lightning.assembly.state import ModuleState
 from megatron_lightning.checkpoint.saver import Saver
 from megatron_lightning.errors import ConfigError
+from megatron_lightning.inference.engine import Engine
+from megatron_lightning.inference.own_generate import OwnGenerate
 from megatron_lightning.layers.split_backward import join_backwards, split_backwards
 from megatron_lightning.optim.gradients.parameter_shard import MainShard
 from megatron_lightning.pipeline.executor import PipelineExecutor
 from megatron_lightning.strategies.after_fit import PartWarning, full_state
 from megatron_lightning.strategies.checkpoint.checkpoints import Checkpoints
 from megatron_lightning.strategies.checks.attention import report_attention
+from megatron_lightning.strategies.engines import live_engine
 from megatron_lightning.strategies.folders import LiveFolder
 from megatron_lightning.strategies.fp8 import kept_as_codes, quantizing
 from megatron_lightning.strategies.launch.ranks import Ranks
@@ -383,6 +386,19 @@ class Run:
     def has_trained(self) -> bool:
         """Whether there are optimizers and gradients."""
         return self._training is not None
+
+    def engine(self, precision: Precision, **options: Any) -> Engine | OwnGenerate:
+        """Return an engine for a model in the module; see the strategy's method."""
+
+        def prepare() -> None:
+            self.refuse_in_step("text by an engine", "Write it in a hook after the step.")
+            if self._training is not None:
+                self._training.accumulation.gather.wait()
+
+        context, executor = self._ranks.context, self.executor
+        return live_engine(
+            self.module, self.part, context, executor, precision, prepare=prepare, **options
+        )
 
     def begin_evaluation(self, hook: str) -> None:
         """Begin a validation, test or prediction, before its first batch; a collective.

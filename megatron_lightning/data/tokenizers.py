@@ -109,9 +109,10 @@ class HuggingFaceTokenizer:
 
     def __init__(self, model: str | Path) -> None:
         self._model = str(model)
-        self._tokenizer = huggingface_tokenizer(model)
-        self.vocab_size: int = len(self._tokenizer)
-        eos, pad = self._tokenizer.eos_token_id, self._tokenizer.pad_token_id
+        self.backend: Any = huggingface_tokenizer(model)
+        """The tokenizer of ``transformers``."""
+        self.vocab_size: int = len(self.backend)
+        eos, pad = self.backend.eos_token_id, self.backend.pad_token_id
         if eos is None:
             raise ConfigError(
                 f"{model}: has no eos_token to end documents with; set eos_token in its "
@@ -127,12 +128,12 @@ class HuggingFaceTokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of ``text``, without special tokens."""
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False, verbose=False)
+        ids: list[int] = self.backend.encode(text, add_special_tokens=False, verbose=False)
         return ids
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of ``ids``."""
-        return str(self._tokenizer.decode(list(ids)))
+        return str(self.backend.decode(list(ids)))
 
 
 def huggingface_tokenizer(model: str | Path) -> Any:

@@ -18,11 +18,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatron_lightning.assembly.part import Part
+from megatron_lightning.assembly.part import Part, describe_part
 from megatron_lightning.assembly.stage_runner import StageRunner
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.inference.cache import Allocator, Pages, Runs
 from megatron_lightning.inference.options import EngineOptions
+from megatron_lightning.inference.requests import Decode, RequestMaker
 from megatron_lightning.inference.rounds import Rounds
 from megatron_lightning.inference.sampling import Sampling
 from megatron_lightning.inference.scheduler import Request, Scheduler
@@ -30,18 +31,15 @@ from megatron_lightning.inference.steps import Steps
 from megatron_lightning.layers.key_cache import KeyCache
 from megatron_lightning.layers.moe.router import Router
 from megatron_lightning.layers.report import CurrentMicrobatch, StepReport
+from megatron_lightning.models.transformer import GPTModel
 from megatron_lightning.parallel.collectives import all_reduce
 from megatron_lightning.parallel.context import ParallelContext
 from megatron_lightning.parallel.layout import ParallelLayout
 from megatron_lightning.pipeline.executor import PipelineExecutor
+from megatron_lightning.pipeline.schedules.actions import Placement
 
-Decode = Callable[[Sequence[int]], str]
-"""Returns the text of token ids."""
 Observe = Callable[[Sequence[Request]], object]
 """Called after some steps with the requests of a call."""
-
-_MARGIN = 8
-"""Tokens before a stop string that are decoded with it: a token may be half of a character."""
 
 
 @dataclass(frozen=True)
@@ -107,9 +105,8 @@ class Engine:
         self.model = model
         self.context = context
         self.options = options or EngineOptions()
-        self.longest = longest
-        self.stops = frozenset(stops)
-        self.decode = decode
+        self.requests = RequestMaker(longest=longest, stops=frozenset(stops), decode=decode)
+        """Makes requests for :meth:`run`."""
         self._part = part
         self._runner = StageRunner(model, part, context, executor)
         self._keeps_cache = keeps_cache
@@ -146,6 +143,27 @@ class Engine:
 
         return load_engine(checkpoint, layout, **options)
 
+    @classmethod
+    def of(cls, model: GPTModel, **options: Any) -> Engine:
+        """Return an engine for a full model in this process.
+
+        Args:
+            model: The model.
+            options: ``options`` (:class:`EngineOptions`), ``stops`` (token ids that end a text),
+                ``decode``, and further arguments of the class.
+        """
+        context = ParallelContext(ParallelLayout(), device=_device_of(model), alone=True)
+        names = tuple(model.state_dict())
+        part = describe_part(model, names, sum(p.numel() for p in model.parameters()), None, None)
+        executor = PipelineExecutor(context, Placement.loop(1))
+        longest = model.config.max_sequence_length
+        return cls(model, part, context, executor, longest=longest, **options)
+
+    @property
+    def longest(self) -> int:
+        """Most tokens that the model sees."""
+        return self.requests.longest
+
     # --------------------------------------------------------------------------------------- calls
 
     def generate(
@@ -154,6 +172,7 @@ class Engine:
         sampling: Sampling | None = None,
         num_samples: int = 1,
         *,
+        seeds: Sequence[int] | None = None,
         observe: Observe = lambda _: None,
     ) -> list[list[Completion]]:
         """Continue prompts; every rank of a replica passes the same, and gets the same.
@@ -162,9 +181,11 @@ class Engine:
 
         Args:
             prompts: Token ids of each prompt, at least one.
-            sampling: How tokens are chosen; prompt i, sample j draws from the seed plus
+            sampling: How tokens are chosen; sample j of prompt i draws from the seed plus
                 i * num_samples + j. None: the defaults.
             num_samples: Texts of each prompt, whose keys are computed once.
+            seeds: Seed of each prompt's first sample, and one more for each further sample; None:
+                they follow from the sampling's.
             observe: Called after some steps with all requests.
 
         Returns:
@@ -173,20 +194,10 @@ class Engine:
         Raises:
             ConfigError: If a prompt is empty, can never fit, or stop strings need a tokenizer.
         """
-        sampling = sampling or Sampling()
+        rows = self.requests.samples(prompts, sampling or Sampling(), num_samples, seeds)
         # The first sample of each prompt before the second of any: others wait for its keys.
-        samples = [
-            [
-                self.request(prompt, sampling=sampling, seed=sampling.seed + i * num_samples + j)
-                for i, prompt in enumerate(prompts)
-            ]
-            for j in range(num_samples)
-        ]
-        for others in samples[1:]:
-            for leader, request in zip(samples[0], others, strict=True):
-                request.leader = leader
-        self.run([request for row in samples for request in row], observe)
-        return [[_completion(row[i]) for row in samples] for i in range(len(prompts))]
+        self.run([request for row in rows for request in row], observe)
+        return [[completion_of(row[i]) for row in rows] for i in range(len(prompts))]
 
     def score(
         self,
@@ -208,74 +219,9 @@ class Engine:
         Raises:
             ConfigError: If a context or continuation is empty, or too long.
         """
-        if len(contexts) != len(continuations):
-            raise ConfigError(
-                f"score was given {len(contexts)} contexts and {len(continuations)} continuations. "
-                "Pass as many of both."
-            )
-        requests = []
-        for context, continuation in zip(contexts, continuations, strict=True):
-            if not continuation or len(continuation) > self.longest:
-                raise ConfigError(
-                    f"a continuation has {len(continuation)} tokens, and the model can score 1 to "
-                    f"{self.longest}. Score longer texts in windows."
-                )
-            num_scored = len(continuation)
-            requests.append(self.request(context, continuation, num_scored=num_scored))
+        requests = self.requests.scored(contexts, continuations)
         self.run(requests, observe)
-        return [_score(request) for request in requests]
-
-    def request(
-        self,
-        prompt: Sequence[int],
-        continuation: Sequence[int] = (),
-        *,
-        sampling: Sampling | None = None,
-        seed: int | None = None,
-        num_scored: int = 0,
-    ) -> Request:
-        """Return a request for :meth:`run`.
-
-        Args:
-            prompt: Token ids, at least one.
-            continuation: Token ids behind the prompt.
-            sampling: How tokens are chosen; None: the defaults.
-            seed: Seed of the draws; None: the sampling's.
-            num_scored: Last tokens whose log-probabilities are wanted; 0: new tokens are wanted.
-
-        Raises:
-            ConfigError: If the prompt is empty, or stop strings need a tokenizer.
-        """
-        sampling = sampling or Sampling()
-        if not prompt:
-            raise ConfigError(
-                "a prompt has no tokens, so there is nothing to continue. Start it with the "
-                "end-of-document token."
-            )
-        if sampling.stop and self.decode is None:
-            raise ConfigError(
-                f"stop={list(sampling.stop)} needs the tokenizer, and this engine has none. Pass "
-                "decode, or leave stop out."
-            )
-        return Request(
-            [*prompt, *continuation],
-            sampling,
-            torch.Generator().manual_seed(sampling.seed if seed is None else seed),
-            self.longest,
-            self.stops,
-            self._ends(sampling.stop) if sampling.stop else None,
-            num_scored,
-        )
-
-    def _ends(self, stop: tuple[str, ...]) -> Callable[[Sequence[int]], bool]:
-        length = max(len(text.encode()) for text in stop) + _MARGIN
-
-        def ends(tokens: Sequence[int]) -> bool:
-            # Not all tokens: a text would take a time that grows with the square of its length.
-            text = "" if self.decode is None else self.decode(tokens[-length:])
-            return any(own in text for own in stop)
-
-        return ends
+        return [score_of(request) for request in requests]
 
     # ---------------------------------------------------------------------------------------- steps
 
@@ -297,7 +243,7 @@ class Engine:
         """
         with ExitStack() as stack:
             self._prepare()
-            stack.enter_context(_evaluated(self.model))
+            stack.enter_context(evaluated(self.model))
             stack.enter_context(torch.no_grad())
             # Parameters that FSDP gathers in inference mode could not be trained.
             stack.enter_context(torch.inference_mode(self._part.units is None))
@@ -383,18 +329,24 @@ class Engine:
         return self._cache
 
 
-def _completion(request: Request) -> Completion:
+def _device_of(model: nn.Module) -> torch.device:
+    return next((p.device for p in model.parameters()), torch.device("cpu"))
+
+
+def completion_of(request: Request) -> Completion:
+    """Return the text of a request that has ended."""
     return Completion(request.new_tokens, request.logprobs, request.reason or "length")
 
 
-def _score(request: Request) -> Score:
+def score_of(request: Request) -> Score:
+    """Return the score of a request that has ended."""
     scored = request.tokens[-request.num_scored :]
     is_greedy = [token for token, _ in request.best] == scored
     return Score(sum(request.logprobs), is_greedy, request.logprobs, request.best)
 
 
 @contextmanager
-def _evaluated(model: nn.Module) -> Iterator[None]:
+def evaluated(model: nn.Module) -> Iterator[None]:
     """Inside the block the model is in eval mode, its routers drop no token, so that no text
     depends on its neighbors, and its layers report nothing.
     """

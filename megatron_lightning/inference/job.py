@@ -18,7 +18,7 @@ from megatron_lightning.config import TransformerConfig
 from megatron_lightning.data.tokenizers import TokenizerType
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.inference.engine import Engine
-from megatron_lightning.inference.load import Dtype, find_model, load_engine
+from megatron_lightning.inference.load import Dtype, find_codec, find_model, load_engine
 from megatron_lightning.inference.options import EngineOptions
 from megatron_lightning.inference.text import Codec, load_codec
 from megatron_lightning.parallel.layout import ParallelLayout
@@ -63,15 +63,15 @@ class ModelJob:
             ConfigError: If there is none, or it has more ids than the model.
             DataError: If it cannot be loaded.
         """
-        if self.tokenizer_model is None:
-            raise ConfigError(
-                f"{self.checkpoint} has no tokenizer of its own. Set tokenizer_model to the "
-                "tokenizer that made the training data."
-            )
-        codec = load_codec(self.tokenizer_model, self.tokenizer_type)
+        name = self.tokenizer_model or self.checkpoint
+        codec = (
+            find_codec(self.checkpoint)
+            if self.tokenizer_model is None
+            else load_codec(self.tokenizer_model, self.tokenizer_type)
+        )
         if codec.vocab_size > self.config.vocab_size:
             raise ConfigError(
-                f"{self.tokenizer_model} has {codec.vocab_size} ids and the model in "
+                f"{name} has {codec.vocab_size} ids and the model in "
                 f"{self.checkpoint} has vocab_size={self.config.vocab_size}. Set tokenizer_model "
                 "to the tokenizer that made the training data."
             )

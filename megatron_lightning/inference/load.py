@@ -13,10 +13,13 @@ from megatron_lightning.assembly.assemble import assemble
 from megatron_lightning.assembly.part import Part
 from megatron_lightning.assembly.state import ModuleState
 from megatron_lightning.checkpoint import CheckpointSource, open_checkpoint
+from megatron_lightning.checkpoint.kept_files import read_kept_files
 from megatron_lightning.config import PipelineOptions, TransformerConfig
 from megatron_lightning.errors import CheckpointError, ConfigError
-from megatron_lightning.inference.engine import Decode, Engine
+from megatron_lightning.inference.engine import Engine
 from megatron_lightning.inference.options import EngineOptions
+from megatron_lightning.inference.requests import Decode
+from megatron_lightning.inference.text import Codec, codec_of_files
 from megatron_lightning.models.transformer import GPTModel
 from megatron_lightning.parallel.context import ALONE, ParallelContext
 from megatron_lightning.parallel.layout import ParallelLayout
@@ -74,6 +77,23 @@ def _config_of(source: CheckpointSource, path: str | os.PathLike[str]) -> Transf
             "megatron_lightning.inference.sample with a model of your own."
         )
     return TransformerConfig(**config)
+
+
+def find_codec(checkpoint: str | os.PathLike[str]) -> Codec:
+    """Return the codec of the tokenizer that travels in a checkpoint.
+
+    Raises:
+        ConfigError: If there is none.
+        CheckpointError: If the checkpoint cannot be read.
+    """
+    files = read_kept_files(checkpoint)
+    codec = None if files is None else codec_of_files(files, str(checkpoint))
+    if codec is None:
+        raise ConfigError(
+            f"{checkpoint} has no tokenizer of its own. Set tokenizer_model to the tokenizer that "
+            "made the training data."
+        )
+    return codec
 
 
 def load_engine(

@@ -7,10 +7,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from megatron_lightning.checkpoint.kept_files import KeptFiles
 from megatron_lightning.data.tokenizers import (
-    SentencePieceTokenizer,
+    HuggingFaceTokenizer,
+    Tokenizer,
     TokenizerType,
     huggingface_tokenizer,
+    load_tokenizer,
 )
 from megatron_lightning.errors import ConfigError
 
@@ -46,14 +49,19 @@ class Codec(Protocol):
         ...
 
 
-class SentencePieceCodec:
-    """Codec of a SentencePiece model."""
+class PlainCodec:
+    """Codec of a tokenizer of ours, which puts nothing before a text.
 
-    def __init__(self, model: str) -> None:
-        self._tokenizer = SentencePieceTokenizer(model)
-        self._model = model
-        self.vocab_size = self._tokenizer.vocab_size
-        self.stops: tuple[int, ...] = (self._tokenizer.eod,)
+    Args:
+        tokenizer: The tokenizer.
+        name: Its name in messages.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, name: str) -> None:
+        self._tokenizer = tokenizer
+        self._name = name
+        self.vocab_size = tokenizer.vocab_size
+        self.stops: tuple[int, ...] = (tokenizer.eod,)
 
     def encode(self, text: str) -> list[int]:
         """See :class:`Codec`."""
@@ -64,11 +72,11 @@ class SentencePieceCodec:
         return self._tokenizer.decode(ids)
 
     def chat(self, messages: Sequence[Message]) -> list[int]:
-        """Refuse: a SentencePiece model has no template."""
+        """Refuse: there is no template."""
         raise ConfigError(
-            f"{self._model} is a SentencePiece model, which has no chat template. Set "
-            "tokenizer_type to huggingface and tokenizer_model to a folder with a chat template, "
-            "or generate without chat."
+            f"{self._name} is a tokenizer without a chat template. Set tokenizer_type to "
+            "huggingface and tokenizer_model to a folder with a chat template, or generate without "
+            "chat."
         )
 
 
@@ -130,9 +138,25 @@ def load_codec(model: str | Path, tokenizer_type: TokenizerType) -> Codec:
         DataError: If it cannot be loaded.
     """
     if tokenizer_type == "sentencepiece":
-        return SentencePieceCodec(str(model))
-    tokenizer = huggingface_tokenizer(model)
-    return HuggingFaceCodec(tokenizer, str(model), end_tokens(Path(model)))
+        return PlainCodec(load_tokenizer(model, tokenizer_type), str(model))
+    return HuggingFaceCodec(huggingface_tokenizer(model), str(model), end_tokens(Path(model)))
+
+
+def codec_of(tokenizer: Tokenizer, name: str) -> Codec:
+    """Return the codec of a loaded tokenizer."""
+    if isinstance(tokenizer, HuggingFaceTokenizer):
+        return HuggingFaceCodec(tokenizer.backend, name)
+    return PlainCodec(tokenizer, name)
+
+
+def codec_of_files(files: KeptFiles, name: str) -> Codec | None:
+    """Return the codec of a tokenizer among the files that travel with a model; None: there is
+    none.
+    """
+    if not any(file.startswith("tokenizer") or file.endswith(".model") for file in files.contents):
+        return None
+    with files.unpacked() as folder:
+        return HuggingFaceCodec(huggingface_tokenizer(folder), name, end_tokens(folder))
 
 
 def end_tokens(folder: Path) -> tuple[int, ...]:

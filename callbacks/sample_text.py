@@ -1,0 +1,201 @@
+"""Text that the model writes while it is trained, in every logger."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.loggers import Logger
+
+from megatron_lightning.data.tokenizers import TokenizerType
+from megatron_lightning.errors import ConfigError
+from megatron_lightning.inference.options import EngineOptions
+from megatron_lightning.inference.sampling import Sampling
+from megatron_lightning.inference.text import Codec, end_of
+from megatron_lightning.strategies.texts import find_codec, replicas_of, text_engine
+
+
+class SampleText(pl.Callback):
+    """Continue prompts after each validation, or every so many optimizer steps, and log the texts.
+
+    The texts are those of one device on every layout, and the training goes on as if there had been
+    none: losses are bit-equal, and memory is given back. Data-parallel ranks share the prompts.
+
+    Texts go to TensorBoard, Weights & Biases, MLflow, Comet and Neptune as text, beside a
+    CSVLogger's metrics into ``texts.jsonl``, and without a logger to the terminal.
+
+    Args:
+        prompts: Texts to continue.
+        every_n_steps: Optimizer steps from one writing to the next; None: after each validation.
+        max_new_tokens: Tokens added to each prompt, at most.
+        temperature: Divides the logits; 0 always takes the most likely token.
+        top_k: Choose among this many of the most likely tokens; None: all.
+        top_p: Choose among the most likely tokens that together have this probability.
+        seed: Seed of the draws, the same each time.
+        stop: Strings that end a text.
+        num_samples: Texts of each prompt.
+        chat: Whether each prompt is a user's message that goes through the chat template.
+        tokenizer_model: The tokenizer; None: the one that came with the model, or the data
+            module's.
+        tokenizer_type: sentencepiece or huggingface.
+        name: Name in the loggers.
+        options: Sizes of the engine; None: the defaults.
+
+    Raises:
+        ConfigError: If a value cannot work.
+    """
+
+    def __init__(  # noqa: PLR0917  # every one is a line of a YAML file
+        self,
+        prompts: list[str],
+        every_n_steps: int | None = None,
+        max_new_tokens: int = 64,
+        temperature: float = 1.0,
+        top_k: int | None = None,
+        top_p: float = 1.0,
+        seed: int = 1234,
+        stop: list[str] | None = None,
+        num_samples: int = 1,
+        chat: bool = False,
+        tokenizer_model: str | None = None,
+        tokenizer_type: TokenizerType = "sentencepiece",
+        name: str = "text",
+        options: EngineOptions | None = None,
+    ) -> None:
+        if isinstance(prompts, str) or not prompts:
+            raise ConfigError(
+                f"prompts is {prompts!r}; SampleText continues a list of texts. Set it to one, "
+                "such as ['Once upon a time']."
+            )
+        for option, value in (("every_n_steps", every_n_steps), ("num_samples", num_samples)):
+            if value is not None and value < 1:
+                raise ConfigError(f"{option} is {value}. Set it to 1 or more.")
+        self._prompts = list(prompts)
+        self._every_n_steps = every_n_steps
+        self._sampling = Sampling(
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            seed=seed,
+            stop=tuple(stop or ()),
+        )
+        self._num_samples = num_samples
+        self._chat = chat
+        self._tokenizer = tokenizer_model, tokenizer_type
+        self._name = name
+        self._options = options
+        self._codec: Codec | None = None
+        self._last_step = -1
+        self.texts: list[tuple[int, list[list[str]]]] = []
+        """Optimizer step, and the texts of each prompt, of each writing of this fit."""
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Load the tokenizer."""
+        if stage == "fit":
+            self._codec = None
+            self._last_step = -1
+            self.texts = []
+
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Write, unless every so many steps."""
+        if self._every_n_steps is None and not trainer.sanity_checking:
+            self._write(trainer, pl_module)
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any, **__: Any
+    ) -> None:
+        """Write every so many optimizer steps."""
+        step = trainer.global_step
+        if self._every_n_steps is None or step % self._every_n_steps or step == self._last_step:
+            return
+        self._last_step = step
+        if step:
+            self._write(trainer, pl_module)
+
+    def _write(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        if self._codec is None:
+            self._codec = find_codec(trainer, module, *self._tokenizer)
+        codec = self._codec
+        engine = text_engine(trainer, module, codec, self._options)
+        ids = [
+            codec.chat([{"role": "user", "content": prompt}])
+            if self._chat
+            else codec.encode(prompt)
+            for prompt in self._prompts
+        ]
+        replicas = replicas_of(engine)
+        own = list(enumerate(ids))[replicas.rank :: replicas.size]
+        shared = replicas.all_gather_object(self._continued(engine, codec, own))
+        by_prompt: Mapping[int, list[str]] = {i: t for part in shared for i, t in part.items()}
+        rows = [by_prompt[index] for index in range(len(ids))]
+        self.texts.append((trainer.global_step, rows))
+        if trainer.is_global_zero:
+            self._log(trainer, rows)
+
+    def _continued(
+        self, engine: Any, codec: Codec, prompts: Sequence[tuple[int, list[int]]]
+    ) -> dict[int, list[str]]:
+        """Return the texts of some prompts by their index, each with its own seeds."""
+        rows = engine.generate(
+            [ids for _, ids in prompts],
+            self._sampling,
+            self._num_samples,
+            seeds=[self._sampling.seed + index * self._num_samples for index, _ in prompts],
+        )
+        stop = self._sampling.stop
+        return {
+            index: [(text := codec.decode(one.tokens))[: end_of(text, stop)] for one in row]
+            for (index, _), row in zip(prompts, rows, strict=True)
+        }
+
+    def _log(self, trainer: pl.Trainer, rows: Sequence[Sequence[str]]) -> None:
+        pairs = [(p, text) for p, texts in zip(self._prompts, rows, strict=True) for text in texts]
+        taken = [
+            log_texts(logger, self._name, pairs, trainer.global_step) for logger in trainer.loggers
+        ]
+        if not any(taken):
+            for prompt, text in pairs:
+                print(
+                    f"step {trainer.global_step}, {self._name}: {prompt!r} -> {text!r}", flush=True
+                )
+
+
+def log_texts(logger: Logger, name: str, pairs: Sequence[tuple[str, str]], step: int) -> bool:
+    """Give prompts and their texts to a logger; return whether it takes text."""
+    run: Any = getattr(logger, "experiment", None)
+    plain = "\n\n".join(f"{prompt}{text}" for prompt, text in pairs)
+    writers: dict[str, Callable[[], object]] = {
+        "TensorBoardLogger": lambda: run.add_text(name, _as_markdown(pairs), step),
+        "WandbLogger": lambda: logger.log_text(  # type: ignore[attr-defined]
+            name, columns=["prompt", "text"], data=[list(pair) for pair in pairs], step=step
+        ),
+        "MLFlowLogger": lambda: run.log_text(logger.run_id, plain, f"{name}/{step}.txt"),  # type: ignore[attr-defined]
+        "CometLogger": lambda: run.log_text(plain, step=step, metadata={"name": name}),
+        "NeptuneLogger": lambda: run[f"{name}"].append(plain, step=step),
+        "CSVLogger": lambda: _append(Path(logger.log_dir or "."), name, pairs, step),
+    }
+    writer = next(
+        (writers[base.__name__] for base in type(logger).__mro__ if base.__name__ in writers), None
+    )
+    if writer is None:
+        return False
+    writer()
+    return True
+
+
+def _as_markdown(pairs: Sequence[tuple[str, str]]) -> str:
+    """Return prompts and texts as indented blocks, in which nothing is markup."""
+    blocks = [f"{prompt}⟶{text}" for prompt, text in pairs]
+    return "\n\n---\n\n".join("    " + block.replace("\n", "\n    ") for block in blocks)
+
+
+def _append(folder: Path, name: str, pairs: Sequence[tuple[str, str]], step: int) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "texts.jsonl").open("a", encoding="utf-8") as file:
+        for prompt, text in pairs:
+            row = {"step": step, "name": name, "prompt": prompt, "text": text}
+            file.write(json.dumps(row, ensure_ascii=False) + "\n")

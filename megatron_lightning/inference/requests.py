@@ -1,0 +1,132 @@
+"""Make requests of prompts, and of texts that are scored."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from megatron_lightning.errors import ConfigError
+from megatron_lightning.inference.sampling import Sampling
+from megatron_lightning.inference.scheduler import Request
+
+Decode = Callable[[Sequence[int]], str]
+"""Returns the text of token ids."""
+
+_MARGIN = 8
+"""Tokens before a stop string that are decoded with it: a token may be half of a character."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RequestMaker:
+    """What all requests to a model have in common."""
+
+    longest: int
+    """Most tokens that the model sees."""
+    stops: frozenset[int] = frozenset()
+    """Token ids that end a text."""
+    decode: Decode | None = None
+    """Text of token ids; needed for stop strings."""
+
+    def one(
+        self,
+        prompt: Sequence[int],
+        continuation: Sequence[int] = (),
+        *,
+        sampling: Sampling | None = None,
+        seed: int | None = None,
+        num_scored: int = 0,
+    ) -> Request:
+        """Return a request.
+
+        Args:
+            prompt: Token ids, at least one.
+            continuation: Token ids behind the prompt.
+            sampling: How tokens are chosen; None: the defaults.
+            seed: Seed of the draws; None: the sampling's.
+            num_scored: Last tokens whose log-probabilities are wanted; 0: new tokens are wanted.
+
+        Raises:
+            ConfigError: If the prompt is empty, or stop strings need a tokenizer.
+        """
+        sampling = sampling or Sampling()
+        if not prompt:
+            raise ConfigError(
+                "a prompt has no tokens, so there is nothing to continue. Start it with the "
+                "end-of-document token."
+            )
+        if sampling.stop and self.decode is None:
+            raise ConfigError(
+                f"stop={list(sampling.stop)} needs the tokenizer, and this engine has none. Pass "
+                "decode, or leave stop out."
+            )
+        return Request(
+            [*prompt, *continuation],
+            sampling,
+            torch.Generator().manual_seed(sampling.seed if seed is None else seed),
+            self.longest,
+            self.stops,
+            self._ends(sampling.stop) if sampling.stop else None,
+            num_scored,
+        )
+
+    def samples(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sampling,
+        num_samples: int,
+        seeds: Sequence[int] | None,
+    ) -> list[list[Request]]:
+        """Return, for each of ``num_samples`` samples, a request for each prompt.
+
+        Sample j of prompt i draws from the i-th of ``seeds`` plus j; without seeds from the
+        sampling's seed plus i * num_samples + j.
+        """
+        if seeds is None:
+            seeds = [sampling.seed + i * num_samples for i in range(len(prompts))]
+        rows = [
+            [
+                self.one(prompt, sampling=sampling, seed=seed + j)
+                for prompt, seed in zip(prompts, seeds, strict=True)
+            ]
+            for j in range(num_samples)
+        ]
+        for others in rows[1:]:
+            for leader, request in zip(rows[0], others, strict=True):
+                request.leader = leader
+        return rows
+
+    def scored(
+        self, contexts: Sequence[Sequence[int]], continuations: Sequence[Sequence[int]]
+    ) -> list[Request]:
+        """Return a request for the log-probabilities of each continuation.
+
+        Raises:
+            ConfigError: If a context or continuation is empty, or too long.
+        """
+        if len(contexts) != len(continuations):
+            raise ConfigError(
+                f"score was given {len(contexts)} contexts and {len(continuations)} continuations. "
+                "Pass as many of both."
+            )
+        requests = []
+        for context, continuation in zip(contexts, continuations, strict=True):
+            if not continuation or len(continuation) > self.longest:
+                raise ConfigError(
+                    f"a continuation has {len(continuation)} tokens, and the model can score 1 to "
+                    f"{self.longest}. Score longer texts in windows."
+                )
+            num_scored = len(continuation)
+            requests.append(self.one(context, continuation, num_scored=num_scored))
+        return requests
+
+    def _ends(self, stop: tuple[str, ...]) -> Callable[[Sequence[int]], bool]:
+        length = max(len(text.encode()) for text in stop) + _MARGIN
+
+        def ends(tokens: Sequence[int]) -> bool:
+            # Not all tokens: a text would take a time that grows with the square of its length.
+            text = "" if self.decode is None else self.decode(tokens[-length:])
+            return any(own in text for own in stop)
+
+        return ends

@@ -1,0 +1,134 @@
+"""Text and scores by the live part of a module, in a run of the Trainer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.plugins.precision import Precision
+from torch import nn
+
+from megatron_lightning.assembly.part import Part
+from megatron_lightning.errors import ConfigError
+from megatron_lightning.inference.engine import Engine
+from megatron_lightning.inference.options import EngineOptions
+from megatron_lightning.inference.own_generate import OwnGenerate
+from megatron_lightning.inference.requests import Decode, RequestMaker
+from megatron_lightning.models.transformer import GPTModel
+from megatron_lightning.parallel.context import ParallelContext
+from megatron_lightning.pipeline.executor import PipelineExecutor
+from megatron_lightning.strategies.fp8 import MegatronFP8Precision
+
+
+def live_engine(
+    module: pl.LightningModule,
+    part: Part,
+    context: ParallelContext,
+    executor: PipelineExecutor,
+    precision: Precision,
+    *,
+    model: nn.Module | None,
+    options: EngineOptions | None,
+    stops: Sequence[int],
+    decode: Decode | None,
+    prepare: Callable[[], object],
+) -> Engine | OwnGenerate:
+    """Return an engine for a model in the LightningModule; memory for keys is given back after each
+    call.
+
+    Args:
+        module: The LightningModule.
+        part: Description of this rank's part of it.
+        context: Groups of this rank.
+        executor: Runs the stages.
+        precision: The Trainer's precision.
+        model: The model in the module; None: the only one.
+        options: Sizes.
+        stops: Token ids that end a text.
+        decode: Returns the text of token ids.
+        prepare: Called before the first forward of a call.
+
+    Raises:
+        ConfigError: If there is no such model, or several, or it cannot write text on this layout.
+    """
+    model = find_text_model(module) if model is None else model
+    forward_context = partial(_forward_context, precision)
+    if isinstance(model, GPTModel):
+        partitioned = None if part.partition is None else part.partition.module
+        if partitioned is not None and partitioned is not model:
+            raise ConfigError(
+                f"the {type(model).__name__} is not the module that is divided into pipeline "
+                "stages. Name the model that is, or set pipeline_model_parallel_size to 1."
+            )
+        return Engine(
+            model,
+            part,
+            context,
+            executor,
+            longest=model.config.max_sequence_length,
+            options=options,
+            stops=stops,
+            decode=decode,
+            keeps_cache=False,
+            forward_context=forward_context,
+            prepare=prepare,
+        )
+    longest = getattr(getattr(model, "config", None), "max_position_embeddings", None)
+    requests = RequestMaker(longest=longest or 1 << 30, stops=frozenset(stops), decode=decode)
+    return OwnGenerate(
+        model,
+        context,
+        requests,
+        uses_inference_mode=part.units is None,
+        forward_context=forward_context,
+        prepare=prepare,
+    )
+
+
+def find_text_model(module: nn.Module) -> nn.Module:
+    """Return the model in ``module`` that writes text.
+
+    Raises:
+        ConfigError: If there is none, or there are several.
+    """
+    found: list[nn.Module] = [child for child in module.modules() if isinstance(child, GPTModel)]
+    found = found or _transformers_models(module)
+    if len(found) == 1:
+        return found[0]
+    names = {id(child): name for name, child in module.named_modules()}
+    listed = ", ".join(names[id(child)] or "the module itself" for child in found)
+    raise ConfigError(
+        f"{type(module).__name__} has {len(found)} models that write text"
+        f"{f' ({listed})' if found else ': neither a GPTModel nor a model of transformers'}. "
+        "Name one: strategy.engine(model=module.model)."
+    )
+
+
+def _transformers_models(module: nn.Module) -> list[nn.Module]:
+    """Return the outermost models of ``transformers`` with a ``generate`` of their own."""
+    found: list[nn.Module] = []
+    inside: set[int] = set()
+    for child in module.modules():
+        if id(child) in inside:
+            continue
+        can_generate: Any = getattr(child, "can_generate", None)
+        if callable(can_generate) and hasattr(child, "generate") and can_generate():
+            found.append(child)
+            inside |= {id(inner) for inner in child.modules()}
+    return found
+
+
+@contextmanager
+def _forward_context(precision: Precision) -> Iterator[None]:
+    """Around forwards: autocast as in validation. Histories of FP8 stay as they are, and codes of
+    weights are not kept, since hooks may write weights before the next step.
+    """
+    with precision.val_step_context():
+        try:
+            yield
+        finally:
+            if isinstance(precision, MegatronFP8Precision):
+                precision.forget_weights()

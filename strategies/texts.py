@@ -1,0 +1,88 @@
+"""What callbacks need to write and score text under any strategy: a tokenizer, an engine, and the
+ranks that share the work.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning.pytorch as pl
+
+from megatron_lightning.bridge.kept import kept_folders
+from megatron_lightning.data.tokenizers import TokenizerType
+from megatron_lightning.errors import ConfigError
+from megatron_lightning.inference.engine import Engine
+from megatron_lightning.inference.options import EngineOptions
+from megatron_lightning.inference.own_generate import OwnGenerate
+from megatron_lightning.inference.text import Codec, codec_of, codec_of_files, load_codec
+from megatron_lightning.models.transformer import GPTModel
+from megatron_lightning.parallel.context import ALONE, AxisGroup
+from megatron_lightning.strategies.engines import find_text_model
+from megatron_lightning.strategies.megatron import MegatronStrategy
+
+
+def find_codec(
+    trainer: pl.Trainer,
+    module: pl.LightningModule,
+    tokenizer_model: str | None,
+    tokenizer_type: TokenizerType,
+) -> Codec:
+    """Return the codec of a tokenizer: the one that is named, that came with the model, or that
+    made the data.
+
+    Raises:
+        ConfigError: If there is none.
+    """
+    if tokenizer_model is not None:
+        return load_codec(tokenizer_model, tokenizer_type)
+    for path, folder in kept_folders(module).items():
+        codec = codec_of_files(folder.files, path or type(module).__name__)
+        if codec is not None:
+            return codec
+    data: Any = getattr(trainer, "datamodule", None)
+    tokenizer = getattr(data, "tokenizer", None)
+    if tokenizer is None:
+        raise ConfigError(
+            f"{type(module).__name__} came without a tokenizer, and the data module has none. Set "
+            "tokenizer_model to the tokenizer that made the training data."
+        )
+    return codec_of(tokenizer, f"the tokenizer of {type(data).__name__}")
+
+
+def text_engine(
+    trainer: pl.Trainer,
+    module: pl.LightningModule,
+    codec: Codec,
+    options: EngineOptions | None = None,
+) -> Engine | OwnGenerate:
+    """Return an engine for the model of a running Trainer, under any strategy.
+
+    Raises:
+        ConfigError: If there is no model that writes text on this layout.
+    """
+    if isinstance(trainer.strategy, MegatronStrategy):
+        return trainer.strategy.engine(options, stops=codec.stops, decode=codec.decode)
+    model = find_text_model(module)
+    if not isinstance(model, GPTModel):
+        raise ConfigError(
+            f"{type(model).__name__} writes text under MegatronStrategy only. Set "
+            "strategy=MegatronStrategy() (on one device, too)."
+        )
+    return Engine.of(
+        model,
+        options=options,
+        stops=codec.stops,
+        decode=codec.decode,
+        keeps_cache=False,
+        forward_context=trainer.precision_plugin.val_step_context,
+    )
+
+
+def replicas_of(engine: Engine | OwnGenerate) -> AxisGroup:
+    """Return the ranks with the same place in other replicas: each computes its share of the texts.
+
+    A model that writes by its own ``generate`` computes all texts on all ranks.
+    """
+    if isinstance(engine, OwnGenerate):
+        return ALONE
+    return engine.context.dp_cp
