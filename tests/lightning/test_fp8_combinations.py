@@ -376,7 +376,7 @@ class _Watch(pl.Callback):
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         plugin: Any = trainer.precision_plugin
-        self.histories = {name: h.entries.tolist() for name, h in plugin._histories()}
+        self.histories = {name: h.entries.tolist() for name, h in plugin.layers._histories()}
         self.seen = dict(self.counts)
 
 

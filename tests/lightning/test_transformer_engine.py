@@ -394,7 +394,7 @@ def _evaluated(validates: bool) -> Any:
         module = Module(config(**LLAMA))
         fit.fit(module, _data(BATCH, 2), _data(BATCH, 1))
         left = [name for name, child in module.named_modules() if "engine" in vars(child)]
-        state = {n: v.tolist() for n, v in plugin._engine_state.items() if n != "about"}
+        state = {n: v.tolist() for n, v in plugin._state.items() if n != "about"}
         return list(STATE.first_flags.values()), len(STATE.reductions), left, state
 
 
