@@ -23,7 +23,11 @@ from megatron_lightning.config import (
 
 Values = dict[str, Any]
 _ABSENT: Any = object()
-_GROUPS = {"mla": LatentAttentionConfig, "moe": MoEConfig, "rope_scaling": RopeScaling}
+_GROUPS: Mapping[str, type] = {
+    "mla": LatentAttentionConfig,
+    "moe": MoEConfig,
+    "rope_scaling": RopeScaling,
+}
 
 TRAINING = frozenset(
     (

@@ -1,5 +1,7 @@
 """Llama 2 to 3.2, whose tables most families extend."""
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 from megatron_lightning.bridge.moves import QueryKeyValue, Stacked
@@ -21,7 +23,7 @@ SETTINGS: tuple[Any, ...] = (
     Same("init_method_std", "initializer_range"),
     Choice("activation", "hidden_act", {"swiglu": "silu"}),
 )
-WEIGHTS: dict[str, Any] = {
+WEIGHTS: Mapping[str, Any] = MappingProxyType({
     "embedding.word_embeddings.weight": "model.embed_tokens.weight",
     f"{OURS}.input_layernorm.weight": f"{THEIRS}.input_layernorm.weight",
     f"{OURS}.self_attention.linear_qkv.*": (
@@ -33,7 +35,7 @@ WEIGHTS: dict[str, Any] = {
     f"{OURS}.mlp.linear_fc2.*": f"{THEIRS}.mlp.down_proj.*",
     "decoder.final_layernorm.weight": "model.norm.weight",
     "output_layer.weight": "lm_head.weight",
-}  # fmt: skip
+})  # fmt: skip
 
 
 class Llama(Family):
