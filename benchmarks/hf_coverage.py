@@ -72,6 +72,8 @@ SENSITIVITY = 10
 KINDS = ("equal", "refused", "sensitive", "wrong", "failed")
 
 TABLE = Path("docs/hf_coverage.md")
+FOLDERS = "## Folders"
+"""Heading of the section that ``benchmarks.hf_bridge`` writes."""
 
 
 class CausalLM(pl.LightningModule):
@@ -341,7 +343,8 @@ def write_table(results: Mapping[str, Mapping[str, str]], path: Path) -> None:
     lines += ["", *(f"{number}. {note}" for number, note in enumerate(notes, 1))]
     missing = sorted(name for name, row in results.items() if row["plain"] != "trained")
     lines += ["", f"Not built from a shrunk configuration: {', '.join(missing) or 'none'}.", ""]
-    path.write_text("\n".join(lines))
+    _, heading, folders = path.read_text().partition(FOLDERS) if path.exists() else ("",) * 3
+    path.write_text("\n".join(lines) + (f"\n{heading}{folders}" if heading else ""))
 
 
 def main() -> None:

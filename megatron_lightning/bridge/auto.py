@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from importlib import import_module
 from pathlib import Path
@@ -13,20 +13,29 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import nn
 
-from megatron_lightning.bridge.configuration import load_config, load_generation_config
+from megatron_lightning.bridge.configuration import config_text, load_config, load_generation_config
 from megatron_lightning.bridge.export import write_folder
 from megatron_lightning.bridge.families import family_for, family_of
 from megatron_lightning.bridge.folder import FolderTensors, HuggingFaceFolder
 from megatron_lightning.bridge.gpt import GPTFolder, build_gpt_model
 from megatron_lightning.bridge.hub import local_folder
-from megatron_lightning.bridge.kept import KeptFolder, keep, read_kept, remember
+from megatron_lightning.bridge.kept import (
+    ChangedTable,
+    KeptFolder,
+    keep,
+    read_kept,
+    remember,
+)
 from megatron_lightning.bridge.lazy import Fill, Lazy
 from megatron_lightning.bridge.pieces import Piece, assembled, inverse, uses_of
 from megatron_lightning.bridge.quantized import CONFIG, DequantizedFolder, quantization_of
 from megatron_lightning.bridge.rules import Family
 from megatron_lightning.bridge.untouched import (
+    UNCHANGED,
+    Change,
     defer_weights,
     fill_weights,
+    fits,
     is_deferred,
     lazy_model,
     lazy_parameters,
@@ -77,6 +86,7 @@ class AutoBridge:
         origin: What the user calls the folder, for checkpoints; None: its path.
         revision: Branch, tag or commit of a Hub id.
         kept: What a checkpoint keeps of the folder, if ``path`` has no weights.
+        change: How the model differs on purpose from the folder's.
 
     Raises:
         ConfigError: If the folder needs code of its own and ``trust_remote_code`` is False.
@@ -92,6 +102,7 @@ class AutoBridge:
         origin: str | None = None,
         revision: str | None = None,
         kept: KeptFolder | None = None,
+        change: Change = UNCHANGED,
     ) -> None:
         self.path = path
         """The folder."""
@@ -106,6 +117,7 @@ class AutoBridge:
         self.revision = revision
         """Branch, tag or commit of a Hub id."""
         self._kept = kept
+        self._change = change
         self._family = family
         if family is None and kept is not None and kept.gpt is not None:
             self._family = kept.gpt["family"]
@@ -123,6 +135,9 @@ class AutoBridge:
         trust_remote_code: bool = False,
         attn_implementation: str | None = None,
         family: str | None = None,
+        architecture: str | None = None,
+        new_tensors: Sequence[str] = (),
+        left_out: Sequence[str] = (),
     ) -> AutoBridge:
         """Return the bridge of a folder, a Hub id, or a checkpoint that keeps its folder.
 
@@ -134,6 +149,11 @@ class AutoBridge:
             trust_remote_code: Whether code in the folder may run.
             attn_implementation: See the class.
             family: See the class.
+            architecture: Another class of ``transformers`` than the folder's, such as
+                "LlamaForSequenceClassification".
+            new_tensors: Patterns of parameters that the folder lacks, such as "score.weight". They
+                get the initial values of ``transformers``, equal on all ranks.
+            left_out: Patterns of tensors that the model lacks, such as "lm_head.weight".
 
         Raises:
             MissingCheckpointError: If there is no such folder, and the Hub has no such id.
@@ -144,6 +164,7 @@ class AutoBridge:
             "attn_implementation": attn_implementation,
             "family": family,
         }
+        options["change"] = Change(architecture, tuple(new_tensors), tuple(left_out))
         if _is_checkpoint(path):
             return cls.from_checkpoint(path, **options)
         folder = local_folder(path, revision=revision)
@@ -231,6 +252,8 @@ class AutoBridge:
         import transformers
 
         names = list(getattr(self.config, "architectures", None) or ())
+        if self._change.architecture is not None:
+            names = [self._change.architecture]
         remote = getattr(self.config, "auto_map", {}) if self._trusts else {}
         if "AutoModelForCausalLM" in remote:
             from transformers.dynamic_module_utils import get_class_from_dynamic_module
@@ -338,6 +361,11 @@ class AutoBridge:
         return model
 
     def _gpt_model(self, config: TransformerConfig | None, dtype: torch.dtype | None) -> nn.Module:
+        if self._change != UNCHANGED:
+            raise ConfigError(
+                f"a GPTModel is the folder's own model, and {self._change} was asked for. Leave it "
+                'out, or take to_model("transformers").'
+            )
         gpt = self.gpt_folder()
         config = gpt.config if config is None else gpt.check(config)
         tensors = gpt.tensors(config)
@@ -448,6 +476,8 @@ class AutoBridge:
             return Plan(self.folder, parameters, gpt.pieces(config, parameters))
         # In the folder's dtypes: a cast there and back would round.
         model = self.lazy_model(dtype="auto")
+        if self._change != UNCHANGED:
+            return AutoBridge.from_kept(self.keep(model), trust_remote_code=self._trusts).plan()
         parameters = lazy_parameters(model)
         ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
         return Plan(self.folder, parameters, inverse(self.folder, parameters, ignored))
@@ -462,11 +492,27 @@ class AutoBridge:
             CheckpointError: If the folder does not fit the model, or is damaged.
         """
         options = {**self._options, "dtype": dtype}
-        return lazy_model(self.folder, self.model_class, self.config, **options)
+        return lazy_model(
+            self.folder, self.model_class, self.config, change=self._change, **options
+        )
 
     def keep(self, model: nn.Module) -> KeptFolder:
         """Return what checkpoints of a lazy model keep of the folder."""
-        return keep(self.folder, self._used(lazy_parameters(model)), self.origin, self.revision)
+        used = self._used(lazy_parameters(model))
+        changed = None if self._change == UNCHANGED else self._changed_table(model)
+        return keep(self.folder, used, self.origin, self.revision, changed)
+
+    def _changed_table(self, model: nn.Module) -> ChangedTable:
+        state = model.state_dict(keep_vars=True)
+        added = {
+            name: (tuple(value.shape), value.dtype)
+            for name, value in state.items()
+            if not isinstance(value, Lazy) and fits(name, self._change.new_tensors)
+        }
+        left_out = {n for n in self.folder.tensors if fits(n, self._change.left_out)}
+        config = copy.deepcopy(self.config)
+        config.architectures = [self.model_class.__name__]
+        return ChangedTable(added, left_out, {CONFIG: config_text(config)})
 
     def load_hf_weights(self, model: nn.Module) -> None:
         """Read the folder's weights into a full model, such as one that was trained.

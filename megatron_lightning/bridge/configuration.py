@@ -57,3 +57,22 @@ def _json_of(file: Path) -> Mapping[str, Any]:
     if not isinstance(plain, dict):
         raise ConfigError(f"{file} is no JSON object. Download or restore the folder.")
     return plain
+
+
+def config_text(config: Any) -> bytes:
+    """Return the content of config.json for a configuration that no folder has.
+
+    ``transformers`` 5 has rotary settings in ``rope_parameters``. Versions before read
+    ``rope_theta`` and ``rope_scaling``, and would silently take their defaults, so that all three
+    are written.
+    """
+    plain = json.loads(config.to_json_string(use_diff=True))
+    rope = plain.get("rope_parameters")
+    if isinstance(rope, dict) and "rope_theta" in rope:
+        plain.setdefault("rope_theta", rope["rope_theta"])
+        scaling = {key: value for key, value in rope.items() if key != "rope_theta"}
+        if scaling.get("rope_type", "default") != "default":
+            plain.setdefault("rope_scaling", scaling)
+    if "dtype" in plain:
+        plain.setdefault("torch_dtype", plain["dtype"])
+    return json.dumps(plain, indent=2, sort_keys=True).encode() + b"\n"

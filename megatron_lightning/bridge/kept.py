@@ -14,23 +14,32 @@ import zlib
 from collections.abc import Iterable, Mapping
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from megatron_lightning.bridge.folder import INDEX, FolderTensors
-from megatron_lightning.bridge.lazy import Fill
+from megatron_lightning.bridge.folder import INDEX, FolderTensors, HuggingFaceFolder
+from megatron_lightning.bridge.lazy import Fill, Lazy
 from megatron_lightning.bridge.new_files import new_files
 from megatron_lightning.bridge.safetensors_file import Header, StoredTensor, parse_header
 from megatron_lightning.checkpoint.kept_files import KEPT, KeptFiles, kept_entry
 from megatron_lightning.checkpoint.source import CheckpointSource, open_checkpoint
 from megatron_lightning.errors import CheckpointError
-from megatron_lightning.parallel.spec import Box
+from megatron_lightning.parallel.spec import Box, Shape
 
 _MAX_CARRIED_BYTES = 64 << 20
 _MAX_TABLE_BYTES = 1 << 30
 _ATTRIBUTE = "_kept_folder"
+
+
+class ChangedTable(NamedTuple):
+    """How the table of a model's folder differs from the table that it was made of."""
+
+    added: dict[str, tuple[Shape, torch.dtype]]
+    left_out: set[str]
+    files: dict[str, bytes]
+    """Files with other content, such as the configuration."""
 
 
 class KeptFolder(FolderTensors):
@@ -109,6 +118,10 @@ class KeptFolder(FolderTensors):
             self._fills[stored.name](box, out)
             return
         content = self.ignored.get(stored.name)
+        there = None if content is not None else self._origin_tensor(stored)
+        if there is not None:
+            there.fill(box, out)
+            return
         if content is None:
             raise CheckpointError(
                 f"{self.path} does not hold the values of {stored.name}, a tensor of {self.origin} "
@@ -116,6 +129,19 @@ class KeptFolder(FolderTensors):
             )
         values = torch.frombuffer(bytearray(content), dtype=torch.uint8).view(stored.dtype)
         out.copy_(values.view(stored.shape)[box.slices])
+
+    @cached_property
+    def _origin_folder(self) -> HuggingFaceFolder | None:
+        return HuggingFaceFolder(Path(self.origin)) if Path(self.origin).is_dir() else None
+
+    def _origin_tensor(self, stored: StoredTensor) -> Lazy | None:
+        """Return a large tensor that the model ignores, if the folder is still there."""
+        if stored.name not in self.ignored or self._origin_folder is None:
+            return None
+        found = self._origin_folder.tensors.get(stored.name)
+        if found is None or (tuple(found.shape), found.dtype) != (stored.shape, stored.dtype):
+            return None
+        return found
 
     @cached_property
     def entry(self) -> dict[str, Any]:
@@ -137,7 +163,11 @@ class KeptFolder(FolderTensors):
 
 
 def keep(
-    folder: FolderTensors, used: Iterable[str], origin: str, revision: str | None
+    folder: FolderTensors,
+    used: Iterable[str],
+    origin: str,
+    revision: str | None,
+    changed: ChangedTable | None = None,
 ) -> KeptFolder:
     """Return what checkpoints keep of a folder.
 
@@ -146,10 +176,13 @@ def keep(
         used: Names of the tensors that the model reads.
         origin: Folder or Hub id, as the user has named it.
         revision: Branch, tag or commit of the Hub id.
+        changed: Differences of the model from the folder's, if there are some.
     """
-    if isinstance(folder, KeptFolder):
+    if isinstance(folder, KeptFolder) and changed is None:
         return folder
     read = set(used)
+    if changed is not None:
+        read |= changed.left_out
     ignored: dict[str, bytes | None] = {}
     contents: dict[bytes, bytes] = {}  # masks of all layers are equal
     for name in (name for name in folder.tensors if name not in read):
@@ -162,11 +195,19 @@ def keep(
                 ignored[name] = content
     tables = folder.headers
     files = folder.files
-    if not tables:  # of a pickle: an export gets safetensors files
-        made = new_files({name: (tuple(x.shape), x.dtype) for name, x in folder.tensors.items()})
+    if not tables or changed is not None:  # of a pickle: an export gets safetensors files
+        table = {name: (tuple(x.shape), x.dtype) for name, x in folder.tensors.items()}
+        contents_of = dict(files.contents)
+        if changed is not None:
+            table = {n: info for n, info in table.items() if n not in changed.left_out}
+            table |= changed.added
+            contents_of |= changed.files
+        made = new_files(table)
         tables = made.headers
+        contents_of.pop(INDEX, None)
         if made.index_file is not None:
-            files = KeptFiles({**files.contents, INDEX: made.index_file})
+            contents_of[INDEX] = made.index_file
+        files = KeptFiles(contents_of)
     return KeptFolder(
         folder.path,
         origin=origin,

@@ -9,10 +9,11 @@ once the module is divided.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from fnmatch import fnmatchcase
 from logging import ERROR
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +28,26 @@ from megatron_lightning.parallel.context import ParallelContext
 from megatron_lightning.parallel.materialize import leave_empty
 
 _PENDING = "_pending_weights"
+
+
+class Change(NamedTuple):
+    """How a model differs on purpose from the model that a folder was saved from."""
+
+    architecture: str | None = None
+    """Class of ``transformers``; None: the folder's."""
+    new_tensors: tuple[str, ...] = ()
+    """Patterns of parameters that the folder lacks."""
+    left_out: tuple[str, ...] = ()
+    """Patterns of tensors that the model lacks."""
+
+
+UNCHANGED = Change()
+"""The folder's own model."""
+
+
+def fits(name: str, patterns: Sequence[str]) -> bool:
+    """Return whether a name fits one of the patterns."""
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
 class PendingWeights:
@@ -83,13 +104,16 @@ def lazy_parameters(model: nn.Module) -> dict[str, Lazy]:
     return {**parameters, **buffers}
 
 
-def lazy_model(folder: FolderTensors, model_class: Any, config: Any, **options: Any) -> nn.Module:
+def lazy_model(
+    folder: FolderTensors, model_class: Any, config: Any, change: Change = UNCHANGED, **options: Any
+) -> nn.Module:
     """Return a model whose parameters are the lazy tensors of a folder.
 
     Args:
         folder: The folder.
         model_class: The class of ``transformers``.
         config: Its configuration.
+        change: Parameters that the folder lacks, and tensors that the model lacks, on purpose.
         options: Further arguments of ``from_pretrained``, such as ``dtype``.
 
     Raises:
@@ -98,7 +122,7 @@ def lazy_model(folder: FolderTensors, model_class: Any, config: Any, **options: 
     options |= {"config": config, "state_dict": dict(folder.tensors), "output_loading_info": True}
     with _quiet():
         model, info = model_class.from_pretrained(None, **options)
-    _check(folder, model_class, info)
+    _check(folder, model_class, info, change)
     result: nn.Module = model
     return result
 
@@ -146,22 +170,28 @@ def _quiet() -> Iterator[None]:
             logging.enable_progress_bar()  # type: ignore[no-untyped-call]
 
 
-def _check(folder: FolderTensors, model_class: Any, info: Mapping[str, Any]) -> None:
+def _check(
+    folder: FolderTensors, model_class: Any, info: Mapping[str, Any], change: Change
+) -> None:
     problems = {
         "missing_keys": "are missing",
         "unexpected_keys": "are unexpected",
         "mismatched_keys": "have other shapes",
         "error_msgs": "cannot be converted",
     }
-    texts = [
-        f"{len(info[key])} tensors {text} ({', '.join(sorted(map(str, info[key]))[:5])})"
-        for key, text in problems.items()
-        if info.get(key)
-    ]
+    expected = {"missing_keys": change.new_tensors, "unexpected_keys": change.left_out}
+    texts = []
+    for key, text in problems.items():
+        patterns = expected.get(key, ())
+        names = [n for n in sorted(map(str, info.get(key) or ())) if not fits(n, patterns)]
+        if names:
+            texts.append(f"{len(names)} tensors {text} ({', '.join(names[:5])})")
     if texts:
         raise CheckpointError(
-            f"{folder.path} does not fit {model_class.__name__}: {'; '.join(texts)}. Load it with "
-            "the class that saved it, which config.json names under architectures."
+            f"{folder.path} does not fit {model_class.__name__}: {'; '.join(texts)}. Restore the "
+            "folder, or load it with the class that saved it, which config.json names under "
+            "architectures. If the model differs on purpose (a new head), name what differs: "
+            "new_tensors and left_out of AutoBridge.from_hf_pretrained."
         )
 
 
