@@ -165,7 +165,7 @@ class AutoBridge:
             "family": family,
         }
         options["change"] = Change(architecture, tuple(new_tensors), tuple(left_out))
-        if _is_checkpoint(path):
+        if is_checkpoint(path):
             return cls.from_checkpoint(path, **options)
         folder = local_folder(path, revision=revision)
         return cls(folder, origin=str(path), revision=revision, **options)
@@ -230,7 +230,7 @@ class AutoBridge:
         Raises:
             MissingCheckpointError: If there is no such folder, and the Hub has no such id.
         """
-        if not _is_checkpoint(path):
+        if not is_checkpoint(path):
             local_folder(path, revision=revision)
 
     @classmethod
@@ -595,7 +595,7 @@ class AutoBridge:
         return [use.name for lazy in parameters.values() for use in uses_of(self.folder, lazy)]
 
 
-def _is_checkpoint(path: str | Path) -> bool:
+def is_checkpoint(path: str | Path) -> bool:
     """Return whether a path is one of our checkpoints, or a plain Lightning checkpoint."""
     if is_remote(path) or is_plain_file(path):
         return True

@@ -3,7 +3,16 @@ commands on them.
 """
 
 from megatron_lightning.inference.engine import Completion, Engine, Score
+from megatron_lightning.inference.load import load_engine
 from megatron_lightning.inference.options import EngineOptions
 from megatron_lightning.inference.sampling import Sampling, sample
 
-__all__ = ["Completion", "Engine", "EngineOptions", "Sampling", "Score", "sample"]
+__all__ = [
+    "Completion",
+    "Engine",
+    "EngineOptions",
+    "Sampling",
+    "Score",
+    "load_engine",
+    "sample",
+]

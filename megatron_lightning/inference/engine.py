@@ -128,12 +128,14 @@ class Engine:
         """Return an engine for the model in a checkpoint of any layout; a collective.
 
         Args:
-            checkpoint: Checkpoint directory, or a plain Lightning ``.ckpt`` file.
+            checkpoint: Checkpoint directory, plain Lightning ``.ckpt`` file, Hugging Face folder,
+                or Hub id.
             layout: Sizes for the processes at hand, which ``torch.distributed`` connects; what is
                 left of them are replicas, with requests of their own. None: this process alone.
             options: ``options`` (:class:`EngineOptions`), ``device`` ("cpu"), ``dtype`` of the
-                weights ("float32", "bfloat16", "float16"; None: of the checkpoint's model),
-                ``pipeline_schedule``, ``stops`` (token ids that end a text), ``decode``.
+                weights ("float32", "bfloat16", "float16"; None: torch's default),
+                ``pipeline_schedule``, ``stops`` (token ids that end a text; None: as the model's
+                generation configuration says), ``decode``.
 
         Raises:
             CheckpointError: On every rank, if the checkpoint cannot be read or holds another model.
@@ -141,7 +143,14 @@ class Engine:
         """
         from megatron_lightning.inference.load import load_engine
 
-        return load_engine(checkpoint, layout, **options)
+        engine = load_engine(checkpoint, layout, **options)
+        if not isinstance(engine, cls):
+            raise ConfigError(
+                f"{checkpoint} holds a {type(engine.model).__name__}, which has no rules as a "
+                "GPTModel and writes by its own generate. Call "
+                "megatron_lightning.inference.load_engine."
+            )
+        return engine
 
     @classmethod
     def of(cls, model: GPTModel, **options: Any) -> Engine:

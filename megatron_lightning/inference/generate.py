@@ -8,9 +8,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from megatron_lightning.data.tokenizers import TokenizerType
-from megatron_lightning.inference.engine import Engine
 from megatron_lightning.inference.job import ModelJob
-from megatron_lightning.inference.load import Dtype
+from megatron_lightning.inference.load import Dtype, TextModel
 from megatron_lightning.inference.options import EngineOptions
 from megatron_lightning.inference.progress import Progress
 from megatron_lightning.inference.sampling import Sampling
@@ -43,17 +42,18 @@ def generate(  # noqa: PLR0917  # every one is an option of the command line
     max_requests: int = 64,
     cache_gib: float = 1.0,
 ) -> list[str]:
-    """Continue prompts with a model that ``GPTLightningModule`` trained.
+    """Continue prompts with a trained model.
 
     The checkpoint may come from any layout; the sizes given here are for generation. The same seed
     gives the same text on every layout. Keys and values of earlier tokens are cached. A text longer
     than the model's longest sequence continues from its last tokens, without the cache.
 
     Args:
-        checkpoint: Checkpoint directory, or a plain Lightning .ckpt file.
+        checkpoint: Checkpoint directory, plain Lightning .ckpt file, Hugging Face folder, or Hub
+            id.
         prompts: One text, or a list of texts, to continue.
-        tokenizer_model: The tokenizer that made the training data; leave it out for the one in the
-            checkpoint.
+        tokenizer_model: The tokenizer that made the training data; leave it out for the one that
+            came with the model.
         tokenizer_type: sentencepiece or huggingface.
         max_new_tokens: Tokens added to each prompt, at most; a text ends earlier with its document.
         temperature: Divides the logits; 0 always takes the most likely token.
@@ -139,7 +139,7 @@ def _text(
     return text[: end_of(text, stop, start)]
 
 
-def _continue(engine: Engine, codec: Codec, arguments: Any) -> list[list[list[int]]]:
+def _continue(engine: TextModel, codec: Codec, arguments: Any) -> list[list[list[int]]]:
     """Return the new tokens of each prompt's samples, as one rank."""
     prompts, sampling, num_samples = arguments
     most = len(prompts) * num_samples * sampling.max_new_tokens

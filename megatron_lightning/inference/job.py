@@ -14,19 +14,25 @@ import torch
 import torch.distributed as dist
 
 from megatron_lightning import compat
-from megatron_lightning.config import TransformerConfig
 from megatron_lightning.data.tokenizers import TokenizerType
 from megatron_lightning.errors import ConfigError
-from megatron_lightning.inference.engine import Engine
-from megatron_lightning.inference.load import Dtype, find_codec, find_model, load_engine
+from megatron_lightning.inference.load import (
+    Dtype,
+    SavedModel,
+    TextModel,
+    check_model,
+    find_codec,
+    find_model,
+    find_stops,
+    load_engine,
+)
 from megatron_lightning.inference.options import EngineOptions
 from megatron_lightning.inference.text import Codec, load_codec
 from megatron_lightning.parallel.layout import ParallelLayout
 from megatron_lightning.pipeline.schedules import resolve
 from megatron_lightning.resilience.workers import run_workers
-from megatron_lightning.rules import check_model_layout
 
-Work = Callable[[Engine, Codec, Any], Any]
+Work = Callable[[TextModel, Codec, Any], Any]
 """Function of a rank's engine, the codec and arguments that travel to other processes; rank 0's
 result is plain data."""
 
@@ -47,13 +53,13 @@ class ModelJob:
     """Whether processes beyond one replica have work of their own."""
 
     @cached_property
-    def config(self) -> TransformerConfig:
-        """Sizes of the model.
+    def saved(self) -> SavedModel:
+        """The model.
 
         Raises:
             CheckpointError: If the checkpoint cannot be read.
         """
-        return find_model(self.checkpoint).config
+        return find_model(self.checkpoint)
 
     @cached_property
     def codec(self) -> Codec:
@@ -69,10 +75,10 @@ class ModelJob:
             if self.tokenizer_model is None
             else load_codec(self.tokenizer_model, self.tokenizer_type)
         )
-        if codec.vocab_size > self.config.vocab_size:
+        if codec.vocab_size > self.saved.vocab_size:
             raise ConfigError(
                 f"{name} has {codec.vocab_size} ids and the model in "
-                f"{self.checkpoint} has vocab_size={self.config.vocab_size}. Set tokenizer_model "
+                f"{self.checkpoint} has vocab_size={self.saved.vocab_size}. Set tokenizer_model "
                 "to the tokenizer that made the training data."
             )
         return codec
@@ -100,7 +106,7 @@ class ModelJob:
         _check_experts(layout)
         resolve(self.pipeline_schedule, num_ranks=layout.pp, num_chunks=layout.vpp)
         _ = self.codec
-        check_model_layout(self.config, layout, world_size)
+        check_model(self.saved, layout, world_size)
         if layout.data_parallel_size(world_size) > 1 and not self.runs_replicas:
             raise ConfigError(
                 f"{world_size} processes were started, and tensor_model_parallel_size={layout.tp} "
@@ -151,7 +157,7 @@ class ModelJob:
             pipeline_schedule=self.pipeline_schedule,
             device=self.torch_device + index,
             dtype=self.dtype,
-            stops=self.codec.stops,
+            stops=(*self.codec.stops, *find_stops(self.checkpoint)),
             decode=self.codec.decode,
         )
         return work(engine, self.codec, arguments)

@@ -1,91 +1,155 @@
-"""Load the model in a checkpoint into the layout of the processes that run it."""
+"""Load the model in a checkpoint or a Hugging Face folder into the layout of the processes that run
+it.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Literal
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
 
 import torch
+from torch import nn
 
 from megatron_lightning.assembly.assemble import assemble
 from megatron_lightning.assembly.part import Part
 from megatron_lightning.assembly.state import ModuleState
+from megatron_lightning.bridge.auto import AutoBridge, is_checkpoint
+from megatron_lightning.bridge.kept import read_kept
+from megatron_lightning.bridge.untouched import deferred_weights, read_weights
 from megatron_lightning.checkpoint import CheckpointSource, open_checkpoint
 from megatron_lightning.checkpoint.kept_files import read_kept_files
 from megatron_lightning.config import PipelineOptions, TransformerConfig
 from megatron_lightning.errors import CheckpointError, ConfigError
 from megatron_lightning.inference.engine import Engine
 from megatron_lightning.inference.options import EngineOptions
-from megatron_lightning.inference.requests import Decode
-from megatron_lightning.inference.text import Codec, codec_of_files
+from megatron_lightning.inference.own_generate import OwnGenerate
+from megatron_lightning.inference.requests import Decode, RequestMaker
+from megatron_lightning.inference.text import (
+    Codec,
+    codec_of_files,
+    end_tokens,
+    end_tokens_of_files,
+    load_codec,
+)
 from megatron_lightning.models.transformer import GPTModel
 from megatron_lightning.parallel.context import ALONE, ParallelContext
 from megatron_lightning.parallel.layout import ParallelLayout
+from megatron_lightning.peft import LoRA
 from megatron_lightning.pipeline.executor import PipelineExecutor
 from megatron_lightning.pipeline.schedules import resolve
 from megatron_lightning.rules import check_model_layout
 
 Dtype = Literal["float32", "bfloat16", "float16"]
+TextModel = Engine | OwnGenerate
+"""What continues and scores texts."""
 _PREFIX = "state_dict.model."
 """Prefix of the model's names in a checkpoint of ``GPTLightningModule``."""
+_Fill = Callable[[nn.Module, Part, ParallelContext], object]
 
 
 @dataclass(frozen=True)
 class SavedModel:
-    """A model in a checkpoint."""
+    """A model that was saved."""
 
-    config: TransformerConfig
-    """Its sizes."""
-    fill: Callable[[GPTModel, Part, ParallelContext], None]
-    """Reads the weights of a rank's part; a collective."""
+    config: TransformerConfig | None
+    """Sizes of a :class:`GPTModel`; None: it writes by its own ``generate``."""
+    vocab_size: int
+    """Number of token ids."""
+    longest: int
+    """Most tokens that the model sees."""
+    build: Callable[[], nn.Module]
+    """Returns the model on ``meta``."""
+    fill: _Fill
+    """Reads the weights of a rank's part, after it is divided."""
 
 
 def read_config(checkpoint: str | os.PathLike[str]) -> TransformerConfig:
-    """Return the configuration of the model in a checkpoint; reads no tensor.
+    """Return the configuration of the :class:`GPTModel` in a checkpoint; reads no tensor.
 
     Raises:
-        CheckpointError: If the checkpoint cannot be read, or no ``GPTLightningModule`` saved it.
+        CheckpointError: If the checkpoint cannot be read, or holds no such model.
     """
-    return find_model(checkpoint).config
+    config = find_model(checkpoint).config
+    if config is None:
+        raise CheckpointError(f"{checkpoint} holds another model than a GPTModel.")
+    return config
 
 
 def find_model(
     checkpoint: str | os.PathLike[str], context: ParallelContext | None = None
 ) -> SavedModel:
-    """Return the model in a checkpoint; reads no tensor. With a context a collective.
+    """Return the model in a checkpoint, a Hugging Face folder, or of a Hub id; reads no tensor.
+    With a context a collective.
 
     Raises:
         CheckpointError: If the checkpoint cannot be read, or holds another kind of model.
     """
-    group = ALONE if context is None else context.axis("world")
-    source = open_checkpoint(checkpoint, group=group)
+    if not is_checkpoint(str(checkpoint)) and not Path(checkpoint).exists():
+        return _of_bridge(AutoBridge.from_hf_pretrained(checkpoint))  # a Hub id, or an error
+    if (Path(checkpoint) / "config.json").is_file():
+        return _of_bridge(AutoBridge.from_hf_pretrained(checkpoint))
+    source = open_checkpoint(checkpoint, group=ALONE if context is None else context.axis("world"))
+    saved = source.state().get("hyper_parameters", {})
+    if isinstance(saved.get("config"), Mapping):
+        return _of_checkpoint(source, saved)
+    if read_kept(checkpoint) is not None:
+        return _of_bridge(AutoBridge.from_checkpoint(checkpoint))
+    raise CheckpointError(
+        f"{checkpoint} has no hyper_parameters.config that describes a model: it was not saved by "
+        "GPTLightningModule or HuggingFaceModule. Give the checkpoint of one, or call "
+        "megatron_lightning.inference.sample with a model of your own."
+    )
 
-    def fill(model: GPTModel, part: Part, context: ParallelContext) -> None:
+
+def _of_checkpoint(source: CheckpointSource, saved: Mapping[str, Any]) -> SavedModel:
+    config, adapters = TransformerConfig(**saved["config"]), saved.get("peft")
+
+    def build() -> nn.Module:
+        with torch.device("meta"):
+            model = GPTModel(config)
+            return model if adapters is None else LoRA(**adapters).apply(model)
+
+    def fill(model: nn.Module, part: Part, context: ParallelContext) -> None:
         ModuleState(model, part, context).load_module(source, prefix=_PREFIX)
 
-    return SavedModel(_config_of(source, checkpoint), fill)
+    return SavedModel(config, config.vocab_size, config.max_sequence_length, build, fill)
 
 
-def _config_of(source: CheckpointSource, path: str | os.PathLike[str]) -> TransformerConfig:
-    config = source.state().get("hyper_parameters", {}).get("config")
-    if not isinstance(config, Mapping):
-        raise CheckpointError(
-            f"{path} has no hyper_parameters.config that describes a model: it was not saved by "
-            "GPTLightningModule. Give the checkpoint of one, or call "
-            "megatron_lightning.inference.sample with a model of your own."
+def _of_bridge(bridge: AutoBridge) -> SavedModel:
+    try:
+        config = bridge.to_config()
+    except ConfigError:  # no rules for its architecture, or for its settings
+        pass
+    else:
+        build = partial(_deferred, bridge, "gpt")
+        return SavedModel(
+            config, config.vocab_size, config.max_sequence_length, build, read_weights
         )
-    return TransformerConfig(**config)
+    longest = getattr(bridge.config, "max_position_embeddings", None) or 1 << 30
+    build = partial(_deferred, bridge, "transformers")
+    return SavedModel(None, bridge.config.vocab_size, longest, build, read_weights)
+
+
+def _deferred(bridge: AutoBridge, kind: Literal["gpt", "transformers"]) -> nn.Module:
+    """Return a model whose ranks read what they own when it is divided."""
+    with deferred_weights():
+        return bridge.to_model(kind)
 
 
 def find_codec(checkpoint: str | os.PathLike[str]) -> Codec:
-    """Return the codec of the tokenizer that travels in a checkpoint.
+    """Return the codec of the tokenizer that travels with a model.
 
     Raises:
         ConfigError: If there is none.
         CheckpointError: If the checkpoint cannot be read.
     """
+    if not is_checkpoint(str(checkpoint)):
+        return load_codec(checkpoint, "huggingface")
     files = read_kept_files(checkpoint)
     codec = None if files is None else codec_of_files(files, str(checkpoint))
     if codec is None:
@@ -96,6 +160,16 @@ def find_codec(checkpoint: str | os.PathLike[str]) -> Codec:
     return codec
 
 
+def find_stops(checkpoint: str | os.PathLike[str]) -> tuple[int, ...]:
+    """Return the ids that end a text, as the generation configuration of a model says; many chat
+    models have several. Without one, none.
+    """
+    if not is_checkpoint(str(checkpoint)):
+        return end_tokens(Path(checkpoint))
+    files = read_kept_files(checkpoint)
+    return () if files is None else end_tokens_of_files(files)
+
+
 def load_engine(
     checkpoint: str | os.PathLike[str],
     layout: ParallelLayout | None = None,
@@ -104,48 +178,59 @@ def load_engine(
     pipeline_schedule: str | list[str] = "auto",
     device: torch.device | str = "cpu",
     dtype: Dtype | None = None,
-    stops: Sequence[int] = (),
+    stops: Sequence[int] | None = None,
     decode: Decode | None = None,
-) -> Engine:
-    """Return an engine for the model in a checkpoint; see :meth:`Engine.load`."""
+) -> TextModel:
+    """Return an engine for a saved model; see :meth:`Engine.load`. A model that no engine runs
+    writes by its own ``generate``.
+    """
     layout = layout or ParallelLayout()
     choice = resolve(pipeline_schedule, num_ranks=layout.pp, num_chunks=layout.vpp)
     context = ParallelContext(layout, device=device)
     saved = find_model(checkpoint, context)
-    check_model_layout(saved.config, layout, context.world_size)
-    check_generating(layout)
-    before = torch.get_default_dtype()
-    if dtype is not None:
-        torch.set_default_dtype(getattr(torch, dtype))
-    try:
-        with torch.device("meta"):
-            model = GPTModel(saved.config).eval()
+    check_model(saved, layout, context.world_size)
+    ends = find_stops(checkpoint) if stops is None else stops
+    with _default_dtype(dtype):
+        model = saved.build().eval()
         part = assemble(model, context, None, choice.placement, PipelineOptions())
-    finally:
-        torch.set_default_dtype(before)
     saved.fill(model, part, context)
+    if not isinstance(model, GPTModel):
+        maker = RequestMaker(longest=saved.longest, stops=frozenset(ends), decode=decode)
+        return OwnGenerate(model, context, maker)
     executor = PipelineExecutor(context, choice.placement)
     return Engine(
         model,
         part,
         context,
         executor,
-        longest=saved.config.max_sequence_length,
+        longest=saved.longest,
         options=options,
-        stops=stops,
+        stops=ends,
         decode=decode,
     )
 
 
-def check_generating(layout: ParallelLayout) -> None:
-    """Check that a layout makes sense for ranks that generate.
+def check_model(saved: SavedModel, layout: ParallelLayout, world_size: int) -> None:
+    """Check that a model can write text on a layout.
 
     Raises:
-        ConfigError: If ranks would share sequences.
+        ConfigError: If it cannot.
     """
+    if saved.config is not None:
+        check_model_layout(saved.config, layout, world_size)
     if layout.cp > 1:
         raise ConfigError(
             f"context_parallel_size={layout.cp}: a text grows by one token at a time, which ranks "
             "cannot share. Set it to 1, and tensor_model_parallel_size or "
             "pipeline_model_parallel_size above 1 to divide a model."
         )
+
+
+@contextmanager
+def _default_dtype(dtype: Dtype | None) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(before if dtype is None else getattr(torch, dtype))
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)

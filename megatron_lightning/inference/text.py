@@ -19,7 +19,8 @@ from megatron_lightning.errors import ConfigError
 
 Message = Mapping[str, str]
 """``role`` and ``content`` of one turn of a conversation."""
-_GENERATION = "generation_config.json"
+_SETTINGS = ("generation_config.json", "config.json")
+"""Files that say which tokens end a text; the first one wins."""
 
 
 class Codec(Protocol):
@@ -160,15 +161,23 @@ def codec_of_files(files: KeptFiles, name: str) -> Codec | None:
 
 
 def end_tokens(folder: Path) -> tuple[int, ...]:
-    """Return the ids in a folder's ``generation_config.json`` that end a text; many chat models
-    have several.
+    """Return the ids in a folder's generation configuration that end a text; many chat models have
+    several.
     """
-    for name in (_GENERATION, "config.json"):
-        file = folder / name
-        if file.is_file():
-            found = json.loads(file.read_bytes()).get("eos_token_id")
-            if found is not None:
-                return (found,) if isinstance(found, int) else tuple(found)
+    files = {name: folder / name for name in _SETTINGS if (folder / name).is_file()}
+    return _end_tokens({name: file.read_bytes() for name, file in files.items()})
+
+
+def end_tokens_of_files(files: KeptFiles) -> tuple[int, ...]:
+    """Do as :func:`end_tokens` with the files that travel with a model."""
+    return _end_tokens(files.contents)
+
+
+def _end_tokens(contents: Mapping[str, bytes]) -> tuple[int, ...]:
+    for name in _SETTINGS:
+        found = json.loads(contents[name]).get("eos_token_id") if name in contents else None
+        if found is not None:
+            return (found,) if isinstance(found, int) else tuple(found)
     return ()
 
 

@@ -1,0 +1,182 @@
+"""Text of Hugging Face folders: that of stock transformers, by the engine for the families with
+rules, else by the model's own generate.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_lightning.config import TransformerConfig
+from megatron_lightning.errors import ConfigError
+from megatron_lightning.inference import Engine, EngineOptions, Sampling, load_engine
+from megatron_lightning.inference.generate import generate
+from megatron_lightning.parallel.layout import ParallelLayout
+from tests.helpers.ranks import run_ranks
+
+pytest.importorskip("transformers")
+import transformers
+
+from tests.helpers.gpt_folders import FOLDERS, make_folder
+
+TP, PP = "tensor_model_parallel_size", "pipeline_model_parallel_size"
+PROMPTS = [[1, 2, 3], [7], list(range(1, 22)), [5, 4, 3, 2, 1, 0, 9]]
+GREEDY = Sampling(max_new_tokens=20, temperature=0.0)
+
+
+def folder_of(name: str, parent: Path) -> Path:
+    # Wide: a tiny model of two layers repeats one token otherwise.
+    return make_folder(name, parent, initializer_range=0.4)
+
+
+def theirs(folder: Path, prompts: Any = PROMPTS) -> list[list[int]]:
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    return [
+        model.generate(
+            torch.tensor([prompt]),
+            attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+            max_new_tokens=20,
+            do_sample=False,
+            use_cache=True,
+            pad_token_id=0,
+            eos_token_id=-1,
+        )[0].tolist()[len(prompt) :]
+        for prompt in prompts
+    ]
+
+
+def texts_of(folders: list[Path], layout: dict[str, Any], kind: str = "Engine") -> Any:
+    texts = []
+    for folder in folders:
+        options = EngineOptions(max_tokens=6, max_requests=3)  # chunks that end inside the window
+        engine = load_engine(folder, ParallelLayout(**layout), options=options)
+        assert type(engine).__name__ == kind
+        texts.append([one.tokens for (one,) in engine.generate(PROMPTS, GREEDY)])
+    return texts
+
+
+def test_every_family(tmp_path: Path) -> None:
+    folders = [folder_of(name, tmp_path) for name in FOLDERS]
+    expected = [theirs(folder) for folder in folders]
+    assert all(len({t for text in texts for t in text}) > 15 for texts in expected)
+    assert texts_of(folders, {}) == expected
+
+
+@pytest.mark.parametrize("layout", [{TP: 2}, pytest.param({PP: 2}, marks=pytest.mark.slow)])
+def test_families_on_two_ranks(layout: dict[str, Any], tmp_path: Path) -> None:
+    folders = [folder_of(name, tmp_path) for name in ("llama", "mistral", "qwen3")]
+    expected = [theirs(folder) for folder in folders]
+    for found in run_ranks(2, texts_of, folders, layout):
+        assert found == expected
+
+
+@pytest.mark.parametrize("size", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_other_models_write_by_their_own_generate(size: int, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    options = {"initializer_range": 0.4, "bos_token_id": None, "eos_token_id": None}
+    model = transformers.GPTNeoXForCausalLM(
+        transformers.GPTNeoXConfig(
+            vocab_size=67,
+            hidden_size=32,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            intermediate_size=48,
+            max_position_embeddings=48,
+            **options,
+        )
+    )
+    model.save_pretrained(tmp_path / "neox")
+    expected = theirs(tmp_path / "neox")
+    for found in run_ranks(size, texts_of, [tmp_path / "neox"], {TP: size}, "OwnGenerate"):
+        assert found == [expected]
+    engine: Any = load_engine(tmp_path / "neox")
+    for score, text in zip(engine.score(PROMPTS, expected), expected, strict=True):
+        assert score.is_greedy and len(score.logprobs) == len(text)
+    with pytest.raises(ConfigError, match="GPTNeoXForCausalLM, which has no rules"):
+        Engine.load(tmp_path / "neox")
+
+
+@pytest.fixture
+def spoken(tmp_path: Path) -> Path:
+    """A folder with a tokenizer, a chat template, and several tokens that end a text."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+
+    words = ["<s>", "</s>", "<end>", "user", "assistant", ":", *map(chr, range(97, 123))]
+    inner = Tokenizer(models.WordLevel({w: i for i, w in enumerate(words)}, unk_token=":"))
+    inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    inner.decoder = decoders.Fuse()
+    inner.post_processor = processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", 0)])
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=inner, bos_token="<s>", eos_token="</s>"
+    )
+    tokenizer.chat_template = (
+        "<s> {% for m in messages %}{{ m['role'] }} : {{ m['content'] }} {% endfor %}"
+        "{% if add_generation_prompt %}assistant :{% endif %}"
+    )
+    folder = folder_of("llama", tmp_path)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def test_text_to_text_by_the_folder_alone(spoken: Path) -> None:
+    """BOS as the tokenizer adds it, once; all end tokens of the generation configuration."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(spoken)
+    ids = [0, 6, 7]
+    [[*new]] = theirs(spoken, [ids])
+    options: dict[str, Any] = {"temperature": 0.0, "max_new_tokens": 20, "device": "cpu"}
+    [text] = generate(str(spoken), "a b", **options)
+    stops = [index for index, token in enumerate(new) if token == 1]
+    new = new[: stops[0]] if stops else new
+    assert text == tokenizer.decode([*ids, *new], skip_special_tokens=True)
+
+    chat = [0, 3, 5, 6, 4, 5]
+    [answer] = theirs(spoken, [chat])
+    end = next(token for token in answer[2:] if answer.count(token) == 1)
+    settings = json.loads((spoken / "generation_config.json").read_text())
+    settings["eos_token_id"] = [1, end]
+    (spoken / "generation_config.json").write_text(json.dumps(settings))
+    [found] = generate(str(spoken), ["a"], chat=True, **options)
+    first = min(answer.index(token) for token in (1, end) if token in answer)
+    assert found == tokenizer.decode(answer[:first], skip_special_tokens=True)
+    (spoken / "chat_template.jinja").unlink(missing_ok=True)
+    (spoken / "tokenizer_config.json").write_text(
+        '{"eos_token": "</s>", "tokenizer_class": "PreTrainedTokenizerFast"}'
+    )
+    with pytest.raises(ConfigError, match="no chat template"):
+        generate(str(spoken), ["a"], chat=True, **options)
+
+
+def test_adapters_of_a_checkpoint_are_part_of_the_model(tmp_path: Path) -> None:
+    from dataclasses import asdict
+
+    from megatron_lightning.config import LatentAttentionConfig
+    from megatron_lightning.models import GPTModel
+    from megatron_lightning.peft import LoRA
+    from tests.distributed.test_inference_engine import SIZES, uncached
+
+    latent = LatentAttentionConfig(
+        q_lora_rank=12, kv_lora_rank=16, qk_head_dim=8, qk_pos_emb_head_dim=4, v_head_dim=6
+    )
+    for config in (
+        TransformerConfig(**SIZES),
+        TransformerConfig(**{**SIZES, "num_query_groups": None}, mla=latent),
+    ):
+        lora = LoRA(r=4)
+        model = lora.apply(GPTModel(config)).eval()
+        generator = torch.Generator().manual_seed(3)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if "lora_B" in name:
+                    parameter.normal_(std=0.4, generator=generator)
+        path = tmp_path / "adapted.ckpt"
+        state = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
+        saved = {"config": asdict(config), "peft": asdict(lora)}
+        torch.save({"state_dict": state, "hyper_parameters": saved}, path)
+        expected = uncached(model, GREEDY, PROMPTS)
+        found = Engine.load(path).generate(PROMPTS, GREEDY)
+        assert [one.tokens for (one,) in found] == expected
+        assert expected != uncached(GPTModel(config).eval(), GREEDY, PROMPTS)
