@@ -89,10 +89,9 @@ def find_model(
     Raises:
         CheckpointError: If the checkpoint cannot be read, or holds another kind of model.
     """
-    if not is_checkpoint(str(checkpoint)) and not Path(checkpoint).exists():
-        return _of_bridge(AutoBridge.from_hf_pretrained(checkpoint))  # a Hub id, or an error
-    if (Path(checkpoint) / "config.json").is_file():
-        return _of_bridge(AutoBridge.from_hf_pretrained(checkpoint))
+    is_hub_id = not is_checkpoint(str(checkpoint)) and not Path(checkpoint).exists()
+    if is_hub_id or (Path(checkpoint) / "config.json").is_file():
+        return _of_bridge(AutoBridge.from_hf_pretrained(str(checkpoint)))
     source = open_checkpoint(checkpoint, group=ALONE if context is None else context.axis("world"))
     saved = source.state().get("hyper_parameters", {})
     if isinstance(saved.get("config"), Mapping):
@@ -149,7 +148,7 @@ def find_codec(checkpoint: str | os.PathLike[str]) -> Codec:
         CheckpointError: If the checkpoint cannot be read.
     """
     if not is_checkpoint(str(checkpoint)):
-        return load_codec(checkpoint, "huggingface")
+        return load_codec(str(checkpoint), "huggingface")
     files = read_kept_files(checkpoint)
     codec = None if files is None else codec_of_files(files, str(checkpoint))
     if codec is None:
