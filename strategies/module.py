@@ -14,7 +14,7 @@ from lightning.pytorch.plugins.layer_sync import LayerSync, TorchSyncBatchNorm
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from lightning_utilities.core.rank_zero import rank_zero_info
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -25,6 +25,7 @@ from megatron_lightning.assembly.assemble import (
     is_full,
     reattach,
 )
+from megatron_lightning.assembly.compile import compile_blocks, fills_cache, uncompile_blocks
 from megatron_lightning.assembly.describe import describe_layout, describe_sequence_parallel
 from megatron_lightning.assembly.fsdp import check_unsharded, is_sharded, local_size, shard_units
 from megatron_lightning.assembly.part import Part
@@ -32,10 +33,13 @@ from megatron_lightning.assembly.replicas import check_replicas
 from megatron_lightning.bridge.untouched import deferred_weights, read_weights
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.layers.recompute import apply_recompute
+from megatron_lightning.layers.split_backward import join_backwards, split_backwards
 from megatron_lightning.models.plans.hf_plans import transformers_models
 from megatron_lightning.optim.gradients.data_groups import has_replicas
 from megatron_lightning.parallel.context import AxisGroup, ParallelContext
 from megatron_lightning.parallel.parameters import copy_attributes
+from megatron_lightning.pipeline.executor import PipelineExecutor
+from megatron_lightning.pipeline.schedules import ScheduleChoice
 from megatron_lightning.strategies.checkpoint.finetuning import announces_unfreezing
 from megatron_lightning.strategies.checks.module import built_module
 from megatron_lightning.strategies.checks.preflight import check_layers
@@ -196,3 +200,52 @@ def _synchronize_batch_norm(
             nn.SyncBatchNorm.convert_sync_batchnorm(module, replicas.process_group)  # type: ignore[no-untyped-call]
         else:
             layer_sync.apply(module)
+
+
+def compile_module(
+    module: pl.LightningModule, part: Part, options: StrategyOptions, undo: ExitStack
+) -> None:
+    """Compile the blocks of this rank until ``undo`` is closed, if the options say so."""
+    if options.compile is None:
+        return
+    paths = compile_blocks(module, part, options.pipeline, options.compile)
+    undo.callback(uncompile_blocks, module)
+    rank_zero_info(
+        f"MegatronStrategy: {len(paths)} blocks of this rank are compiled by "
+        f"{options.compile.backend} when they first run: {', '.join(paths[:3])}"
+        f"{', …' if len(paths) > 3 else ''}."
+    )
+    if any(map(fills_cache, module.modules())):
+        rank_zero_warn(
+            'compile="block" with use_cache=True: every layer asks what the cache holds for it, so '
+            "that none shares a graph with another. Set model.config.use_cache = False for "
+            "training."
+        )
+
+
+def defer_weight_gradients(
+    module: pl.LightningModule,
+    schedule: ScheduleChoice,
+    executor: PipelineExecutor,
+    undo: ExitStack,
+) -> None:
+    """Let linear layers defer their weight gradients until ``undo`` is closed, since the schedule
+    splits backward.
+    """
+    split, others = split_backwards(module, executor.weight_gradients)
+    undo.callback(join_backwards, module)
+    rank_zero_info(
+        f"MegatronStrategy: schedule {schedule.name} defers the weight gradients of "
+        f"{len(split)} layers on this rank. {len(others)} others with matrices compute theirs with "
+        f"the input gradients{': ' if others else ''}{', '.join(others[:5])}"
+        f"{', …' if len(others) > 5 else ''}."
+    )
+
+
+def hide_example(module: pl.LightningModule, undo: ExitStack) -> None:
+    """Keep summaries and graphs from running this rank's part as if it were the full module, or
+    without other ranks, until ``undo`` is closed.
+    """
+    if module.example_input_array is not None:
+        undo.callback(setattr, module, "example_input_array", module.example_input_array)
+        module.example_input_array = None

@@ -13,29 +13,24 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch.plugins.layer_sync import LayerSync
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.utilities.types import LRSchedulerConfig
-from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import nn
 from torch.optim import Optimizer
 
 from megatron_lightning.assembly.assemble import is_assembled
-from megatron_lightning.assembly.compile import compile_blocks, fills_cache, uncompile_blocks
-from megatron_lightning.assembly.draws import check_draws, equal_shards
+from megatron_lightning.assembly.drawn_values import DrawnValues
 from megatron_lightning.assembly.full_state import FullState
 from megatron_lightning.assembly.loading import FullStateLoading
 from megatron_lightning.assembly.part import Part
 from megatron_lightning.assembly.replicas import check_trained_replicas
 from megatron_lightning.assembly.saving_guard import SavingGuard
-from megatron_lightning.assembly.stage_draws import StageDraws
 from megatron_lightning.assembly.state import ModuleState
 from megatron_lightning.checkpoint.saver import Saver
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.inference.engine import Engine
 from megatron_lightning.inference.own_generate import OwnGenerate
-from megatron_lightning.layers.split_backward import join_backwards, split_backwards
 from megatron_lightning.optim.gradients.parameter_shard import MainShard
 from megatron_lightning.pipeline.executor import PipelineExecutor
 from megatron_lightning.strategies.after_fit import PartWarning, full_state
@@ -48,18 +43,19 @@ from megatron_lightning.strategies.launch.ranks import Ranks
 from megatron_lightning.strategies.lightning_internals import connector_of, hide_sync_advice
 from megatron_lightning.strategies.module import (
     assemble_module,
+    compile_module,
+    defer_weight_gradients,
+    hide_example,
     place_module,
     print_layout,
     wrap_configure_model,
 )
 from megatron_lightning.strategies.options import StrategyOptions
 from megatron_lightning.strategies.progress import Progress
-from megatron_lightning.strategies.step.agreed_loader import Agreement, agreed_loader
-from megatron_lightning.strategies.step.batch_counts import check_loader, forwards_together
-from megatron_lightning.strategies.step.dataloaders import prepared_loader
 from megatron_lightning.strategies.step.native import NativeSteps
 from megatron_lightning.strategies.step.pipelined import PipelinedSteps
 from megatron_lightning.strategies.step.scope import Scope
+from megatron_lightning.strategies.step.shared_loader import shared_loader
 from megatron_lightning.strategies.step.steps import Steps
 from megatron_lightning.strategies.step.training import Training
 from megatron_lightning.strategies.step.transfer import BatchCopies
@@ -102,15 +98,14 @@ class Run:
         self._until_setup = self.undo.enter_context(ExitStack())
         self._injects_samplers = True
         self._part: Part | None = None
-        self._equal_shards: Sequence[tuple[str, str]] | None = None
+        self._draws = DrawnValues()
         self._earlier_part: Part | None = None  # of the same module: FSDP2's units stay sharded
         if previous is not None and previous.module is module:
             self._earlier_part = previous._part
-            self._equal_shards = previous._equal_shards
+            self._draws = previous._draws.of_next_run()
         self._training: Training | None = None if previous is None else previous._training
         self._fits = False
         self._steps: Steps | None = None
-        self._stage_draws: StageDraws | None = None
         self._pipeline_executor: PipelineExecutor | None = (
             None if previous is None else previous._pipeline_executor
         )
@@ -237,17 +232,9 @@ class Run:
             self._options.layout.model_parallel_size * self._options.layout.num_stages > 1
             or self.part.units is not None
         ):
-            self._hide_example()
+            hide_example(self.module, self.undo)
         if fitting and schedule.splits_backward:
-            split, others = split_backwards(self.module, self.executor.weight_gradients)
-            self.undo.callback(join_backwards, self.module)
-            rank_zero_info(
-                f"MegatronStrategy: schedule {schedule.name} defers the weight gradients of "
-                f"{len(split)} layers on this rank. {len(others)} others with matrices compute "
-                "theirs with the input "
-                f"gradients{': ' if others else ''}{', '.join(others[:5])}"
-                f"{', …' if len(others) > 5 else ''}."
-            )
+            defer_weight_gradients(self.module, schedule, self.executor, self.undo)
 
     def report_attention(self, precision: Precision, *, fitting: bool) -> None:
         """Print by which kernels attention runs."""
@@ -255,32 +242,7 @@ class Run:
 
     def compile_blocks(self) -> None:
         """Compile the blocks of this rank, for this run, if the options say so."""
-        options = self._options.compile
-        if options is None:
-            return
-        paths = compile_blocks(self.module, self.part, self._options.pipeline, options)
-        self.undo.callback(uncompile_blocks, self.module)
-        rank_zero_info(
-            f"MegatronStrategy: {len(paths)} blocks of this rank are compiled by "
-            f"{options.backend} when they first run: {', '.join(paths[:3])}"
-            f"{', …' if len(paths) > 3 else ''}."
-        )
-        if any(map(fills_cache, self.module.modules())):
-            rank_zero_warn(
-                'compile="block" with use_cache=True: every layer asks what the cache holds for '
-                "it, so that none shares a graph with another. Set model.config.use_cache = False "
-                "for training."
-            )
-
-    def _hide_example(self) -> None:
-        """Keep summaries and graphs from running this rank's part as if it were the full module, or
-        without other ranks.
-        """
-        if self.module.example_input_array is not None:
-            self.undo.callback(
-                setattr, self.module, "example_input_array", self.module.example_input_array
-            )
-            self.module.example_input_array = None
+        compile_module(self.module, self.part, self._options, self.undo)
 
     def begin_training(
         self,
@@ -323,29 +285,15 @@ class Run:
         Raises:
             ConfigError: If ranks cannot read their loaders together.
         """
-        context, trainer = self._ranks.context, self.module.trainer
-        loader = prepared_loader(
+        return shared_loader(
             loader,
-            trainer,
-            context.dp,
+            self.module.trainer,
+            self._ranks.context,
+            self._options,
             injects_samplers=self._injects_samplers,
             consumed=self._progress.consumed_samples,
-            micro_batch_size=self._options.micro_batch_size,
+            reduces=lambda: self.steps.reduces,
         )
-        stage = trainer.state.stage
-        if context.dp.size == 1 or stage is None:
-            return loader
-        check_loader(loader, stage, context.axis("world"))
-        if sized_len(loader) is not None:
-            return loader
-        together = trainer.training or forwards_together(self._options, context)
-        agreement = Agreement(
-            stage.dataloader_prefix or "",
-            context.dp,
-            context.device,
-            together=lambda: together or self.steps.reduces,
-        )
-        return agreed_loader(loader, agreement)
 
     # ---------------------------------------------------------------------------------------- steps
 
@@ -425,23 +373,17 @@ class Run:
         """Check that no hook drew the same numbers into different shards, or layers of different
         stages; a collective.
         """
-        equal = self._equal_shards or ()
-        check_draws(self.module, self.part.specs, self._ranks.context, equal)
-        if self._stage_draws is not None:
-            self._stage_draws.check()
+        self._draws.check(self.module, self.part, self._ranks.context)
 
     def accept_equal_shards(self) -> None:
         """Accept shards, and layers of stages, that a checkpoint has made equal; a collective."""
-        self._equal_shards = None
+        self._draws.forget()
         if self._steps is not None:
             self._record_equal()
 
     def _record_equal(self) -> None:
-        if self._training is None:
-            return
-        self._stage_draws = StageDraws(self.module, self.part, self._ranks.context)
-        if self._equal_shards is None:  # hooks of a second fit may have drawn before its setup
-            self._equal_shards = equal_shards(self.module, self.part.specs, self._ranks.context)
+        if self._training is not None:
+            self._draws.record(self.module, self.part, self._ranks.context)
 
     def share_buffers(self) -> None:
         """Make all buffers equal that have diverged between ranks which hold the same; a

@@ -1,0 +1,267 @@
+"""Lightning's calls for checkpoints, and full tensors and folders of the model for users."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch.plugins.io import AsyncCheckpointIO, CheckpointIO
+from torch import Tensor, nn
+from typing_extensions import override
+
+from megatron_lightning.checkpoint.requeue import committed_requeue
+from megatron_lightning.checkpoint.saver import SaveReport
+from megatron_lightning.strategies.after_fit import path_of
+from megatron_lightning.strategies.checkpoint.checkpoints import OptimizerHandle
+from megatron_lightning.strategies.checkpoint.io import ShardedCheckpointIO, complete_io, users_io
+from megatron_lightning.strategies.checks.plugins import check_storage_options
+from megatron_lightning.strategies.rank_hooks import RankHooks
+from megatron_lightning.strategies.step.manual import unwrapped
+
+
+class CheckpointHooks(RankHooks):
+    """Save and load by global names; collect the model as one device has it."""
+
+    @property
+    @override
+    def checkpoint_io(self) -> CheckpointIO:
+        """Plugin that reads and writes plain files: the user's own, or ours."""
+        self._checkpoint_io = complete_io(self._checkpoint_io)
+        return self._checkpoint_io
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, io: CheckpointIO | None) -> None:
+        self._checkpoint_io = io
+
+    @property
+    def _saves_plain_files(self) -> bool:
+        """Whether checkpoints are Lightning's own: with a plugin of the user's, and in a process
+        that has no ranks (yet).
+        """
+        return self.run is None or users_io(self._checkpoint_io) is not None
+
+    @property
+    @override
+    def lightning_restore_optimizer(self) -> bool:
+        return True
+
+    @property
+    def last_save(self) -> SaveReport | None:
+        """Cost of the last checkpoint on this rank: seconds that training waited, seconds until it
+        was committed, bytes.
+        """
+        return None if self.run is None else self.run.checkpoints.saver.last
+
+    @property
+    def saves_in_background(self) -> bool:
+        """Whether checkpoints are written while training continues."""
+        return self.options.checkpoint.async_save or isinstance(
+            self._checkpoint_io, AsyncCheckpointIO
+        )
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Return this rank's part of the module's state."""
+        return self.module.state_dict() if self.run is None else self.run.module_state()
+
+    @override
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        """Return a handle of the optimizer's state, which :meth:`save_checkpoint` writes by global
+        name.
+        """
+        if self._saves_plain_files:
+            return super().optimizer_state(optimizer)
+        return OptimizerHandle(
+            unwrapped(optimizer), self._running.training.accumulation.view(unwrapped(optimizer))
+        )
+
+    @override
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
+    ) -> None:
+        """Write a sharded checkpoint directory; a checkpoint plugin of the user's own gets
+        Lightning's dict instead.
+        """
+        if self.run is not None:
+            self._refuse_in_step("a checkpoint")
+            self.run.share_written()
+        if self._saves_plain_files:
+            if self.run is not None:
+                checkpoint = self.run.checkpoints.state.write_to(checkpoint, self.module, self.part)
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+            return
+        check_storage_options(storage_options)
+        background = self.saves_in_background
+        self._running.checkpoints.save(checkpoint, str(filepath), self.part, background=background)
+
+    def save_local_copy(self, filepath: str, folder: str) -> None:
+        """Keep every rank's state on its node's own disk and on the next node's, in the background;
+        all ranks call this.
+
+        Args:
+            filepath: The pointer on the shared file system that leads to the copies; ``ckpt_path``
+                for resuming from them.
+            folder: Folder on each node; ``{node_rank}`` in it represents the node's number.
+
+        Raises:
+            CheckpointError: On every rank, if this save, or the one before, failed on one of them
+                and ``on_save_error`` is "raise"; older copies are intact.
+        """
+        self._refuse_in_step("a checkpoint")
+        self._running.share_written()
+        self._running.checkpoints.save_local(filepath, folder, self.part)
+
+    @override
+    def load_checkpoint(
+        self, checkpoint_path: Any, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """Read this rank's part of a checkpoint of any layout, or of a plain Lightning checkpoint
+        file.
+        """
+        if self.run is None:  # asked before the Trainer's setup: the module is full
+            full: dict[str, Any] = ShardedCheckpointIO().load_checkpoint(
+                checkpoint_path, weights_only=weights_only
+            )
+            return full
+        if self._saves_plain_files:
+            checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
+            self.run.checkpoints.state.read_from(checkpoint, self.module)
+            return checkpoint
+        self.run.assemble()
+        # Lightning calls this before setup, and nothing can be read to ``meta``.
+        if self.options.data_parallel == "fsdp":
+            self.run.place(self.precision_plugin)
+        return self.run.checkpoints.load(
+            self.broadcast(committed_requeue(str(checkpoint_path))), self.part
+        )
+
+    @override
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Load this rank's part of the full tensors that ``checkpoint["state_dict"]`` names."""
+        if self.run is None or self._saves_plain_files:
+            super().load_model_state_dict(checkpoint, strict)
+            return
+        self.run.assemble()
+        self.run.checkpoints.load_model(checkpoint, self.part, strict=strict)
+        self.run.accept_equal_shards()
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Load this rank's shards of the optimizer states."""
+        if self.run is not None:
+            self.run.training.follow_restored_groups()
+        if not self._saves_plain_files:
+            views = [
+                self._running.training.accumulation.view(optimizer) for optimizer in self.optimizers
+            ]
+            self._running.checkpoints.load_optimizers(checkpoint, views, self.part)
+            return
+        super().load_optimizer_state_dict(checkpoint)
+        if self.run is not None:
+            self.run.checkpoints.state.restore_random_state()
+
+    @override
+    def remove_checkpoint(self, filepath: Any) -> None:
+        """Delete a checkpoint, as soon as a newer one is committed."""
+        if self._saves_plain_files:
+            super().remove_checkpoint(filepath)
+        elif self.is_global_zero:
+            self._running.checkpoints.saver.remove(str(filepath))
+
+    def finish_saving(self) -> None:
+        """Wait until the save in the background, if there is one, is committed.
+
+        Raises:
+            CheckpointError: If it failed and ``on_save_error`` is "raise".
+        """
+        if self.run is not None:
+            self.run.checkpoints.saver.finish()
+
+    # ---------------------------------------------------------------------------------- full model
+
+    def full_tensors(self, module: nn.Module | None = None) -> Iterator[tuple[str, Tensor]]:
+        """Yield name and full tensor of every parameter and saved buffer, one at a time, on every
+        rank; during a run and after it.
+
+        A collective: all ranks call it, and take all tensors. No rank has more than its part and
+        one full tensor. Tied copies come under each of their names.
+
+        Args:
+            module: A sub-module of the LightningModule, whose own names are given then; None: all.
+
+        Raises:
+            ConfigError: If ``module`` is no part of the LightningModule.
+            PipelineError: In a step, over several pipeline ranks.
+        """
+        if self.run is None:  # in the process that has started the ranks, the module is full
+            root = self.module
+            prefix = f"{path_of(root, module)}." if module not in {None, root} else ""
+            state = {n: t for n, t in root.state_dict().items() if isinstance(t, Tensor)}
+            return ((n[len(prefix) :], t) for n, t in state.items() if n.startswith(prefix))
+        return self.run.full_state(module).tensors()
+
+    def full_state_dict(self, module: nn.Module | None = None) -> dict[str, Any]:
+        """Return the module's state as one device has it, on the CPU, on rank 0, and an empty dict
+        on the others; during a run and after it.
+
+        A collective: all ranks call it. For arguments and errors see :meth:`full_tensors`.
+        """
+        if self.run is None:
+            root = self.module if module is None else module
+            path_of(self.module, root)
+            return dict(root.state_dict())
+        return self.run.full_state(module).collect(keeps=self.is_global_zero)
+
+    def export_hf_weights(
+        self, module: nn.Module | None = None, *, dtype: torch.dtype | None = None
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Yield name and values of the tensors of the Hugging Face folder that a model came from,
+        one at a time, on every rank's device; during a run and after it.
+
+        A collective: all ranks call it, and take all tensors.
+
+        Args:
+            module: A model in the LightningModule; None: the first that came from a folder.
+            dtype: Dtype of floating tensors; None: the folder's.
+
+        Raises:
+            ConfigError: If the model did not come from a folder.
+            PipelineError: In a step, over several pipeline ranks.
+        """
+        return self._running.live_folder(module, dtype).weights()
+
+    def save_hf_pretrained(
+        self,
+        path: str | os.PathLike[str],
+        module: nn.Module | None = None,
+        *,
+        dtype: torch.dtype | None = None,
+        overwrite: bool = False,
+    ) -> None:
+        """Write a model as a Hugging Face folder, with files, names, dtypes, configuration and
+        tokenizer of the folder that the model came from. It appears in one rename.
+
+        A collective: all ranks call it, and each writes some of the files. For ``module``,
+        ``dtype`` and errors see :meth:`export_hf_weights`.
+
+        Args:
+            path: The folder, on a file system that all ranks share.
+            module: See above.
+            dtype: See above.
+            overwrite: Replace an existing target.
+
+        Raises:
+            CheckpointError: On every rank, if the target exists, or a rank failed.
+        """
+        self._running.live_folder(module, dtype).write(Path(path), overwrite=overwrite)
+
+    def full_module_state(self) -> dict[str, Any] | None:
+        """Return :meth:`full_state_dict` on the first rank of every node; all ranks call this.
+
+        Returns:
+            None if this rank's own module is full.
+        """
+        return self._running.full_module_state(keeps=self.local_rank == 0)

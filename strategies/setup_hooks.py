@@ -1,0 +1,183 @@
+"""Lightning's calls before the first batch: process groups, the rank's part of the module, plugins,
+optimizers.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.fabric.utilities.rank_zero import rank_zero_only
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning_utilities.core.rank_zero import rank_zero_only as utilities_rank_zero_only
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from megatron_lightning import compat
+from megatron_lightning.errors import ShardingError
+from megatron_lightning.optim.checks import (
+    check_optimizers,
+    check_stepped_tensors,
+    explained_empty_optimizers,
+)
+from megatron_lightning.optim.gradients.data_groups import has_replicas
+from megatron_lightning.optim.stepping.chained import members
+from megatron_lightning.parallel.absent import AbsentListing, drop_absent
+from megatron_lightning.strategies import lightning_internals as internals
+from megatron_lightning.strategies.checks import preflight
+from megatron_lightning.strategies.checks.connections import check_connections, gpu_capability
+from megatron_lightning.strategies.launch.stopping import handle_requeue
+from megatron_lightning.strategies.module import describe_module
+from megatron_lightning.strategies.precision import megatron_plugin
+from megatron_lightning.strategies.rank_hooks import RankHooks
+from megatron_lightning.strategies.run import Run
+
+
+class SetupHooks(RankHooks):
+    """Connect the ranks, and set a run up."""
+
+    def describe(self, module: pl.LightningModule) -> str:
+        """Return a table of the module's layers under this strategy: stage, style, local shapes and
+        axes of each.
+
+        It needs no Trainer and no process groups. The module keeps its layers, or still builds them
+        in ``configure_model``.
+
+        Raises:
+            ConfigError: If the module does not fit the layout.
+        """
+        return describe_module(module, self.options)
+
+    @override
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        compat.silence_treespec_warning()
+        if self.root_device.type == "cpu":
+            compat.keep_freed_memory()
+        capability = gpu_capability(self.root_device)
+        check_connections(self.layout, self.options.data_parallel, capability)
+        self._set_world_ranks()
+        is_new = self.ranks.connect(
+            self.cluster_environment, self._planned_world_size, self.root_device, self._write_logs
+        )
+        if is_new and self.run is not None:
+            self.run.forget_part()
+        trainer = internals.attached_trainer(self.module)
+        if self.ranks.failure_watch is not None and trainer is not None:
+            internals.note_sigterm(trainer)
+        if self.context.world_size > 1:
+            internals.set_device_mesh(self.module, self.context.device_mesh())
+        self.run = Run(
+            self.module,
+            self.ranks,
+            self.options,
+            self.progress,
+            ranks_per_node=max(1, self.num_processes),
+            layer_sync=self._layer_sync,
+            previous=self.run,
+        )
+        if trainer is not None:
+            handle_requeue(trainer, self.run.undo)
+
+    def _set_world_ranks(self) -> None:
+        """Set the rank in the cluster environment and in Lightning's rank-zero utilities."""
+        if self.cluster_environment is not None and self._planned_world_size > 1:
+            self.cluster_environment.set_global_rank(
+                self.node_rank * self.num_processes + self.local_rank
+            )
+            self.cluster_environment.set_world_size(self._planned_world_size)
+        elif dist.is_initialized():
+            return  # an earlier Trainer's ranks: those that were silent stay so
+        # One function under two names in Lightning's packages; loggers and messages of rank 0 ask
+        # it.
+        vars(rank_zero_only)["rank"] = vars(utilities_rank_zero_only)["rank"] = self.global_rank
+
+    @override
+    def setup(self, trainer: pl.Trainer) -> None:
+        if self.accelerator is not None:
+            self.accelerator.setup(trainer)
+        run, fitting = self._running, trainer.state.fn == TrainerFn.FITTING
+        run.begin_setup(trainer)
+        preflight.check_at_setup(self.options, self.context.world_size, self.module, trainer)
+        run.place(self.precision_plugin)
+        run.connect_pipeline(fitting=fitting)
+        run.report_attention(self.precision_plugin, fitting=fitting)
+        run.compile_blocks()
+        self.barrier()
+        if fitting:
+            self._setup_optimizers(trainer)
+        self.setup_precision_plugin()  # replaces Lightning's wrappers of the optimizers
+        if fitting:
+            run.checkpoints.check_folders()
+            run.begin_training(self.optimizers, self.lr_scheduler_configs, self.precision_plugin)
+        run.begin_steps(self.precision_plugin)
+        if fitting and not self.options.data.optimizer_cpu_offload:
+            internals.optimizers_to_device(self.optimizers, self.root_device)
+
+    def _setup_optimizers(self, trainer: pl.Trainer) -> None:
+        """Create the optimizers, and check that they can step what the ranks hold."""
+        self.progress.begin()
+        self.ranks.separate_replicas()
+        self._reset_optimizers_and_schedulers()
+        with explained_empty_optimizers(self.layout, self.context.pp.rank):
+            self._configure_optimizers(trainer)
+        sharded = self.options.data_parallel != "ddp" and has_replicas(self.context)
+        sharded = sharded or self.layout.model_parallel_size > 1
+        size, world_size = self.options.micro_batch_size, self.context.world_size
+        check_optimizers(self.optimizers, size, world_size, self.options.data, sharded=sharded)
+        check_stepped_tensors(self.optimizers, self.module)
+
+    def _configure_optimizers(self, trainer: pl.Trainer) -> None:
+        """Create the optimizers. Code that goes by positions sees the parameters of all stages."""
+        if self.layout.pp == 1:
+            self.setup_optimizers(trainer)
+            return
+        trained = [(p, p.requires_grad) for p in self.module.parameters()]
+        try:
+            with AbsentListing(self.module).shown():
+                self.setup_optimizers(trainer)
+        except ShardingError:  # something computes with all parameters, and means the rank's own
+            if any(p.requires_grad is not requires_grad for p, requires_grad in trained):
+                raise  # what it froze by positions would be others the second time
+            self.setup_optimizers(trainer)
+        for optimizer in self.optimizers:
+            for member in members(optimizer) if isinstance(optimizer, Optimizer) else ():
+                drop_absent(member)
+
+    @override
+    def model_to_device(self) -> None:
+        self.module.to(self.root_device)
+
+    @property
+    @override
+    def precision_plugin(self) -> Precision:
+        """Lightning's precision plugin, or its counterpart that is right on several ranks."""
+        return self._precision_plugin if self._precision_plugin is not None else Precision()
+
+    @precision_plugin.setter
+    def precision_plugin(self, plugin: Precision | None) -> None:
+        self._precision_plugin = None if plugin is None else megatron_plugin(plugin)
+
+    @override
+    def batch_to_device(
+        self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0
+    ) -> Any:
+        if self.run is not None and device is None:
+            batch = self.run.copies.copy(batch, self.module)
+        return super().batch_to_device(batch, device, dataloader_idx)
+
+    @override
+    def process_dataloader(self, dataloader: object) -> object:
+        return self._running.process_dataloader(dataloader)
+
+    def _write_logs(self) -> None:
+        """Finalize the loggers before this process is ended from outside."""
+        module = self.lightning_module
+        trainer = None if module is None else internals.attached_trainer(module)
+        for logger in [] if trainer is None else trainer.loggers:
+            with suppress(Exception):  # the error that ends the process matters more
+                logger.finalize("failed")

@@ -1,0 +1,62 @@
+"""DataLoaders of a run: each data-parallel rank's share, of which all ranks run as many batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import lightning.pytorch as pl
+from lightning.fabric.utilities.data import sized_len
+
+from megatron_lightning.parallel.context import ParallelContext
+from megatron_lightning.strategies.options import StrategyOptions
+from megatron_lightning.strategies.step.agreed_loader import Agreement, agreed_loader
+from megatron_lightning.strategies.step.batch_counts import check_loader, forwards_together
+from megatron_lightning.strategies.step.dataloaders import prepared_loader
+
+
+def shared_loader(
+    loader: object,
+    trainer: pl.Trainer,
+    context: ParallelContext,
+    options: StrategyOptions,
+    *,
+    injects_samplers: bool,
+    consumed: int,
+    reduces: Callable[[], bool],
+) -> object:
+    """Return a loader that yields a data-parallel rank's share of the user's; a collective.
+
+    Args:
+        loader: The user's.
+        trainer: The Trainer that reads it.
+        context: Groups of this rank.
+        options: The strategy's.
+        injects_samplers: Whether samplers are exchanged.
+        consumed: Samples that training continues after.
+        reduces: Returns whether evaluation steps call collectives of the data-parallel ranks.
+
+    Raises:
+        ConfigError: If ranks cannot read their loaders together.
+    """
+    loader = prepared_loader(
+        loader,
+        trainer,
+        context.dp,
+        injects_samplers=injects_samplers,
+        consumed=consumed,
+        micro_batch_size=options.micro_batch_size,
+    )
+    stage = trainer.state.stage
+    if context.dp.size == 1 or stage is None:
+        return loader
+    check_loader(loader, stage, context.axis("world"))
+    if sized_len(loader) is not None:
+        return loader
+    together = trainer.training or forwards_together(options, context)
+    agreement = Agreement(
+        stage.dataloader_prefix or "",
+        context.dp,
+        context.device,
+        together=lambda: together or reduces(),
+    )
+    return agreed_loader(loader, agreement)

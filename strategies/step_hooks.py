@@ -1,0 +1,237 @@
+"""Lightning's calls around every batch and optimizer step, and the gradients that users read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from megatron_lightning.inference.engine import Engine
+from megatron_lightning.inference.options import EngineOptions
+from megatron_lightning.inference.own_generate import OwnGenerate
+from megatron_lightning.inference.requests import Decode
+from megatron_lightning.strategies.checkpoint.global_batch import keep_global_batch
+from megatron_lightning.strategies.rank_hooks import RankHooks
+from megatron_lightning.strategies.step.manual import unwrapped
+
+
+class StepHooks(RankHooks):
+    """Forward Lightning's hooks to the steps and gradients of the run."""
+
+    @override
+    def training_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        with self.ranks.streams.in_step():
+            return self._running.steps.training_step(batch, *args, *kwargs.values())
+
+    @override
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._evaluate("validation_step", *args, *kwargs.values())
+
+    @override
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._evaluate("test_step", *args, *kwargs.values())
+
+    @override
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._evaluate("predict_step", *args, *kwargs.values())
+
+    def _evaluate(self, hook: str, batch: Any, *indices: Any) -> Any:
+        if self._running.has_trained:
+            self._running.training.accumulation.written.before_evaluation()
+        self.wait_for_parameters()
+        # Lightning restores the state of hooks after a sanity check.
+        with self.ranks.streams.in_step(isolated=self.module.trainer.sanity_checking):
+            if self.part.units is not None and torch.is_inference_mode_enabled():
+                # Parameters gathered in inference mode could not be trained.
+                with torch.inference_mode(False), torch.no_grad():
+                    return self._running.steps.run_evaluation(hook, batch, *indices)
+            return self._running.steps.run_evaluation(hook, batch, *indices)
+
+    def run_pipeline(self, fn: Callable[[Any], Any], batch: Any) -> Any:
+        """Run a part of a step on every micro-batch; see
+        :func:`megatron_lightning.strategies.run_pipeline`.
+        """
+        return self._running.steps.run_pipeline(fn, batch)
+
+    @override
+    def backward(
+        self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
+    ) -> Tensor:
+        """Make the reduced gradients the parameters' own, between Lightning's backward hooks."""
+        run, module = self._running, self.module
+        self.pre_backward(closure_loss)
+        closure_loss = self.precision_plugin.pre_backward(closure_loss, module)
+        with self.ranks.streams.in_step():
+            run.steps.backward(closure_loss, optimizer, *args, **kwargs)
+        run.training.accumulation.finish_run()
+        with self.ranks.streams.in_hook(), run.training.guard.around("on_after_backward"):
+            closure_loss = self.precision_plugin.post_backward(closure_loss, module)
+        self.post_backward(closure_loss)
+        run.training.watch_gradients()
+        return closure_loss
+
+    @override
+    def optimizer_step(
+        self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any
+    ) -> Any:
+        def step(closure: Callable[[], Any]) -> Any:
+            return super(StepHooks, self).optimizer_step(optimizer, closure, model, **kwargs)
+
+        with self.ranks.streams.in_hook():  # that a module steps inside of its training_step
+            return self._running.training.optimizer_step(step, closure)
+
+    @contextmanager
+    @override
+    def block_backward_sync(self) -> Generator[None, None, None]:
+        with self._running.training.accumulation.accumulating():
+            yield
+
+    @override
+    def on_train_start(self) -> None:
+        """Resume an interrupted epoch: with the data order and the random numbers it would have
+        had.
+        """
+        self.starts.begin(self.module.trainer)
+        keep_global_batch(
+            self.module.trainer,
+            self._running.checkpoints.state.step_size,
+            self.context.dp.size,
+            is_sized_by_launcher=self.is_sized_by_launcher,
+        )
+        self._running.checkpoints.state.restore_position(self.module.trainer)
+        self._running.steps.begin_training()
+        self._running.training.keep_codes()
+
+    @override
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 0 or self._running.training.accumulation.written.is_due:
+            self._running.check_draws()
+        self._running.clock.agree(self.module.trainer)
+        self.starts.beat(self.module.trainer)
+
+    @override
+    def on_validation_start(self) -> None:
+        self._running.share_written()
+        self._running.share_buffers()
+        self._running.begin_evaluation("validation_step")
+        self._running.check_replicas()
+
+    @override
+    def on_test_start(self) -> None:
+        self._running.share_written()
+        self._running.begin_evaluation("test_step")
+
+    @override
+    def on_predict_start(self) -> None:
+        self._running.share_written()
+        self._running.begin_evaluation("predict_step")
+
+    @override
+    def on_validation_end(self) -> None:
+        self._running.expect_writes()
+
+    @override
+    def on_train_end(self) -> None:
+        self.starts.end(self.module.trainer)
+        self._running.steps.end_training()
+        self._running.share_written()
+        self._running.training.accumulation.gather.drop_codes()
+        self._running.share_buffers()
+        self._running.check_replicas()
+
+    # ----------------------------------------------------------------------------------------- text
+
+    def engine(
+        self,
+        options: EngineOptions | None = None,
+        *,
+        model: nn.Module | None = None,
+        stops: Sequence[int] = (),
+        decode: Decode | None = None,
+    ) -> Engine | OwnGenerate:
+        """Return an engine that continues and scores texts by the weights of this run, outside of
+        steps; it exists after the strategy's setup.
+
+        All ranks of a replica call it with the same texts. Training goes on as if it had not been
+        called, and memory for keys is given back after each call. A model of ``transformers``
+        writes by its own ``generate``.
+
+        Args:
+            options: Sizes; None: the defaults.
+            model: The model in the LightningModule; None: the only one.
+            stops: Token ids that end a text.
+            decode: Returns the text of token ids; needed for stop strings.
+
+        Raises:
+            ConfigError: If there is no such model, or several, or it cannot write text on this
+                layout.
+        """
+        return self._running.engine(
+            self.precision_plugin, model=model, options=options, stops=stops, decode=decode
+        )
+
+    # ------------------------------------------------------------------------------------ gradients
+
+    @property
+    def skipped_steps(self) -> int:
+        """Optimizer steps that were skipped because a gradient was not finite."""
+        return self.progress.skipped_steps
+
+    @property
+    def consumed_samples(self) -> int:
+        """Samples that all data-parallel ranks together have trained on, those of skipped steps
+        included.
+        """
+        return self.progress.consumed_samples
+
+    @property
+    def may_skip_steps(self) -> bool:
+        """Whether optimizer steps are skipped when something is not finite."""
+        return (
+            self.options.non_finite == "skip"
+            or getattr(self.precision_plugin, "loss_scale", None) is not None
+        )
+
+    @property
+    def last_grad_norm(self) -> Tensor | None:
+        """Global gradient norm before clipping, of the last step that clipped by norm; None where
+        Lightning clips by itself.
+        """
+        return (
+            self.run.training.norms.last_norm
+            if self.run is not None and self.run.has_trained
+            else None
+        )
+
+    def gradients(self) -> dict[str, Tensor]:
+        """Return the reduced gradients that the optimizer reads, by global name (this rank's
+        shards).
+        """
+        has_trained = self.run is not None and self.run.has_trained
+        return self._running.training.accumulation.reducer.gradients() if has_trained else {}
+
+    def gradient_norm(self) -> Tensor:
+        """Return the 2-norm of all gradients over every axis, as they are now; a collective."""
+        return self._running.training.norms.norm()
+
+    def gradient_group_norms(self, optimizer: Optimizer) -> dict[str, Tensor]:
+        """Return the 2-norm of the gradients of every parameter group, by its name or number; a
+        collective.
+        """
+        return self._running.training.norms.group_norms(unwrapped(optimizer))
+
+    def num_zero_gradients(self) -> Tensor:
+        """Return how many elements of the gradients are zero, over every axis; a collective."""
+        return self._running.training.norms.zero_count()
+
+    def wait_for_parameters(self) -> None:
+        """Wait until the weights are those of the last step on every rank; needed with
+        ``overlap_param_gather`` only.
+        """
+        if self.run is not None and self.run.has_trained:
+            self.run.training.accumulation.gather.wait()
