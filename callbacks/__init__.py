@@ -6,21 +6,25 @@ if __name__ != "megatron_lightning.callbacks":
 
 from megatron_lightning.callbacks.expert_load import ExpertLoadMonitor
 from megatron_lightning.callbacks.gradient_norm import GradientNormMonitor
+from megatron_lightning.callbacks.hang_watch import HangWatch
 from megatron_lightning.callbacks.local_copies import LocalCopyCheckpoint
 from megatron_lightning.callbacks.memory import MemoryMonitor
 from megatron_lightning.callbacks.pipeline_timeline import PipelineTimeline
 from megatron_lightning.callbacks.rescue import RescueCheckpoint
 from megatron_lightning.callbacks.sample_text import SampleText
+from megatron_lightning.callbacks.spike_guard import SpikeGuard
 from megatron_lightning.callbacks.throughput import SpeedMonitor, ThroughputMonitor
 
 __all__ = [
     "ExpertLoadMonitor",
     "GradientNormMonitor",
+    "HangWatch",
     "LocalCopyCheckpoint",
     "MemoryMonitor",
     "PipelineTimeline",
     "RescueCheckpoint",
     "SampleText",
     "SpeedMonitor",
+    "SpikeGuard",
     "ThroughputMonitor",
 ]

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import ctypes
 import inspect
+import json
 import logging
 import os
 import sys
@@ -29,6 +30,7 @@ from torch.autograd.graph import GradientEdge, _engine_run_backward
 from torch.distributed import distributed_c10d
 from torch.distributed.tensor import DTensor
 
+HashStore = _distributed_c10d.HashStore
 PrefixStore = _distributed_c10d.PrefixStore
 Store = _distributed_c10d.Store
 
@@ -423,6 +425,26 @@ def abort_process_groups() -> None:
     abort = getattr(dist.distributed_c10d, "_abort_process_group", None)
     if abort is not None:
         abort()
+
+
+def flight_records() -> list[dict[str, Any]]:
+    """Return what torch's flight recorder has of this rank's last collectives, the oldest first;
+    empty where nothing is recorded.
+
+    It is on by default; ``TORCH_FR_BUFFER_SIZE`` (older: ``TORCH_NCCL_TRACE_BUFFER_SIZE``) sets how
+    many it keeps. With gloo it records, and the state of a collective stays "scheduled".
+    """
+    for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):
+        dump = getattr(_distributed_c10d, name, None)
+        if dump is None:
+            continue
+        try:
+            entries = json.loads(dump()).get("entries", [])
+        except (RuntimeError, TypeError, ValueError):
+            continue
+        if entries:
+            return list(entries)
+    return []
 
 
 def is_connected(group: dist.ProcessGroup) -> bool:

@@ -74,6 +74,10 @@ class NonFiniteError(MegatronLightningError, FloatingPointError):
     """
 
 
+class SpikeError(MegatronLightningError, RuntimeError):
+    """A loss or gradient norm far above those of the last steps, at which a run was to stop."""
+
+
 class NoProgressError(MegatronLightningError, RuntimeError):
     """A run that its launcher starts again and again, and that fails before any new step."""
 

@@ -4,7 +4,9 @@ checkpoint.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+from megatron_lightning.data.skipped import SkippedSamples
 
 
 @dataclass
@@ -16,8 +18,10 @@ class Progress:
     included."""
     skipped_steps: int = 0
     """Optimizer steps that were skipped because a gradient was not finite."""
+    skipped: SkippedSamples = field(default_factory=SkippedSamples)
+    """Samples that training passes over; they are consumed."""
     _batch: int = -1  # the batch counted last
-    _batch_samples: int = 0
+    _before_batch: int = 0  # samples consumed then
     _updating: int = -1  # step from which the last update of the weights began
 
     def begin(self) -> None:
@@ -33,8 +37,8 @@ class Progress:
         if batch == self._batch:
             return False
         self._batch = batch
-        self._batch_samples = num_samples
-        self.consumed_samples += num_samples
+        self._before_batch = self.consumed_samples
+        self.consumed_samples = self.skipped.after(self.consumed_samples, num_samples)
         return True
 
     def forget(self, batch: int) -> bool:
@@ -44,7 +48,7 @@ class Progress:
         if batch != self._batch:
             return False
         self._batch = -1
-        self.consumed_samples -= self._batch_samples
+        self.consumed_samples = self._before_batch
         return True
 
     def begin_update(self, step: int) -> None:

@@ -52,6 +52,7 @@ from megatron_lightning.strategies.module import (
 )
 from megatron_lightning.strategies.options import StrategyOptions
 from megatron_lightning.strategies.progress import Progress
+from megatron_lightning.strategies.step.dataloaders import skipped_samples
 from megatron_lightning.strategies.step.native import NativeSteps
 from megatron_lightning.strategies.step.pipelined import PipelinedSteps
 from megatron_lightning.strategies.step.scope import Scope
@@ -285,6 +286,8 @@ class Run:
         Raises:
             ConfigError: If ranks cannot read their loaders together.
         """
+        if self.module.trainer.training:
+            self._progress.skipped = skipped_samples(self.module.trainer)
         return shared_loader(
             loader,
             self.module.trainer,
@@ -292,6 +295,7 @@ class Run:
             self._options,
             injects_samplers=self._injects_samplers,
             consumed=self._progress.consumed_samples,
+            skipped=self._progress.skipped,
             reduces=lambda: self.steps.reduces,
         )
 

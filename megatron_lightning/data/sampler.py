@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Sampler, SequentialSampler
 
+from megatron_lightning.data.skipped import SkippedSamples
 from megatron_lightning.parallel.context import AxisGroup
 
 
@@ -64,6 +65,7 @@ class ResumableSampler(Sampler[int]):
         drop_last: Drop the samples that do not fill all ranks; otherwise the first ones are
             repeated.
         consumed: Samples of all ranks that training has consumed before.
+        skipped: Samples that training passes over.
     """
 
     def __init__(
@@ -74,6 +76,7 @@ class ResumableSampler(Sampler[int]):
         batch_size: Callable[[int], int],
         drop_last: bool,
         consumed: int = 0,
+        skipped: SkippedSamples | None = None,
     ) -> None:
         self.order = order
         self._group = group
@@ -87,11 +90,17 @@ class ResumableSampler(Sampler[int]):
         # Of the generators, before this pass's order was drawn.
         self._states: dict[str, Tensor] = {}
         self._resuming = False
-        self._last_batch = 0
+        self._before_batch = 0  # samples of this pass that were consumed before the last batch
+        self._skipped = skipped or SkippedSamples()
 
     def __len__(self) -> int:
+        return self._total // self._group.size
+
+    @property
+    def _total(self) -> int:
+        """Samples of a pass over all ranks, a multiple of the ranks."""
         total, size = len(self.order), self._group.size  # type: ignore[arg-type]
-        return total // size if self._drop_last else -(-total // size)
+        return (total // size if self._drop_last else -(-total // size)) * size
 
     def set_epoch(self, epoch: int) -> None:
         """Forward the epoch number to a sampler that takes it."""
@@ -100,15 +109,15 @@ class ResumableSampler(Sampler[int]):
 
     def advance(self) -> None:
         """Count one batch on every rank as consumed."""
-        self._last_batch = self._batch_size(self.consumed_samples)
-        self._consumed += self._last_batch
+        self._before_batch = self._consumed
+        end = self._skipped.after(self.consumed_samples, self._batch_size(self.consumed_samples))
+        self._consumed = end - self._before
 
     def undo_advance(self) -> None:
         """Undo the last :meth:`advance`, so that its batch is read again when the pass is
         resumed.
         """
-        self._consumed -= self._last_batch
-        self._last_batch = 0
+        self._consumed = self._before_batch
 
     @property
     def consumed_samples(self) -> int:
@@ -129,12 +138,22 @@ class ResumableSampler(Sampler[int]):
     def __iter__(self) -> Iterator[int]:
         self.started = True
         if not self._resuming:
-            self._before = self.consumed_samples
+            reached = self.consumed_samples
+            if self._consumed:  # nothing may be left of the pass but samples to pass over
+                reached = min(self._skipped.behind(reached), self._before + self._total)
+            self._before = max(reached, self.consumed_samples)
             self._consumed = 0
             self._states = self._shared.draw_states()
         self._resuming = False
         indices, size = self._shared.indices(self._states), self._group.size
-        for position in range(self._consumed + self._group.rank, len(self) * size, size):
+        if not self._skipped:
+            for position in range(self._consumed + self._group.rank, self._total, size):
+                yield indices[position % len(indices)]
+            return
+        left = (
+            p for p in range(self._consumed, self._total) if self._before + p not in self._skipped
+        )
+        for position in islice(left, self._group.rank, None, size):
             yield indices[position % len(indices)]
 
 

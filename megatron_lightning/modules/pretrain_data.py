@@ -18,6 +18,7 @@ from megatron_lightning.data.gpt import GPTDataset, GPTDatasetConfig, IndexSplit
 from megatron_lightning.data.gpt_index import split_matrix
 from megatron_lightning.data.indexed import IndexedDataset
 from megatron_lightning.data.resume import OnChangedData, describe_changes
+from megatron_lightning.data.skipped import SkippedSamples
 from megatron_lightning.data.tokenizers import TokenizerType, load_tokenizer
 from megatron_lightning.errors import ConfigError
 
@@ -59,6 +60,8 @@ class PretrainDataModule(pl.LightningDataModule):
         num_workers: Worker processes of each loader on each rank; 0 reads in the training process.
         cache_dir: Folder of the index cache. Leave it out for ``{data_prefix}/cache``; without a
             shared file system each node builds its own.
+        skip_samples: Ranges [first, end] of ``consumed_samples`` that training passes over, such as
+            those of a loss spike; they count as consumed. A checkpoint keeps them.
         on_changed_data: What a resumed run does if the order of training samples is not the
             checkpoint's: ``refuse``, or ``reorder``, which reads on at the same position of the new
             order with a warning.
@@ -94,6 +97,7 @@ class PretrainDataModule(pl.LightningDataModule):
         reset_attention_mask: bool = False,
         num_workers: int = 0,
         cache_dir: str | None = None,
+        skip_samples: list[list[int]] | None = None,
         on_changed_data: OnChangedData = "refuse",
     ) -> None:
         super().__init__()
@@ -116,6 +120,8 @@ class PretrainDataModule(pl.LightningDataModule):
                 f"{', '.join(get_args(OnChangedData))}."
             )
         self.on_changed_data: OnChangedData = on_changed_data
+        self.skip_samples = [list(r) for r in SkippedSamples(skip_samples or ()).ranges]
+        """Samples that training passes over."""
         self.batch_size_schedule = batch_size_schedule
         self.data_prefix = data_prefix
         self.global_batch_size = global_batch_size
@@ -198,6 +204,7 @@ class PretrainDataModule(pl.LightningDataModule):
         return {
             "order": self._order(),
             "consumed_samples": getattr(strategy, "consumed_samples", None),
+            "skip_samples": self.skip_samples,
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -216,6 +223,8 @@ class PretrainDataModule(pl.LightningDataModule):
         )
         if warning is not None:
             rank_zero_warn(warning)
+        both = SkippedSamples([*self.skip_samples, *state_dict.get("skip_samples", [])])
+        self.skip_samples = [list(r) for r in both.ranges]
 
     def _order(self) -> dict[str, Any]:
         indexed = IndexedDataset(self.data_prefix)

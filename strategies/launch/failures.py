@@ -8,7 +8,7 @@ import signal
 
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from megatron_lightning.errors import EXPLAINED
+from megatron_lightning.errors import EXPLAINED, SpikeError
 from megatron_lightning.resilience.failure import FailureWatch
 from megatron_lightning.strategies.launch.out_of_memory import explain_out_of_memory
 from megatron_lightning.strategies.lightning_internals import TunerExit, refuses_settings
@@ -22,7 +22,7 @@ class AgreedStop(SIGTERMException):
 
 def is_explained(error: BaseException) -> bool:
     """Return whether the message of ``error`` is all that a user needs."""
-    return isinstance(error, EXPLAINED) or refuses_settings(error)
+    return isinstance(error, (*EXPLAINED, SpikeError)) or refuses_settings(error)
 
 
 def report_failure(

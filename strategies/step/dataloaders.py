@@ -24,6 +24,7 @@ from torch.utils.data import (
 
 from megatron_lightning.data.batch_size import BatchSizeSchedule, ScheduledBatchSampler
 from megatron_lightning.data.sampler import ResumableSampler, ShardedSampler
+from megatron_lightning.data.skipped import SkippedSamples
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.parallel.context import AxisGroup
 from megatron_lightning.strategies.lightning_internals import (
@@ -39,6 +40,7 @@ def resumable(
     *,
     consumed: int = 0,
     micro_batch_size: int | None = None,
+    skipped: SkippedSamples | None = None,
 ) -> DataLoader[Any]:
     """Return a training DataLoader like ``loader`` with a :class:`ResumableSampler`.
 
@@ -52,12 +54,15 @@ def resumable(
         group: The data-parallel ranks.
         consumed: Samples of all ranks that training has consumed so far.
         micro_batch_size: Samples of a micro-batch.
+        skipped: Samples that training passes over.
 
     Raises:
         ConfigError: If the samples cannot be split among several data-parallel ranks.
     """
     if type(loader.batch_sampler) is ScheduledBatchSampler:
-        return _scheduled(loader, loader.batch_sampler, group, consumed, micro_batch_size or 1)
+        return _scheduled(
+            loader, loader.batch_sampler, group, consumed, micro_batch_size or 1, skipped=skipped
+        )
     custom_batches = (
         loader.batch_sampler is not None and type(loader.batch_sampler) is not BatchSampler
     )
@@ -85,7 +90,12 @@ def resumable(
     constant = BatchSizeSchedule(global_batch_size=batch_size * group.size)
     running = partial(constant.running_batch_size, unit=1)
     sampler = ResumableSampler(
-        _order(loader), group, batch_size=running, drop_last=drop_last, consumed=consumed
+        _order(loader),
+        group,
+        batch_size=running,
+        drop_last=drop_last,
+        consumed=consumed,
+        skipped=skipped,
     )
     return _with_sampler(loader, sampler)
 
@@ -96,6 +106,8 @@ def _scheduled(
     group: AxisGroup,
     consumed: int,
     micro_batch_size: int,
+    *,
+    skipped: SkippedSamples | None,
 ) -> DataLoader[Any]:
     schedule, unit = batches.schedule, micro_batch_size * group.size
     sampler = ResumableSampler(
@@ -104,6 +116,7 @@ def _scheduled(
         batch_size=partial(schedule.running_batch_size, unit=unit),
         drop_last=batches.drop_last,
         consumed=consumed,
+        skipped=skipped,
     )
     shared = ScheduledBatchSampler(
         sampler,
@@ -222,6 +235,7 @@ def prepared_loader(
     injects_samplers: bool,
     consumed: int,
     micro_batch_size: int | None,
+    skipped: SkippedSamples | None = None,
 ) -> object:
     """Return a loader of this data-parallel rank's share of the data, for what the Trainer does
     now.
@@ -233,11 +247,23 @@ def prepared_loader(
         injects_samplers: Whether the Trainer may replace samplers (``use_distributed_sampler``).
         consumed: Samples of all ranks that training has consumed so far.
         micro_batch_size: Samples of a micro-batch.
+        skipped: Samples that training passes over.
+
+    Raises:
+        ConfigError: If samples are to be passed over in a loader that shards itself.
     """
     if not isinstance(loader, DataLoader):
+        _check_skipped(skipped, trainer, loader)
         return loader
     if injects_samplers and trainer.training:
-        loader = resumable(loader, replicas, consumed=consumed, micro_batch_size=micro_batch_size)
+        loader = resumable(
+            loader,
+            replicas,
+            consumed=consumed,
+            micro_batch_size=micro_batch_size,
+            skipped=skipped,
+        )
+        _check_skipped(skipped, trainer, loader)
     elif injects_samplers and trainer.state.stage is not None:
         loader = sharded_for_evaluation(loader, replicas, trainer.state.stage)
     if loader.worker_init_fn is None and int(os.environ.get("PL_SEED_WORKERS", "0")):
@@ -245,3 +271,21 @@ def prepared_loader(
         # transforms.
         loader.worker_init_fn = partial(pl_worker_init_function, rank=replicas.rank)
     return loader
+
+
+def skipped_samples(trainer: pl.Trainer) -> SkippedSamples:
+    """Return the samples that the data module and callbacks want to be passed over."""
+    owners = [getattr(trainer, "datamodule", None), *getattr(trainer, "callbacks", [])]
+    skipped = SkippedSamples()
+    for owner in owners:
+        skipped |= SkippedSamples(getattr(owner, "skip_samples", None) or ())
+    return skipped
+
+
+def _check_skipped(skipped: SkippedSamples | None, trainer: pl.Trainer, loader: object) -> None:
+    if skipped and trainer.training and sampler_of(loader) is None:
+        raise ConfigError(
+            f"skip_samples is {list(map(list, skipped.ranges))}, and the training loader decides "
+            "by itself which samples come: only the order of a map-style dataset can be passed "
+            "over. Leave skip_samples out and skip them in the dataset."
+        )

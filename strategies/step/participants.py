@@ -33,6 +33,7 @@ from megatron_lightning.strategies.step.scope import Scope
 from megatron_lightning.strategies.step.sequence_parts import SequenceParts
 from megatron_lightning.strategies.step.trained_parameters import TrainedParameters
 from megatron_lightning.strategies.step.training import Training
+from megatron_lightning.strategies.step.update_judges import UpdateJudges, update_judges
 from megatron_lightning.strategies.step.world_guard import WorldGuard
 from megatron_lightning.strategies.step.written_weights import WrittenWeights
 
@@ -88,6 +89,8 @@ def step_participants(
         yield PlanComparison(watch)
         if options.non_finite != "ignore":
             yield FiniteCheck(scope, options.non_finite, training.loss_scaling)
+        if judges := update_judges(scope.module.trainer):
+            yield UpdateJudges(scope, training, judges)
         yield TrainedParameters(scope, training.accumulation)
         yield ExpertUpdates(scope)
 

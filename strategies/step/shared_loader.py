@@ -7,6 +7,7 @@ from collections.abc import Callable
 import lightning.pytorch as pl
 from lightning.fabric.utilities.data import sized_len
 
+from megatron_lightning.data.skipped import SkippedSamples
 from megatron_lightning.parallel.context import ParallelContext
 from megatron_lightning.strategies.options import StrategyOptions
 from megatron_lightning.strategies.step.agreed_loader import Agreement, agreed_loader
@@ -22,6 +23,7 @@ def shared_loader(
     *,
     injects_samplers: bool,
     consumed: int,
+    skipped: SkippedSamples,
     reduces: Callable[[], bool],
 ) -> object:
     """Return a loader that yields a data-parallel rank's share of the user's; a collective.
@@ -33,6 +35,7 @@ def shared_loader(
         options: The strategy's.
         injects_samplers: Whether samplers are exchanged.
         consumed: Samples that training continues after.
+        skipped: Samples that training passes over.
         reduces: Returns whether evaluation steps call collectives of the data-parallel ranks.
 
     Raises:
@@ -45,6 +48,7 @@ def shared_loader(
         injects_samplers=injects_samplers,
         consumed=consumed,
         micro_batch_size=options.micro_batch_size,
+        skipped=skipped,
     )
     stage = trainer.state.stage
     if context.dp.size == 1 or stage is None:

@@ -101,7 +101,9 @@ class Training:
         self._zeroing = ZeroingCheck(module, undo)
         self.step_skipped = False
         """Whether the last optimizer step was skipped."""
-        if self.loss_scaling is not None or options.non_finite == "skip":
+        callbacks: list[object] = getattr(module.trainer, "callbacks", [])
+        is_judged = any(getattr(callback, "judges_updates", False) for callback in callbacks)
+        if self.loss_scaling is not None or options.non_finite == "skip" or is_judged:
             hold_schedulers(module, schedulers, lambda: self.step_skipped, undo)
         self.participants = Participants(())
         """Concerns that may refuse an update, or follow it."""

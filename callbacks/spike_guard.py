@@ -1,0 +1,238 @@
+"""Watch losses and gradient norms for spikes: warn, skip the step, or stop and pass over data."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import deque
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import lightning.pytorch as pl
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning_utilities.core.rank_zero import rank_zero_warn
+
+from megatron_lightning.callbacks.clock import OwnTime
+from megatron_lightning.callbacks.counting import log_values
+from megatron_lightning.config.checks import is_count
+from megatron_lightning.errors import ConfigError, SpikeError
+from megatron_lightning.strategies.megatron import MegatronStrategy
+
+Action = Literal["warn", "skip", "stop"]
+RECORD = "spikes.json"
+_NAMES = ("loss", "gradient norm")
+
+
+class SpikeGuard(pl.Callback):
+    """Compare the loss and the gradient norm of every step, before the update, with those of the
+    last steps.
+
+    A step is a spike if one of the two lies more than ``sigma`` standard deviations above the mean
+    of the last ``window`` steps (OLMo's rule, upper side only), or is not finite. The loss is the
+    mean over micro-batches, accumulated batches and all ranks, and the norm the one before
+    clipping, so that every rank decides alike. ``spikes`` is logged, the number so far.
+
+    * ``warn``: the step is taken.
+    * ``skip``: weights, optimizer state and schedules stay as they are; ``max_skips`` in a row end
+      the run with an error, since the level has changed.
+    * ``stop``: the run ends with an error and exit code 1. The next start that resumes, with this
+      callback, passes over the samples of the ``skip_steps`` steps that end with the spike, as
+      far as they lie behind its checkpoint: those samples are consumed and not trained on.
+
+    The values of the window are kept in checkpoints. The verdict needs a small collective, and the
+    host waits for the gradients of the step.
+
+    Args:
+        window: Steps that a step is compared with.
+        sigma: Standard deviations above the mean.
+        min_steps: Steps before the first comparison.
+        action: What to do.
+        max_skips: Skipped steps in a row that are accepted.
+        skip_steps: Steps whose samples the start after a stop passes over.
+
+    Raises:
+        ConfigError: If a value cannot be used.
+    """
+
+    def __init__(
+        self,
+        window: int = 128,
+        sigma: float = 6.0,
+        min_steps: int = 64,
+        action: Action = "warn",
+        *,
+        max_skips: int = 10,
+        skip_steps: int = 100,
+    ) -> None:
+        counts = {
+            "window": window,
+            "min_steps": min_steps,
+            "max_skips": max_skips,
+            "skip_steps": skip_steps,
+        }
+        for name, count in counts.items():
+            if not is_count(count):
+                raise ConfigError(f"{name} is {count!r}; it must be a positive integer.")
+        if sigma <= 0:
+            raise ConfigError(f"sigma is {sigma}; it must be positive.")
+        if not 2 <= min_steps <= window:
+            raise ConfigError(
+                f"min_steps is {min_steps} and window is {window}. Set min_steps to 2 or more, and "
+                "to the window or less."
+            )
+        if action not in get_args(Action):
+            raise ConfigError(f"action is {action!r}; it must be one of {get_args(Action)}.")
+        self.window = window
+        self.sigma = sigma
+        self.min_steps = min_steps
+        self.action = action
+        self.max_skips = max_skips
+        self.skip_steps = skip_steps
+        self.judges_updates = True
+        """Whether the strategy asks it about updates."""
+        self.skip_samples: list[list[int]] = []
+        """Ranges of samples that this start passes over."""
+        self.spikes = 0
+        """Spikes so far, over resumes."""
+        self._values: tuple[deque[float], deque[float]] = (
+            deque(maxlen=window),
+            deque(maxlen=window),
+        )
+        self._skips_in_a_row = 0
+        self._steps: deque[int] = deque(maxlen=skip_steps + 1)  # samples consumed when each began
+        self._own = OwnTime()
+
+    @property
+    def overhead(self) -> float:
+        """Share of the time of training that went into the comparison."""
+        return self._own.share
+
+    # --------------------------------------------------------------------------------------- resume
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the values of the window."""
+        return {"values": [list(values) for values in self._values], "spikes": self.spikes}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue with the values of a checkpoint."""
+        for values, saved in zip(self._values, state_dict["values"], strict=True):
+            values.clear()
+            values.extend(saved)
+        self.spikes = state_dict["spikes"]
+
+    # ---------------------------------------------------------------------------------------- hooks
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Check the strategy and the module."""
+        if not isinstance(trainer.strategy, MegatronStrategy):
+            raise ConfigError(
+                "SpikeGuard asks MegatronStrategy for the loss and the gradient norm before an "
+                f"update, and the Trainer has a {type(trainer.strategy).__name__}. Set strategy to "
+                "megatron, or remove the callback."
+            )
+        if not pl_module.automatic_optimization:
+            raise ConfigError(
+                "SpikeGuard judges one update for each loss, and the module optimizes by hand. "
+                "Remove the callback."
+            )
+        self.skip_samples = []
+
+    def on_load_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """Read which samples a fit that resumes after a stop passes over."""
+        record = _record_path(trainer)
+        if trainer.state.fn == TrainerFn.FITTING and record.is_file():
+            self.skip_samples = json.loads(record.read_text())["skip_samples"]
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Begin to count."""
+        self._own.start()
+        self._steps.clear()
+        self._skips_in_a_row = 0
+
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """Record where the step begins in the data."""
+        if batch_idx % trainer.accumulate_grad_batches == 0 and isinstance(
+            trainer.strategy, MegatronStrategy
+        ):
+            self._steps.append(trainer.strategy.consumed_samples)
+
+    def allows_update(self, trainer: pl.Trainer, loss: float, gradient_norm: float) -> bool:
+        """Return whether the optimizer may step; the strategy asks.
+
+        Raises:
+            SpikeError: On every rank, if the run is to stop.
+        """
+        with self._own.counted():
+            found = [
+                text
+                for name, value, values in zip(
+                    _NAMES, (loss, gradient_norm), self._values, strict=True
+                )
+                if (text := self._spike(name, value, values))
+            ]
+            if not found or self.action == "warn":
+                for value, values in zip((loss, gradient_norm), self._values, strict=True):
+                    if math.isfinite(value):
+                        values.append(value)
+            if not found:
+                self._skips_in_a_row = 0
+                return True
+            self.spikes += 1
+            log_values(trainer, {"spikes": self.spikes}, "")
+        return self._respond(trainer, f"step {trainer.global_step}: {' and '.join(found)}")
+
+    def _spike(self, name: str, value: float, values: deque[float]) -> str:
+        """Return how a value is a spike; "": it is none."""
+        if not math.isfinite(value):
+            return f"{name} {value}"
+        if len(values) < self.min_steps:
+            return ""
+        mean = sum(values) / len(values)
+        deviation = math.sqrt(sum((v - mean) ** 2 for v in values) / (len(values) - 1))
+        if value - mean <= self.sigma * deviation:
+            return ""
+        return (
+            f"{name} {value:.4g} where the last {len(values)} steps had {mean:.4g} with a standard "
+            f"deviation of {deviation:.2g}"
+        )
+
+    def _respond(self, trainer: pl.Trainer, what: str) -> bool:
+        if self.action == "warn":
+            rank_zero_warn(f"SpikeGuard: {what}. The step is taken.")
+            return True
+        if self.action == "skip":
+            self._skips_in_a_row += 1
+            if self._skips_in_a_row > self.max_skips:
+                raise SpikeError(
+                    f"SpikeGuard: {what}; {self._skips_in_a_row} steps in a row were skipped: the "
+                    "level has changed. Resume from an older checkpoint with other data or a lower "
+                    'learning rate, or set action="warn".'
+                )
+            rank_zero_warn(f"SpikeGuard: {what}. The step is skipped.")
+            return False
+        samples = self._record(trainer)
+        raise SpikeError(
+            f"SpikeGuard: {what}. Start the same command again: a start that resumes passes over "
+            f"the samples {samples[0]} to {samples[1]}, up to the spike."
+        )
+
+    def _record(self, trainer: pl.Trainer) -> list[int]:
+        """Write which samples the next start passes over, and return them."""
+        strategy = trainer.strategy
+        consumed = strategy.consumed_samples if isinstance(strategy, MegatronStrategy) else 0
+        begin = list(self._steps)[-self.skip_steps :]
+        samples = [begin[0] if begin else 0, consumed]
+        if trainer.is_global_zero:
+            path = _record_path(trainer)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            earlier = self.skip_samples
+            path.write_text(json.dumps({"skip_samples": [*earlier, samples]}))
+        return samples
+
+
+def _record_path(trainer: pl.Trainer) -> Path:
+    return Path(str(trainer.default_root_dir)) / RECORD

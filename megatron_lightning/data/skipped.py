@@ -1,0 +1,66 @@
+"""Samples that training passes over, by their positions in the order of training.
+
+Positions count from the start of training over all data-parallel ranks, as ``consumed_samples``
+does, so that they hold for any layout and batch size. A sample that is passed over is consumed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from megatron_lightning.errors import ConfigError
+
+
+class SkippedSamples:
+    """Ranges [first, end) of positions.
+
+    Args:
+        ranges: In any order; they may overlap.
+
+    Raises:
+        ConfigError: If one is no range.
+    """
+
+    def __init__(self, ranges: Iterable[Sequence[int]] = ()) -> None:
+        merged: list[tuple[int, int]] = []
+        for given in sorted(map(tuple, ranges)):
+            if (
+                len(given) != 2
+                or not all(isinstance(n, int) for n in given)
+                or (not 0 <= given[0] < given[1])
+            ):
+                raise ConfigError(
+                    f"skip_samples has {list(given)}, which is no range. Write pairs [first, end] "
+                    "of consumed_samples, the first one below the second."
+                )
+            first, end = given
+            if merged and first <= merged[-1][1]:
+                merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
+            else:
+                merged.append((first, end))
+        self.ranges = tuple(merged)
+        """In order, without overlap."""
+
+    def __bool__(self) -> bool:
+        return bool(self.ranges)
+
+    def __or__(self, other: SkippedSamples) -> SkippedSamples:
+        return SkippedSamples((*self.ranges, *other.ranges))
+
+    def __contains__(self, position: int) -> bool:
+        return any(first <= position < end for first, end in self.ranges)
+
+    def behind(self, position: int) -> int:
+        """Return the first position from ``position`` on that is not skipped."""
+        return next((end for first, end in self.ranges if first <= position < end), position)
+
+    def after(self, position: int, num_samples: int) -> int:
+        """Return the position behind the next ``num_samples`` samples that are not skipped."""
+        for first, end in self.ranges:
+            if end <= position:
+                continue
+            if position + num_samples <= first:
+                break
+            num_samples -= max(0, first - position)
+            position = end
+        return position + num_samples

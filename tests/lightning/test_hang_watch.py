@@ -1,0 +1,105 @@
+"""A rank that sleeps holds the others up: it is named, with the stacks of all ranks."""
+
+from __future__ import annotations
+
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+
+from megatron_lightning.callbacks import HangWatch
+from megatron_lightning.errors import ConfigError
+from megatron_lightning.resilience.stacks import Position, describe, suspects
+from tests.helpers.toy import ToyModule
+from tests.lightning.support import DP2, ONE, TP2_PP2, Layout, layouts, run
+
+SLEEP_S = 3.0
+
+
+class _Sleeps(pl.Callback):
+    """One rank sleeps before a batch of training, or all in what has no limit."""
+
+    def __init__(self, rank: int, where: str) -> None:
+        self.rank, self.where = rank, where
+
+    def _sleep(self, trainer: pl.Trainer, where: str) -> None:
+        if self.where == where and trainer.global_rank == self.rank:
+            time.sleep(SLEEP_S)
+
+    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.global_step in (0, 3):
+            self._sleep(trainer, f"batch {trainer.global_step}")
+
+    def on_validation_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        self._sleep(trainer, "validation")
+
+    def on_save_checkpoint(self, trainer: pl.Trainer, *_: Any) -> None:
+        self._sleep(trainer, "save")
+
+
+def _hangs(layout: Layout, folder: str, where: str) -> dict[str, Any]:
+    watch = HangWatch(factor=2, at_least=timedelta(seconds=1))
+    trainer = layout.trainer(
+        folder,
+        callbacks=[watch, _Sleeps(layout.ranks - 1, where)],
+        max_epochs=1,
+        enable_checkpointing=where == "save",
+        val_check_interval=2,
+    )
+    trainer.fit(ToyModule(), datamodule=layout.data_module())
+    return {
+        "hangs": [(hang.headline, hang.text, hang.suspects) for hang in watch.hangs],
+        "overhead": watch.overhead,
+    }
+
+
+@layouts(ONE, TP2_PP2, slow=[DP2])
+def test_a_sleeping_rank_is_named(layout: Layout, tmp_path: Path) -> None:
+    ranks = run(layout, _hangs, tmp_path, "batch 3")
+    last, hangs = layout.ranks - 1, [hang for rank in ranks for hang in rank["hangs"]]
+    # On a busy machine another step may take a second as well.
+    headline, text, found = next(hang for hang in hangs if "_Sleeps._sleep" in hang[1])
+    assert found == [last] and "has ended no batch for" in headline, (headline, text)
+    first = text.splitlines()
+    assert first[0].startswith(f"  rank {last} waits for nobody, in training after step 3"), text
+    assert "_Sleeps._sleep" in first[1], text
+    if layout.ranks > 1:
+        assert f"the others wait for rank {last}" in headline
+        assert "wait for other ranks" in text or "waits for other ranks" in text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("where", ["batch 0", "validation", "save"])
+def test_what_takes_its_own_time_is_no_hang(where: str, tmp_path: Path) -> None:
+    for rank in run(DP2, _hangs, tmp_path, where):
+        assert rank["hangs"] == [], where
+
+
+def test_ranks_are_grouped_by_what_they_do() -> None:
+    def at(rank: int, *stack: str, number: int = 5) -> Position:
+        return Position(rank, 7, "training", 9.0, list(stack), {"tp": (number, "all_reduce [4]")})
+
+    waiting = "all_reduce (torch/distributed/distributed_c10d.py:1)"
+    positions = [at(0, waiting), at(1, waiting), at(2, "mine (train.py:3)", number=4)]
+    text = describe(positions, silent=[3])
+    assert text.splitlines() == [
+        "  rank 2 waits for nobody, in training after step 7:",
+        "      mine (train.py:3)",
+        "  ranks 0, 1 wait for other ranks, in training after step 7:",
+        f"      {waiting}",
+        "  group tp of ranks 0, 1, 2: rank 2 behind, at collective 4; rank 0 waits in 5, "
+        "all_reduce [4]",
+        "  no answer from rank 3: killed, stopped, or their node is gone",
+    ]
+    assert suspects(positions, [3]) == [3, 2]
+    assert at(0, "compile (torch/_dynamo/convert_frame.py:1)").compiles
+
+
+def test_limits_that_every_batch_passes_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"factor is 1 and at_least is 0:05:00: every batch"):
+        HangWatch(factor=1)
+    with pytest.raises(ConfigError, match=r"action is 'end'; it must be one of"):
+        HangWatch(action="end")  # type: ignore[arg-type]
