@@ -17,7 +17,7 @@ from megatron_lightning.bridge.configuration import config_text, load_config, lo
 from megatron_lightning.bridge.export import write_folder
 from megatron_lightning.bridge.families import family_for, family_of
 from megatron_lightning.bridge.folder import FolderTensors, HuggingFaceFolder
-from megatron_lightning.bridge.gpt import GPTFolder, build_gpt_model
+from megatron_lightning.bridge.gpt import GPTFolder, build_gpt_model, gpt_config
 from megatron_lightning.bridge.hub import local_folder
 from megatron_lightning.bridge.kept import (
     ChangedTable,
@@ -46,6 +46,7 @@ from megatron_lightning.checkpoint.format.storage import is_plain_file, is_remot
 from megatron_lightning.checkpoint.source import open_checkpoint
 from megatron_lightning.config import TransformerConfig
 from megatron_lightning.errors import CheckpointError, ConfigError, MissingCheckpointError
+from megatron_lightning.models.transformer import GPTModel
 from megatron_lightning.parallel.spec import Box
 
 ModelKind = Literal["transformers", "gpt"]
@@ -407,7 +408,7 @@ class AutoBridge:
         Raises:
             ConfigError: If this rank holds a part of the model.
         """
-        plan = self.plan()
+        plan = self.plan(_gpt_config(model))
         return values_of(plan.tensors(fills_of_model(model, plan.parameters), dtype))
 
     def save_hf_pretrained(
@@ -432,7 +433,7 @@ class AutoBridge:
             CheckpointError: If the target exists.
             ConfigError: If this rank holds a part of the model.
         """
-        plan = self.plan()
+        plan = self.plan(_gpt_config(model))
         tensors = plan.tensors(fills_of_model(model, plan.parameters), dtype)
         write_folder(Path(path), plan.folder, tensors, overwrite=overwrite)
 
@@ -518,13 +519,18 @@ class AutoBridge:
         """Read the folder's weights into a full model, such as one that was trained.
 
         Args:
-            model: A model of the folder's class, on one device.
+            model: A model of the folder's class, or a :class:`GPTModel`, on one device.
 
         Raises:
             CheckpointError: If the folder does not fit the model, or is damaged.
             ConfigError: If this rank holds a part of the model.
         """
-        lazies = lazy_parameters(self.lazy_model(dtype="auto"))
+        config = _gpt_config(model)
+        if config is None:
+            lazies = lazy_parameters(self.lazy_model(dtype="auto"))
+        else:
+            gpt = self.gpt_folder()
+            lazies = gpt.tensors(gpt.check(config))
         fills_of_model(model, lazies)
         tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
         for name, lazy in lazies.items():
@@ -586,13 +592,19 @@ class AutoBridge:
         Raises:
             CheckpointError: If the checkpoint is not of the folder's model, or the target exists.
         """
-        plan = self.plan()
-        fills = fills_of_checkpoint(open_checkpoint(checkpoint), plan.parameters)
+        source = open_checkpoint(checkpoint)
+        plan = self.plan(gpt_config(source))
+        fills = fills_of_checkpoint(source, plan.parameters)
         write_folder(Path(path), plan.folder, plan.tensors(fills, dtype), overwrite=overwrite)
 
     def _used(self, parameters: Mapping[str, Lazy]) -> list[str]:
         """Return the names of the folder's tensors that parameters are made of."""
         return [use.name for lazy in parameters.values() for use in uses_of(self.folder, lazy)]
+
+
+def _gpt_config(model: nn.Module) -> TransformerConfig | None:
+    """Return the configuration of a :class:`GPTModel`; None: another model."""
+    return model.config if isinstance(model, GPTModel) else None
 
 
 def is_checkpoint(path: str | Path) -> bool:

@@ -5,9 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from megatron_lightning.errors import ConfigError, MissingCheckpointError
+
+_SAME_AS = MappingProxyType({"kimi_k2": "deepseek_v3"})
+"""Type of a model that ``transformers`` knows by another name only -> that name."""
 
 
 def load_config(path: Path, *, trust_remote_code: bool) -> Any:
@@ -27,6 +31,9 @@ def load_config(path: Path, *, trust_remote_code: bool) -> Any:
         )
     plain = _json_of(file)
     try:
+        if plain.get("model_type") in _SAME_AS:
+            others = {k: v for k, v in plain.items() if k not in ("model_type", "auto_map")}
+            return AutoConfig.for_model(_SAME_AS[plain["model_type"]], **others)
         # False, not None: transformers would ask on the terminal of every rank.
         return AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     except ValueError as error:

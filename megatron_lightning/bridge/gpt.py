@@ -21,6 +21,7 @@ from megatron_lightning.bridge.rules import (
     copies,
     drop_missing_heads,
     parameters,
+    source_names,
     to_config,
 )
 from megatron_lightning.bridge.settings import differing, flat
@@ -94,8 +95,11 @@ class GPTFolder:
         Raises:
             CheckpointError: Naming tensors that are missing, misshapen or unexpected.
         """
-        path = self.folder.path
-        return parameters(self.family, config, self._named, path=path, ignored=self._ignored)
+        path, ignored = self.folder.path, self._ignored
+        if config.num_predicting_layers < self.config.num_predicting_layers:
+            known = source_names(self.family, self.config, self._named)
+            ignored = (*ignored, *(f"^{re.escape(name)}$" for name in known))
+        return parameters(self.family, config, self._named, path=path, ignored=ignored)
 
     def names_of_copies(self, config: TransformerConfig) -> list[str]:
         """Return the names of tensors that repeat a parameter."""
@@ -116,7 +120,9 @@ class GPTFolder:
         """
         short = dict(zip(self._named, self.folder.tensors, strict=True))
         repeated = copies(self.family, config, self._named)
-        patterns = [f"^{re.escape(short[name])}$" for name in repeated]
+        known = source_names(self.family, self.config, self._named)
+        left_out = set(known) - set(source_names(self.family, config, self._named))
+        patterns = [f"^{re.escape(short[name])}$" for name in (*repeated, *left_out)]
         pieces = inverse(self.folder, tensors, [*patterns, *self._ignored])
         for name, ours in repeated.items():
             box = Box.full(tensors[ours].shape)

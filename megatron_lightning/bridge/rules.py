@@ -275,6 +275,14 @@ def copies(
     return found if names is None else {name: found[name] for name in names if name in found}
 
 
+def source_names(
+    family: type[Family], config: TransformerConfig, names: Iterable[str]
+) -> list[str]:
+    """Return the tensors of a folder that a model's parameters are made of, copies included."""
+    read = {name for _, _, _, sources in _rows(family, config) for name in sources}
+    return [name for name in names if name in read | set(copies(family, config, names))]
+
+
 def drop_missing_heads(
     family: type[Family], config: TransformerConfig, names: Iterable[str]
 ) -> TransformerConfig:

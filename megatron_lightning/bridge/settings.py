@@ -120,7 +120,7 @@ class Choice(Row):
     Args:
         ours: The field.
         theirs: The key.
-        words: Our word -> theirs; other ones are refused.
+        words: Our word -> theirs; all others are refused.
     """
 
     ours: str
@@ -180,6 +180,43 @@ class Biases(Row):
 
 
 @dataclass(frozen=True)
+class KeyForEveryHead(Row):
+    """Every query head has a key and a value of its own."""
+
+    def read(self, theirs: Settings) -> Values:
+        """Return the field; shared keys are refused."""
+        groups = theirs.get("num_key_value_heads")
+        if groups not in (None, theirs["num_attention_heads"]):
+            heads = theirs["num_attention_heads"]
+            raise UnsupportedSettingError(
+                {"num_key_value_heads": groups, "num_attention_heads": heads}
+            )
+        return {"num_query_groups": None}
+
+    def write(self, ours: Values) -> Values:
+        """Return the key."""
+        return {"num_key_value_heads": ours["num_attention_heads"]}
+
+
+@dataclass(frozen=True)
+class Dropouts(Row):
+    """Dropout of the embedding's and the blocks' outputs, which several keys say."""
+
+    keys: tuple[str, ...]
+
+    def read(self, theirs: Settings) -> Values:
+        """Return the field; different values are refused."""
+        values = {key: theirs.get(key) for key in self.keys}
+        if len(set(values.values())) > 1:
+            raise UnsupportedSettingError(values)
+        return {"hidden_dropout": next(iter(values.values()))}
+
+    def write(self, ours: Values) -> Values:
+        """Return the keys."""
+        return dict.fromkeys(self.keys, ours["hidden_dropout"])
+
+
+@dataclass(frozen=True)
 class Window(Row):
     """One sliding window for all layers; theirs counts the query's own position."""
 
@@ -192,9 +229,10 @@ class Window(Row):
         if self.switch is not None:
             theirs.get("max_window_layers")
             size = size if theirs.get(self.switch) else None
-        if not size or kinds == {"full_attention"}:
+        is_windowed = "sliding_attention" in kinds if kinds else bool(size)
+        if not is_windowed:
             return {"window_size": None}
-        if kinds - {"sliding_attention"}:
+        if not size or kinds - {"sliding_attention"}:
             raise UnsupportedSettingError({"layer_types": theirs["layer_types"]})
         return {"window_size": (size - 1, 0)}
 
@@ -213,10 +251,14 @@ class Rope(Row):
 
     partial: bool = False
     """Whether the family rotates a part of a head."""
+    original: str | None = None
+    """Key of the longest sequence of the pretraining, if it has one of its own."""
 
     def read(self, theirs: Settings) -> Values:
         """Return the fields; other rules of scaling than Llama 3's and YaRN are refused."""
         rope = dict(theirs.get("rope_parameters") or {})
+        if self.original is not None:
+            theirs.get(self.original)
         ours: Values = {"rotary_base": float(rope["rope_theta"])}
         if self.partial:
             ours["rotary_percent"] = rope.get("partial_rotary_factor", 1.0)
@@ -247,7 +289,9 @@ class Rope(Row):
             names += ["low_freq_factor", "high_freq_factor"] if kind == "llama3" else []
             rope |= {name: scaling[name] for name in names}
             rope |= _yarn_theirs(scaling) if kind == "yarn" else {}
-        return {"rope_parameters": rope}
+        length = rope.get("original_max_position_embeddings")
+        key = {} if self.original is None or length is None else {self.original: length}
+        return {"rope_parameters": rope, **key}
 
 
 def _yarn_ours(rope: Values, is_latent: bool) -> Values:

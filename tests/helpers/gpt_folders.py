@@ -6,11 +6,13 @@ Options differ from the defaults wherever a family allows it.
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
 VOCABULARY, LENGTH = 67, 24
 _SIZES: dict[str, Any] = {
@@ -19,6 +21,7 @@ _SIZES: dict[str, Any] = {
     "initializer_range": 0.2, "rms_norm_eps": 1e-3, "attention_dropout": 0.0,
     "bos_token_id": None, "eos_token_id": None, "pad_token_id": None, "use_cache": False,
 }  # fmt: skip
+_OF_ALL = ("vocab_size", "initializer_range", "bos_token_id", "eos_token_id", "pad_token_id")
 _LLAMA3 = {
     "rope_type": "llama3", "rope_theta": 500.0, "factor": 8.0, "low_freq_factor": 0.2,
     "high_freq_factor": 1.5, "original_max_position_embeddings": 8,
@@ -28,6 +31,19 @@ _YARN = {
     "original_max_position_embeddings": 8, "truncate": False, "attention_factor": 1.3,
 }  # fmt: skip
 _ROPE = {"rope_type": "default", "rope_theta": 300.0}
+_SHARP = {
+    "rope_type": "yarn", "rope_theta": 700.0, "factor": 8.0, "beta_fast": 0.3, "beta_slow": 0.02,
+    "original_max_position_embeddings": 8, "mscale": 0.7, "mscale_all_dim": 1.5, "truncate": False,
+}  # fmt: skip
+_GPT2 = {
+    "n_layer": 2, "n_embd": 32, "n_head": 4, "n_inner": 44, "n_positions": 48,
+    "layer_norm_epsilon": 1e-3, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0,
+}  # fmt: skip
+_LATENT = {
+    "num_key_value_heads": 4, "q_lora_rank": 9, "kv_lora_rank": 10, "qk_nope_head_dim": 6,
+    "qk_rope_head_dim": 4, "v_head_dim": 8, "moe_intermediate_size": 12, "n_shared_experts": 2,
+    "first_k_dense_replace": 1, "rms_norm_eps": 1e-6,
+}  # fmt: skip
 _TIED = {"tie_word_embeddings": True}
 FOLDERS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {"head_dim": 12, "rope_parameters": _LLAMA3}),
@@ -40,6 +56,39 @@ FOLDERS: dict[str, tuple[str, dict[str, Any]]] = {
         "rope_parameters": _ROPE,
     }),
     "qwen3": ("Qwen3", {"head_dim": 12, "rope_parameters": _ROPE}),
+    "phi3": ("Phi3", {
+        "sliding_window": 5, "rope_parameters": _ROPE | {"partial_rotary_factor": 0.5},
+    }),
+    "gpt2": ("GPT2", _GPT2),
+    "mixtral": ("Mixtral", {
+        "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 7,
+        "rope_parameters": _ROPE,
+    }),
+    "qwen3-moe": ("Qwen3Moe", {
+        "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 20,
+        "mlp_only_layers": [0], "head_dim": 12, "norm_topk_prob": True, "rope_parameters": _ROPE,
+    }),
+    "qwen2-moe": ("Qwen2Moe", {
+        "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 20,
+        "shared_expert_intermediate_size": 28, "decoder_sparse_step": 2, "rope_parameters": _ROPE,
+    }),
+    "olmoe": ("Olmoe", {"num_experts": 4, "num_experts_per_tok": 2, "rope_parameters": _ROPE}),
+    "deepseek-v2": ("DeepseekV2", _LATENT | {
+        "n_routed_experts": 8, "num_experts_per_tok": 2, "topk_method": "group_limited_greedy",
+        "n_group": 4, "topk_group": 2, "routed_scaling_factor": 1.5, "rope_parameters": _SHARP,
+    }),
+    "deepseek-v2-lite": ("DeepseekV2", _LATENT | {
+        "n_routed_experts": 4, "num_experts_per_tok": 3, "q_lora_rank": None,
+        "rope_parameters": _ROPE,
+    }),
+    "deepseek-v3": ("DeepseekV3", _LATENT | {
+        "n_routed_experts": 8, "num_experts_per_tok": 4, "n_group": 4, "topk_group": 2,
+        "rope_parameters": _SHARP, "num_nextn_predict_layers": 0,
+    }),
+    "kimi-k2": ("DeepseekV3", _LATENT | {
+        "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1,
+        "rope_parameters": _ROPE, "num_nextn_predict_layers": 0,
+    }),
 }  # fmt: skip
 
 
@@ -50,7 +99,8 @@ def make_model(name: str, **options: Any) -> Any:
         getattr(transformers, f"{family}{suffix}") for suffix in _suffixes(family)
     )
     torch.manual_seed(0)
-    model = model_class(config_class(**(_sizes(family) | own | options)))
+    sizes = {k: v for k, v in _SIZES.items() if family != "GPT2" or k in _OF_ALL}
+    model = model_class(config_class(**(sizes | own | options)))
     generator = torch.Generator().manual_seed(7)
     with torch.no_grad():
         for key, tensor in model.state_dict().items():
@@ -64,14 +114,37 @@ def _suffixes(family: str) -> tuple[str, str]:
     return ("Config", "LMHeadModel" if family == "GPT2" else "ForCausalLM")
 
 
-def _sizes(family: str) -> dict[str, Any]:
-    return _SIZES
-
-
 def make_folder(name: str, parent: Path, **options: Any) -> Path:
     """Save a model in files of at most 40 KB."""
-    make_model(name, **options).save_pretrained(parent / name, max_shard_size="40KB")
-    return parent / name
+    path = parent / name
+    make_model(name, **options).save_pretrained(path, max_shard_size="40KB")
+    if name == "kimi-k2":  # its class is code in the folder, which is DeepSeek's
+        plain = json.loads((path / "config.json").read_text())
+        plain |= {"model_type": "kimi_k2", "auto_map": {"AutoConfig": "configuration_deepseek.C"}}
+        (path / "config.json").write_text(json.dumps(plain))
+    return path
+
+
+def make_predicting_folder(parent: Path) -> Path:
+    """Save DeepSeek V3 with one layer of multi-token prediction behind its two layers, as the Hub
+    has it.
+    """
+    path = make_folder("deepseek-v3", parent, num_hidden_layers=3).rename(parent / "predicting")
+    tensors: dict[str, torch.Tensor] = {}
+    for file in path.glob("model*"):
+        tensors |= load_file(file) if file.suffix == ".safetensors" else {}
+        file.unlink()
+    generator, layer, size = torch.Generator().manual_seed(3), "model.layers.2", 32
+    for name in ("enorm", "hnorm", "shared_head.norm"):
+        tensors[f"{layer}.{name}.weight"] = 1 + torch.randn(size, generator=generator) * 0.3
+    tensors[f"{layer}.eh_proj.weight"] = torch.randn(size, 2 * size, generator=generator) * 0.2
+    tensors[f"{layer}.embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
+    tensors[f"{layer}.shared_head.head.weight"] = tensors["lm_head.weight"].clone()
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    plain = json.loads((path / "config.json").read_text())
+    plain |= {"num_hidden_layers": 2, "num_nextn_predict_layers": 1}
+    (path / "config.json").write_text(json.dumps(plain))
+    return path
 
 
 def tokens(*shape: int) -> torch.Tensor:

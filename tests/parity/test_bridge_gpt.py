@@ -30,9 +30,14 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "pp2": (2, PIPELINE),
     "tp2 x pp2": (4, {"tensor_model_parallel_size": 2} | PIPELINE),
     "ep2": (2, {"expert_model_parallel_size": 2}),
+    "ep2 x pp2": (4, {"expert_model_parallel_size": 2} | PIPELINE | {"micro_batch_size": 2}),
     "cp2": (2, {"context_parallel_size": 2}),
 }
-FEW = [("llama", "tp2 x pp2"), ("qwen2", "pp2"), ("qwen3", "fsdp"), ("mistral", "cp2")]
+EXPERTS = ("mixtral", "qwen3-moe", "qwen2-moe", "olmoe", "deepseek", "kimi")
+FEW = [
+    ("llama", "tp2 x pp2"), ("qwen2", "pp2"), ("qwen3", "fsdp"), ("mistral", "cp2"),
+    ("gpt2", "tp2"), ("qwen2-moe", "ep2"), ("deepseek-v3", "ep2 x pp2"),
+]  # fmt: skip
 
 
 class Outcome(NamedTuple):
@@ -89,7 +94,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         pytest.param(name, layout, marks=[] if (name, layout) in FEW else pytest.mark.slow)
         for name in FOLDERS
         for layout in LAYOUTS
-        if layout != "ep2"
+        if not layout.startswith("ep2") or name.startswith(EXPERTS)
     ],
 )
 def test_a_folder_trains_as_on_one_device_and_is_given_back(

@@ -6,15 +6,24 @@ import importlib
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 
+from megatron_lightning.bridge.families.deepseek import DeepseekV2, DeepseekV3
+from megatron_lightning.bridge.families.gpt2 import GPT2
 from megatron_lightning.bridge.families.llama import Llama
 from megatron_lightning.bridge.families.mistral import Mistral
+from megatron_lightning.bridge.families.mixtral import Mixtral
+from megatron_lightning.bridge.families.phi import Phi3
 from megatron_lightning.bridge.families.qwen import Qwen2, Qwen3
+from megatron_lightning.bridge.families.qwen_moe import Olmoe, Qwen2Moe, Qwen3Moe
 from megatron_lightning.bridge.rules import Family, missing_fields
 from megatron_lightning.config import TransformerConfig
 from megatron_lightning.errors import ConfigError
 
+_ALL: tuple[type[Family], ...] = (
+    Llama, Mistral, Qwen2, Qwen3, Phi3, GPT2, Mixtral, Qwen3Moe, Qwen2Moe, Olmoe, DeepseekV2,
+    DeepseekV3,
+)  # fmt: skip
 FAMILIES: Mapping[str, type[Family]] = MappingProxyType(
-    {family.__name__.lower(): family for family in (Llama, Mistral, Qwen2, Qwen3)}
+    {family.__name__.lower(): family for family in _ALL}
 )
 """Name of a family -> the family."""
 

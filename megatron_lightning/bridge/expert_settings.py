@@ -1,0 +1,113 @@
+"""Configuration rows of models with experts: which layers have some, and how tokens are routed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_lightning.bridge.settings import Row, Settings, UnsupportedSettingError, Values
+
+
+@dataclass(frozen=True)
+class SparseSteps(Row):
+    """Experts in every n-th layer (``decoder_sparse_step``) that is not listed as dense."""
+
+    def read(self, theirs: Settings) -> Values:
+        """Return the field; a model without experts is refused."""
+        step, dense = theirs["decoder_sparse_step"], set(theirs.get("mlp_only_layers") or ())
+        layers = range(theirs["num_hidden_layers"])
+        kinds = tuple(int((i + 1) % step == 0 and i not in dense) for i in layers)
+        if 1 not in kinds:
+            raise UnsupportedSettingError({"decoder_sparse_step": step, "mlp_only_layers": dense})
+        return {"moe.layer_freq": kinds}
+
+    def write(self, ours: Values) -> Values:
+        """Return the keys."""
+        kinds = ours.get("moe.layer_freq", ())
+        dense = [index for index, kind in enumerate(kinds) if not kind]
+        return {"decoder_sparse_step": 1, "mlp_only_layers": dense}
+
+
+@dataclass(frozen=True)
+class FirstDense(Row):
+    """Experts in all layers but the first ones (``first_k_dense_replace``)."""
+
+    def read(self, theirs: Settings) -> Values:
+        """Return the field; a model without experts is refused."""
+        num_layers, num_dense = theirs["num_hidden_layers"], theirs["first_k_dense_replace"]
+        if num_dense >= num_layers:
+            raise UnsupportedSettingError({"first_k_dense_replace": num_dense})
+        return {"moe.layer_freq": (0,) * num_dense + (1,) * (num_layers - num_dense)}
+
+    def write(self, ours: Values) -> Values:
+        """Return the key."""
+        return {"first_k_dense_replace": (*ours.get("moe.layer_freq", ()), 1).index(1)}
+
+
+@dataclass(frozen=True)
+class SharedExperts(Row):
+    """Width of all shared experts together, a multiple of one expert's."""
+
+    def read(self, theirs: Settings) -> Values:
+        """Return the field."""
+        width = theirs["n_shared_experts"] * theirs["moe_intermediate_size"]
+        return {"moe.shared_expert_intermediate_size": width}
+
+    def write(self, ours: Values) -> Values:
+        """Return the key."""
+        shared = ours.get("moe.shared_expert_intermediate_size") or 0
+        return {"n_shared_experts": shared // ours.get("moe.ffn_hidden_size", 1)}
+
+
+@dataclass(frozen=True)
+class Groups(Row):
+    """Groups that a token's experts are chosen from.
+
+    A group is ranked by its best scores: ours sums as many as a token has experts in a group.
+    """
+
+    num_best: int
+    """Scores of a group that the family sums."""
+    switch: bool = False
+    """Whether ``topk_method`` says if there are groups."""
+
+    def read(self, theirs: Settings) -> Values:
+        """Return the fields; another number of best scores is refused."""
+        groups, chosen = theirs.get("n_group"), theirs.get("topk_group")
+        method = theirs.get("topk_method") if self.switch else "group_limited_greedy"
+        if method == "greedy" or (groups or 1) == 1:
+            return {}
+        topk = theirs["num_experts_per_tok"]
+        if method != "group_limited_greedy":
+            raise UnsupportedSettingError({"topk_method": method})
+        if topk // chosen != self.num_best:
+            raise UnsupportedSettingError({"topk_group": chosen, "num_experts_per_tok": topk})
+        return {"moe.router_num_groups": groups, "moe.router_group_topk": chosen}
+
+    def write(self, ours: Values) -> Values:
+        """Return the keys."""
+        groups = ours.get("moe.router_num_groups")
+        keys: Values = {
+            "n_group": groups or 1,
+            "topk_group": ours.get("moe.router_group_topk") or 1,
+        }
+        if self.switch:
+            keys["topk_method"] = "greedy" if groups is None else "group_limited_greedy"
+        return keys
+
+
+@dataclass(frozen=True)
+class NormalizedScores(Row):
+    """The scores of a token's experts are divided by their sum, if there are several."""
+
+    def read(self, theirs: Settings) -> Values:
+        """Return no field; other scores are refused."""
+        topk, normalized = theirs["num_experts_per_tok"], theirs["norm_topk_prob"]
+        if normalized != (topk > 1):
+            raise UnsupportedSettingError(
+                {"norm_topk_prob": normalized, "num_experts_per_tok": topk}
+            )
+        return {}
+
+    def write(self, ours: Values) -> Values:
+        """Return the key."""
+        return {"norm_topk_prob": ours.get("moe.router_topk", 2) > 1}

@@ -1,0 +1,20 @@
+"""Phi-3 and Phi-4: Llama with queries, keys and values in one matrix, and gate and up in one."""
+
+from megatron_lightning.bridge.families.llama import OURS, SETTINGS, THEIRS, WEIGHTS
+from megatron_lightning.bridge.moves import QueryKeyValue
+from megatron_lightning.bridge.rules import Family
+from megatron_lightning.bridge.settings import Dropouts, Rope, Window
+
+
+class Phi3(Family):
+    """``Phi3ForCausalLM``, Phi-4 as well."""
+
+    architecture = "Phi3ForCausalLM"
+    settings = (
+        *SETTINGS, Rope(partial=True, original="original_max_position_embeddings"), Window(),
+        Dropouts(("resid_pdrop", "embd_pdrop")),
+    )  # fmt: skip
+    weights = WEIGHTS | {
+        f"{OURS}.self_attention.linear_qkv.*": (QueryKeyValue(), f"{THEIRS}.self_attn.qkv_proj.*"),
+        f"{OURS}.mlp.linear_fc1.*": f"{THEIRS}.mlp.gate_up_proj.*",
+    }

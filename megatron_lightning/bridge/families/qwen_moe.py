@@ -1,0 +1,66 @@
+"""Qwen 2 and 3 with experts, and OLMoE."""
+
+from megatron_lightning.bridge.expert_settings import SparseSteps
+from megatron_lightning.bridge.families.llama import OURS, SETTINGS, THEIRS, WEIGHTS
+from megatron_lightning.bridge.families.qwen import HEAD_NORMS, WINDOW
+from megatron_lightning.bridge.moves import Experts, Stacked
+from megatron_lightning.bridge.rules import Family
+from megatron_lightning.bridge.settings import Choice, Constant, Rope, Same
+
+HEAD_DIM = Same("kv_channels", "head_dim")
+TOPK = (
+    Same("moe.router_topk", "num_experts_per_tok"),
+    Choice("moe.router_pre_softmax", "norm_topk_prob", {False: True, True: False}),
+)
+WIDTH = Same("moe.ffn_hidden_size", "moe_intermediate_size")
+EXPERTS = {
+    f"{OURS}.mlp.router.weight": f"{THEIRS}.mlp.gate.weight",
+    f"{OURS}.mlp.experts.linear_fc1.weight": (
+        Experts(), *(f"{THEIRS}.mlp.experts.#.{x}_proj.weight" for x in ("gate", "up"))
+    ),
+    f"{OURS}.mlp.experts.linear_fc2.weight": (
+        Experts(), f"{THEIRS}.mlp.experts.#.down_proj.weight"
+    ),
+}  # fmt: skip
+SHARED, THEIR_SHARED = f"{OURS}.mlp.shared_experts", f"{THEIRS}.mlp.shared_expert"
+
+
+class Qwen3Moe(Family):
+    """``Qwen3MoeForCausalLM``."""
+
+    architecture = "Qwen3MoeForCausalLM"
+    settings = (
+        *SETTINGS, Rope(), WINDOW, HEAD_DIM, Constant("qk_layernorm", True), *TOPK, WIDTH,
+        Same("moe.num_experts", "num_local_experts"), SparseSteps(),
+    )  # fmt: skip
+    weights = WEIGHTS | HEAD_NORMS | EXPERTS
+
+
+class Qwen2Moe(Family):
+    """``Qwen2MoeForCausalLM``."""
+
+    architecture = "Qwen2MoeForCausalLM"
+    settings = (
+        *SETTINGS, Rope(), WINDOW, Same("add_qkv_bias", "qkv_bias"), *TOPK, WIDTH,
+        Same("moe.num_experts", "num_experts"), SparseSteps(),
+        Same("moe.shared_expert_intermediate_size", "shared_expert_intermediate_size"),
+        Constant("moe.shared_expert_gate", True),
+    )  # fmt: skip
+    weights = WEIGHTS | EXPERTS | {
+        f"{SHARED}.gate.weight": f"{THEIRS}.mlp.shared_expert_gate.weight",
+        f"{SHARED}.linear_fc1.weight": (
+            Stacked(), f"{THEIR_SHARED}.gate_proj.weight", f"{THEIR_SHARED}.up_proj.weight"
+        ),
+        f"{SHARED}.linear_fc2.weight": f"{THEIR_SHARED}.down_proj.weight",
+    }  # fmt: skip
+
+
+class Olmoe(Family):
+    """``OlmoeForCausalLM``."""
+
+    architecture = "OlmoeForCausalLM"
+    settings = (
+        *SETTINGS, Rope(), Constant("qk_layernorm", True), Constant("qk_layernorm_per_head", False),
+        *TOPK, Same("moe.num_experts", "num_experts"),
+    )  # fmt: skip
+    weights = WEIGHTS | HEAD_NORMS | EXPERTS
