@@ -18,6 +18,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 from torch import Tensor
@@ -54,6 +55,11 @@ WORDS, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 _LISTED = 5
 
 
+def table(*parts: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the rows of several tables as one that is read-only; later rows win."""
+    return MappingProxyType({key: row for part in parts for key, row in part.items()})
+
+
 class Family:
     """A class of ``transformers`` models that :class:`GPTModel` computes as well."""
 
@@ -63,7 +69,7 @@ class Family:
     """Rows of the configuration."""
     weights: ClassVar[Mapping[str, Sources]]
     """Rows of the weights."""
-    copies: ClassVar[Mapping[str, str]] = {}
+    copies: ClassVar[Mapping[str, str]] = MappingProxyType({})
     """Tensor of the folder that repeats a parameter -> the parameter; ``*`` is a layer of
     multi-token prediction."""
 

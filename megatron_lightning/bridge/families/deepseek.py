@@ -4,7 +4,7 @@ from megatron_lightning.bridge import expert_settings as rows
 from megatron_lightning.bridge.families import latent
 from megatron_lightning.bridge.families.llama import OURS, THEIRS, WEIGHTS
 from megatron_lightning.bridge.families.qwen_moe import EXPERTS, WIDTH
-from megatron_lightning.bridge.rules import Family
+from megatron_lightning.bridge.rules import Family, table
 from megatron_lightning.bridge.settings import Constant, Same
 
 MOE = (
@@ -24,7 +24,7 @@ class DeepseekV2(Family):
         rows.Groups(1, switch=True),
         Constant("moe.router_pre_softmax", True),
     )
-    weights = WEIGHTS | latent.WEIGHTS | EXPERTS
+    weights = table(WEIGHTS, latent.WEIGHTS, EXPERTS)
 
 
 class DeepseekV3(Family):
@@ -38,7 +38,7 @@ class DeepseekV3(Family):
         Constant("moe.router_load_balancing_type", "none"),
         Same("mtp_num_layers", "num_nextn_predict_layers", none=0),
     )  # fmt: skip
-    weights = WEIGHTS | latent.WEIGHTS | EXPERTS | latent.MTP_WEIGHTS | {
+    weights = table(WEIGHTS, latent.WEIGHTS, EXPERTS, latent.MTP_WEIGHTS, {
         f"{OURS}.mlp.router.expert_bias": f"{THEIRS}.mlp.gate.e_score_correction_bias",
-    }  # fmt: skip
+    })  # fmt: skip
     copies = latent.MTP_COPIES

@@ -1,24 +1,24 @@
 """GPT-2: learned positions, LayerNorm, biases, and matrices stored as [inputs, outputs]."""
 
-from typing import Any
-
 from megatron_lightning.bridge.moves import Copied, QueryKeyValue
-from megatron_lightning.bridge.rules import Family
+from megatron_lightning.bridge.rules import Family, table
 from megatron_lightning.bridge.settings import Choice, Constant, Dropouts, Same
 
 OURS, THEIRS = "decoder.layers.*", "transformer.h.*"
-WEIGHTS: dict[str, Any] = {
-    "embedding.word_embeddings.weight": "transformer.wte.weight",
-    "embedding.position_embeddings.weight": "transformer.wpe.weight",
-    f"{OURS}.input_layernorm.*": f"{THEIRS}.ln_1.*",
-    f"{OURS}.self_attention.linear_qkv.*": (QueryKeyValue(True), f"{THEIRS}.attn.c_attn.*"),
-    f"{OURS}.self_attention.linear_proj.*": (Copied(True), f"{THEIRS}.attn.c_proj.*"),
-    f"{OURS}.pre_mlp_layernorm.*": f"{THEIRS}.ln_2.*",
-    f"{OURS}.mlp.linear_fc1.*": (Copied(True), f"{THEIRS}.mlp.c_fc.*"),
-    f"{OURS}.mlp.linear_fc2.*": (Copied(True), f"{THEIRS}.mlp.c_proj.*"),
-    "decoder.final_layernorm.*": "transformer.ln_f.*",
-    "output_layer.weight": "lm_head.weight",
-}
+WEIGHTS = table(
+    {
+        "embedding.word_embeddings.weight": "transformer.wte.weight",
+        "embedding.position_embeddings.weight": "transformer.wpe.weight",
+        f"{OURS}.input_layernorm.*": f"{THEIRS}.ln_1.*",
+        f"{OURS}.self_attention.linear_qkv.*": (QueryKeyValue(True), f"{THEIRS}.attn.c_attn.*"),
+        f"{OURS}.self_attention.linear_proj.*": (Copied(True), f"{THEIRS}.attn.c_proj.*"),
+        f"{OURS}.pre_mlp_layernorm.*": f"{THEIRS}.ln_2.*",
+        f"{OURS}.mlp.linear_fc1.*": (Copied(True), f"{THEIRS}.mlp.c_fc.*"),
+        f"{OURS}.mlp.linear_fc2.*": (Copied(True), f"{THEIRS}.mlp.c_proj.*"),
+        "decoder.final_layernorm.*": "transformer.ln_f.*",
+        "output_layer.weight": "lm_head.weight",
+    }
+)
 
 
 class GPT2(Family):

@@ -1,11 +1,9 @@
 """Llama 2 to 3.2, whose tables most families extend."""
 
-from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Any
 
 from megatron_lightning.bridge.moves import QueryKeyValue, Stacked
-from megatron_lightning.bridge.rules import Family
+from megatron_lightning.bridge.rules import Family, table
 from megatron_lightning.bridge.settings import Biases, Choice, Rope, Same
 
 OURS, THEIRS = "decoder.layers.*", "model.layers.*"
@@ -23,7 +21,7 @@ SETTINGS: tuple[Any, ...] = (
     Same("init_method_std", "initializer_range"),
     Choice("activation", "hidden_act", {"swiglu": "silu"}),
 )
-WEIGHTS: Mapping[str, Any] = MappingProxyType({
+WEIGHTS = table({
     "embedding.word_embeddings.weight": "model.embed_tokens.weight",
     f"{OURS}.input_layernorm.weight": f"{THEIRS}.input_layernorm.weight",
     f"{OURS}.self_attention.linear_qkv.*": (

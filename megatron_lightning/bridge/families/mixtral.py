@@ -2,7 +2,7 @@
 
 from megatron_lightning.bridge.families.llama import OURS, SETTINGS, THEIRS, WEIGHTS
 from megatron_lightning.bridge.moves import Experts
-from megatron_lightning.bridge.rules import Family
+from megatron_lightning.bridge.rules import Family, table
 from megatron_lightning.bridge.settings import Constant, Rope, Same, Window
 
 MOE = f"{THEIRS}.block_sparse_moe"
@@ -18,10 +18,10 @@ class Mixtral(Family):
         Same("moe.router_topk", "num_experts_per_tok"),
         Constant("moe.router_pre_softmax", False),
     )  # fmt: skip
-    weights = WEIGHTS | {
+    weights = table(WEIGHTS, {
         f"{OURS}.mlp.router.weight": f"{MOE}.gate.weight",
         f"{OURS}.mlp.experts.linear_fc1.weight": (
             Experts(), f"{MOE}.experts.#.w1.weight", f"{MOE}.experts.#.w3.weight"
         ),
         f"{OURS}.mlp.experts.linear_fc2.weight": (Experts(), f"{MOE}.experts.#.w2.weight"),
-    }  # fmt: skip
+    })  # fmt: skip

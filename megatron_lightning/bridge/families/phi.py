@@ -2,7 +2,7 @@
 
 from megatron_lightning.bridge.families.llama import OURS, SETTINGS, THEIRS, WEIGHTS
 from megatron_lightning.bridge.moves import QueryKeyValue
-from megatron_lightning.bridge.rules import Family
+from megatron_lightning.bridge.rules import Family, table
 from megatron_lightning.bridge.settings import Dropouts, Rope, Window
 
 
@@ -14,7 +14,13 @@ class Phi3(Family):
         *SETTINGS, Rope(partial=True, original="original_max_position_embeddings"), Window(),
         Dropouts(("resid_pdrop", "embd_pdrop")),
     )  # fmt: skip
-    weights = WEIGHTS | {
-        f"{OURS}.self_attention.linear_qkv.*": (QueryKeyValue(), f"{THEIRS}.self_attn.qkv_proj.*"),
-        f"{OURS}.mlp.linear_fc1.*": f"{THEIRS}.mlp.gate_up_proj.*",
-    }
+    weights = table(
+        WEIGHTS,
+        {
+            f"{OURS}.self_attention.linear_qkv.*": (
+                QueryKeyValue(),
+                f"{THEIRS}.self_attn.qkv_proj.*",
+            ),
+            f"{OURS}.mlp.linear_fc1.*": f"{THEIRS}.mlp.gate_up_proj.*",
+        },
+    )

@@ -1,13 +1,10 @@
 """Qwen 2, 2.5 and 3: biases of queries, keys and values, or norms of their heads."""
 
-from collections.abc import Mapping
-from types import MappingProxyType
-
 from megatron_lightning.bridge.families.llama import OURS, SETTINGS, THEIRS, WEIGHTS
-from megatron_lightning.bridge.rules import Family
+from megatron_lightning.bridge.rules import Family, table
 from megatron_lightning.bridge.settings import Constant, Rope, Same, Window
 
-HEAD_NORMS: Mapping[str, str] = MappingProxyType(
+HEAD_NORMS = table(
     {
         f"{OURS}.self_attention.{x}_layernorm.weight": f"{THEIRS}.self_attn.{x}_norm.weight"
         for x in "qk"
@@ -31,4 +28,4 @@ class Qwen3(Family):
     settings = (
         *SETTINGS, Rope(), WINDOW, Same("kv_channels", "head_dim"), Constant("qk_layernorm", True)
     )  # fmt: skip
-    weights = MappingProxyType({**WEIGHTS, **HEAD_NORMS})
+    weights = table(WEIGHTS, HEAD_NORMS)

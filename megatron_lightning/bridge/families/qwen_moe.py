@@ -4,7 +4,7 @@ from megatron_lightning.bridge.expert_settings import SparseSteps
 from megatron_lightning.bridge.families.llama import OURS, SETTINGS, THEIRS, WEIGHTS
 from megatron_lightning.bridge.families.qwen import HEAD_NORMS, WINDOW
 from megatron_lightning.bridge.moves import Experts, Stacked
-from megatron_lightning.bridge.rules import Family
+from megatron_lightning.bridge.rules import Family, table
 from megatron_lightning.bridge.settings import Choice, Constant, Rope, Same
 
 HEAD_DIM = Same("kv_channels", "head_dim")
@@ -13,7 +13,7 @@ TOPK = (
     Choice("moe.router_pre_softmax", "norm_topk_prob", {False: True, True: False}),
 )
 WIDTH = Same("moe.ffn_hidden_size", "moe_intermediate_size")
-EXPERTS = {
+EXPERTS = table({
     f"{OURS}.mlp.router.weight": f"{THEIRS}.mlp.gate.weight",
     f"{OURS}.mlp.experts.linear_fc1.weight": (
         Experts(), *(f"{THEIRS}.mlp.experts.#.{x}_proj.weight" for x in ("gate", "up"))
@@ -21,7 +21,7 @@ EXPERTS = {
     f"{OURS}.mlp.experts.linear_fc2.weight": (
         Experts(), f"{THEIRS}.mlp.experts.#.down_proj.weight"
     ),
-}  # fmt: skip
+})  # fmt: skip
 SHARED, THEIR_SHARED = f"{OURS}.mlp.shared_experts", f"{THEIRS}.mlp.shared_expert"
 
 
@@ -33,7 +33,7 @@ class Qwen3Moe(Family):
         *SETTINGS, Rope(), WINDOW, HEAD_DIM, Constant("qk_layernorm", True), *TOPK, WIDTH,
         Same("moe.num_experts", "num_local_experts"), SparseSteps(),
     )  # fmt: skip
-    weights = WEIGHTS | HEAD_NORMS | EXPERTS
+    weights = table(WEIGHTS, HEAD_NORMS, EXPERTS)
 
 
 class Qwen2Moe(Family):
@@ -46,13 +46,13 @@ class Qwen2Moe(Family):
         Same("moe.shared_expert_intermediate_size", "shared_expert_intermediate_size"),
         Constant("moe.shared_expert_gate", True),
     )  # fmt: skip
-    weights = WEIGHTS | EXPERTS | {
+    weights = table(WEIGHTS, EXPERTS, {
         f"{SHARED}.gate.weight": f"{THEIRS}.mlp.shared_expert_gate.weight",
         f"{SHARED}.linear_fc1.weight": (
             Stacked(), f"{THEIR_SHARED}.gate_proj.weight", f"{THEIR_SHARED}.up_proj.weight"
         ),
         f"{SHARED}.linear_fc2.weight": f"{THEIR_SHARED}.down_proj.weight",
-    }  # fmt: skip
+    })  # fmt: skip
 
 
 class Olmoe(Family):
@@ -63,4 +63,4 @@ class Olmoe(Family):
         *SETTINGS, Rope(), Constant("qk_layernorm", True), Constant("qk_layernorm_per_head", False),
         *TOPK, Same("moe.num_experts", "num_experts"),
     )  # fmt: skip
-    weights = WEIGHTS | HEAD_NORMS | EXPERTS
+    weights = table(WEIGHTS, HEAD_NORMS, EXPERTS)
