@@ -1,0 +1,96 @@
+"""Backward passes, hooks and gradients of parameters."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, _engine_run_backward
+from torch.distributed.tensor import DTensor
+
+
+def step_pre_hooks(optimizer: torch.optim.Optimizer) -> list[Callable[..., Any]]:
+    """Return the hooks before a step of ``optimizer``, in their order; torch has no public list."""
+    return list(optimizer._optimizer_step_pre_hooks.values())
+
+
+def set_grad_dtype(parameter: torch.nn.Parameter, dtype: torch.dtype | None) -> None:
+    """Set the dtype to which autograd casts the parameter's gradients before it adds them; None: no
+    cast.
+    """
+    parameter.grad_dtype = dtype
+
+
+def set_gather_hooks(
+    shard: DTensor, pre_all_gather: Callable[..., Any], post_all_gather: Callable[..., Any]
+) -> None:
+    """Make FSDP2 gather what ``pre_all_gather`` returns in place of ``shard``.
+
+    It looks for the hooks on the local tensor, and again before its first gather ("allow monkey
+    patch after init", torch 2.11 to 2.13), which a method of DTensor returns a view of only.
+    """
+    local: Any = shard._local_tensor
+    local.fsdp_pre_all_gather = pre_all_gather
+    local.fsdp_post_all_gather = post_all_gather
+
+
+def run_backward(roots: Sequence[Tensor | GradientEdge], gradients: Sequence[Tensor]) -> None:
+    """Back-propagate one gradient from each root: ``torch.autograd.backward`` without its slow
+    checks in Python.
+    """
+    _engine_run_backward(
+        tuple(roots),
+        tuple(gradients),
+        False,
+        False,
+        (),
+        allow_unreachable=True,
+        accumulate_grad=True,
+    )
+
+
+def saved_tensors_hooks_in_force() -> (
+    tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None
+):
+    """Return the current (pack, unpack) hooks of saved tensors, which hooks set inside them
+    replace.
+    """
+    hooks: tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None = (
+        torch._C._autograd._top_saved_tensors_default_hooks(False)
+    )
+    return hooks
+
+
+def is_in_backward() -> bool:
+    """Return whether autograd's engine runs on this thread, as in a recomputed forward."""
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
+def at_end_of_backward(callback: Callable[[], None]) -> None:
+    """Call ``callback`` at the end of the current backward pass."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+class GradientHooks:
+    """Hooks of a parameter that other tensors replace; the parameter itself is not kept."""
+
+    def __init__(self, parameter: Tensor) -> None:
+        self._hooks: Any = parameter._backward_hooks
+        self._accumulated: Any = getattr(parameter, "_post_accumulate_grad_hooks", None)
+
+    def __bool__(self) -> bool:
+        return bool(self._hooks or self._accumulated)
+
+    def move(self, leaf: Tensor, *others: Tensor) -> None:
+        """Share the parameter's hooks with ``leaf``, and those that are registered on any of the
+        tensors later.
+        """
+        hooks = OrderedDict() if self._hooks is None and others else self._hooks
+        if hooks is not None:
+            for tensor in (leaf, *others):
+                tensor._backward_hooks = hooks
+        if self._accumulated:
+            leaf._post_accumulate_grad_hooks = self._accumulated

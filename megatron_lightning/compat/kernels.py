@@ -1,0 +1,179 @@
+"""Kernels and compilation: products of 8 bits, attention, ``torch.compile``, fused optimizers."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
+
+_MAX_GRAPHS = 64
+"""Of blocks that share code: kinds of layers x training, validation and inference x static and
+dynamic shapes x recomputed or not. torch stops at 8, and runs the rest uncompiled."""
+
+
+def takes_grouped_mm(x: Tensor) -> bool:
+    """Return whether ``F.grouped_mm`` takes ``x`` [..., m, n] as an operand: by device, dtype and
+    alignment (torch 2.11 to 2.13).
+
+    On GPUs that is bf16, for which it has a kernel. For other dtypes it loops there, too.
+    """
+    if x.device.type == "cuda":
+        known = x.dtype is torch.bfloat16 and torch.cuda.get_device_capability(x.device) >= (8, 0)
+    else:
+        known = x.device.type == "cpu" and x.dtype in {torch.float32, torch.bfloat16, torch.float16}
+    row, column = x.stride()[-2:]
+    pitch_bytes = (row if column == 1 else column if row == 1 else 1) * x.element_size()
+    return known and pitch_bytes % 16 == 0 and x.data_ptr() % 16 == 0
+
+
+def scaled_mm(
+    a: Tensor,
+    b: Tensor,
+    scale_a: Tensor,
+    scale_b: Tensor,
+    *,
+    dtype: torch.dtype,
+    bias: Tensor | None = None,
+    fast: bool = False,
+) -> Tensor:
+    """Multiply FP8 codes a [m, k] by b [k, n], column-major, with fp32 scales of tensors ([], [])
+    or of rows ([m, 1], [1, n]).
+
+    The private name is the one that every torch of 2.11 to 2.13 has on CPUs and GPUs, and that its
+    compiler knows; ``F.scaled_mm`` follows device by device.
+    """
+    y: Tensor = torch._scaled_mm(
+        a, b, scale_a, scale_b, bias=bias, out_dtype=dtype, use_fast_accum=fast
+    )
+    return y
+
+
+def scaled_mm_of_blocks(
+    a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, *, dtype: torch.dtype, square: bool
+) -> Tensor:
+    """Multiply FP8 codes a [m, k] by b [k, n], column-major, with fp32 scales of 128 codes along k,
+    or, of b, of 128 x 128 (``square``).
+
+    Args:
+        a: Left codes; k is a multiple of 128.
+        b: Right codes; n is a multiple of 128 with square blocks.
+        scale_a: [m, k / 128], column-major.
+        scale_b: [n, k / 128], column-major; of square blocks [k / 128, n / 128], column-major, its
+            first dim padded to a multiple of 4.
+        dtype: Dtype of the result.
+        square: Whether a scale of b covers 128 x 128 codes.
+    """
+    kinds = F.ScalingType
+    of_b = kinds.BlockWise128x128 if square else kinds.BlockWise1x128
+    y: Tensor = F.scaled_mm(a, b, scale_a, kinds.BlockWise1x128, scale_b, of_b, output_dtype=dtype)
+    return y
+
+
+def takes_scaled_grouped_mm(a: Tensor, b: Tensor) -> bool:
+    """Return whether :func:`scaled_grouped_mm` has a kernel for these codes: e4m3, on Hopper (torch
+    2.11 to 2.13).
+    """
+    known = a.dtype is torch.float8_e4m3fn and b.dtype is torch.float8_e4m3fn
+    return known and a.device.type == "cuda" and torch.cuda.get_device_capability(a.device)[0] == 9
+
+
+def scaled_grouped_mm(
+    a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, ends: Tensor, *, fast: bool = False
+) -> Tensor:
+    """Multiply e4m3 codes of every expert, with fp32 scales of rows; the result is bf16.
+
+    Args:
+        a: [t, k], or [m, t].
+        b: [E, k, n] or [t, n], column-major.
+        scale_a: [t], or [E m] for the rows of one expert after the other's.
+        scale_b: [E, n], or [E n].
+        ends: Where the tokens of every expert end [E], int32; multiples of 16 where tokens are
+            contracted.
+        fast: Whether Hopper may add up with fewer bits.
+    """
+    y: Tensor = torch._scaled_grouped_mm(
+        a, b, scale_a, scale_b, offs=ends, out_dtype=torch.bfloat16, use_fast_accum=fast
+    )
+    return y
+
+
+def attention_choice(q: Tensor, k: Tensor, v: Tensor, *, dropout_p: float, is_causal: bool) -> int:
+    """Return the number, in ``torch.nn.attention.SDPBackend``, of the kernels that
+    ``F.scaled_dot_product_attention`` would run now.
+
+    torch 2.11 to 2.13 have no public name for its choice.
+
+    Raises:
+        RuntimeError: If it would run none; torch warns of the reasons.
+    """
+    grouped = q.shape[1] != k.shape[1]
+    return int(
+        torch._fused_sdp_choice(
+            q, k, v, dropout_p=dropout_p, is_causal=is_causal, enable_gqa=grouped
+        )
+    )
+
+
+def compiled(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+    """Return ``torch.compile(function, **options)`` with a higher limit of graphs.
+
+    torch 2.13 has the limit as an option; before, it is read when a call compiles.
+    """
+    if "recompile_limit" in inspect.signature(torch.compile).parameters:
+        options["recompile_limit"] = _MAX_GRAPHS
+    run: Callable[..., Any] = torch.compile(function, **options)
+    if "recompile_limit" in options:
+        return run
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with torch._dynamo.config.patch(recompile_limit=_MAX_GRAPHS):
+            return run(*args, **kwargs)
+
+    return call
+
+
+def cpp_compilers() -> list[str]:
+    """Return the names of the C++ compilers that inductor looks for."""
+    from torch._inductor import config
+
+    return [name for name in config.cpp.cxx if name]
+
+
+def fused_adamw(groups: Sequence[dict[str, Any]], **options: Any) -> torch.optim.AdamW:
+    """Return an AdamW that steps all parameters by one kernel, where torch has it for their device.
+
+    torch marks its fused optimizers as able to divide gradients by a loss scale in their step.
+    Lightning then leaves that to them and refuses to clip gradients; without the mark gradients are
+    unscaled, and clipped, before the step.
+    """
+    known = {"meta", *torch.utils._foreach_utils._get_fused_kernels_supported_devices()}
+    devices = {parameter.device.type for group in groups for parameter in group["params"]}
+    optimizer = torch.optim.AdamW(groups, fused=True if devices <= known else None, **options)
+    optimizer._step_supports_amp_scaling = False
+    return optimizer
+
+
+def never_drop(operator: torch._ops.OpOverload) -> None:
+    """Mark ``operator`` as effectful: compilers keep every call of it, in order, though its result
+    is unused.
+    """
+    _register_effectful_op(operator, _EffectType.ORDERED)
+
+
+def avoid_fused_inference(model: nn.Module) -> None:
+    """Make torch's encoder layers call their submodules in inference too, instead of one fused
+    kernel.
+
+    The kernel would use the weights of linear layers that hold shards without the collectives of
+    their calls.
+    """
+    for module in model.modules():
+        if isinstance(module, nn.TransformerEncoderLayer):
+            module.activation_relu_or_gelu = 0
+        elif isinstance(module, nn.TransformerEncoder):
+            module.use_nested_tensor = False

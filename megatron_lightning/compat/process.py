@@ -1,0 +1,50 @@
+"""Memory of the C library, and messages that no user can act on."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
+
+
+def silence_treespec_warning() -> None:
+    """Hide a warning of torch 2.13 about Lightning's loops, which every rank prints and no user can
+    act on.
+    """
+    warnings.filterwarnings(
+        "ignore", r"`isinstance\(treespec, LeafSpec\)` is deprecated", FutureWarning
+    )
+
+
+def keep_freed_memory() -> None:
+    """Make glibc keep the memory that a step frees, up to 2 GiB at the heap's end, for the next
+    step.
+
+    Otherwise it may return the memory to the kernel, which maps every page again.
+    ``MALLOC_TRIM_THRESHOLD_`` in the environment takes precedence; other C libraries are not
+    changed.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
+    if mallopt is not None and "MALLOC_TRIM_THRESHOLD_" not in os.environ:
+        mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
+        # The limit of glibc's own, which stops growing once either is set.
+        mallopt(_M_MMAP_THRESHOLD, 2**25)
+
+
+@contextmanager
+def unlogged_fake_tensors() -> Iterator[None]:
+    """Around a run on fake tensors whose errors are handled: torch prints each with its traceback
+    before it raises.
+    """
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before
