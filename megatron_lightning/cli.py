@@ -1,5 +1,5 @@
 """The command line: ``megatron-lightning
-fit|validate|test|predict|preprocess|generate|checkpoint|convert|schedule|plan``.
+fit|validate|test|predict|preprocess|generate|checkpoint|adapters|convert|schedule|plan``.
 
 Signatures and their docstrings define the options; jsonargparse parses them. The Trainer's commands
 are LightningCLI's. A wrong setting ends in one line on stderr, which names the nearest valid
@@ -45,6 +45,7 @@ _USAGE = """usage: megatron-lightning COMMAND [options]
   preprocess  tokenize text into indexed files
   generate    continue prompts with a trained model
   checkpoint  inspect, verify, reshard, consolidate, average, prune or upcycle checkpoints
+  adapters    export, import or merge LoRA adapters
   convert     export checkpoints to Hugging Face folders; verify and compare folders
   schedule    show a pipeline schedule: table, bubble, memory; --output DIR: picture
   plan        show grid, stages, memory, FLOPs and bubble of a configuration file
@@ -152,6 +153,10 @@ def _run(command: str, options: list[str]) -> None:
         from megatron_lightning.models.upcycling import upcycle
 
         _use_tool(command, {**TOOLS, "upcycle": upcycle}, options)
+    elif command == "adapters":
+        from megatron_lightning.peft.commands import COMMANDS as TOOLS
+
+        _use_tool(command, TOOLS, options)
     elif command == "convert":
         from megatron_lightning.bridge.commands import COMMANDS as TOOLS
 

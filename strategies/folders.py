@@ -21,6 +21,10 @@ from megatron_lightning.checkpoint.commit import HUGGING_FACE, is_committed
 from megatron_lightning.checkpoint.format.storage import is_remote, local_path
 from megatron_lightning.errors import CheckpointError
 from megatron_lightning.parallel.context import AxisGroup, ParallelContext
+from megatron_lightning.parallel.spec import Box
+from megatron_lightning.peft.lora import applied_to
+from megatron_lightning.peft.merge import LayerDelta, deltas_in, merged_fills
+from megatron_lightning.peft.sources import read_tensors, record_of
 
 
 class LiveFolder:
@@ -50,7 +54,8 @@ class LiveFolder:
         plan = plan_of_model(chosen)
         self._context = context
         self._like = plan.folder
-        fills = fills_of_ranks(full_state(chosen), plan.parameters)
+        full = full_state(chosen)
+        fills = merged_fills(fills_of_ranks(full, plan.parameters), _deltas(chosen, full))
         self._tensors: dict[str, Lazy] = plan.tensors(fills, dtype)
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
@@ -67,6 +72,22 @@ class LiveFolder:
             group=self._context.axis("world"),
             reads_together=self._context.device,
         )
+
+
+def _deltas(model: nn.Module, full: FullState) -> dict[str, LayerDelta]:
+    """Return what adapters add to weights, read from all ranks together."""
+
+    def read(name: str) -> Tensor:
+        shape = full.shape(name) or ()
+        values = torch.empty(shape)
+        full.read(name, Box.full(shape), values)
+        return values
+
+    return deltas_in(model, read, lambda path: (full.shape(f"{path}.weight") or (0,))[0])
+
+
+def _rows(plan: Plan) -> Callable[[str], int]:
+    return lambda path: plan.parameters[f"{path}.weight"].shape[0]
 
 
 class FoldersOfCheckpoints:
@@ -112,7 +133,12 @@ class FoldersOfCheckpoints:
         if plan is None:
             return
         source = open_checkpoint(path)
-        tensors = plan.tensors(fills_of_checkpoint(source, plan.parameters, place))
+        fills = fills_of_checkpoint(source, plan.parameters, place)
+        model = self._module.get_submodule(place)
+        if applied_to(model):
+            trained = read_tensors(source, record_of(source, path, place))
+            fills = merged_fills(fills, deltas_in(model, trained.__getitem__, _rows(plan)))
+        tensors = plan.tensors(fills)
         target = local_path(path) / HUGGING_FACE
         write_folder(target, plan.folder, tensors, overwrite=True, group=group)
 

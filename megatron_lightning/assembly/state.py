@@ -8,7 +8,7 @@ as well.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -166,7 +166,12 @@ class ModuleState:
         return MemorySource(source, tensors, replaced=_MODULE)
 
     def load_module(
-        self, source: CheckpointSource, *, prefix: str = _MODULE, strict: bool = True
+        self,
+        source: CheckpointSource,
+        *,
+        prefix: str = _MODULE,
+        strict: bool = True,
+        left_out: Set[str] = frozenset(),
     ) -> dict[str, Tensor]:
         """Read this rank's part into the module's own tensors, and return those; all ranks call
         this.
@@ -175,6 +180,8 @@ class ModuleState:
             source: The checkpoint.
             prefix: Precedes the module's names in the checkpoint.
             strict: Whether missing and unexpected names are errors.
+            left_out: Names that the checkpoint does without on purpose; their tensors stay as they
+                are.
 
         Raises:
             CheckpointError: On every rank: for what is missing, unexpected, misshaped or damaged.
@@ -183,6 +190,7 @@ class ModuleState:
         shards = [
             self.shards(prefix + self._saved_as(name, prefix, stored), name, tensor)
             for name, tensor in local.items()
+            if name not in left_out
         ]
         # Equal to its owner: expected, and not read on ranks without it.
         for copy in self.part.tied:

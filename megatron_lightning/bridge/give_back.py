@@ -19,6 +19,7 @@ from megatron_lightning.bridge.values import fills_of_checkpoint, fills_of_model
 from megatron_lightning.checkpoint.kept_files import kept_entry
 from megatron_lightning.checkpoint.source import CheckpointSource, open_checkpoint
 from megatron_lightning.errors import CheckpointError, ConfigError
+from megatron_lightning.peft.record import read_records
 
 
 def tensors_of_checkpoint(
@@ -58,6 +59,12 @@ def tensors_of_checkpoint(
         bridge = AutoBridge.from_hf_pretrained(like, revision=revision, **options)
     plan = bridge.plan(gpt_config(source, None if found is None else found[1]))
     place = model if model is not None else None if found is None else found[0]
+    if read_records(state):
+        raise ConfigError(
+            f"{checkpoint} has adapters, which a folder of the model would lack. Write them as a "
+            "folder of their own, or added to the weights: megatron-lightning adapters "
+            "export|merge."
+        )
     return plan.folder, plan.tensors(fills_of_checkpoint(source, plan.parameters, place), dtype)
 
 

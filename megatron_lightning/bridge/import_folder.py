@@ -80,15 +80,24 @@ def import_folder(
         target,
         infos,
         fetch,
-        _state(bridge.origin, bridge.revision, tied) | {KEPT: {_MODEL: kept.entry}},
+        state_before_training(tied)
+        | {
+            KEPT: {_MODEL: kept.entry},
+            "hparams_name": "kwargs",
+            "hyper_parameters": {"path": bridge.origin, "revision": bridge.revision},
+        },
         {"imported_from": bridge.origin, "tied": tied, "global_step": 0, "epoch": 0},
         files=spread_evenly(infos, lambda info: slabs(info, PART_BYTES), num_files),
     )
     return len(infos)
 
 
-def _state(origin: str, revision: str | None, tied: dict[str, str]) -> dict[str, Any]:
-    """Return the state of a run that has not begun."""
+def state_before_training(tied: dict[str, str]) -> dict[str, Any]:
+    """Return the state of a run that has not begun.
+
+    Args:
+        tied: Name of a tied copy -> name of its owner.
+    """
     return {
         "epoch": 0,
         "global_step": 0,
@@ -97,8 +106,6 @@ def _state(origin: str, revision: str | None, tied: dict[str, str]) -> dict[str,
         "callbacks": {},
         "optimizer_states": [],
         "lr_schedulers": [],
-        "hparams_name": "kwargs",
-        "hyper_parameters": {"path": origin, "revision": revision},
         OWN: {
             "consumed_samples": 0,
             "skipped_steps": 0,

@@ -15,6 +15,7 @@ from megatron_lightning.checkpoint.format.manifest import TensorInfo
 from megatron_lightning.checkpoint.source import CheckpointSource
 from megatron_lightning.errors import CheckpointError, ConfigError
 from megatron_lightning.parallel.spec import Box, Shard
+from megatron_lightning.peft.merge import deltas_in, merged_fills
 
 
 def fills_of_checkpoint(
@@ -75,7 +76,7 @@ def _prefix(stored: Mapping[str, TensorInfo], names: Mapping[str, Lazy]) -> str:
 
 
 def fills_of_model(model: nn.Module, names: Mapping[str, Lazy]) -> dict[str, Fill]:
-    """Return fills of the parameters of a full model.
+    """Return fills of the parameters of a full model, with adapters added.
 
     Raises:
         ConfigError: If this rank holds a part of the model.
@@ -94,7 +95,8 @@ def fills_of_model(model: nn.Module, names: Mapping[str, Lazy]) -> dict[str, Fil
 
         return fill
 
-    return {name: fill_of(state[name]) for name in names}
+    fills = {name: fill_of(state[name]) for name in names}
+    return merged_fills(fills, deltas_in(model, lambda name: state[name].detach()))
 
 
 def fills_of_ranks(full: FullState, names: Mapping[str, Lazy]) -> dict[str, Fill]:

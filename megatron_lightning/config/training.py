@@ -79,7 +79,18 @@ class CheckpointOptions:
     ("end"). Needs a model that came from a folder. The folder is read from the checkpoint's files
     after they are committed, with ``async_save`` in the background."""
 
+    adapters_only: bool = False
+    """Save adapters (and ``modules_to_save``) with their optimizer states, and not the frozen
+    weights of the models that LoRA was applied to. The checkpoint says what it leaves out, and
+    which base it belongs to; any layout loads it beside the same base."""
+
     def __post_init__(self) -> None:
+        if self.adapters_only and self.also_save_hf is not None:
+            raise ConfigError(
+                f"adapters_only is set with also_save_hf={self.also_save_hf!r}, which writes the "
+                "weights that adapters-only checkpoints leave out. Leave one of them out; "
+                "megatron-lightning adapters merge writes the folder later."
+            )
         if self.also_save_hf is not None:
             check_choice("also_save_hf", self.also_save_hf, get_args(FolderSaves))
         check_choice("on_save_error", self.on_save_error, get_args(SaveErrorAction))

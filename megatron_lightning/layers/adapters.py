@@ -79,6 +79,8 @@ class Adapters(Attachment):
         self.enabled = True
         """False: the layer computes without its adapters."""
         self.num_groups = num_groups
+        self.initial: dict[str, Tensor] = {}
+        """Name of a parameter -> values that it begins with, in the place of drawn ones."""
         self._seed = path
         for name, part in parts.items():
             self.add_module(name, part)
@@ -95,8 +97,12 @@ class Adapters(Attachment):
 
     def init_weights(self, name: str, tensor: Tensor) -> None:
         """Fill the full parameter ``name``: A uniform in ±1/sqrt(in), as ``nn.Linear`` and ``peft``
-        draw it, by a generator that is seeded from the name; B zero.
+        draw it, by a generator that is seeded from the name; B zero. Loaded adapters have values of
+        their own.
         """
+        if name in self.initial:
+            tensor.copy_(self.initial[name])
+            return
         if "lora_A" not in name:
             tensor.zero_()
             return
@@ -135,6 +141,15 @@ def attach(layer: nn.Module, adapters: Adapters) -> None:
         )
     layer.add_module(_CHILD, adapters)
     layer.register_forward_hook(add_adapters, with_kwargs=True)
+
+
+def detach(layer: nn.Module) -> None:
+    """Remove the adapters of a layer."""
+    for key, hook in list(layer._forward_hooks.items()):
+        if hook is add_adapters:
+            del layer._forward_hooks[key]
+            layer._forward_hooks_with_kwargs.pop(key, None)
+    del layer._modules[_CHILD]
 
 
 def add_adapters(

@@ -12,6 +12,7 @@ from megatron_lightning.bridge.give_back import save_model
 from megatron_lightning.bridge.kept import read_kept, recall, write_kept
 from megatron_lightning.errors import CheckpointError
 from megatron_lightning.modules.language_model import LanguageModule
+from megatron_lightning.peft.record import is_adapters_only
 
 
 class FolderModule(LanguageModule):
@@ -50,16 +51,20 @@ class FolderModule(LanguageModule):
         """Checkpoint that this run loads and that keeps the folder; None: there is none."""
         path = self.loads_from
         try:
-            return path if path is not None and read_kept(path) is not None else None
+            found = None if path is None else read_kept(path)
+            # Adapters alone are loaded into the weights of the folder.
+            return path if found is not None and not is_adapters_only(found[0]) else None
         except CheckpointError:  # copies on local disks; of what is damaged, loading tells more
             return None
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Keep the folder but weights, so that export and resume need no folder."""
+        super().on_save_checkpoint(checkpoint)
         write_kept(self, checkpoint)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Take over the folder that the checkpoint keeps, if the model did not come from one."""
+        super().on_load_checkpoint(checkpoint)
         recall(self, checkpoint)
 
     def save_hf_pretrained(

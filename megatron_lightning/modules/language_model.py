@@ -18,6 +18,8 @@ from megatron_lightning.layers.report import log_reports
 from megatron_lightning.optim.param_groups import NO_DECAY, ParamGroup, make_param_groups
 from megatron_lightning.optim.schedules import DecayStyle, LRSchedule, ScheduledLR
 from megatron_lightning.peft import LoRA
+from megatron_lightning.peft.record import Record, read_records, write_record
+from megatron_lightning.peft.sources import digest_of_base
 from megatron_lightning.pipeline.batch.sequence_split import IGNORED_LABEL
 
 Batch = dict[str, Tensor]
@@ -109,6 +111,7 @@ class LanguageModule(LightningModule):
             "fused": fused,
             "peft": None if peft is None else asdict(peft),
         }
+        self._records: Sequence[Record] = ()
         self.peft = peft
         """Adapters; None: all weights are trained."""
         self.learning_rate = learning_rate
@@ -127,6 +130,29 @@ class LanguageModule(LightningModule):
     def _adapt(self, model: ModuleT) -> ModuleT:
         """Attach the adapters to a model that was just built, if there are any; return it."""
         return model if self.peft is None else self.peft.apply(model)
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Describe the adapters, for the tools that read checkpoints."""
+        write_record(self, checkpoint)
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Record which weights the checkpoint leaves to the base."""
+        self._records = read_records(checkpoint)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """Load a state dict; one of an adapters-only checkpoint leaves the base as it is.
+
+        Raises:
+            CheckpointError: If the adapters belong to another base.
+        """
+        left_out = {name for record in self._records for name in record.left_out}
+        missing = {n: t for n, t in self.state_dict().items() if n in left_out - state_dict.keys()}
+        for record in self._records if missing else ():
+            model = self.get_submodule(record.path)
+            prefix = f"{record.path}." if record.path else ""
+            names = {name.removeprefix(prefix) for name in record.left_out}
+            record.base.check(digest_of_base(model, names=names), type(model).__name__)
+        return super().load_state_dict({**missing, **state_dict}, *args, **kwargs)
 
     def num_items(self, batch: Batch) -> Tensor:
         """Return the sum of the tokens' weights: without a floating ``loss_mask``, the number of

@@ -1,6 +1,24 @@
 """Adapters: low-rank matrices that are trained in the place of a model's weights (LoRA)."""
 
-from megatron_lightning.layers.adapters import adapters_disabled
-from megatron_lightning.peft.lora import LoRA
+from typing import TYPE_CHECKING
 
-__all__ = ["LoRA", "adapters_disabled"]
+from megatron_lightning._lazy import lazy_attributes
+
+if TYPE_CHECKING:
+    from megatron_lightning.layers.adapters import adapters_disabled
+    from megatron_lightning.peft.lora import LoRA
+    from megatron_lightning.peft.merge import merge_adapters
+    from megatron_lightning.peft.sources import load_adapters, save_adapters
+
+__all__ = ["LoRA", "adapters_disabled", "load_adapters", "merge_adapters", "save_adapters"]
+
+__getattr__, __dir__ = lazy_attributes(
+    __name__,
+    {
+        "LoRA": "megatron_lightning.peft.lora",
+        "adapters_disabled": "megatron_lightning.layers.adapters",
+        "load_adapters": "megatron_lightning.peft.sources",
+        "merge_adapters": "megatron_lightning.peft.merge",
+        "save_adapters": "megatron_lightning.peft.sources",
+    },
+)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import nn
@@ -34,13 +34,35 @@ from megatron_lightning.peft.matching import (
     find_saved,
     find_targets,
     is_transposed,
+    short_names,
     value_of,
 )
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
-_RECORD = "_megatron_lora"
+APPLIED = "_megatron_lora"
+"""Attribute of a module that LoRA was applied to."""
 _PARTS: Mapping[int, tuple[str, ...]] = {2: ("gate", "up"), 3: ("q", "k", "v")}
 """Number of the matrices in a fused weight -> their names."""
+
+
+class FusedRows(NamedTuple):
+    """Rows of the matrices in a fused weight, which repeat ``num_periods`` times."""
+
+    rows: tuple[int, ...]
+    num_periods: int
+
+
+class AppliedLoRA(NamedTuple):
+    """What was done to a module, kept on it and in checkpoints."""
+
+    lora: LoRA
+    targets: tuple[str, ...]
+    """Names of the adapted layers: last segments of paths where all such layers are adapted, else
+    paths."""
+    fused: dict[str, FusedRows]
+    """Path of a layer with one adapter for several matrices -> their rows."""
+    saved: tuple[str, ...] = ()
+    """Names of the parameters of ``modules_to_save``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,8 +146,19 @@ class LoRA:
         for child in saved.values():
             child.requires_grad_(True)
         avoid_fused_inference(module)
-        module.__dict__[_RECORD] = self
         module.__dict__["expects_gradients"] = True  # adapters that are not read are an error
+        module.__dict__[APPLIED] = AppliedLoRA(
+            self,
+            short_names(module, targets),
+            {
+                path: rows
+                for path, layer in targets.items()
+                if (rows := _fused_rows(layer)) is not None and self._has_one(layer)
+            },
+            tuple(
+                f"{path}.{n}" for path, child in saved.items() for n, _ in child.named_parameters()
+            ),
+        )
         return module
 
     def scale_of(self, path: str) -> float:
@@ -140,18 +173,19 @@ class LoRA:
 
     def _adapters(self, path: str, layer: nn.Module) -> Adapters:
         """Return the adapters of the layer at ``path``."""
-        rows: tuple[int, ...] = tuple(getattr(layer, "fused_rows", ()))
-        weight: torch.Tensor = layer.weight  # type: ignore[assignment]
-        out = weight.shape[-1] if is_transposed(layer) else weight.shape[-2]
-        num_periods = out // sum(rows) if rows else 1
-        names = _PARTS.get(len(rows), ())
-        if self.fused == "one" or not names or isinstance(layer, GroupedLinear):
-            return Adapters({ALL_ROWS: self._adapter(path, layer, out)}, path)
+        fused = _fused_rows(layer)
+        if fused is None or self._has_one(layer):
+            return Adapters({ALL_ROWS: self._adapter(path, layer, _num_rows(layer))}, path)
         parts = {
-            name: self._adapter(path, layer, num_periods * size)
-            for name, size in zip(names, rows, strict=True)
+            name: self._adapter(path, layer, fused.num_periods * size)
+            for name, size in zip(_PARTS[len(fused.rows)], fused.rows, strict=True)
         }
-        return Adapters(parts, path, num_groups=num_periods if len(rows) == 3 else 0)
+        alternates = len(fused.rows) == 3
+        return Adapters(parts, path, num_groups=fused.num_periods if alternates else 0)
+
+    def _has_one(self, layer: nn.Module) -> bool:
+        """Return whether a layer has one adapter, whatever its weight consists of."""
+        return self.fused == "one" or isinstance(layer, GroupedLinear)
 
     def _adapter(self, path: str, layer: nn.Module, out: int) -> LowRankAdapter:
         """Return an adapter with ``out`` output features."""
@@ -160,6 +194,18 @@ class LoRA:
         inputs = weight.shape[0] if is_transposed(layer) else weight.shape[-1]
         factors = [_factor(layer, *sizes) for sizes in ((inputs, rank), (rank, out))]
         return LowRankAdapter(*factors, scale=self.scale_of(path), dropout=self.lora_dropout)
+
+
+def _num_rows(layer: nn.Module) -> int:
+    """Return the output features of a layer."""
+    weight: torch.Tensor = layer.weight  # type: ignore[assignment]
+    return weight.shape[-1] if is_transposed(layer) else weight.shape[-2]
+
+
+def _fused_rows(layer: nn.Module) -> FusedRows | None:
+    """Return the rows of the matrices in a layer's weight; None: it is one matrix."""
+    rows: tuple[int, ...] = tuple(getattr(layer, "fused_rows", ()))
+    return FusedRows(rows, _num_rows(layer) // sum(rows)) if len(rows) in _PARTS else None
 
 
 def _factor(layer: nn.Module, inputs: int, outputs: int) -> nn.Module:
@@ -178,7 +224,7 @@ def _factor(layer: nn.Module, inputs: int, outputs: int) -> nn.Module:
     return factor.to_empty(device=weight.device)
 
 
-def lora_of(module: nn.Module) -> dict[str, LoRA]:
-    """Return path -> LoRA of the modules that it was applied to."""
-    found: dict[str, Any] = {path: vars(m).get(_RECORD) for path, m in module.named_modules()}
-    return {path: lora for path, lora in found.items() if lora is not None}
+def applied_to(module: nn.Module) -> dict[str, AppliedLoRA]:
+    """Return path -> what was done of the modules that LoRA was applied to."""
+    found: dict[str, Any] = {path: vars(m).get(APPLIED) for path, m in module.named_modules()}
+    return {path: applied for path, applied in found.items() if applied is not None}

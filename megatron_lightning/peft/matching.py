@@ -8,7 +8,7 @@ segment and ``**`` any number of them. A text is a regular expression of the ful
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import TypeVar
 
 from torch import nn
@@ -83,6 +83,21 @@ def find_targets(
             f"and exclude_modules={excluded!r} leave out all of them. Change one of them."
         )
     return found
+
+
+def short_names(module: nn.Module, paths: Collection[str]) -> tuple[str, ...]:
+    """Return names that mean exactly the layers at ``paths``: the last segments of paths where all
+    layers of that name are meant, else paths.
+    """
+    named: dict[str, set[str]] = {}
+    for path, layer in without_attachments(module):
+        if is_linear(layer):
+            named.setdefault(path.rpartition(".")[2], set()).add(path)
+    names = []
+    for name, all_paths in named.items():
+        own = all_paths & set(paths)
+        names += [name] if own == all_paths else sorted(own)
+    return tuple(names)
 
 
 def find_saved(module: nn.Module, names: Sequence[str]) -> dict[str, nn.Module]:

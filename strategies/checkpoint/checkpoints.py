@@ -41,6 +41,8 @@ from megatron_lightning.optim.stepping.group_names import (
     merge_groups,
 )
 from megatron_lightning.parallel.context import AxisGroup
+from megatron_lightning.peft.record import left_out_of
+from megatron_lightning.strategies.checkpoint.adapters import AdapterCheckpoints
 from megatron_lightning.strategies.checkpoint.run_state import RunState
 from megatron_lightning.strategies.folders import FoldersOfCheckpoints
 from megatron_lightning.strategies.launch.ranks import Ranks
@@ -95,6 +97,7 @@ class Checkpoints:
         self.saver = saver
         """Writes the checkpoints."""
         self._folders = FoldersOfCheckpoints(module)
+        self._adapters = AdapterCheckpoints(adapters_only=options.checkpoint.adapters_only)
         self.state = RunState(ranks.context, progress, lambda: ranks.streams)
         """Samples consumed, data positions and random states, as checkpoints hold them."""
 
@@ -187,6 +190,7 @@ class Checkpoints:
             "epoch": rest.get("epoch"),
         }
         info["tied"] = dict(part.tied)
+        info |= self._adapters.describe(rest)
         config = getattr(self._module, "config", None)
         if is_dataclass(config) and not isinstance(config, type):
             info["config"] = asdict(config)
@@ -254,7 +258,7 @@ class Checkpoints:
         rest = self.state.write_to(checkpoint, self._module, part)
         optimizers = [_view_of(optimizer) for optimizer in rest.pop("optimizer_states", [])]
         state = self._module_state(part)
-        tensors = state.module_shards(rest)
+        tensors = self._adapters.write_to(rest, state.module_shards(rest), state)
         entries = StateEntries(state).take(rest, compare=compares)
         tensors += entries.shards
         for index, optimizer in enumerate(optimizers):
@@ -330,8 +334,10 @@ class Checkpoints:
             CheckpointError: On every rank: for what is missing, unexpected, misshaped or damaged.
         """
         given: Mapping[str, Any] = checkpoint["state_dict"]
-        source = self._module_state(part).edited(self._source, given)
-        local = self._module_state(part).load_module(source, strict=strict)
+        state = self._module_state(part)
+        source = state.edited(self._source, given)
+        local = state.load_module(source, strict=strict, left_out=left_out_of(checkpoint))
+        self._adapters.check_base(checkpoint, state)
         others = {
             name: value
             for name, value in given.items()

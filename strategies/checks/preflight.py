@@ -27,6 +27,7 @@ from megatron_lightning.rules import (
     check_exchanged_heads,
     check_trained_experts,
 )
+from megatron_lightning.strategies.checkpoint.adapters import check_adapters_only
 from megatron_lightning.strategies.checks.attention import check_named_backend
 from megatron_lightning.strategies.checks.callbacks import (
     check_callbacks,
@@ -179,6 +180,7 @@ def check_layers(
     replicas = options.layout.data_parallel_size(world_size)
     sharded = options.data_parallel == "fsdp"
     check_fused_losses(module, options.layout, sharded=sharded and replicas > 1)
+    check_adapters_only(module, adapters_only=options.checkpoint.adapters_only)
     checks.check_layers(
         module,
         options.recompute,

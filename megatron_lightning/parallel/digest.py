@@ -1,0 +1,71 @@
+"""A digest of tensors that does not depend on how they are divided, or on their precision.
+
+Every element adds a hash of its value in bf16 and of its place in the global tensor, modulo 2^64:
+ranks add what they hold, in any order. It tells weights apart that were confused, and is no
+protection against forgery.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from math import prod
+
+import torch
+from torch import Tensor
+
+from megatron_lightning.parallel.shards import TensorShards
+from megatron_lightning.parallel.spec import Shape, Shard, ShardSpec
+
+_CHUNK = 1 << 22
+"""Elements that are hashed at a time."""
+_MIX = 0x9E3779B97F4A7C15 - (1 << 64)  # 2^64 divided by the golden ratio, as a signed number
+
+
+def digest_of_shards(tensors: Iterable[TensorShards]) -> int:
+    """Return what the shards of this rank add to the digest; of replicas, one adds them."""
+    return sum(
+        _sum(tensor.name, tensor.global_shape, tensor.shards)
+        for tensor in tensors
+        if tensor.writes and tensor.replicas.rank <= 0
+    )
+
+
+def digest_of_tensors(tensors: Iterable[tuple[str, Tensor]]) -> int:
+    """Return the digest of full tensors by name."""
+    return sum(
+        _sum(name, tuple(tensor.shape), ShardSpec.replicated(tensor.shape).shards(tensor.detach()))
+        for name, tensor in tensors
+    )
+
+
+def as_text(total: int, kind: str) -> str:
+    """Return a digest as text; ``kind``: whose names it depends on."""
+    return f"{kind}:{total & (1 << 64) - 1:016x}"
+
+
+def _sum(name: str, shape: Shape, shards: Sequence[Shard]) -> int:
+    strides = [prod(shape[dim + 1 :]) for dim in range(len(shape))]
+    key = int.from_bytes(hashlib.sha256(f"{name}{shape}".encode()).digest()[:8], "little") | 1
+    total = 0
+    device = shards[0].data.device if shards else torch.device("cpu")
+    for shard in shards:
+        first = sum(o * s for o, s in zip(shard.offset, strides, strict=True))
+        rows = shard.data if shard.data.dim() else shard.data[None]
+        per_row = max(1, prod(rows.shape[1:]))
+        for start in range(0, len(rows), max(1, _CHUNK // per_row)):
+            part = rows[start : start + max(1, _CHUNK // per_row)]
+            places = torch.full((), first, dtype=torch.int64, device=device)
+            for dim, stride in enumerate(strides):
+                begin = start if dim == 0 else 0
+                steps = torch.arange(begin, begin + part.shape[dim], device=device) * stride
+                places = places.unsqueeze(-1) + steps
+            total += int(_hashes(part, places.view(part.shape)).sum())
+    return (total * key) & (1 << 64) - 1
+
+
+def _hashes(values: Tensor, places: Tensor) -> Tensor:
+    """Return a hash of each value at its place."""
+    bits = values.to(torch.bfloat16).view(torch.int16).to(torch.int64)
+    mixed = (bits * 65537 + places * 2 + 1) * _MIX
+    return (mixed ^ (mixed >> 29)) * _MIX

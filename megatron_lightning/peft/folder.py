@@ -1,0 +1,280 @@
+"""Folders of Hugging Face ``peft``: ``adapter_config.json`` and ``adapter_model.safetensors``.
+
+    base_model.model.<path in the model>.lora_A.weight    [r, in]
+    base_model.model.<path in the model>.lora_B.weight    [out, r]
+    base_model.model.<name of a parameter>                of modules_to_save
+
+A field of the configuration that we do not have is refused unless it has the value that changes
+nothing. The digest of the base is in the header of the tensors' file.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from megatron_lightning.checkpoint.format.files import beside, new_identifier
+from megatron_lightning.errors import CheckpointError, ConfigError, MissingCheckpointError
+from megatron_lightning.layers.adapters import ALL_ROWS
+from megatron_lightning.peft.lora import LoRA
+from megatron_lightning.peft.saved import Base, Factors, SavedAdapters, to_hugging_face
+
+CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
+_PREFIX = "base_model.model."
+_DIGEST = "megatron_lightning.base_digest"
+_READ = frozenset((
+    "r", "lora_alpha", "lora_dropout", "target_modules", "exclude_modules", "rank_pattern",
+    "alpha_pattern", "use_rslora", "modules_to_save", "base_model_name_or_path", "revision",
+))  # fmt: skip
+_ANY = frozenset((
+    "task_type", "auto_mapping", "peft_version", "inference_mode", "megatron_core",
+    "fan_in_fan_out", "init_lora_weights", "layers_to_transform", "layers_pattern",
+    "qalora_group_size", "ensure_weight_tying", "target_parameters_order",
+))  # fmt: skip
+"""Fields that say nothing about tensors that are there already."""
+_NEUTRAL: Mapping[str, tuple[Any, ...]] = MappingProxyType(
+    {
+        "peft_type": ("LORA",),
+        "bias": ("none",),
+        "runtime_config": ({}, {"ephemeral_gpu_offload": False}),
+    }
+)
+"""Field -> values that change nothing; of fields that are not named here, None, False and empty
+ones."""
+
+
+def is_folder(path: str | os.PathLike[str]) -> bool:
+    """Return whether ``path`` is a folder of ``peft``."""
+    return (Path(path) / CONFIG).is_file()
+
+
+def read_folder(path: str | os.PathLike[str]) -> SavedAdapters:
+    """Return the adapters in a folder, with the names of the model in ``transformers``.
+
+    Raises:
+        MissingCheckpointError: If there is none.
+        ConfigError: If the configuration asks for something else than LoRA.
+        CheckpointError: If a file is damaged, or holds other tensors.
+    """
+    folder = Path(path)
+    config = _config(folder)
+    tensors, metadata = _tensors(folder)
+    lora = lora_of_config(config, folder)
+    layers: dict[str, dict[str, Factors]] = {}
+    saved = {}
+    for name, tensor in tensors.items():
+        if not name.startswith(_PREFIX):
+            raise CheckpointError(
+                f"{folder / TENSORS} has a tensor {name}, which peft did not write."
+            )
+        own = name.removeprefix(_PREFIX)
+        if own.endswith(".lora_A.weight"):
+            layer = own.removesuffix(".lora_A.weight")
+            second = tensors.get(f"{_PREFIX}{layer}.lora_B.weight")
+            if second is None or second.shape[-1] != tensor.shape[0]:
+                raise CheckpointError(
+                    f"{folder / TENSORS}: lora_B of {layer} is missing or misshaped."
+                )
+            layers[layer] = {ALL_ROWS: Factors(tensor, second, lora.scale_of(layer))}
+        elif ".lora_" not in own:
+            saved[own.replace(".modules_to_save.", ".")] = tensor
+        elif not own.endswith(".lora_B.weight"):
+            raise ConfigError(
+                f"{folder / TENSORS} has {own}, and adapters of that kind are not supported (LoRA "
+                "of linear layers is)."
+            )
+    for layer, parts in layers.items():
+        if parts[ALL_ROWS].rank != lora.rank_of(layer):
+            raise CheckpointError(
+                f"{folder}: {layer} has rank {parts[ALL_ROWS].rank}, and {CONFIG} says "
+                f"{lora.rank_of(layer)}."
+            )
+    base = Base(
+        origin=config.get("base_model_name_or_path"),
+        revision=config.get("revision"),
+        digest=metadata.get(_DIGEST),
+    )
+    targets = tuple(sorted(layers))
+    return SavedAdapters(layers=layers, lora=lora, targets=targets, saved=saved, base=base)
+
+
+def lora_of_config(config: Mapping[str, Any], folder: Path) -> LoRA:
+    """Return the LoRA that a configuration of ``peft`` describes.
+
+    Raises:
+        ConfigError: Naming a field that changes what we would compute.
+    """
+    for key, value in config.items():
+        if key in _READ or key in _ANY:
+            continue
+        neutral = value in _NEUTRAL[key] if key in _NEUTRAL else not value
+        if not neutral:
+            raise ConfigError(
+                f"{folder / CONFIG} has {key}={value!r}, which is not supported: adapters are "
+                "LoRA (and rsLoRA) of linear layers. Train without that field, or merge it into "
+                "its base by peft (merge_and_unload)."
+            )
+    targets = config.get("target_modules") or "all-linear"
+    return LoRA(
+        r=config.get("r", 8),
+        lora_alpha=config.get("lora_alpha", 8),
+        lora_dropout=config.get("lora_dropout") or 0.0,
+        target_modules=targets,
+        exclude_modules=config.get("exclude_modules") or (),
+        rank_pattern=config.get("rank_pattern") or {},
+        alpha_pattern=config.get("alpha_pattern") or {},
+        use_rslora=bool(config.get("use_rslora")),
+        modules_to_save=config.get("modules_to_save") or (),
+    )
+
+
+def write_folder(
+    path: str | os.PathLike[str],
+    own: SavedAdapters,
+    *,
+    dtype: torch.dtype | None = None,
+    overwrite: bool = False,
+    files: Mapping[str, bytes] = MappingProxyType({}),
+) -> None:
+    """Write adapters as a folder of ``peft``; it appears in one rename.
+
+    Args:
+        path: The folder.
+        own: The adapters, of a model of ``transformers`` or a ``GPTModel``.
+        dtype: Dtype of the tensors; None: their own.
+        overwrite: Whether an existing folder is replaced.
+        files: Further files by name, such as those of the tokenizer.
+
+    Raises:
+        CheckpointError: If the folder exists.
+        ConfigError: If a layer has no name in models of ``transformers``.
+    """
+    target = Path(path)
+    if target.exists() and not overwrite:
+        raise CheckpointError(
+            f"{target} exists. Name another folder, or replace this one with --overwrite."
+        )
+    theirs = to_hugging_face(own)
+    theirs.check_dense("a folder of peft")
+    tensors = {}
+    for layer, parts in theirs.layers.items():
+        factors = parts[ALL_ROWS]
+        tensors[f"{_PREFIX}{layer}.lora_A.weight"] = factors.lora_A
+        tensors[f"{_PREFIX}{layer}.lora_B.weight"] = factors.lora_B
+    tensors |= {_PREFIX + name: tensor for name, tensor in theirs.saved.items()}
+    tensors = {
+        n: t.detach().to("cpu", dtype or t.dtype).contiguous().clone() for n, t in tensors.items()
+    }
+    metadata = {"format": "pt"}
+    if theirs.base.digest is not None:
+        metadata[_DIGEST] = own.base.digest or ""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    pending = beside(target, f".tmp-{new_identifier()}")
+    pending.mkdir()
+    try:
+        for name, content in files.items():
+            (pending / name).parent.mkdir(parents=True, exist_ok=True)
+            (pending / name).write_bytes(content)
+        save_file(tensors, pending / TENSORS, metadata)
+        config = json.dumps(config_of(theirs), indent=2, sort_keys=True)
+        (pending / CONFIG).write_text(config + "\n")
+        if target.exists():
+            shutil.rmtree(target)
+        os.rename(pending, target)
+    finally:
+        shutil.rmtree(pending, ignore_errors=True)
+
+
+def config_of(theirs: SavedAdapters) -> dict[str, Any]:
+    """Return the configuration of adapters with names of ``transformers``."""
+    lora = theirs.lora
+    ranks: dict[str, Any] = {}
+    alphas: dict[str, Any] = {}
+    for layer, parts in theirs.layers.items():
+        factors = parts[ALL_ROWS]
+        root = math.sqrt(factors.rank) if lora.use_rslora else factors.rank
+        ranks[layer], alphas[layer] = factors.rank, _number(factors.scale * root)
+    rank, alpha = lora.r, _number(lora.lora_alpha)
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "r": rank,
+        "lora_alpha": alpha,
+        "lora_dropout": lora.lora_dropout,
+        "target_modules": sorted(theirs.targets),
+        "rank_pattern": _exceptions(ranks, rank),
+        "alpha_pattern": _exceptions(alphas, alpha),
+        "use_rslora": lora.use_rslora,
+        "use_dora": False,
+        "bias": "none",
+        "modules_to_save": sorted({_module_of(name) for name in theirs.saved}) or None,
+        "base_model_name_or_path": theirs.base.origin,
+        "revision": theirs.base.revision,
+        "inference_mode": True,
+        "init_lora_weights": True,
+        "fan_in_fan_out": False,
+    }
+
+
+def _module_of(name: str) -> str:
+    """Return the name by which ``peft`` finds the module of a parameter."""
+    return name.rpartition(".")[0].rpartition(".")[2]
+
+
+def _exceptions(values: Mapping[str, Any], usual: Any) -> dict[str, Any]:
+    """Return path (or its last segment, where all agree) -> value, of those that are not usual."""
+    names: dict[str, set[Any]] = {}
+    for path, value in values.items():
+        names.setdefault(path.rpartition(".")[2], set()).add(value)
+    found = {name: next(iter(own)) for name, own in names.items() if len(own) == 1}
+    found |= {path: v for path, v in values.items() if len(names[path.rpartition(".")[2]]) > 1}
+    return {key: value for key, value in found.items() if value != usual}
+
+
+def _number(value: float) -> float | int:
+    """Return a whole number as an int, rounded where a division has left a last bit."""
+    near = round(value, 9)
+    return int(near) if near == int(near) else near
+
+
+def _config(folder: Path) -> dict[str, Any]:
+    file = folder / CONFIG
+    if not file.is_file():
+        raise MissingCheckpointError(f"{folder} has no {CONFIG}: it is no folder of peft.")
+    try:
+        plain = json.loads(file.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{file} is no JSON ({error}). Restore the folder.") from error
+    if not isinstance(plain, dict):
+        raise ConfigError(f"{file} is no JSON object. Restore the folder.")
+    return plain
+
+
+def _tensors(folder: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+    file = folder / TENSORS
+    if not file.is_file():
+        found = [
+            name for name in ("adapter_model.bin", "adapter_model.pt") if (folder / name).exists()
+        ]
+        pickled = f" ({found[0]} is a pickle, which may run code when it is read)" if found else ""
+        raise MissingCheckpointError(
+            f"{folder} has no {TENSORS}{pickled}. Save the adapters with safetensors: "
+            "model.save_pretrained(folder)."
+        )
+    try:
+        with safe_open(file, "pt") as opened:
+            metadata: dict[str, str] = opened.metadata() or {}
+            return {name: opened.get_tensor(name) for name in opened.keys()}, metadata  # noqa: SIM118
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{file} cannot be read ({error}). Restore the folder.") from error

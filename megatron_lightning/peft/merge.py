@@ -1,0 +1,184 @@
+"""Adapters added to their weights: W + scale B A, in fp32, rounded once, a box at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import cached_property, partial
+
+import torch
+from torch import Tensor, nn
+
+from megatron_lightning.bridge.lazy import Fill
+from megatron_lightning.errors import ConfigError
+from megatron_lightning.layers.adapters import Adapters, adapted_layers, detach
+from megatron_lightning.parallel.spec import Box
+from megatron_lightning.peft.lora import APPLIED, FusedRows
+from megatron_lightning.peft.matching import is_transposed
+from megatron_lightning.peft.saved import Factors, SavedAdapters, check_full
+
+
+class LayerDelta:
+    """What adapters add to the weight of one layer.
+
+    Args:
+        parts: Returns part -> adapter; called once, when a value is needed.
+        fused: Rows of the parts in the weight; None: one part.
+        transposed: Whether the weight is [in, out].
+    """
+
+    def __init__(
+        self,
+        parts: Callable[[], Mapping[str, Factors]],
+        fused: FusedRows | None = None,
+        *,
+        transposed: bool = False,
+    ) -> None:
+        self._parts = parts
+        self._fused = fused
+        self._transposed = transposed
+
+    @cached_property
+    def _factors(self) -> tuple[Tensor, ...]:
+        """Factors of the parts that have rows of their own: (scale B, A) one after the other."""
+        parts = self._parts()
+        return tuple(
+            tensor.float()
+            for factors in parts.values()
+            for tensor in (factors.lora_B.float() * factors.scale, factors.lora_A)
+        )
+
+    def of_box(self, box: Box) -> Tensor:
+        """Return the part of the delta in a box of the weight, in fp32."""
+        if self._transposed:
+            box = Box(box.offset[::-1], box.shape[::-1])
+        rows, columns = box.slices
+        delta = self._of_rows(rows, columns)
+        return delta.t() if self._transposed else delta
+
+    def _of_rows(self, rows: slice, columns: slice) -> Tensor:
+        pairs = list(zip(self._factors[::2], self._factors[1::2], strict=True))
+        if len(pairs) == 1:
+            second, first = pairs[0]
+            return second[rows] @ first[:, columns]
+        owner, place = _places(self._fused, [len(second) for second, _ in pairs])
+        delta = torch.empty(rows.stop - rows.start, columns.stop - columns.start)
+        for number, (second, first) in enumerate(pairs):
+            own = owner[rows] == number
+            delta[own] = second[place[rows][own]] @ first[:, columns]
+        return delta
+
+
+def _places(fused: FusedRows | None, sizes: list[int]) -> tuple[Tensor, Tensor]:
+    """Return for every row of a weight the number of its part, and the row in that part."""
+    num_periods = 1 if fused is None else fused.num_periods
+    rows = sizes if fused is None else list(fused.rows)
+    owner = torch.cat([torch.full((n,), i) for i, n in enumerate(rows)]).repeat(num_periods)
+    place = torch.empty_like(owner)
+    for number, size in enumerate(sizes):
+        place[owner == number] = torch.arange(size)
+    return owner, place
+
+
+def merged_fills(fills: Mapping[str, Fill], deltas: Mapping[str, LayerDelta]) -> dict[str, Fill]:
+    """Return fills that add adapters to what ``fills`` give.
+
+    Args:
+        fills: Name of a parameter -> function that fills boxes of the base's weights.
+        deltas: Name of a weight -> what is added to it.
+    """
+
+    def merged(fill: Fill, delta: LayerDelta) -> Fill:
+        def fill_merged(box: Box, out: Tensor) -> None:
+            values = torch.empty(box.shape, dtype=torch.float32, device=out.device)
+            fill(box, values)
+            out.copy_(values.add_(delta.of_box(box).to(out.device)))
+
+        return fill_merged
+
+    return {
+        name: merged(fill, deltas[name]) if name in deltas else fill for name, fill in fills.items()
+    }
+
+
+def deltas_of(saved: SavedAdapters, model: nn.Module) -> dict[str, LayerDelta]:
+    """Return name of a weight -> what adapters add to it.
+
+    Args:
+        saved: The adapters.
+        model: The model that they belong to, on any device, without adapters or with them.
+    """
+    return {
+        f"{path}.weight": LayerDelta(
+            partial(dict, parts),
+            None if len(parts) == 1 else _rows_of(model.get_submodule(path)),
+            transposed=is_transposed(model.get_submodule(path)),
+        )
+        for path, parts in saved.layers.items()
+    }
+
+
+def deltas_in(
+    model: nn.Module, read: Callable[[str], Tensor], num_rows: Callable[[str], int] | None = None
+) -> dict[str, LayerDelta]:
+    """Return name of a weight -> what the adapters in ``model`` add to it.
+
+    Args:
+        model: The adapted model, or a rank's part of it.
+        read: Returns the full tensor of a parameter, by its name in the model.
+        num_rows: Returns the rows of a layer's full weight; None: the model is full.
+    """
+
+    def parts_of(path: str, adapters: Adapters) -> dict[str, Factors]:
+        return {
+            name: Factors(
+                read(f"{path}.adapters.{name}.lora_A.weight"),
+                read(f"{path}.adapters.{name}.lora_B.weight"),
+                part.scale,
+            )
+            for name, part in adapters.parts.items()
+        }
+
+    deltas = {}
+    for path, adapters in adapted_layers(model).items():
+        layer = model.get_submodule(path)
+        rows = None
+        if len(adapters.parts) > 1:
+            rows = _rows_of(layer, None if num_rows is None else num_rows(path))
+        deltas[f"{path}.weight"] = LayerDelta(
+            partial(parts_of, path, adapters), rows, transposed=is_transposed(layer)
+        )
+    return deltas
+
+
+def _rows_of(layer: nn.Module, num_rows: int | None = None) -> FusedRows:
+    """Return the rows of the matrices in the weight of a layer."""
+    rows: tuple[int, ...] = tuple(layer.fused_rows)  # type: ignore[arg-type]
+    count = len(layer.weight) if num_rows is None else num_rows  # type: ignore[arg-type]
+    return FusedRows(rows, count // sum(rows))
+
+
+@torch.no_grad()
+def merge_adapters(module: nn.Module) -> nn.Module:
+    """Add the adapters of a full module to its weights, in place, and remove them; return it.
+
+    Sums are in fp32 and rounded once to the weight's dtype. All weights stay frozen.
+
+    Raises:
+        ConfigError: If this rank holds a part of the model, or experts have adapters.
+    """
+    check_full(module)
+    parameters = dict(module.named_parameters())
+    for name, delta in deltas_in(module, parameters.__getitem__).items():
+        weight = parameters[name]
+        if weight.ndim != 2:
+            raise ConfigError(
+                f"{name} is the weight of stacked experts, whose adapters are not merged here. "
+                "Leave the experts out by exclude_modules."
+            )
+        box = Box.full(tuple(weight.shape))
+        weight.copy_(weight.float() + delta.of_box(box).to(weight.device))
+        detach(module.get_submodule(name.removesuffix(".weight")))
+    vars(module).pop(APPLIED, None)
+    for child in module.modules():
+        vars(child).pop(APPLIED, None)
+    return module

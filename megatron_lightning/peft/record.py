@@ -1,0 +1,133 @@
+"""Description of the adapters in a checkpoint, in its state under ``"peft"``.
+
+It maps the path of each adapted model in the LightningModule to a dict:
+
+    lora        fields of :class:`LoRA`
+    targets, fused, saved
+                those of :class:`AppliedLoRA`
+    names       "gpt" (of a ``GPTModel``), or "own"
+    base        origin, revision and digest of the weights that the adapters belong to
+    left_out    names of the tensors that an adapters-only checkpoint does without
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from megatron_lightning.bridge.kept import kept_folders
+from megatron_lightning.checkpoint.source import CheckpointSource
+from megatron_lightning.errors import CheckpointError
+from megatron_lightning.models.transformer import GPTModel
+from megatron_lightning.peft.lora import AppliedLoRA, FusedRows, LoRA, applied_to
+from megatron_lightning.peft.saved import Base
+
+PEFT = "peft"
+"""Entry of a checkpoint's state."""
+_MODULE = "state_dict."
+_CACHED = re.compile(r"models--([^/]+)/snapshots/([0-9a-f]+)/?$")
+
+
+class Record(NamedTuple):
+    """One model's entry."""
+
+    path: str
+    """Path of the adapted model in the LightningModule."""
+    applied: AppliedLoRA
+    is_gpt: bool
+    base: Base
+    left_out: tuple[str, ...]
+    """Names of tensors in the LightningModule that the checkpoint does without."""
+
+
+def base_of(model: nn.Module) -> Base:
+    """Return what is known of the weights that a model began with, without a digest."""
+    folder = kept_folders(model).get("")
+    if folder is None:
+        return Base()
+    cached = _CACHED.search(folder.origin)
+    if cached is None:
+        return Base(origin=folder.origin, revision=folder.revision)
+    # A path in the cache of the Hub means nothing elsewhere.
+    return Base(origin=cached[1].replace("--", "/"), revision=folder.revision or cached[2])
+
+
+def write_record(module: nn.Module, checkpoint: dict[str, Any]) -> None:
+    """Describe the adapters of a module in its checkpoint, unless that has been done."""
+    if PEFT in checkpoint:
+        return
+    entries = {
+        path: {
+            "lora": _plain(asdict(applied.lora)),
+            "targets": list(applied.targets),
+            "fused": {name: [list(f.rows), f.num_periods] for name, f in applied.fused.items()},
+            "saved": list(applied.saved),
+            "names": "gpt" if isinstance(module.get_submodule(path), GPTModel) else "own",
+            "base": asdict(base_of(module.get_submodule(path))),
+            "left_out": [],
+        }
+        for path, applied in applied_to(module).items()
+    }
+    if entries:
+        checkpoint[PEFT] = entries
+
+
+def read_records(state: Mapping[str, Any], where: str = "the checkpoint") -> list[Record]:
+    """Return the entries of a checkpoint's state.
+
+    Raises:
+        CheckpointError: If one is damaged.
+    """
+    try:
+        return [_record(path, entry) for path, entry in (state.get(PEFT) or {}).items()]
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"{where}: what it says of adapters is damaged ({error!r})."
+        ) from error
+
+
+def left_out_of(state: Mapping[str, Any]) -> frozenset[str]:
+    """Return the names of the tensors that an adapters-only checkpoint does without."""
+    return frozenset(name for record in read_records(state) for name in record.left_out)
+
+
+def is_adapters_only(source: CheckpointSource) -> bool:
+    """Return whether a checkpoint holds adapters without their base."""
+    return bool(left_out_of(source.state()))
+
+
+def attach_recorded(model: nn.Module, state: Mapping[str, Any], path: str = "model") -> bool:
+    """Attach the adapters that a checkpoint's state describes to a model that was just built, in
+    place; return whether there are any.
+
+    Call it before the model is divided; the checkpoint's tensors are then those of the model.
+
+    Args:
+        model: The full model, on any device.
+        state: The checkpoint's state.
+        path: Path of the model in the LightningModule that was saved.
+    """
+    for record in read_records(state):
+        if record.path == path:
+            record.applied.lora.apply(model)
+            return True
+    return False
+
+
+def _record(path: str, entry: Mapping[str, Any]) -> Record:
+    fused = {name: FusedRows(tuple(rows), n) for name, (rows, n) in entry["fused"].items()}
+    lora, saved = LoRA(**entry["lora"]), tuple(entry["saved"])
+    applied = AppliedLoRA(lora, tuple(entry["targets"]), fused, saved)
+    is_gpt = entry["names"] == "gpt"
+    return Record(path, applied, is_gpt, Base.of(entry["base"]), tuple(entry["left_out"]))
+
+
+def _plain(value: Any) -> Any:
+    """Return lists in the place of tuples, and dicts in that of mappings."""
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
+    return [_plain(item) for item in value] if isinstance(value, tuple | list) else value

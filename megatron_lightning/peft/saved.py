@@ -1,0 +1,304 @@
+"""Adapters apart from their model: what folders of ``peft`` and checkpoints hold, in memory.
+
+Names are those of the model that LoRA was applied to. ``to_hugging_face`` renames the adapters of a
+``GPTModel`` as its relatives in ``transformers`` (Llama, Mistral, Qwen) are named, ``to_gpt`` back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from megatron_lightning.errors import CheckpointError, ConfigError
+from megatron_lightning.layers.adapters import ALL_ROWS, adapted_layers
+from megatron_lightning.models.transformer import GPTModel
+from megatron_lightning.peft.lora import AppliedLoRA, FusedRows, LoRA, applied_to
+
+_GPT_LAYERS, _HF_LAYERS = "decoder.layers.", "model.layers."
+_GPT_NAMES: Mapping[tuple[str, str], str] = MappingProxyType(
+    {
+        ("self_attention.linear_qkv", "q"): "self_attn.q_proj",
+        ("self_attention.linear_qkv", "k"): "self_attn.k_proj",
+        ("self_attention.linear_qkv", "v"): "self_attn.v_proj",
+        ("self_attention.linear_proj", ALL_ROWS): "self_attn.o_proj",
+        ("mlp.linear_fc1", "gate"): "mlp.gate_proj",
+        ("mlp.linear_fc1", "up"): "mlp.up_proj",
+        ("mlp.linear_fc2", ALL_ROWS): "mlp.down_proj",
+    }
+)
+"""Layer and part in a ``GPTModel`` -> layer in its relatives of ``transformers``."""
+_GPT_SAVED: Mapping[str, str] = MappingProxyType(
+    {
+        "output_layer.weight": "lm_head.weight",
+        "embedding.word_embeddings.weight": "model.embed_tokens.weight",
+    }
+)
+
+
+class Factors(NamedTuple):
+    """One adapter."""
+
+    lora_A: Tensor
+    """[r, in]."""
+    lora_B: Tensor
+    """[out, r]."""
+    scale: float
+
+    @property
+    def rank(self) -> int:
+        """Features between the factors."""
+        return self.lora_A.shape[-2]
+
+    def delta(self) -> Tensor:
+        """Return scale * B A [out, in] in fp32."""
+        return self.scale * (self.lora_B.float() @ self.lora_A.float())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Base:
+    """The model that adapters belong to."""
+
+    origin: str | None = None
+    """Hub id, or folder as its user named it."""
+    revision: str | None = None
+    """Branch, tag or commit of a Hub id."""
+    digest: str | None = None
+    """Of the frozen weights; see ``assembly.digest``."""
+
+    @classmethod
+    def of(cls, entry: Mapping[str, Any] | None) -> Base:
+        """Return the base that plain data describe."""
+        known = {"origin", "revision", "digest"}
+        return cls(**{key: value for key, value in (entry or {}).items() if key in known})
+
+    def check(self, digest: str, what: str) -> None:
+        """Check that ``what`` has the weights that the adapters were trained on.
+
+        Raises:
+            CheckpointError: If the digests differ.
+        """
+        kind = digest.partition(":")[0]
+        if self.digest is None or self.digest.partition(":")[0] != kind or self.digest == digest:
+            return
+        named = f" ({self.origin}{f' at {self.revision}' if self.revision else ''})"
+        raise CheckpointError(
+            f"the adapters were trained on other weights{named if self.origin else ''} than "
+            f"{what} has: digest {self.digest}, not {digest}. Adapters of another base are wrong "
+            "without an error later: load the base that they belong to."
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class SavedAdapters:
+    """The adapters of one model."""
+
+    layers: dict[str, dict[str, Factors]]
+    """Path of a layer -> part -> adapter."""
+    lora: LoRA
+    """How they were made."""
+    targets: tuple[str, ...]
+    """Names of the adapted layers; see :class:`AppliedLoRA`."""
+    fused: Mapping[str, FusedRows] = field(default_factory=dict)
+    """See :class:`AppliedLoRA`."""
+    saved: dict[str, Tensor] = field(default_factory=dict)
+    """Name -> trained parameter of ``modules_to_save``."""
+    base: Base = Base()
+    is_gpt: bool = False
+    """Whether the names are those of a ``GPTModel``."""
+
+    @classmethod
+    def of_state(
+        cls, state: Mapping[str, Tensor], applied: AppliedLoRA, base: Base, *, is_gpt: bool
+    ) -> SavedAdapters:
+        """Return the adapters in a state dict of the adapted model, full tensors by name."""
+        layers: dict[str, dict[str, Factors]] = {}
+        others = {}
+        for name, tensor in state.items():
+            path, found, rest = name.partition(".adapters.")
+            if not found:
+                others[name] = tensor
+            elif rest.endswith(".lora_A.weight"):
+                part = rest.removesuffix(".lora_A.weight")
+                second = state[f"{path}.adapters.{part}.lora_B.weight"]
+                scale = applied.lora.scale_of(path)
+                layers.setdefault(path, {})[part] = Factors(tensor, second, scale)
+        return cls(
+            layers=layers,
+            lora=applied.lora,
+            targets=applied.targets,
+            fused=applied.fused,
+            saved=others,
+            base=base,
+            is_gpt=is_gpt,
+        )
+
+    def state(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield name and tensor as the adapted model has them."""
+        for path, parts in self.layers.items():
+            for part, factors in parts.items():
+                yield f"{path}.adapters.{part}.lora_A.weight", factors.lora_A
+                yield f"{path}.adapters.{part}.lora_B.weight", factors.lora_B
+        yield from self.saved.items()
+
+    def check_dense(self, what: str) -> None:
+        """Check that no adapter is of stacked experts.
+
+        Raises:
+            ConfigError: Naming the layer.
+        """
+        for path, parts in self.layers.items():
+            if any(factors.lora_A.ndim != 2 for factors in parts.values()):
+                raise ConfigError(
+                    f"{path} is a layer of stacked experts, and {what} of their adapters is not "
+                    "supported. Leave the experts out by exclude_modules."
+                )
+
+
+def adapters_of_module(module: nn.Module) -> tuple[str, SavedAdapters]:
+    """Return path and adapters of the first adapted model in a full module.
+
+    Raises:
+        ConfigError: If there are none, or this rank holds a part of them.
+    """
+    for path, applied in applied_to(module).items():
+        model = module.get_submodule(path)
+        check_full(model)
+        inside = tuple(f"{layer}.adapters." for layer in adapted_layers(model))
+        state = {
+            name: tensor
+            for name, tensor in model.state_dict().items()
+            if name in applied.saved or name.startswith(inside)
+        }
+        is_gpt = isinstance(model, GPTModel)
+        return path, SavedAdapters.of_state(state, applied, Base(), is_gpt=is_gpt)
+    raise ConfigError(
+        f"{type(module).__name__} has no adapters. Apply LoRA(...) to it, or load some by "
+        "load_adapters(module, folder)."
+    )
+
+
+def check_full(model: nn.Module) -> None:
+    """Check that a model is not a rank's part.
+
+    Raises:
+        ConfigError: If it is.
+    """
+    for layer in model.modules():
+        specs = getattr(layer, "shard_specs", None) or {}
+        is_divided = any(spec.local_shape != spec.global_shape for spec in specs.values())
+        if is_divided or any(isinstance(p, DTensor) for p in layer.parameters(recurse=False)):
+            raise ConfigError(
+                f"{type(model).__name__} is a part of the model on this rank. Save a checkpoint "
+                "(trainer.save_checkpoint), and write folders from it: megatron-lightning adapters "
+                "export|merge CHECKPOINT FOLDER."
+            )
+
+
+# --------------------------------------------------------------------------------------- names
+
+
+def to_hugging_face(own: SavedAdapters) -> SavedAdapters:
+    """Return adapters with names of ``transformers``.
+
+    Raises:
+        ConfigError: If a layer of a ``GPTModel`` has no counterpart there.
+    """
+    if not own.is_gpt:
+        return own
+    own.check_dense("the way to names of transformers")
+    layers: dict[str, dict[str, Factors]] = {}
+    for path, parts in own.layers.items():
+        for part, factors in _split(path, parts, own.fused).items():
+            layers[_hf_path(path, part)] = {ALL_ROWS: factors}
+    unknown = [name for name in own.saved if name not in _GPT_SAVED]
+    if unknown:
+        raise ConfigError(
+            f"{unknown[0]} of modules_to_save has no counterpart in transformers; output_layer "
+            "and embedding.word_embeddings have. Leave it out, or save a full checkpoint."
+        )
+    saved = {_GPT_SAVED[name]: tensor for name, tensor in own.saved.items()}
+    return replace(own, layers=layers, saved=saved, targets=_short(layers), fused={}, is_gpt=False)
+
+
+def to_gpt(theirs: SavedAdapters, model: GPTModel) -> SavedAdapters:
+    """Return adapters with the names of a ``GPTModel``. Parts of a fused layer without adapters get
+    some whose B is zero.
+
+    Raises:
+        CheckpointError: If a layer has no counterpart.
+    """
+    back = {name: key for key, name in _GPT_NAMES.items()}
+    layers: dict[str, dict[str, Factors]] = {}
+    for path, parts in theirs.layers.items():
+        number, _, layer = path.removeprefix(_HF_LAYERS).partition(".")
+        if not path.startswith(_HF_LAYERS) or layer not in back:
+            raise CheckpointError(
+                f"the folder adapts {path}, which has no counterpart in a GPTModel; "
+                f"{', '.join(sorted(back))} of model.layers.N have."
+            )
+        own, part = back[layer]
+        layers.setdefault(f"{_GPT_LAYERS}{number}.{own}", {})[part] = parts[ALL_ROWS]
+    for path, parts in layers.items():
+        layers[path] = _with_all_parts(path, parts, model)
+    names = {theirs: ours for ours, theirs in _GPT_SAVED.items()}
+    saved = {names.get(name, name): tensor for name, tensor in theirs.saved.items()}
+    return replace(theirs, layers=layers, saved=saved, targets=_short(layers), is_gpt=True)
+
+
+def _with_all_parts(path: str, parts: Mapping[str, Factors], model: GPTModel) -> dict[str, Factors]:
+    """Return the parts of a layer in order, with zeros for those that are missing."""
+    wanted = [part for (layer, part), _ in _GPT_NAMES.items() if path.endswith(f".{layer}")]
+    layer: Any = model.get_submodule(path)
+    rows = tuple(getattr(layer, "fused_rows", (layer.out_features,)))
+    first = next(iter(parts.values()))
+    complete = {}
+    for part, size in zip(wanted, rows, strict=True):
+        out = size * (layer.out_features // sum(rows))
+        zeros = torch.zeros(out, first.rank, dtype=first.lora_B.dtype)
+        complete[part] = parts.get(part) or Factors(first.lora_A.clone(), zeros, first.scale)
+    return complete
+
+
+def _split(
+    path: str, parts: Mapping[str, Factors], fused: Mapping[str, FusedRows]
+) -> dict[str, Factors]:
+    """Return an adapter for each matrix of a layer: of one for all, each has the same A."""
+    if path not in fused:
+        return dict(parts)
+    rows, num_periods = fused[path]
+    whole = parts[ALL_ROWS]
+    periods = torch.split(whole.lora_B.view(num_periods, sum(rows), -1), list(rows), dim=1)
+    names = ("gate", "up") if len(rows) == 2 else ("q", "k", "v")
+    return {
+        name: Factors(whole.lora_A, part.flatten(0, 1).contiguous(), whole.scale)
+        for name, part in zip(names, periods, strict=True)
+    }
+
+
+def _hf_path(path: str, part: str) -> str:
+    number, _, layer = path.removeprefix(_GPT_LAYERS).partition(".")
+    if not path.startswith(_GPT_LAYERS) or (layer, part) not in _GPT_NAMES:
+        raise ConfigError(
+            f"the adapter of {path} ({part}) has no counterpart in models of transformers that are "
+            "built as Llama is. Leave the layer out by exclude_modules, or merge the adapters into "
+            "a checkpoint: megatron-lightning adapters merge."
+        )
+    return f"{_HF_LAYERS}{number}.{_GPT_NAMES[layer, part]}"
+
+
+def _short(layers: Mapping[str, object]) -> tuple[str, ...]:
+    """Return the last segments of paths, or the paths where some layers lack a name."""
+    numbers: dict[str, set[str]] = {}
+    for path in layers:
+        prefix, _, name = path.rpartition(".")
+        numbers.setdefault(name, set()).add(prefix.partition("layers.")[2].partition(".")[0])
+    everywhere = set[str]().union(*numbers.values())
+    if all(own == everywhere for own in numbers.values()):
+        return tuple(sorted(numbers))
+    return tuple(sorted(layers))

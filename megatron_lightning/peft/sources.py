@@ -1,0 +1,232 @@
+"""Adapters from a folder of ``peft`` or a checkpoint, and into a model."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from megatron_lightning.checkpoint.source import CheckpointSource, open_checkpoint
+from megatron_lightning.errors import CheckpointError, ConfigError
+from megatron_lightning.layers.adapters import Adapters, adapted_layers
+from megatron_lightning.models.plans.hf_plans import transformers_models
+from megatron_lightning.models.transformer import GPTModel
+from megatron_lightning.parallel.digest import as_text, digest_of_tensors
+from megatron_lightning.parallel.spec import Shard
+from megatron_lightning.peft import folder
+from megatron_lightning.peft.lora import LoRA, applied_to
+from megatron_lightning.peft.record import Record, base_of, read_records
+from megatron_lightning.peft.saved import Factors, SavedAdapters, adapters_of_module, to_gpt
+
+MODULE = "state_dict."
+
+
+def read_saved(path: str | os.PathLike[str], model: str | None = None) -> SavedAdapters:
+    """Return the adapters in a folder of ``peft``, or in a checkpoint of any layout.
+
+    Args:
+        path: Folder or checkpoint.
+        model: Path of the adapted model in the checkpoint's LightningModule; None: the first.
+
+    Raises:
+        CheckpointError: If there are none.
+    """
+    if folder.is_folder(path):
+        return folder.read_folder(path)
+    source = open_checkpoint(path)
+    record = record_of(source, str(path), model)
+    state = read_tensors(source, record)
+    return SavedAdapters.of_state(state, record.applied, record.base, is_gpt=record.is_gpt)
+
+
+def record_of(source: CheckpointSource, path: str, model: str | None = None) -> Record:
+    """Return the entry of the adapted model in a checkpoint.
+
+    Raises:
+        CheckpointError: If the checkpoint has no adapters, or none of that model.
+    """
+    records = read_records(source.state(), path)
+    found = [record for record in records if model in (None, record.path)]
+    if not found:
+        others = ", ".join(record.path for record in records)
+        there = f" of {model}; those of {others} are there" if records else ""
+        raise CheckpointError(
+            f"{path} has no adapters{there}. Name a checkpoint of a module with peft=LoRA(...), or "
+            "a folder of peft."
+        )
+    return found[0]
+
+
+def prefix_of(record: Record) -> str:
+    """Return what stands before the names of the adapted model in the checkpoint."""
+    return f"{MODULE}{record.path}." if record.path else MODULE
+
+
+def read_tensors(source: CheckpointSource, record: Record) -> dict[str, Tensor]:
+    """Return the trained tensors of a checkpoint by their names in the adapted model."""
+    prefix, state = prefix_of(record), {}
+    for name, info in source.tensors().items():
+        own = name.removeprefix(prefix)
+        if name.startswith(prefix) and (".adapters." in own or own in record.applied.saved):
+            tensor = torch.empty(info.shape, dtype=info.dtype)
+            source.read([(name, Shard((0,) * tensor.dim(), tensor))])
+            state[own] = tensor
+    return state
+
+
+def save_adapters(
+    module: nn.Module,
+    path: str | os.PathLike[str],
+    *,
+    dtype: torch.dtype | None = None,
+    overwrite: bool = False,
+) -> None:
+    """Write the adapters of a full module as a folder of Hugging Face ``peft``.
+
+    Args:
+        module: A module with adapters, on one device.
+        path: The folder.
+        dtype: Dtype of the tensors; None: their own.
+        overwrite: Whether an existing folder is replaced.
+
+    Raises:
+        ConfigError: If the module has no adapters, or is a part of the model.
+        CheckpointError: If the folder exists.
+    """
+    place, own = adapters_of_module(module)
+    model = module.get_submodule(place)
+    base = replace(base_of(model), digest=digest_of_base(model))
+    folder.write_folder(path, replace(own, base=base), dtype=dtype, overwrite=overwrite)
+
+
+def load_adapters(module: nn.Module, path: str | os.PathLike[str]) -> nn.Module:
+    """Give a full module the adapters in a folder of ``peft`` or a checkpoint, in place; return it.
+
+    A module without adapters gets those layers adapted and the rest frozen. One with adapters must
+    have the same. In ``configure_model`` the module may be on ``meta``: the values are kept until
+    it is divided.
+
+    Args:
+        module: The model, or a module with one.
+        path: Folder or checkpoint.
+
+    Raises:
+        CheckpointError: If layers or ranks differ, or the adapters belong to another base.
+        ConfigError: If a layer does not exist.
+    """
+    place = _place_of(module)
+    model = module.get_submodule(place)
+    own = read_saved(path)
+    if isinstance(model, GPTModel) and not own.is_gpt:
+        own = to_gpt(own, model)
+    if any(True for p in model.parameters() if not p.is_meta):
+        own.base.check(digest_of_base(model, own), type(model).__name__)
+    if not adapted_layers(model):
+        _exactly(own).apply(model)
+    _fill(model, own, str(path))
+    return module
+
+
+def digest_of_base(
+    model: nn.Module, own: SavedAdapters | None = None, *, names: Collection[str] | None = None
+) -> str:
+    """Return the digest of the weights of a full model, less adapters and what is saved beside
+    them; ``names``: of these parameters only.
+    """
+    applied = applied_to(model).get("")
+    saved: Collection[str] = () if applied is None else applied.saved
+    saved = saved if own is None else own.saved
+    frozen = (
+        (name, p)
+        for name, p in model.named_parameters()
+        if ".adapters." not in name and (name not in saved if names is None else name in names)
+    )
+    kind = "gpt" if isinstance(model, GPTModel) else "own"
+    return as_text(digest_of_tensors(frozen), kind)
+
+
+def _place_of(module: nn.Module) -> str:
+    """Return the path of the model that adapters are loaded into."""
+    paths = [*applied_to(module)]
+    paths += [path for path, child in module.named_modules() if isinstance(child, GPTModel)]
+    paths += [*transformers_models(module)]
+    return paths[0] if paths else ""
+
+
+def _exactly(own: SavedAdapters) -> LoRA:
+    """Return the LoRA that adapts these layers, and no others, with their ranks and scales."""
+    ranks, alphas = {}, {}
+    parts_of = own.layers.items()
+    for path, parts in parts_of:
+        first = next(iter(parts.values()))
+        key = re.escape(path)
+        root = first.rank**0.5 if own.lora.use_rslora else first.rank
+        if first.rank != own.lora.r:
+            ranks[key] = first.rank
+        if abs(first.scale * root - own.lora.lora_alpha) > 1e-9 * abs(own.lora.lora_alpha):
+            alphas[key] = first.scale * root
+    modules = sorted({name.rpartition(".")[0] for name in own.saved})
+    return replace(
+        own.lora,
+        target_modules=list(own.targets),
+        exclude_modules=(),
+        rank_pattern=ranks,
+        alpha_pattern=alphas,
+        modules_to_save=modules,
+    )
+
+
+@torch.no_grad()
+def _fill(model: nn.Module, own: SavedAdapters, path: str) -> None:
+    """Copy values into the adapters of a model."""
+    layers = adapted_layers(model)
+    lacking = sorted(own.layers.keys() - layers.keys()) + sorted(layers.keys() - own.layers.keys())
+    if lacking:
+        raise CheckpointError(
+            f"{path} and {type(model).__name__} have adapters of other layers: {len(lacking)} "
+            f"differ, the first is {lacking[0]}. Load them into a model without adapters, or set "
+            f"target_modules of LoRA to {list(own.targets)[:6]}."
+        )
+    for layer, adapters in layers.items():
+        for part, adapter in adapters.parts.items():
+            factors: Factors | None = own.layers[layer].get(part)
+            if factors is None or factors.lora_A.shape != adapter.lora_A.weight.shape:
+                raise CheckpointError(
+                    f"{path} has other adapters of {layer} than {type(model).__name__}: rank "
+                    f"{'none' if factors is None else factors.rank} of {part}, not "
+                    f"{adapter.lora_A.weight.shape[0]}. Set r, rank_pattern and fused of LoRA as "  # type: ignore[index]
+                    "they were, or load them into a model without adapters."
+                )
+            if abs(factors.scale - adapter.scale) > 1e-6 * abs(factors.scale):
+                raise CheckpointError(
+                    f"{path} multiplies the adapters of {layer} by {factors.scale:g}, and "
+                    f"{type(model).__name__} by {adapter.scale:g}. Set lora_alpha and use_rslora "
+                    "of LoRA as they were."
+                )
+            _put(adapters, f"{part}.lora_A.weight", factors.lora_A)
+            _put(adapters, f"{part}.lora_B.weight", factors.lora_B)
+    _put_saved(model, own.saved, path)
+
+
+def _put(adapters: Adapters, name: str, values: Tensor) -> None:
+    parameter = adapters.get_parameter(name)
+    if parameter.is_meta:
+        adapters.initial[name] = values
+    else:
+        parameter.copy_(values)
+
+
+def _put_saved(model: nn.Module, saved: Mapping[str, Tensor], path: str) -> None:
+    for name, values in saved.items():
+        parameter = model.get_parameter(name)
+        if parameter.is_meta:
+            raise ConfigError(
+                f"{path} has values of {name} (modules_to_save), and the model has none yet (it is "
+                "on meta). Import the folder as a checkpoint, and load that: megatron-lightning "
+                "adapters import."
+            )
+        parameter.copy_(values)
