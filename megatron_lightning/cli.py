@@ -1,5 +1,5 @@
 """The command line: ``megatron-lightning
-fit|validate|test|predict|preprocess|generate|checkpoint|adapters|convert|schedule|plan``.
+fit|validate|test|predict|preprocess|data|generate|checkpoint|adapters|convert|schedule|plan``.
 
 Signatures and their docstrings define the options; jsonargparse parses them. The Trainer's commands
 are LightningCLI's. A wrong setting ends in one line on stderr, which names the nearest valid
@@ -43,6 +43,7 @@ _USAGE = """usage: megatron-lightning COMMAND [options]
   test        run the test loop
   predict     run the prediction loop
   preprocess  tokenize text into indexed files
+  data        show what a configuration file makes of its data
   generate    continue prompts with a trained model
   checkpoint  inspect, verify, reshard, consolidate, average, prune or upcycle checkpoints
   adapters    export, import or merge LoRA adapters
@@ -161,6 +162,10 @@ def _run(command: str, options: list[str]) -> None:
         from megatron_lightning.bridge.commands import COMMANDS as TOOLS
 
         _use_tool(command, TOOLS, options)
+    elif command == "data":
+        from megatron_lightning.modules.data_commands import COMMANDS as TOOLS
+
+        _use_tool(command, TOOLS, _with_overrides(options))
     else:
         nearest = suggestion(command, COMMANDS)
         raise ConfigError(

@@ -86,11 +86,12 @@ def _permutation(size: int, *seeds: int) -> Numbers:
 
 
 class RowDataset(Dataset[dict[str, Tensor]]):
-    """Rows ``{"tokens": int64 [s], "labels": int64 [s]}``, packed ones with ``"document_ids"``
-    int64 [s], too.
+    """Rows ``{"tokens": int64 [s], "labels": int64 [s]}``, packed ones with ``"document_ids"`` and
+    ``"position_ids"`` int64 [s], too.
 
     ``labels[i]`` follows ``tokens[i]``; it is -100 where there is no loss: in prompts, in padding,
-    and at the end of a document. Padding is a document of its own.
+    and at the end of a document. Positions start again with every document. Padding is a document
+    of its own.
 
     Args:
         sources: The documents.
@@ -127,6 +128,7 @@ class RowDataset(Dataset[dict[str, Tensor]]):
         tokens = np.full(self._length, self._padding, np.int64)
         labels = np.full(self._length, IGNORED, np.int64)
         document_ids = np.full(self._length, len(row), np.int64)
+        position_ids = np.arange(self._length)
         begin = 0
         for position, number in enumerate(row):
             ids, trained, _ = self._sources[number]
@@ -134,10 +136,12 @@ class RowDataset(Dataset[dict[str, Tensor]]):
             tokens[begin:end] = ids
             labels[begin : end - 1] = np.where(trained[1:], ids[1:], IGNORED)
             document_ids[begin:end] = position
+            position_ids[begin:] -= position_ids[begin]
             begin = end
+        position_ids[begin:] -= position_ids[begin] if begin < self._length else 0
         arrays = {"tokens": tokens, "labels": labels}
         if self._packed:
-            arrays["document_ids"] = document_ids
+            arrays |= {"document_ids": document_ids, "position_ids": position_ids}
         return {name: torch.from_numpy(array) for name, array in arrays.items()}
 
 

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 
 from megatron_lightning.data.chat_template import ChatOptions, ChatTemplate, Reasoning, TrainOn
 from megatron_lightning.data.chat_tokenizer import ChatTokenizer
-from megatron_lightning.data.packing import efficiency, pack
+from megatron_lightning.data.packing import Numbers, efficiency, pack
 from megatron_lightning.data.report import describe_documents
 from megatron_lightning.data.resume import OnChangedData, describe_changes
 from megatron_lightning.data.sft import (
@@ -45,7 +45,8 @@ Paths = str | list[str] | list[tuple[float, str]]
 
 class FinetuneDataModule(pl.LightningDataModule):
     """Batches ``{"tokens": [b, s], "labels": [b, s]}`` from conversations, prompts with
-    completions, texts or tokens; with packing they have ``document_ids`` [b, s] too.
+    completions, texts or tokens; with packing they have ``document_ids`` and ``position_ids``
+    [b, s] too.
 
     Labels are already shifted; they are -100 where there is no loss: in prompts, in padding, and in
     answers that a row leaves out (``weight: 0``). A conversation is rendered by the tokenizer's
@@ -229,9 +230,13 @@ class FinetuneDataModule(pl.LightningDataModule):
         """
         for path in (*self.paths, *self.val_paths):
             source_files(path)
-        self._module = module
+        self.use_model(module)
         check_model(module, len(self.tokenizer), packed=self.packing != "none")
         _ = self.template
+
+    def use_model(self, module: pl.LightningModule | None) -> None:
+        """Take the tokenizer of a module's model where none is set."""
+        self._module = module
 
     def prepare_data(self) -> None:
         """Render and tokenize, unless the cache has it; Lightning calls this once on every node."""
@@ -272,16 +277,14 @@ class FinetuneDataModule(pl.LightningDataModule):
         Raises:
             ConfigError: Before ``setup("fit")``.
         """
-        if self._train is None or self._order_of_rows is None:
-            raise ConfigError("the data are not set up; call setup('fit') before")
-        rows = self._order_of_rows.rows(0)
+        rows = self.row_order().rows(0)
         lines = [
             describe_documents(path, self._documents(path))
             for path in (*self.paths, *self.val_paths)
         ]
-        full = efficiency(self._train.lengths, rows, self.sequence_length)
+        full = efficiency(self.lengths, rows, self.sequence_length)
         lines.append(
-            f"packing={self.packing}: {len(self._train)} documents in {len(rows)} rows of "
+            f"packing={self.packing}: {len(self.lengths)} documents in {len(rows)} rows of "
             f"{self.sequence_length} tokens, {full:.1%} full"
         )
         if self.packing == "online":
@@ -356,26 +359,48 @@ class FinetuneDataModule(pl.LightningDataModule):
             "documents": [self._documents(path).digest[:16] for path in self.paths],
         }
 
+    def row_order(self) -> RowOrder:
+        """Return the sampler of the training rows.
+
+        Raises:
+            ConfigError: Before ``setup("fit")``.
+        """
+        if self._order_of_rows is None:
+            raise ConfigError("the data are not set up; call setup('fit') before")
+        return self._order_of_rows
+
+    @property
+    def lengths(self) -> Numbers:
+        """Tokens of every training document.
+
+        Raises:
+            ConfigError: Before ``setup``.
+        """
+        if self._train is None:
+            raise ConfigError("the data are not set up; call setup('fit') before")
+        return self._train.lengths
+
+    def train_dataset(self) -> RowDataset:
+        """Return the training rows, by the documents in them.
+
+        Raises:
+            ConfigError: Before ``setup``.
+        """
+        if self._train is None:
+            raise ConfigError("the data are not set up; call setup('fit') before")
+        packed = self.packing != "none"
+        return RowDataset(self._train, self.sequence_length, self.tokenizer.padding, packed=packed)
+
     def train_dataloader(self) -> DataLoader[Batch]:
         """Return the training loader, without incomplete batches."""
-        if self._train is None or self._order_of_rows is None:
-            raise ConfigError("the data are not set up; call setup('fit') before")
-        if len(self._order_of_rows) < self.batch_size:
+        order = self.row_order()
+        if len(order) < self.batch_size:
             raise ConfigError(
-                f"{', '.join(self.paths)}: there are {len(self._order_of_rows)} rows of "
-                f"{self.sequence_length} tokens, and batch_size={self.batch_size}: there is no "
-                f"full batch. Set batch_size to {len(self._order_of_rows)} or less."
+                f"{', '.join(self.paths)}: there are {len(order)} rows of {self.sequence_length} "
+                f"tokens, and batch_size={self.batch_size}: there is no full batch. Set batch_size "
+                f"to {len(order)} or less."
             )
-        return self._loader(
-            RowDataset(
-                self._train,
-                self.sequence_length,
-                self.tokenizer.padding,
-                packed=self.packing != "none",
-            ),
-            sampler=self._order_of_rows,
-            drop_last=True,
-        )
+        return self._loader(self.train_dataset(), sampler=order, drop_last=True)
 
     def val_dataloader(self) -> DataLoader[Batch] | list[DataLoader[Batch]]:
         """Return the validation loader; an empty list if there is no validation data."""

@@ -8,9 +8,11 @@ from typing import Any
 from torch import Tensor
 
 from megatron_lightning.bridge.kept import read_kept
+from megatron_lightning.errors import ConfigError
 from megatron_lightning.layers.loss import CrossEntropy
-from megatron_lightning.models.plans.hf_documents import restarting, separating_positions
+from megatron_lightning.models.plans.hf_documents import separating_positions
 from megatron_lightning.modules.folder_module import FolderModule
+from megatron_lightning.modules.pretrain_data import PretrainDataModule
 
 
 class HuggingFaceModule(FolderModule):
@@ -77,13 +79,20 @@ class HuggingFaceModule(FolderModule):
             self.model.train()  # transformers returns models in eval mode, without dropout
             self.model.config.use_cache = False  # training reads no cache
 
-    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """Add positions that start again with every document: of full rows, which ranks that share
-        a sequence do not see in the step.
+    def setup(self, stage: str) -> None:
+        """Check that positions of the data part the documents of a row.
+
+        Raises:
+            ConfigError: If they run on over the end of a document.
         """
-        if isinstance(batch, dict) and "document_ids" in batch:
-            return {**batch, "position_ids": restarting(batch["document_ids"])}
-        return batch
+        data = getattr(self.trainer, "datamodule", None)
+        config = data.config if isinstance(data, PretrainDataModule) else None
+        if config is not None and config.reset_attention_mask and not config.reset_position_ids:
+            raise ConfigError(
+                "reset_attention_mask of PretrainDataModule is set and reset_position_ids is not, "
+                "and models of transformers part the documents of a row by positions that start "
+                "again. Set reset_position_ids, too, or train a GPTLightningModule."
+            )
 
     def forward(
         self,
@@ -101,6 +110,14 @@ class HuggingFaceModule(FolderModule):
         if self.model is None:
             self.configure_model()
         if document_ids is not None:
+            mesh = self.device_mesh
+            shared = mesh is not None and "cp" in (mesh.mesh_dim_names or ()) and mesh["cp"].size()
+            if position_ids is None and shared and shared > 1:
+                raise ConfigError(
+                    "the batch has document_ids and no position_ids, and a rank that has a part of "
+                    "a sequence does not see where its documents begin. Add position_ids that "
+                    "start again with every document, as FinetuneDataModule does."
+                )
             position_ids = separating_positions(self.model, document_ids, position_ids)
         inputs = {} if position_ids is None else {"position_ids": position_ids}
         logits: Tensor = self.model(input_ids=tokens, **inputs).logits

@@ -227,6 +227,8 @@ class LanguageModule(LightningModule):
         min_lr, warmup, decay = self._lengths
         if decay != "max" and not 0 < warmup < 1:
             return None
+        if self._trainer is None:  # a check of the module before the Trainer has it
+            return None
         steps = self.trainer.estimated_stepping_batches
         if not 0 < steps < float("inf"):
             raise ConfigError(

@@ -70,6 +70,12 @@ def turn(role: str, content: str, **more: Any) -> dict[str, Any]:
     return {"role": role, "content": content, **more}
 
 
+TWO = [
+    turn("user", "what is"), turn("assistant", "the sky"),
+    turn("user", "color"), turn("assistant", "blue"),
+]  # fmt: skip
+
+
 def chats(count: int) -> list[dict[str, Any]]:
     """Return conversations of one to three turns and of various lengths."""
     words = WORDS.split()

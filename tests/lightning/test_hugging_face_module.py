@@ -13,8 +13,9 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from megatron_lightning.cli import trainer_cli
+from megatron_lightning.data.preprocess import preprocess
 from megatron_lightning.errors import ConfigError, MissingCheckpointError
-from megatron_lightning.modules import HuggingFaceModule
+from megatron_lightning.modules import HuggingFaceModule, PretrainDataModule
 from megatron_lightning.strategies import MegatronStrategy
 from tests.helpers.ranks import run_ranks
 from tests.helpers.trainers import Losses, trainer
@@ -145,6 +146,17 @@ def test_documents_of_a_row_are_as_if_alone(folder: str) -> None:
     module.model.config.update({"use_cache": False, "model_type": "mamba"})
     with pytest.raises(ConfigError, match=r"\(mamba\) is not known to part documents"):
         module(tokens, document_ids=ids)
+
+
+def test_positions_that_run_on_are_refused(folder: str, tmp_path: Path) -> None:
+    """Megatron's reset_attention_mask without reset_position_ids."""
+    prefixes = preprocess(str(tmp_path / "text"), str(Path(__file__)), vocab_size=400)
+    data = PretrainDataModule(
+        prefixes["text"], 8, 2, tokenizer_model=str(tmp_path / "text_tokenizer.model"),
+        reset_attention_mask=True, split="1", vocab_size=400,
+    )  # fmt: skip
+    with pytest.raises(ConfigError, match="Set reset_position_ids, too"):
+        trainer("auto", max_steps=1).fit(HuggingFaceModule(folder), datamodule=data)
 
 
 def test_schedules_that_cannot_be_are_refused(folder: str) -> None:

@@ -12,7 +12,7 @@ import yaml
 from megatron_lightning.cli import trainer_cli
 from megatron_lightning.data.tokenizers import train_sentencepiece
 from megatron_lightning.models import num_parameters
-from megatron_lightning.modules import GPTLightningModule, PretrainDataModule
+from megatron_lightning.modules import FinetuneDataModule, GPTLightningModule, PretrainDataModule
 from megatron_lightning.parallel.layout import ParallelLayout
 from megatron_lightning.rules import check_model_layout
 from megatron_lightning.strategies import MegatronStrategy
@@ -23,6 +23,8 @@ NUM_PARAMETERS = {
     "tiny_moe_cpu": 1_903_744,
     "gpt2_small": 124_439_808,
     "llama3_8b": 8_030_261_248,
+    "finetune_tiny_cpu": 869_504,
+    "qwen3_8b_sft": 8_190_735_360,
 }
 
 
@@ -51,7 +53,7 @@ def test_a_recipe_is_valid(
     cli = instantiate(path, tokenizer)
     model, data, strategy = cli.model, cli.datamodule, cli.trainer.strategy
     assert isinstance(model, GPTLightningModule)
-    assert isinstance(data, PretrainDataModule)
+    assert isinstance(data, PretrainDataModule | FinetuneDataModule)
     assert isinstance(strategy, MegatronStrategy)
     world_size = cli.trainer.num_nodes * cli.trainer.num_devices
     check_model_layout(
@@ -61,6 +63,8 @@ def test_a_recipe_is_valid(
     assert num_parameters(model.config) == NUM_PARAMETERS[path.stem]
     data_size = strategy.layout.data_parallel_size(world_size)
     init_args = yaml.safe_load(path.read_text())["data"]["init_args"]
+    if isinstance(data, FinetuneDataModule):  # epochs, not samples
+        return
     assert init_args["num_train_samples"] >= cli.trainer.max_steps * data.batch_size * data_size
 
 

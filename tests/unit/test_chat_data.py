@@ -16,7 +16,7 @@ from megatron_lightning.data.chat_template import ChatOptions, ChatTemplate
 from megatron_lightning.data.sources import Row, read_rows
 from megatron_lightning.errors import ConfigError, DataError
 from megatron_lightning.modules import FinetuneDataModule
-from tests.helpers.chats import CHATML, CHATML_TOKENS, chats, make_tokenizer, turn, write_rows
+from tests.helpers.chats import CHATML, CHATML_TOKENS, TWO, chats, make_tokenizer, turn, write_rows
 
 pytest.importorskip("transformers")
 
@@ -67,10 +67,6 @@ TOOLS = (
     "{{ c.function.arguments | tojson }}</call>{% endfor %}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-TWO = [
-    turn("user", "what is"), turn("assistant", "the sky"),
-    turn("user", "color"), turn("assistant", "blue"),
-]  # fmt: skip
 
 
 def _module(
