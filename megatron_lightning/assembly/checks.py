@@ -28,10 +28,9 @@ from megatron_lightning.pipeline.schedules import ScheduleChoice
 from megatron_lightning.pipeline.schedules.actions import Placement
 from megatron_lightning.pipeline.schedules.layouts import is_predicting, split_units
 from megatron_lightning.pipeline.schedules.partition import unit_names
-from megatron_lightning.pipeline.stages.analysis import ExampleRun
-from megatron_lightning.pipeline.stages.call_analysis import check_boundaries
+from megatron_lightning.pipeline.stages.dependencies import Uses
+from megatron_lightning.pipeline.stages.dependency_run import ExampleRun, check_boundaries
 from megatron_lightning.pipeline.stages.stage import StagePartition, check_units
-from megatron_lightning.pipeline.stages.taint import Uses
 from megatron_lightning.pipeline.stages.units import find_pipelined
 
 
@@ -85,7 +84,7 @@ def find_stages(module: nn.Module, placement: Placement, options: PipelineOption
     try:
         stages = split_units(units, placement, options, uses.allows if uses else lambda _: True)
     except ConfigError:
-        if uses is not None:  # a leak may be why too few stages are left
+        if uses is not None:  # a side channel may be why too few stages are left
             check_boundaries(uses, names, _starts(split_units(units, placement, options)))
         raise
     if uses is not None:

@@ -20,9 +20,8 @@ from megatron_lightning.pipeline.executor import KnownBoundaries, PipelineExecut
 from megatron_lightning.pipeline.schedules import forward_only, sweep
 from megatron_lightning.pipeline.schedules.actions import Schedule
 from megatron_lightning.pipeline.stages.crossing import StageCrossing, StageExit
+from megatron_lightning.pipeline.stages.dependencies import CallFacts, Uses
 from megatron_lightning.pipeline.stages.parallel_call import ParallelCall
-from megatron_lightning.pipeline.stages.taint import Uses
-from megatron_lightning.pipeline.stages.visit import CallFacts
 
 _MOST_SIGNATURES = 64
 """Known shapes of messages, after which all are forgotten: those of texts are many."""

@@ -31,9 +31,9 @@ from megatron_lightning.pipeline.explicit import ExplicitCalls, not_in_a_step
 from megatron_lightning.pipeline.schedules.actions import Schedule
 from megatron_lightning.pipeline.schedules.advice import advice_on_few_microbatches
 from megatron_lightning.pipeline.stages.crossing import StageCrossing
+from megatron_lightning.pipeline.stages.dependencies import CallFacts
 from megatron_lightning.pipeline.stages.stage import StagePartition
-from megatron_lightning.pipeline.stages.stubs import hooks_inside
-from megatron_lightning.pipeline.stages.visit import CallFacts
+from megatron_lightning.pipeline.stages.structure import hooks_inside
 from megatron_lightning.strategies.lightning_internals import skips_backward
 from megatron_lightning.strategies.step.context_mean import check_alike, mean_over_context
 from megatron_lightning.strategies.step.context_outputs import join_outputs

@@ -14,9 +14,8 @@ from megatron_lightning.config import PipelineOptions
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.pipeline.schedules.actions import Placement
 from megatron_lightning.pipeline.schedules.partition import unit_names
-from megatron_lightning.pipeline.stages.analysis import ExampleRun
-from megatron_lightning.pipeline.stages.call_analysis import check_boundaries
-from megatron_lightning.pipeline.stages.taint import TAIL
+from megatron_lightning.pipeline.stages.dependencies import EPILOGUE
+from megatron_lightning.pipeline.stages.dependency_run import ExampleRun, check_boundaries
 from megatron_lightning.pipeline.stages.units import find_pipelined
 
 
@@ -155,8 +154,8 @@ def _uses(model: nn.Module) -> Any:
 
 def test_outputs_that_bypass_a_unit_are_carried() -> None:
     uses = _uses(Chain())
-    assert uses.outputs == {(0, 1), (1, 2), (0, 2), (2, TAIL)}
-    assert uses.carried(2) == (0, 1) and uses.carried(1) == (0,) and not uses.leaks
+    assert uses.outputs == {(0, 1), (1, 2), (0, 2), (2, EPILOGUE)}
+    assert uses.carried(2) == (0, 1) and uses.carried(1) == (0,) and not uses.side_channels
 
 
 def test_state_that_travels_by_a_list_forbids_boundaries() -> None:
@@ -175,7 +174,7 @@ def test_state_that_travels_by_a_list_forbids_boundaries() -> None:
             return self.third(self.second(self.first(x)))
 
     uses = _uses(Leaky())
-    assert uses.leaks == {(0, 2)} and not uses.allows(1) and not uses.allows(2)
+    assert uses.side_channels == {(0, 2)} and not uses.allows(1) and not uses.allows(2)
     root = Root(Leaky(), torch.ones(2, 4))
     with pytest.raises(ConfigError, match=r"unit 'first' hands state to 'third' by .* cannot be"):
         find_stages(root, Placement.loop(2), PipelineOptions(units=UNITS))

@@ -62,7 +62,7 @@ from megatron_lightning.optim.gradients.data_groups import DataGroups
 from megatron_lightning.optim.gradients.parameter_shard import main_dtype
 from megatron_lightning.parallel.context import ParallelContext
 from megatron_lightning.parallel.spec import ShardSpec
-from megatron_lightning.pipeline.stages.arguments import sizes
+from megatron_lightning.pipeline.stages.structure import sizes
 
 TRAINING = "training_step"
 """The hook whose forwards are followed by backwards."""

@@ -17,8 +17,9 @@ draw only where they run: each from a seed of its own, which leaves the generato
 it is, and which a recomputation uses again.
 
 A boundary carries the output of the unit before it and whatever earlier output is still used behind
-it (``taint``). The first micro-batch of every kind of call runs twice: once without values to learn
-that (:class:`CallFacts`), and then for real, where the NaN of the placeholders must reach nothing.
+it (``dependencies``). The first micro-batch of every kind of call runs twice: once without values
+to learn that (:class:`CallFacts`), and then for real, where the NaN of the placeholders must reach
+nothing.
 """
 
 from __future__ import annotations
@@ -38,22 +39,22 @@ from megatron_lightning.parallel.rng import seeded, seeded_host
 from megatron_lightning.pipeline.batch.microbatches import tensors_of
 from megatron_lightning.pipeline.channel import StageTensors
 from megatron_lightning.pipeline.stages import crossing_errors as errors
-from megatron_lightning.pipeline.stages.analysis import intercepted
-from megatron_lightning.pipeline.stages.arguments import Containers
-from megatron_lightning.pipeline.stages.call_analysis import CallAnalysis
+from megatron_lightning.pipeline.stages.dependencies import CallFacts, DependencyTrace, StageCall
+from megatron_lightning.pipeline.stages.dependency_run import CallAnalysis, intercepted
 from megatron_lightning.pipeline.stages.fields import map_tensors
 from megatron_lightning.pipeline.stages.parallel_call import replaced_attribute
 from megatron_lightning.pipeline.stages.stage import StagePartition
-from megatron_lightning.pipeline.stages.structure import Like, dump, flatten
-from megatron_lightning.pipeline.stages.stubs import (
+from megatron_lightning.pipeline.stages.structure import (
+    Containers,
+    Like,
     Placeholders,
+    dump,
+    flatten,
     num_writes,
     user_hooks,
     with_hooks,
 )
-from megatron_lightning.pipeline.stages.taint import Taint
 from megatron_lightning.pipeline.stages.unit_values import AbsentValues
-from megatron_lightning.pipeline.stages.visit import CallFacts, Visit
 
 
 class StageExit(BaseException):
@@ -102,11 +103,11 @@ class StageCrossing:
         self._kept = kept
         self._microbatch = 0
         self._seed = 0
-        self._visit = Visit(0, 0, 0, (), {}, {}, None, True, 0)
-        self._visits: dict[tuple[int, int], Visit] = {}
+        self._stage_call = StageCall(0, 0, 0, (), {}, {}, None, True, 0)
+        self._stage_calls: dict[tuple[int, int], StageCall] = {}
         self._signature: Hashable = None
         self._analysis: CallAnalysis | None = None
-        self._taint: Taint | None = None  # follows the visit of an analysis
+        self._trace: DependencyTrace | None = None  # follows the call of a run without values
         self._tests = False
         # Whatever depends on a placeholder is wrong, and NaN shows it.
         self._placeholders = Placeholders(float("nan"), context.device)
@@ -123,7 +124,7 @@ class StageCrossing:
     @property
     def crossed(self) -> bool:
         """Whether the step has called the module since :meth:`enter`."""
-        return self._visit.entered
+        return self._stage_call.entered
 
     @contextmanager
     def installed(self) -> Iterator[None]:
@@ -154,7 +155,7 @@ class StageCrossing:
             for unit in (facts.carried(first) if received else ())
         }
         own_note, structures = facts.notes.get((stage, signature), (None, dict(before)))
-        self._visit = Visit(
+        self._stage_call = StageCall(
             stage,
             first,
             end,
@@ -169,7 +170,7 @@ class StageCrossing:
         self._signature = signature
         self._recomputes = False
         self._tests = self._analysis is None and stage not in facts.tested
-        self._taint = self._analysis.follow() if self._analysis else None
+        self._trace = self._analysis.follow() if self._analysis else None
 
     @contextmanager
     def analyzing(self, root: nn.Module) -> Iterator[None]:
@@ -184,7 +185,7 @@ class StageCrossing:
         with self._analysis.running(root):
             yield
         self._analysis.conclude(self._facts, self._context)
-        self._analysis = self._taint = None
+        self._analysis = self._trace = None
 
     def _learn(self) -> None:
         """Learn from the end of a forward on this stage.
@@ -193,18 +194,18 @@ class StageCrossing:
             PipelineError: If the model's code writes into an output that it was not given a copy
                 of.
         """
-        lent, self._visit.lent = self._visit.lent, []
-        written = {unit for unit, tensor, version in lent if num_writes(tensor) != version}
+        borrowed, self._stage_call.borrowed = self._stage_call.borrowed, []
+        written = {unit for unit, tensor, version in borrowed if num_writes(tensor) != version}
         if written and not self._analysis:
             raise errors.late_write(self._partition.units[min(written)])
         self._facts.written |= written
-        if self._analysis is not None and self._taint is not None:
-            self._analysis.learn(self._taint)
+        if self._analysis is not None and self._trace is not None:
+            self._analysis.learn(self._trace)
 
     @contextmanager
     def recomputing(self, stage: int, microbatch: int) -> Iterator[None]:
         """Around the backward of a stage: what it recomputes calls units again, in any order."""
-        self._visit = self._visits.pop((stage, microbatch), self._visit)
+        self._stage_call = self._stage_calls.pop((stage, microbatch), self._stage_call)
         self._recomputes = True
         self._tests = False
         try:
@@ -220,7 +221,7 @@ class StageCrossing:
         """
         if not self._tests:
             return
-        units = self._partition.units[: self._visit.first]
+        units = self._partition.units[: self._stage_call.first]
         hooked = [name for name in units if user_hooks(self._partition.module.get_submodule(name))]
         if hooked and _has_nan(result):
             raise errors.recorded_placeholder(self._hook, hooked[0])
@@ -243,15 +244,15 @@ class StageCrossing:
         return output
 
     def _begin(self) -> None:
-        visit = self._visit
-        if visit.entered:
-            raise errors.second_call(self._hook, visit.stage, self._microbatch)
-        if not visit.was_called_before:
-            raise errors.unexpected_call(self._hook, visit.stage)
-        visit.entered = True
-        visit.records = torch.is_grad_enabled()
-        if visit.records:
-            self._visits[visit.stage, self._microbatch] = visit
+        call = self._stage_call
+        if call.entered:
+            raise errors.second_call(self._hook, call.stage, self._microbatch)
+        if not call.was_called_before:
+            raise errors.unexpected_call(self._hook, call.stage)
+        call.entered = True
+        call.records = torch.is_grad_enabled()
+        if call.records:
+            self._stage_calls[call.stage, self._microbatch] = call
         self._reached(self._microbatch)
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -260,14 +261,16 @@ class StageCrossing:
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             try:
-                with self._taint or nullcontext():
+                with self._trace or nullcontext():
                     output = self._forward(*args, **kwargs)
-                if self._visit.next < len(self._partition.units):
-                    raise errors.missing_unit(self._hook, self._partition.units[self._visit.next])
-                if self._taint is not None:
-                    self._taint.end([output, self._kept()])
+                if self._stage_call.next < len(self._partition.units):
+                    raise errors.missing_unit(
+                        self._hook, self._partition.units[self._stage_call.next]
+                    )
+                if self._trace is not None:
+                    self._trace.end([output, self._kept()])
                 self._learn()
-                if self._taint is not None:
+                if self._trace is not None:
                     raise StageExit(StageTensors())
             except StageExit as exit_:  # hooks of FSDP2 have to see the end of the forward
                 exit_.__traceback__ = None  # its frames hold the hooks of unfinished checkpoints
@@ -276,8 +279,8 @@ class StageCrossing:
             return output
 
         watched = self._analysis.watching_draws() if self._analysis else nullcontext()
-        with self._seeded(self._visit.seed), watched:
-            output = self._run_stage(self._visit.stage, forward, *args, **kwargs)
+        with self._seeded(self._stage_call.seed), watched:
+            output = self._run_stage(self._stage_call.stage, forward, *args, **kwargs)
         return left[0] if left else output
 
     def _check_placeholders(self, output: Any, args: Any, kwargs: Any) -> None:
@@ -286,19 +289,22 @@ class StageCrossing:
         Raises:
             PipelineError: If it has.
         """
-        visit, found = self._visit, output.outputs if isinstance(output, StageExit) else output
-        self._facts.tested.add(visit.stage)
-        if not _has_nan(found) or _has_nan(visit.received):
+        call, found = (
+            self._stage_call,
+            output.outputs if isinstance(output, StageExit) else output,
+        )
+        self._facts.tested.add(call.stage)
+        if not _has_nan(found) or _has_nan(call.received):
             return
-        self._visit = replace(visit, next=0, sent={}, lent=[], records=False)
+        self._stage_call = replace(call, next=0, sent={}, borrowed=[], records=False)
         placeholders, device = self._placeholders, self._context.device
         self._placeholders = Placeholders(0.0, device)
         with torch.no_grad(), self._repeated():
             again = self._run(args, kwargs)  # NaN may have other reasons
-        self._visit = visit
+        self._stage_call = call
         self._placeholders = placeholders
         if not _has_nan(again.outputs if isinstance(again, StageExit) else again):
-            raise errors.unsent_output(visit.stage)
+            raise errors.unsent_output(call.stage)
 
     # --------------------------------------------------------------------------------- of the units
 
@@ -306,27 +312,27 @@ class StageCrossing:
         self, index: int, unit: nn.Module, run: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> Any:
         """Take the place of the call of one unit."""
-        visit = self._visit
+        call = self._stage_call
         if self._recomputes:
-            if index >= visit.end:
+            if index >= call.end:
                 raise StageExit(StageTensors())
-            if index >= visit.first:
+            if index >= call.first:
                 return self._run_seeded(index, run, args, kwargs)
             return self._stub(index, unit, args, kwargs)
-        if not visit.entered:
+        if not call.entered:
             self._begin()
-            self._taint = None  # there is no end of a forward up to which outputs could be followed
-        if index != visit.next:
-            raise errors.wrong_order(self._hook, self._partition.units, index, visit.next)
-        visit.next += 1
-        if index >= visit.end:
+            self._trace = None  # there is no end of a forward up to which outputs could be followed
+        if index != call.next:
+            raise errors.wrong_order(self._hook, self._partition.units, index, call.next)
+        call.next += 1
+        if index >= call.end:
             raise StageExit(self._outputs())
-        if index < visit.first:
+        if index < call.first:
             return self._stub(index, unit, args, kwargs)
-        if visit.records and not torch.is_grad_enabled() and _is_trained(unit):
+        if call.records and not torch.is_grad_enabled() and _is_trained(unit):
             raise errors.no_graph(self._partition.units[index])
         output = self._run_unit(index, unit, run, args, kwargs)
-        if self._analysis and self._taint is None and visit.next == len(self._partition.units):
+        if self._analysis and self._trace is None and call.next == len(self._partition.units):
             self._learn()
             raise StageExit(StageTensors())
         return output
@@ -340,35 +346,35 @@ class StageCrossing:
         kwargs: dict[str, Any],
     ) -> Any:
         """Run a unit of this stage, and keep what is sent of its output."""
-        visit, name = self._visit, self._partition.units[index]
+        call, name = self._stage_call, self._partition.units[index]
         containers = Containers(args, kwargs)
-        if self._taint is not None:
+        if self._trace is not None:
             seen = self._analysis.values.seen(index, unit) if self._analysis else nullcontext()
             with torch.compiler.set_stance("force_eager"), seen:
-                output = self._taint.run_unit(index, unit._call_impl, args, kwargs)
+                output = self._trace.run_unit(index, unit._call_impl, args, kwargs)
         else:
             output = self._run_seeded(index, run, args, kwargs)
-        changed = containers.changed(output, is_copy=self._taint is not None)
+        changed = containers.changed(output, is_copy=self._trace is not None)
         if changed is not None:
             raise errors.changed_argument(name, changed)
-        if visit.next == len(self._partition.units):  # code behind the units is next
-            before = [left for left in self._facts.left if left[0] < visit.first]
+        if call.next == len(self._partition.units):  # code behind the units is next
+            before = [left for left in self._facts.left if left[0] < call.first]
             self._absent.show(before, self._partition.module, self._partition.units)
-        if self.is_last(visit.stage) or (visit.note is not None and index not in visit.carried):
+        if self.is_last(call.stage) or (call.note is not None and index not in call.carried):
             return output
         tensors, structure = flatten(output, name)
-        if visit.note is None:
-            visit.structures[index] = structure
-        elif structure != visit.structures[index]:
-            raise errors.other_output(name, structure, visit.structures[index])
-        if index in visit.carried:
-            visit.sent[index] = tensors
-        return self._lend(index, output, tensors)
+        if call.note is None:
+            call.structures[index] = structure
+        elif structure != call.structures[index]:
+            raise errors.other_output(name, structure, call.structures[index])
+        if index in call.carried:
+            call.sent[index] = tensors
+        return self._hand_out(index, output, tensors)
 
     def _run_seeded(
         self, index: int, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        with self._seeded(self._visit.seed + 1 + index):
+        with self._seeded(self._stage_call.seed + 1 + index):
             return run(*args, **kwargs)
 
     @contextmanager
@@ -382,8 +388,8 @@ class StageCrossing:
         self, index: int, unit: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Return what represents the output of a unit before the stage."""
-        visit, tensors = self._visit, self._visit.received.get(index)
-        structure = visit.structures[index]
+        call, tensors = self._stage_call, self._stage_call.received.get(index)
+        structure = call.structures[index]
         if tensors is None:
             is_written = self._analysis is not None or index in self._facts.written
             tensors = tuple(
@@ -391,41 +397,44 @@ class StageCrossing:
                 for leaf in structure.leaves
                 if isinstance(leaf, Like)
             )
-        elif not self._recomputes and index in visit.carried:
-            visit.sent[index] = tensors
+        elif not self._recomputes and index in call.carried:
+            call.sent[index] = tensors
         output = structure.build(iter(tensors))
-        if self._taint is not None:
-            self._taint.mark_output(index, output)
+        if self._trace is not None:
+            self._trace.mark_output(index, output)
         if not self._recomputes:
-            output = self._lend(index, output, tensors)
+            output = self._hand_out(index, output, tensors)
         elif index in self._facts.written:
             output = map_tensors(torch.clone, output)
         return with_hooks(unit, args, kwargs, output)
 
-    def _lend(self, index: int, output: Any, tensors: tuple[Tensor, ...]) -> Any:
+    def _hand_out(self, index: int, output: Any, tensors: tuple[Tensor, ...]) -> Any:
         """Return the output for the model's code: a copy if it is sent or was received, since a
         recomputation needs it again, and the code writes into it, or may do so in inference mode,
         where writes are not counted.
         """
-        visit = self._visit
-        if not (index in visit.sent or index in visit.received or self._analysis):
+        call = self._stage_call
+        if not (index in call.sent or index in call.received or self._analysis):
             return output
-        uncounted = index in visit.sent and any(tensor.is_inference() for tensor in tensors)
+        uncounted = index in call.sent and any(tensor.is_inference() for tensor in tensors)
         if uncounted or index in self._facts.written:
             return map_tensors(torch.clone, output)
-        visit.lent += [(index, tensor, num_writes(tensor)) for tensor in tensors]
+        call.borrowed += [(index, tensor, num_writes(tensor)) for tensor in tensors]
         return output
 
     def _outputs(self) -> StageTensors:
         """Return what the next stage receives."""
-        visit, facts = self._visit, self._facts
+        call, facts = self._stage_call, self._facts
         self._learn()
-        if visit.note is None:
-            visit.note = dump(visit.structures, self._partition.units)
-            facts.notes[visit.stage, self._signature] = (visit.note, visit.structures)
-        tensors = () if self._analysis else (t for unit in visit.carried for t in visit.sent[unit])
-        outputs = StageTensors(tensors, visit.note)
-        visit.sent = {}  # outputs are released once they are sent
+        if call.note is None:
+            call.note = dump(call.structures, self._partition.units)
+            facts.notes[call.stage, self._signature] = (
+                call.note,
+                call.structures,
+            )
+        tensors = () if self._analysis else (t for unit in call.carried for t in call.sent[unit])
+        outputs = StageTensors(tensors, call.note)
+        call.sent = {}  # outputs are released once they are sent
         return outputs
 
 

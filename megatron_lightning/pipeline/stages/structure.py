@@ -3,16 +3,20 @@
 A unit returns a tensor, or tensors in nested containers with plain values beside them. A stage that
 does not run the unit rebuilds its output from the structure and the tensors that it has received.
 Nothing is pickled: a structure travels as JSON.
+
+The file has two neighbors of structures, too: stubs of units that do not run on a stage, and the
+containers that a unit changes, and so hands on by another way than its output.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import fields, is_dataclass
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from megatron_lightning.errors import PipelineError
@@ -109,3 +113,107 @@ def _dump_leaf(leaf: Any) -> Any:
 
 def _load_leaf(leaf: Any) -> Any:
     return Like(tuple(leaf[1]), getattr(torch, leaf[0])) if isinstance(leaf, list) else leaf
+
+
+_NOT_ON_STUBS = ("torch.distributed.fsdp", "megatron_lightning")
+_LIBRARIES = ("torch", "megatron_lightning", "transformers", "lightning")
+
+
+class Placeholders:
+    """Memory of the shapes of outputs that were not sent; code may write into it.
+
+    Args:
+        value: Of floating-point tensors; others are zero.
+        device: Device of the tensors.
+    """
+
+    def __init__(self, value: float, device: torch.device) -> None:
+        self._value = value
+        self._device = device
+        self._known: dict[Like, Tensor] = {}
+
+    def of(self, like: Like, *, fresh: bool = False) -> Tensor:
+        """Return a tensor; ``fresh``: in storage of its own, else one that several outputs may
+        share until something writes into it.
+        """
+        known = None if fresh else self._known.get(like)
+        if known is None or known.requires_grad or num_writes(known):
+            value = self._value if like.dtype.is_floating_point else 0
+            known = torch.full(like.shape, value, dtype=like.dtype, device=self._device)
+            self._known[like] = known
+        return known
+
+
+def num_writes(tensor: Tensor) -> int:
+    """Return the number of writes into a tensor, as far as they are counted."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def user_hooks(module: nn.Module) -> list[Any]:
+    """Return the user's forward hooks of a module."""
+    hooks = module._forward_hooks.values()
+    return [hook for hook in hooks if _module_of(hook).partition(".")[0] not in _LIBRARIES]
+
+
+def hooks_inside(module: nn.Module, units: Iterable[str]) -> list[str]:
+    """Return the modules inside of units whose forward hooks run on the unit's stage only."""
+    return [
+        f"{unit}.{path}"
+        for unit in units
+        for path, child in module.get_submodule(unit).named_modules()
+        if path and user_hooks(child)
+    ]
+
+
+def _module_of(hook: Any) -> str:
+    return str(getattr(getattr(hook, "func", hook), "__module__", None) or "")
+
+
+def with_hooks(unit: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+    """Run the user's forward hooks of a unit that does not run; some record outputs."""
+    for key, hook in unit._forward_hooks.items():
+        if _module_of(hook).startswith(_NOT_ON_STUBS):
+            continue
+        with_kwargs = key in unit._forward_hooks_with_kwargs
+        result = hook(unit, args, kwargs, output) if with_kwargs else hook(unit, args, output)
+        output = output if result is None else result
+    return output
+
+
+def sizes(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[int]:
+    """Return the lengths of the lists and dicts among the arguments of a call."""
+    return [len(x) for x in (*args, *kwargs.values()) if isinstance(x, list | dict)]
+
+
+class Containers:
+    """Lists, dicts and dataclasses among the arguments of a call, as they were before it."""
+
+    def __init__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        given = [x for x in (*args, *kwargs.values()) if isinstance(x, list | dict) or _is_data(x)]
+        self._before = [(container, _entries(container)) for container in given]
+
+    def changed(self, output: Any, *, is_copy: bool) -> str | None:
+        """Return the type of one that the call has changed; None: there is none.
+
+        Args:
+            output: What the call returned; a dataclass that it fills and returns is handed on.
+            is_copy: Whether it is a copy of what the call returned.
+        """
+        for container, before in self._before:
+            same = type(container) is type(output) if is_copy else container is output
+            if not (same and _is_data(output)) and _entries(container) != before:
+                return type(container).__name__
+        return None
+
+
+def _is_data(value: Any) -> bool:
+    return is_dataclass(value) and not isinstance(value, type)
+
+
+def _entries(container: Any) -> list[tuple[Any, int]]:
+    if _is_data(container):
+        container = {
+            field.name: getattr(container, field.name, None) for field in fields(container)
+        }
+    items = container.items() if isinstance(container, dict) else enumerate(container)
+    return [(key, id(value)) for key, value in items]

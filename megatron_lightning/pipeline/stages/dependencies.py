@@ -1,21 +1,24 @@
-"""Which outputs of units reach which other units, and which parameters are read where.
+"""Trace data dependencies between the units of a pipelined module: which outputs reach which other
+units, and which parameters are read where.
 
 A forward runs under a dispatch mode that marks the storages of tensors (https://docs.pytorch.org/
 docs/stable/notes/extending.html, "Extending all torch API with Modes"):
 
 - the output of unit i is copied to storage of its own and marked i;
 - an operation outside of the units passes the marks of its arguments on to its results;
-- what is made or written inside unit i is marked *leak i*: it leaves the unit by its output, which
-  is a copy, or else by a list, an attribute or a hook;
+- what is made or written inside unit i is marked as a *side channel* of unit i. It leaves the unit
+  by its output, which is a copy, or else by a list, an attribute or a hook;
 - a parameter is marked with its name.
 
-A unit *uses* the marks of its arguments and of all that its operations read. Its own leak does not
-count. The code behind the last unit, the *tail*, uses what the forward returns.
+A unit *uses* the marks of its arguments and of all that its operations read. Its own side channel
+does not count. The code behind the last unit, the *epilogue*, uses what the forward returns.
+
+:class:`CallFacts` keeps what all forwards of a kind have shown. :class:`StageCall` is one forward.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,9 +29,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megatron_lightning.pipeline.stages.fields import map_tensors, tensors_inside
+from megatron_lightning.pipeline.stages.structure import Structure, load
+from megatron_lightning.pipeline.stages.unit_values import Left
 
-TAIL = 1_000_000
-"""Represents the code behind the last unit, in the place of a unit's index."""
+EPILOGUE = 1_000_000
+"""Pseudo-index of the code after the last unit."""
 _ITEM = torch.ops.aten._local_scalar_dense.default
 
 
@@ -37,11 +42,11 @@ class Uses:
     """Uses found in one or several forwards."""
 
     outputs: frozenset[tuple[int, int]] = frozenset()
-    """(j, i): unit i, or the tail, uses the output of unit j."""
-    leaks: frozenset[tuple[int, int]] = frozenset()
-    """(j, i): unit i, or the tail, reads what unit j has made or written and not returned."""
+    """(j, i): unit i, or the epilogue, uses the output of unit j."""
+    side_channels: frozenset[tuple[int, int]] = frozenset()
+    """(j, i): unit i, or the epilogue, reads what unit j has made or written and not returned."""
     parameters: frozenset[tuple[str, int]] = frozenset()
-    """(name, i): unit i, or the tail, reads a parameter."""
+    """(name, i): unit i, or the epilogue, reads a parameter."""
     read_between: frozenset[str] = frozenset()
     """Parameters that code between the units reads."""
     writes: frozenset[tuple[int, int]] = frozenset()
@@ -57,7 +62,7 @@ class Uses:
         """Return what several forwards have shown together."""
         return cls(
             frozenset().union(*(part.outputs for part in parts)),
-            frozenset().union(*(part.leaks for part in parts)),
+            frozenset().union(*(part.side_channels for part in parts)),
             frozenset().union(*(part.parameters for part in parts)),
             frozenset().union(*(part.read_between for part in parts)),
             frozenset().union(*(part.writes for part in parts)),
@@ -72,19 +77,19 @@ class Uses:
         return tuple(sorted({end - 1} | {j for j, i in self.outputs if j < end <= i}))
 
     def allows(self, end: int) -> bool:
-        """Return whether a stage may begin with unit ``end``: no leak crosses it."""
-        return not any(j < end <= i for j, i in self.leaks)
+        """Return whether a stage may begin with unit ``end``: no side channel crosses it."""
+        return not any(j < end <= i for j, i in self.side_channels)
 
 
 @dataclass(frozen=True)
 class _Mark:
-    """A leak of a unit."""
+    """A side channel of a unit."""
 
     unit: int
 
 
 @dataclass(eq=False)
-class Taint(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class DependencyTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Dispatch mode that follows the marks.
 
     Args:
@@ -144,7 +149,7 @@ class Taint(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Record what the forward returned, and tensors that it left for the step elsewhere."""
         opaque = [leaf for leaf in tree_leaves(output) if hasattr(leaf, "__dict__")]
         inside = [list(vars(leaf).values()) for leaf in opaque if not isinstance(leaf, Tensor)]
-        self._used.setdefault(TAIL, set()).update(self._of(tensors_inside([output, inside])))
+        self._used.setdefault(EPILOGUE, set()).update(self._of(tensors_inside([output, inside])))
 
     def uses(self) -> Uses:
         """Return what was recorded."""
@@ -166,7 +171,7 @@ class Taint(TorchDispatchMode):  # type: ignore[no-untyped-call]
         marks = self._of(given)
         self._use(marks)
         if func is _ITEM and not self._inside:  # a Python number may reach anything
-            self._used.setdefault(TAIL, set()).update(j for j in marks if isinstance(j, int))
+            self._used.setdefault(EPILOGUE, set()).update(j for j in marks if isinstance(j, int))
         output = func(*args, **(kwargs or {}))
         if not self._inside and func._schema.is_mutable:
             written = self._of(tensors_inside(output))
@@ -207,3 +212,70 @@ class Taint(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def _storage(tensor: Tensor) -> int:
     address: int = tensor.untyped_storage()._cdata
     return address
+
+
+@dataclass
+class CallFacts:
+    """Facts about one kind of call of the pipelined module: hook, mode, kinds of arguments."""
+
+    uses: Uses | None = None
+    """Which units use which outputs; None: not known, and every output is carried."""
+    written: set[int] = field(default_factory=set)
+    """Units into whose outputs the model's code writes: it is given copies."""
+    left: set[Left] = field(default_factory=set)
+    """Attributes that units set on themselves in their forward."""
+    draws_on_host: bool = False
+    """Whether the forward draws from Python's or NumPy's generators."""
+    tested: set[int] = field(default_factory=set)
+    """Stages of this rank whose results were checked for the NaN of placeholders."""
+    notes: dict[tuple[int, Hashable], tuple[str, dict[int, Structure]]] = field(
+        default_factory=dict
+    )
+    """Structures of the outputs of the units before the end of a stage, by stage and signature."""
+    received: dict[str, dict[int, Structure]] = field(default_factory=dict)
+    """Structures by the notes in which they were received."""
+
+    def carried(self, end: int) -> tuple[int, ...]:
+        """Return the units whose outputs a message holds to the stage that begins with unit
+        ``end``.
+        """
+        if end == 0:
+            return ()
+        return tuple(range(end)) if self.uses is None else self.uses.carried(end)
+
+    def structures(self, note: str) -> dict[int, Structure]:
+        """Return the structures in a note."""
+        if note not in self.received:
+            self.received[note] = load(note)
+        return self.received[note]
+
+
+@dataclass
+class StageCall:
+    """One forward of a stage on a micro-batch."""
+
+    stage: int
+    first: int
+    end: int
+    carried: Collection[int]
+    """Units whose outputs the next stage receives; empty on the last stage."""
+    received: Mapping[int, tuple[Tensor, ...]]
+    """Tensors of units before the stage, as far as they were sent."""
+    structures: dict[int, Structure]
+    """Structures of the outputs of the units before the end of the stage."""
+    note: str | None
+    """The structures for the next stage; None: own units have not run with this signature."""
+    was_called_before: bool
+    """Whether the step on the stage before has called the module."""
+    seed: int
+    """Seed of the forward between units, equal on all stages; a unit adds its number from 1 on."""
+    sent: dict[int, tuple[Tensor, ...]] = field(default_factory=dict)
+    """Tensors of units for the next stage."""
+    borrowed: list[tuple[int, Tensor, int]] = field(default_factory=list)
+    """Unit, tensor and version of what the model's code was given and may not write into."""
+    next: int = 0
+    """Index of the unit that is called next."""
+    records: bool = False
+    """Whether the forward is recorded for a backward."""
+    entered: bool = False
+    """Whether the step has called the module, or a unit."""

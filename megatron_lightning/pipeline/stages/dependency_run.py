@@ -1,0 +1,328 @@
+"""Runs without values that show data dependencies between units: of the full model before it is
+divided, and of every stage before the first micro-batch of a kind of call.
+
+The model is copied without its tensors and runs under :class:`FakeTensorMode`
+(https://docs.pytorch.org/docs/stable/torch.compiler_fake_tensor.html), which computes shapes and no
+values: no memory, a few times the host time of a forward, once. Models that cannot run like that in
+fp32 (kernels of grouped products) run in bf16; those whose forward branches on values run for real,
+where their weights exist.
+
+Example inputs are ``example_input_array`` of the LightningModule, or ``dummy_inputs`` of a
+``transformers`` model.
+
+Before the first micro-batch of a kind of call is run, every stage runs its forward once on
+placeholders, in order, under a :class:`DependencyTrace`. What the stages have seen together says
+which outputs a boundary carries. The run of the full model also sees side channels between stages,
+but a step may call the model otherwise than the example does.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._pytree import tree_map_only
+
+from megatron_lightning.compat import unlogged_fake_tensors
+from megatron_lightning.errors import ConfigError
+from megatron_lightning.parallel.context import ParallelContext
+from megatron_lightning.parallel.rng import host_state
+from megatron_lightning.pipeline.stages.dependencies import (
+    EPILOGUE,
+    CallFacts,
+    DependencyTrace,
+    Uses,
+)
+from megatron_lightning.pipeline.stages.stage import StagePartition
+from megatron_lightning.pipeline.stages.unit_values import UnitValues
+from megatron_lightning.pipeline.stages.units import Calls, has_own_forward
+
+_log = logging.getLogger(__name__)
+
+_CPU = torch.device("cpu")
+
+
+class ExampleRun:
+    """Runs of a full module on its example inputs.
+
+    Args:
+        root: The full LightningModule, or any module; it stays as it is.
+    """
+
+    def __init__(self, root: nn.Module) -> None:
+        self._root = root
+
+    def calls(self, path: str) -> Calls | None:
+        """Return how often a forward calls the modules in the one at ``path``; None: there are no
+        example inputs, or no run succeeds with them.
+        """
+        calls: Calls | None = self._try(path, _count_calls)
+        return calls
+
+    def uses(self, path: str, units: Sequence[str]) -> Uses | None:
+        """Return which units of the module at ``path`` use what; None: unknown."""
+        uses: Uses | None = self._try(path, partial(_follow, units))
+        return uses
+
+    def _try(self, path: str, observe: Callable[..., Any]) -> Any:
+        given = _inputs(self._root, path)
+        if given is None:
+            return None
+        caller, args, kwargs = given
+        inner = path if caller is self._root else ""
+        ways: list[Callable[..., Any]] = [
+            partial(_fake, torch.float32),
+            partial(_fake, torch.bfloat16),
+        ]
+        if not any(parameter.is_meta for parameter in caller.parameters()):
+            ways.append(_real)
+        for way in ways:
+            try:
+                with unlogged_fake_tensors(), way(caller, args, kwargs) as (module, call):
+                    return observe(module.get_submodule(inner), call)
+            except Exception as error:
+                _log.debug("%s on example inputs: %r", type(caller).__name__, error)
+        return None
+
+
+def _inputs(root: nn.Module, path: str) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]] | None:
+    """Return the module to call and its arguments."""
+    module = root.get_submodule(path)
+    example: Any = getattr(root, "example_input_array", None)
+    if example is not None:
+        caller = root if has_own_forward(root) else module
+        if isinstance(example, Mapping):
+            return caller, (), dict(example)
+        return caller, example if isinstance(example, tuple) else (example,), {}
+    try:
+        dummy: Any = getattr(module, "dummy_inputs", None)
+    except Exception:
+        return None
+    return (module, (), dict(dummy)) if isinstance(dummy, Mapping) else None
+
+
+@contextmanager
+def _fake(
+    dtype: torch.dtype, caller: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Iterator[tuple[nn.Module, Callable[[], Any]]]:
+    """Yield a copy of the module without tensors, and its call."""
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+
+    def fake(tensor: Tensor) -> Tensor:
+        like = tensor.detach().to("meta")
+        if tensor.dtype == torch.float32:
+            like = like.to(dtype)
+        return FakeTensor(mode, like, _CPU)
+
+    memo: dict[int, Any] = {
+        id(p): nn.Parameter(fake(p), requires_grad=False) for p in caller.parameters()
+    }
+    memo |= {id(buffer): fake(buffer) for buffer in caller.buffers()}
+    module = copy.deepcopy(caller, memo)
+    args, kwargs = tree_map_only(Tensor, fake, (args, kwargs))
+    with mode, torch.no_grad():
+        yield module, lambda: module(*args, **kwargs)
+
+
+@contextmanager
+def _real(
+    caller: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Iterator[tuple[nn.Module, Callable[[], Any]]]:
+    """Yield the module itself; its buffers and the random state are restored at the end."""
+    before = [(buffer, buffer.clone()) for buffer in caller.buffers()]
+    device = next((parameter.device for parameter in caller.parameters()), _CPU)
+    args, kwargs = tree_map_only(Tensor, lambda tensor: tensor.to(device), (args, kwargs))
+    with torch.random.fork_rng(), torch.no_grad():
+        try:
+            yield caller, lambda: caller(*args, **kwargs)
+        finally:
+            for buffer, value in before:
+                buffer.copy_(value)
+
+
+def _count_calls(module: nn.Module, call: Callable[[], Any]) -> Calls:
+    counts: dict[str, int] = {}
+
+    def count(name: str, *_: Any) -> None:
+        counts[name] = counts.get(name, 0) + 1
+
+    with ExitStack() as undo:
+        for name, child in module.named_modules():
+            undo.callback(child.register_forward_pre_hook(partial(count, name)).remove)
+        call()
+    return counts
+
+
+def _follow(units: Sequence[str], module: nn.Module, call: Callable[[], Any]) -> Uses:
+    trace = DependencyTrace(dict(module.named_parameters()))
+    with ExitStack() as undo:
+        for index, name in enumerate(units):
+            undo.enter_context(
+                intercepted(module.get_submodule(name), partial(_run_unit, trace, index))
+            )
+        undo.callback(module.register_forward_hook(lambda *given: trace.end(given[2])).remove)
+        with trace:
+            call()
+    return trace.uses()
+
+
+def _run_unit(
+    trace: DependencyTrace, index: int, run: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
+    return trace.run_unit(index, run, args, kwargs)
+
+
+@contextmanager
+def intercepted(module: nn.Module, call: Callable[..., Any]) -> Iterator[None]:
+    """Replace the calls of one module, hooks included, inside the block.
+
+    ``call`` is given what the call would run, compiled or not, and the arguments. It takes the
+    place of what ``Module.compile`` sets, the one way in which ``Module.__call__`` is decided on
+    the instance.
+    """
+    before: Callable[..., Any] | None = module.__dict__.get("_compiled_call_impl")
+    module._compiled_call_impl = partial(call, before or module._call_impl)
+    try:
+        yield
+    finally:
+        if before is None:
+            module.__dict__.pop("_compiled_call_impl", None)
+        else:
+            module._compiled_call_impl = before
+
+
+class CallAnalysis:
+    """One run of all stages without values.
+
+    Args:
+        partition: The pipelined module and its stages.
+    """
+
+    def __init__(self, partition: StagePartition) -> None:
+        self._partition = partition
+        self._uses: list[Uses] = []
+        self.values = UnitValues()
+        """Attributes that units set on themselves in their forward."""
+        self.draws_on_host = False
+
+    def follow(self) -> DependencyTrace:
+        """Return the mode under which a stage runs its forward."""
+        return DependencyTrace(dict(nn.Module.named_parameters(self._partition.module)))
+
+    def learn(self, trace: DependencyTrace) -> None:
+        """Keep what the forward of a stage has shown."""
+        self._uses.append(trace.uses())
+
+    @contextmanager
+    def watching_draws(self) -> Iterator[None]:
+        """Context of a forward, which may draw from Python's or NumPy's generators."""
+        before = host_state()
+        yield
+        self.draws_on_host |= host_state() != before
+
+    @contextmanager
+    def running(self, root: nn.Module) -> Iterator[None]:
+        """Context of the run: nothing is recorded, and the buffers of ``root``, which the step may
+        use, and the values on units are restored at the end.
+        """
+        with _unchanged(root), torch.no_grad():
+            yield
+        self.values.undo()
+
+    def conclude(self, facts: CallFacts, context: ParallelContext) -> None:
+        """Write what all stages have shown to ``facts``; a collective of the pipeline.
+
+        Raises:
+            ConfigError: If state that units hand on by other ways crosses a stage boundary.
+        """
+        partition = self._partition
+        facts.notes.clear()  # dtypes may be others than with values: autocast, fused paths
+        ranks = context.pp.all_gather_object((self._uses, self.values.left, self.draws_on_host))
+        shown = [uses for of_rank, *_ in ranks for uses in of_rank]
+        facts.left = {value for _, of_rank, _ in ranks for value in of_rank}
+        facts.draws_on_host = any(draws for *_, draws in ranks)
+        # Fewer where the step calls the units itself: everything is carried then.
+        if len(shown) == len(partition.stages):
+            facts.uses = Uses.union(shown)
+            starts = [first for first, _ in partition.bounds]
+            check_boundaries(facts.uses, partition.units, starts)
+            self._check_epilogue(facts.uses, starts[-1])
+
+    def _check_epilogue(self, uses: Uses, last: int) -> None:
+        """Check that the units of the last stage hand nothing on that others of their kind, on
+        earlier stages, would as well.
+        """
+        units, module = self._partition.units, self._partition.module
+        kinds = [type(module.get_submodule(unit)) for unit in units]
+        for source, reader in sorted(uses.side_channels):
+            if reader == EPILOGUE and kinds[source] in kinds[:last]:
+                raise ConfigError(
+                    f"unit {units[source]!r} hands state to the code behind the units by a list, "
+                    "an attribute or a hook, and the same state of units on earlier stages is "
+                    "missing there. Return it from the units, or switch it off (transformers: "
+                    "output_attentions=False, output_router_logits=False)."
+                )
+
+
+def check_boundaries(uses: Uses, units: Sequence[str], starts: Sequence[int]) -> None:
+    """Check that no state that units hand on by other ways than their outputs crosses a boundary.
+
+    Args:
+        uses: What the units use.
+        units: Their paths.
+        starts: The first unit of every stage.
+
+    Raises:
+        ConfigError: Naming the units and the boundaries that work.
+    """
+    for source, alias in sorted(uses.aliased) if len(starts) > 1 else ():
+        written = {source, alias} & (uses.written_between | {j for j, _ in uses.writes})
+        if written:
+            raise ConfigError(
+                f"unit {units[alias]!r} returns memory that it was given, or the same memory "
+                f"twice, and the model writes into the output of {units[min(written)]!r} in place, "
+                "which changes both. A stage that receives copies would not see it. Return a copy "
+                "from the unit (x.clone()), or write into one."
+            )
+    for start in starts:
+        carried = uses.carried(start) if start else ()
+        for source, writer in sorted(uses.writes):
+            if writer < start and source in carried:
+                raise ConfigError(
+                    f"unit {units[writer]!r} writes into the output of unit {units[source]!r} in "
+                    f"place, which a stage that begins with {units[start]!r} uses too. Let it "
+                    "write into a copy (inplace=False)."
+                )
+        if start and not uses.allows(start):
+            source, reader = min((j, i) for j, i in uses.side_channels if j < start <= i)
+            by = "the code behind the units" if reader >= len(units) else repr(units[reader])
+            works = ", ".join(repr(units[cut]) for cut in range(1, len(units)) if uses.allows(cut))
+            otherwise = (
+                f"or begin stages only with {works} (pipeline_model_parallel_layout)"
+                if works
+                else "otherwise this model cannot be divided"
+            )
+            raise ConfigError(
+                f"unit {units[source]!r} hands state to {by} by a list, an attribute or a hook, "
+                f"and a stage begins with {units[start]!r} between them. Return it from the unit, "
+                f"or switch it off (transformers: output_router_logits=False); {otherwise}."
+            )
+
+
+@contextmanager
+def _unchanged(module: nn.Module) -> Iterator[None]:
+    """Restore the buffers of the module after the block."""
+    before = [(buffer, buffer.clone()) for buffer in module.buffers() if not buffer.is_meta]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for buffer, value in before:
+                buffer.copy_(value)
