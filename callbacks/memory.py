@@ -20,7 +20,7 @@ from megatron_lightning.callbacks.counting import (
     transformer_config,
     values_of_ranks,
 )
-from megatron_lightning.config.checks import is_count
+from megatron_lightning.config.value_checks import is_count
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.planning import Memory, memory
 from megatron_lightning.strategies.lightning_internals import (

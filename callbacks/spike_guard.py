@@ -14,7 +14,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from megatron_lightning.callbacks.clock import OwnTime
 from megatron_lightning.callbacks.counting import log_values
-from megatron_lightning.config.checks import is_count
+from megatron_lightning.config.value_checks import is_count
 from megatron_lightning.errors import ConfigError, SpikeError
 from megatron_lightning.strategies.megatron import MegatronStrategy
 

@@ -25,7 +25,7 @@ from megatron_lightning.callbacks.counting import (
 )
 from megatron_lightning.callbacks.device_peak import DevicePeak, device_peak
 from megatron_lightning.config import TransformerConfig
-from megatron_lightning.config.checks import is_count
+from megatron_lightning.config.value_checks import is_count
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.planning import flops
 from megatron_lightning.strategies.lightning_internals import is_accumulating, is_logging_step

@@ -139,11 +139,11 @@ def _run(command: str, options: list[str]) -> None:
         for text in _call(generate, command, options):
             print(text)
     elif command == "schedule":
-        from megatron_lightning.pipeline.schedules.report import describe_schedule
+        from megatron_lightning.pipeline.schedules.description import describe_schedule
 
         print(_call(describe_schedule, command, options))
     elif command == "plan":
-        from megatron_lightning.planning.report import plan
+        from megatron_lightning.planning.plan_report import plan
 
         text, is_valid = _call(plan, command, _with_overrides(options))
         print(text)

@@ -14,7 +14,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from megatron_lightning.assembly.part import Part
-from megatron_lightning.config.checks import check_kind
+from megatron_lightning.config.value_checks import check_kind
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.optim.gradients.codes import Coder
 from megatron_lightning.parallel.context import ParallelContext

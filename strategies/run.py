@@ -23,10 +23,10 @@ from megatron_lightning.assembly.assemble import is_assembled
 from megatron_lightning.assembly.drawn_values import DrawnValues
 from megatron_lightning.assembly.full_state import FullState
 from megatron_lightning.assembly.loading import FullStateLoading
+from megatron_lightning.assembly.module_shards import ModuleState
 from megatron_lightning.assembly.part import Part
 from megatron_lightning.assembly.replicas import check_trained_replicas
 from megatron_lightning.assembly.saving_guard import SavingGuard
-from megatron_lightning.assembly.state import ModuleState
 from megatron_lightning.checkpoint.saver import Saver
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.inference.engine import Engine
@@ -35,7 +35,7 @@ from megatron_lightning.optim.gradients.parameter_shard import MainShard
 from megatron_lightning.pipeline.executor import PipelineExecutor
 from megatron_lightning.strategies.after_fit import PartWarning, full_state
 from megatron_lightning.strategies.checkpoint.checkpoints import Checkpoints
-from megatron_lightning.strategies.checks.attention import report_attention
+from megatron_lightning.strategies.checks.attention_kernels import report_attention
 from megatron_lightning.strategies.engines import live_engine
 from megatron_lightning.strategies.folders import LiveFolder
 from megatron_lightning.strategies.fp8 import kept_as_codes, quantizing

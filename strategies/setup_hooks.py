@@ -19,12 +19,12 @@ from typing_extensions import override
 
 from megatron_lightning import compat
 from megatron_lightning.errors import ShardingError
-from megatron_lightning.optim.checks import (
+from megatron_lightning.optim.gradients.data_groups import has_replicas
+from megatron_lightning.optim.optimizer_checks import (
     check_optimizers,
     check_stepped_tensors,
     explained_empty_optimizers,
 )
-from megatron_lightning.optim.gradients.data_groups import has_replicas
 from megatron_lightning.optim.stepping.chained import members
 from megatron_lightning.parallel.absent import AbsentListing, drop_absent
 from megatron_lightning.strategies import lightning_internals as internals

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from torch import nn
 
-from megatron_lightning.assembly.checks import check_experts, check_shared, find_stages
+from megatron_lightning.assembly.layout_checks import check_experts, check_shared, find_stages
 from megatron_lightning.assembly.part import Part, describe_part
 from megatron_lightning.assembly.plans import (
     PlanChoice,

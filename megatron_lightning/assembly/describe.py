@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_lightning.assembly.assemble import is_assembled, parallelize_models
-from megatron_lightning.assembly.checks import find_stages
+from megatron_lightning.assembly.layout_checks import find_stages
 from megatron_lightning.assembly.plans import PlanChoice, resolve_plans
 from megatron_lightning.config import PipelineOptions
 from megatron_lightning.errors import ConfigError

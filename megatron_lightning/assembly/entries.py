@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from megatron_lightning.assembly.module_shards import ModuleState
 from megatron_lightning.assembly.replicas import diverged, fingerprint
-from megatron_lightning.assembly.state import ModuleState
 from megatron_lightning.assembly.tensor_names import Found, TensorNames
 from megatron_lightning.checkpoint import CheckpointSource, TensorShards, load_sharded
 from megatron_lightning.checkpoint.entries import (

@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_lightning.assembly.state import ModuleState
-from megatron_lightning.parallel.shards import TensorShards
+from megatron_lightning.assembly.module_shards import ModuleState
 from megatron_lightning.parallel.spec import Box, Shape
+from megatron_lightning.parallel.tensor_shards import TensorShards
 
 
 class _Stored(NamedTuple):

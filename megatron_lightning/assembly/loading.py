@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from megatron_lightning.assembly.state import ModuleState
+from megatron_lightning.assembly.module_shards import ModuleState
 from megatron_lightning.checkpoint.memory_source import MemorySource
 from megatron_lightning.checkpoint.stored_tensor import StoredTensor
 from megatron_lightning.layers.gemm import is_code

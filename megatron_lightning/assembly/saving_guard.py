@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from megatron_lightning.assembly.state import ModuleState
+from megatron_lightning.assembly.module_shards import ModuleState
 from megatron_lightning.errors import ShardingError
 
 _MARK = "_megatron_saving_guard"

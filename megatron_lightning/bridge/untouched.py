@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, handle_torch_function
 
+from megatron_lightning.assembly.module_shards import ModuleState
 from megatron_lightning.assembly.part import Part
-from megatron_lightning.assembly.state import ModuleState
 from megatron_lightning.bridge.folder import FolderTensors
 from megatron_lightning.bridge.lazy import Lazy
 from megatron_lightning.errors import CheckpointError

@@ -20,8 +20,8 @@ from megatron_lightning.checkpoint.replicas import MIN_DIVIDED_BYTES, divide_sha
 from megatron_lightning.checkpoint.source import CheckpointSource
 from megatron_lightning.errors import CheckpointError
 from megatron_lightning.parallel.context import ALONE, AxisGroup
-from megatron_lightning.parallel.shards import TensorShards
 from megatron_lightning.parallel.spec import Shard
+from megatron_lightning.parallel.tensor_shards import TensorShards
 
 
 class LoadReport(NamedTuple):

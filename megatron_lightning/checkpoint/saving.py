@@ -19,13 +19,13 @@ from megatron_lightning.checkpoint.agreement import gather, on_first_rank, toget
 from megatron_lightning.checkpoint.commit import PendingSave, pending_save
 from megatron_lightning.checkpoint.format.files import new_identifier
 from megatron_lightning.checkpoint.format.manifest import StoredShard, TensorInfo, dtype_name
+from megatron_lightning.checkpoint.format.plain_state import dump_state
 from megatron_lightning.checkpoint.format.shard_file import WrittenFile, write_shards
-from megatron_lightning.checkpoint.format.state import dump_state
 from megatron_lightning.checkpoint.replicas import written_shards
 from megatron_lightning.errors import CheckpointError
 from megatron_lightning.parallel.context import ALONE, AxisGroup
-from megatron_lightning.parallel.shards import TensorShards
 from megatron_lightning.parallel.spec import Shard
+from megatron_lightning.parallel.tensor_shards import TensorShards
 
 _MAX_FILE_BYTES = 4 << 30
 

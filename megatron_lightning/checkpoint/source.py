@@ -18,13 +18,13 @@ from megatron_lightning.checkpoint.agreement import on_first_rank, together
 from megatron_lightning.checkpoint.commit import MANIFEST
 from megatron_lightning.checkpoint.format.manifest import Manifest, TensorInfo
 from megatron_lightning.checkpoint.format.naming import name_optimizer_state, split_tensors
+from megatron_lightning.checkpoint.format.plain_state import load_plain_file, load_state
 from megatron_lightning.checkpoint.format.shard_file import (
     RangeRead,
     ReadQueue,
     check_dtypes,
     plan_reads,
 )
-from megatron_lightning.checkpoint.format.state import load_plain_file, load_state
 from megatron_lightning.checkpoint.format.storage import (
     Folder,
     folder_of,

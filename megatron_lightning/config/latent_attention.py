@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_lightning.config.checks import is_count
+from megatron_lightning.config.value_checks import is_count
 from megatron_lightning.errors import ConfigError
 
 _COUNTS = ("kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")

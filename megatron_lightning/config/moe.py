@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
 
-from megatron_lightning.config.checks import is_count
 from megatron_lightning.config.left_out import LEFT_OUT
+from megatron_lightning.config.value_checks import is_count
 from megatron_lightning.errors import ConfigError
 
 ScoreFunction = Literal["softmax", "sigmoid", "sqrtsoftplus"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from megatron_lightning.config.checks import check_choice, check_counts, is_count
+from megatron_lightning.config.value_checks import check_choice, check_counts, is_count
 from megatron_lightning.errors import ConfigError
 
 DataParallel = Literal["ddp", "zero1", "fsdp"]

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Literal, get_args
 
-from megatron_lightning.config.checks import check_choice, check_counts
+from megatron_lightning.config.value_checks import check_choice, check_counts
 from megatron_lightning.errors import ConfigError
 
 RopeType = Literal["llama3", "yarn"]

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from megatron_lightning.config.checks import check_choice, check_counts
+from megatron_lightning.config.value_checks import check_choice, check_counts
 from megatron_lightning.errors import ConfigError
 
 NonFinite = Literal["ignore", "raise", "skip"]

@@ -13,11 +13,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal, get_args
 
-from megatron_lightning.config.checks import check_choice, check_counts
 from megatron_lightning.config.latent_attention import LatentAttentionConfig
 from megatron_lightning.config.layer_kinds import check_pattern
 from megatron_lightning.config.moe import MoEConfig
 from megatron_lightning.config.rope_scaling import RopeScaling
+from megatron_lightning.config.value_checks import check_choice, check_counts
 from megatron_lightning.errors import ConfigError
 
 Normalization = Literal["RMSNorm", "LayerNorm"]

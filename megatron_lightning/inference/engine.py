@@ -30,7 +30,7 @@ from megatron_lightning.inference.scheduler import Request, Scheduler
 from megatron_lightning.inference.steps import Steps
 from megatron_lightning.layers.key_cache import KeyCache
 from megatron_lightning.layers.moe.router import Router
-from megatron_lightning.layers.report import CurrentMicrobatch, StepReport
+from megatron_lightning.layers.step_report import CurrentMicrobatch, StepReport
 from megatron_lightning.models.transformer import GPTModel
 from megatron_lightning.parallel.collectives import all_reduce
 from megatron_lightning.parallel.context import ParallelContext

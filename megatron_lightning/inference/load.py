@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 from megatron_lightning.assembly.assemble import assemble
+from megatron_lightning.assembly.module_shards import ModuleState
 from megatron_lightning.assembly.part import Part
-from megatron_lightning.assembly.state import ModuleState
 from megatron_lightning.bridge.auto import AutoBridge, is_checkpoint
 from megatron_lightning.bridge.kept import read_kept
 from megatron_lightning.bridge.untouched import deferred_weights, read_weights

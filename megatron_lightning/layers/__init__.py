@@ -12,8 +12,8 @@ from megatron_lightning.layers.loss import (
     VocabParallelCrossEntropy,
     vocab_parallel_cross_entropy,
 )
-from megatron_lightning.layers.report import StepReport, log_reports
 from megatron_lightning.layers.sequence_info import Documents, SequenceInfo
+from megatron_lightning.layers.step_report import StepReport, log_reports
 
 __all__ = [
     "ColumnParallelLinear",

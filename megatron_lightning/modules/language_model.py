@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from megatron_lightning.compat import fused_adamw
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.layers.moe import balance_experts
-from megatron_lightning.layers.report import log_reports
+from megatron_lightning.layers.step_report import log_reports
+from megatron_lightning.optim.lr_schedules import DecayStyle, LRSchedule, ScheduledLR
 from megatron_lightning.optim.param_groups import NO_DECAY, ParamGroup, make_param_groups
-from megatron_lightning.optim.schedules import DecayStyle, LRSchedule, ScheduledLR
 from megatron_lightning.peft import LoRA
 from megatron_lightning.peft.record import Record, read_records, write_record
 from megatron_lightning.peft.sources import digest_of_base

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from megatron_lightning.optim.gradients.buckets import Bucket
     from megatron_lightning.optim.gradients.reducer import GradientReducer
     from megatron_lightning.optim.loss_scale import DynamicLossScale
+    from megatron_lightning.optim.lr_schedules import LRSchedule, ScheduledLR
     from megatron_lightning.optim.param_groups import NO_DECAY, ParamGroup, make_param_groups
-    from megatron_lightning.optim.schedules import LRSchedule, ScheduledLR
     from megatron_lightning.optim.stepping.chained import ChainedOptimizer
     from megatron_lightning.optim.stepping.distributed import DistributedOptimizer
     from megatron_lightning.optim.stepping.muon import Muon
@@ -46,11 +46,11 @@ __getattr__, __dir__ = lazy_attributes(
         "DistributedOptimizer": "megatron_lightning.optim.stepping.distributed",
         "DynamicLossScale": "megatron_lightning.optim.loss_scale",
         "GradientReducer": "megatron_lightning.optim.gradients.reducer",
-        "LRSchedule": "megatron_lightning.optim.schedules",
+        "LRSchedule": "megatron_lightning.optim.lr_schedules",
         "Muon": "megatron_lightning.optim.stepping.muon",
         "NO_DECAY": "megatron_lightning.optim.param_groups",
         "ParamGroup": "megatron_lightning.optim.param_groups",
-        "ScheduledLR": "megatron_lightning.optim.schedules",
+        "ScheduledLR": "megatron_lightning.optim.lr_schedules",
         "clip_grads_by_norm_": "megatron_lightning.optim.clipping",
         "clip_grads_by_value_": "megatron_lightning.optim.clipping",
         "global_grad_norm": "megatron_lightning.optim.clipping",

@@ -14,8 +14,8 @@ from math import prod
 import torch
 from torch import Tensor
 
-from megatron_lightning.parallel.shards import TensorShards
 from megatron_lightning.parallel.spec import Shape, Shard, ShardSpec
+from megatron_lightning.parallel.tensor_shards import TensorShards
 
 _CHUNK = 1 << 22
 """Elements that are hashed at a time."""

@@ -15,7 +15,7 @@ import math
 from dataclasses import dataclass, fields
 from typing import Literal
 
-from megatron_lightning.config.checks import is_count
+from megatron_lightning.config.value_checks import is_count
 from megatron_lightning.errors import ConfigError
 
 ORDER = ("tp", "cp", "ep", "dp", "pp")

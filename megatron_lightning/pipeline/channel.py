@@ -25,7 +25,7 @@ from torch import Tensor
 
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.parallel.context import ParallelContext
-from megatron_lightning.pipeline.plan import Message
+from megatron_lightning.pipeline.message_plan import Message
 from megatron_lightning.pipeline.schedules.actions import Placement
 
 # Messages received ahead on a channel: one in transfer, one ready for the next action.

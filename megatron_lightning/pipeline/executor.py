@@ -14,8 +14,8 @@ from torch import Tensor
 from megatron_lightning.errors import PipelineError, add_note
 from megatron_lightning.parallel.context import ParallelContext
 from megatron_lightning.pipeline.channel import Boundary, Transport
-from megatron_lightning.pipeline.plan import Plan, plan_of
-from megatron_lightning.pipeline.run import (
+from megatron_lightning.pipeline.message_plan import Plan, plan_of
+from megatron_lightning.pipeline.pipeline_run import (
     BoundaryKey,
     PipelineRun,
     Signatures,

@@ -21,7 +21,7 @@ from megatron_lightning.models.blueprint import EMBEDDING, FINAL_NORM, OUTPUT
 from megatron_lightning.parallel.patterns import compile_pattern
 from megatron_lightning.pipeline.schedules.actions import Action, Kind, Schedule
 from megatron_lightning.planning import layers
-from megatron_lightning.planning.attention import attention as attention_tape
+from megatron_lightning.planning.attention_memory import attention as attention_tape
 from megatron_lightning.planning.layers import Sizes
 from megatron_lightning.planning.parameters import (
     kind_of,

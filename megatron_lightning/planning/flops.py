@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from megatron_lightning.config import TransformerConfig
-from megatron_lightning.config.checks import check_kind, is_count
+from megatron_lightning.config.value_checks import check_kind, is_count
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.models.blueprint import (
     OUTPUT,

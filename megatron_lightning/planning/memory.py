@@ -18,7 +18,7 @@ from megatron_lightning.config import (
     RecomputeOptions,
     TransformerConfig,
 )
-from megatron_lightning.config.checks import check_choice, check_kind, is_count
+from megatron_lightning.config.value_checks import check_choice, check_kind, is_count
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.parallel.grid import RankGrid
 from megatron_lightning.parallel.layout import ParallelLayout

@@ -24,8 +24,8 @@ from megatron_lightning.models.blueprint import (
 )
 from megatron_lightning.parallel.layout import ParallelLayout
 from megatron_lightning.pipeline.schedules.actions import Placement
-from megatron_lightning.pipeline.schedules.layouts import split_units
 from megatron_lightning.pipeline.schedules.partition import Unit
+from megatron_lightning.pipeline.schedules.stage_layouts import split_units
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from typing import NamedTuple, get_args
 import torch
 from torch import Tensor
 
-from megatron_lightning.config.checks import check_choice, check_kind
+from megatron_lightning.config.value_checks import check_choice, check_kind
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.precision.formats import pack_e2m1, unpack_e2m1
 from megatron_lightning.precision.recipes import BLOCK_SIZES, FP8Recipe, Role

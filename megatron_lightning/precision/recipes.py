@@ -19,8 +19,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, get_args
 
-from megatron_lightning.config.checks import check_choice, check_counts
 from megatron_lightning.config.left_out import LEFT_OUT
+from megatron_lightning.config.value_checks import check_choice, check_counts
 from megatron_lightning.errors import ConfigError
 
 Format = Literal["e4m3", "hybrid"]

@@ -8,11 +8,11 @@ from typing import Any
 
 from torch import nn
 
-from megatron_lightning.assembly.state import ModuleState
+from megatron_lightning.assembly.module_shards import ModuleState
 from megatron_lightning.errors import CheckpointError, ConfigError
 from megatron_lightning.layers.adapters import adapted_layers
 from megatron_lightning.parallel.digest import as_text, digest_of_shards
-from megatron_lightning.parallel.shards import TensorShards
+from megatron_lightning.parallel.tensor_shards import TensorShards
 from megatron_lightning.peft.lora import applied_to
 from megatron_lightning.peft.record import PEFT, Record, base_of, read_records, write_record
 

@@ -20,8 +20,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from megatron_lightning.assembly.entries import StateEntries
+from megatron_lightning.assembly.module_shards import ModuleState
 from megatron_lightning.assembly.part import Part
-from megatron_lightning.assembly.state import ModuleState
 from megatron_lightning.bridge.kept import write_kept
 from megatron_lightning.checkpoint import TensorShards, load_sharded, open_checkpoint
 from megatron_lightning.checkpoint.agreement import together

@@ -11,7 +11,7 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
-from megatron_lightning.assembly import checks
+from megatron_lightning.assembly import layout_checks as checks
 from megatron_lightning.assembly.assemble import is_assembled
 from megatron_lightning.assembly.compile import check_blocks
 from megatron_lightning.errors import ConfigError
@@ -28,7 +28,7 @@ from megatron_lightning.rules import (
     check_trained_experts,
 )
 from megatron_lightning.strategies.checkpoint.adapters import check_adapters_only
-from megatron_lightning.strategies.checks.attention import check_named_backend
+from megatron_lightning.strategies.checks.attention_kernels import check_named_backend
 from megatron_lightning.strategies.checks.callbacks import (
     check_callbacks,
     check_checkpoint_links,

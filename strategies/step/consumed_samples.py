@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megatron_lightning.optim.schedules import ScheduledLR
+from megatron_lightning.optim.lr_schedules import ScheduledLR
 from megatron_lightning.strategies.step.dataloaders import training_samplers
 from megatron_lightning.strategies.step.participant import StepBatch, StepParticipant
 from megatron_lightning.strategies.step.scope import Scope

@@ -27,7 +27,7 @@ from megatron_lightning.pipeline.batch.microbatches import (
     split_batch,
 )
 from megatron_lightning.pipeline.executor import PipelineExecutor
-from megatron_lightning.pipeline.explicit import ExplicitCalls, not_in_a_step
+from megatron_lightning.pipeline.explicit_calls import ExplicitCalls, not_in_a_step
 from megatron_lightning.pipeline.schedules.actions import Schedule
 from megatron_lightning.pipeline.schedules.advice import advice_on_few_microbatches
 from megatron_lightning.pipeline.stages.crossing import StageCrossing

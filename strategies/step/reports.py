@@ -1,4 +1,4 @@
-"""Reports of layers (:class:`~megatron_lightning.layers.report.StepReport`) in the steps of a run.
+"""Reports of layers (:mod:`megatron_lightning.layers.step_report`) in the steps of a run.
 
 A run of a step goes through
 
@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_lightning.errors import ConfigError
-from megatron_lightning.layers.report import (
+from megatron_lightning.layers.step_report import (
     CurrentMicrobatch,
     Key,
     LossScale,

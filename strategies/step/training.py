@@ -15,8 +15,8 @@ from megatron_lightning.layers.split_backward import hide_codes, join_backwards
 from megatron_lightning.optim.gradients.accumulation import GradientAccumulation
 from megatron_lightning.optim.gradients.codes import LibraryCoder
 from megatron_lightning.optim.gradients.data_groups import has_replicas
+from megatron_lightning.optim.lr_schedules import ScheduledLR
 from megatron_lightning.optim.norms import GradientNorms
-from megatron_lightning.optim.schedules import ScheduledLR
 from megatron_lightning.pipeline.weight_gradients import WeightGradients
 from megatron_lightning.strategies.checkpoint.finetuning import unfreeze_again
 from megatron_lightning.strategies.fp8 import kept_as_codes

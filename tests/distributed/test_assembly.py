@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from megatron_lightning.assembly.assemble import assemble, is_assembled, is_full, reattach
 from megatron_lightning.assembly.entries import StateEntries
+from megatron_lightning.assembly.module_shards import ModuleState
 from megatron_lightning.assembly.part import Part
-from megatron_lightning.assembly.state import ModuleState
 from megatron_lightning.checkpoint import open_checkpoint, read_full, save_sharded
 from megatron_lightning.config import PipelineOptions, TransformerConfig
 from megatron_lightning.errors import ConfigError

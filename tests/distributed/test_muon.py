@@ -26,7 +26,7 @@ from megatron_lightning.optim import (
 )
 from megatron_lightning.optim.stepping.matrices import names_of_matrices
 from megatron_lightning.parallel import ParallelContext, ParallelLayout, ShardSpec
-from megatron_lightning.parallel.shards import TensorShards
+from megatron_lightning.parallel.tensor_shards import TensorShards
 from tests.helpers.ranks import run_ranks
 
 MUON: dict[str, Any] = {"lr": 0.1, "weight_decay": 0.1, "momentum": 0.9}

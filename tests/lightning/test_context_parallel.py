@@ -20,8 +20,8 @@ from megatron_lightning.assembly.plans import find_plans
 from megatron_lightning.config import ContextOptions, TransformerConfig
 from megatron_lightning.errors import ConfigError, MegatronLightningError, ShardingError
 from megatron_lightning.layers import CoreAttention
-from megatron_lightning.layers.report import StepReport, log_reports
 from megatron_lightning.layers.sequence_info import SequenceInfo
+from megatron_lightning.layers.step_report import StepReport, log_reports
 from megatron_lightning.layers.styles import ContextAttention
 from megatron_lightning.models import GPTModel
 from megatron_lightning.modules import GPTLightningModule

@@ -19,7 +19,7 @@ from megatron_lightning.config import PipelineOptions, RopeScaling
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.inference.load import read_config
 from megatron_lightning.modules import GPTLightningModule, HuggingFaceModule
-from megatron_lightning.optim.schedules import LRSchedule
+from megatron_lightning.optim.lr_schedules import LRSchedule
 from megatron_lightning.strategies import MegatronStrategy
 from tests.helpers.ranks import run_ranks
 from tests.helpers.trainers import Losses, trainer

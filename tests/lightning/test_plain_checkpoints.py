@@ -19,7 +19,7 @@ from megatron_lightning.checkpoint import (
     open_checkpoint,
     save_sharded,
 )
-from megatron_lightning.checkpoint.format.state import dump_state
+from megatron_lightning.checkpoint.format.plain_state import dump_state
 from megatron_lightning.errors import CheckpointError
 from megatron_lightning.parallel.spec import Shard
 

@@ -27,7 +27,7 @@ from megatron_lightning.config import (
 from megatron_lightning.errors import ConfigError, MegatronLightningError, PipelineError
 from megatron_lightning.modules import GPTLightningModule
 from megatron_lightning.optim import LRSchedule, ParamGroup
-from megatron_lightning.optim.checks import check_optimizers
+from megatron_lightning.optim.optimizer_checks import check_optimizers
 from megatron_lightning.parallel import ParallelLayout
 from megatron_lightning.pipeline.schedules import resolve
 from megatron_lightning.pipeline.schedules.advice import advice_on_few_microbatches

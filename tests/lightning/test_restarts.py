@@ -19,7 +19,7 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from megatron_lightning.config.global_batch import StepSize, replica_batch_size
 from megatron_lightning.errors import ConfigError, NoProgressError
 from megatron_lightning.modules import PretrainDataModule
-from megatron_lightning.planning.report import plan
+from megatron_lightning.planning.plan_report import plan
 from megatron_lightning.strategies.megatron import MegatronStrategy
 from tests.helpers.toy import ToyModule
 from tests.helpers.trainers import Losses

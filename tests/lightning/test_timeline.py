@@ -9,7 +9,7 @@ import pytest
 from megatron_lightning.callbacks import PipelineTimeline
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.pipeline.schedules import zbv
-from megatron_lightning.pipeline.schedules.report import describe_schedule
+from megatron_lightning.pipeline.schedules.description import describe_schedule
 from megatron_lightning.pipeline.schedules.trace import read_trace
 from megatron_lightning.strategies.megatron import MegatronStrategy
 from tests.helpers.ranks import run_ranks

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 from megatron_lightning.callbacks import ExpertLoadMonitor
 from megatron_lightning.config import MoEConfig, TransformerConfig
 from megatron_lightning.layers.moe import balance_experts
-from megatron_lightning.layers.report import find_reports
+from megatron_lightning.layers.step_report import find_reports
 from megatron_lightning.modules import GPTLightningModule
 from megatron_lightning.strategies import MegatronStrategy
 from tests.helpers.language_model import RECOMPUTE

@@ -32,13 +32,13 @@ PURE = (
     "megatron_lightning.pipeline.schedules",
     "megatron_lightning.pipeline.schedules.simulate",
     "megatron_lightning.pipeline.schedules.partition",
-    "megatron_lightning.pipeline.schedules.layouts",
+    "megatron_lightning.pipeline.schedules.stage_layouts",
     "megatron_lightning.pipeline.schedules.formulas",
     "megatron_lightning.pipeline.schedules.picture",
     "megatron_lightning.pipeline.schedules.trace",
-    "megatron_lightning.pipeline.schedules.report",
+    "megatron_lightning.pipeline.schedules.description",
     "megatron_lightning.planning",
-    "megatron_lightning.planning.report",
+    "megatron_lightning.planning.plan_report",
 )
 USERS_OF_LIGHTNING = (
     "strategies/",

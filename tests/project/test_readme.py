@@ -28,7 +28,7 @@ from megatron_lightning.cli import main
 from megatron_lightning.config import PipelineOptions, TransformerConfig
 from megatron_lightning.models import GPTModel, llama_hf_plan
 from megatron_lightning.pipeline import schedules
-from megatron_lightning.pipeline.schedules.layouts import parse_layout
+from megatron_lightning.pipeline.schedules.stage_layouts import parse_layout
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()

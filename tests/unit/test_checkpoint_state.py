@@ -20,7 +20,7 @@ from megatron_lightning.checkpoint.format.naming import (
     number_optimizer_state,
     split_tensors,
 )
-from megatron_lightning.checkpoint.format.state import dump_state, load_state
+from megatron_lightning.checkpoint.format.plain_state import dump_state, load_state
 from megatron_lightning.errors import CheckpointError
 from tests.helpers.checkpoints import save_tensors
 

@@ -16,7 +16,7 @@ from megatron_lightning.errors import ConfigError
 from megatron_lightning.layers.moe import balance_experts, updated_expert_bias
 from megatron_lightning.layers.moe.balance import ExpertBalance
 from megatron_lightning.layers.moe.layer import MoELayer
-from megatron_lightning.layers.report import Key, StepReport, add_up, reduced
+from megatron_lightning.layers.step_report import Key, StepReport, add_up, reduced
 
 HIDDEN, EXPERTS, K = 8, 4, 2
 GLOBAL: dict[str, Any] = {"router_load_balancing_type": "global_aux_loss", "aux_loss_coeff": 0.5}

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.layers import StepReport, log_reports
-from megatron_lightning.layers.report import CurrentMicrobatch, Key, add_up, bind, find_reports
+from megatron_lightning.layers.step_report import CurrentMicrobatch, Key, add_up, bind, find_reports
 
 
 class Layer(nn.Module):

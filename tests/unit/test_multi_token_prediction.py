@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_lightning.assembly.checks import check_partition
+from megatron_lightning.assembly.layout_checks import check_partition
 from megatron_lightning.config import MoEConfig, PipelineOptions, TransformerConfig
 from megatron_lightning.errors import ConfigError, ShardingError
 from megatron_lightning.layers.mtp import IGNORED, TokenShift
@@ -23,7 +23,7 @@ from megatron_lightning.parallel import ParallelContext, ParallelLayout
 from megatron_lightning.parallel.context import AxisGroup
 from megatron_lightning.parallel.sequence import SequencePart, join
 from megatron_lightning.pipeline.schedules.actions import Placement
-from megatron_lightning.pipeline.schedules.layouts import split_units
+from megatron_lightning.pipeline.schedules.stage_layouts import split_units
 from tests.helpers.ranks import run_ranks
 
 VOCABULARY, SEQUENCE, DEPTHS = 30, 12, 2

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from megatron_lightning.config import PipelineOptions
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.pipeline.schedules.actions import Placement
-from megatron_lightning.pipeline.schedules.layouts import parse_layout, split_units
 from megatron_lightning.pipeline.schedules.partition import Unit, partition_units
+from megatron_lightning.pipeline.schedules.stage_layouts import parse_layout, split_units
 
 ORACLES = Path(__file__).parents[1] / "oracles"
 SPLITS, LAYOUTS = (

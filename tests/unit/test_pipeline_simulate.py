@@ -17,6 +17,7 @@ from megatron_lightning.cli import main
 from megatron_lightning.errors import ConfigError, DataError
 from megatron_lightning.pipeline import schedules
 from megatron_lightning.pipeline.schedules.actions import Action, Kind, Placement, Schedule
+from megatron_lightning.pipeline.schedules.description import describe_schedule
 from megatron_lightning.pipeline.schedules.formulas import expected
 from megatron_lightning.pipeline.schedules.picture import (
     Bar,
@@ -27,7 +28,6 @@ from megatron_lightning.pipeline.schedules.picture import (
     svg,
     write_png,
 )
-from megatron_lightning.pipeline.schedules.report import describe_schedule
 from megatron_lightning.pipeline.schedules.simulate import Costs, simulate, validate
 from megatron_lightning.pipeline.schedules.trace import Executed, read_trace, trace_lines
 

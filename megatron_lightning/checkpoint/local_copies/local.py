@@ -47,7 +47,7 @@ from megatron_lightning.checkpoint.saving import Snapshot, write_snapshot
 from megatron_lightning.checkpoint.source import CheckpointSource
 from megatron_lightning.errors import CheckpointError
 from megatron_lightning.parallel.context import AxisGroup
-from megatron_lightning.parallel.shards import TensorShards
+from megatron_lightning.parallel.tensor_shards import TensorShards
 
 NODE = "{node_rank}"
 """Represents the node's number in the folder of the copies."""

@@ -15,7 +15,7 @@ from megatron_lightning.checkpoint.source import CheckpointSource, open_checkpoi
 from megatron_lightning.checkpoint.tools.pruning import list_checkpoints
 from megatron_lightning.errors import CheckpointError
 from megatron_lightning.parallel.context import AxisGroup
-from megatron_lightning.parallel.shards import TensorShards
+from megatron_lightning.parallel.tensor_shards import TensorShards
 
 
 def copy_plan(

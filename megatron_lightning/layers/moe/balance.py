@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.layers.moe.layer import TOKENS_PER_EXPERT, MoELayer
 from megatron_lightning.layers.moe.router import updated_expert_bias
-from megatron_lightning.layers.report import is_bound
+from megatron_lightning.layers.step_report import is_bound
 from megatron_lightning.parallel.absent import present_modules
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron_lightning.errors import ConfigError
-from megatron_lightning.layers.report import LossScale, StepReport
+from megatron_lightning.layers.step_report import LossScale, StepReport
 from megatron_lightning.parallel.collectives import all_reduce
 from megatron_lightning.parallel.context import ALONE
 

@@ -30,7 +30,7 @@ from megatron_lightning.layers.moe.counts import GlobalCounts
 from megatron_lightning.layers.moe.dispatch import Dispatcher, Exchange, LocalDispatch
 from megatron_lightning.layers.moe.experts import Experts
 from megatron_lightning.layers.moe.router import Router, RouterLoss, Routing
-from megatron_lightning.layers.report import StepReport
+from megatron_lightning.layers.step_report import StepReport
 from megatron_lightning.parallel.collectives import (
     copy_to_axis,
     gather,

@@ -29,10 +29,10 @@ from megatron_lightning.errors import ConfigError
 from megatron_lightning.optim.fsdp.fully_sharded import ShardedUnits
 from megatron_lightning.optim.fsdp.sharded_unit import Unit, local_part
 from megatron_lightning.optim.gradients.bucket_plan import sum_groups_of
+from megatron_lightning.optim.gradients.bucket_reduction import Reduction
 from megatron_lightning.optim.gradients.codes import Coder
 from megatron_lightning.optim.gradients.parameter_shard import ParameterShard, main_dtype
 from megatron_lightning.optim.gradients.reducer import GradientReducer
-from megatron_lightning.optim.gradients.reduction import Reduction
 from megatron_lightning.optim.gradients.usage import Beside, Usage
 from megatron_lightning.optim.stepping.matrices import is_split
 from megatron_lightning.parallel.context import ALONE, AxisGroup, ParallelContext

@@ -28,7 +28,6 @@ from torch.optim import Optimizer
 
 from megatron_lightning.config import DataParallelOptions
 from megatron_lightning.errors import ConfigError
-from megatron_lightning.optim.checks import check_stepped_tensors, check_tied_copies
 from megatron_lightning.optim.fsdp.fully_sharded import ShardedUnits
 from megatron_lightning.optim.fsdp.fully_sharded_reducer import FullyShardedReducer
 from megatron_lightning.optim.gradients.codes import Coder
@@ -36,6 +35,7 @@ from megatron_lightning.optim.gradients.data_groups import has_replicas
 from megatron_lightning.optim.gradients.param_gather import ParameterGather
 from megatron_lightning.optim.gradients.reducer import GradientReducer
 from megatron_lightning.optim.gradients.usage import Beside
+from megatron_lightning.optim.optimizer_checks import check_stepped_tensors, check_tied_copies
 from megatron_lightning.optim.stepping.changes import SteppedParameters, refuse_regrouping
 from megatron_lightning.optim.stepping.distributed import DistributedOptimizer
 from megatron_lightning.optim.stepping.elementwise import Trial, require_divisible

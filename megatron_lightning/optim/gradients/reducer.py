@@ -27,11 +27,11 @@ from torch import Tensor, nn
 from megatron_lightning.config import DataParallelOptions
 from megatron_lightning.errors import PipelineError
 from megatron_lightning.optim.gradients.bucket_plan import build_buckets
+from megatron_lightning.optim.gradients.bucket_reduction import Reduction
 from megatron_lightning.optim.gradients.buckets import Bucket
 from megatron_lightning.optim.gradients.codes import Coder, encode
 from megatron_lightning.optim.gradients.data_groups import DataGroups
 from megatron_lightning.optim.gradients.parameter_shard import MainShard, ParameterShard
-from megatron_lightning.optim.gradients.reduction import Reduction
 from megatron_lightning.optim.gradients.usage import Beside, Usage, UsageAgreement
 from megatron_lightning.parallel.context import AxisGroup, ParallelContext
 from megatron_lightning.parallel.spec import ShardSpec

@@ -37,8 +37,8 @@ from megatron_lightning.optim.stepping.matrices import (
     require_undivided,
     tensor_group,
 )
+from megatron_lightning.optim.stepping.optimizer_state import OptimizerState
 from megatron_lightning.optim.stepping.rebound import check_rebound
-from megatron_lightning.optim.stepping.state import OptimizerState
 from megatron_lightning.parallel.context import ALONE, AxisGroup
 from megatron_lightning.parallel.spec import ShardSpec
 

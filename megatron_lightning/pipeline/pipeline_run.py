@@ -35,7 +35,7 @@ from megatron_lightning.pipeline.channel import (
     describe,
     encode_header,
 )
-from megatron_lightning.pipeline.plan import Message, Plan, Planned
+from megatron_lightning.pipeline.message_plan import Message, Plan, Planned
 from megatron_lightning.pipeline.schedules.actions import Kind
 from megatron_lightning.pipeline.weight_gradients import WeightGradients
 

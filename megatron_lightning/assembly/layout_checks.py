@@ -26,8 +26,8 @@ from megatron_lightning.parallel.sharding import ShardingPlan
 from megatron_lightning.parallel.spec import ShardSpec
 from megatron_lightning.pipeline.schedules import ScheduleChoice
 from megatron_lightning.pipeline.schedules.actions import Placement
-from megatron_lightning.pipeline.schedules.layouts import is_predicting, split_units
 from megatron_lightning.pipeline.schedules.partition import unit_names
+from megatron_lightning.pipeline.schedules.stage_layouts import is_predicting, split_units
 from megatron_lightning.pipeline.stages.dependencies import Uses
 from megatron_lightning.pipeline.stages.dependency_run import ExampleRun, check_boundaries
 from megatron_lightning.pipeline.stages.stage import StagePartition, check_units
