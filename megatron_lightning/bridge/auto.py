@@ -361,18 +361,31 @@ class AutoBridge:
         remember(model, kept)
         return model
 
-    def _gpt_model(self, config: TransformerConfig | None, dtype: torch.dtype | None) -> nn.Module:
-        if self._change != UNCHANGED:
-            raise ConfigError(
-                f"a GPTModel is the folder's own model, and {self._change} was asked for. Leave it "
-                'out, or take to_model("transformers").'
-            )
+    def gpt_parts(
+        self, config: TransformerConfig | None = None
+    ) -> tuple[TransformerConfig, dict[str, Lazy], KeptFolder]:
+        """Return configuration and lazy tensors of the :class:`GPTModel`, and what its checkpoints
+        keep of the folder.
+
+        Args:
+            config: The model; None: :meth:`to_config`.
+
+        Raises:
+            CheckpointError: If the folder does not fit the model, or is damaged.
+            ConfigError: If there are no rules for the folder, or ``config`` describes another
+                model.
+        """
         gpt = self.gpt_folder()
         config = gpt.config if config is None else gpt.check(config)
         tensors = gpt.tensors(config)
+        if self._kept is None:
+            gpt.check_copies(config)
         used = [*gpt.names_of_copies(config), *self._used(tensors)]
         kept = keep(self.folder, used, self.origin, self.revision)
-        kept = kept.of_gpt(config.to_dict(), self._family)
+        return config, tensors, kept.of_gpt(config.to_dict(), self._family)
+
+    def _gpt_model(self, config: TransformerConfig | None, dtype: torch.dtype | None) -> nn.Module:
+        config, tensors, kept = self.gpt_parts(config)
         before = torch.get_default_dtype()
         torch.set_default_dtype(dtype or before)
         try:

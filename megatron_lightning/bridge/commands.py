@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from megatron_lightning.bridge.auto import AutoBridge
+from megatron_lightning.bridge.auto import AutoBridge, ModelKind
 from megatron_lightning.bridge.export import write_folder
 from megatron_lightning.bridge.folder import HuggingFaceFolder
 from megatron_lightning.bridge.give_back import tensors_of_checkpoint
@@ -38,6 +38,7 @@ def export(  # noqa: PLR0917  # every one is an option of the command line
     revision: str | None = None,
     trust_remote_code: bool = False,
     family: str | None = None,
+    tokenizer: str | None = None,
 ) -> None:
     """Write a checkpoint of any layout as a Hugging Face folder.
 
@@ -54,10 +55,12 @@ def export(  # noqa: PLR0917  # every one is an option of the command line
         revision: Branch, tag or commit of the Hub id.
         trust_remote_code: Whether code in the folder may run.
         family: Rules for a ``GPTModel``, by name or class path; leave it out for those that it was
-            made by.
+            made by, or the first family that describes it.
+        tokenizer: Folder or Hub id of a tokenizer, for a ``GPTModel`` trained from scratch.
 
     Raises:
         CheckpointError: If the checkpoint is not of the folder's model, or the target exists.
+        ConfigError: If no family describes a ``GPTModel``, naming the fields.
     """
     folder, tensors = tensors_of_checkpoint(
         checkpoint,
@@ -67,6 +70,7 @@ def export(  # noqa: PLR0917  # every one is an option of the command line
         revision=revision,
         trust_remote_code=trust_remote_code,
         family=family,
+        tokenizer=tokenizer,
     )
     with progress_bar("exporting", _num_bytes(tensors)) as advance:
         write_folder(Path(target), folder, tensors, overwrite=overwrite, advance=advance)
@@ -76,36 +80,43 @@ def export(  # noqa: PLR0917  # every one is an option of the command line
 def import_(  # noqa: PLR0917  # every one is an option of the command line
     path: str,
     checkpoint: str,
-    to: Literal["hf"] = "hf",
+    to: Literal["hf", "gpt"] = "hf",
     dtype: Dtype | None = None,
     overwrite: bool = False,
     revision: str | None = None,
     trust_remote_code: bool = False,
+    family: str | None = None,
 ) -> None:
     """Write a Hugging Face folder as a checkpoint that any layout reads.
 
-    The checkpoint is one of a ``HuggingFaceModule`` that has not begun: start a fit from it by
-    ``--ckpt_path`` or ``--model.path``.
+    The checkpoint is one of a ``HuggingFaceModule`` or ``GPTLightningModule`` that has not begun:
+    start a fit from it by ``--ckpt_path``, ``--model.path`` or ``--model.init_from_hf``.
 
     Args:
         path: The folder, or a Hub id.
         checkpoint: The checkpoint directory to write.
-        to: Names of the parameters; hf: those of the untouched model, for any family.
+        to: Names of the parameters; hf: those of the untouched model, for any family; gpt: those of
+            ``GPTModel``, for the families that have rules.
         dtype: Dtype of the parameters; leave it out for the folder's.
         overwrite: Replace an existing target.
         revision: Branch, tag or commit of the Hub id.
         trust_remote_code: Whether code in the folder may run.
+        family: Rules for a ``GPTModel``, by name or class path; leave it out for those of the
+            folder's architecture.
 
     Raises:
         CheckpointError: If the target exists, or the folder is damaged.
+        ConfigError: If there are no rules for the folder, or the folder has settings that
+            ``GPTModel`` cannot have.
     """
     bridge = AutoBridge.from_hf_pretrained(
-        path, revision=revision, trust_remote_code=trust_remote_code
+        path, revision=revision, trust_remote_code=trust_remote_code, family=family
     )
+    kind: ModelKind = "gpt" if to == "gpt" else "transformers"
     chosen = None if dtype is None else getattr(torch, dtype)
     with progress_bar("importing", _num_bytes(bridge.folder.tensors)) as advance:
         count = import_folder(
-            bridge, Path(checkpoint), dtype=chosen, overwrite=overwrite, advance=advance
+            bridge, Path(checkpoint), kind=kind, dtype=chosen, overwrite=overwrite, advance=advance
         )
     print(f"{checkpoint} holds {count} tensors, and the files of {path} that hold none.")
 

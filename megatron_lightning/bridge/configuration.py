@@ -80,6 +80,9 @@ def config_text(config: Any) -> bytes:
         scaling = {key: value for key, value in rope.items() if key != "rope_theta"}
         if scaling.get("rope_type", "default") != "default":
             plain.setdefault("rope_scaling", scaling)
+    for other, key in config.attribute_map.items():
+        if other == "num_experts" and key in plain:  # of Qwen-MoE, before transformers 5
+            plain.setdefault(other, plain[key])
     if "dtype" in plain:
         plain.setdefault("torch_dtype", plain["dtype"])
     return json.dumps(plain, indent=2, sort_keys=True).encode() + b"\n"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from megatron_lightning.bridge.folder import FolderTensors
 from megatron_lightning.bridge.gpt import gpt_config
 from megatron_lightning.bridge.kept import kept_folders
 from megatron_lightning.bridge.lazy import Lazy
+from megatron_lightning.bridge.new_folder import new_gpt_folder
 from megatron_lightning.bridge.values import fills_of_checkpoint, fills_of_model
 from megatron_lightning.checkpoint.kept_files import kept_entry
 from megatron_lightning.checkpoint.source import CheckpointSource, open_checkpoint
@@ -31,6 +33,7 @@ def tensors_of_checkpoint(
     revision: str | None = None,
     trust_remote_code: bool = False,
     family: str | None = None,
+    tokenizer: str | None = None,
 ) -> tuple[FolderTensors, dict[str, Lazy]]:
     """Return the folder that a checkpoint is written as, and its tensors, read when needed.
 
@@ -41,15 +44,31 @@ def tensors_of_checkpoint(
         dtype: Dtype of floating tensors; None: the folder's.
         revision: Branch, tag or commit of the Hub id.
         trust_remote_code: Whether code in the folder may run.
-        family: Rules for a ``GPTModel``; None: those that it was made by.
+        family: Rules for a ``GPTModel``; None: those that it was made by, or the first that
+            describes it.
+        tokenizer: Folder or Hub id of a tokenizer, for a ``GPTModel`` that came from no folder.
 
     Raises:
         CheckpointError: If the checkpoint is not of the folder's model.
-        ConfigError: If a ``GPTModel`` is not the folder's model.
+        ConfigError: If a ``GPTModel`` is not the folder's model, or no family describes it.
     """
     source = open_checkpoint(checkpoint)
     state = source.state()
     found = kept_entry(state, model)
+    config = gpt_config(source, None if found is None else found[1])
+    if like is None and found is None and config is not None and not _is_started(state):
+        stored = source.tensors()
+        gpt = new_gpt_folder(
+            str(checkpoint), config, stored, family=family, tokenizer=tokenizer, dtype=dtype
+        )
+        parameters = gpt.tensors(config)
+        plan = Plan(gpt.folder, parameters, gpt.pieces(config, parameters))
+        return plan.folder, plan.tensors(fills_of_checkpoint(source, parameters, model))
+    if tokenizer is not None:
+        raise ConfigError(
+            f"tokenizer is {tokenizer!r}, and {checkpoint} is written as a folder with files of "
+            "its own. Leave tokenizer out."
+        )
     options: dict[str, Any] = {"trust_remote_code": trust_remote_code, "family": family}
     if like is None and found is not None:
         bridge = AutoBridge.from_checkpoint(checkpoint, model=model, reads=False, **options)
@@ -57,7 +76,7 @@ def tensors_of_checkpoint(
         if like is None:
             like, revision = _origin(source, checkpoint)
         bridge = AutoBridge.from_hf_pretrained(like, revision=revision, **options)
-    plan = bridge.plan(gpt_config(source, None if found is None else found[1]))
+    plan = bridge.plan(config)
     place = model if model is not None else None if found is None else found[0]
     if read_records(state):
         raise ConfigError(
@@ -125,7 +144,7 @@ def model_with_folder(module: nn.Module) -> tuple[str, nn.Module]:
 
 
 def _origin(source: CheckpointSource, checkpoint: str | os.PathLike[str]) -> tuple[str, str | None]:
-    """Return path and revision that ``HuggingFaceModule`` recorded in a checkpoint."""
+    """Return path and revision that the module recorded in a checkpoint."""
     settings = source.state().get("hyper_parameters", {})
     path = settings.get("path", settings.get("init_from_hf"))
     if not isinstance(path, str):
@@ -134,3 +153,8 @@ def _origin(source: CheckpointSource, checkpoint: str | os.PathLike[str]) -> tup
             "--like FOLDER."
         )
     return path, settings.get("revision")
+
+
+def _is_started(state: Mapping[str, Any]) -> bool:
+    """Return whether a ``GPTModel`` was started from a folder."""
+    return state.get("hyper_parameters", {}).get("init_from_hf") is not None

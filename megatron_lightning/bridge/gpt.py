@@ -18,6 +18,7 @@ from megatron_lightning.bridge.rules import (
     WORDS,
     Family,
     by_full_name,
+    check_copies,
     copies,
     drop_missing_heads,
     parameters,
@@ -101,6 +102,14 @@ class GPTFolder:
             ignored = (*ignored, *(f"^{re.escape(name)}$" for name in known))
         return parameters(self.family, config, self._named, path=path, ignored=ignored)
 
+    def check_copies(self, config: TransformerConfig) -> None:
+        """Check that tensors that repeat a parameter are equal, by their first and last rows.
+
+        Raises:
+            CheckpointError: If they differ.
+        """
+        check_copies(self.family, config, self._named, self.folder.path)
+
     def names_of_copies(self, config: TransformerConfig) -> list[str]:
         """Return the names of tensors that repeat a parameter."""
         short = dict(zip(self._named, self.folder.tensors, strict=True))
@@ -166,7 +175,8 @@ def build_gpt_model(
     with torch.device("meta"):
         model = GPTModel(config)
     if is_deferred() or device.type == "meta":
-        defer_values(model, _with_tied_names(model, tensors) if reads else {})
+        tied = {name: tensors[owner] for name, owner in _tied_names(model).items()}
+        defer_values(model, {**tensors, **tied} if reads else {})
         return model
     leave_empty(model)
     materialize(model, device)
@@ -177,9 +187,14 @@ def build_gpt_model(
     return model
 
 
-def _with_tied_names(model: nn.Module, tensors: Mapping[str, Lazy]) -> dict[str, Lazy]:
-    """Return tensors by all names that their parameters have in a model."""
-    names, first = dict(tensors), dict[int, str]()
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names[name] = tensors[first.setdefault(id(parameter), name)]
-    return names
+def tied_names_of(config: TransformerConfig) -> dict[str, str]:
+    """Return further name -> name of the parameters of a :class:`GPTModel` that are tied."""
+    with torch.device("meta"):
+        model = GPTModel(config)
+    return _tied_names(model)
+
+
+def _tied_names(model: nn.Module) -> dict[str, str]:
+    first = {id(parameter): name for name, parameter in model.named_parameters()}
+    everything = model.named_parameters(remove_duplicate=False)
+    return {n: first[id(p)] for n, p in everything if first[id(p)] != n}

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from megatron_lightning.bridge.auto import AutoBridge
+from megatron_lightning.bridge.auto import AutoBridge, ModelKind
+from megatron_lightning.bridge.gpt import tied_names_of
+from megatron_lightning.bridge.kept import KeptFolder
 from megatron_lightning.bridge.lazy import Lazy
 from megatron_lightning.bridge.untouched import lazy_parameters
 from megatron_lightning.checkpoint.format.manifest import TensorInfo
@@ -33,17 +35,20 @@ def import_folder(
     bridge: AutoBridge,
     target: Path,
     *,
+    kind: ModelKind = "transformers",
     dtype: torch.dtype | None = None,
     overwrite: bool = False,
     advance: Advance = silent,
 ) -> int:
-    """Write the folder's model as a checkpoint of a ``HuggingFaceModule`` that has not begun.
+    """Write the folder's model as a checkpoint of a ``HuggingFaceModule`` that has not begun, or of
+    a ``GPTLightningModule``.
 
     Tensor by tensor; the checkpoint appears in one rename.
 
     Args:
         bridge: The folder.
         target: The checkpoint directory.
+        kind: The model: "transformers" or "gpt".
         dtype: Dtype of floating parameters; None: the folder's.
         overwrite: Whether an existing checkpoint is replaced; refused otherwise.
         advance: Called with the bytes that were written.
@@ -58,16 +63,11 @@ def import_folder(
         raise CheckpointError(
             f"{target} exists. Name another checkpoint, or replace this one with --overwrite."
         )
-    model = bridge.lazy_model(dtype="auto" if dtype is None else dtype)
-    kept = bridge.keep(model)
-    lazies = {f"state_dict.{_MODEL}.{n}": x for n, x in lazy_parameters(model).items()}
+    parts = _gpt_parts if kind == "gpt" else _parts
+    model_tensors, tied_to, settings, kept = parts(bridge, dtype)
+    lazies = {f"state_dict.{_MODEL}.{name}": x for name, x in model_tensors.items()}
     infos = {name: TensorInfo(tuple(x.shape), x.dtype) for name, x in lazies.items()}
-    names = {id(x): name.removeprefix("state_dict.") for name, x in lazies.items()}
-    tied = {
-        f"{_MODEL}.{name}": names[id(value)]
-        for name, value in model.state_dict(keep_vars=True).items()
-        if isinstance(value, Lazy) and names.get(id(value)) not in (None, f"{_MODEL}.{name}")
-    }
+    tied = {f"{_MODEL}.{name}": f"{_MODEL}.{owner}" for name, owner in tied_to.items()}
 
     def fetch(name: str, box: Box) -> Tensor:
         values = lazies[name].read(box)
@@ -84,12 +84,45 @@ def import_folder(
         | {
             KEPT: {_MODEL: kept.entry},
             "hparams_name": "kwargs",
-            "hyper_parameters": {"path": bridge.origin, "revision": bridge.revision},
+            "hyper_parameters": settings,
         },
         {"imported_from": bridge.origin, "tied": tied, "global_step": 0, "epoch": 0},
         files=spread_evenly(infos, lambda info: slabs(info, PART_BYTES), num_files),
     )
     return len(infos)
+
+
+_Parts = tuple[dict[str, Lazy], dict[str, str], dict[str, Any], KeptFolder]
+
+
+def _parts(bridge: AutoBridge, dtype: torch.dtype | None) -> _Parts:
+    """Return the tensors of the untouched model, tied name -> name, hyperparameters of its module,
+    and what its checkpoints keep of the folder.
+    """
+    model = bridge.lazy_model(dtype="auto" if dtype is None else dtype)
+    lazies = lazy_parameters(model)
+    names = {id(lazy): name for name, lazy in lazies.items()}
+    tied = {
+        name: names[id(value)]
+        for name, value in model.state_dict(keep_vars=True).items()
+        if isinstance(value, Lazy) and names.get(id(value)) not in (None, name)
+    }
+    settings = {"path": bridge.origin, "revision": bridge.revision}
+    return lazies, tied, settings, bridge.keep(model)
+
+
+def _gpt_parts(bridge: AutoBridge, dtype: torch.dtype | None) -> _Parts:
+    """Return the same for a ``GPTModel``."""
+    config, tensors, kept = bridge.gpt_parts()
+    if dtype is not None:
+        tensors = {name: cast("Lazy", lazy.to(dtype)) for name, lazy in tensors.items()}
+    settings = {
+        "config": config.to_dict(),
+        "init_from_hf": bridge.origin,
+        "revision": bridge.revision,
+        "family": None if kept.gpt is None else kept.gpt["family"],
+    }
+    return tensors, tied_names_of(config), settings, kept
 
 
 def state_before_training(tied: dict[str, str]) -> dict[str, Any]:

@@ -135,10 +135,12 @@ def missing_fields(family: type[Family], config: TransformerConfig) -> list[str]
     """Return the fields that a family's tables do not reproduce; none: they describe the model."""
     try:
         again = to_config(family, to_theirs(family, config), family.__name__)
-        list(_rows(family, config))
+        fields = differing(flat(config), flat(again))
+        if not fields:
+            list(_rows(family, config))
     except Exception as error:  # of a class of transformers, or a row that takes no such value
         return [str(error).splitlines()[0]]
-    return differing(flat(config), flat(again))
+    return fields
 
 
 # ----------------------------------------------------------------------------------------- weights
@@ -166,7 +168,8 @@ def parameters(
     """
     made, used = dict[str, Lazy](), set(copies(family, config, tensors))
     missing, misshapen = list[str](), list[str]()
-    for name, shape, move, names in _rows(family, config):
+    for name, shape, move, sources in _rows(family, config):
+        names = [theirs for source in sources for theirs in source]
         absent = [theirs for theirs in names if theirs not in tensors]
         used.update(names)
         if absent:
@@ -192,8 +195,24 @@ def parameters(
             f"{path} does not fit GPTModel by the rules of {family.__name__}: "
             f"{'; '.join(problems)}. Name the folder that the configuration is of, or restore it."
         )
-    _check_copies(family, config, tensors, path)
     return made
+
+
+def new_shapes(family: type[Family], config: TransformerConfig) -> dict[str, tuple[Shape, str]]:
+    """Return name and shape of each tensor that a new folder has, and our parameter in it.
+
+    Raises:
+        ConfigError: If a parameter has no row.
+    """
+    found = dict[str, tuple[Shape, str]]()
+    shape_of = dict(saved_tensors(config))
+    for name, shape, move, sources in _rows(family, config):
+        shapes = move.shapes(config, shape, len(sources))
+        for theirs, own in zip(sources, shapes, strict=True):
+            found.update(dict.fromkeys(theirs, (own, name)))
+    repeated = copies(family, config)
+    found |= {theirs: (shape_of[ours], ours) for theirs, ours in repeated.items()}
+    return found
 
 
 def by_full_name(tensors: Mapping[str, Lazy], prefix: str) -> dict[str, Lazy]:
@@ -205,8 +224,9 @@ def by_full_name(tensors: Mapping[str, Lazy], prefix: str) -> dict[str, Lazy]:
 
 def _rows(
     family: type[Family], config: TransformerConfig
-) -> Iterator[tuple[str, Shape, Move, list[str]]]:
-    """Yield name and shape of every parameter, and of which tensors it is made in which way.
+) -> Iterator[tuple[str, Shape, Move, list[list[str]]]]:
+    """Yield name and shape of every parameter, and of which tensors it is made in which way: for
+    each pattern of the row one tensor, or one for each expert.
 
     Raises:
         ConfigError: If a parameter has no row.
@@ -216,8 +236,7 @@ def _rows(
         layer = _as_layer(name, config)
         for pattern, sources in patterns:
             if match := pattern.fullmatch(layer):
-                move, names = _bound(sources, match.groups(), config)
-                yield name, shape, move, names
+                yield name, shape, *_bound(sources, match.groups(), config)
                 break
         else:
             raise ConfigError(f"{family.__name__} has no row for {name}")
@@ -240,8 +259,8 @@ def _as_layer(name: str, config: TransformerConfig) -> str:
 
 def _bound(
     sources: Sources, parts: Iterable[str], config: TransformerConfig
-) -> tuple[Move, list[str]]:
-    """Return the move of a row, and the names that its patterns stand for."""
+) -> tuple[Move, list[list[str]]]:
+    """Return the move of a row, and the names that each of its patterns stands for."""
     entries = (sources,) if isinstance(sources, str) else sources
     move = next((entry for entry in entries if not isinstance(entry, str)), Copied())
     names = []
@@ -249,7 +268,7 @@ def _bound(
         remaining = iter(parts)
         name = re.sub(r"\*", lambda _, it=remaining: next(it), source)  # type: ignore[misc]
         experts = range(0 if config.moe is None else config.moe.num_experts)
-        names += [name.replace("#", str(e)) for e in experts] if "#" in name else [name]
+        names.append([name.replace("#", str(e)) for e in experts] if "#" in name else [name])
     return move, names
 
 
@@ -285,7 +304,8 @@ def source_names(
     family: type[Family], config: TransformerConfig, names: Iterable[str]
 ) -> list[str]:
     """Return the tensors of a folder that a model's parameters are made of, copies included."""
-    read = {name for _, _, _, sources in _rows(family, config) for name in sources}
+    rows = _rows(family, config)
+    read = {name for _, _, _, sources in rows for source in sources for name in source}
     return [name for name in names if name in read | set(copies(family, config, names))]
 
 
@@ -298,12 +318,16 @@ def drop_missing_heads(
     if not config.num_predicting_layers:
         return config
     heads = {
-        n for ours, _, _, ns in _rows(family, config) if ours.startswith(PREDICTING) for n in ns
+        name
+        for ours, _, _, sources in _rows(family, config)
+        for source in sources
+        for name in source
+        if ours.startswith(PREDICTING)
     }
     return config if heads & set(names) else replace(config, mtp_num_layers=None)
 
 
-def _check_copies(
+def check_copies(
     family: type[Family], config: TransformerConfig, tensors: Mapping[str, Lazy], path: object
 ) -> None:
     """Compare first and last rows of tensors that have to be equal.
@@ -311,7 +335,7 @@ def _check_copies(
     Raises:
         CheckpointError: If they differ.
     """
-    source = {name: names[0] for name, _, _, names in _rows(family, config) if len(names) == 1}
+    source = {name: names[0][0] for name, _, _, names in _rows(family, config)}
     for theirs, ours in copies(family, config, tensors).items():
         first, second = tensors[theirs], tensors[source[ours]]
         if first.shape != second.shape or not all(
