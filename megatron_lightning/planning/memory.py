@@ -30,6 +30,7 @@ from megatron_lightning.planning.activations import (
     rank_peak,
     stage_profile,
 )
+from megatron_lightning.planning.adapters import AdaptedState, AdapterSizes
 from megatron_lightning.planning.codes import kept_weight_bytes
 from megatron_lightning.planning.layers import DeviceKind, Sizes
 from megatron_lightning.planning.parameters import split_stages
@@ -127,6 +128,7 @@ def memory(
     pipeline_options: PipelineOptions | None = None,
     precision: str | int | None = "bf16-true",
     fp8_recipe: FP8Recipe | None = None,
+    adapters: AdapterSizes | None = None,
     compile: CompileScope | None = None,
     device: DeviceKind = "cuda",
 ) -> Memory:
@@ -150,6 +152,7 @@ def memory(
         precision: The Trainer's.
         fp8_recipe: Recipe of ``MegatronFP8Precision``, whose precision is "bf16-mixed": weights and
             inputs of linear layers that are kept as codes.
+        adapters: Adapters that are trained while the model is frozen; None: all is trained.
         compile: As for the strategy; "block": inductor compiles the layers.
         device: "cuda" or "cpu", whose kernels keep more.
 
@@ -187,10 +190,19 @@ def memory(
     rows = []
     for pp_rank in range(layout.pp):
         own = [stages[number] for number in schedule.placement.stages_of(pp_rank)]
-        state = State(
-            config, grid, own, precision=sizes.precision, recipe=fp8_recipe,
-            mode=data_parallel, options=data, num_microbatches=num_microbatches,
-        )  # fmt: skip
+        state: State | AdaptedState
+        if adapters is None:
+            state = State(
+                config, grid, own, precision=sizes.precision, recipe=fp8_recipe,
+                mode=data_parallel, options=data, num_microbatches=num_microbatches,
+            )  # fmt: skip
+        else:
+            reshards = data.reshard_after_forward
+            state = AdaptedState(
+                config, grid, own, adapters=adapters, precision=sizes.precision,
+                mode=data_parallel, options=data,
+                reshards=num_microbatches == 1 if reshards is None else reshards,
+            )  # fmt: skip
         message = _message_bytes(sizes, schedule.placement.stages_of(pp_rank), stages)
         activations = rank_peak(
             schedule, pp_rank, profiles, message_bytes=message, stream_bytes=sizes.stream_bytes
@@ -255,7 +267,9 @@ def _message_bytes(sizes: Sizes, own: Sequence[int], stages: Sequence[Sequence[s
     return sizes.stream_bytes * max(num_received(sizes.config, units) for units in received)
 
 
-def _row(pp_rank: int, state: State, activations: float, most_in_flight: int) -> RankMemory:
+def _row(
+    pp_rank: int, state: State | AdaptedState, activations: float, most_in_flight: int
+) -> RankMemory:
     return RankMemory(
         pp_rank=pp_rank,
         parameters=state.parameters.total,

@@ -121,6 +121,7 @@ def _describe(recipe: Recipe, errors: Errors) -> dict[str, Any] | None:
         pipeline_options=recipe.pipeline,
         precision=recipe.precision,
         fp8_recipe=recipe.fp8_recipe,
+        adapters=recipe.adapters,
         compile=recipe.compile,
         device=recipe.device,
     )
@@ -180,6 +181,8 @@ def _bytes(needed: Memory) -> dict[str, Any]:
 def _flops(recipe: Recipe, grid: RankGrid) -> dict[str, float]:
     samples = recipe.batch_size * recipe.accumulated * grid.size("dp")
     total = flops(recipe.model, batch_size=samples, sequence_length=recipe.sequence_length)
+    if recipe.adapters is not None:
+        total *= 2 / 3  # no gradients of frozen weights; adapters themselves are left out
     return {
         "step": total,
         "step_and_rank": total / grid.world_size,

@@ -25,6 +25,7 @@ from megatron_lightning.config import (
 )
 from megatron_lightning.config.global_batch import replica_batch_size
 from megatron_lightning.parallel.layout import ParallelLayout
+from megatron_lightning.planning.adapters import AdapterSizes
 from megatron_lightning.planning.layers import DeviceKind
 from megatron_lightning.planning.sections import Errors, read_sections
 from megatron_lightning.precision.recipes import FP8Recipe
@@ -57,6 +58,8 @@ class Recipe:
     precision: str | int | None
     fp8_recipe: FP8Recipe | None
     """Recipe of the plugin that quantizes layers; None: there is none."""
+    adapters: AdapterSizes | None
+    """Adapters that are trained while the model is frozen; None: all is trained."""
     device: DeviceKind
     batch_size: int
     """Samples of a pipeline run on one data-parallel rank."""
@@ -116,6 +119,7 @@ def read_recipe(
         compiled = _build(CompileOptions, compiled, "strategy.compile_options", errors)
     errors.attempt(resolve_compile, options.get("compile"), compiled)
     fp8_recipe = _fp8_recipe(trainer.get("plugins"), errors)
+    adapters = _adapters(sections.get("model"), errors)
     ranks = world_size if world_size is not None else _world_size(trainer, errors)
     length = data.get("sequence_length", model.max_sequence_length if model else 1)
     sequence_length = _count(length, "data.sequence_length", errors)
@@ -130,6 +134,7 @@ def read_recipe(
         world_size=ranks,
         precision=trainer.get("precision") if fp8_recipe is None else "bf16-mixed",
         fp8_recipe=fp8_recipe,
+        adapters=adapters,
         device="cpu" if trainer.get("accelerator") == "cpu" else "cuda",
         batch_size=batch_size,
         accumulated=accumulated,
@@ -240,6 +245,15 @@ def _model(given: Any, errors: Errors) -> TransformerConfig | None:
         config["window_size"] = tuple(config["window_size"])
     built: TransformerConfig | None = _build(TransformerConfig, config, "model.config", errors)
     return built
+
+
+def _adapters(given: Any, errors: Errors) -> AdapterSizes | None:
+    """Return the adapters of the model; None: all weights are trained."""
+    _, arguments = _object(given, "model", errors)
+    if arguments.get("peft") is None:
+        return None
+    _, options = _object(arguments["peft"], "model.peft", errors)
+    return errors.attempt(AdapterSizes.of_options, options)
 
 
 def _fp8_recipe(plugins: Any, errors: Errors) -> FP8Recipe | None:

@@ -23,6 +23,7 @@ NUM_PARAMETERS = {
     "tiny_moe_cpu": 1_903_744,
     "gpt2_small": 124_439_808,
     "llama3_8b": 8_030_261_248,
+    "llama3_8b_lora": 8_030_261_248,
     "finetune_tiny_cpu": 869_504,
     "qwen3_8b_sft": 8_190_735_360,
 }

@@ -1,0 +1,158 @@
+"""Bytes of a :class:`GPTModel` that is frozen and trains adapters (LoRA). No torch here.
+
+Of N frozen and T trained parameters on n data-parallel ranks, with weights of w bytes, Adam's two
+moments in fp32, and main params of m bytes (4 or 0):
+
+             weights                              gradients    optimizer
+    ddp      w (N + T)                            4 T          (8 + m) T
+    zero1    w (N + T)                            4 T          (8 + m) T / n
+    fsdp     w N / n + (m or w) T / n             4 T          8 T / n
+             + gathered units
+
+Backward keeps the same inputs: those of the frozen layers are those of A. What is r features wide
+is left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from megatron_lightning.config import DataParallel, DataParallelOptions, TransformerConfig
+from megatron_lightning.errors import ConfigError
+from megatron_lightning.models.blueprint import OUTPUT, Weight, unit_weights
+from megatron_lightning.parallel.grid import RankGrid
+from megatron_lightning.parallel.layout import ParallelLayout
+from megatron_lightning.parallel.patterns import compile_pattern
+from megatron_lightning.planning.parameters import ParameterCount, count_rank, count_unit
+from megatron_lightning.planning.precision import Precision
+
+_MAIN = 4  # bytes of fp32
+_MOMENTS = 2  # of Adam
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdapterSizes:
+    """Adapters of a model, with the names of ``LoRA``."""
+
+    r: int = 8
+    """Rank."""
+    target_modules: str | Sequence[str] = "all-linear"
+    """Adapted layers: "all-linear", or names and ends of paths."""
+    exclude_modules: str | Sequence[str] = ()
+    """Layers without adapters."""
+    fused: str = "parts"
+    """One adapter for each matrix of a fused weight ("parts"), or "one"."""
+
+    @classmethod
+    def of_options(cls, options: Mapping[str, object]) -> AdapterSizes:
+        """Return the sizes that options of ``LoRA`` describe.
+
+        Raises:
+            ConfigError: For options whose sizes a plan does not know.
+        """
+        unknown = [
+            name for name in ("rank_pattern", "modules_to_save", "use_dora") if options.get(name)
+        ]
+        texts = [
+            name
+            for name in ("target_modules", "exclude_modules")
+            if isinstance(options.get(name), str) and options[name] != "all-linear"
+        ]
+        if unknown or texts:
+            raise ConfigError(
+                f"model.peft sets {', '.join(unknown + texts)}, whose sizes a plan does not know. "
+                "Give lists of names, and plan without the others."
+            )
+        known = {key: options[key] for key in cls.__dataclass_fields__ if key in options}
+        return cls(**known)  # type: ignore[arg-type]
+
+    def adapts(self, unit: str, weight: Weight) -> bool:
+        """Return whether the layer of a weight in a unit gets adapters."""
+        path = ".".join(filter(None, (unit, weight.module)))
+        if weight.kind != "matrix" or unit == OUTPUT:
+            return False
+        chosen = self.target_modules == "all-linear" or _matches(self.target_modules, path)
+        return chosen and not _matches(self.exclude_modules, path)
+
+    def count_unit(
+        self, config: TransformerConfig, layout: ParallelLayout, unit: str
+    ) -> ParameterCount:
+        """Return the parameters of the adapters in a unit on one rank."""
+        weights = (w for w in unit_weights(config, unit) if self.adapts(unit, w))
+        return sum((self._count(weight, layout) for weight in weights), ParameterCount())
+
+    def _count(self, weight: Weight, layout: ParallelLayout) -> ParameterCount:
+        *_, rows, columns = weight.shape
+        num_parts = 1
+        if self.fused == "parts" and weight.experts is None:
+            num_parts = 3 if weight.module.endswith("linear_qkv") else weight.blocks
+        first, second = self.r * columns * num_parts, self.r * rows
+        ranks = layout.tp if weight.experts is None else layout.etp
+        if weight.split == "rows":
+            second //= ranks
+        elif weight.split == "columns":
+            first //= ranks
+        if weight.experts is None:
+            return ParameterCount(first + second)
+        return ParameterCount(0, (first + second) * weight.experts // layout.ep)
+
+
+def _matches(names: str | Sequence[str], path: str) -> bool:
+    return not isinstance(names, str) and any(
+        compile_pattern(form).fullmatch(path) for name in names for form in (name, f"**.{name}")
+    )
+
+
+class AdaptedState:
+    """Weights, gradients and optimizer of a rank whose base is frozen.
+
+    Args:
+        config: The model.
+        grid: The ranks.
+        own: Units of the rank's stages.
+        adapters: Sizes of the adapters.
+        precision: Bytes of an element.
+        mode: How data-parallel ranks share them.
+        options: Options of that.
+        reshards: Whether fsdp gathers a unit for each use, instead of once a step.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        grid: RankGrid,
+        own: Sequence[Sequence[str]],
+        *,
+        adapters: AdapterSizes,
+        precision: Precision,
+        mode: DataParallel,
+        options: DataParallelOptions,
+        reshards: bool,
+    ) -> None:
+        layout, units = grid.layout, [unit for stage in own for unit in stage]
+        instances = options.num_distributed_optimizer_instances
+        shards = max(1, grid.size("dp-cp") // instances), max(1, grid.size("edp") // instances)
+        if mode == "ddp":
+            shards = (1, 1)
+        trained = [adapters.count_unit(config, layout, unit) for unit in units]
+        total = sum(trained, ParameterCount())
+        base = count_rank(config, layout, own)
+        self.parameters = base + total
+        moments = _MOMENTS * (2 if options.moments_dtype == "bf16" else _MAIN)
+        main, wide = precision.main_bytes, precision.weight_bytes
+        share = total.dense / shards[0] + total.experts / shards[1]
+        self.gradients_bytes = _MAIN * total.total
+        self.optimizer_bytes = round((moments + (0 if mode == "fsdp" else main)) * share)
+        if options.optimizer_cpu_offload:
+            self.optimizer_bytes = 0
+        self.weights_bytes = wide * self.parameters.total
+        if mode == "fsdp" and max(shards) > 1:
+            full = [
+                count_unit(config, layout, unit) + one
+                for unit, one in zip(units, trained, strict=True)
+            ]
+            gathered = sorted((wide * one.total for one in full), reverse=True)
+            at_once = sum(gathered[:2]) if reshards else sum(gathered)
+            kept = wide * (base.dense / shards[0] + base.experts / shards[1])
+            self.weights_bytes = round(kept + (main or wide) * share + at_once)
