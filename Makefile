@@ -1,7 +1,7 @@
 # Every command runs in .venv, which is made on first use from any Python of at least 3.10 and
 # follows constraints.txt.
 .DEFAULT_GOAL := help
-.PHONY: help install lint format check test test-all conformance demo gpu gpu-bench clean some-tests test-slice
+.PHONY: help install lint format check test test-all conformance docs demo gpu gpu-bench clean some-tests test-slice
 
 BIN := .venv/bin
 INSTALLED := .venv/.installed
@@ -61,6 +61,10 @@ test-slice: $(INSTALLED)  ## a seventh of the slow tests, another one every day 
 conformance: $(INSTALLED)  ## Lightning's own tests: make conformance LIGHTNING=/path/to/checkout MODE=one|two|pipeline PARTS="core loops"
 	$(BIN)/python -m tests.conformance.run "$(LIGHTNING)" --mode $(MODE) $(PARTS)
 
+docs: $(INSTALLED)  ## build the documentation site into site/
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+
 demo: $(INSTALLED)  ## preprocess, train on 2 x 2 processes, resume on another layout, generate
 	PATH="$(CURDIR)/$(BIN):$$PATH" bash examples/demo.sh
 
@@ -71,4 +75,4 @@ gpu-bench: $(INSTALLED)  ## one longer GPU benchmark: make gpu-bench CASE=name
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m benchmarks.gpu --case "$(CASE)"
 
 clean:  ## remove caches; the environment stays
-	rm -rf .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis build dist *.egg-info
+	rm -rf .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis build dist site *.egg-info

@@ -294,7 +294,7 @@ def test_muon_and_adamw_of_the_docs_share_the_parameters() -> None:
 
 
 def test_what_the_pages_import_is_there() -> None:
-    pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
+    pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
     nodes = [
         node
         for page in pages
@@ -315,7 +315,7 @@ def test_what_the_pages_import_is_there() -> None:
 
 
 def test_links_lead_somewhere() -> None:
-    for page in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")):
+    for page in (ROOT / "README.md", *(ROOT / "docs").rglob("*.md")):
         for link in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
             assert (page.parent / link).exists(), f"{page.name}: {link}"
     for path in re.findall(r"`((?:configs|examples|docs)/[\w./]+)`", README):
