@@ -12,9 +12,6 @@ Between tensor-parallel ranks these must be equal or must differ:
   is compared again after 2, 4, 8, ... pipeline runs, until it is not.
 - The output of the parallel module and the loss are equal, unless the plan says otherwise. Losses
   are compared again when ranks look for written weights (``optim/stepping/written.py``).
-
-Each rank sums a tensor's elements with fixed random signs, which distinguishes tensors as well as
-their distance does, without sending them.
 """
 
 from __future__ import annotations
@@ -24,22 +21,15 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron_lightning.assembly.compile import is_compiled
 from megatron_lightning.assembly.part import Part
+from megatron_lightning.assembly.rank_sums import DIFFERENT, RankSums, Spread
 from megatron_lightning.errors import ShardingError
 from megatron_lightning.layers.linear import ColumnParallelLinear
 from megatron_lightning.parallel.context import AxisGroup, ParallelContext
 from megatron_lightning.parallel.sharding import ShardingPlan, gathered_input
-
-_DIFFER = 0.05
-"""Of a tensor's norm. Kernels without a fixed order of summation differ by less; two shards by
-about all of it."""
-
-_EQUAL = 1e-6
-"""Of a tensor's norm: the same computation on the same numbers, up to such kernels."""
 
 _LOSS_DIFFERS: Mapping[torch.dtype, float] = {torch.float32: 1e-4, torch.float64: 1e-4}
 """Of a loss; 2e-2 in lower precision. Those of two shards of a sequence are near each other."""
@@ -47,29 +37,12 @@ _LOSS_DIFFERS: Mapping[torch.dtype, float] = {torch.float32: 1e-4, torch.float64
 _LAST_RUN = 256
 """Pipeline runs after which gradients that were always zero are not compared any more."""
 
-_MOST_ELEMENTS = 1 << 20
-"""Of larger tensors equally spaced elements are compared, which bounds the memory."""
-
 
 class _Key(NamedTuple):
     kind: str
     """``replicated`` or ``partial`` (gradients), ``input``, ``output`` or ``loss``."""
     name: str
     """Parameter or module."""
-
-
-class _Spread(NamedTuple):
-    """How a tensor differs between the ranks."""
-
-    difference: float
-    norm: float
-    varies: bool
-    """Whether it differs between positions of the sequence: a batch of one token shows nothing."""
-    sizes_agree: bool
-
-    @property
-    def is_equal(self) -> bool:
-        return self.sizes_agree and self.norm > 0 and self.difference <= _EQUAL * self.norm
 
 
 class PlanWatch:
@@ -89,13 +62,12 @@ class PlanWatch:
         context: ParallelContext,
     ) -> None:
         self._group: AxisGroup = context.tp
-        self._device = context.device
         self._plans = part.plans.applied
         self._kinds = {path: type(child).__name__ for path, child in module.named_modules()}
-        self._sums: dict[_Key, Tensor] = {}  # signed elements, squares, positions that differ [3]
+        self._sums = RankSums[_Key](context.tp, context.device)
         self._hooks: dict[_Key, torch.utils.hooks.RemovableHandle] = {}
         self._num_runs = 0  # since the first finite one
-        self._loss_differs = _DIFFER
+        self._loss_differs = DIFFERENT
         self._was_right = False  # in the first run, so that a later loss takes something else in
         if self._group.size == 1:
             return
@@ -126,12 +98,12 @@ class PlanWatch:
                 if is_summed:
                     summed.append(name)
                 key = self._key("partial" if is_summed else "replicated", name)
-                self._hooks[key] = parameter.register_hook(partial(self._add, key))  # type: ignore[no-untyped-call]
+                self._hooks[key] = parameter.register_hook(partial(self._sums.add, key))  # type: ignore[no-untyped-call]
         return summed
 
     def _watch_inputs(self, module: nn.Module, owners: set[str]) -> None:
         """Watch what layers gather, and whether those with summed gradients see several tokens."""
-        for path, child in _uncompiled(module):
+        for path, child in uncompiled(module):
             gathered = _gathered(child)
             if gathered is None and path not in owners:
                 continue
@@ -161,7 +133,7 @@ class PlanWatch:
 
     def _key(self, kind: str, name: str) -> _Key:
         key = _Key(kind, name)
-        self._sums[key] = torch.zeros(3, dtype=torch.float64, device=self._device)
+        self._sums.watch(key)
         return key
 
     # ------------------------------------------------------------------------------------------ add
@@ -171,27 +143,7 @@ class PlanWatch:
         key = _Key("loss", "")
         if key in self._sums and isinstance(loss, Tensor):
             self._loss_differs = _LOSS_DIFFERS.get(loss.dtype, 2e-2)
-            self._add(key, loss)
-
-    def _add(self, key: _Key, tensor: Tensor, dim: int | None = None) -> None:
-        if key not in self._sums:
-            return
-        tensor = tensor.detach()
-        tensor = tensor.to_dense() if tensor.is_sparse else tensor
-        flat = (torch.view_as_real(tensor) if tensor.is_complex() else tensor).flatten()
-        flat = flat[:: 1 + len(flat) // _MOST_ELEMENTS].float()
-        position = torch.arange(len(flat), device=flat.device)
-        signs = 1 - 2 * ((position * 2654435761 >> 16) & 1)  # Knuth's multiplicative hash
-        varies = torch.zeros((), dtype=torch.float64, device=flat.device)
-        if dim is not None and dim < tensor.dim() - 1:
-            varies = (tensor != tensor.narrow(dim, 0, 1)).any().double()
-        self._sums[key] += torch.stack(
-            [
-                (flat * signs).sum(dtype=torch.float64),
-                flat.square().sum(dtype=torch.float64),
-                varies,
-            ]
-        ).to(self._device)
+            self._sums.add(key, loss)
 
     def _add_input(  # noqa: PLR0917 (a hook)
         self,
@@ -204,7 +156,7 @@ class PlanWatch:
     ) -> None:
         value = args[0] if args else kwargs.get(argument, next(iter(kwargs.values()), None))
         if torch.is_grad_enabled() and isinstance(value, Tensor) and value.is_floating_point():
-            self._add(key, value, dim)
+            self._sums.add(key, value, dim)
 
     def _add_output(self, key: _Key, module: nn.Module, args: object, output: object) -> None:
         if not torch.is_grad_enabled():
@@ -212,7 +164,7 @@ class PlanWatch:
         values = list(output.values()) if isinstance(output, Mapping) else output
         for value in values if isinstance(values, tuple | list) else [values]:
             if isinstance(value, Tensor) and value.is_floating_point():
-                self._add(key, value)
+                self._sums.add(key, value)
 
     # -------------------------------------------------------------------------------------- compare
 
@@ -226,7 +178,7 @@ class PlanWatch:
         self._num_runs += self._was_right
         if self._is_quiet and self._num_runs & (self._num_runs - 1):
             return
-        spreads = self._spreads()
+        spreads = self._sums.spreads()
         if spreads is None:
             return
         try:
@@ -242,7 +194,7 @@ class PlanWatch:
         """Whether nothing is watched but gradients that have been zero."""
         return self._was_right and _Key("loss", "") not in self._sums
 
-    def _keep_hidden(self, spreads: Mapping[_Key, _Spread]) -> None:
+    def _keep_hidden(self, spreads: Mapping[_Key, Spread]) -> None:
         """Watch the gradients that were zero again, and what their modules see; nothing else."""
         hidden = {
             key.name
@@ -254,13 +206,13 @@ class PlanWatch:
         owners = {name.rpartition(".")[0] for name in hidden}
         for key in list(self._sums):
             if key.name in (owners if key.kind in ("seen", "input") else hidden):
-                self._sums[key].zero_()
+                self._sums.watch(key)
                 continue
-            del self._sums[key]
+            self._sums.forget(key)
             if key in self._hooks:
                 self._hooks.pop(key).remove()
 
-    def _check(self, spreads: Mapping[_Key, _Spread]) -> None:
+    def _check(self, spreads: Mapping[_Key, Spread]) -> None:
         """Check what the ranks have seen.
 
         Raises:
@@ -272,16 +224,16 @@ class PlanWatch:
             if key.kind in ("seen", "input")
         }
 
-        def names(kind: str, is_wrong: Callable[[_Key, _Spread], bool]) -> list[str]:
+        def names(kind: str, is_wrong: Callable[[_Key, Spread], bool]) -> list[str]:
             return [
                 k.name for k, spread in spreads.items() if k.kind == kind and is_wrong(k, spread)
             ]
 
-        def is_summed(key: _Key, spread: _Spread) -> bool:
+        def is_summed(key: _Key, spread: Spread) -> bool:
             return spread.is_equal and seen.get(key.name.rpartition(".")[0], False)
 
-        def differs(key: _Key, spread: _Spread) -> bool:
-            tolerance = self._loss_differs if key.kind == "loss" else _DIFFER
+        def differs(key: _Key, spread: Spread) -> bool:
+            tolerance = self._loss_differs if key.kind == "loss" else DIFFERENT
             return spread.difference > tolerance * spread.norm
 
         has_output = self._was_right or any(
@@ -302,26 +254,8 @@ class PlanWatch:
     def _described(self, name: str) -> str:
         return f"{name} ({self._kinds[name]})" if self._kinds.get(name) and name else name
 
-    def _spreads(self) -> dict[_Key, _Spread] | None:
-        """Return how the ranks differ; None: nothing is watched, or not all is finite yet."""
-        if not self._sums:
-            return None
-        signed, squares, varies = torch.stack(list(self._sums.values())).unbind(1)
-        signed, squares = signed.nan_to_num(), squares.nan_to_num(nan=torch.inf)
-        extremes = torch.cat([signed, -signed, squares, -squares, varies])
-        dist.all_reduce(extremes, dist.ReduceOp.MAX, group=self._group.process_group)
-        high, low, large, small, varies = extremes.chunk(5)
-        if not large.isfinite().all():  # e.g. a loss scale that is still too high
-            for total in self._sums.values():
-                total.zero_()
-            return None
-        agree = large + small <= _EQUAL * large
-        columns = [(high + low).tolist(), large.sqrt().tolist(), (varies > 0).tolist()]
-        rows = zip(*columns, agree.tolist(), strict=True)
-        return {key: _Spread(*row) for key, row in zip(self._sums, rows, strict=True)}
 
-
-def _uncompiled(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+def uncompiled(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Yield the submodules outside of compiled ones, which a new hook would compile again."""
     compiled: list[str] = []
     for path, child in module.named_modules():

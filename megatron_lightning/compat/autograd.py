@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, _engine_run_backward
 from torch.distributed.tensor import DTensor
+from torch.utils.hooks import RemovableHandle
 
 
 def step_pre_hooks(optimizer: torch.optim.Optimizer) -> list[Callable[..., Any]]:
@@ -81,6 +82,10 @@ class GradientHooks:
         self._hooks: Any = parameter._backward_hooks
         self._accumulated: Any = getattr(parameter, "_post_accumulate_grad_hooks", None)
 
+    def __iter__(self) -> Iterator[Any]:
+        for hooks in (self._hooks, self._accumulated):
+            yield from (hooks or {}).values()
+
     def __bool__(self) -> bool:
         return bool(self._hooks or self._accumulated)
 
@@ -92,5 +97,14 @@ class GradientHooks:
         if hooks is not None:
             for tensor in (leaf, *others):
                 tensor._backward_hooks = hooks
-        if self._accumulated:
-            leaf._post_accumulate_grad_hooks = self._accumulated
+        accumulated = OrderedDict() if self._accumulated is None and others else self._accumulated
+        if accumulated is not None:
+            for tensor in (leaf, *others):
+                tensor._post_accumulate_grad_hooks = accumulated
+
+
+def run_last(parameter: Tensor, handle: RemovableHandle) -> None:
+    """Make one hook on the accumulated gradient run after all others, whenever those came."""
+    hooks: Any = parameter._post_accumulate_grad_hooks
+    if next(reversed(hooks)) != handle.id:
+        hooks[handle.id] = hooks.pop(handle.id)  # torch goes by the order of insertion

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from megatron_lightning.compat import GradientHooks
 from megatron_lightning.errors import ShardingError
+from megatron_lightning.parallel.origin import is_library
 
 
 def copy_attributes(attributes: Mapping[str, object], parameter: Tensor) -> None:
@@ -24,7 +25,7 @@ def check_gradient_hooks(name: str, parameter: nn.Parameter | None) -> None:
     Raises:
         ShardingError: Naming the parameter.
     """
-    if parameter is not None and GradientHooks(parameter):
+    if parameter is not None and any(not is_library(hook) for hook in GradientHooks(parameter)):
         raise ShardingError(
             f"{name} has a gradient hook (register_hook or register_post_accumulate_grad_hook), "
             "which would be called with the gradient of a rank's shard instead of the full "

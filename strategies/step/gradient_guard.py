@@ -23,11 +23,11 @@ from megatron_lightning.compat import step_pre_hooks
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.optim.gradients.accumulation import GradientAccumulation
 from megatron_lightning.parallel.context import ParallelContext
+from megatron_lightning.parallel.origin import is_library
 from megatron_lightning.strategies.step.mentions import (
     CLIPS,
     READ_BY_STRATEGY,
     edits_gradients,
-    is_library,
     mentioned,
     takes_norms,
 )

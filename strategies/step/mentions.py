@@ -12,6 +12,8 @@ from typing import Any
 
 from torch import Tensor
 
+from megatron_lightning.parallel.origin import is_library
+
 CLIPS = frozenset(
     {"clip_grad_norm_", "clip_grad_value_", "clip_grad_norm", "clip_grads_with_norm_"}
 )
@@ -20,7 +22,6 @@ READ_BY_STRATEGY = frozenset(
     {"gradient_norm", "gradients", "gradient_group_norms", "clip_gradients", "last_grad_norm"}
 )
 """Methods of the strategy and the module that see the gradients of all ranks."""
-_LIBRARIES = ("lightning", "pytorch_lightning", "megatron_lightning", "torch", "builtins")
 
 
 def mentioned(function: Callable[..., Any], owner: object = None) -> frozenset[str]:
@@ -51,11 +52,6 @@ def edits_gradients(names: frozenset[str]) -> bool:
         name.endswith("_") and not name.endswith("__") and hasattr(Tensor, name) for name in names
     )
     return "set:grad" in names or ("grad" in names and in_place)
-
-
-def is_library(function: object) -> bool:
-    """Whether a function is Lightning's, torch's or ours."""
-    return str(getattr(function, "__module__", None)).partition(".")[0] in _LIBRARIES
 
 
 def _visit(function: Any, owner: object, names: set[str], seen: set[CodeType]) -> None:

@@ -21,6 +21,7 @@ from megatron_lightning.strategies.step.expert_updates import ExpertUpdates
 from megatron_lightning.strategies.step.finite_check import FiniteCheck
 from megatron_lightning.strategies.step.first_batches import FirstBatches
 from megatron_lightning.strategies.step.hints import StepHints
+from megatron_lightning.strategies.step.hook_comparison import HookComparison
 from megatron_lightning.strategies.step.logs import StepLogs
 from megatron_lightning.strategies.step.metric_states import MetricStates
 from megatron_lightning.strategies.step.module_values import ModuleValues
@@ -85,6 +86,8 @@ def step_participants(
     if not options.is_native:
         yield StepLogs(scope)
     yield StepReports(scope)
+    if scope.context.tp.size > 1:
+        yield HookComparison(scope)
     if training is not None and watch is not None:
         yield PlanComparison(watch)
         if options.non_finite != "ignore":

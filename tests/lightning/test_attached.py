@@ -3,6 +3,8 @@ device, or refused by name."""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron_lightning.errors import ConfigError
+from megatron_lightning.errors import ConfigError, ShardingError
 from megatron_lightning.layers.styles import ColumnParallel, RowParallel, VocabParallel
 from megatron_lightning.parallel import ShardingPlan
 from megatron_lightning.resilience.failure import PeerFailure
@@ -26,6 +28,7 @@ from tests.lightning.support import (
     mean_over_ranks,
     run,
     single,
+    thinned,
 )
 from tests.lightning.vectors import loader, vectors
 
@@ -200,3 +203,125 @@ def _refused(layout: Layout, folder: str, kind: type[Classifier], pattern: str) 
     if isinstance(caught.value, ConfigError):
         caught.match(pattern)
     return True
+
+
+class Late(Classifier):
+    """Registers a hook when its layers are parallel: what ``register`` does with this module."""
+
+    def __init__(self, register: Callable[[Any], Any], when: str) -> None:
+        super().__init__()
+        self.register, self.when = register, when
+
+    def on_fit_start(self) -> None:
+        if self.when == "on_fit_start":
+            self.register(self)
+
+    def on_validation_start(self) -> None:
+        if self.when == "on_validation_start":
+            self.register(self)
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        self.training_step(batch, batch_idx)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+
+class Activated(Block):
+    """Has a module between its parallel layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.act = nn.Tanh()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.act(self.up(self.norm(x))))
+
+
+def _forward_hook(module: Any) -> None:
+    module.blocks[0].up.register_forward_hook(lambda _, args, output: output / output.norm())
+
+
+def _between(module: Any) -> None:
+    module.blocks[0].act.register_forward_pre_hook(lambda _, args: (args[0] / args[0].norm(),))
+
+
+def _backward_hook(module: Any) -> None:
+    module.blocks[0].down.register_full_backward_hook(lambda _, inputs, outputs: None)
+
+
+def _parameter_hook(module: Any) -> None:
+    module.blocks[0].up.weight.register_hook(lambda gradient: gradient / gradient.norm())
+
+
+def _full(module: Any) -> None:
+    module.blocks[0].register_forward_hook(lambda _, args, output: output / output.norm())
+    module.head.register_full_backward_pre_hook(lambda _, outputs: (outputs[0] * 2,))
+    module.blocks[1].norm.weight.register_hook(torch.zeros_like)
+
+
+def _late(layout: Layout, folder: str, register: Any, when: str) -> Any:
+    module = Late(register, when)
+    module.blocks = nn.Sequential(*(Activated() for _ in range(2)))
+    trainer = layout.trainer(folder, max_epochs=1, limit_train_batches=2)
+    data = loader(layout, vectors(24))
+    try:
+        trainer.fit(module, data, data if when == "on_validation_start" else None)
+    except PeerFailure:
+        return None
+    except ShardingError as error:
+        return str(error)
+    return module.losses
+
+
+@pytest.mark.parametrize(
+    ("register", "when", "text"),
+    thinned(
+        [
+            (_forward_hook, "on_fit_start", r"blocks.0.up .* the output differs"),
+            (_between, "on_validation_start", r"blocks.0.act .* the input differs"),
+            (_backward_hook, "on_fit_start", r"blocks.0.down .*gradient of its input differs"),
+            (_parameter_hook, "on_fit_start", r"blocks.0.up.weight has a gradient hook"),
+            (_forward_hook, "on_validation_start", r"blocks.0.up .* the output differs"),
+        ],
+        usual=2,
+    ),
+)
+def test_hooks_that_come_late_and_see_shards_are_refused(
+    register: Any, when: str, text: str, tmp_path: Path
+) -> None:
+    texts = run(TP2, _late, tmp_path, register, when)
+    assert any(texts)
+    for found in texts:
+        assert found is None or re.search(text, found), found
+
+
+def test_hooks_that_come_late_and_see_full_tensors_work(tmp_path: Path) -> None:
+    losses = single(_late, _full, "on_fit_start")
+    for found in run(TP2, _late, tmp_path, _full, "on_fit_start"):
+        assert_close(found, losses)
+
+
+class Accumulated(Classifier):
+    """Changes gradients by hooks that are registered when buckets exist."""
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+    def on_fit_start(self) -> None:
+        def replace(parameter: nn.Parameter) -> None:
+            parameter.grad = torch.zeros_like(parameter)
+
+        def double(parameter: nn.Parameter) -> None:
+            assert parameter.grad is not None
+            parameter.grad.mul_(2)
+
+        self.blocks[0].up.weight.register_post_accumulate_grad_hook(replace)
+        self.head.weight.register_post_accumulate_grad_hook(double)
+
+
+@layouts(DP2, slow=[DDP2, FSDP2])
+def test_hooks_on_accumulated_gradients_that_come_late_work(layout: Layout, tmp_path: Path) -> None:
+    losses, _ = single(_fit, Accumulated)
+    ranks = run(layout, _fit, tmp_path, Accumulated)
+    assert_close(mean_over_ranks([rank[0] for rank in ranks]), losses)

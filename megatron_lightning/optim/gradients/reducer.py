@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from megatron_lightning.compat import run_last
 from megatron_lightning.config import DataParallelOptions
 from megatron_lightning.errors import PipelineError
 from megatron_lightning.optim.gradients.bucket_plan import build_buckets
@@ -118,6 +119,9 @@ class GradientReducer:
             for index, parameter in enumerate(bucket.parameters)
         ]
 
+    def _bucketed(self) -> Iterator[nn.Parameter]:
+        return (parameter for bucket in self.buckets for parameter in bucket.parameters)
+
     @property
     def sharded(self) -> bool:
         """Whether data-parallel ranks hold different shards of the gradients."""
@@ -190,6 +194,8 @@ class GradientReducer:
         self._num_launched = 0
         self._finished = False
         self._unused.clear()
+        for handle, parameter in zip(self._hooks, self._bucketed(), strict=True):
+            run_last(parameter, handle)
         self.publish()
 
     def encode(self, bucket: Bucket) -> None:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from megatron_lightning.errors import ConfigError
+from megatron_lightning.optim.fsdp.shard_views import GuardedViews
 
 
 def check_rebound(name: str, value: Tensor, like: Tensor, *, coded: bool = False) -> None:
@@ -44,13 +45,13 @@ def check_rebound(name: str, value: Tensor, like: Tensor, *, coded: bool = False
         )
 
 
-class ShardedParameter(DTensor):
+class ShardedParameter(GuardedViews):
     """A parameter that FSDP2 shards, whose ``data`` can be assigned as that of other parameters."""
 
     @property
     def data(self) -> Tensor:
         """The values, without a graph; assigning copies them into this rank's shard."""
-        return super().data
+        return self.detach()
 
     @data.setter
     def data(self, value: Tensor) -> None:

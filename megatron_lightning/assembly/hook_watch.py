@@ -1,0 +1,138 @@
+"""Find hooks of the user's that see a shard where they expect the full tensor.
+
+Hooks that exist when a layer becomes parallel are refused by the layer
+(``layers/replaceable.py``). A hook may come later, or sit on a module between two parallel layers.
+So before the first batch of every epoch and every evaluation the modules with new hooks are
+listed, and after the batch their inputs, outputs and gradients are compared between the
+tensor-parallel ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from megatron_lightning.assembly.part import Part
+from megatron_lightning.assembly.plan_watch import uncompiled
+from megatron_lightning.assembly.rank_sums import DIFFERENT, RankSums
+from megatron_lightning.errors import ShardingError
+from megatron_lightning.parallel.context import ParallelContext
+from megatron_lightning.parallel.origin import is_library
+from megatron_lightning.parallel.parameters import check_gradient_hooks
+
+_GRADIENTS = ("gradient of its input", "gradient of its output")
+_KINDS = {  # where a module keeps its hooks, and what they see after the module itself
+    "register_forward_pre_hook": ("_forward_pre_hooks", ("input",)),
+    "register_forward_hook": ("_forward_hooks", ("input", "output")),
+    "register_full_backward_hook": ("_backward_hooks", _GRADIENTS),
+    "register_full_backward_pre_hook": ("_backward_pre_hooks", _GRADIENTS[1:]),
+}
+
+
+class _Key(NamedTuple):
+    path: str
+    side: str
+    """``input`` or ``output``, or the gradient of one."""
+
+
+class HookWatch:
+    """Compare what hooked modules see between the tensor-parallel ranks.
+
+    Args:
+        module: This rank's part of the LightningModule.
+        part: Its description.
+        context: Groups of this rank.
+    """
+
+    def __init__(self, module: nn.Module, part: Part, context: ParallelContext) -> None:
+        self._module = module
+        self._sums = RankSums[_Key](context.tp, context.device)
+        self._handles: list[torch.utils.hooks.RemovableHandle] = []
+        self._seen: set[tuple[int, str]] = set()  # module and kind of hook
+        self._is_paused = False
+        self._sharded = [
+            (name, parameter)
+            for name, parameter in module.named_parameters()
+            if name in part.specs and part.specs[name].sharded_over
+        ]
+
+    def begin(self) -> None:
+        """List the modules that have new hooks; they are compared after the next step.
+
+        Raises:
+            ShardingError: If a parameter of which the rank has a shard has a gradient hook.
+        """
+        for name, parameter in self._sharded:
+            check_gradient_hooks(name, parameter)
+        self.detach()
+        for path, module in uncompiled(self._module):
+            for kind, (attribute, _) in _KINDS.items():
+                hooks = getattr(module, attribute).values()
+                if (id(module), kind) not in self._seen and not all(map(is_library, hooks)):
+                    self._seen.add((id(module), kind))
+                    self._watch(path, module, kind)
+
+    def _watch(self, path: str, module: Any, kind: str) -> None:
+        """Add what hooks of ``kind`` on ``module`` see, before they see it."""
+        _, sides = _KINDS[kind]
+        for side in sides:
+            self._sums.watch(_Key(path, side))
+
+        def add(_: nn.Module, *seen: Any) -> None:
+            for side, values in zip(sides, seen, strict=True):
+                self._add(_Key(path, side), values)
+
+        def add_call(module: nn.Module, args: Any, kwargs: Any, *output: Any) -> None:
+            add(module, (args, kwargs), *output)
+
+        is_forward = "forward" in kind
+        options = {"with_kwargs": True} if is_forward else {}
+        register = getattr(module, kind)
+        self._handles.append(register(add_call if is_forward else add, prepend=True, **options))
+
+    def _add(self, key: _Key, values: Any) -> None:
+        for value in () if self._is_paused else tree_leaves(values):
+            # No values in a run on fake tensors.
+            if type(value) in {Tensor, nn.Parameter} and value.is_floating_point():
+                self._sums.add(key, value)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Around forwards that are no part of the step."""
+        before, self._is_paused = self._is_paused, True
+        try:
+            yield
+        finally:
+            self._is_paused = before
+
+    def compare(self) -> None:
+        """Compare after the step; a collective of the tensor-parallel ranks if hooks are new.
+
+        Raises:
+            ShardingError: On all ranks, naming the module and what differs.
+        """
+        spreads = self._sums.spreads()
+        if spreads is None:
+            return
+        self.detach()
+        for key, spread in spreads.items():
+            if spread.difference > DIFFERENT * spread.norm:
+                kind = type(self._module.get_submodule(key.path)).__name__
+                raise ShardingError(
+                    f"{key.path or 'the module'} ({kind}) has a hook, and the {key.side} differs "
+                    "between the tensor-parallel ranks: the hook sees the shard of a rank, where "
+                    "it expects the full tensor. Register the hook on a module around it whose "
+                    "input and output are full, or leave these layers out of the sharding plan."
+                )
+
+    def detach(self) -> None:
+        """Compare no longer."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._sums.clear()

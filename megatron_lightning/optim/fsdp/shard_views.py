@@ -1,0 +1,91 @@
+"""Views of sharded parameters that are copies: what is written into them would be lost.
+
+``weight[50:]`` of a ``DTensor`` whose rows are sharded gathers the rows into new memory. A write
+into it, such as ``weight[50:].zero_()``, changes no parameter, and torch says nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from megatron_lightning.errors import ConfigError
+
+_VIEWS = [
+    *("__getitem__", "chunk", "diagonal", "flatten", "moveaxis", "movedim", "narrow", "permute"),
+    *("ravel", "reshape", "select", "split", "squeeze", "swapaxes", "swapdims", "t"),
+    *("tensor_split", "transpose", "unbind", "unflatten", "unfold", "unsqueeze", "view", "view_as"),
+]
+
+
+class CopiedView(DTensor):
+    """What would be a view of a parameter on one device, and refuses to be written into."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:  # called by torch
+        """Call a function that reads.
+
+        Raises:
+            ConfigError: For a function that writes.
+        """
+        name = str(getattr(func, "__name__", ""))
+        written = [(kwargs or {}).get("out"), args[0] if args and _writes(name) else None]
+        if any(isinstance(leaf, CopiedView) for leaf in tree_leaves(written)):
+            raise ConfigError(
+                f"{name} writes into a slice or view of a parameter that is sharded "
+                '(data_parallel="fsdp"): the slice is a copy, gathered from several ranks, so that '
+                "the parameter would not change. Write into all of the parameter by a function of "
+                "each element (weight.mul_, weight.clamp_), or compute from "
+                "strategy.full_tensors() and write with load_state_dict of the LightningModule, "
+                "which takes full tensors."
+            )
+        with torch._C.DisableTorchFunctionSubclass():
+            result = func(*args, **(kwargs or {}))
+        return _marked(result, CopiedView) if name in _VIEWS else result
+
+
+def _writes(name: str) -> bool:
+    in_place = name.endswith("_") and not name.endswith("__")
+    return in_place or name in {"__set__", "__setitem__"} or name.startswith("__i")
+
+
+def _marked(result: Any, kind: type[DTensor]) -> Any:
+    def mark(tensor: DTensor) -> DTensor:
+        tensor.__class__ = kind
+        return tensor
+
+    return tree_map_only(DTensor, mark, result)
+
+
+def _memory(tensor: Tensor) -> int:
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return local.untyped_storage().data_ptr()
+
+
+def _guarded(method: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(method)
+    def view(self: DTensor, *args: Any, **kwargs: Any) -> Any:
+        result = method(self, *args, **kwargs)
+        own = _memory(self)
+        is_copy = any(
+            isinstance(leaf, DTensor) and _memory(leaf) != own for leaf in tree_leaves(result)
+        )
+        return _marked(result, CopiedView if is_copy else GuardedViews)
+
+    return view
+
+
+class GuardedViews(DTensor):
+    """A ``DTensor`` whose views refuse to be written into where they are copies."""
+
+
+for _name in _VIEWS:
+    setattr(GuardedViews, _name, _guarded(getattr(DTensor, _name)))

@@ -1,0 +1,18 @@
+"""Whether a function is a user's, or one of a library that this package knows."""
+
+from __future__ import annotations
+
+from functools import partial
+
+_LIBRARIES = frozenset(
+    {"lightning", "pytorch_lightning", "megatron_lightning", "torch", "builtins"}
+    | {"accelerate", "peft", "transformers"}  # their hooks go with their models
+)
+
+
+def is_library(function: object) -> bool:
+    """Return whether a function, or the class of a callable object, is of a known library."""
+    while isinstance(function, partial):
+        function = function.func
+    owner = getattr(function, "__module__", None) or type(function).__module__
+    return str(owner).partition(".")[0] in _LIBRARIES

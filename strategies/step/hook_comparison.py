@@ -1,0 +1,44 @@
+"""The comparison of what hooks of the user's see, as a participant."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Any
+
+from megatron_lightning.assembly.hook_watch import HookWatch
+from megatron_lightning.strategies.step.participant import StepBatch, StepParticipant
+from megatron_lightning.strategies.step.scope import Scope
+
+
+class HookComparison(StepParticipant):
+    """Find hooks that see a shard of the rank, in the first batch after they were registered.
+
+    Args:
+        scope: What the run works on.
+    """
+
+    def __init__(self, scope: Scope) -> None:
+        self._watch = HookWatch(scope.module, scope.part, scope.context)
+        scope.undo.callback(self._watch.detach)
+
+    def begin_batch(self, batch: StepBatch) -> None:
+        """Look for new hooks."""
+        if batch.begins_loop or batch.compares:
+            self._watch.begin()
+
+    def repeated(self) -> AbstractContextManager[None]:
+        """Do not record."""
+        return self._watch.paused()
+
+    def rehearsed(self) -> AbstractContextManager[None]:
+        """Do not record."""
+        return self._watch.paused()
+
+    def after_backward(self) -> None:
+        """Compare what training has recorded."""
+        self._watch.compare()
+
+    def end_batch(self, batch: StepBatch, output: Any) -> None:
+        """Compare what an evaluation has recorded."""
+        if not batch.trains:
+            self._watch.compare()
