@@ -4,6 +4,7 @@
 if __name__ != "megatron_lightning.callbacks":
     raise ImportError("import megatron_lightning.callbacks, not callbacks")
 
+from megatron_lightning.callbacks.evaluate_tasks import EvaluateTasks
 from megatron_lightning.callbacks.expert_load import ExpertLoadMonitor
 from megatron_lightning.callbacks.gradient_norm import GradientNormMonitor
 from megatron_lightning.callbacks.hang_watch import HangWatch
@@ -16,6 +17,7 @@ from megatron_lightning.callbacks.spike_guard import SpikeGuard
 from megatron_lightning.callbacks.throughput import SpeedMonitor, ThroughputMonitor
 
 __all__ = [
+    "EvaluateTasks",
     "ExpertLoadMonitor",
     "GradientNormMonitor",
     "HangWatch",

@@ -12,10 +12,11 @@ from lightning.pytorch.loggers import Logger
 
 from megatron_lightning.data.tokenizers import TokenizerType
 from megatron_lightning.errors import ConfigError
+from megatron_lightning.inference.evaluate import sharing_of
 from megatron_lightning.inference.options import EngineOptions
 from megatron_lightning.inference.sampling import Sampling
 from megatron_lightning.inference.text import Codec, end_of
-from megatron_lightning.strategies.texts import find_codec, replicas_of, text_engine
+from megatron_lightning.strategies.texts import find_codec, text_engine
 
 
 class SampleText(pl.Callback):
@@ -127,7 +128,7 @@ class SampleText(pl.Callback):
             else codec.encode(prompt)
             for prompt in self._prompts
         ]
-        replicas = replicas_of(engine)
+        replicas = sharing_of(engine)
         own = list(enumerate(ids))[replicas.rank :: replicas.size]
         shared = replicas.all_gather_object(self._continued(engine, codec, own))
         by_prompt: Mapping[int, list[str]] = {i: t for part in shared for i, t in part.items()}

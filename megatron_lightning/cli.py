@@ -1,5 +1,4 @@
-"""The command line: ``megatron-lightning
-fit|validate|test|predict|preprocess|data|generate|checkpoint|adapters|convert|schedule|plan``.
+"""The command line, ``megatron-lightning COMMAND``: the Trainer's commands, and tools.
 
 Signatures and their docstrings define the options; jsonargparse parses them. The Trainer's commands
 are LightningCLI's. A wrong setting ends in one line on stderr, which names the nearest valid
@@ -8,6 +7,7 @@ option, and exit code 2; any other error keeps its traceback.
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import os
 import sys
@@ -45,6 +45,7 @@ _USAGE = """usage: megatron-lightning COMMAND [options]
   preprocess  tokenize text into indexed files
   data        show what a configuration file makes of its data
   generate    continue prompts with a trained model
+  evaluate    run tasks of lm-evaluation-harness with a trained model
   checkpoint  inspect, verify, reshard, consolidate, average, prune or upcycle checkpoints
   adapters    export, import or merge LoRA adapters
   convert     export checkpoints to Hugging Face folders; verify and compare folders
@@ -128,20 +129,24 @@ def trainer_cli(args: Sequence[str] | None = None, *, run: bool = True) -> Light
     )
 
 
+_FUNCTIONS: Mapping[str, str] = types.MappingProxyType(
+    {
+        "preprocess": "megatron_lightning.data.preprocess.preprocess",
+        "generate": "megatron_lightning.inference.generate.generate",
+        "evaluate": "megatron_lightning.inference.evaluate.evaluate",
+        "schedule": "megatron_lightning.pipeline.schedules.description.describe_schedule",
+    }
+)
+"""Command -> function, whose text, or list of texts, is printed. Imported when it is called."""
+
+
 def _run(command: str, options: list[str]) -> None:
-    if command == "preprocess":
-        from megatron_lightning.data.preprocess import preprocess
-
-        _call(preprocess, command, options)
-    elif command == "generate":
-        from megatron_lightning.inference.generate import generate
-
-        for text in _call(generate, command, options):
-            print(text)
-    elif command == "schedule":
-        from megatron_lightning.pipeline.schedules.description import describe_schedule
-
-        print(_call(describe_schedule, command, options))
+    if command in _FUNCTIONS:
+        module, _, name = _FUNCTIONS[command].rpartition(".")
+        result = _call(getattr(importlib.import_module(module), name), command, options)
+        for text in result if isinstance(result, list) else [result]:
+            if isinstance(text, str):  # a tool's report of files is for Python
+                print(text)
     elif command == "plan":
         from megatron_lightning.planning.plan_report import plan
 

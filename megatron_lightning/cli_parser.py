@@ -17,8 +17,8 @@ from megatron_lightning.config.left_out import LEFT_OUT
 TRAINER_COMMANDS = ("fit", "validate", "test", "predict")
 _TYPES = ("<class '", "typing.")
 COMMANDS = (
-    *TRAINER_COMMANDS, "preprocess", "data", "generate", "checkpoint", "adapters", "convert",
-    "schedule", "plan",
+    *TRAINER_COMMANDS, "preprocess", "data", "generate", "evaluate", "checkpoint",
+    "adapters", "convert", "schedule", "plan",
 )  # fmt: skip
 _OPTIONS_OF_A_CLASS = (
     ". Options go with the name of a class, as in --trainer.strategy=MegatronStrategy. In YAML: "

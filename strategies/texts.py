@@ -1,6 +1,4 @@
-"""What callbacks need to write and score text under any strategy: a tokenizer, an engine, and the
-ranks that share the work.
-"""
+"""What callbacks need to write and score text under any strategy: a tokenizer and an engine."""
 
 from __future__ import annotations
 
@@ -16,7 +14,6 @@ from megatron_lightning.inference.options import EngineOptions
 from megatron_lightning.inference.own_generate import OwnGenerate
 from megatron_lightning.inference.text import Codec, codec_of, codec_of_files, load_codec
 from megatron_lightning.models.transformer import GPTModel
-from megatron_lightning.parallel.context import ALONE, AxisGroup
 from megatron_lightning.strategies.engines import find_text_model
 from megatron_lightning.strategies.megatron import MegatronStrategy
 
@@ -76,13 +73,3 @@ def text_engine(
         keeps_cache=False,
         forward_context=trainer.precision_plugin.val_step_context,
     )
-
-
-def replicas_of(engine: Engine | OwnGenerate) -> AxisGroup:
-    """Return the ranks with the same place in other replicas: each computes its share of the texts.
-
-    A model that writes by its own ``generate`` computes all texts on all ranks.
-    """
-    if isinstance(engine, OwnGenerate):
-        return ALONE
-    return engine.context.dp_cp

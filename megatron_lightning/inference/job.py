@@ -49,6 +49,8 @@ class ModelJob:
     device: str = "auto"
     dtype: Dtype = "float32"
     options: EngineOptions = field(default_factory=EngineOptions)
+    num_replicas: int = 1
+    """Replicas of the model that are started."""
     runs_replicas: bool = False
     """Whether processes beyond one replica have work of their own."""
 
@@ -92,7 +94,7 @@ class ModelJob:
         """Number of processes."""
         if self._is_started:
             return int(os.environ["WORLD_SIZE"])
-        return self.layout.tp * self.layout.pp
+        return self.layout.tp * self.layout.pp * self.num_replicas
 
     def check(self) -> None:
         """Check all that can be checked before processes start.

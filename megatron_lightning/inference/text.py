@@ -26,8 +26,12 @@ _SETTINGS = ("generation_config.json", "config.json")
 class Codec(Protocol):
     """Token ids of texts."""
 
+    name: str
+    """Name in messages."""
     vocab_size: int
     """Number of ids, from 0."""
+    prefix: int
+    """Id before a text without a context: its begin, or the end of the text before."""
     stops: tuple[int, ...]
     """Ids that end a text."""
 
@@ -37,8 +41,25 @@ class Codec(Protocol):
         """
         ...
 
+    def ids(self, text: str, *, special: bool) -> list[int]:
+        """Return the ids of a text; ``special``: with those that the tokenizer adds."""
+        ...
+
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of ids, without special ones."""
+        ...
+
+    def text_of(self, token: int) -> str:
+        """Return the text of one id, special ones included."""
+        ...
+
+    def chat_text(self, messages: Sequence[Message], *, continues: bool = False) -> str:
+        """Return a conversation as a text that the model answers, or whose last message it
+        continues.
+
+        Raises:
+            ConfigError: If there is no template, or it refuses the messages.
+        """
         ...
 
     def chat(self, messages: Sequence[Message]) -> list[int]:
@@ -60,22 +81,38 @@ class PlainCodec:
 
     def __init__(self, tokenizer: Tokenizer, name: str) -> None:
         self._tokenizer = tokenizer
-        self._name = name
+        self.name = name
         self.vocab_size = tokenizer.vocab_size
+        self.prefix = tokenizer.eod
         self.stops: tuple[int, ...] = (tokenizer.eod,)
 
     def encode(self, text: str) -> list[int]:
         """See :class:`Codec`."""
         return self._tokenizer.encode(text) or [self._tokenizer.eod]
 
+    def ids(self, text: str, *, special: bool) -> list[int]:
+        """See :class:`Codec`; nothing is added to a text."""
+        return self._tokenizer.encode(text)
+
     def decode(self, ids: Sequence[int]) -> str:
         """See :class:`Codec`."""
         return self._tokenizer.decode(ids)
 
+    def text_of(self, token: int) -> str:
+        """See :class:`Codec`."""
+        return self._tokenizer.decode([token]) or f"<{token}>"
+
     def chat(self, messages: Sequence[Message]) -> list[int]:
         """Refuse: there is no template."""
-        raise ConfigError(
-            f"{self._name} is a tokenizer without a chat template. Set tokenizer_type to "
+        raise self._without_template()
+
+    def chat_text(self, messages: Sequence[Message], *, continues: bool = False) -> str:
+        """Refuse: there is no template."""
+        raise self._without_template()
+
+    def _without_template(self) -> ConfigError:
+        return ConfigError(
+            f"{self.name} is a tokenizer without a chat template. Set tokenizer_type to "
             "huggingface and tokenizer_model to a folder with a chat template, or generate without "
             "chat."
         )
@@ -93,15 +130,25 @@ class HuggingFaceCodec:
     def __init__(self, tokenizer: Any, name: str, stops: Sequence[int] = ()) -> None:
         self.tokenizer = tokenizer
         """The tokenizer of ``transformers``."""
-        self._name = name
+        self.name = name
         self.vocab_size = len(tokenizer)
+        begin = tokenizer.bos_token_id
+        self.prefix: int = (tokenizer.eos_token_id or 0) if begin is None else begin
         own = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
         self.stops = tuple(dict.fromkeys([*own, *stops]))
 
     def encode(self, text: str) -> list[int]:
         """See :class:`Codec`."""
-        ids: list[int] = self.tokenizer.encode(text, verbose=False)
-        return ids or list(self.stops[:1])
+        return self.ids(text, special=True) or [self.prefix]
+
+    def ids(self, text: str, *, special: bool) -> list[int]:
+        """See :class:`Codec`."""
+        ids: list[int] = self.tokenizer.encode(text, add_special_tokens=special, verbose=False)
+        return ids
+
+    def text_of(self, token: int) -> str:
+        """See :class:`Codec`."""
+        return str(self.tokenizer.decode([token]))
 
     def decode(self, ids: Sequence[int]) -> str:
         """See :class:`Codec`."""
@@ -109,22 +156,30 @@ class HuggingFaceCodec:
 
     def chat(self, messages: Sequence[Message]) -> list[int]:
         """See :class:`Codec`."""
+        # The template writes what stands before a text, such as BOS: it is not added again.
+        return self.ids(self.chat_text(messages), special=False)
+
+    def chat_text(self, messages: Sequence[Message], *, continues: bool = False) -> str:
+        """See :class:`Codec`."""
         if self.tokenizer.chat_template is None:
             raise ConfigError(
-                f"the tokenizer of {self._name} has no chat template. Set tokenizer_model to a "
+                f"the tokenizer of {self.name} has no chat template. Set tokenizer_model to a "
                 "folder with one (chat_template.jinja), or generate without chat."
             )
         try:
-            # The template writes what stands before a text, such as BOS: it is not added again.
-            ids: list[int] = self.tokenizer.apply_chat_template(
-                list(messages), add_generation_prompt=True, tokenize=True, return_dict=False
+            return str(
+                self.tokenizer.apply_chat_template(
+                    list(messages),
+                    tokenize=False,
+                    add_generation_prompt=not continues,
+                    continue_final_message=continues,
+                )
             )
         except Exception as error:  # templates are programs, and raise what they like
             raise ConfigError(
-                f"the chat template of {self._name} refuses the messages: {error}. Look at the "
+                f"the chat template of {self.name} refuses the messages: {error}. Look at the "
                 "roles and their order."
             ) from error
-        return ids
 
 
 def load_codec(model: str | Path, tokenizer_type: TokenizerType) -> Codec:

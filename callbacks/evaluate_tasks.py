@@ -1,0 +1,115 @@
+"""Tasks of lm-evaluation-harness during a fit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning.pytorch as pl
+
+from megatron_lightning.data.tokenizers import TokenizerType
+from megatron_lightning.errors import ConfigError
+from megatron_lightning.inference.evaluate import check_installed, sharing_of
+from megatron_lightning.inference.options import EngineOptions
+from megatron_lightning.inference.text import Codec
+from megatron_lightning.strategies.texts import find_codec, text_engine
+
+
+class EvaluateTasks(pl.Callback):
+    """Evaluate the model on tasks of lm-evaluation-harness at each validation, or every so many
+    optimizer steps, with the weights as they are and on every layout.
+
+    Values are logged as ``task/metric``, so that ``ModelCheckpoint(monitor="hellaswag/acc")`` and
+    early stopping see them, and a table is printed. The training goes on as if there had been none.
+
+    Args:
+        tasks: Names of tasks and groups of tasks.
+        every_n_steps: Optimizer steps from one evaluation to the next; None: at each validation.
+        limit: Documents of each task, or below 1 their share; None: all.
+        num_fewshot: Examples before each document; None: as the task says.
+        apply_chat_template: Whether documents go through the chat template.
+        include_path: Folder with YAML files of tasks of your own.
+        confirm_run_unsafe_code: Whether tasks may run code that the model has written.
+        tokenizer_model: The tokenizer; None: the one that came with the model, or the data
+            module's.
+        tokenizer_type: sentencepiece or huggingface.
+        prefix: Before the names of values.
+        options: Sizes of the engine; None: the defaults.
+
+    Raises:
+        ConfigError: If a value cannot work, or the harness is not installed.
+    """
+
+    def __init__(  # noqa: PLR0917  # every one is a line of a YAML file
+        self,
+        tasks: list[str],
+        every_n_steps: int | None = None,
+        limit: float | None = None,
+        num_fewshot: int | None = None,
+        apply_chat_template: bool = False,
+        include_path: str | None = None,
+        confirm_run_unsafe_code: bool = False,
+        tokenizer_model: str | None = None,
+        tokenizer_type: TokenizerType = "sentencepiece",
+        prefix: str = "",
+        options: EngineOptions | None = None,
+    ) -> None:
+        if isinstance(tasks, str) or not tasks:
+            raise ConfigError(
+                f"tasks is {tasks!r}; EvaluateTasks takes a list of names. Set it to one, such as "
+                "['hellaswag']."
+            )
+        if every_n_steps is not None and every_n_steps < 1:
+            raise ConfigError(f"every_n_steps is {every_n_steps}. Set it to 1 or more.")
+        check_installed()
+        self._settings: dict[str, Any] = {
+            "tasks": list(tasks),
+            "limit": limit,
+            "num_fewshot": num_fewshot,
+            "apply_chat_template": apply_chat_template,
+            "include_path": include_path,
+            "confirm_run_unsafe_code": confirm_run_unsafe_code,
+        }
+        self._every_n_steps = every_n_steps
+        self._tokenizer = tokenizer_model, tokenizer_type
+        self._prefix = prefix
+        self._options = options
+        self._codec: Codec | None = None
+        self._last_step = -1
+        self.values: list[tuple[int, dict[str, float]]] = []
+        """Optimizer step, and the values, of each evaluation of this fit."""
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Begin anew."""
+        self._codec = None
+        self._last_step = -1
+        self.values = []
+
+    def on_validation_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Evaluate, unless every so many steps."""
+        if self._every_n_steps is None and not trainer.sanity_checking:
+            self._evaluate(trainer, pl_module)
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any, **__: Any
+    ) -> None:
+        """Evaluate every so many optimizer steps."""
+        step = trainer.global_step
+        if self._every_n_steps is None or step % self._every_n_steps or step == self._last_step:
+            return
+        self._last_step = step
+        if step:
+            self._evaluate(trainer, pl_module)
+
+    def _evaluate(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        from megatron_lightning.inference import harness
+
+        if self._codec is None:
+            self._codec = find_codec(trainer, module, *self._tokenizer)
+        engine = text_engine(trainer, module, self._codec, self._options)
+        model = harness.HarnessModel(engine, self._codec, sharing_of(engine))
+        results = harness.evaluate_tasks(model, **self._settings)
+        values = {f"{self._prefix}{k}": v for k, v in harness.values_of(results).items()}
+        self.values.append((trainer.global_step, values))
+        module.log_dict(values)
+        if trainer.is_global_zero:
+            print(harness.table_of(results), flush=True)
