@@ -275,7 +275,8 @@ def write_results(results: Mapping[str, Any], path: str) -> None:
 def _random_states_kept() -> Iterator[None]:
     """Restore the default random generators after the block: the harness seeds them."""
     python, of_numpy = random.getstate(), np.random.get_state()
-    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
+    # Without a GPU there is nothing to keep; with one its generators are seeded as well.
+    devices = list(range(torch.cuda.device_count()))
     with torch.random.fork_rng(devices):
         try:
             yield
