@@ -4,29 +4,40 @@
 if __name__ != "megatron_lightning.callbacks":
     raise ImportError("import megatron_lightning.callbacks, not callbacks")
 
+from megatron_lightning.callbacks.closing_summary import ClosingSummary
 from megatron_lightning.callbacks.evaluate_tasks import EvaluateTasks
 from megatron_lightning.callbacks.expert_load import ExpertLoadMonitor
+from megatron_lightning.callbacks.garbage_collection import GarbageCollection
 from megatron_lightning.callbacks.gradient_norm import GradientNormMonitor
 from megatron_lightning.callbacks.hang_watch import HangWatch
 from megatron_lightning.callbacks.local_copies import LocalCopyCheckpoint
 from megatron_lightning.callbacks.memory import MemoryMonitor
+from megatron_lightning.callbacks.memory_snapshot import MemorySnapshot
 from megatron_lightning.callbacks.pipeline_timeline import PipelineTimeline
+from megatron_lightning.callbacks.profiler_window import ProfilerWindow
 from megatron_lightning.callbacks.rescue import RescueCheckpoint
 from megatron_lightning.callbacks.sample_text import SampleText
 from megatron_lightning.callbacks.spike_guard import SpikeGuard
+from megatron_lightning.callbacks.stage_timers import StageTimers, StragglerMonitor
 from megatron_lightning.callbacks.throughput import SpeedMonitor, ThroughputMonitor
 
 __all__ = [
+    "ClosingSummary",
     "EvaluateTasks",
     "ExpertLoadMonitor",
+    "GarbageCollection",
     "GradientNormMonitor",
     "HangWatch",
     "LocalCopyCheckpoint",
     "MemoryMonitor",
+    "MemorySnapshot",
     "PipelineTimeline",
+    "ProfilerWindow",
     "RescueCheckpoint",
     "SampleText",
     "SpeedMonitor",
     "SpikeGuard",
+    "StageTimers",
+    "StragglerMonitor",
     "ThroughputMonitor",
 ]

@@ -11,6 +11,7 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from typing_extensions import override
 
+from megatron_lightning.callbacks.closing_summary import ClosingSummary
 from megatron_lightning.cli_parser import OneLineParser
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.modules.gpt import GPTLightningModule
@@ -61,6 +62,13 @@ class MegatronCLI(LightningCLI):
         for own in (self.parser, parser):
             own.strategy_options = strategy_options
 
+    def add_closing_summary(self) -> None:
+        """Print the layout if asked to; else say at the end of the fit how to go on."""
+        self.print_layout()
+        callbacks: list[Any] = vars(self.trainer)["callbacks"]
+        if not any(isinstance(each, ClosingSummary) for each in callbacks):
+            callbacks.append(ClosingSummary())
+
     def print_layout(self) -> None:
         """Print how the strategy divides the model, before anything is started."""
         if not self.config[self.subcommand].print_layout:
@@ -74,7 +82,8 @@ class MegatronCLI(LightningCLI):
         print(self.trainer.strategy.describe(self.model))
         raise SystemExit(0)
 
-    before_fit = before_validate = before_test = before_predict = print_layout
+    before_fit = add_closing_summary
+    before_validate = before_test = before_predict = print_layout
 
     @staticmethod
     def configure_optimizers(

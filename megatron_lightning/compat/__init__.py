@@ -28,8 +28,10 @@ from megatron_lightning.compat.kernels import (
 )
 from megatron_lightning.compat.process import (
     keep_freed_memory,
+    record_allocations,
     silence_treespec_warning,
     unlogged_fake_tensors,
+    write_allocations,
 )
 from megatron_lightning.compat.process_groups import (
     HashStore,
@@ -70,6 +72,7 @@ __all__ = [
     "keep_freed_memory",
     "never_drop",
     "num_collectives",
+    "record_allocations",
     "reduce_scatter",
     "run_backward",
     "run_last",
@@ -86,4 +89,5 @@ __all__ = [
     "takes_scaled_grouped_mm",
     "unlogged_fake_tensors",
     "watched_default_group",
+    "write_allocations",
 ]

@@ -1,4 +1,4 @@
-"""Memory of the C library, and messages that no user can act on."""
+"""Memory of the C library and of GPUs, and messages that no user can act on."""
 
 from __future__ import annotations
 
@@ -9,6 +9,9 @@ import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
+
+import torch
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
 
@@ -48,3 +51,15 @@ def unlogged_fake_tensors() -> Iterator[None]:
         yield
     finally:
         logger.disabled = before
+
+
+def record_allocations(max_entries: int | None) -> None:
+    """Keep the history of the GPU's allocations from now on; None: no longer."""
+    record: Any = torch.cuda.memory._record_memory_history
+    record(enabled=None) if max_entries is None else record(max_entries=max_entries)
+
+
+def write_allocations(path: str) -> None:
+    """Write the history of allocations to a file that ``memory_viz`` reads."""
+    write: Any = torch.cuda.memory._dump_snapshot
+    write(path)

@@ -20,6 +20,7 @@ from megatron_lightning.strategies.step.consumed_samples import ConsumedSamples
 from megatron_lightning.strategies.step.expert_updates import ExpertUpdates
 from megatron_lightning.strategies.step.finite_check import FiniteCheck
 from megatron_lightning.strategies.step.first_batches import FirstBatches
+from megatron_lightning.strategies.step.forward_times import ForwardTimes, step_watches
 from megatron_lightning.strategies.step.hints import StepHints
 from megatron_lightning.strategies.step.hook_comparison import HookComparison
 from megatron_lightning.strategies.step.logs import StepLogs
@@ -88,6 +89,8 @@ def step_participants(
     yield StepReports(scope)
     if scope.context.tp.size > 1:
         yield HookComparison(scope)
+    if options.is_native and (watches := step_watches(scope.module.trainer)):
+        yield ForwardTimes(watches)
     if training is not None and watch is not None:
         yield PlanComparison(watch)
         if options.non_finite != "ignore":

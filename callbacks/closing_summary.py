@@ -1,0 +1,114 @@
+"""Say at the end of a fit what it has done, and how to go on."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+import time
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning_utilities.core.rank_zero import rank_zero_only
+
+from megatron_lightning.callbacks.counting import num_data_ranks, num_samples, num_tokens
+
+
+class ClosingSummary(pl.Callback):
+    """Print time, speed, checkpoints and the next command when a fit ends or is interrupted.
+
+    The command line adds it to ``fit``. Samples and tokens are those of this start, over all ranks.
+    """
+
+    def __init__(self) -> None:
+        self.text = ""
+        """What was printed; "": nothing."""
+        self._start_s = 0.0
+        self._first_step = 0
+        self._samples = 0
+        self._tokens = 0
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Begin to count."""
+        self._start_s = time.monotonic()
+        self._first_step = trainer.global_step
+        self._samples = self._tokens = 0
+
+    def on_train_batch_end(
+        self,
+        trainer: pl.Trainer,
+        pl_module: pl.LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+    ) -> None:
+        """Count the batch."""
+        self._samples += num_samples(batch)
+        self._tokens += num_tokens(trainer, pl_module, batch, None)
+
+    def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Print the summary of a fit that has finished."""
+        self._print(trainer, "finished")
+
+    def on_exception(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
+    ) -> None:
+        """Print the summary of a fit that has ended early."""
+        if self._start_s:
+            self._print(trainer, f"ended early ({type(exception).__name__})")
+
+    @rank_zero_only
+    def _print(self, trainer: pl.Trainer, how: str) -> None:
+        seconds = max(time.monotonic() - self._start_s, 1e-9)
+        ranks, steps = num_data_ranks(trainer), trainer.global_step - self._first_step
+        lines = [
+            f"fit {how} at step {trainer.global_step}: {steps} steps in {_duration(seconds)}, "
+            f"{self._samples * ranks / seconds:.4g} samples a second"
+            + (f", {self._tokens * ranks / seconds:.4g} tokens a second" if self._tokens else "")
+        ]
+        best, last = _checkpoints(trainer)
+        if best:
+            lines.append(f"  best checkpoint: {best}")
+        if last:
+            lines.append(f"  last checkpoint: {last}")
+        command = next_command(sys.argv, how == "finished", best or last)
+        if command and (best or last):
+            lines.append(f"  next: {command}")
+        self.text = "\n".join(lines)
+        print(self.text, flush=True)
+
+
+def next_command(argv: list[str], is_finished: bool, checkpoint: str) -> str:
+    """Return the command line to run next: to validate a checkpoint, or to resume; "": unknown.
+
+    Args:
+        argv: Of this process.
+        is_finished: Whether the fit has finished.
+        checkpoint: Path.
+    """
+    if len(argv) < 2 or argv[1] != "fit":
+        return ""
+    options = [word for word in argv[2:] if not word.startswith("--ckpt_path=")]
+    if "--ckpt_path" in options:
+        place = options.index("--ckpt_path")
+        options[place : place + 2] = []
+    path = checkpoint if is_finished else "last"
+    verb = "validate" if is_finished else "fit"
+    return shlex.join(["megatron-lightning", verb, *options, "--ckpt_path", path])
+
+
+def _checkpoints(trainer: pl.Trainer) -> tuple[str, str]:
+    """Return the best and the newest checkpoint that callbacks have saved; "": none."""
+    saved = [c for c in trainer.checkpoint_callbacks if isinstance(c, ModelCheckpoint)]
+    best = next((c.best_model_path for c in saved if c.best_model_path and c.monitor), "")
+    steps = [(vars(c).get("_last_global_step_saved", 0), c) for c in saved if c.last_model_path]
+    last = max(steps, key=lambda pair: pair[0])[1].last_model_path if steps else ""
+    return best, last
+
+
+def _duration(seconds: float) -> str:
+    hours, rest = divmod(round(seconds), 3600)
+    minutes, left = divmod(rest, 60)
+    if hours:
+        return f"{hours} h {minutes} min"
+    return f"{minutes} min {left} s" if minutes else f"{seconds:.1f} s"
