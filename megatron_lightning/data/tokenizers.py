@@ -151,7 +151,8 @@ def huggingface_tokenizer(model: str | Path) -> Any:
             "installed; `pip install transformers`, or set tokenizer_type=sentencepiece"
         ) from error
     try:
-        return AutoTokenizer.from_pretrained(str(model))
+        # False, not None: transformers would ask on the terminal of every rank.
+        return AutoTokenizer.from_pretrained(str(model), trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise DataError(f"{model}: {_why_not(str(model))}; set tokenizer_model: {error}") from error
 
