@@ -13,10 +13,16 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import nn
 
-from megatron_lightning.bridge.configuration import config_text, load_config, load_generation_config
+from megatron_lightning.bridge.configuration import (
+    CONFIG,
+    config_text,
+    load_config,
+    load_generation_config,
+)
 from megatron_lightning.bridge.export import write_folder
 from megatron_lightning.bridge.families import family_for, family_of
 from megatron_lightning.bridge.folder import FolderTensors, HuggingFaceFolder
+from megatron_lightning.bridge.from_config import new_folder
 from megatron_lightning.bridge.gpt import GPTFolder, build_gpt_model, gpt_config
 from megatron_lightning.bridge.hub import local_folder
 from megatron_lightning.bridge.kept import (
@@ -28,7 +34,7 @@ from megatron_lightning.bridge.kept import (
 )
 from megatron_lightning.bridge.lazy import Fill, Lazy
 from megatron_lightning.bridge.pieces import Piece, assembled, inverse, uses_of
-from megatron_lightning.bridge.quantized import CONFIG, DequantizedFolder, quantization_of
+from megatron_lightning.bridge.quantized import DequantizedFolder, quantization_of
 from megatron_lightning.bridge.rules import Family
 from megatron_lightning.bridge.untouched import (
     UNCHANGED,
@@ -224,6 +230,23 @@ class AutoBridge:
             _ = bridge.model_class  # its code may be in the folder, which is deleted here
         return bridge
 
+    @classmethod
+    def from_hf_config(cls, config: Any, *, max_shard_size: str = "5GB") -> AutoBridge:
+        """Return the bridge of a model that has no folder yet, with initial weights.
+
+        The folder that is written of the model gets file names and a model card by
+        ``huggingface_hub``, and a ``config.json`` that ``transformers`` 4 reads as well.
+
+        Args:
+            config: Configuration of ``transformers``; ``architectures`` names the class, or it is
+                the family's causal language model.
+            max_shard_size: Largest file of weights in the folder.
+
+        Raises:
+            ConfigError: If ``transformers`` has no causal language model for the configuration.
+        """
+        return cls.from_kept(new_folder(config, max_shard_size))
+
     @staticmethod
     def prepare(path: str | Path, *, revision: str | None = None) -> None:
         """Download a Hub id into the cache, if it is not there; for ``prepare_data`` hooks.
@@ -347,6 +370,8 @@ class AutoBridge:
                 'configuration. Set kind to "gpt" for a GPTModel, or to "transformers" and leave '
                 "config out."
             )
+        if self._kept is not None and self._kept.is_new:
+            return self._new_model(self._kept, dtype)
         model = self.lazy_model(dtype=dtype or torch.get_default_dtype())
         kept = self.keep(model)
         if is_deferred():
@@ -358,6 +383,16 @@ class AutoBridge:
             model = self.model_class.from_pretrained(self.path, config=self.config, **options)
         if self._generation_config is not None:
             model.generation_config = self._generation_config
+        remember(model, kept)
+        return model
+
+    def _new_model(self, kept: KeptFolder, dtype: torch.dtype | None) -> nn.Module:
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(dtype or before)
+        try:
+            model: nn.Module = self.model_class(self.config)
+        finally:
+            torch.set_default_dtype(before)
         remember(model, kept)
         return model
 
@@ -375,6 +410,11 @@ class AutoBridge:
             ConfigError: If there are no rules for the folder, or ``config`` describes another
                 model.
         """
+        if self._change != UNCHANGED:
+            raise ConfigError(
+                f"a GPTModel is the folder's own model, and {self._change} was asked for. Leave it "
+                'out, or take to_model("transformers").'
+            )
         gpt = self.gpt_folder()
         config = gpt.config if config is None else gpt.check(config)
         tensors = gpt.tensors(config)

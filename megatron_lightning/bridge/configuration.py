@@ -10,6 +10,7 @@ from typing import Any
 
 from megatron_lightning.errors import ConfigError, MissingCheckpointError
 
+CONFIG = "config.json"
 _SAME_AS = MappingProxyType({"kimi_k2": "deepseek_v3"})
 """Type of a model that ``transformers`` knows by another name only -> that name."""
 
@@ -67,22 +68,26 @@ def _json_of(file: Path) -> Mapping[str, Any]:
 
 
 def config_text(config: Any) -> bytes:
-    """Return the content of config.json for a configuration that no folder has.
-
-    ``transformers`` 5 has rotary settings in ``rope_parameters``. Versions before read
-    ``rope_theta`` and ``rope_scaling``, and would silently take their defaults, so that all three
-    are written.
-    """
+    """Return the content of config.json for a configuration that no folder has."""
     plain = json.loads(config.to_json_string(use_diff=True))
-    rope = plain.get("rope_parameters")
-    if isinstance(rope, dict) and "rope_theta" in rope:
-        plain.setdefault("rope_theta", rope["rope_theta"])
-        scaling = {key: value for key, value in rope.items() if key != "rope_theta"}
-        if scaling.get("rope_type", "default") != "default":
-            plain.setdefault("rope_scaling", scaling)
+    add_rope_schema(plain)
     for other, key in config.attribute_map.items():
         if other == "num_experts" and key in plain:  # of Qwen-MoE, before transformers 5
             plain.setdefault(other, plain[key])
     if "dtype" in plain:
         plain.setdefault("torch_dtype", plain["dtype"])
     return json.dumps(plain, indent=2, sort_keys=True).encode() + b"\n"
+
+
+def add_rope_schema(plain: dict[str, Any]) -> None:
+    """Add rotary settings to the content of a config.json as versions before 5 read them.
+
+    ``transformers`` 5 has them in ``rope_parameters``. Versions before read ``rope_theta`` and
+    ``rope_scaling``, and would silently take their defaults.
+    """
+    rope = plain.get("rope_parameters")
+    if isinstance(rope, dict) and "rope_theta" in rope:
+        plain.setdefault("rope_theta", rope["rope_theta"])
+        scaling = {key: value for key, value in rope.items() if key != "rope_theta"}
+        if scaling.get("rope_type", "default") != "default":
+            plain.setdefault("rope_scaling", scaling)

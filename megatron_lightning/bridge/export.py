@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from megatron_lightning.bridge.configuration import CONFIG, add_rope_schema
 from megatron_lightning.bridge.file_writer import Chunk, FileWriter
 from megatron_lightning.bridge.folder import INDEX, FolderTensors
 from megatron_lightning.bridge.lazy import Lazy
@@ -41,7 +42,6 @@ from megatron_lightning.errors import CheckpointError
 from megatron_lightning.parallel.context import ALONE, AxisGroup
 
 _PART_BYTES = 64 << 20  # largest box in memory
-_CONFIG = "config.json"
 
 
 def write_folder(
@@ -105,7 +105,7 @@ def _write_others(pending: Path, like: FolderTensors, tensors: Mapping[str, Lazy
     for name, content in like.files.contents.items():
         (pending / name).parent.mkdir(exist_ok=True)
         write_file(pending / name, [content])
-    _follow_dtype(pending / _CONFIG, like, tensors)
+    _follow_dtype(pending / CONFIG, like, tensors)
 
 
 def _write(
@@ -173,6 +173,8 @@ def _edit(path: Path, values: Mapping[str, object], group: str | None = None) ->
     plain = json.loads(path.read_bytes())
     entries = plain if group is None else plain.get(group, {})
     entries.update({key: value for key, value in values.items() if key in entries})
+    if path.name == CONFIG:
+        add_rope_schema(plain)
     path.unlink()
     write_file(path, [json.dumps(plain, indent=2, sort_keys=True).encode() + b"\n"])
 

@@ -59,6 +59,11 @@ def import_folder(
     Raises:
         CheckpointError: If the target exists, or the folder is damaged or does not fit the model.
     """
+    if isinstance(bridge.folder, KeptFolder) and not bridge.folder.has_values:
+        raise CheckpointError(
+            "a configuration has no weights to import. Train the model first: fit saves "
+            "checkpoints."
+        )
     if target.exists() and not overwrite:
         raise CheckpointError(
             f"{target} exists. Name another checkpoint, or replace this one with --overwrite."

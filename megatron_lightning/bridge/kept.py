@@ -47,7 +47,7 @@ class KeptFolder(FolderTensors):
 
     Args:
         path: The checkpoint, for messages.
-        origin: Folder or Hub id that the model came from.
+        origin: Folder or Hub id that the model came from; empty: a configuration.
         revision: Branch, tag or commit of the Hub id.
         files: All files that hold no tensors.
         tables: Name of a file of tensors -> its header.
@@ -103,6 +103,11 @@ class KeptFolder(FolderTensors):
         return made
 
     @property
+    def is_new(self) -> bool:
+        """Whether no weights were there before the model's own."""
+        return not self.origin
+
+    @property
     def has_values(self) -> bool:
         """Whether the values of the model's parameters can be read, from a checkpoint."""
         return bool(self._fills)
@@ -122,6 +127,11 @@ class KeptFolder(FolderTensors):
         if there is not None:
             there.fill(box, out)
             return
+        if stored.name not in self.ignored:
+            raise CheckpointError(
+                f"{self.path} has no weights: {stored.name} is known by shape and dtype only. Name "
+                "a folder or a checkpoint with weights."
+            )
         if content is None:
             raise CheckpointError(
                 f"{self.path} does not hold the values of {stored.name}, a tensor of {self.origin} "

@@ -21,6 +21,7 @@ import torch
 from lightning_utilities.core.rank_zero import rank_zero_only
 from torch import Tensor
 
+from megatron_lightning.bridge.configuration import CONFIG, add_rope_schema
 from megatron_lightning.bridge.folder import INDEX, FolderTensors
 from megatron_lightning.bridge.lazy import Lazy
 from megatron_lightning.bridge.new_files import new_files
@@ -31,7 +32,6 @@ from megatron_lightning.parallel.spec import Box, Shape
 
 METHODS = ("fp8", "mxfp4")
 """Values of ``quant_method`` that are read."""
-CONFIG = "config.json"
 _SCALE = "_scale_inv"
 _LEFT_OUT = (".activation_scale", ".input_scale", ".k_scale", ".v_scale", ".q_scale")
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -100,6 +100,7 @@ def _dequantized_files(files: KeptFiles, index: bytes | None) -> KeptFiles:
     config = json.loads(contents[CONFIG])
     del config["quantization_config"]
     config |= dict.fromkeys({"dtype", "torch_dtype"} & set(config) or {"dtype"}, "bfloat16")
+    add_rope_schema(config)
     contents[CONFIG] = json.dumps(config, indent=2, sort_keys=True).encode() + b"\n"
     return KeptFiles(contents if index is None else {**contents, INDEX: index})
 

@@ -73,7 +73,8 @@ class ChatTokenizer:
         if not isinstance(source, str | Path):
             return cls(source, new_tokens=new_tokens)
         try:
-            make: Any = transformers.AutoTokenizer.from_pretrained
+            # False, not None: transformers would ask on the terminal of every rank.
+            make: Any = partial(transformers.AutoTokenizer.from_pretrained, trust_remote_code=False)
             if str(source).endswith(".json"):
                 make = partial(_fast, "tokenizer_file")
             loaded = make(str(source))

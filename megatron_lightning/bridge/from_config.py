@@ -1,0 +1,111 @@
+"""The folder of a model that came from a configuration: what ``save_pretrained`` would write."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_lightning.bridge.configuration import CONFIG, config_text
+from megatron_lightning.bridge.folder import INDEX
+from megatron_lightning.bridge.kept import KeptFolder
+from megatron_lightning.bridge.lazy import Lazy
+from megatron_lightning.bridge.new_files import new_files
+from megatron_lightning.checkpoint.kept_files import KeptFiles
+from megatron_lightning.errors import ConfigError
+from megatron_lightning.parallel.spec import Box
+
+_CARD = """# {name}
+
+A {architecture} of `transformers`, trained with
+[megatron_lightning](https://pypi.org/project/megatron-lightning/) from initial weights.
+"""
+
+
+def new_folder(config: Any, max_shard_size: str = "5GB") -> KeptFolder:
+    """Return the folder of a configuration, without weights.
+
+    Args:
+        config: Configuration of ``transformers``.
+        max_shard_size: Largest file of weights.
+
+    Raises:
+        ConfigError: If ``transformers`` has no causal language model for the configuration.
+    """
+    model_class = _class_of(config)
+    config = copy.deepcopy(config)
+    config.architectures = [model_class.__name__]
+    with torch.device("meta"):
+        model = model_class(config)
+    made = new_files(_table(model), max_shard_size)
+    contents = {
+        CONFIG: config_text(config),
+        "generation_config.json": generation_text(config),
+        "README.md": model_card(model_class.__name__),
+    }
+    if made.index_file is not None:
+        contents[INDEX] = made.index_file
+    return KeptFolder(
+        Path(f"a new {model_class.__name__}"),
+        origin="",
+        revision=None,
+        files=KeptFiles(contents),
+        tables=made.headers,
+        ignored={},
+    )
+
+
+def generation_text(config: Any) -> bytes:
+    """Return the content of generation_config.json: where generated text ends."""
+    names = ("bos_token_id", "eos_token_id", "pad_token_id")
+    values = {name: getattr(config, name, None) for name in names}
+    known = {name: value for name, value in values.items() if value is not None}
+    return json.dumps(known, indent=2, sort_keys=True).encode() + b"\n"
+
+
+def model_card(architecture: str) -> bytes:
+    """Return the content of README.md, with the metadata that the Hub reads."""
+    from huggingface_hub import ModelCard, ModelCardData
+
+    data = ModelCardData(library_name="transformers", pipeline_tag="text-generation")
+    text = _CARD.format(name="Model", architecture=architecture)
+    return str(ModelCard(f"---\n{data.to_yaml()}\n---\n\n{text}")).encode()
+
+
+def _class_of(config: Any) -> Any:
+    import transformers
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    names = list(getattr(config, "architectures", None) or ())
+    found = next((getattr(transformers, name, None) for name in names), None)
+    if found is None:
+        found = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    if found is None:
+        raise ConfigError(
+            f"transformers {transformers.__version__} has no causal language model for "
+            f"{type(config).__name__} with architectures {names}. Set config.architectures to the "
+            "name of a class that it has."
+        )
+    return found
+
+
+def _table(model: Any) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """Return the tensors that ``save_pretrained`` writes, by the names there."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    seen: set[int] = set()
+    state: dict[str, Tensor] = {}
+    for name, value in model.state_dict(keep_vars=True).items():
+        if isinstance(value, Tensor) and id(value) not in seen:  # tied ones once
+            seen.add(id(value))
+            state[name] = Lazy(value.shape, value.dtype, _no_values)
+    found = revert_weight_conversion(model, state)
+    return {name: (tuple(value.shape), value.dtype) for name, value in found.items()}
+
+
+def _no_values(box: Box, out: Tensor) -> None:
+    """Leave the target as it is: only shapes are asked for."""
