@@ -204,5 +204,8 @@ def _logits_difference(bridge: AutoBridge, parameters: Mapping[str, Lazy]) -> fl
     vocabulary = theirs.get_input_embeddings().weight.shape[0]  # type: ignore[operator]
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(0, vocabulary, (2, 16), generator=generator)
-    expected, found = (model(input_ids=tokens).logits for model in (theirs, ours))
+    inputs = {"input_ids": tokens}
+    if getattr(bridge.config, "is_encoder_decoder", False):
+        inputs["decoder_input_ids"] = tokens
+    expected, found = (model(**inputs).logits for model in (theirs, ours))
     return float((expected - found).abs().max() / expected.abs().max())

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import mmap
 import os
+import stat
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property, partial
@@ -21,7 +22,12 @@ import torch
 from torch import Tensor
 
 from megatron_lightning.bridge.lazy import Fill, Lazy
-from megatron_lightning.bridge.safetensors_file import Header, StoredTensor, read_header
+from megatron_lightning.bridge.safetensors_file import (
+    Header,
+    StoredTensor,
+    read_header,
+    unique_entries,
+)
 from megatron_lightning.checkpoint.kept_files import KeptFiles
 from megatron_lightning.errors import CheckpointError, MissingCheckpointError
 from megatron_lightning.parallel.spec import Box, Shape
@@ -190,6 +196,11 @@ def _stamp(path: Path) -> tuple[int, int, int]:
         raise CheckpointError(
             f"{path} is missing ({error.strerror}). Download or restore the folder."
         ) from error
+    if not stat.S_ISREG(status.st_mode):
+        raise CheckpointError(
+            f"{path} is no regular file, and reading it may never end. Download or restore the "
+            "folder."
+        )
     return status.st_size, status.st_mtime_ns, status.st_ino
 
 
@@ -203,9 +214,11 @@ def _read_index(path: Path, name: str = INDEX) -> Mapping[str, str] | None:
     if not index.exists():
         return None
     try:
+        _stamp(index)
         if index.stat().st_size > _MAX_INDEX_BYTES:
             raise ValueError(f"it has {index.stat().st_size:,} bytes")
-        entries: Any = json.loads(index.read_bytes())["weight_map"]
+        text = index.read_bytes()
+        entries: Any = json.loads(text, object_pairs_hook=unique_entries)["weight_map"]
         if not entries or not all(isinstance(file, str) for file in entries.values()):
             raise ValueError("weight_map is no table of file names")
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:

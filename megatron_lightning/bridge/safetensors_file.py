@@ -80,7 +80,7 @@ def parse_header(text: bytes, size: int | None, path: Path) -> Header:
     """
     length = len(text) - 8
     try:
-        entries = json.loads(text[8:], object_pairs_hook=_unique)
+        entries = json.loads(text[8:], object_pairs_hook=unique_entries)
         entries.pop("__metadata__", None)
         tensors = [_tensor(name, entry, 8 + length) for name, entry in entries.items()]
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -102,7 +102,12 @@ def parse_header(text: bytes, size: int | None, path: Path) -> Header:
     return Header(text, tuple(tensors))
 
 
-def _unique(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+def unique_entries(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    """Return the entries of a JSON object.
+
+    Raises:
+        ValueError: If a name appears twice.
+    """
     entries = dict(pairs)
     if len(entries) != len(pairs):
         raise ValueError("a name appears twice")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
 from collections.abc import Callable
 from pathlib import Path
@@ -107,6 +108,12 @@ def test_damaged_files_are_refused_by_name(tmp_path: Path, name: str) -> None:
 INDEXES: dict[str, tuple[Any, str]] = {
     "no JSON": ("{", "is damaged"),
     "no table": ({"weight_map": []}, "is damaged"),
+    "a name twice": (
+        '{"weight_map": {"a.weight": "model-00000-of-00002.safetensors", "a.weight": "b"}}',
+        "a name appears twice",
+    ),
+    "an index in itself": ({"weight_map": {"a.weight": INDEX}}, "cannot be parsed|does not fit"),
+    "deep": ("[" * 100_000, "is damaged"),
     "numbers": ({"weight_map": {"a.weight": 1}}, "no table of file names"),
     "a path": ({"weight_map": {"a.weight": "../model.safetensors"}}, "no plain file name"),
     "an absolute path": ({"weight_map": {"a.weight": "/etc/passwd"}}, "no plain file name"),
@@ -120,6 +127,19 @@ def test_hostile_indexes_are_refused(tmp_path: Path, name: str) -> None:
     path = make(tmp_path / "folder")
     (path / INDEX).write_text(content if isinstance(content, str) else json.dumps(content))
     with pytest.raises(CheckpointError, match=message):
+        HuggingFaceFolder(path)
+
+
+def test_files_that_never_end_and_links_in_circles_are_refused(tmp_path: Path) -> None:
+    path = make(tmp_path / "folder")
+    file = min(path.glob("*.safetensors"))
+    file.unlink()
+    os.mkfifo(file)
+    with pytest.raises(CheckpointError, match="is no regular file"):
+        HuggingFaceFolder(path)
+    file.unlink()
+    file.symlink_to(file)
+    with pytest.raises(CheckpointError, match=f"{file.name} is missing"):
         HuggingFaceFolder(path)
 
 
