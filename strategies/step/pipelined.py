@@ -36,10 +36,10 @@ from megatron_lightning.pipeline.stages.stage import StagePartition
 from megatron_lightning.pipeline.stages.structure import hooks_inside
 from megatron_lightning.strategies.lightning_internals import skips_backward
 from megatron_lightning.strategies.step.context_mean import check_alike, mean_over_context
-from megatron_lightning.strategies.step.context_outputs import join_outputs
 from megatron_lightning.strategies.step.overrides import users_hooks
 from megatron_lightning.strategies.step.program import UserProgram
 from megatron_lightning.strategies.step.scope import Scope
+from megatron_lightning.strategies.step.sequence_parts import join_outputs
 from megatron_lightning.strategies.step.step_run import StepRun
 from megatron_lightning.strategies.step.steps import Steps
 from megatron_lightning.strategies.step.training import Training

@@ -3,27 +3,35 @@
 The step is the user's own. What it cannot know is added where it calls a model: positions that do
 not begin at 0, documents that begin on other ranks. Attention that would see a rank's part as if it
 were the whole is refused.
+
+Predictions are joined again: every rank has computed those of its own tokens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import pickle
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
+import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
+from torch.utils._pytree import MappingKey, tree_flatten_with_path, tree_unflatten
 
 from megatron_lightning.assembly.attention_watch import AttentionWatch, bound_attention
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.models.plans.hf_context import check_call
 from megatron_lightning.models.plans.hf_plans import is_transformers_model
+from megatron_lightning.parallel.context import AxisGroup
 from megatron_lightning.parallel.sequence import SequencePart
+from megatron_lightning.parallel.sequence_exchange import gather_parts
 from megatron_lightning.pipeline.batch.sequence_arguments import SequenceArguments
 from megatron_lightning.pipeline.batch.sequence_split import SequenceSplit
 from megatron_lightning.pipeline.stages.parallel_call import ParallelCall
 from megatron_lightning.strategies.checks.module import sequence_dims_of
+from megatron_lightning.strategies.step.context_mean import gather_rows
 from megatron_lightning.strategies.step.items import counts_items
 from megatron_lightning.strategies.step.participant import StepBatch, StepParticipant
 from megatron_lightning.strategies.step.scope import Scope
@@ -159,3 +167,63 @@ class SequenceParts(StepParticipant):
             )
         self._warned.add(hook)
         rank_zero_warn(f"{advice}, or log with batch_size=number of tokens, in {hook}.")
+
+
+def join_outputs(output: Any, dims: Mapping[Any, int], part_length: int, group: AxisGroup) -> Any:
+    """Return what a step returned, with its sequences joined in order; a collective of ``group``.
+
+    A tensor is a part of sequences if it has a rank's number of positions in the dim that
+    ``sequence_dims`` declares for its key, or else for the first entry of a batch.
+
+    Args:
+        output: Of this rank's tokens.
+        dims: The declaration.
+        part_length: Positions of this rank's part of a sequence.
+        group: The context-parallel ranks.
+
+    Raises:
+        ConfigError: If another tensor differs between the ranks.
+    """
+    leaves, spec = tree_flatten_with_path(output)
+    plain = [(path, leaf) for path, leaf in leaves if not isinstance(leaf, Tensor)]
+    _check_equal_values(plain, group)
+    usual = next(iter(dims.values()))
+    joined: list[Any] = []
+    for path, leaf in leaves:
+        key = path[0].key if path and isinstance(path[0], MappingKey) else None
+        if not isinstance(leaf, Tensor):
+            joined.append(leaf)
+            continue
+        dim = dims.get(key, usual)
+        if -leaf.ndim <= dim < leaf.ndim and leaf.shape[dim] == part_length:
+            joined.append(gather_parts(leaf, group, dim % leaf.ndim))
+        else:
+            _check_equal(leaf, "".join(map(str, path)), group)
+            joined.append(leaf)
+    return tree_unflatten(joined, spec)
+
+
+def _check_equal_values(leaves: Sequence[tuple[Any, Any]], group: AxisGroup) -> None:
+    """Check that values that are no tensors are the same on all ranks."""
+    own = [pickle.dumps(leaf) for _, leaf in leaves]
+    for other in group.all_gather_object(own) if own else ():
+        for (path, leaf), mine, theirs in zip(leaves, own, other, strict=True):
+            if mine != theirs:
+                raise ConfigError(
+                    f"predict_step returned at {''.join(map(str, path)) or 'its top'} a "
+                    f"{type(leaf).__name__} that differs between the {group.size} ranks that share "
+                    "a sequence. Return tensors of every token, which are joined, or set "
+                    "context_parallel_size to 1."
+                )
+
+
+def _check_equal(value: Tensor, name: str, group: AxisGroup) -> None:
+    ranks = gather_rows(value[None], group)
+    if not torch.allclose(ranks, value[None].expand_as(ranks), rtol=0, atol=0, equal_nan=True):
+        place = f" at {name}" if name else ""
+        raise ConfigError(
+            f"predict_step returned{place} a tensor {list(value.shape)} that differs between the "
+            f"{group.size} ranks that share a sequence, and is no sequence. Return values of "
+            "every token (their dim is declared in sequence_dims, under the same key, where it is "
+            "not that of the batch), or set context_parallel_size to 1."
+        )

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megatron_lightning.config import ContextOptions
 from megatron_lightning.errors import ShardingError
-from megatron_lightning.layers.context import gathered
+from megatron_lightning.layers.context import backends
 from megatron_lightning.layers.context.backends import BACKENDS
 from megatron_lightning.layers.sequence_info import Documents, SequenceInfo
 from megatron_lightning.parallel import ParallelContext, ParallelLayout, sequence_exchange
@@ -205,8 +205,8 @@ def _traffic(num_ranks: int, backend: str) -> list[tuple[str, str, int]]:
     sequence_exchange.all_gather_start = counted(
         "gather", sequence_exchange.all_gather_start, lambda x, *_: [x.numel()]
     )
-    gathered.reduce_scatter_start = counted(
-        "scatter", gathered.reduce_scatter_start, lambda x, *_: [x.numel()]
+    backends.reduce_scatter_start = counted(
+        "scatter", backends.reduce_scatter_start, lambda x, *_: [x.numel()]
     )
     phase = "forward"
     out = BACKENDS[backend](context)(q, k, v, SequenceInfo(), SCALE)

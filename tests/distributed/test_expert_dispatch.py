@@ -19,9 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_lightning.config import TransformerConfig
 from megatron_lightning.layers.moe import Routing, route
-from megatron_lightning.layers.moe.dispatch import DISPATCHERS, LocalDispatch
+from megatron_lightning.layers.moe.dispatch import DISPATCHERS, LocalDispatch, TokenOrder
 from megatron_lightning.layers.moe.layer import MoELayer
-from megatron_lightning.layers.moe.order import TokenOrder
 from megatron_lightning.layers.styles import ExpertLinear, ExpertParallel, ExpertRouter
 from megatron_lightning.parallel import (
     ParallelContext,

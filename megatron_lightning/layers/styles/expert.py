@@ -16,6 +16,7 @@ from megatron_lightning.layers.moe.experts import GroupedLinear
 from megatron_lightning.layers.moe.layer import MoELayer
 from megatron_lightning.layers.moe.router import Router
 from megatron_lightning.layers.styles.adapters import divide_experts
+from megatron_lightning.layers.styles.common import expect
 from megatron_lightning.parallel.collectives import all_reduce
 from megatron_lightning.parallel.context import ALONE, ParallelContext
 from megatron_lightning.parallel.sharding import ShardingPlan, take_shards
@@ -37,19 +38,15 @@ class ExpertParallel:
 
     def apply(self, module: nn.Module, context: ParallelContext, plan: ShardingPlan) -> nn.Module:
         """Give the layer its ranks, in place."""
-        if not isinstance(module, MoELayer):
-            raise ShardingError(
-                f"style ExpertParallel takes a MoELayer, and the plan points it at a "
-                f"{type(module).__name__}. Correct the pattern."
-            )
-        group, moe = context.axis("etp-ep"), module.router.moe
+        layer = expect(module, MoELayer, "ExpertParallel")
+        group, moe = context.axis("etp-ep"), layer.router.moe
         if group.size > 1:
             dispatcher = DISPATCHERS[moe.token_dispatcher_type]
-            module.dispatcher = dispatcher(group, context.etp.size)
-        module.replicas = ALONE if context.sp else context.tp
-        module.sharing = (context.tp if context.sp else ALONE, context.cp)
-        module.global_counts.replicas = context.dp
-        return module
+            layer.dispatcher = dispatcher(group, context.etp.size)
+        layer.replicas = ALONE if context.sp else context.tp
+        layer.sharing = (context.tp if context.sp else ALONE, context.cp)
+        layer.global_counts.replicas = context.dp
+        return layer
 
 
 @dataclass(frozen=True)
@@ -66,18 +63,14 @@ class ExpertRouter:
 
     def apply(self, module: nn.Module, context: ParallelContext, plan: ShardingPlan) -> nn.Module:
         """Give the router its ranks, in place."""
-        if not isinstance(module, Router):
-            raise ShardingError(
-                f"style ExpertRouter takes a Router, and the plan points it at a "
-                f"{type(module).__name__}. Correct the pattern."
-            )
-        spec = ShardSpec.replicated(module.weight.shape, partial_over=("tp",))
-        module.shard_specs = {"weight": spec}  # type: ignore[assignment]
-        module.streams = context.rng
+        layer = expect(module, Router, "ExpertRouter")
+        spec = ShardSpec.replicated(layer.weight.shape, partial_over=("tp",))
+        layer.shard_specs = {"weight": spec}  # type: ignore[assignment]
+        layer.streams = context.rng
         group = context.axis("tp-cp" if context.sp else "cp")
         if group.size > 1:
-            module.sum_counts = partial(all_reduce, group=group)
-        return module
+            layer.sum_counts = partial(all_reduce, group=group)
+        return layer
 
 
 @dataclass(frozen=True)
@@ -94,25 +87,21 @@ class ExpertLinear:
 
     def apply(self, module: nn.Module, context: ParallelContext, plan: ShardingPlan) -> nn.Module:
         """Take this rank's shards, in place."""
-        if not isinstance(module, GroupedLinear):
-            raise ShardingError(
-                f"style ExpertLinear takes a GroupedLinear, and the plan points it at a "
-                f"{type(module).__name__}. Correct the pattern."
-            )
-        if module.bias is not None and context.etp.size > 1:
+        layer = expect(module, GroupedLinear, "ExpertLinear")
+        if layer.bias is not None and context.etp.size > 1:
             raise ShardingError(
                 f"experts have biases, and expert_tensor_parallel_size is {context.etp.size}, so "
                 "that each rank would add them. Set it to 1, or add_bias_linear to False."
             )
         ep: dict[str, Any] = {"size": context.ep.size, "rank": context.ep.rank, "axis": "ep"}
         etp: dict[str, Any] = {"size": context.etp.size, "rank": context.etp.rank, "axis": "etp"}
-        shape = tuple(module.weight.shape)
+        shape = tuple(layer.weight.shape)
         part = ShardSpec.split(shape, dim=self.dim, blocks=self.num_blocks, **etp)
         specs = {"weight": ShardSpec.split(shape, dim=0, **ep).crossed(part)}
-        if module.bias is not None:
-            specs["bias"] = ShardSpec.split(tuple(module.bias.shape), dim=0, **ep)
-        take_shards(module, module, specs)
-        return module
+        if layer.bias is not None:
+            specs["bias"] = ShardSpec.split(tuple(layer.bias.shape), dim=0, **ep)
+        take_shards(layer, layer, specs)
+        return layer
 
     def divide_adapters(
         self, module: nn.Module, context: ParallelContext, plan: ShardingPlan
