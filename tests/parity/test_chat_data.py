@@ -37,7 +37,7 @@ Case = tuple[str, str, dict[str, Any] | None]
 
 
 @cache
-def _folder() -> str:
+def make_folder() -> str:
     """Return a folder with a model, its tokenizer and chats."""
     folder = Path(mkdtemp())
     torch.manual_seed(0)
@@ -47,7 +47,7 @@ def _folder() -> str:
     return str(folder)
 
 
-def _module(kind: str, folder: str) -> Any:
+def make_module(kind: str, folder: str) -> Any:
     if kind == "hf":
         return HuggingFaceModule(folder, learning_rate=1e-3)
     config = TransformerConfig(
@@ -75,7 +75,7 @@ def _train(case: Case, folder: str, settings: dict[str, Any]) -> Any:
     fit = trainer(
         strategy, max_steps=STEPS, callbacks=[record], val_check_interval=STEPS, **settings
     )
-    fit.fit(_module(kind, folder), datamodule=data)
+    fit.fit(make_module(kind, folder), datamodule=data)
     return record.losses, record.norms, float(fit.callback_metrics["val_loss"])
 
 
@@ -90,11 +90,11 @@ def _compare(
     order: 1e-5. Plain Lightning accumulates nothing here: it would weigh batches alike."""
     batch = BATCH * accumulated
     plain = [(*kind, None) for kind in kinds]
-    (expected,) = run_ranks(1, _train_all, plain, _folder(), {"batch_size": batch})
+    (expected,) = run_ranks(1, _train_all, plain, make_folder(), {"batch_size": batch})
     replicas = world // (options.get(TP, 1) * options.get(PP, 1) * options.get(CP, 1))
     settings = {"batch_size": BATCH // replicas, "accumulate_grad_batches": accumulated}
     cases = [(*kind, options) for kind in kinds]
-    found = run_ranks(world, _train_all, cases, _folder(), settings, timeout_s=240)
+    found = run_ranks(world, _train_all, cases, make_folder(), settings, timeout_s=240)
     for number, kind in enumerate(kinds):
         losses, norms, value = expected[number]
         for rank in found:
