@@ -15,6 +15,7 @@ from lightning.pytorch import LightningDataModule, LightningModule
 from megatron_lightning.data.show import histogram, new_console, sample_note, sample_text
 from megatron_lightning.errors import ConfigError, DataError
 from megatron_lightning.modules.finetune_data import FinetuneDataModule
+from megatron_lightning.modules.pretrain_data import PretrainDataModule
 
 
 def show(*, config: list[str], overrides: list[str] | None = None, samples: int = 3) -> None:
@@ -50,6 +51,33 @@ def show(*, config: list[str], overrides: list[str] | None = None, samples: int 
         console.print(sample_text(sample, data.tokenizer.decode))
     console.rule("lengths", align="left")
     console.print(histogram(data.lengths, data.sequence_length))
+
+
+def index(*, config: list[str], overrides: list[str] | None = None) -> None:
+    """Build what a fit of a configuration file reads beside its data, before the job: sample
+    indices of :class:`PretrainDataModule`, tokenized documents of :class:`FinetuneDataModule`.
+
+    Args:
+        config: Configuration files of ``fit``; later ones win.
+        overrides: Options of ``fit``, such as ``data.cache_dir=cache``.
+
+    Raises:
+        ConfigError: If the files name no data.
+        DataError: If the data cannot be read.
+    """
+    data, model = data_of(config, overrides or [])
+    if isinstance(data, FinetuneDataModule | PretrainDataModule):
+        data.use_model(model)
+    data.prepare_data()
+    data.setup("fit")
+    print("\n".join(f"{name}: {size} samples" for name, size in _sizes(data)))
+
+
+def _sizes(data: LightningDataModule) -> list[tuple[str, int]]:
+    """Return the sizes of the parts that have a loader."""
+    loaders: dict[str, Any] = {"train": data.train_dataloader(), "val": data.val_dataloader()}
+    made = [(name, one) for name, one in loaders.items() if not isinstance(one, list)]
+    return [(name, len(loader.sampler)) for name, loader in made]
 
 
 def data_of(
@@ -102,5 +130,5 @@ def _merged(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, An
     return merged
 
 
-COMMANDS = MappingProxyType({"show": show})
+COMMANDS = MappingProxyType({"show": show, "index": index})
 """Name of a tool -> its function."""

@@ -166,8 +166,25 @@ class LanguageModule(LightningModule):
         # Layers that report losses of their own, such as multi-token prediction, see the mask.
         labels = batch["labels"].masked_fill(weights == 0, IGNORED_LABEL)
         losses = self(batch["tokens"], labels, **_optional_inputs(batch))
+        if "validation_set" in batch:
+            self._log_sets(batch["validation_set"], losses * weights, weights)
         num_items = self.num_items(batch)
         return (losses * weights).sum() / torch.where(num_items > 0, num_items, 1), num_items
+
+    def _log_sets(self, sets: Tensor, losses: Tensor, weights: Tensor) -> None:
+        """Log the mean loss of every validation set.
+
+        Args:
+            sets: Position of each row's set in the data module's ``validation_names`` [b].
+            losses: Weighted losses of the tokens [b, s].
+            weights: Weights of the tokens [b, s].
+        """
+        data = getattr(self.trainer, "datamodule", None)
+        for number, name in enumerate(getattr(data, "validation_names", ())):
+            rows = (sets == number)[:, None]
+            num_items = (weights * rows).sum()
+            loss = (losses * rows).sum() / torch.where(num_items > 0, num_items, 1)
+            self.log(f"val_loss/{name}", loss, sync_dist=True, **_weighed_by(num_items))
 
     def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Tensor]:
         """Return the mean loss of one micro-batch and the sum of its tokens' weights."""

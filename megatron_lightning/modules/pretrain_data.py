@@ -14,8 +14,10 @@ from torch.utils.data import DataLoader, SequentialSampler
 
 from megatron_lightning.config.global_batch import replica_batch_size
 from megatron_lightning.data.batch_size import BatchSizeSchedule, ScheduledBatchSampler
+from megatron_lightning.data.blended import BlendedDataset, BlendSpec, DataSpec, NamedDatasets
 from megatron_lightning.data.gpt import GPTDataset, GPTDatasetConfig, IndexSplit, plan_part
 from megatron_lightning.data.gpt_index import split_matrix
+from megatron_lightning.data.identity import content_digest
 from megatron_lightning.data.indexed import IndexedDataset
 from megatron_lightning.data.resume import OnChangedData, describe_changes
 from megatron_lightning.data.skipped import SkippedSamples
@@ -23,6 +25,7 @@ from megatron_lightning.data.tokenizers import TokenizerType, load_tokenizer
 from megatron_lightning.errors import ConfigError
 
 Batch = dict[str, torch.Tensor]
+_SPLIT = "969,30,1"
 
 
 class PretrainDataModule(pl.LightningDataModule):
@@ -34,7 +37,11 @@ class PretrainDataModule(pl.LightningDataModule):
     ``document_ids`` [b, s] too; with that or ``reset_position_ids``, ``position_ids`` [b, s].
 
     Args:
-        data_prefix: Path of the ``.bin`` and ``.idx`` files without their suffixes.
+        data_prefix: Path of the ``.bin`` and ``.idx`` files without their suffixes. Of several a
+            list, mixed by size, or a list of pairs of a weight and a path: ``[[0.3, a], [0.7,
+            b]]``; or ``{train: …, validation: …, test: …}`` with one of these for each, which see
+            all documents; of validation several by name, ``{code: c, web: w}``, whose losses are
+            logged as ``val_loss/code`` beside ``val_loss``. Or a JSON or YAML file with it.
         sequence_length: Tokens of a sample (s).
         batch_size: Samples of a batch on one data-parallel rank (b); leave it out with
             ``global_batch_size``.
@@ -78,13 +85,13 @@ class PretrainDataModule(pl.LightningDataModule):
 
     def __init__(
         self,
-        data_prefix: str,
+        data_prefix: str | list[str] | list[tuple[float, str]] | dict[str, Any],
         sequence_length: int,
         batch_size: int | None = None,
         *,
         global_batch_size: int | None = None,
         batch_size_schedule: BatchSizeSchedule | None = None,
-        split: str = "969,30,1",
+        split: str = _SPLIT,
         seed: int = 1234,
         num_train_samples: int | None = None,
         num_val_samples: int | None = None,
@@ -123,6 +130,12 @@ class PretrainDataModule(pl.LightningDataModule):
         self.skip_samples = [list(r) for r in SkippedSamples(skip_samples or ()).ranges]
         """Samples that training passes over."""
         self.batch_size_schedule = batch_size_schedule
+        self.data = DataSpec.parse(data_prefix)
+        if not self.data.is_split and split != _SPLIT:
+            raise ConfigError(
+                f"split={split!r} beside data_prefix with train, validation and test, each of "
+                "which reads all documents of its own data: leave split out"
+            )
         self.data_prefix = data_prefix
         self.global_batch_size = global_batch_size
         self._batch_size = batch_size
@@ -146,7 +159,9 @@ class PretrainDataModule(pl.LightningDataModule):
             "valid": num_val_samples,
             "test": num_test_samples,
         }
-        self._datasets: dict[IndexSplit, GPTDataset] = {}
+        self._digests: dict[str, str] = {}
+        self._module: pl.LightningModule | None = None
+        self._datasets: dict[IndexSplit, Any] = {}
 
     @property
     def batch_size(self) -> int:
@@ -186,9 +201,15 @@ class PretrainDataModule(pl.LightningDataModule):
         """
         # A subclass may create them there.
         if type(self).prepare_data is PretrainDataModule.prepare_data:
-            indexed = IndexedDataset(self.data_prefix)
             for name, num_samples in self._parts(stage).items():
-                plan_part(indexed, self.config, name, num_samples)
+                for spec in self._blends(name):
+                    single = num_samples if spec.is_single else None
+                    for prefix in spec.prefixes:
+                        plan_part(IndexedDataset(prefix), self._split_of(name), name, single)
+
+    def use_model(self, module: pl.LightningModule | None) -> None:
+        """Take the size of a module's vocabulary where none is set."""
+        self._module = module
 
     def prepare_data(self) -> None:
         """Build the index cache; Lightning calls this once on every node."""
@@ -227,15 +248,48 @@ class PretrainDataModule(pl.LightningDataModule):
         self.skip_samples = [list(r) for r in both.ranges]
 
     def _order(self) -> dict[str, Any]:
-        indexed = IndexedDataset(self.data_prefix)
+        (spec,) = self._blends("train")
+        files = [IndexedDataset(prefix) for prefix in spec.prefixes]
+        counts: dict[str, Any] = {
+            "documents": [indexed.num_documents for indexed in files],
+            "tokens": [int(indexed.num_tokens) for indexed in files],
+            "content": [self._digest(prefix) for prefix in spec.prefixes],
+        }
+        if spec.is_single:
+            counts = {name: values[0] for name, values in counts.items()}
+        else:
+            counts["weights"] = None if spec.weights is None else list(spec.weights)
         return {
             "sequence_length": self.sequence_length,
             "seed": self.config.random_seed,
-            "split": self.config.split,
+            "split": self._split_of("train").split,
             "num_train_samples": self._num_samples["train"],
-            "documents": indexed.num_documents,
-            "tokens": int(indexed.num_tokens),
+            **counts,
         }
+
+    def _digest(self, prefix: str) -> str:
+        if prefix not in self._digests:
+            self._digests[prefix] = content_digest(prefix)
+        return self._digests[prefix]
+
+    @property
+    def validation_names(self) -> tuple[str, ...]:
+        """Names of the validation sets, in the order of ``validation_set`` in a batch."""
+        return self.data.names
+
+    def _blends(self, name: IndexSplit) -> list[BlendSpec]:
+        """Return the blends of a part: of validation one for each set."""
+        if name == "valid":
+            return list(self.data.validation.values())
+        blend = self.data.train if name == "train" else self.data.test
+        if blend is None and name == "train":
+            raise ConfigError("data_prefix has no train data; add them under train")
+        return [] if blend is None else [blend]
+
+    def _split_of(self, name: IndexSplit) -> GPTDatasetConfig:
+        """Return the options of a part; with data of its own it has all documents."""
+        whole = {"train": "1,0,0", "valid": "0,1,0", "test": "0,0,1"}[name]
+        return self.config if self.data.is_split else replace(self.config, split=whole)
 
     def _parts(self, stage: str) -> dict[IndexSplit, int | None]:
         """Return the requested samples of the parts that ``stage`` reads; the others may be too
@@ -251,21 +305,35 @@ class PretrainDataModule(pl.LightningDataModule):
         return {
             name: count
             for (name, count), bounds in parts
-            if name in needed and (bounds or name == "train")
+            if name in needed
+            and (name == "train" or (self._blends(name) and (bounds or not self.data.is_split)))
         }
 
-    def _open(self, stage: str) -> dict[IndexSplit, GPTDataset]:
-        config = self.config
-        # The model's, where it is as in GPTLightningModule.
-        if self.vocab_size is None and self.trainer is not None:
-            size = getattr(
-                getattr(self.trainer.lightning_module, "config", None), "vocab_size", None
-            )
-            config = replace(config, vocab_size=size if isinstance(size, int) else None)
-        return {
-            name: GPTDataset(self.data_prefix, config, name, count)
-            for name, count in self._parts(stage).items()
-        }
+    def _open(self, stage: str) -> dict[IndexSplit, Any]:
+        vocab_size = self.config.vocab_size
+        module = self._module
+        if module is None and self.trainer is not None:
+            module = self.trainer.lightning_module
+        if self.vocab_size is None:  # the model's, where it is as in GPTLightningModule
+            size = getattr(getattr(module, "config", None), "vocab_size", None)
+            vocab_size = size if isinstance(size, int) else None
+
+        def opened(name: IndexSplit, count: int | None) -> Any:
+            config = replace(self._split_of(name), vocab_size=vocab_size)
+
+            def make(prefix: str, num_samples: int | None) -> GPTDataset:
+                return GPTDataset(prefix, config, name, num_samples)
+
+            short = "val" if name == "valid" else name
+            made = [
+                make(spec.prefixes[0], count)
+                if spec.is_single
+                else BlendedDataset(spec, count, make, short)
+                for spec in self._blends(name)
+            ]
+            return NamedDatasets(made) if name == "valid" and self.data.names else made[0]
+
+        return {name: opened(name, count) for name, count in self._parts(stage).items()}
 
     def train_dataloader(self) -> DataLoader[Batch] | list[DataLoader[Batch]]:
         """Return the training loader, without incomplete batches."""
