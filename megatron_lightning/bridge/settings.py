@@ -342,6 +342,7 @@ def flat(config: TransformerConfig) -> Values:
     values["ffn_hidden_size"] = config.ffn_size
     if config.mla is None:
         values["kv_channels"] = config.head_dim
+        values["softmax_scale"] = config.softmax_scale or config.head_dim**-0.5
     kinds = config.layer_kinds
     if set(kinds) <= {"dense", "expert"}:
         values["layer_pattern"] = None

@@ -31,6 +31,7 @@ _CHOICES: Mapping[str, tuple[str, ...]] = {
     "activation": get_args(Activation),
     "attention_backend": get_args(AttentionBackend),
 }
+_FACTORS = ("embedding_multiplier", "residual_multiplier", "logits_scaling")
 _COUNTS = (
     "num_layers", "hidden_size", "num_attention_heads", "vocab_size", "max_sequence_length",
     "num_query_groups", "kv_channels", "ffn_hidden_size", "mtp_num_layers",
@@ -101,6 +102,14 @@ class TransformerConfig:
     attention_backend: AttentionBackend = "auto"
     """Kernels of attention, by torch's names: auto lets torch choose among those that take the
     inputs; another one is used or refused. A CPU has flash and math."""
+    softmax_scale: float | None = None
+    """Factor of attention scores before the softmax; None: kv_channels^-1/2."""
+    embedding_multiplier: float = 1.0
+    """Factor of the word embeddings (Granite)."""
+    residual_multiplier: float = 1.0
+    """Factor of each block's output before it joins the residual stream (Granite)."""
+    logits_scaling: float = 1.0
+    """Divisor of the logits (Granite)."""
     logits_in_fp32: bool = False
     """Return logits in fp32; the losses are computed in fp32 in any case."""
     label_smoothing: float = 0.0
@@ -143,6 +152,12 @@ class TransformerConfig:
                 f"rotary_base is {self.rotary_base}; rotary frequencies are its powers. Set it "
                 "above 0."
             )
+        for name in ("softmax_scale", *_FACTORS):
+            value = getattr(self, name)
+            if not (value is None and name == "softmax_scale") and not 0.0 < value < float("inf"):
+                raise ConfigError(
+                    f"{name} is {value}; it multiplies or divides activations. Set it above 0."
+                )
         for name in ("hidden_dropout", "attention_dropout", "label_smoothing"):
             if not 0.0 <= getattr(self, name) < 1.0:
                 raise ConfigError(
@@ -215,6 +230,7 @@ class TransformerConfig:
             "rotary_percent": (1.0, "mla.qk_pos_emb_head_dim channels of a head are rotated"),
             "add_qkv_bias": (False, "there is no linear_qkv"),
             "qk_layernorm_per_head": (True, "latents are not divided into heads"),
+            "softmax_scale": (None, "scores are scaled by the size of a head and rope_scaling"),
             "add_bias_linear": (
                 False,
                 "Megatron-Core's projections to latents and heads have no bias, and DeepSeek's "

@@ -200,6 +200,7 @@ class SelfAttention(nn.Module):
         super().__init__()
         self.head_dim = config.head_dim
         self.heads_per_group = config.heads_per_group
+        self.scale = config.softmax_scale
         self.linear_qkv = nn.Linear(
             config.hidden_size, config.qkv_rows, bias=config.add_bias_linear or config.add_qkv_bias
         )
@@ -237,7 +238,8 @@ class SelfAttention(nn.Module):
             q, k = apply_rotary(q, cosines, sines), apply_rotary(k, cosines, sines)
             if self.q_layernorm is None:  # which keeps the projection's output in any case
                 v = attention_layout(v)
-        context = self.core_attention(q.flatten(2, 3), k.flatten(2, 3), v.flatten(2, 3), sequence)
+        q, k, v = (x.flatten(2, 3) for x in (q, k, v))
+        context = self.core_attention(q, k, v, sequence, self.scale)
         out: Tensor = self.linear_proj(context)
         return out
 

@@ -52,12 +52,13 @@ class LanguageModelEmbedding(nn.Module):
             nn.Embedding(config.max_sequence_length, config.hidden_size) if learned else None
         )
         self.dropout = Dropout(config.hidden_dropout)
+        self.multiplier = config.embedding_multiplier
 
     def forward(self, tokens: Tensor, position_ids: Tensor | None = None) -> Tensor:
         """Embed ``tokens`` [b, s] at ``position_ids`` [b, s] (None: 0 to s-1); returns [s, b,
         h].
         """
-        hidden = self.word_embeddings(tokens.t())
+        hidden = _times(self.word_embeddings(tokens.t()), self.multiplier)
         if self.position_embeddings is not None:
             positions = (
                 torch.arange(tokens.shape[1], device=tokens.device)[None]
@@ -67,6 +68,10 @@ class LanguageModelEmbedding(nn.Module):
             hidden = hidden + self.position_embeddings(positions.t())
         out: Tensor = self.dropout(hidden)
         return out
+
+
+def _times(x: Tensor, factor: float) -> Tensor:
+    return x if factor == 1.0 else x * factor
 
 
 def build_attention(config: TransformerConfig, rotary: RotaryEmbedding | None) -> nn.Module:
@@ -103,11 +108,14 @@ class TransformerLayer(nn.Module):
         self.pre_mlp_layernorm = build_norm(config, config.hidden_size)
         self.mlp = mlp
         self.dropout = Dropout(config.hidden_dropout)
+        self.multiplier = config.residual_multiplier
 
     def forward(self, hidden: Tensor, sequence: SequenceInfo | None = None) -> Tensor:
         """Map [s, b, h] to [s, b, h]."""
-        hidden = hidden + self.dropout(self.self_attention(self.input_layernorm(hidden), sequence))
-        out: Tensor = hidden + self.dropout(self.mlp(self.pre_mlp_layernorm(hidden)))
+        attended = self.self_attention(self.input_layernorm(hidden), sequence)
+        hidden = hidden + self.dropout(_times(attended, self.multiplier))
+        mapped = self.mlp(self.pre_mlp_layernorm(hidden))
+        out: Tensor = hidden + self.dropout(_times(mapped, self.multiplier))
         return out
 
 
@@ -277,14 +285,14 @@ class GPTModel(nn.Module):
         if labels is not None:
             losses = self._losses(hidden, torch.cat([labels, later]))
             return losses[: len(labels)], losses[len(labels) :].view(ahead.shape)
-        logits: Tensor = self.output_layer(hidden)
+        logits: Tensor = self.output_layer(self._scaled(hidden))
         first = hidden.shape[1] - len(later)
         losses = self.loss(logits[:, first:], later.t()).t()
         return self._full(logits[:, :first]), losses.reshape(ahead.shape)
 
     def _losses(self, hidden: Tensor, labels: Tensor) -> Tensor:
         """Return the losses [b, s] of hidden states [s, b, h]."""
-        return token_losses(hidden, labels.t(), self.output_layer, self.loss).t()
+        return token_losses(self._scaled(hidden), labels.t(), self.output_layer, self.loss).t()
 
     def _output(self, hidden: Tensor, labels: Tensor | None) -> Tensor:
         """Return the losses [b, s] of hidden states [s, b, h], without labels the logits [b, s,
@@ -292,7 +300,13 @@ class GPTModel(nn.Module):
         """
         if labels is not None:
             return self._losses(hidden, labels)
-        return self._full(self.output_layer(hidden))
+        return self._full(self.output_layer(self._scaled(hidden)))
+
+    def _scaled(self, hidden: Tensor) -> Tensor:
+        """Return hidden states of which the output layer makes scaled logits: no logits exist where
+        losses are computed in chunks.
+        """
+        return _times(hidden, 1.0 / self.config.logits_scaling)
 
     def _kept_output(self, hidden: Tensor, length: int, kept: Tensor) -> Tensor:
         """Return the logits [1, k, v] of the tokens ``kept`` [k] of a row of ``length``.

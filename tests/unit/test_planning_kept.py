@@ -26,6 +26,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "qk_layernorm": True, "position_embedding_type": "learned_absolute",
     },
     "windows": {"window_size": (8, 0)},
+    "multipliers": {"residual_multiplier": 0.4, "softmax_scale": 0.2},
     "windows, learned positions": {
         "window_size": (8, 0), "position_embedding_type": "learned_absolute",
     },

@@ -8,6 +8,7 @@ from types import MappingProxyType
 
 from megatron_lightning.bridge.families.deepseek import DeepseekV2, DeepseekV3
 from megatron_lightning.bridge.families.gpt2 import GPT2
+from megatron_lightning.bridge.families.granite import Granite
 from megatron_lightning.bridge.families.llama import Llama
 from megatron_lightning.bridge.families.mistral import Mistral
 from megatron_lightning.bridge.families.mixtral import Mixtral
@@ -20,7 +21,7 @@ from megatron_lightning.errors import ConfigError
 
 _ALL: tuple[type[Family], ...] = (
     Llama, Mistral, Qwen2, Qwen3, Phi3, GPT2, Mixtral, Qwen3Moe, Qwen2Moe, Olmoe, DeepseekV2,
-    DeepseekV3,
+    DeepseekV3, Granite,
 )  # fmt: skip
 FAMILIES: Mapping[str, type[Family]] = MappingProxyType(
     {family.__name__.lower(): family for family in _ALL}
