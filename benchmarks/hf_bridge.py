@@ -32,6 +32,7 @@ from megatron_lightning.bridge.export import write_folder
 from megatron_lightning.bridge.untouched import fill_weights, lazy_parameters
 from megatron_lightning.parallel.spec import Box
 
+_YOUTU = "Stock `transformers` zeroes a row of a loaded embedding of youtu. Here the file wins."
 _MAX_BYTES = 8 << 30  # of address space: a family whose default sizes are not shrunk
 COLUMNS = {
     "load": "parameters and buffers are those of `from_pretrained`",
@@ -188,6 +189,8 @@ def section(results: Mapping[str, Mapping[str, str]]) -> str:
         for name, row in others.items()
         if row
     ] or ["- none"]
+    if "youtu" in built:
+        lines += ["", _YOUTU]
     missing = sorted(set(results) - set(built))
     lines += ["", f"Not built from a shrunk configuration: {', '.join(missing) or 'none'}.", ""]
     return "\n".join(lines)
