@@ -21,12 +21,14 @@ from megatron_lightning.config.value_checks import check_choice, check_counts
 from megatron_lightning.errors import ConfigError
 
 Normalization = Literal["RMSNorm", "LayerNorm"]
+NormPlacement = Literal["pre", "post", "sandwich"]
 PositionEmbedding = Literal["rope", "learned_absolute", "none"]
 Activation = Literal["swiglu", "gelu", "gelu_tanh"]
 AttentionBackend = Literal["auto", "flash", "cudnn", "efficient", "math"]
 
 _CHOICES: Mapping[str, tuple[str, ...]] = {
     "normalization": get_args(Normalization),
+    "norm_placement": get_args(NormPlacement),
     "position_embedding_type": get_args(PositionEmbedding),
     "activation": get_args(Activation),
     "attention_backend": get_args(AttentionBackend),
@@ -60,6 +62,9 @@ class TransformerConfig:
     """Width of the feed-forward layer (f); None: 4 x hidden_size."""
     normalization: Normalization = "RMSNorm"
     """Kind of the norms."""
+    norm_placement: NormPlacement = "pre"
+    """Norms of attention and feed-forward: of their inputs, of their outputs before these join the
+    residual stream (OLMo 2), or of both."""
     layernorm_epsilon: float = 1e-5
     """Added to the variance in the norms."""
     position_embedding_type: PositionEmbedding = "rope"
@@ -164,6 +169,12 @@ class TransformerConfig:
                     f"{name} is {getattr(self, name)}; it is a probability. Set it to 0 or more "
                     "and below 1."
                 )
+        if self.norm_placement == "post" and self.fp32_residual_connection:
+            raise ConfigError(
+                "norm_placement=post with fp32_residual_connection=True: attention and "
+                "feed-forward would read the stream in fp32, without a norm that returns their "
+                "dtype. Set fp32_residual_connection to False, or norm_placement to sandwich."
+            )
         self._restore("mla", LatentAttentionConfig)
         self._check_latent_attention()
         self._check_heads()
@@ -326,6 +337,16 @@ class TransformerConfig:
     def heads_per_group(self) -> int:
         """Query heads that share one key/value head."""
         return self.num_attention_heads // self.query_groups
+
+    @property
+    def norms_inputs(self) -> bool:
+        """Whether attention and feed-forward read normed hidden states."""
+        return self.norm_placement != "post"
+
+    @property
+    def norms_outputs(self) -> bool:
+        """Whether outputs of attention and feed-forward are normed."""
+        return self.norm_placement != "pre"
 
     @property
     def qk_norm_sizes(self) -> tuple[int, int]:

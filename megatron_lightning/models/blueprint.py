@@ -172,11 +172,14 @@ def _expert(config: TransformerConfig) -> tuple[Weight, ...]:
 def _transformer_layer(
     config: TransformerConfig, feed_forward: Callable[[TransformerConfig], tuple[Weight, ...]]
 ) -> tuple[Weight, ...]:
+    before, behind = (config.hidden_size * n for n in (config.norms_inputs, config.norms_outputs))
     return (
-        *norm(config, "input_layernorm", config.hidden_size),
+        *norm(config, "input_layernorm", before),
         *_inside("self_attention", attention(config)),
-        *norm(config, "pre_mlp_layernorm", config.hidden_size),
+        *norm(config, "post_self_attn_layernorm", behind),
+        *norm(config, "pre_mlp_layernorm", before),
         *_inside("mlp", feed_forward(config)),
+        *norm(config, "post_mlp_layernorm", behind),
     )
 
 

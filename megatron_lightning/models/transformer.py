@@ -74,6 +74,14 @@ def _times(x: Tensor, factor: float) -> Tensor:
     return x if factor == 1.0 else x * factor
 
 
+def _build_norm(config: TransformerConfig, is_there: bool) -> nn.Module | None:
+    return build_norm(config, config.hidden_size) if is_there else None
+
+
+def _normed(x: Tensor, norm: nn.Module | None) -> Tensor:
+    return x if norm is None else norm(x)
+
+
 def build_attention(config: TransformerConfig, rotary: RotaryEmbedding | None) -> nn.Module:
     """Return the config's attention."""
     if config.mla is not None and rotary is not None:
@@ -89,8 +97,8 @@ def build_rotary(config: TransformerConfig) -> RotaryEmbedding | None:
 
 
 class TransformerLayer(nn.Module):
-    """Attention and feed-forward or experts, each with a norm before and added to the residual
-    stream (pre-norm).
+    """Attention and feed-forward or experts, each added to the residual stream, with a norm before
+    (pre-norm), behind, or both.
     """
 
     read_by: ClassVar[Mapping[str, str]] = {
@@ -103,18 +111,23 @@ class TransformerLayer(nn.Module):
         self, config: TransformerConfig, rotary: RotaryEmbedding | None, mlp: nn.Module
     ) -> None:
         super().__init__()
-        self.input_layernorm = build_norm(config, config.hidden_size)
+        before, behind = config.norms_inputs, config.norms_outputs
+        self.input_layernorm = _build_norm(config, before)
         self.self_attention = build_attention(config, rotary)
-        self.pre_mlp_layernorm = build_norm(config, config.hidden_size)
+        self.post_self_attn_layernorm = _build_norm(config, behind)
+        self.pre_mlp_layernorm = _build_norm(config, before)
         self.mlp = mlp
+        self.post_mlp_layernorm = _build_norm(config, behind)
         self.dropout = Dropout(config.hidden_dropout)
         self.multiplier = config.residual_multiplier
 
     def forward(self, hidden: Tensor, sequence: SequenceInfo | None = None) -> Tensor:
         """Map [s, b, h] to [s, b, h]."""
-        attended = self.self_attention(self.input_layernorm(hidden), sequence)
+        attended = self.self_attention(_normed(hidden, self.input_layernorm), sequence)
+        attended = _normed(attended, self.post_self_attn_layernorm)
         hidden = hidden + self.dropout(_times(attended, self.multiplier))
-        mapped = self.mlp(self.pre_mlp_layernorm(hidden))
+        mapped = self.mlp(_normed(hidden, self.pre_mlp_layernorm))
+        mapped = _normed(mapped, self.post_mlp_layernorm)
         out: Tensor = hidden + self.dropout(_times(mapped, self.multiplier))
         return out
 

@@ -201,13 +201,13 @@ def _layer(sizes: Sizes, unit: str, stream: str, path: str | None = None) -> lis
 
 
 def _dense_layer(sizes: Sizes, name: str, stream: str) -> list[Operation]:
-    normed = f"{name} normed again"
+    normed = _read_by_feed_forward(sizes, name)
     feed_forward = layers.mlp(sizes, f"{name}.mlp", normed, sizes.config.ffn_size)
     return _transformer_layer(sizes, name, (stream, normed), feed_forward, has_experts=False)
 
 
 def _expert_layer(sizes: Sizes, name: str, stream: str) -> list[Operation]:
-    normed, moe = f"{name} normed again", sizes.config.moe
+    normed, moe = _read_by_feed_forward(sizes, name), sizes.config.moe
     if moe is None:
         return _dense_layer(sizes, name, stream)
     feed_forward = layers.experts(sizes, moe, f"{name}.mlp", normed)
@@ -233,23 +233,45 @@ def _transformer_layer(
         has_experts: Whether they are experts.
     """
     config, (stream, normed_again) = sizes.config, streams
-    normed, middle = f"{name} normed", f"{name} middle"
+    normed, middle = f"{name} normed" if config.norms_inputs else stream, f"{name} middle"
+    attention = attention_tape(sizes, f"{name}.self_attention", normed)
+    if config.norms_inputs:
+        attention = [layers.norm(sizes, f"{name}.input_layernorm", stream, normed), *attention]
     attention = [
-        layers.norm(sizes, f"{name}.input_layernorm", stream, normed),
-        *attention_tape(sizes, f"{name}.self_attention", normed),
+        *_with_norm(sizes, attention, f"{name}.post_self_attn_layernorm"),
         *layers.dropout(sizes, f"{name}.dropout", config.hidden_dropout, f"{name} dropout"),
         Operation(path=name, makes=(middle,), forward_bytes=sizes.stream_bytes),
-        _norm_of_sum(sizes, name, middle, normed_again, is_kept=not sizes.compiled or has_experts),
     ]
+    if config.norms_inputs:
+        is_kept = not sizes.compiled or has_experts
+        attention.append(_norm_of_sum(sizes, name, middle, normed_again, is_kept=is_kept))
     again = f"{name} dropout again"
     output = Operation(path=name, makes=(f"{name} output",), forward_bytes=sizes.stream_bytes)
     dropped = layers.dropout(sizes, f"{name}.dropout", config.hidden_dropout, again)
+    feed_forward = _with_norm(sizes, feed_forward, f"{name}.post_mlp_layernorm")
     feed_forward = [*feed_forward, *dropped, output]
     if not sizes.compiled:
         return [*attention, *feed_forward]
     # Experts end a graph.
     graphs = [attention, feed_forward] if has_experts else [[*attention, *feed_forward]]
     return [one for graph in graphs for one in compiled(graph)]
+
+
+def _read_by_feed_forward(sizes: Sizes, name: str) -> str:
+    """Return the name of the stream that the feed-forward of a layer reads."""
+    return f"{name} normed again" if sizes.config.norms_inputs else f"{name} middle"
+
+
+def _with_norm(sizes: Sizes, operations: list[Operation], path: str) -> list[Operation]:
+    """Return operations and the norm of their output, if outputs are normed."""
+    if not sizes.config.norms_outputs:
+        return operations
+    channels = sizes.sharded_tokens * sizes.config.hidden_size
+    output = operations[-1].makes[0]
+    norm = layers.norm_of(
+        sizes, path, output, f"{path} out", channels=channels, element=sizes.element
+    )
+    return [*operations, norm]
 
 
 LEDGERS: Mapping[str, Callable[[Sizes, str, str], list[Operation]]]

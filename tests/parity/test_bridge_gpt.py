@@ -37,7 +37,7 @@ EXPERTS = ("mixtral", "qwen3-moe", "qwen2-moe", "olmoe", "deepseek", "kimi")
 FEW = [
     ("llama", "tp2 x pp2"), ("qwen2", "pp2"), ("qwen3", "fsdp"), ("mistral", "cp2"),
     ("gpt2", "tp2"), ("qwen2-moe", "ep2"), ("deepseek-v3", "ep2 x pp2"),
-    ("granite", "tp2 x pp2"),
+    ("granite", "tp2 x pp2"), ("olmo2", "tp2"),
 ]  # fmt: skip
 
 

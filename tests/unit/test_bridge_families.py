@@ -116,6 +116,7 @@ def _other(field: str, said: dict[str, Any]) -> Any:
         "activation": {"swiglu": "gelu", "gelu_tanh": "gelu"},
         "normalization": {"RMSNorm": "LayerNorm", "LayerNorm": "RMSNorm"},
         "position_embedding_type": {"learned_absolute": "rope"},
+        "norm_placement": {"post": "sandwich"},
         "moe.router_score_function": {"sigmoid": "sqrtsoftplus"},
         "rope_scaling.rope_type": {"llama3": "yarn", "yarn": "llama3"},
     }  # fmt: skip

@@ -27,6 +27,8 @@ MODELS: dict[str, dict[str, Any]] = {
     },
     "windows": {"window_size": (8, 0)},
     "multipliers": {"residual_multiplier": 0.4, "softmax_scale": 0.2},
+    "norms behind": {"norm_placement": "post"},
+    "norms before and behind": {"norm_placement": "sandwich"},
     "windows, learned positions": {
         "window_size": (8, 0), "position_embedding_type": "learned_absolute",
     },

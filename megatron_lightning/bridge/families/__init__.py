@@ -12,6 +12,7 @@ from megatron_lightning.bridge.families.granite import Granite
 from megatron_lightning.bridge.families.llama import Llama
 from megatron_lightning.bridge.families.mistral import Mistral
 from megatron_lightning.bridge.families.mixtral import Mixtral
+from megatron_lightning.bridge.families.olmo2 import Olmo2
 from megatron_lightning.bridge.families.phi import Phi3
 from megatron_lightning.bridge.families.qwen import Qwen2, Qwen3
 from megatron_lightning.bridge.families.qwen_moe import Olmoe, Qwen2Moe, Qwen3Moe
@@ -21,7 +22,7 @@ from megatron_lightning.errors import ConfigError
 
 _ALL: tuple[type[Family], ...] = (
     Llama, Mistral, Qwen2, Qwen3, Phi3, GPT2, Mixtral, Qwen3Moe, Qwen2Moe, Olmoe, DeepseekV2,
-    DeepseekV3, Granite,
+    DeepseekV3, Granite, Olmo2,
 )  # fmt: skip
 FAMILIES: Mapping[str, type[Family]] = MappingProxyType(
     {family.__name__.lower(): family for family in _ALL}

@@ -1,0 +1,20 @@
+"""OLMo 2: Llama with norms behind attention and feed-forward, and of all heads together."""
+
+from megatron_lightning.bridge.families.llama import OURS, SETTINGS, THEIRS, WEIGHTS
+from megatron_lightning.bridge.families.qwen import HEAD_NORMS
+from megatron_lightning.bridge.rules import Family, table
+from megatron_lightning.bridge.settings import Constant, Rope
+
+
+class Olmo2(Family):
+    """``Olmo2ForCausalLM``."""
+
+    architecture = "Olmo2ForCausalLM"
+    settings = (
+        *SETTINGS, Rope(), Constant("norm_placement", "post"), Constant("qk_layernorm", True),
+        Constant("qk_layernorm_per_head", False),
+    )  # fmt: skip
+    weights = table(WEIGHTS, HEAD_NORMS, {
+        f"{OURS}.post_self_attn_layernorm.weight": f"{THEIRS}.post_attention_layernorm.weight",
+        f"{OURS}.post_mlp_layernorm.weight": f"{THEIRS}.post_feedforward_layernorm.weight",
+    })  # fmt: skip
