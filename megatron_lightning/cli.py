@@ -46,6 +46,7 @@ _USAGE = """usage: megatron-lightning COMMAND [options]
   data        show what a configuration file makes of its data
   generate    continue prompts with a trained model
   evaluate    run tasks of lm-evaluation-harness with a trained model
+  serve       answer an OpenAI client with a trained model
   checkpoint  inspect, verify, reshard, consolidate, average, prune or upcycle checkpoints
   adapters    export, import or merge LoRA adapters
   convert     export checkpoints to Hugging Face folders; verify and compare folders
@@ -134,6 +135,7 @@ _FUNCTIONS: Mapping[str, str] = types.MappingProxyType(
         "preprocess": "megatron_lightning.data.preprocess.preprocess",
         "generate": "megatron_lightning.inference.generate.generate",
         "evaluate": "megatron_lightning.inference.evaluate.evaluate",
+        "serve": "megatron_lightning.inference.serve.serve",
         "schedule": "megatron_lightning.pipeline.schedules.description.describe_schedule",
     }
 )

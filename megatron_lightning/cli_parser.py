@@ -17,7 +17,7 @@ from megatron_lightning.config.left_out import LEFT_OUT
 TRAINER_COMMANDS = ("fit", "validate", "test", "predict")
 _TYPES = ("<class '", "typing.")
 COMMANDS = (
-    *TRAINER_COMMANDS, "preprocess", "data", "generate", "evaluate", "checkpoint",
+    *TRAINER_COMMANDS, "preprocess", "data", "generate", "evaluate", "serve", "checkpoint",
     "adapters", "convert", "schedule", "plan",
 )  # fmt: skip
 _OPTIONS_OF_A_CLASS = (

@@ -1,0 +1,246 @@
+"""``megatron-lightning serve``: answer an OpenAI client with a trained model."""
+
+from __future__ import annotations
+
+import ipaddress
+import multiprocessing
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from megatron_lightning.data.tokenizers import TokenizerType
+from megatron_lightning.errors import ConfigError
+from megatron_lightning.inference.engine import Engine
+from megatron_lightning.inference.job import ModelJob
+from megatron_lightning.inference.load import Dtype, TextModel
+from megatron_lightning.inference.options import EngineOptions
+from megatron_lightning.inference.text import Codec
+from megatron_lightning.parallel.layout import ParallelLayout
+
+_KEY = "MEGATRON_LIGHTNING_API_KEY"
+_LOOPBACK = frozenset(("localhost", "127.0.0.1", "::1"))
+
+
+def serve(  # noqa: PLR0917  # every one is an option of the command line
+    checkpoint: str,
+    host: str = "127.0.0.1",
+    port: int = 8000,
+    name: str | None = None,
+    api_key_file: str | None = None,
+    allowed_hosts: list[str] | None = None,
+    max_queue: int = 256,
+    timeout_s: float = 600.0,
+    max_body_mib: float = 4.0,
+    tokenizer_model: str | None = None,
+    tokenizer_type: TokenizerType = "sentencepiece",
+    tensor_model_parallel_size: int = 1,
+    pipeline_model_parallel_size: int = 1,
+    virtual_pipeline_model_parallel_size: int = 1,
+    expert_model_parallel_size: int = 1,
+    expert_tensor_parallel_size: int | None = None,
+    pipeline_schedule: str | list[str] = "auto",
+    device: str = "auto",
+    dtype: Dtype = "float32",
+    max_tokens: int = 512,
+    max_requests: int = 64,
+    cache_gib: float = 1.0,
+) -> None:
+    """Serve a trained model: OpenAI's completions and chats, and a page to try prompts.
+
+    A server to look at a checkpoint, for a few users. Other addresses than those of this machine
+    need an API key, in the environment (MEGATRON_LIGHTNING_API_KEY) or in a file.
+
+    Args:
+        checkpoint: Checkpoint directory, plain Lightning .ckpt file, Hugging Face folder, or Hub
+            id.
+        host: Address to listen at.
+        port: Port to listen at.
+        name: Name of the model; leave it out for the checkpoint's.
+        api_key_file: File with the key that requests have to carry.
+        allowed_hosts: Further names under which the server is reached (the header Host).
+        max_queue: Requests that run or wait, at most; further ones are refused.
+        timeout_s: Seconds of one request.
+        max_body_mib: MiB of one request.
+        tokenizer_model: The tokenizer that made the training data; leave it out for the one that
+            came with the model.
+        tokenizer_type: sentencepiece or huggingface.
+        tensor_model_parallel_size: Ranks over which each layer's matrices are split.
+        pipeline_model_parallel_size: Ranks over which the layers are split into stages.
+        virtual_pipeline_model_parallel_size: Stages on each of those ranks.
+        expert_model_parallel_size: Ranks over which experts are divided. They are the tensor
+            parallel ones: set expert_tensor_parallel_size to 1, or as many times less.
+        expert_tensor_parallel_size: Ranks over which each expert's matrices are split; leave it out
+            for the same as tensor.
+        pipeline_schedule: As for training; determines the stages of each rank.
+        device: cpu, cuda, or auto: cuda where there is one.
+        dtype: Dtype of the weights: float32, bfloat16 or float16.
+        max_tokens: Tokens of one step over all texts; longer prompts are computed in chunks.
+        max_requests: Texts that are computed at once; others wait.
+        cache_gib: GiB for keys and values on each rank, at most.
+
+    Raises:
+        ConfigError: If the values cannot work together, or the packages are not installed.
+        CheckpointError: If the checkpoint cannot be read.
+        DataError: If the tokenizer cannot be read.
+    """
+    _check_installed()
+    key = _api_key(api_key_file)
+    if not _is_loopback(host) and key is None:
+        raise ConfigError(
+            f"host={host} is reached by others, and there is no API key. Set {_KEY} or "
+            "api_key_file, or host to 127.0.0.1."
+        )
+    job = ModelJob(
+        checkpoint=checkpoint,
+        layout=ParallelLayout(
+            tensor_model_parallel_size=tensor_model_parallel_size,
+            pipeline_model_parallel_size=pipeline_model_parallel_size,
+            virtual_pipeline_model_parallel_size=virtual_pipeline_model_parallel_size,
+            expert_model_parallel_size=expert_model_parallel_size,
+            expert_tensor_parallel_size=expert_tensor_parallel_size,
+            sequence_parallel=False,
+        ),
+        pipeline_schedule=pipeline_schedule,
+        tokenizer_model=tokenizer_model,
+        tokenizer_type=tokenizer_type,
+        device=device,
+        dtype=dtype,
+        options=EngineOptions(
+            max_tokens=max_tokens,
+            max_requests=min(max_requests, max_tokens),
+            cache_gib=cache_gib,
+        ),
+    )
+    job.check()
+    hosts = None
+    if _is_loopback(host) or allowed_hosts:
+        hosts = frozenset(
+            {*_LOOPBACK, host.strip("[]").lower(), *map(str.lower, allowed_hosts or ())}
+        )
+    settings = {
+        "host": host,
+        "port": port,
+        "max_queue": max_queue,
+        "server": {
+            "name": name or Path(checkpoint).name or checkpoint,
+            "api_key": key,
+            "hosts": hosts,
+            "max_body_bytes": int(max_body_mib * 2**20),
+            "timeout_s": timeout_s,
+        },
+    }
+    with _passed_on():
+        job.run(_serve, settings)
+
+
+def _serve(engine: TextModel, codec: Codec, settings: Any) -> None:
+    """Serve as one rank."""
+    if not isinstance(engine, Engine):
+        raise ConfigError(
+            f"a {type(engine.model).__name__} writes by its own generate, one text at a time, and "
+            "is not served. Serve its folder with vLLM, SGLang or transformers."
+        )
+    from megatron_lightning.inference.stepping import Stepping
+
+    stepping = Stepping(engine, settings["max_queue"])
+    if engine.context.rank != 0:
+        # The first rank drains, and then ends all of them.
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        stepping.run()
+        return
+    _answer(stepping, codec, settings)
+
+
+def _answer(stepping: Any, codec: Codec, settings: Any) -> None:
+    import uvicorn
+
+    from megatron_lightning.inference.server import Server, ServerSettings
+    from megatron_lightning.inference.stepping import start
+
+    server: Any = None
+
+    def on_failure() -> None:
+        if server is not None:
+            server.should_exit = True
+
+    thread = start(stepping, on_failure)
+    stepping.wait_until_ready()
+    longest = stepping.longest
+    app = Server(stepping, codec, ServerSettings(longest=longest, **settings["server"])).app()
+    config = uvicorn.Config(
+        app,
+        host=settings["host"],
+        port=settings["port"],
+        log_level="warning",
+        timeout_graceful_shutdown=int(settings["server"]["timeout_s"]),
+    )
+    server = uvicorn.Server(config)
+    if stepping.failure is None:
+        print(
+            f"megatron-lightning: serving {settings['server']['name']} at "
+            f"http://{settings['host']}:{settings['port']}/ (up to {longest} tokens a text).",
+            file=sys.stderr,
+            flush=True,
+        )
+        # The server has drained when it raises the signal again.
+        signal.signal(signal.SIGTERM, lambda *_: None)
+        server.run()
+    stepping.end()
+    thread.join()
+    if stepping.failure is not None:
+        raise stepping.failure
+
+
+@contextmanager
+def _passed_on() -> Iterator[None]:
+    """Pass SIGTERM on to the processes that were started, whose first one drains."""
+
+    def pass_on(*_: Any) -> None:
+        children = multiprocessing.active_children()
+        for child in children:
+            if child.pid is not None:
+                os.kill(child.pid, signal.SIGTERM)
+        if not children:
+            raise SystemExit(128 + signal.SIGTERM)
+
+    before = signal.signal(signal.SIGTERM, pass_on)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _check_installed() -> None:
+    try:
+        import fastapi  # noqa: F401
+        import uvicorn  # noqa: F401
+    except ImportError as error:
+        raise ConfigError(
+            f"the server needs FastAPI and uvicorn, which cannot be imported ({error}). `pip "
+            "install 'megatron_lightning[serve]'`."
+        ) from error
+
+
+def _api_key(file: str | None) -> str | None:
+    if file is None:
+        return os.environ.get(_KEY) or None
+    try:
+        key = Path(file).read_text(encoding="utf-8").strip()
+    except OSError as error:
+        raise ConfigError(f"api_key_file={file} cannot be read ({error.strerror}).") from error
+    if not key:
+        raise ConfigError(f"api_key_file={file} is empty. Write a key into it.")
+    return key
+
+
+def _is_loopback(host: str) -> bool:
+    if host.lower() in _LOOPBACK:
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False

@@ -1,0 +1,307 @@
+"""The HTTP side of ``megatron-lightning serve``: OpenAI's completions and chats, models and health.
+
+No request changes the server: there is no CORS, bodies are JSON of a limited size, and templates
+come from the tokenizer alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
+
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import JSONResponse, StreamingResponse
+
+from megatron_lightning.errors import ConfigError
+from megatron_lightning.inference import page
+from megatron_lightning.inference import scheduler as scheduling
+from megatron_lightning.inference.api_answers import Answer, Written, text_so_far
+from megatron_lightning.inference.api_requests import ApiError, ApiRequest, parse
+from megatron_lightning.inference.sampling import Sampling
+from megatron_lightning.inference.stepping import Stepping
+from megatron_lightning.inference.text import Codec
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerSettings:
+    """Limits of a server."""
+
+    name: str
+    """Name of the model."""
+    longest: int
+    """Most tokens of a prompt with its new tokens."""
+    api_key: str | None = None
+    """Key that requests have to carry; None: none is needed."""
+    hosts: frozenset[str] | None = None
+    """Names in the header Host that are answered; None: all."""
+    max_body_bytes: int = 4 << 20
+    timeout_s: float = 600.0
+    """Time of one request."""
+
+
+class Reader:
+    """Follows one request of the engine from an event loop.
+
+    Args:
+        stepping: The engine's thread.
+        tokens: Token ids.
+        sampling: How tokens are chosen.
+        num_scored: Last tokens that are scored.
+    """
+
+    def __init__(
+        self, stepping: Stepping, tokens: list[int], sampling: Sampling, num_scored: int = 0
+    ) -> None:
+        self._stepping = stepping
+        self._loop = asyncio.get_running_loop()
+        self._states: asyncio.Queue[Written | None] = asyncio.Queue()
+        self.last = Written()
+        """What the request has so far."""
+        try:
+            self._number = stepping.add(tokens, sampling, num_scored, self._tell)
+        except ConfigError as error:
+            raise ApiError(503, str(error)) from error
+
+    def _tell(self, request: scheduling.Request | None) -> None:
+        """Pass a copy of the request's state on; called from the stepping thread."""
+        state = None
+        if request is not None:
+            new = list(request.new_tokens)
+            state = Written(new, list(request.logprobs), list(request.best), request.reason)
+        self._loop.call_soon_threadsafe(self._states.put_nowait, state)
+
+    async def states(self, deadline: float) -> AsyncIterator[Written]:
+        """Yield the states of the request up to its end.
+
+        Raises:
+            ApiError: If the engine has failed, or time is over.
+        """
+        while self.last.reason is None:
+            try:
+                left = max(0.0, deadline - time.monotonic())
+                state = await asyncio.wait_for(self._states.get(), left)
+            except asyncio.TimeoutError as error:
+                raise ApiError(504, "the request took longer than this server allows.") from error
+            if state is None:
+                raise ApiError(503, "the engine has ended, and with it this request.")
+            self.last = state
+            yield state
+
+    async def end(self, deadline: float) -> Written:
+        """Return the last state."""
+        async for _ in self.states(deadline):
+            pass
+        return self.last
+
+    def give_up(self) -> None:
+        """End the request, unless it has ended."""
+        if self.last.reason is None:
+            self._stepping.give_up(self._number)
+
+
+class Server:
+    """Answers requests.
+
+    Args:
+        stepping: The engine's thread.
+        codec: The tokenizer.
+        settings: Limits.
+    """
+
+    def __init__(self, stepping: Stepping, codec: Codec, settings: ServerSettings) -> None:
+        self._stepping = stepping
+        self._codec = codec
+        self._settings = settings
+
+    def app(self) -> FastAPI:
+        """Return the application."""
+        app = FastAPI(title="megatron-lightning", docs_url=None, redoc_url=None, openapi_url=None)
+        app.middleware("http")(self._guard)
+        app.add_exception_handler(ApiError, _failed)
+        for path, text, kind in (
+            ("/", page.HTML, "text/html"),
+            ("/page.css", page.CSS, "text/css"),
+            ("/page.js", page.JAVASCRIPT, "text/javascript"),
+        ):
+            app.get(path)(_page(text, kind))
+        app.get("/health")(self._health)
+        app.get("/v1/models")(self._models)
+        app.get("/v1/models/{name:path}")(self._model)
+        app.post("/v1/completions")(self._completions)
+        app.post("/v1/chat/completions")(self._chat)
+        return app
+
+    async def _guard(
+        self, request: Request, answer: Callable[[Request], Awaitable[Response]]
+    ) -> Response:
+        """Refuse foreign hosts, and requests without the key."""
+        settings = self._settings
+        host = request.headers.get("host", "")
+        name = host.rpartition(":")[0] if host.rpartition(":")[2].isdigit() else host
+        if settings.hosts is not None and name.strip("[]").lower() not in settings.hosts:
+            message = f"the header Host is {host!r}, which this server does not answer."
+            return _answer_of(ApiError(403, message))
+        if settings.api_key is not None and request.url.path.startswith("/v1/"):
+            given = request.headers.get("authorization", "").removeprefix("Bearer ")
+            if not hmac.compare_digest(given.encode(), settings.api_key.encode()):
+                return _answer_of(ApiError(401, "the API key is missing or wrong."))
+        response = await answer(request)
+        response.headers["X-Content-Type-Options"] = "nosniff"
+        return response
+
+    async def _health(self) -> Response:
+        if self._stepping.failure is not None:
+            return _answer_of(ApiError(503, "the engine has failed."))
+        return JSONResponse({"status": "ok"})
+
+    async def _models(self) -> dict[str, Any]:
+        return {"object": "list", "data": [self._described()]}
+
+    async def _model(self, name: str) -> dict[str, Any]:
+        if name != self._settings.name:
+            raise ApiError(404, f"there is no model {name!r}.", "model")
+        return self._described()
+
+    def _described(self) -> dict[str, Any]:
+        settings = self._settings
+        return {
+            "id": settings.name,
+            "object": "model",
+            "created": 0,
+            "owned_by": "megatron-lightning",
+            "max_model_len": settings.longest,
+        }
+
+    async def _completions(self, request: Request) -> Response:
+        return await self._answer(request, is_chat=False)
+
+    async def _chat(self, request: Request) -> Response:
+        return await self._answer(request, is_chat=True)
+
+    async def _answer(self, http: Request, *, is_chat: bool) -> Response:
+        settings = self._settings
+        body = await self._body(http)
+        if self._stepping.is_full:
+            raise ApiError(429, "too many requests wait. Try again later.")
+        request = parse(
+            body, self._codec, name=settings.name, longest=settings.longest, is_chat=is_chat
+        )
+        answer = Answer(request, settings.name, self._codec)
+        deadline = time.monotonic() + settings.timeout_s
+        if request.stream:
+            if request.echo or request.logprobs:
+                raise ApiError(400, "echo and logprobs are for answers without stream.", "stream")
+            readers = self._readers(request)
+            events = self._events(request, answer, readers, deadline)
+            return StreamingResponse(events, media_type="text/event-stream")
+        return await self._whole(http, request, answer, deadline)
+
+    async def _body(self, http: Request) -> Any:
+        """Return the JSON of a request.
+
+        Raises:
+            ApiError: If it is too large, or no JSON.
+        """
+        limit = self._settings.max_body_bytes
+        if http.headers.get("content-type", "").partition(";")[0].strip() != "application/json":
+            raise ApiError(415, "the body has to be application/json.")
+        content = bytearray()
+        async for part in http.stream():
+            content += part
+            if len(content) > limit:
+                raise ApiError(413, f"the body is larger than {limit:,} bytes.")
+        try:
+            return json.loads(content)
+        except (ValueError, RecursionError) as error:
+            raise ApiError(400, f"the body is no JSON ({error}).") from error
+
+    def _readers(self, request: ApiRequest) -> list[Reader]:
+        """Begin to write; prompt i draws from the seed plus i."""
+        sampling = vars(request.sampling)
+        readers: list[Reader] = []
+        for index, prompt in enumerate(request.prompts if request.writes else ()):
+            own = Sampling(**{**sampling, "seed": request.sampling.seed + index})
+            readers.append(Reader(self._stepping, prompt, own))
+        return readers
+
+    async def _whole(
+        self, http: Request, request: ApiRequest, answer: Answer, deadline: float
+    ) -> Response:
+        readers = self._readers(request)
+        scorers: list[Reader | None] = [None] * len(request.prompts)
+        if request.echo and request.logprobs:
+            plain = Sampling()
+            scorers = [
+                Reader(self._stepping, prompt, plain, len(prompt) - 1) if len(prompt) > 1 else None
+                for prompt in request.prompts
+            ]
+        everyone = [reader for reader in (*readers, *scorers) if reader is not None]
+        gone = asyncio.ensure_future(_disconnected(http))
+        work = asyncio.gather(*(reader.end(deadline) for reader in everyone))
+        try:
+            await asyncio.wait({gone, work}, return_when=asyncio.FIRST_COMPLETED)
+            if not work.done():
+                return Response(status_code=499)  # nobody reads it
+            work.result()
+        finally:
+            gone.cancel()
+            work.cancel()
+            for reader in everyone:
+                reader.give_up()
+        texts = [reader.last for reader in readers] or [
+            Written(reason="length") for _ in request.prompts
+        ]
+        prompts = [None if scorer is None else scorer.last for scorer in scorers]
+        return JSONResponse(answer.whole(prompts, texts))
+
+    async def _events(
+        self, request: ApiRequest, answer: Answer, readers: list[Reader], deadline: float
+    ) -> AsyncIterator[str]:
+        """Yield the pieces of a stream, one text after the other; readers that leave end them."""
+        try:
+            for index, reader in enumerate(readers):
+                sent, first = 0, True
+                async for written in reader.states(deadline):
+                    text = text_so_far(written, request.sampling.stop, self._codec)
+                    if len(text) > sent or written.reason is not None:
+                        piece = answer.piece(index, text[sent:], written.reason, first=first)
+                        yield _event(piece)
+                        sent, first = max(sent, len(text)), False
+            if request.usage_in_stream:
+                yield _event(answer.last_piece([reader.last for reader in readers]))
+            yield "data: [DONE]\n\n"
+        except ApiError as error:
+            yield _event(error.body)
+        finally:
+            for reader in readers:
+                reader.give_up()
+
+
+def _event(value: dict[str, Any]) -> str:
+    return f"data: {json.dumps(value, ensure_ascii=False)}\n\n"
+
+
+async def _disconnected(http: Request) -> None:
+    while not await http.is_disconnected():
+        await asyncio.sleep(0.2)
+
+
+def _page(text: str, kind: str) -> Callable[[], Awaitable[Response]]:
+    async def answer() -> Response:
+        policy = "default-src 'self'; frame-ancestors 'none'"
+        return Response(text, media_type=kind, headers={"Content-Security-Policy": policy})
+
+    return answer
+
+
+def _answer_of(error: ApiError) -> JSONResponse:
+    return JSONResponse(error.body, status_code=error.status)
+
+
+async def _failed(_: Request, error: Exception) -> Response:
+    return _answer_of(error if isinstance(error, ApiError) else ApiError(500, str(error)))

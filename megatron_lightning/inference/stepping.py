@@ -1,0 +1,175 @@
+"""Steps of an engine that serves: one thread a rank.
+
+The first rank tells the others which requests are new and which are given up, so that all ranks run
+the same scheduler. While nothing is to be done, the first rank sleeps, and the others wait for its
+next message.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron_lightning.errors import ConfigError
+from megatron_lightning.inference.engine import Engine
+from megatron_lightning.inference.sampling import Sampling
+from megatron_lightning.inference.scheduler import Request, Scheduler
+
+_HEARTBEAT_S = 10.0  # well below the time after which idle collectives fail
+_STEPS = 4  # of a pipeline's run, after which new requests are seen
+
+
+@dataclass(frozen=True)
+class Order:
+    """A request as it travels to other ranks."""
+
+    number: int
+    tokens: list[int]
+    sampling: Sampling
+    num_scored: int
+
+
+@dataclass
+class News:
+    """What the first rank tells the others."""
+
+    orders: list[Order] = field(default_factory=list)
+    given_up: list[int] = field(default_factory=list)
+    stops: bool = False
+
+
+Sink = Callable[[Request | None], object]
+"""Called from the stepping thread with the request after each step; None: the engine has failed."""
+
+
+class Stepping:
+    """Runs requests of other threads.
+
+    Args:
+        engine: The engine of one replica.
+        max_queue: Requests that run or wait, at most.
+    """
+
+    def __init__(self, engine: Engine, max_queue: int) -> None:
+        self.engine = engine
+        self.failure: BaseException | None = None
+        """Why no request is taken any more; None: all is well."""
+        self._max_queue = max_queue
+        self._news = News()
+        self._sinks: dict[int, Sink] = {}
+        self._numbers = itertools.count()
+        self._wake = threading.Condition()
+        self._ready = threading.Event()
+        self.longest = engine.longest
+        """Most tokens of a text that model and cache can hold; known when the engine is ready."""
+
+    @property
+    def is_full(self) -> bool:
+        """Whether no further request is taken now."""
+        return len(self._sinks) >= self._max_queue
+
+    def add(self, tokens: list[int], sampling: Sampling, num_scored: int, sink: Sink) -> int:
+        """Run a request; return its number.
+
+        Raises:
+            ConfigError: If the engine has failed or ends.
+        """
+        with self._wake:
+            if self.failure is not None or self._news.stops:
+                raise ConfigError("the server ends, and takes no further request.")
+            number = next(self._numbers)
+            self._sinks[number] = sink
+            self._news.orders.append(Order(number, tokens, sampling, num_scored))
+            self._wake.notify()
+        return number
+
+    def give_up(self, number: int) -> None:
+        """Give a request up: nobody reads its text."""
+        with self._wake:
+            if self._sinks.pop(number, None) is not None:
+                self._news.given_up.append(number)
+                self._wake.notify()
+
+    def wait_until_ready(self) -> None:
+        """Wait until the engine takes requests, or has failed."""
+        self._ready.wait()
+
+    def end(self) -> None:
+        """End the threads of all ranks after the step at hand."""
+        with self._wake:
+            self._news.stops = True
+            self._wake.notify()
+
+    def run(self) -> None:
+        """Step until the first rank ends; the body of the thread of every rank."""
+        try:
+            with self.engine.active() as scheduler:
+                self.longest = min(self.longest, scheduler.allocator.capacity)
+                self._ready.set()
+                self._run(scheduler)
+        except BaseException as error:
+            self.failure = error
+            raise
+        finally:
+            self._ready.set()
+            with self._wake:
+                sinks, self._sinks = list(self._sinks.values()), {}
+            for sink in sinks:
+                sink(None)
+
+    def _run(self, scheduler: Scheduler) -> None:
+        world, live = self.engine.context.axis("world"), dict[int, Request]()
+        while True:
+            news = self._collect(is_busy=bool(live)) if self.engine.context.rank == 0 else News()
+            news = world.broadcast_object(news)
+            if news.stops:
+                return
+            for order in news.orders:
+                live[order.number] = self.engine.requests.one(
+                    order.tokens,
+                    sampling=order.sampling,
+                    num_scored=order.num_scored,
+                )
+                scheduler.add(live[order.number])
+            for number in news.given_up:
+                if number in live:
+                    scheduler.abort(live.pop(number))
+            if live:
+                self.engine.step(_STEPS)
+                self._report(live)
+
+    def _collect(self, *, is_busy: bool) -> News:
+        """Return what is new; wait for something while there is nothing to do."""
+        with self._wake:
+            if not (is_busy or self._news.orders or self._news.given_up or self._news.stops):
+                self._wake.wait(_HEARTBEAT_S)
+            news, self._news = self._news, News(stops=self._news.stops)
+            return news
+
+    def _report(self, live: dict[int, Request]) -> None:
+        """Tell readers how far their requests are; forget those that have ended."""
+        for number, request in list(live.items()):
+            sink = self._sinks.get(number)
+            if sink is not None:
+                sink(request)
+            if request.reason is not None:
+                del live[number]
+                self._sinks.pop(number, None)
+
+
+def start(stepping: Stepping, on_failure: Callable[[], Any]) -> threading.Thread:
+    """Run the steps in a thread; ``on_failure`` is called if they fail."""
+
+    def body() -> None:
+        try:
+            stepping.run()
+        except BaseException:
+            on_failure()
+            raise
+
+    thread = threading.Thread(target=body, name="megatron-lightning-steps", daemon=True)
+    thread.start()
+    return thread
