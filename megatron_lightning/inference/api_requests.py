@@ -150,7 +150,7 @@ def _check_names(body: Mapping[str, Any]) -> None:
 
 
 def _prompts(body: Mapping[str, Any], codec: Codec) -> list[list[int]]:
-    prompt = body.get("prompt")
+    prompt: Any = body.get("prompt")
     if isinstance(prompt, str):
         return [codec.encode(prompt)]
     if _are_ids(prompt):

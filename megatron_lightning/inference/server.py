@@ -241,8 +241,8 @@ class Server:
                 for prompt in request.prompts
             ]
         everyone = [reader for reader in (*readers, *scorers) if reader is not None]
-        gone = asyncio.ensure_future(_disconnected(http))
-        work = asyncio.gather(*(reader.end(deadline) for reader in everyone))
+        gone: asyncio.Future[Any] = asyncio.ensure_future(_disconnected(http))
+        work: asyncio.Future[Any] = asyncio.gather(*(reader.end(deadline) for reader in everyone))
         try:
             await asyncio.wait({gone, work}, return_when=asyncio.FIRST_COMPLETED)
             if not work.done():
