@@ -16,7 +16,7 @@ from typing_extensions import override
 from megatron_lightning.assembly.part import Part
 from megatron_lightning.config.value_checks import check_kind
 from megatron_lightning.errors import ConfigError
-from megatron_lightning.optim.gradients.codes import Coder
+from megatron_lightning.optim.gradients.quantized_data import Quantizer
 from megatron_lightning.parallel.context import ParallelContext
 from megatron_lightning.precision.backends import Backend, Chosen, choose_backend
 from megatron_lightning.precision.native import find_gpu
@@ -211,13 +211,15 @@ def quantizing(precision: Precision | None) -> MegatronFP8Precision | None:
     return precision if isinstance(precision, MegatronFP8Precision) else None
 
 
-def kept_as_codes(module: pl.LightningModule, part: Part, precision: Precision) -> dict[str, Coder]:
-    """Return the coders of the parameters that are kept as quantized data, by name; tied ones have
-    copies that are not.
+def kept_quantized(
+    module: pl.LightningModule, part: Part, precision: Precision
+) -> dict[str, Quantizer]:
+    """Return quantizers of the parameters that are kept as quantized data, by name. Tied parameters
+    have copies that are not.
     """
     plugin = quantizing(precision)
     if plugin is None or plugin.layers is None:
         return {}
     tied = {*part.tied, *part.tied.values()}
-    coders = plugin.layers.weight_coders(module)
-    return {name: coder for name, coder in coders.items() if name not in tied}
+    quantizers = plugin.layers.weight_quantizers(module)
+    return {name: quantizer for name, quantizer in quantizers.items() if name not in tied}

@@ -71,7 +71,7 @@ from megatron_lightning.strategies.checks.plugins import check_layer_sync
 from megatron_lightning.strategies.launch.failures import AgreedStop
 from megatron_lightning.strategies.launch.hooks import LaunchHooks
 from megatron_lightning.strategies.launch.launcher import make_launcher
-from megatron_lightning.strategies.launch.ranks import Ranks
+from megatron_lightning.strategies.launch.ranks import ProcessGroups
 from megatron_lightning.strategies.launch.restarts import Starts
 from megatron_lightning.strategies.launch.torchrun import sizes_of_torchrun
 from megatron_lightning.strategies.options import StrategyOptions
@@ -199,7 +199,7 @@ class MegatronStrategy(SetupHooks, StepHooks, CheckpointHooks):
             timeout=timedelta(seconds=timeout_s),
         )
         self.progress = Progress()
-        self.ranks = Ranks(
+        self.ranks = ProcessGroups(
             layout,
             backend=process_group_backend,
             timeout=self.options.timeout,

@@ -16,7 +16,7 @@ from megatron_lightning.errors import ConfigError
 from megatron_lightning.parallel.context import ParallelContext
 from megatron_lightning.parallel.layout import ParallelLayout
 from megatron_lightning.pipeline.executor import PipelineExecutor
-from megatron_lightning.strategies.launch.ranks import Ranks, is_default
+from megatron_lightning.strategies.launch.ranks import ProcessGroups, is_default
 from megatron_lightning.strategies.launch.restarts import Starts
 from megatron_lightning.strategies.options import StrategyOptions
 from megatron_lightning.strategies.progress import Progress
@@ -38,7 +38,7 @@ class RankHooks(ParallelStrategy):
     """All that the user set."""
     progress: Progress
     """Samples and steps counted."""
-    ranks: Ranks
+    ranks: ProcessGroups
     """Groups, collectives and failure watch."""
     run: Run | None
     """The fit, validate, test or predict that runs now, or ran last."""

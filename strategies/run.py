@@ -38,8 +38,8 @@ from megatron_lightning.strategies.checkpoint.checkpoints import Checkpoints
 from megatron_lightning.strategies.checks.attention_kernels import report_attention
 from megatron_lightning.strategies.engines import live_engine
 from megatron_lightning.strategies.folders import LiveFolder
-from megatron_lightning.strategies.fp8 import kept_as_codes, quantizing
-from megatron_lightning.strategies.launch.ranks import Ranks
+from megatron_lightning.strategies.fp8 import kept_quantized, quantizing
+from megatron_lightning.strategies.launch.ranks import ProcessGroups
 from megatron_lightning.strategies.lightning_internals import connector_of, hide_sync_advice
 from megatron_lightning.strategies.module import (
     assemble_module,
@@ -53,11 +53,11 @@ from megatron_lightning.strategies.module import (
 from megatron_lightning.strategies.options import StrategyOptions
 from megatron_lightning.strategies.progress import Progress
 from megatron_lightning.strategies.step.dataloaders import skipped_samples
-from megatron_lightning.strategies.step.native import NativeSteps
-from megatron_lightning.strategies.step.pipelined import PipelinedSteps
-from megatron_lightning.strategies.step.scope import Scope
+from megatron_lightning.strategies.step.native import NativeStepRunner
+from megatron_lightning.strategies.step.pipelined import PipelinedStepRunner
+from megatron_lightning.strategies.step.run_context import RunContext
 from megatron_lightning.strategies.step.shared_loader import shared_loader
-from megatron_lightning.strategies.step.steps import Steps
+from megatron_lightning.strategies.step.step_runner import StepRunner
 from megatron_lightning.strategies.step.training import Training
 from megatron_lightning.strategies.step.transfer import BatchCopies
 from megatron_lightning.strategies.step.validation_clock import ValidationClock
@@ -80,7 +80,7 @@ class Run:
     def __init__(
         self,
         module: pl.LightningModule,
-        ranks: Ranks,
+        ranks: ProcessGroups,
         options: StrategyOptions,
         progress: Progress,
         *,
@@ -106,7 +106,7 @@ class Run:
             self._draws = previous._draws.of_next_run()
         self._training: Training | None = None if previous is None else previous._training
         self._fits = False
-        self._steps: Steps | None = None
+        self._steps: StepRunner | None = None
         self._pipeline_executor: PipelineExecutor | None = (
             None if previous is None else previous._pipeline_executor
         )
@@ -194,8 +194,8 @@ class Run:
                 caches_weights=self._part.units is None,
             )
         if self._part.units is not None:
-            coders = kept_as_codes(self.module, self._part, precision)
-            self._part.units.codes.keep(self._part.units.units, coders)
+            quantizers = kept_quantized(self.module, self._part, precision)
+            self._part.units.codes.keep(self._part.units.units, quantizers)
 
     # ---------------------------------------------------------------------------------------- setup
 
@@ -263,13 +263,13 @@ class Run:
             SavingGuard.attach(self._own_state(), PartWarning())
         scope, training = self._scope(precision), self._training if self._fits else None
         if self._options.is_native:
-            self._steps = NativeSteps(scope, training)
+            self._steps = NativeStepRunner(scope, training)
         else:
-            self._steps = PipelinedSteps(scope, training, self.executor)
+            self._steps = PipelinedStepRunner(scope, training, self.executor)
         self._record_equal()
 
-    def _scope(self, precision: Precision) -> Scope:
-        return Scope(
+    def _scope(self, precision: Precision) -> RunContext:
+        return RunContext(
             module=self.module,
             part=self.part,
             context=self._ranks.context,
@@ -302,7 +302,7 @@ class Run:
     # ---------------------------------------------------------------------------------------- steps
 
     @property
-    def steps(self) -> Steps:
+    def steps(self) -> StepRunner:
         """Runs batches.
 
         Raises:

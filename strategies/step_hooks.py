@@ -105,7 +105,7 @@ class StepHooks(RankHooks):
         )
         self._running.checkpoints.state.restore_position(self.module.trainer)
         self._running.steps.begin_training()
-        self._running.training.keep_codes()
+        self._running.training.keep_quantized()
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
@@ -140,7 +140,7 @@ class StepHooks(RankHooks):
         self.starts.end(self.module.trainer)
         self._running.steps.end_training()
         self._running.share_written()
-        self._running.training.accumulation.gather.drop_codes()
+        self._running.training.accumulation.gather.drop_quantized()
         self._running.share_buffers()
         self._running.check_replicas()
 

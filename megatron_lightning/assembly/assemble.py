@@ -52,7 +52,7 @@ class _Record(NamedTuple):
     """As in :class:`Part`, like the fields below."""
     stages: tuple[tuple[str, ...], ...]
     """Unit paths of every stage; empty with one stage."""
-    everywhere: frozenset[str]
+    replicated_over_pp: frozenset[str]
     names: tuple[str, ...]
     num_parameters: int
     shards_sequence: bool
@@ -98,7 +98,7 @@ def assemble(
         # Last, so that a rank never holds more than its shards and one full parameter.
         materialize(module, context.device)
     stages = () if partition is None else partition.stages
-    everywhere = frozenset[str]() if partition is None else partition.everywhere
+    replicated_over_pp = frozenset[str]() if partition is None else partition.replicated_over_pp
     shards_sequence = context.sp and plans.shards_sequence
     module.__dict__[_RECORD] = _Record(
         context.layout,
@@ -107,7 +107,7 @@ def assemble(
         context.context_options,
         path,
         stages,
-        everywhere,
+        replicated_over_pp,
         names,
         num_parameters,
         shards_sequence,
@@ -154,7 +154,7 @@ def reattach(
             module.get_submodule(record.path),
             record.stages,
             own,
-            record.everywhere,
+            record.replicated_over_pp,
             has_all_units=False,
         )
     part = describe_part(module, record.names, record.num_parameters, record.path, partition)
@@ -206,9 +206,9 @@ def _partition(
     """
     if context.layout.num_stages == 1:
         return None, None
-    path, pipelined, stages, everywhere = find_stages(module, placement, options)
+    path, pipelined, stages, replicated_over_pp = find_stages(module, placement, options)
     own = placement.stages_of(context.pp.rank)
-    return path, StagePartition(pipelined, stages, own, everywhere)
+    return path, StagePartition(pipelined, stages, own, replicated_over_pp)
 
 
 def parallelize_models(

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from megatron_lightning.assembly.replicas import diverged, fingerprint
 from megatron_lightning.errors import ShardingError
-from megatron_lightning.layers.gemm import is_code
+from megatron_lightning.layers.gemm import is_quantized
 from megatron_lightning.parallel.context import AxisGroup, ParallelContext
 from megatron_lightning.parallel.spec import ShardSpec
 
@@ -63,7 +63,7 @@ def equal_shards(
     dense = {
         name: parameter
         for name, parameter in module.named_parameters()
-        if name in specs and not specs[name].is_expert and not is_code(parameter.dtype)
+        if name in specs and not specs[name].is_expert and not is_quantized(parameter.dtype)
     }
     over_tp = {
         name: parameter.to_local() if isinstance(parameter, DTensor) else parameter

@@ -78,7 +78,7 @@ def shard_units(
         module,
         {stage: sharded.units for stage, sharded in found.items()},
         root=root,
-        excluded={*tied, *part.everywhere},
+        excluded={*tied, *part.replicated_over_pp},
         full={n: why for sharded in found.values() for n, why in sharded.full.items()},
         specs=part.specs,
         context=context,

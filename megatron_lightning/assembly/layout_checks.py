@@ -64,7 +64,7 @@ class Stages(NamedTuple):
     """The pipelined module."""
     units: tuple[tuple[str, ...], ...]
     """Unit paths of every stage."""
-    everywhere: frozenset[str]
+    replicated_over_pp: frozenset[str]
     """Parameters of units that every rank keeps, since several stages use them."""
 
 
@@ -89,7 +89,7 @@ def find_stages(module: nn.Module, placement: Placement, options: PipelineOption
         raise
     if uses is not None:
         check_boundaries(uses, names, _starts(stages))
-    return Stages(path, pipelined, stages, _everywhere(pipelined, stages, placement, uses))
+    return Stages(path, pipelined, stages, _replicated_over_pp(pipelined, stages, placement, uses))
 
 
 def _starts(stages: Sequence[Sequence[str]]) -> list[int]:
@@ -97,7 +97,7 @@ def _starts(stages: Sequence[Sequence[str]]) -> list[int]:
     return [0, *accumulate(map(len, stages[:-1]))]
 
 
-def _everywhere(
+def _replicated_over_pp(
     module: nn.Module,
     stages: Sequence[Sequence[str]],
     placement: Placement,
@@ -153,7 +153,7 @@ def check_shared(
     Raises:
         ConfigError: Naming the parameter.
     """
-    for name in sorted(partition.everywhere) if tensor_size > 1 else ():
+    for name in sorted(partition.replicated_over_pp) if tensor_size > 1 else ():
         owner = ".".join(filter(None, [path, name.rpartition(".")[0]]))
         for root, plan in plans.items():
             prefix = f"{root}." if root else ""

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from megatron_lightning.assembly.module_shards import ModuleState
 from megatron_lightning.checkpoint.memory_source import MemorySource
 from megatron_lightning.checkpoint.stored_tensor import StoredTensor
-from megatron_lightning.layers.gemm import is_code
+from megatron_lightning.layers.gemm import is_quantized
 
 _MARK = "_megatron_full_state_loading"
 
@@ -75,7 +75,7 @@ def _own_part(state: ModuleState, name: str, own: Tensor, value: Tensor) -> Tens
         or value.shape != own.shape
         or (isinstance(own, DTensor) and not isinstance(value, DTensor))
     )
-    if not is_full or is_code(own.dtype) or value.shape != state.spec(name, own).global_shape:
+    if not is_full or is_quantized(own.dtype) or value.shape != state.spec(name, own).global_shape:
         return value
     shards = state.copy_shards(name, name, own)
     MemorySource(None, {name: value}).read([(name, shard) for shard in shards.shards])

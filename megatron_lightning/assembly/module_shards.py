@@ -22,7 +22,7 @@ from megatron_lightning.checkpoint.format.naming import OWN
 from megatron_lightning.checkpoint.memory_source import MemorySource
 from megatron_lightning.checkpoint.stored_tensor import StoredTensor
 from megatron_lightning.errors import CheckpointError
-from megatron_lightning.layers.gemm import is_code
+from megatron_lightning.layers.gemm import is_quantized
 from megatron_lightning.layers.styles import VocabParallel
 from megatron_lightning.optim.fsdp.sharded_unit import local_part
 from megatron_lightning.optim.gradients.parameter_shard import MainShard
@@ -51,7 +51,7 @@ class ModuleState:
             name: Parameter or buffer of the module that the tensor is, or is a copy of.
             tensor: Local values: the tensor-parallel shard, or with FSDP2 rows of that.
         """
-        if name in self.main and is_code(tensor.dtype):
+        if name in self.main and is_quantized(tensor.dtype):
             spec, main = self.spec(name, tensor), self.main[name]
             held, replicas = main.shards(spec), main.groups.replicas
             writes = is_writer(spec, self.context)

@@ -35,7 +35,7 @@ class Part:
     stage_of_unit: dict[str, int] = field(default_factory=dict)
     """Path of a pipeline unit on this rank -> its stage; names outside of the units are on every
     pipeline rank."""
-    everywhere: frozenset[str] = frozenset()
+    replicated_over_pp: frozenset[str] = frozenset()
     """Names of parameters in units that are on every pipeline rank all the same."""
     stage_of: dict[str, int] = field(default_factory=dict)
     """Name of a parameter -> the one stage of this rank that uses it; parameters that several may
@@ -61,7 +61,9 @@ class Part:
         """Return whether a parameter or buffer belongs to a pipeline unit, so that only this
         pipeline rank holds it.
         """
-        return name not in self.everywhere and _stage_of(name, self.stage_of_unit) is not None
+        return (
+            name not in self.replicated_over_pp and _stage_of(name, self.stage_of_unit) is not None
+        )
 
     def describes(self, module: nn.Module) -> bool:
         """Return whether the module still has these parameters; hooks may have added or rebuilt
@@ -82,16 +84,16 @@ def describe_part(
     :class:`Part`.
     """
     specs, stage_of_unit = named_shard_specs(module), {}
-    everywhere: frozenset[str] = frozenset()
+    replicated_over_pp: frozenset[str] = frozenset()
     if partition is not None:
         prefix = f"{path}." if path else ""
         stage_of_unit = {
             prefix + unit: stage for stage in partition.own for unit in partition.stages[stage]
         }
-        everywhere = frozenset(prefix + name for name in partition.everywhere)
+        replicated_over_pp = frozenset(prefix + name for name in partition.replicated_over_pp)
         specs = {
             name: replace(spec, partial_over=(*spec.partial_over, "pp"))
-            if name in everywhere or _stage_of(name, stage_of_unit) is None
+            if name in replicated_over_pp or _stage_of(name, stage_of_unit) is None
             else spec
             for name, spec in specs.items()
         }  # gradients of what is on every rank arise on one stage or on several
@@ -103,10 +105,10 @@ def describe_part(
         path=path,
         partition=partition,
         stage_of_unit=stage_of_unit,
-        everywhere=everywhere,
+        replicated_over_pp=replicated_over_pp,
         stage_of=dict.fromkeys(specs, 0)
         if partition is None
-        else _stages_of_parameters(module, stage_of_unit, everywhere),
+        else _stages_of_parameters(module, stage_of_unit, replicated_over_pp),
     )
 
 
@@ -125,7 +127,7 @@ def _stage_of(name: str, stage_of_unit: Mapping[str, int]) -> int | None:
 
 
 def _stages_of_parameters(
-    module: nn.Module, stage_of_unit: Mapping[str, int], everywhere: Collection[str]
+    module: nn.Module, stage_of_unit: Mapping[str, int], replicated_over_pp: Collection[str]
 ) -> dict[str, int]:
     """Return the stage of every parameter that only one stage uses."""
     users: dict[int, set[int | None]] = {}
@@ -136,7 +138,7 @@ def _stages_of_parameters(
     return {
         name: stage
         for name, only in stages.items()
-        if len(only) == 1 and name not in everywhere
+        if len(only) == 1 and name not in replicated_over_pp
         for stage in only
         if stage is not None
     }

@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeAlias
 from torch import nn
 
 from megatron_lightning.assembly.attention_watch import check_attention_rows
-from megatron_lightning.assembly.exchanges import name_exchanges
+from megatron_lightning.assembly.cp_comm_types import assign_cp_comm_types
 from megatron_lightning.config import ContextExchange
 from megatron_lightning.errors import ConfigError, ShardingError
 from megatron_lightning.layers.styles import ContextAttention, DispatchedExperts
@@ -182,7 +182,7 @@ def resolve_plans(
         _check_split(module, layout, plan, plans)
     if layout.cp > 1:
         # The full module: a pipeline rank has some of the modules that a list counts.
-        plans = name_exchanges(module, plans, cp_comm_type)
+        plans = assign_cp_comm_types(module, plans, cp_comm_type)
     return Plans(declared=declared, applied=plans)
 
 

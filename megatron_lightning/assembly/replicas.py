@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from megatron_lightning.assembly.part import Part
 from megatron_lightning.errors import ShardingError
-from megatron_lightning.layers.gemm import is_code
+from megatron_lightning.layers.gemm import is_quantized
 from megatron_lightning.parallel.context import AxisGroup, ParallelContext
 from megatron_lightning.parallel.spec import ShardSpec
 from megatron_lightning.pipeline.batch.microbatches import tensors_of
@@ -170,7 +170,7 @@ def _spec_of(name: str, tensor: Tensor, part: Part) -> ShardSpec:
 
 def _is_close_over(axis: str, name: str, tensor: Tensor, part: Part) -> bool:
     spec = _spec_of(name, tensor, part)
-    if is_code(tensor.dtype) or name in part.tied or spec.tied_to is not None:
+    if is_quantized(tensor.dtype) or name in part.tied or spec.tied_to is not None:
         return False
     return axis in spec.replica_axes or (axis == "pp" and "pp" in spec.partial_over)
 

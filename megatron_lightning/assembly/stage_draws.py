@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from megatron_lightning.assembly.part import Part
 from megatron_lightning.assembly.replicas import fingerprint
 from megatron_lightning.errors import ShardingError
-from megatron_lightning.layers.gemm import is_code
+from megatron_lightning.layers.gemm import is_quantized
 from megatron_lightning.parallel.context import ParallelContext
 
 
@@ -80,6 +80,6 @@ class StageDraws:
             spec = self._part.specs.get(name)
             is_tied = name in self._part.tied or (spec is not None and spec.tied_to is not None)
             local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-            is_compared = local.numel() > 1 and not is_code(local.dtype) and not local.is_meta
+            is_compared = local.numel() > 1 and not is_quantized(local.dtype) and not local.is_meta
             if is_compared and self._part.in_unit(name) and not is_tied:
                 yield name, local.detach()

@@ -234,7 +234,7 @@ def autocast(x: Tensor, weight: Tensor, gemm: Gemm, owner: object | None) -> tup
     Raises:
         ConfigError: If the model has cast its activations to the dtype of such a weight.
     """
-    if is_code(x.dtype):
+    if is_quantized(x.dtype):
         raise ConfigError(
             f"the input of a layer has dtype {x.dtype}: the model casts its activations to the "
             "dtype of a weight, and fp8_param_gather=True keeps weights as codes of 8 bits. Set "
@@ -248,7 +248,7 @@ def autocast(x: Tensor, weight: Tensor, gemm: Gemm, owner: object | None) -> tup
     return x.to(dtype), weight.to(dtype) if casts else weight
 
 
-def is_code(dtype: torch.dtype) -> bool:
+def is_quantized(dtype: torch.dtype) -> bool:
     """Return whether tensors of a dtype are codes, whose values need scales."""
     return dtype.is_floating_point and dtype.itemsize == 1
 

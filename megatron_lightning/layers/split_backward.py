@@ -43,7 +43,7 @@ def join_backwards(root: nn.Module) -> None:
         make_plain(module)
 
 
-def hide_codes(layers: Iterable[Splittable], store: WeightGradients) -> None:
+def hide_quantized(layers: Iterable[Splittable], store: WeightGradients) -> None:
     """Hide weights that are kept as codes from compiled graphs, which would round their gradients
     to the dtype of the codes; again whenever their memory has changed.
     """

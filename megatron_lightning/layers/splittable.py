@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from megatron_lightning.compat import never_drop
 from megatron_lightning.errors import ConfigError, PipelineError
 from megatron_lightning.layers.engine import Engine
-from megatron_lightning.layers.gemm import Gemm, Operand, SequenceAxis, is_code, product
+from megatron_lightning.layers.gemm import Gemm, Operand, SequenceAxis, is_quantized, product
 from megatron_lightning.pipeline.weight_gradients import WeightGradients
 
 
@@ -170,7 +170,7 @@ def hide(x: Tensor, layer: Splittable) -> tuple[Tensor, Owner | HiddenWeight | N
         or not (hidden.defers or is_compiling)
         or not (x.requires_grad and weight.requires_grad and isinstance(weight, nn.Parameter))
     ):
-        if is_compiling and weight.requires_grad and is_code(weight.dtype):
+        if is_compiling and weight.requires_grad and is_quantized(weight.dtype):
             raise ConfigError(
                 f"a compiled layer has a weight of shape {tuple(weight.shape)} that is kept as "
                 "codes of 8 bits, and an input without a gradient: its graph would round the "

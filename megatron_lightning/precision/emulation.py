@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from megatron_lightning.errors import ConfigError
-from megatron_lightning.layers.gemm import Gemm, Operand, Role, is_code, rows
+from megatron_lightning.layers.gemm import Gemm, Operand, Role, is_quantized, rows
 from megatron_lightning.parallel.collectives import all_reduce
 from megatron_lightning.parallel.context import AxisGroup
 from megatron_lightning.parallel.rng import QUANTIZATION, RngStreams
@@ -119,7 +119,7 @@ class EmulatedGemm(Gemm):
         is a matrix of tokens [t, n], which may be padded.
         """
         first = not transposed
-        if role == "weight" and is_code(tensor.dtype):
+        if role == "weight" and is_quantized(tensor.dtype):
             return self._kept(tensor, first=first)
         with torch.no_grad(), _exact(tensor):
             if role == "weight":

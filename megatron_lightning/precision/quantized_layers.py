@@ -14,13 +14,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron_lightning.errors import CheckpointError
-from megatron_lightning.optim.gradients.codes import Coder
+from megatron_lightning.optim.gradients.quantized_data import Quantizer
 from megatron_lightning.parallel.context import ParallelContext
 from megatron_lightning.precision.assignment import Assignment, apply_recipe, remove_recipe
 from megatron_lightning.precision.backends import Chosen
 from megatron_lightning.precision.history import AmaxHistory, advance
 from megatron_lightning.precision.recipes import FP8Recipe
-from megatron_lightning.precision.weights import weight_coders
+from megatron_lightning.precision.weights import weight_quantizers
 
 
 class QuantizedLayers(Protocol):
@@ -74,8 +74,8 @@ class QuantizedLayers(Protocol):
         """
         ...
 
-    def weight_coders(self, module: nn.Module) -> Mapping[str, Coder]:
-        """Return the coders of this rank's weights that are kept as quantized data, by parameter
+    def weight_quantizers(self, module: nn.Module) -> Mapping[str, Quantizer]:
+        """Return quantizers of this rank's weights that are kept as quantized data, by parameter
         name.
         """
         ...
@@ -157,11 +157,11 @@ class RecipeLayers:
         for gemm in self._assigned.quantized.values():
             gemm.forget_weight()
 
-    def weight_coders(self, module: nn.Module) -> Mapping[str, Coder]:
-        """Return coders with ``fp8_param_gather``."""
+    def weight_quantizers(self, module: nn.Module) -> Mapping[str, Quantizer]:
+        """Return quantizers with ``fp8_param_gather``."""
         if not self._recipe.fp8_param_gather:
             return {}
-        return weight_coders(module, self._assigned.quantized)
+        return weight_quantizers(module, self._assigned.quantized)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the amax histories by layer and operand."""

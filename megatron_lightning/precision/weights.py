@@ -1,8 +1,8 @@
-"""Codes of a quantized layer's weight, made of parts of it: what ranks that share its main params
-gather (:mod:`megatron_lightning.optim.gradients.codes`).
+"""Quantize a weight shard by shard, so that the FP8 data can be all-gathered
+(:mod:`megatron_lightning.optim.gradients.quantized_data`).
 
-They are bit-equal to those that the layer's products make of the full weight. For this one set of
-codes has to serve both products: recipes with one scale a tensor, or with square blocks.
+The data are bit-equal to what the layer's GEMMs quantize from the full weight. For this, row-wise
+and column-wise data have to be the same: recipes with one scale a tensor, or with square blocks.
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ from megatron_lightning.precision.quantization import block_of, encode
 from megatron_lightning.precision.scaling import amax_of, scales_of, to_blocks
 
 
-def weight_coders(
+def weight_quantizers(
     module: nn.Module, quantized: Mapping[str, EmulatedGemm]
 ) -> dict[str, WeightCodes]:
-    """Return coders of the weights that may be kept as codes, by parameter name: those that one
-    layer reads, as its own products take them.
+    """Return quantizers of untied weights, in the layout that the layer's GEMMs use, by parameter
+    name.
 
     Args:
         module: Holds the layers.
         quantized: Path of a layer -> its products.
     """
     uses = Counter(id(p) for _, p in module.named_parameters(remove_duplicate=False))
-    coders = {}
+    quantizers = {}
     for path, gemm in quantized.items():
         layer = module.get_submodule(path)
         weight = layer._parameters.get("weight")
         turned = isinstance(layer, TransposedColumnParallelLinear | TransposedRowParallelLinear)
         if weight is not None and uses[id(weight)] == 1 and not turned:
-            coders[f"{path}.weight"] = WeightCodes(gemm, tuple(weight.shape))
-    return coders
+            quantizers[f"{path}.weight"] = WeightCodes(gemm, tuple(weight.shape))
+    return quantizers
 
 
 class _Window(NamedTuple):
@@ -78,7 +78,7 @@ class WeightCodes:
         self._grid = (-(-self._rows // height), -(-self._columns // width))
         self._stacked = len(shape) > 2
         self.num_scales = self._matrices * math.prod(self._grid)
-        """See :class:`~megatron_lightning.optim.gradients.codes.WeightCoder`, also for the rest."""
+        """See ``WeightQuantizer`` in ``optim.gradients.quantized_data``, also for the rest."""
         self.dtype = DTYPES[recipe.code_format("weight")]
         self.group: AxisGroup | None = gemm.group if recipe.scaling == "current" else None
 
@@ -113,7 +113,7 @@ class WeightCodes:
         filled[window.offset : window.offset + len(part)] = part
         return filled.view(window.shape)
 
-    def largest(self, values: Tensor, start: int) -> Tensor:
+    def amax(self, values: Tensor, start: int) -> Tensor:
         """Return the largest values of every block within a range."""
         table = torch.zeros(self.num_scales, device=values.device)
         for window in self._windows(start, len(values)):
@@ -121,33 +121,33 @@ class WeightCodes:
             table[window.scales] = amax_of(blocks).flatten()
         return table
 
-    def encode(self, values: Tensor, start: int, largest: Tensor) -> Tensor:
+    def encode(self, values: Tensor, start: int, amax: Tensor) -> Tensor:
         """Return the codes of a range."""
         codes = torch.empty(values.shape, dtype=self.dtype, device=values.device)
         for window in self._windows(start, len(values)):
-            part = self._codes(self._filled(values, window), largest[window.scales]).flatten()
+            part = self._codes(self._filled(values, window), amax[window.scales]).flatten()
             size = window.place.stop - window.place.start
             codes[window.place] = part[window.offset : window.offset + size]
         return codes
 
-    def _codes(self, window: Tensor, largest: Tensor) -> Tensor:
+    def _codes(self, window: Tensor, amax: Tensor) -> Tensor:
         if self._recipe.scaling == "delayed":
             factor = self._gemm.histories["weight"].factor.to(window.device)
             return cast(window.float() * factor, self._recipe.code_format("weight"))
-        table = largest.view(-1, self._grid[1])
+        table = amax.view(-1, self._grid[1])
         return encode(window, self._recipe, "weight", self._block, shared_amax=table)[0]
 
-    def set_scales(self, largest: Tensor) -> None:
+    def set_scales(self, amax: Tensor) -> None:
         """Give the layer the scales of its codes."""
         if self._recipe.scaling == "delayed":
-            factor = self._gemm.histories["weight"].factor.to(largest.device)
-            scales = factor.reciprocal().where(largest.isfinite(), torch.nan)
+            factor = self._gemm.histories["weight"].factor.to(amax.device)
+            scales = factor.reciprocal().where(amax.isfinite(), torch.nan)
         else:
             name, rounds = self._recipe.code_format("weight"), self._recipe.rounds_scales
-            _, scales = scales_of(largest, name, power_of_two=rounds)
+            _, scales = scales_of(amax, name, power_of_two=rounds)
         per_tensor = self._recipe.is_per_tensor and self._matrices == 1
         if per_tensor and (not self._stacked or self._recipe.scaling == "delayed"):
-            scales, largest = scales.reshape(()), largest.reshape(())
+            scales, amax = scales.reshape(()), amax.reshape(())
         else:
             scales = scales.view(*((self._matrices,) * self._stacked), *self._grid)
-        self._gemm.keep_scales(scales, largest)
+        self._gemm.keep_scales(scales, amax)

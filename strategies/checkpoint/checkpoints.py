@@ -45,7 +45,7 @@ from megatron_lightning.peft.record import left_out_of
 from megatron_lightning.strategies.checkpoint.adapters import AdapterCheckpoints
 from megatron_lightning.strategies.checkpoint.run_state import RunState
 from megatron_lightning.strategies.folders import FoldersOfCheckpoints
-from megatron_lightning.strategies.launch.ranks import Ranks
+from megatron_lightning.strategies.launch.ranks import ProcessGroups
 from megatron_lightning.strategies.lightning_internals import trainer_state
 from megatron_lightning.strategies.options import StrategyOptions
 from megatron_lightning.strategies.progress import Progress
@@ -71,7 +71,7 @@ class Checkpoints:
     def __init__(
         self,
         module: pl.LightningModule,
-        ranks: Ranks,
+        ranks: ProcessGroups,
         options: StrategyOptions,
         progress: Progress,
         *,

@@ -32,7 +32,7 @@ from megatron_lightning.resilience.failure import FailureWatch
 from megatron_lightning.strategies import lightning_internals as internals
 
 
-class Ranks:
+class ProcessGroups:
     """Groups of one process; they outlive a run, and are left out of a pickle.
 
     Args:
@@ -340,8 +340,8 @@ def _unconnected(
     timeout: timedelta,
     context_options: ContextOptions | None,
     nccl_options: Mapping[str, NcclOptions] | None,
-) -> Ranks:
-    return Ranks(
+) -> ProcessGroups:
+    return ProcessGroups(
         layout,
         backend=backend,
         timeout=timeout,

@@ -26,7 +26,7 @@ from megatron_lightning.errors import ShardingError
 from megatron_lightning.parallel.context import AxisGroup
 from megatron_lightning.parallel.rng import get_generator_state
 from megatron_lightning.strategies.step.participant import StepBatch, StepParticipant
-from megatron_lightning.strategies.step.scope import Scope
+from megatron_lightning.strategies.step.run_context import RunContext
 from megatron_lightning.strategies.step.step_run import StepRun
 
 
@@ -37,7 +37,7 @@ class Agreement(StepParticipant):
         scope: What the run works on.
     """
 
-    def __init__(self, scope: Scope) -> None:
+    def __init__(self, scope: RunContext) -> None:
         self._scope = scope
         self._context = scope.context
         self._devices = [torch.device("cpu")]

@@ -16,10 +16,10 @@ from torch import nn
 from megatron_lightning.assembly.replicas import check_trained_replicas
 from megatron_lightning.parallel.absent import is_absent
 from megatron_lightning.pipeline.stages.stage import StagePartition
-from megatron_lightning.strategies.step.scope import Scope
+from megatron_lightning.strategies.step.run_context import RunContext
 
 
-def check_averages(scope: Scope) -> None:
+def check_averages(scope: RunContext) -> None:
     """Check that stages hold equal copies; a collective of all ranks, with the weights gathered.
 
     Raises:

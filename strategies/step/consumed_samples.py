@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from megatron_lightning.optim.lr_schedules import ScheduledLR
 from megatron_lightning.strategies.step.dataloaders import training_samplers
 from megatron_lightning.strategies.step.participant import StepBatch, StepParticipant
-from megatron_lightning.strategies.step.scope import Scope
+from megatron_lightning.strategies.step.run_context import RunContext
 
 
 class ConsumedSamples(StepParticipant):
@@ -18,7 +18,7 @@ class ConsumedSamples(StepParticipant):
         schedules: Learning-rate schedules that count samples.
     """
 
-    def __init__(self, scope: Scope, schedules: Sequence[ScheduledLR]) -> None:
+    def __init__(self, scope: RunContext, schedules: Sequence[ScheduledLR]) -> None:
         self._scope = scope
         self._schedules = schedules
 

@@ -7,7 +7,7 @@ from functools import partial
 from megatron_lightning.layers.moe.balance import ExpertBalance
 from megatron_lightning.parallel.collectives import all_reduce
 from megatron_lightning.strategies.step.participant import StepParticipant
-from megatron_lightning.strategies.step.scope import Scope
+from megatron_lightning.strategies.step.run_context import RunContext
 
 
 class ExpertUpdates(StepParticipant):
@@ -17,7 +17,7 @@ class ExpertUpdates(StepParticipant):
         scope: What the run works on.
     """
 
-    def __init__(self, scope: Scope) -> None:
+    def __init__(self, scope: RunContext) -> None:
         group = scope.context.axis("tp-dp-cp")
         self._balance = ExpertBalance(scope.module, partial(all_reduce, group=group))
 

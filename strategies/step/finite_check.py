@@ -8,7 +8,7 @@ from megatron_lightning.config import NonFinite
 from megatron_lightning.optim.finite_watch import FiniteWatch
 from megatron_lightning.strategies.precision import MegatronMixedPrecision
 from megatron_lightning.strategies.step.participant import StepParticipant
-from megatron_lightning.strategies.step.scope import Scope
+from megatron_lightning.strategies.step.run_context import RunContext
 from megatron_lightning.strategies.step.step_run import StepRun
 
 
@@ -24,7 +24,7 @@ class FiniteCheck(StepParticipant):
     vetoes = True
 
     def __init__(
-        self, scope: Scope, policy: NonFinite, loss_scaling: MegatronMixedPrecision | None
+        self, scope: RunContext, policy: NonFinite, loss_scaling: MegatronMixedPrecision | None
     ) -> None:
         watch = FiniteWatch(scope.context, scope.options.layout.num_stages, policy=policy)
         self._module = scope.module

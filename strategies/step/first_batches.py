@@ -9,7 +9,7 @@ from typing import Any
 from megatron_lightning.assembly.replicas import check_same_batch
 from megatron_lightning.assembly.shape_errors import explained_shapes
 from megatron_lightning.strategies.step.participant import StepBatch, StepParticipant
-from megatron_lightning.strategies.step.scope import Scope
+from megatron_lightning.strategies.step.run_context import RunContext
 from megatron_lightning.strategies.step.step_run import StepRun
 from megatron_lightning.strategies.step.world_guard import WorldGuard
 
@@ -23,7 +23,7 @@ class FirstBatches(StepParticipant):
         guard: Watches the default process group.
     """
 
-    def __init__(self, scope: Scope, guard: WorldGuard) -> None:
+    def __init__(self, scope: RunContext, guard: WorldGuard) -> None:
         self._scope = scope
         self._plans = scope.part.plans.applied
         self._guard = guard

@@ -17,7 +17,7 @@ from megatron_lightning.pipeline.batch.microbatches import tensors_of
 from megatron_lightning.pipeline.batch.sequence_split import IGNORED_LABEL
 from megatron_lightning.strategies.step.items import counts_items, has_count
 from megatron_lightning.strategies.step.participant import StepBatch, StepParticipant
-from megatron_lightning.strategies.step.scope import Scope
+from megatron_lightning.strategies.step.run_context import RunContext
 from megatron_lightning.strategies.step.step_run import StepRun
 
 _NAMES = ("label", "target")
@@ -30,7 +30,7 @@ class StepHints(StepParticipant):
         scope: What the run works on.
     """
 
-    def __init__(self, scope: Scope) -> None:
+    def __init__(self, scope: RunContext) -> None:
         self._scope = scope
         self._norms = {
             path: child

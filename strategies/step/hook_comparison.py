@@ -7,7 +7,7 @@ from typing import Any
 
 from megatron_lightning.assembly.hook_watch import HookWatch
 from megatron_lightning.strategies.step.participant import StepBatch, StepParticipant
-from megatron_lightning.strategies.step.scope import Scope
+from megatron_lightning.strategies.step.run_context import RunContext
 
 
 class HookComparison(StepParticipant):
@@ -17,7 +17,7 @@ class HookComparison(StepParticipant):
         scope: What the run works on.
     """
 
-    def __init__(self, scope: Scope) -> None:
+    def __init__(self, scope: RunContext) -> None:
         self._watch = HookWatch(scope.module, scope.part, scope.context)
         scope.undo.callback(self._watch.detach)
 

@@ -26,7 +26,7 @@ from megatron_lightning.pipeline.batch.microbatches import weighted_mean
 from megatron_lightning.pipeline.stages.parallel_call import replaced_attribute
 from megatron_lightning.strategies.step.context_mean import gather_rows
 from megatron_lightning.strategies.step.participant import StepParticipant
-from megatron_lightning.strategies.step.scope import Scope
+from megatron_lightning.strategies.step.run_context import RunContext
 from megatron_lightning.strategies.step.step_run import StepRun
 
 
@@ -243,7 +243,7 @@ class StepLogs(StepParticipant):
         scope: What the run works on.
     """
 
-    def __init__(self, scope: Scope) -> None:
+    def __init__(self, scope: RunContext) -> None:
         self._module = scope.module
         self._sharing = scope.context.cp
         self._recorder = LogRecorder(scope.module, ())

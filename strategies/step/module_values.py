@@ -13,7 +13,7 @@ from megatron_lightning.pipeline.batch.module_state import Change, ModuleState
 from megatron_lightning.pipeline.batch.records import MOST_ENTRIES
 from megatron_lightning.pipeline.stages.stage import StagePartition
 from megatron_lightning.strategies.step.participant import StepParticipant
-from megatron_lightning.strategies.step.scope import Scope
+from megatron_lightning.strategies.step.run_context import RunContext
 from megatron_lightning.strategies.step.step_run import StepRun
 
 
@@ -25,7 +25,7 @@ class ModuleValues(StepParticipant):
         partition: The pipelined module and its stages.
     """
 
-    def __init__(self, scope: Scope, partition: StagePartition) -> None:
+    def __init__(self, scope: RunContext, partition: StagePartition) -> None:
         units = [partition.module.get_submodule(unit) for unit in partition.units]
         self._state = ModuleState(
             scope.module, pl.LightningModule, units, partition.own, scope.context.device

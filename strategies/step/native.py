@@ -11,10 +11,10 @@ from torch import Tensor
 
 from megatron_lightning.pipeline.batch.microbatches import batch_size_of
 from megatron_lightning.strategies.step.step_run import StepRun
-from megatron_lightning.strategies.step.steps import Steps
+from megatron_lightning.strategies.step.step_runner import StepRunner
 
 
-class NativeSteps(Steps):
+class NativeStepRunner(StepRunner):
     """Run batches as Lightning does on one device; gradients are reduced in backward."""
 
     _last_run: StepRun | None = None  # whose backward may follow

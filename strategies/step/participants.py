@@ -31,7 +31,7 @@ from megatron_lightning.strategies.step.plan_comparison import PlanComparison
 from megatron_lightning.strategies.step.precision_contexts import PrecisionContexts, UnitOrder
 from megatron_lightning.strategies.step.random_states import RandomStates
 from megatron_lightning.strategies.step.reports import StepReports
-from megatron_lightning.strategies.step.scope import Scope
+from megatron_lightning.strategies.step.run_context import RunContext
 from megatron_lightning.strategies.step.sequence_parts import SequenceParts
 from megatron_lightning.strategies.step.trained_parameters import TrainedParameters
 from megatron_lightning.strategies.step.training import Training
@@ -55,7 +55,7 @@ class SharedParts:
 
 
 def step_participants(
-    scope: Scope, parts: SharedParts, training: Training | None
+    scope: RunContext, parts: SharedParts, training: Training | None
 ) -> Iterator[StepParticipant]:
     """Yield the participants of a run in their order.
 
@@ -101,7 +101,7 @@ def step_participants(
         yield ExpertUpdates(scope)
 
 
-def _plan_watch(scope: Scope) -> PlanWatch:
+def _plan_watch(scope: RunContext) -> PlanWatch:
     """Return what detects faults of a sharding plan, in the first steps."""
     watch = PlanWatch(scope.module, scope.part, scope.context)
     scope.undo.callback(watch.detach)

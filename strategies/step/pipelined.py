@@ -38,14 +38,14 @@ from megatron_lightning.strategies.lightning_internals import skips_backward
 from megatron_lightning.strategies.step.context_mean import check_alike, mean_over_context
 from megatron_lightning.strategies.step.overrides import users_hooks
 from megatron_lightning.strategies.step.program import UserProgram
-from megatron_lightning.strategies.step.scope import Scope
+from megatron_lightning.strategies.step.run_context import RunContext
 from megatron_lightning.strategies.step.sequence_parts import join_outputs
 from megatron_lightning.strategies.step.step_run import StepRun
-from megatron_lightning.strategies.step.steps import Steps
+from megatron_lightning.strategies.step.step_runner import StepRunner
 from megatron_lightning.strategies.step.training import Training
 
 
-class PipelinedSteps(Steps):
+class PipelinedStepRunner(StepRunner):
     """Run batches as pipeline runs, also with one stage and several micro-batches.
 
     Args:
@@ -54,7 +54,9 @@ class PipelinedSteps(Steps):
         executor: Runs the action tables.
     """
 
-    def __init__(self, scope: Scope, training: Training | None, executor: PipelineExecutor) -> None:
+    def __init__(
+        self, scope: RunContext, training: Training | None, executor: PipelineExecutor
+    ) -> None:
         super().__init__(scope, training)
         self._executor = executor
         self._executor.forget_boundaries()

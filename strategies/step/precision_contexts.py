@@ -7,7 +7,7 @@ from typing import Any
 
 from megatron_lightning.strategies.fp8 import quantizing
 from megatron_lightning.strategies.step.participant import StepBatch, StepParticipant
-from megatron_lightning.strategies.step.scope import Scope
+from megatron_lightning.strategies.step.run_context import RunContext
 from megatron_lightning.strategies.step.step_run import StepRun
 
 
@@ -18,7 +18,7 @@ class PrecisionContexts(StepParticipant):
         scope: What the run works on.
     """
 
-    def __init__(self, scope: Scope) -> None:
+    def __init__(self, scope: RunContext) -> None:
         plugin = scope.precision
         self._contexts = {
             "training_step": plugin.train_step_context,
@@ -62,7 +62,7 @@ class UnitOrder(StepParticipant):
         scope: What the run works on.
     """
 
-    def __init__(self, scope: Scope) -> None:
+    def __init__(self, scope: RunContext) -> None:
         self._units = scope.part.units
 
     def around_forward(

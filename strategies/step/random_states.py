@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 from megatron_lightning.parallel.replica_rng import ReplicaRng
 from megatron_lightning.strategies.step.participant import StepParticipant
-from megatron_lightning.strategies.step.scope import Scope
+from megatron_lightning.strategies.step.run_context import RunContext
 from megatron_lightning.strategies.step.step_run import StepRun
 
 
@@ -18,7 +18,7 @@ class RandomStates(StepParticipant):
         scope: What the run works on.
     """
 
-    def __init__(self, scope: Scope) -> None:
+    def __init__(self, scope: RunContext) -> None:
         self._rng = ReplicaRng(scope.context.device)
         self._streams = scope.context.rng
 

@@ -38,7 +38,7 @@ from megatron_lightning.layers.step_report import (
 )
 from megatron_lightning.strategies.step.items import has_count
 from megatron_lightning.strategies.step.participant import StepParticipant
-from megatron_lightning.strategies.step.scope import Scope
+from megatron_lightning.strategies.step.run_context import RunContext
 from megatron_lightning.strategies.step.step_run import StepRun
 
 _PREFIXES: Mapping[str, str] = {
@@ -58,7 +58,7 @@ class StepReports(StepParticipant):
         ConfigError: If a module outside of the units of a pipeline reports.
     """
 
-    def __init__(self, scope: Scope) -> None:
+    def __init__(self, scope: RunContext) -> None:
         self._scope = scope
         everywhere = [
             path for path, child in scope.module.named_modules() if isinstance(child, StepReport)

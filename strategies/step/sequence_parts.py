@@ -34,7 +34,7 @@ from megatron_lightning.strategies.checks.module import sequence_dims_of
 from megatron_lightning.strategies.step.context_mean import gather_rows
 from megatron_lightning.strategies.step.items import counts_items
 from megatron_lightning.strategies.step.participant import StepBatch, StepParticipant
-from megatron_lightning.strategies.step.scope import Scope
+from megatron_lightning.strategies.step.run_context import RunContext
 from megatron_lightning.strategies.step.step_run import StepRun
 
 
@@ -48,7 +48,7 @@ class SequenceParts(StepParticipant):
         scope: What the run works on.
     """
 
-    def __init__(self, scope: Scope) -> None:
+    def __init__(self, scope: RunContext) -> None:
         self._context = scope.context
         self._module = scope.module
         dims = sequence_dims_of(scope.module, getattr(scope.module.trainer, "datamodule", None))

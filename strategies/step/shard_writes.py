@@ -15,7 +15,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from megatron_lightning.strategies.step.scope import Scope
+from megatron_lightning.strategies.step.run_context import RunContext
 
 
 class ShardWrites:
@@ -27,7 +27,7 @@ class ShardWrites:
             element by element, and are not watched.
     """
 
-    def __init__(self, scope: Scope, optimizers: Sequence[Optimizer]) -> None:
+    def __init__(self, scope: RunContext, optimizers: Sequence[Optimizer]) -> None:
         watches = not any(hasattr(optimizer, "eval") for optimizer in optimizers)
         specs = scope.part.specs
         self._sharded: dict[str, Tensor] = {

@@ -12,7 +12,7 @@ from __future__ import annotations
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.optim.gradients.accumulation import GradientAccumulation
 from megatron_lightning.strategies.step.participant import StepParticipant
-from megatron_lightning.strategies.step.scope import Scope
+from megatron_lightning.strategies.step.run_context import RunContext
 
 NUM_UPDATES = 4
 """Updates of every optimizer, or all of a shorter fit, in which a parameter has to have a gradient.
@@ -30,7 +30,7 @@ class TrainedParameters(StepParticipant):
         accumulation: Has the reduced gradients.
     """
 
-    def __init__(self, scope: Scope, accumulation: GradientAccumulation) -> None:
+    def __init__(self, scope: RunContext, accumulation: GradientAccumulation) -> None:
         self._module = scope.module
         self._world = scope.context.axis("world")
         self._accumulation = accumulation

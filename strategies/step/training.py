@@ -11,15 +11,15 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from megatron_lightning.layers.split_backward import hide_codes, join_backwards
+from megatron_lightning.layers.split_backward import hide_quantized, join_backwards
 from megatron_lightning.optim.gradients.accumulation import GradientAccumulation
-from megatron_lightning.optim.gradients.codes import LibraryCoder
 from megatron_lightning.optim.gradients.data_groups import has_replicas
+from megatron_lightning.optim.gradients.quantized_data import LibraryQuantizer
 from megatron_lightning.optim.lr_schedules import ScheduledLR
 from megatron_lightning.optim.norms import GradientNorms
 from megatron_lightning.pipeline.weight_gradients import WeightGradients
 from megatron_lightning.strategies.checkpoint.finetuning import unfreeze_again
-from megatron_lightning.strategies.fp8 import kept_as_codes
+from megatron_lightning.strategies.fp8 import kept_quantized
 from megatron_lightning.strategies.lightning_internals import put_around_hooks
 from megatron_lightning.strategies.precision import MegatronMixedPrecision
 from megatron_lightning.strategies.step.gradient_guard import GradientGuard, describe_parts
@@ -31,8 +31,8 @@ from megatron_lightning.strategies.step.manual import (
 )
 from megatron_lightning.strategies.step.overrides import users_hooks
 from megatron_lightning.strategies.step.participant import Participants
+from megatron_lightning.strategies.step.run_context import RunContext
 from megatron_lightning.strategies.step.schedulers import hold_schedulers
-from megatron_lightning.strategies.step.scope import Scope
 from megatron_lightning.strategies.step.zeroing import ZeroingCheck
 
 
@@ -46,12 +46,15 @@ class Training:
     """
 
     def __init__(
-        self, scope: Scope, optimizers: Sequence[Optimizer], schedulers: Sequence[LRSchedulerConfig]
+        self,
+        scope: RunContext,
+        optimizers: Sequence[Optimizer],
+        schedulers: Sequence[LRSchedulerConfig],
     ) -> None:
         module, part, context = scope.module, scope.part, scope.context
         options, undo = scope.options, scope.undo
         self._scope = scope
-        coders = kept_as_codes(module, part, scope.precision)
+        quantizers = kept_quantized(module, part, scope.precision)
         self.optimizers = optimizers
         """The user's, when the fit began."""
         self.schedules = [
@@ -67,7 +70,7 @@ class Training:
             options=options.data,
             stage_of=part.stage_of,
             units=part.units,
-            coders=coders,
+            quantizers=quantizers,
         )
         if names := self.accumulation.tried_optimizers:
             rank_zero_info(
@@ -76,13 +79,13 @@ class Training:
             )
         self._coded: dict[str, Any] = {
             name: module.get_submodule(name.rpartition(".")[0])
-            for name, coder in coders.items()
-            if not isinstance(coder, LibraryCoder)
+            for name, quantizer in quantizers.items()
+            if not isinstance(quantizer, LibraryQuantizer)
         }
         self._weight_gradients = WeightGradients()  # of compiled layers
-        if coders:
+        if quantizers:
             undo.callback(join_backwards, module)
-            self.keep_codes()
+            self.keep_quantized()
         undo.callback(self.accumulation.detach)
         self.norms = GradientNorms(self.accumulation, context)
         self._parts = describe_parts(context, options.data_parallel)
@@ -157,11 +160,11 @@ class Training:
                 "gradient_clip_algorithm=...)."
             )
 
-    def keep_codes(self) -> None:
-        """Keep the weights that have coders as codes from now on. A collective."""
-        self.accumulation.gather.keep_codes()
+    def keep_quantized(self) -> None:
+        """Keep the weights that have quantizers as codes from now on. A collective."""
+        self.accumulation.gather.keep_quantized()
         names = self.accumulation.reducer.main_shards()
-        hide_codes(
+        hide_quantized(
             [layer for name, layer in self._coded.items() if name in names], self._weight_gradients
         )
 

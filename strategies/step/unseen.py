@@ -11,11 +11,11 @@ from megatron_lightning.parallel.replica_rng import ReplicaRng
 from megatron_lightning.pipeline.batch.metrics import MetricSync
 from megatron_lightning.pipeline.batch.module_state import ModuleState
 from megatron_lightning.pipeline.stages.parallel_call import replaced_attribute
-from megatron_lightning.strategies.step.scope import Scope
+from megatron_lightning.strategies.step.run_context import RunContext
 
 
 @contextmanager
-def unseen(scope: Scope, metrics: MetricSync) -> Generator[None, None, None]:
+def unseen(scope: RunContext, metrics: MetricSync) -> Generator[None, None, None]:
     """Restore after the block what a step changes: metrics, values on the module, random states;
     nothing is logged.
     """

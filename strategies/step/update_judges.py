@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_lightning.strategies.step.participant import StepBatch, StepParticipant
-from megatron_lightning.strategies.step.scope import Scope
+from megatron_lightning.strategies.step.run_context import RunContext
 from megatron_lightning.strategies.step.step_run import StepRun
 from megatron_lightning.strategies.step.training import Training
 
@@ -52,7 +52,9 @@ class UpdateJudges(StepParticipant):
 
     vetoes = True
 
-    def __init__(self, scope: Scope, training: Training, judges: Sequence[UpdateJudge]) -> None:
+    def __init__(
+        self, scope: RunContext, training: Training, judges: Sequence[UpdateJudge]
+    ) -> None:
         self._scope = scope
         self._training = training
         self._judges = judges

@@ -10,7 +10,7 @@ from megatron_lightning.assembly.plan_watch import PlanWatch
 from megatron_lightning.optim.gradients.accumulation import GradientAccumulation
 from megatron_lightning.strategies.step.averages import check_averages
 from megatron_lightning.strategies.step.participant import StepBatch, StepParticipant
-from megatron_lightning.strategies.step.scope import Scope
+from megatron_lightning.strategies.step.run_context import RunContext
 from megatron_lightning.strategies.step.shard_writes import ShardWrites
 
 
@@ -26,7 +26,7 @@ class WrittenWeights(StepParticipant):
 
     def __init__(
         self,
-        scope: Scope,
+        scope: RunContext,
         accumulation: GradientAccumulation,
         optimizers: Sequence[Optimizer],
         plan_watch: PlanWatch,

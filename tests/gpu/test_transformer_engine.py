@@ -19,7 +19,12 @@ from megatron_lightning.compat import set_grad_dtype
 from megatron_lightning.config import MoEConfig, RecomputeOptions, TransformerConfig
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.modules import GPTLightningModule
-from megatron_lightning.optim.gradients.codes import CodedWeight, Range, all_reduce, encode
+from megatron_lightning.optim.gradients.quantized_data import (
+    Range,
+    WeightRanges,
+    all_reduce,
+    encode,
+)
 from megatron_lightning.parallel.context import AxisGroup
 from megatron_lightning.precision import FP8Recipe
 from megatron_lightning.precision.backends import Backend
@@ -151,19 +156,19 @@ def test_codes_are_those_that_a_module_makes(recipe: FP8Recipe, group: AxisGroup
     with te.quantized_model_init(enabled=True, recipe=own):
         module = te.Linear(256, 512, init_method=nn.init.zeros_, **sizes)
     layer = nn.Linear(256, 512, bias=False, device="cuda")
-    coder = QuantizedWeight(layer, {"weight": module.weight}, own, library.tensors)
+    quantizer = QuantizedWeight(layer, {"weight": module.weight}, own, library.tensors)
     codes = torch.zeros(512, 256, dtype=torch.uint8, device="cuda")
-    layer.weight.data = codes.view(coder.dtype)
+    layer.weight.data = codes.view(quantizer.dtype)
     set_grad_dtype(layer.weight, None)
     main = plain.weight.detach().flatten()
-    weight = CodedWeight(coder, [Range(0, main, codes.view(-1))], codes.device)
+    weight = WeightRanges(quantizer, [Range(0, main, codes.view(-1))], codes.device)
     for _ in range(2):
         x = torch.randn(64, 256, device="cuda")
         results = []
         encode([weight], group, all_reduce)
         for each, parameter in ((plain, plain.weight), (module, layer.weight)):
             if each is module:
-                each._parameters.update(coder.bound())
+                each._parameters.update(quantizer.bound())
             parameter.grad, inputs = None, x.clone().requires_grad_()
             with torch.autocast("cuda", torch.bfloat16), te.autocast(enabled=True, recipe=own):
                 y = each(inputs, is_first_microbatch=True)

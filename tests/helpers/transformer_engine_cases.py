@@ -14,7 +14,7 @@ from megatron_lightning.compat import set_grad_dtype
 from megatron_lightning.config import MoEConfig, TransformerConfig
 from megatron_lightning.layers.attention import CoreAttention
 from megatron_lightning.models import GPTModel
-from megatron_lightning.optim.gradients.codes import Range
+from megatron_lightning.optim.gradients.quantized_data import Range
 from megatron_lightning.parallel import ParallelContext, ParallelLayout, parallelize
 from megatron_lightning.precision import FP8Recipe
 from megatron_lightning.precision.transformer_engine.backend import TransformerEngine
@@ -95,16 +95,18 @@ def _codes(model: GPTModel, backend: TransformerEngine) -> dict[str, Any]:
     parameter, by which its gradient comes back.
     """
     found: dict[str, Any] = {}
-    for name, coder in backend.weight_coders(model).items():
+    for name, quantizer in backend.weight_quantizers(model).items():
         layer = model.get_submodule(name.rpartition(".")[0])
         parameter: nn.Parameter = layer._parameters["weight"]  # type: ignore[assignment]
         buffer = torch.zeros(parameter.shape, dtype=torch.uint8)
-        parameter.data = buffer.view(coder.dtype)
+        parameter.data = buffer.view(quantizer.dtype)
         set_grad_dtype(parameter, None)
         start = len(parameter[0].flatten()) - 8  # of experts, the end of one and more of the next
-        parts = coder.parts([Range(start, torch.zeros(32), buffer.view(-1)[start : start + 32])])
+        parts = quantizer.parts(
+            [Range(start, torch.zeros(32), buffer.view(-1)[start : start + 32])]
+        )
         buffer.fill_(5)
-        bound: dict[str, Any] = coder.bound()
+        bound: dict[str, Any] = quantizer.bound()
         gradients = [torch.full(one.shape, float(i)) for i, one in enumerate(bound.values(), 1)]
         torch.autograd.backward(list(bound.values()), gradients)
         assert parameter.grad is not None

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from megatron_lightning.assembly.exchanges import name_exchanges
+from megatron_lightning.assembly.cp_comm_types import assign_cp_comm_types
 from megatron_lightning.assembly.plans import find_plans
 from megatron_lightning.config import ContextOptions, TransformerConfig
 from megatron_lightning.errors import ConfigError, MegatronLightningError, ShardingError
@@ -566,7 +566,7 @@ class Towers(Module):
 
 def test_entries_count_the_modules_of_all_plans_once() -> None:
     module = Towers()
-    plans = name_exchanges(module, find_plans(module, None), TYPES)
+    plans = assign_cp_comm_types(module, find_plans(module, None), TYPES)
     found = {
         f"{owner}.{path}": plan.style_of(path)
         for owner, plan in plans.items()

@@ -20,11 +20,11 @@ from torch.utils.data import DataLoader
 from megatron_lightning.checkpoint import read_full
 from megatron_lightning.config import DataParallelOptions
 from megatron_lightning.errors import ConfigError
-from megatron_lightning.layers.gemm import is_code
+from megatron_lightning.layers.gemm import is_quantized
 from megatron_lightning.precision import FP8Recipe
 from megatron_lightning.precision.assignment import apply_recipe
 from megatron_lightning.precision.emulation import EmulatedGemm
-from megatron_lightning.precision.weights import weight_coders
+from megatron_lightning.precision.weights import weight_quantizers
 from megatron_lightning.strategies import MegatronFP8Precision, MegatronStrategy
 from tests.helpers.fake_transformer_engine import installed
 from tests.helpers.ranks import run_ranks
@@ -103,7 +103,7 @@ class Seen(pl.Callback):
 
     def on_train_batch_end(self, trainer: pl.Trainer, module: pl.LightningModule, *_: Any) -> None:
         self.num_weights = sum(p.numel() for p in module.parameters())
-        self.num_codes = sum(p.numel() for p in module.parameters() if is_code(p.dtype))
+        self.num_codes = sum(p.numel() for p in module.parameters() if is_quantized(p.dtype))
         strategy: Any = trainer.strategy
         if strategy.part.units is None:  # also what is sent directly
             sent = strategy.run.training.accumulation.reducer.bytes_communicated["all_gather"]
@@ -314,4 +314,4 @@ def test_weights_with_two_readers_stay_in_fp32() -> None:
     model = nn.ModuleDict({name: nn.Linear(16, 16) for name in "abc"})
     model["b"].weight = model["a"].weight
     quantized = apply_recipe(model, FP8Recipe()).quantized
-    assert list(weight_coders(model, quantized)) == ["c.weight"]
+    assert list(weight_quantizers(model, quantized)) == ["c.weight"]

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 
 from benchmarks.live_bytes import LiveBytes
 from megatron_lightning.config import LatentAttentionConfig, MoEConfig, TransformerConfig
-from megatron_lightning.layers.gemm import is_code
+from megatron_lightning.layers.gemm import is_quantized
 from megatron_lightning.modules import GPTLightningModule
 from megatron_lightning.parallel.layout import ParallelLayout
 from megatron_lightning.planning import memory
@@ -69,7 +69,7 @@ class Held(pl.Callback):
     ) -> None:
         if batch_idx != 1:
             return
-        self.num_codes = sum(p.numel() for p in module.parameters() if is_code(p.dtype))
+        self.num_codes = sum(p.numel() for p in module.parameters() if is_quantized(p.dtype))
         gc.collect()
         watch = LiveBytes()
         watch.see(

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 
 from megatron_lightning.checkpoint import read_full
 from megatron_lightning.config import DataParallelOptions, RecomputeOptions
-from megatron_lightning.layers.gemm import is_code
+from megatron_lightning.layers.gemm import is_quantized
 from megatron_lightning.modules import GPTLightningModule
 from megatron_lightning.precision import FP8Recipe
 from megatron_lightning.strategies import MegatronFP8Precision, MegatronStrategy
@@ -199,7 +199,7 @@ class _Codes(pl.Callback):
 
     @staticmethod
     def _count(module: pl.LightningModule) -> tuple[int, int]:
-        sizes = [(p.numel(), p.numel() * is_code(p.dtype)) for p in module.parameters()]
+        sizes = [(p.numel(), p.numel() * is_quantized(p.dtype)) for p in module.parameters()]
         return sum(size for size, _ in sizes), sum(codes for _, codes in sizes)
 
     def on_train_batch_end(self, trainer: pl.Trainer, module: pl.LightningModule, *_: Any) -> None:

@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.data import ConcatDataset, DataLoader
 
 from megatron_lightning.errors import ConfigError
-from megatron_lightning.layers.gemm import is_code
+from megatron_lightning.layers.gemm import is_quantized
 from megatron_lightning.optim import ChainedOptimizer
 from megatron_lightning.optim.write_watch import WriteWatch
 from megatron_lightning.resilience.failure import PeerFailure
@@ -47,7 +47,7 @@ class _Halves(pl.Callback):
             return
         with torch.no_grad():
             for parameter in module.parameters():
-                if is_code(parameter.dtype):
+                if is_quantized(parameter.dtype):
                     parameter.copy_((parameter.float() * 0.5).to(parameter.dtype))
                 else:
                     parameter.mul_(0.5)

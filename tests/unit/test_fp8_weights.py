@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 
-from megatron_lightning.optim.gradients.codes import CodedWeight, Range, encode
+from megatron_lightning.optim.gradients.quantized_data import Range, WeightRanges, encode
 from megatron_lightning.parallel.context import ALONE
 from megatron_lightning.precision import FP8Recipe
 from megatron_lightning.precision.emulation import EmulatedGemm
@@ -33,7 +33,7 @@ def test_ranges_have_the_codes_of_the_full_weight(
     gemm = kind(FP8Recipe(scaling=scaling))  # type: ignore[arg-type]
     if gemm.histories:
         gemm.histories["weight"].load(torch.tensor([3.0]))
-    coder = WeightCodes(gemm, SHAPES[shape])
+    quantizer = WeightCodes(gemm, SHAPES[shape])
     codes = torch.zeros(weight.numel(), dtype=torch.uint8)
     ends = sorted({0, *(cut for cut in CUTS[cuts] if cut < len(codes)), len(codes)})
     flat = weight.flatten()
@@ -41,8 +41,8 @@ def test_ranges_have_the_codes_of_the_full_weight(
         Range(start, flat[start:stop], codes[start:stop])
         for start, stop in itertools.pairwise(ends)
     ]
-    encode([CodedWeight(coder, ranges, CPU)], ALONE, lambda *_: None)
-    kept = codes.view(coder.dtype).view(weight.shape)
+    encode([WeightRanges(quantizer, ranges, CPU)], ALONE, lambda *_: None)
+    kept = codes.view(quantizer.dtype).view(weight.shape)
     for transposed in (False, True):
         expected = gemm.operand(weight, "weight", transposed=transposed)
         operand = gemm.operand(kept, "weight", transposed=transposed)
@@ -56,10 +56,10 @@ def test_a_weight_that_overflowed_shows_in_its_codes(scaling: str) -> None:
     weight = torch.ones(4, 4)
     weight[1, 2] = torch.inf
     gemm = EmulatedGemm(FP8Recipe(scaling=scaling))  # type: ignore[arg-type]
-    coder, codes = WeightCodes(gemm, (4, 4)), torch.zeros(16, dtype=torch.uint8)
-    weights = [CodedWeight(coder, [Range(0, weight.flatten(), codes)], CPU)]
+    quantizer, codes = WeightCodes(gemm, (4, 4)), torch.zeros(16, dtype=torch.uint8)
+    weights = [WeightRanges(quantizer, [Range(0, weight.flatten(), codes)], CPU)]
     encode(weights, ALONE, lambda *_: None)
-    kept = gemm.operand(codes.view(coder.dtype).view(4, 4), "weight")
+    kept = gemm.operand(codes.view(quantizer.dtype).view(4, 4), "weight")
     y = gemm.forward(gemm.operand(torch.ones(2, 4), "input"), kept)
     assert y.isnan().any()
 
@@ -67,12 +67,12 @@ def test_a_weight_that_overflowed_shows_in_its_codes(scaling: str) -> None:
 def test_largest_values_of_other_ranks_are_shared_once() -> None:
     """A weight of which a tensor-parallel rank has the larger part takes that rank's scale."""
     gemm = EmulatedGemm(FP8Recipe(scaling="current"))
-    coder, codes = WeightCodes(gemm, (2, 8)), torch.zeros(16, dtype=torch.uint8)
-    coder.group = ALONE
+    quantizer, codes = WeightCodes(gemm, (2, 8)), torch.zeros(16, dtype=torch.uint8)
+    quantizer.group = ALONE
 
     def other_rank(tensor: torch.Tensor, *_: object) -> None:
         tensor.clamp_(min=896.0)
 
-    weights = [CodedWeight(coder, [Range(0, torch.ones(16), codes)], CPU)]
+    weights = [WeightRanges(quantizer, [Range(0, torch.ones(16), codes)], CPU)]
     encode(weights, ALONE, other_rank)
-    assert gemm.operand(codes.view(coder.dtype).view(2, 8), "weight").scales == 2.0
+    assert gemm.operand(codes.view(quantizer.dtype).view(2, 8), "weight").scales == 2.0

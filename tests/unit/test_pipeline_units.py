@@ -184,15 +184,17 @@ def test_parameters_read_elsewhere_stay_on_every_rank() -> None:
     assert _uses(Functional()).read_between == {"first.linear.weight"}
     root = Root(Functional(), torch.ones(2, 4))
     stages = find_stages(root, Placement.loop(2), PipelineOptions(units=UNITS))
-    assert stages.everywhere == {"first.linear.weight"}
+    assert stages.replicated_over_pp == {"first.linear.weight"}
 
 
 def test_ties_lie_at_the_ends_or_everywhere() -> None:
     options = PipelineOptions(units=CALLED)
-    assert find_stages(Root(NanoGPT()), Placement.loop(2), options).everywhere == frozenset()
+    assert (
+        find_stages(Root(NanoGPT()), Placement.loop(2), options).replicated_over_pp == frozenset()
+    )
     model = NanoGPT()
     model.transformer.h[1].linear.weight = model.transformer.h[2].linear.weight
-    tied = find_stages(Root(model), Placement.loop(4), options).everywhere
+    tied = find_stages(Root(model), Placement.loop(4), options).replicated_over_pp
     assert tied == {"transformer.h.1.linear.weight", "transformer.h.2.linear.weight"}
 
 

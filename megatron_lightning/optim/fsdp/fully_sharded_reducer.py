@@ -30,8 +30,8 @@ from megatron_lightning.optim.fsdp.fully_sharded import ShardedUnits
 from megatron_lightning.optim.fsdp.sharded_unit import Unit, local_part
 from megatron_lightning.optim.gradients.bucket_plan import sum_groups_of
 from megatron_lightning.optim.gradients.bucket_reduction import Reduction
-from megatron_lightning.optim.gradients.codes import Coder
 from megatron_lightning.optim.gradients.parameter_shard import ParameterShard, main_dtype
+from megatron_lightning.optim.gradients.quantized_data import Quantizer
 from megatron_lightning.optim.gradients.reducer import GradientReducer
 from megatron_lightning.optim.gradients.usage import Beside, Usage
 from megatron_lightning.optim.stepping.matrices import is_split
@@ -156,7 +156,7 @@ class FullyShardedReducer(GradientReducer):
         units: ShardedUnits,
         matrices: Set[str] = frozenset(),
         options: DataParallelOptions | None = None,
-        coders: Mapping[str, Coder] | None = None,
+        quantizers: Mapping[str, Quantizer] | None = None,
     ) -> None:
         rest = {
             name: parameter for name, parameter in parameters.items() if name not in units.names
@@ -168,7 +168,7 @@ class FullyShardedReducer(GradientReducer):
             sharded=True,
             matrices=matrices - units.names,
             options=options,
-            coders=coders,
+            quantizers=quantizers,
         )
         self.units = units
         self._in_units = {

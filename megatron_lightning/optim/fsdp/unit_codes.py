@@ -22,15 +22,15 @@ from torch.distributed.tensor import DTensor
 from megatron_lightning.compat import set_gather_hooks
 from megatron_lightning.errors import ShardingError
 from megatron_lightning.optim.fsdp.sharded_unit import Unit, local_part
-from megatron_lightning.optim.gradients.codes import (
+from megatron_lightning.optim.gradients.data_groups import DataGroups
+from megatron_lightning.optim.gradients.quantized_data import (
     AllReduce,
-    CodedWeight,
-    Coder,
+    Quantizer,
     Range,
+    WeightRanges,
     all_reduce,
     encode,
 )
-from megatron_lightning.optim.gradients.data_groups import DataGroups
 from megatron_lightning.optim.write_watch import WriteWatch
 
 _OLD_CODES = (
@@ -44,7 +44,7 @@ class UnitCodes:
     """The codes of the weights of a rank's units."""
 
     def __init__(self) -> None:
-        self._weights: dict[DataGroups, list[CodedWeight]] = {}
+        self._weights: dict[DataGroups, list[WeightRanges]] = {}
         self._names: set[str] = set()
         self._main: dict[str, Tensor] = {}
         self._watch = WriteWatch()
@@ -54,12 +54,12 @@ class UnitCodes:
         """How many weights are gathered as codes."""
         return len(self._names)
 
-    def keep(self, units: Iterable[Unit], coders: Mapping[str, Coder]) -> None:
-        """Gather the weights that have coders as codes, from now on; :meth:`encode` makes them.
+    def keep(self, units: Iterable[Unit], quantizers: Mapping[str, Quantizer]) -> None:
+        """Gather the weights that have quantizers as codes, from now on; :meth:`encode` makes them.
 
         Args:
             units: All units of this rank.
-            coders: Name of a parameter -> its coder.
+            quantizers: Name of a parameter -> its quantizer.
 
         Raises:
             ShardingError: If the units were gathered in another way before.
@@ -69,7 +69,7 @@ class UnitCodes:
             (unit, name, shard)
             for unit in units
             for name, shard in unit.shards.items()
-            if name in coders and _dim(shard) < max(1, shard.dim() - 1)
+            if name in quantizers and _dim(shard) < max(1, shard.dim() - 1)
         ]
         names = {name for _, name, _ in found}
         if names != self._names and any(unit.gathered for unit in units):
@@ -83,7 +83,7 @@ class UnitCodes:
         self._main.clear()
         self._watch.forget()
         for unit, name, shard in found:
-            weight = _keep(shard, coders[name], unit.groups.shard.size)
+            weight = _keep(shard, quantizers[name], unit.groups.shard.size)
             self._weights.setdefault(unit.groups, []).append(weight)
             self._main[name] = local_part(shard)[0]
 
@@ -111,7 +111,7 @@ def _dim(shard: DTensor) -> int:
     return getattr(shard.placements[0], "dim", 0)
 
 
-def _keep(shard: DTensor, coder: Coder, num_ranks: int) -> CodedWeight:
+def _keep(shard: DTensor, quantizer: Quantizer, num_ranks: int) -> WeightRanges:
     """Make FSDP2 gather the codes of one parameter."""
     own, box = local_part(shard)
     shape = list(own.shape)
@@ -128,10 +128,10 @@ def _keep(shard: DTensor, coder: Coder, num_ranks: int) -> CodedWeight:
         outputs: tuple[Tensor, ...], metadata: Any, param_dtype: Any, *, out: Tensor | None = None
     ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
         # Later gathers write into the same memory.
-        return None if out is not None else (outputs[0].view(coder.dtype), ())
+        return None if out is not None else (outputs[0].view(quantizer.dtype), ())
 
     set_gather_hooks(shard, pre_all_gather, post_all_gather)
-    return CodedWeight(coder, _ranges(shard, own, box.offset, codes), own.device)
+    return WeightRanges(quantizer, _ranges(shard, own, box.offset, codes), own.device)
 
 
 def _ranges(shard: DTensor, own: Tensor, offset: tuple[int, ...], codes: Tensor) -> list[Range]:

@@ -30,9 +30,9 @@ from megatron_lightning.config import DataParallelOptions
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.optim.fsdp.fully_sharded import ShardedUnits
 from megatron_lightning.optim.fsdp.fully_sharded_reducer import FullyShardedReducer
-from megatron_lightning.optim.gradients.codes import Coder
 from megatron_lightning.optim.gradients.data_groups import has_replicas
 from megatron_lightning.optim.gradients.param_gather import ParameterGather
+from megatron_lightning.optim.gradients.quantized_data import Quantizer
 from megatron_lightning.optim.gradients.reducer import GradientReducer
 from megatron_lightning.optim.gradients.usage import Beside
 from megatron_lightning.optim.optimizer_checks import check_stepped_tensors, check_tied_copies
@@ -58,7 +58,7 @@ class GradientAccumulation:
         stage_of: The pipeline stage that uses a parameter, by name; parameters of several stages
             are absent.
         units: The units that FSDP2 shards; None without it.
-        coders: Name -> coder of a parameter that is kept as codes, where it is sharded.
+        quantizers: Name -> quantizer of a parameter that is kept as codes, where it is sharded.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class GradientAccumulation:
         options: DataParallelOptions,
         stage_of: Mapping[str, int],
         units: ShardedUnits | None = None,
-        coders: Mapping[str, Coder] | None = None,
+        quantizers: Mapping[str, Quantizer] | None = None,
     ) -> None:
         self._module = module
         self._specs = specs
@@ -82,7 +82,7 @@ class GradientAccumulation:
         self._options = options
         self._stage_of = stage_of
         self._units = units
-        self._coders = coders
+        self._quantizers = quantizers
         self._names = dict(module.named_parameters())
         self._passed_trials: set[Trial] = set()
         self._attach(self._trainable())
@@ -112,7 +112,7 @@ class GradientAccumulation:
                 matrices=matrices,
                 stage_of=self._stage_of,
                 options=options,
-                coders=self._coders,
+                quantizers=self._quantizers,
             )
         else:
             self.reducer = FullyShardedReducer(
@@ -122,7 +122,7 @@ class GradientAccumulation:
                 units=self._units,
                 matrices=matrices,
                 options=options,
-                coders=self._coders,
+                quantizers=self._quantizers,
             )
         self.reducer.late = frozenset(trainable) - self._stage_of.keys()
         self.gather = ParameterGather(

@@ -15,9 +15,9 @@ import torch
 from torch import nn
 
 from megatron_lightning.optim.gradients.buckets import Bucket
-from megatron_lightning.optim.gradients.codes import Coder
 from megatron_lightning.optim.gradients.data_groups import DataGroups
 from megatron_lightning.optim.gradients.parameter_shard import main_dtype
+from megatron_lightning.optim.gradients.quantized_data import Quantizer
 from megatron_lightning.parallel.context import AxisGroup, ParallelContext
 from megatron_lightning.parallel.spec import ShardSpec
 
@@ -47,7 +47,7 @@ def build_buckets(
     matrices: Set[str] = frozenset(),
     stage_of: Mapping[str, int] | None = None,
     bucket_size: int | None = None,
-    coders: Mapping[str, Coder] | None = None,
+    quantizers: Mapping[str, Quantizer] | None = None,
 ) -> list[Bucket]:
     """Distribute parameters over buckets, in the order in which backward completes them.
 
@@ -65,13 +65,13 @@ def build_buckets(
         stage_of: The pipeline stage that completes a parameter's gradient; a bucket that is reduced
             early is of one stage.
         bucket_size: Elements at which a bucket closes; None: see :class:`DataParallelOptions`.
-        coders: Name -> coder of a parameter that is kept as codes, where it is sharded.
+        quantizers: Name -> quantizer of a parameter that is kept as codes, where it is sharded.
 
     Returns:
         The buckets: those that need only the data-parallel reduction first, then those that are
         summed over other axes.
     """
-    coders, stages = coders or {}, stage_of or {}
+    quantizers, stages = quantizers or {}, stage_of or {}
     sizes = {
         name: _equal_share(specs[name], context)
         for name in _completion_order(parameters, specs, tied)
@@ -89,7 +89,7 @@ def build_buckets(
                 spec.data_axes,
                 sum_groups,
                 is_matrix=name in matrices,
-                is_coded=name in coders and groups[spec.data_axes].sharded,
+                is_coded=name in quantizers and groups[spec.data_axes].sharded,
                 stage=-1 if sum_groups else stages.get(name, -1),
             )
 
@@ -104,7 +104,7 @@ def build_buckets(
             key.sum_groups,
             groups[key.data_axes],
             tuple(sizes[name] for name in names) if key.is_matrix else None,
-            tuple(coders[name] for name in names) if key.is_coded else (),
+            tuple(quantizers[name] for name in names) if key.is_coded else (),
         )
         for key, names in _fill(keys, sizes, limit)
     ]

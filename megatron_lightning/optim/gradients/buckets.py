@@ -31,9 +31,9 @@ from torch import Tensor, nn
 
 from megatron_lightning.compat import set_grad_dtype
 from megatron_lightning.errors import ConfigError
-from megatron_lightning.optim.gradients.codes import CodedWeight, Coder, Range
 from megatron_lightning.optim.gradients.data_groups import DataGroups
 from megatron_lightning.optim.gradients.parameter_shard import ParameterShard, main_dtype
+from megatron_lightning.optim.gradients.quantized_data import Quantizer, Range, WeightRanges
 from megatron_lightning.optim.stepping.column_sums import column_sums
 from megatron_lightning.optim.stepping.rebound import check_rebound
 from megatron_lightning.optim.write_watch import WriteWatch
@@ -62,7 +62,7 @@ class Bucket:
     assigned_by: tuple[int, ...] | None = None
     """Weight of each parameter when each is assigned to one shard; None: shards ignore their
     edges."""
-    coders: tuple[Coder, ...] = ()
+    quantizers: tuple[Quantizer, ...] = ()
     """Make codes of the parameters, which ranks gather instead of values; none: values."""
     gradient: Tensor = field(init=False)
     """1-D buffer of all gradients."""
@@ -108,9 +108,9 @@ class Bucket:
             self.value = torch.zeros(size, dtype=like.dtype, device=like.device)
             for index, parameter in enumerate(self.parameters):
                 parameter.data = self._view(self.value, index).copy_(parameter.data)
-        if self.coders and self.value is not None:
+        if self.quantizers and self.value is not None:
             self.main = self.value[self.shard].clone()
-            self.keep_codes()
+            self.keep_quantized()
         self.record_versions()
 
     def record_versions(self) -> None:
@@ -124,32 +124,36 @@ class Bucket:
         rows = zip(self.names, self.parameters, self.versions, strict=True)
         return [name for name, parameter, version in rows if parameter._version != version]
 
-    def keep_codes(self) -> None:
+    def keep_quantized(self) -> None:
         """Keep this rank's shard as main params, and of all parameters codes, which are not made
-        yet; without coders do nothing.
+        yet; without quantizers do nothing.
         """
         if self.main is None or self.value is None or self.holds_codes:
             return
         self.main.copy_(self.value[self.shard])
         self.watch.forget()
         self.value = torch.zeros(self.value.shape, dtype=torch.uint8, device=self.value.device)
-        for index, (parameter, coder) in enumerate(zip(self.parameters, self.coders, strict=True)):
-            parameter.data = self._view(self.value, index).view(coder.dtype)
+        for index, (parameter, quantizer) in enumerate(
+            zip(self.parameters, self.quantizers, strict=True)
+        ):
+            parameter.data = self._view(self.value, index).view(quantizer.dtype)
             set_grad_dtype(parameter, None)
         self.holds_codes = True
 
-    def coded_weights(self) -> list[CodedWeight]:
+    def coded_weights(self) -> list[WeightRanges]:
         """Return the parameters that are kept as codes, with this rank's range of each."""
         if self.value is None or self.main is None or not self.holds_codes:
             return []
         codes, coded = self.value[self.shard], []
-        for index, coder in enumerate(self.coders):
+        for index, quantizer in enumerate(self.quantizers):
             part, start = self._own_part(index)
             own = Range(start, self.main[part], codes[part])
-            coded.append(CodedWeight(coder, [own] if len(own.values) else [], self.main.device))
+            coded.append(
+                WeightRanges(quantizer, [own] if len(own.values) else [], self.main.device)
+            )
         return coded
 
-    def drop_codes(self, group: dist.ProcessGroup) -> None:
+    def drop_quantized(self, group: dist.ProcessGroup) -> None:
         """Gather the main params, so that the parameters are again what they were. A collective."""
         if self.main is None or not self.holds_codes:
             return
@@ -171,7 +175,7 @@ class Bucket:
             self.encoded = column_sums(self.main)
             self.gathered = column_sums(self.value)
 
-    def codes_are_stale(self) -> bool:
+    def quantized_data_are_stale(self) -> bool:
         """Return whether main params were written since their codes were gathered. Waits for the
         device.
 

@@ -136,14 +136,15 @@ class ParameterGather:
                 increment_version(bucket.parameters)
                 bucket.record_versions()
 
-    def keep_codes(self) -> None:
-        """Keep parameters as codes from now on, where there are coders. A collective."""
+    def keep_quantized(self) -> None:
+        """Keep parameters as codes from now on, where there are quantizers. A collective."""
         for bucket in self._reducer.buckets:
-            bucket.codes_are_stale()  # raises where hooks have written codes since the setup
-            bucket.keep_codes()
+            # Raises where hooks have written quantized data since the setup.
+            bucket.quantized_data_are_stale()
+            bucket.keep_quantized()
         self.start(bucket for bucket in self._reducer.buckets if bucket.holds_codes)
 
-    def drop_codes(self) -> None:
+    def drop_quantized(self) -> None:
         """Gather the main params of parameters that are kept as codes, which are read as before
         from now on. A collective.
         """
@@ -151,7 +152,7 @@ class ParameterGather:
         for bucket in self._reducer.buckets:
             group = bucket.data.shard.process_group
             if group is not None:
-                bucket.drop_codes(group)
+                bucket.drop_quantized(group)
 
     def detach(self) -> None:
         """Remove the hooks without waiting, since other ranks may have failed."""

@@ -30,9 +30,9 @@ from megatron_lightning.errors import PipelineError
 from megatron_lightning.optim.gradients.bucket_plan import build_buckets
 from megatron_lightning.optim.gradients.bucket_reduction import Reduction
 from megatron_lightning.optim.gradients.buckets import Bucket
-from megatron_lightning.optim.gradients.codes import Coder, encode
 from megatron_lightning.optim.gradients.data_groups import DataGroups
 from megatron_lightning.optim.gradients.parameter_shard import MainShard, ParameterShard
+from megatron_lightning.optim.gradients.quantized_data import Quantizer, encode
 from megatron_lightning.optim.gradients.usage import Beside, Usage, UsageAgreement
 from megatron_lightning.parallel.context import AxisGroup, ParallelContext
 from megatron_lightning.parallel.spec import ShardSpec
@@ -53,7 +53,7 @@ class GradientReducer:
         stage_of: The pipeline stage that completes a parameter's gradient, by name; None: all
             together.
         options: Size of the buckets, and how they are sent.
-        coders: Name -> coder of a parameter that is kept as codes, where it is sharded.
+        quantizers: Name -> quantizer of a parameter that is kept as codes, where it is sharded.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class GradientReducer:
         matrices: Set[str] = frozenset(),
         stage_of: Mapping[str, int] | None = None,
         options: DataParallelOptions | None = None,
-        coders: Mapping[str, Coder] | None = None,
+        quantizers: Mapping[str, Quantizer] | None = None,
     ) -> None:
         self.options = options = options or DataParallelOptions()
         self.parameters = dict(parameters)
@@ -93,7 +93,7 @@ class GradientReducer:
             matrices=matrices,
             stage_of=stage_of,
             bucket_size=options.bucket_size,
-            coders=coders,
+            quantizers=quantizers,
         )
         self.shards: dict[str, ParameterShard] = {}
         """Name -> this rank's shard of a bucketed parameter; the optimizer may set another

@@ -25,7 +25,8 @@ class StagePartition:
         module: The pipelined module.
         stages: Unit paths of every stage of the pipeline, in stage order.
         own: Stages of this rank.
-        everywhere: Parameters of units that every rank keeps, since several stages use them.
+        replicated_over_pp: Parameters of units that every pipeline rank keeps, since several stages
+            use them.
         has_all_units: Whether ``module`` has all its units; False: it was reduced to the ``own``
             stages before.
 
@@ -38,14 +39,14 @@ class StagePartition:
         module: nn.Module,
         stages: Sequence[Sequence[str]],
         own: Sequence[int],
-        everywhere: Collection[str] = (),
+        replicated_over_pp: Collection[str] = (),
         *,
         has_all_units: bool = True,
     ) -> None:
         self.module = module
         self.stages = tuple(map(tuple, stages))
         self.own = tuple(own)
-        self.everywhere = frozenset(everywhere)
+        self.replicated_over_pp = frozenset(replicated_over_pp)
         self.units = tuple(unit for stage in self.stages for unit in stage)
         """The units of all stages, in call order; their positions are their indices."""
         ends = [*accumulate(len(stage) for stage in self.stages)]
@@ -54,7 +55,7 @@ class StagePartition:
         if not has_all_units:
             return
         check_units(module, self.units)
-        kept = {id(module.get_parameter(name)) for name in self.everywhere}
+        kept = {id(module.get_parameter(name)) for name in self.replicated_over_pp}
         own_units = {unit for stage in self.own for unit in self.stages[stage]}
         for unit in self.units:
             if unit not in own_units:

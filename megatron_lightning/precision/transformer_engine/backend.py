@@ -165,10 +165,8 @@ class TransformerEngine:
         self._context = None
         return state
 
-    def weight_coders(self, module: nn.Module) -> dict[str, QuantizedWeight]:
-        """Return the coders of the weights that may be kept as codes, by parameter name: those that
-        one layer reads.
-        """
+    def weight_quantizers(self, module: nn.Module) -> dict[str, QuantizedWeight]:
+        """Return quantizers of the untied weights, by parameter name."""
         uses = Counter(id(p) for _, p in module.named_parameters(remove_duplicate=False))
         paths = {id(layer): path for path, layer in module.named_modules()}
         return {

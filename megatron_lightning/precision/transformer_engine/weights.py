@@ -20,12 +20,12 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from megatron_lightning.layers.gemm import is_code
-from megatron_lightning.optim.gradients.codes import CodedWeight, LibraryCoder, Range
+from megatron_lightning.layers.gemm import is_quantized
+from megatron_lightning.optim.gradients.quantized_data import LibraryQuantizer, Range, WeightRanges
 from megatron_lightning.parallel.context import AxisGroup
 
 
-class QuantizedWeight(LibraryCoder):
+class QuantizedWeight(LibraryQuantizer):
     """The weight [out, in] of a layer, or [E, out, in] of experts, as quantized tensors.
 
     Args:
@@ -55,12 +55,12 @@ class QuantizedWeight(LibraryCoder):
     @property
     def holds_codes(self) -> bool:
         """Whether the layer's parameter is codes now."""
-        return is_code(self._weight.dtype)
+        return is_quantized(self._weight.dtype)
 
     @classmethod
-    def quantize(cls, weights: Sequence[CodedWeight], group: AxisGroup) -> None:
+    def quantize(cls, weights: Sequence[WeightRanges], group: AxisGroup) -> None:
         """See the base class. Transformer Engine takes weights of one recipe in a call."""
-        by_recipe: dict[int, list[CodedWeight]] = {}
+        by_recipe: dict[int, list[WeightRanges]] = {}
         for weight in weights:
             by_recipe.setdefault(id(_of(weight).recipe), []).append(weight)
         for some in by_recipe.values():
@@ -116,8 +116,8 @@ class QuantizedWeight(LibraryCoder):
         return dict(zip(self._tensors, tensors, strict=True))
 
 
-def _of(weight: CodedWeight) -> QuantizedWeight:
-    return cast(QuantizedWeight, weight.coder)
+def _of(weight: WeightRanges) -> QuantizedWeight:
+    return cast(QuantizedWeight, weight.quantizer)
 
 
 class _Bound(torch.autograd.Function):

@@ -17,7 +17,7 @@ from megatron_lightning.layers.styles import ContextAttention
 from megatron_lightning.parallel.sharding import ShardingPlan
 
 
-def name_exchanges(
+def assign_cp_comm_types(
     module: nn.Module,
     plans: Mapping[str, ShardingPlan],
     exchange: ContextExchange | Sequence[ContextExchange],

@@ -1,15 +1,15 @@
-"""Codes of 8 bits of weights whose main params are sharded, so that ranks gather one byte a weight.
+"""Quantized data of weights whose main params are sharded: ranks gather one byte a weight.
 
-A *coder* (of a quantized layer) makes codes of any range of its flattened weight, given the largest
-values of what shares a scale. Blocks may reach into the ranges of several ranks, which therefore
-agree on these largest values first:
+A *quantizer* (of a quantized layer) quantizes any range of its flattened weight, given the amax of
+each scaling block. Blocks may reach into the ranges of several ranks. So the ranks agree on the
+amax values first:
 
-    every rank     largest values of its ranges        4 bytes a scale
+    every rank     amax values of its ranges           4 bytes a scale
     all-reduce     of all weights in one message, by their maximum
-    every rank     codes of its ranges; scales of all
-    all-gather     codes                               1 byte a weight
+    every rank     data of its ranges; scales of all
+    all-gather     data                                1 byte a weight
 
-The codes are those that each rank would make of the full weight. Main params stay in fp32.
+The data are equal to what each rank would quantize from the full weight. Main params stay in fp32.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from torch import Tensor
 from megatron_lightning.parallel.context import AxisGroup
 
 
-class WeightCoder(Protocol):
+class WeightQuantizer(Protocol):
     """Makes codes of one weight, and gives their scales to the layer."""
 
     dtype: torch.dtype
@@ -34,25 +34,24 @@ class WeightCoder(Protocol):
     num_scales: int
     """Scales of the weight on this rank."""
     group: AxisGroup | None
-    """Ranks that hold other parts of what shares a scale; None: this one and its replicas hold
-    all."""
+    """Group for the amax all-reduce; None if every scaling block is local."""
 
-    def largest(self, values: Tensor, start: int) -> Tensor:
+    def amax(self, values: Tensor, start: int) -> Tensor:
         """Return the largest absolute value of every scale's weights [num_scales] within a range
         [n] of the flattened weight, from ``start`` on; 0 where none is in it.
         """
         ...
 
-    def encode(self, values: Tensor, start: int, largest: Tensor) -> Tensor:
-        """Return the codes [n] of a range, given the largest values of the full weight."""
+    def encode(self, values: Tensor, start: int, amax: Tensor) -> Tensor:
+        """Return the codes [n] of a range, given the amax values of the full weight."""
         ...
 
-    def set_scales(self, largest: Tensor) -> None:
-        """Multiply by the scales that follow from the largest values from now on."""
+    def set_scales(self, amax: Tensor) -> None:
+        """Set the layer's scales from the reduced amax."""
         ...
 
 
-class LibraryCoder(ABC):
+class LibraryQuantizer(ABC):
     """Leaves the codes and scales of a weight to a library, which takes parts of many weights in
     one call and agrees on their scales by itself.
     """
@@ -62,17 +61,17 @@ class LibraryCoder(ABC):
 
     @classmethod
     @abstractmethod
-    def quantize(cls, weights: Sequence[CodedWeight], group: AxisGroup) -> None:
+    def quantize(cls, weights: Sequence[WeightRanges], group: AxisGroup) -> None:
         """Renew the codes of the ranges of all of the library's weights, and the scales. A
         collective.
 
         Args:
-            weights: Weights with such coders.
+            weights: Weights with such quantizers.
             group: Ranks that share their ranges.
         """
 
 
-Coder = WeightCoder | LibraryCoder
+Quantizer = WeightQuantizer | LibraryQuantizer
 
 
 class Range(NamedTuple):
@@ -86,10 +85,10 @@ class Range(NamedTuple):
 
 
 @dataclass(frozen=True)
-class CodedWeight:
+class WeightRanges:
     """A weight of which this rank keeps some ranges, or none."""
 
-    coder: Coder
+    quantizer: Quantizer
     ranges: Sequence[Range]
     device: torch.device
 
@@ -103,7 +102,7 @@ def all_reduce(tensor: Tensor, group: AxisGroup, op: dist.ReduceOp.RedOpType) ->
 
 
 @torch.no_grad()
-def encode(weights: Sequence[CodedWeight], group: AxisGroup, reduce: AllReduce) -> None:
+def encode(weights: Sequence[WeightRanges], group: AxisGroup, reduce: AllReduce) -> None:
     """Renew the codes and scales of ``weights`` from their main params. A collective.
 
     Args:
@@ -111,41 +110,43 @@ def encode(weights: Sequence[CodedWeight], group: AxisGroup, reduce: AllReduce) 
         group: These ranks.
         reduce: Reduces in place.
     """
-    by_library: dict[type[LibraryCoder], list[CodedWeight]] = {}
+    by_library: dict[type[LibraryQuantizer], list[WeightRanges]] = {}
     for weight in weights:
-        if isinstance(weight.coder, LibraryCoder):
-            by_library.setdefault(type(weight.coder), []).append(weight)
+        if isinstance(weight.quantizer, LibraryQuantizer):
+            by_library.setdefault(type(weight.quantizer), []).append(weight)
     for library, some in by_library.items():
         library.quantize(some, group)
-    own = [(w.coder, w) for w in weights if not isinstance(w.coder, LibraryCoder)]
+    own = [(w.quantizer, w) for w in weights if not isinstance(w.quantizer, LibraryQuantizer)]
     if not own:
         return
-    largest = torch.cat([_largest(coder, weight) for coder, weight in own])
-    reduce(largest, group, dist.ReduceOp.MAX)
-    tables = torch.split(largest, [coder.num_scales for coder, _ in own])
-    _share([coder for coder, _ in own], tables, reduce)
-    for (coder, weight), table in zip(own, tables, strict=True):
+    amax = torch.cat([_amax_of_ranges(quantizer, weight) for quantizer, weight in own])
+    reduce(amax, group, dist.ReduceOp.MAX)
+    tables = torch.split(amax, [quantizer.num_scales for quantizer, _ in own])
+    _share([quantizer for quantizer, _ in own], tables, reduce)
+    for (quantizer, weight), table in zip(own, tables, strict=True):
         for start, values, codes in weight.ranges:
-            codes.copy_(coder.encode(values, start, table).view(torch.uint8))
-        coder.set_scales(table)
+            codes.copy_(quantizer.encode(values, start, table).view(torch.uint8))
+        quantizer.set_scales(table)
 
 
-def _largest(coder: WeightCoder, weight: CodedWeight) -> Tensor:
+def _amax_of_ranges(quantizer: WeightQuantizer, weight: WeightRanges) -> Tensor:
     """Return the largest values in this rank's ranges."""
-    largest = torch.zeros(coder.num_scales, device=weight.device)
+    amax = torch.zeros(quantizer.num_scales, device=weight.device)
     for start, values, _ in weight.ranges:
-        torch.maximum(largest, coder.largest(values, start), out=largest)
-    return largest
+        torch.maximum(amax, quantizer.amax(values, start), out=amax)
+    return amax
 
 
-def _share(coders: Sequence[WeightCoder], tables: Sequence[Tensor], reduce: AllReduce) -> None:
+def _share(
+    quantizers: Sequence[WeightQuantizer], tables: Sequence[Tensor], reduce: AllReduce
+) -> None:
     """Reduce the largest values of weights whose other parts are on other ranks; in one message for
     each group.
     """
     shared: dict[AxisGroup, list[Tensor]] = {}
-    for coder, table in zip(coders, tables, strict=True):
-        if coder.group is not None:
-            shared.setdefault(coder.group, []).append(table)
+    for quantizer, table in zip(quantizers, tables, strict=True):
+        if quantizer.group is not None:
+            shared.setdefault(quantizer.group, []).append(table)
     for over in sorted(shared, key=lambda axis: axis.name):
         together = torch.cat(shared[over])
         reduce(together, over, dist.ReduceOp.MAX)

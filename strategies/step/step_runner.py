@@ -1,8 +1,7 @@
 """Interface of the two ways to run a batch; one is chosen once a run.
 
-:class:`~megatron_lightning.strategies.step.native.NativeSteps` for one stage and one micro-batch,
-where Lightning's own step does the work, and
-:class:`~megatron_lightning.strategies.step.pipelined.PipelinedSteps`.
+``native`` for one stage and one micro-batch, where Lightning's own step does the work, and
+``pipelined``.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from megatron_lightning.strategies.step.batch_counts import (
 )
 from megatron_lightning.strategies.step.participant import Participants, StepBatch
 from megatron_lightning.strategies.step.participants import SharedParts, step_participants
-from megatron_lightning.strategies.step.scope import Scope
+from megatron_lightning.strategies.step.run_context import RunContext
 from megatron_lightning.strategies.step.sequence_parts import SequenceParts
 from megatron_lightning.strategies.step.training import Training
 from megatron_lightning.strategies.step.unseen import unseen
@@ -35,7 +34,7 @@ from megatron_lightning.strategies.step.world_guard import WorldGuard
 _ASK_BEFORE = "Ask for it in a hook before the step (setup, on_fit_start) and keep it."
 
 
-class Steps(ABC):
+class StepRunner(ABC):
     """Run the batches of one run.
 
     Args:
@@ -43,7 +42,7 @@ class Steps(ABC):
         training: Reduces gradients; None before the Trainer fits.
     """
 
-    def __init__(self, scope: Scope, training: Training | None) -> None:
+    def __init__(self, scope: RunContext, training: Training | None) -> None:
         self._scope = scope
         self._training = training
         self._begins_loop = False  # hooks may have made metrics since

@@ -15,7 +15,7 @@ from megatron_lightning.strategies.progress import Progress
 
 
 @dataclass(frozen=True, kw_only=True)
-class Scope:
+class RunContext:
     """An assembled module in one run, on this rank."""
 
     module: pl.LightningModule
