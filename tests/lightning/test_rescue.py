@@ -27,7 +27,7 @@ from megatron_lightning.checkpoint import commit, is_committed, open_checkpoint
 from megatron_lightning.config import CheckpointOptions
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.resilience.failure import FailureWatch
-from megatron_lightning.strategies.launch.ranks import Ranks
+from megatron_lightning.strategies.launch.ranks import ProcessGroups
 from megatron_lightning.strategies.megatron import MegatronStrategy
 from tests.helpers.toy import ToyModule
 from tests.helpers.trainers import Losses
@@ -312,9 +312,9 @@ class _Fails(pl.Callback):
 
 def _failed(layout: Layout, folder: str, *places: str) -> dict[str, Any]:
     whole, losses = _fit(layout, f"{folder}/whole")
-    impatient = partialmethod(Ranks.all_interrupted, within_s=1.0)
+    impatient = partialmethod(ProcessGroups.all_interrupted, within_s=1.0)
     with (
-        mock.patch.object(Ranks, "all_interrupted", impatient),
+        mock.patch.object(ProcessGroups, "all_interrupted", impatient),
         # It would end the ranks of this test.
         mock.patch.object(FailureWatch, "report", return_value=False),
         mock.patch.object(compat, "abort_process_groups"),
