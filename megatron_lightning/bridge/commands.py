@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from megatron_lightning.bridge.auto import AutoBridge, ModelKind
 from megatron_lightning.bridge.export import write_folder
@@ -121,22 +121,34 @@ def import_(  # noqa: PLR0917  # every one is an option of the command line
     print(f"{checkpoint} holds {count} tensors, and the files of {path} that hold none.")
 
 
-def verify(path: str, revision: str | None = None, trust_remote_code: bool = False) -> None:
+def verify(
+    path: str,
+    to: Literal["hf", "gpt"] = "hf",
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+    family: str | None = None,
+) -> None:
     """Check that a Hugging Face folder comes through unchanged: every tensor there and back, and
     the logits of the model.
 
     Args:
         path: The folder, or a Hub id.
+        to: The model on the way; hf: the untouched one; gpt: ``GPTModel``.
         revision: Branch, tag or commit of the Hub id.
         trust_remote_code: Whether code in the folder may run.
+        family: Rules for a ``GPTModel``, by name or class path; leave it out for those of the
+            folder's architecture.
 
     Raises:
         CheckpointError: Naming the tensors that differ, or the difference of the logits.
+        ConfigError: If there are no rules for the folder, or the folder has settings that
+            ``GPTModel`` cannot have.
     """
     bridge = AutoBridge.from_hf_pretrained(
-        path, revision=revision, trust_remote_code=trust_remote_code
+        path, revision=revision, trust_remote_code=trust_remote_code, family=family
     )
-    folder, parameters, pieces = bridge.plan()
+    is_gpt = to == "gpt"
+    folder, parameters, pieces = bridge.plan(bridge.to_config() if is_gpt else None)
     fills = {name: lazy.fill for name, lazy in parameters.items()}
     made = assembled(folder, pieces, fills)
     wrong = [name for name, theirs in folder.tensors.items() if not _equal(theirs, made[name])]
@@ -145,7 +157,7 @@ def verify(path: str, revision: str | None = None, trust_remote_code: bool = Fal
             f"{len(wrong)} of {len(made)} tensors of {path} come back with other values: "
             f"{', '.join(wrong[:_LISTED])}."
         )
-    difference = _logits_difference(bridge, parameters)
+    difference = _logits_difference(bridge, parameters, is_gpt=is_gpt)
     if difference > _LOGITS:
         raise CheckpointError(
             f"the logits of {path} differ by {difference:.1e} of the largest one from those of "
@@ -192,20 +204,26 @@ def _equal(first: Lazy, second: Lazy) -> bool:
 
 
 @torch.no_grad()
-def _logits_difference(bridge: AutoBridge, parameters: Mapping[str, Lazy]) -> float:
+def _logits_difference(
+    bridge: AutoBridge, parameters: Mapping[str, Lazy], *, is_gpt: bool
+) -> float:
     """Return the largest difference of logits from those of ``from_pretrained``, relative to the
     largest logit.
     """
     theirs = bridge.reference_model().eval()
-    ours: nn.Module = bridge.model_class(bridge.config).to(torch.float32).eval()
-    state = ours.state_dict()
-    for name, lazy in parameters.items():
-        lazy.fill(Box.full(lazy.shape), state[name])
+    if is_gpt:
+        ours = bridge.to_model("gpt", dtype=torch.float32).eval()
+    else:
+        ours = bridge.model_class(bridge.config).to(torch.float32).eval()
+        state = ours.state_dict()
+        for name, lazy in parameters.items():
+            lazy.fill(Box.full(lazy.shape), state[name])
     vocabulary = theirs.get_input_embeddings().weight.shape[0]  # type: ignore[operator]
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(0, vocabulary, (2, 16), generator=generator)
     inputs = {"input_ids": tokens}
     if getattr(bridge.config, "is_encoder_decoder", False):
         inputs["decoder_input_ids"] = tokens
-    expected, found = (model(**inputs).logits for model in (theirs, ours))
+    expected = theirs(**inputs).logits
+    found = ours(tokens) if is_gpt else ours(**inputs).logits
     return float((expected - found).abs().max() / expected.abs().max())

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megatron_lightning.bridge.auto import AutoBridge
 from megatron_lightning.config import TransformerConfig
-from megatron_lightning.errors import ConfigError
+from megatron_lightning.errors import ConfigError, MissingCheckpointError
 from megatron_lightning.models.transformer import GPTModel
 from megatron_lightning.modules.folder_module import FolderModule
 
@@ -52,15 +52,28 @@ class GPTLightningModule(FolderModule):
         if init_from_hf is not None and not is_loaded:
             self._source = {"path": init_from_hf, "revision": revision, "family": family}
             if config is None:
-                config = AutoBridge.from_hf_pretrained(**self._source).to_config()
-        if config is None:
+                config = self._config_of_folder()
+        if config is None and self._source is None:
             raise ConfigError(
                 "config and init_from_hf are left out, so that the model is unknown. Set config "
                 "to a TransformerConfig, or init_from_hf to a Hugging Face folder."
             )
         origin = {"init_from_hf": init_from_hf, "revision": revision, "family": family}
-        started = {} if init_from_hf is None else origin
-        self.save_hyperparameters({"config": config.to_dict(), **started, **self._settings})
+        self._started = {} if init_from_hf is None else origin
+        if config is not None:
+            self._set_config(config)
+
+    def _config_of_folder(self) -> TransformerConfig | None:
+        """Return the configuration of the folder; None: there is no such folder, and a checkpoint
+        that the run loads may keep it.
+        """
+        try:
+            return AutoBridge.from_hf_pretrained(**(self._source or {})).to_config()
+        except MissingCheckpointError:
+            return None
+
+    def _set_config(self, config: TransformerConfig) -> None:
+        self.save_hyperparameters({"config": config.to_dict(), **self._started, **self._settings})
         self.config = config
 
     def configure_model(self) -> None:
@@ -70,7 +83,10 @@ class GPTLightningModule(FolderModule):
         if self.model is not None:
             return
         if self._source is not None:
-            self.model = self._adapt(self._bridge().to_model("gpt", config=self.config))
+            bridge = self._bridge()
+            if not hasattr(self, "config"):
+                self._set_config(bridge.to_config())
+            self.model = self._adapt(bridge.to_model("gpt", config=self.config))
             return
         mesh = self.device_mesh
         parallel = mesh is not None and "pp" in (mesh.mesh_dim_names or ())

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 from megatron_lightning.bridge import commands
 from megatron_lightning.cli import trainer_cli
 from megatron_lightning.config import PipelineOptions, RopeScaling
-from megatron_lightning.errors import ConfigError
+from megatron_lightning.errors import ConfigError, MissingCheckpointError
 from megatron_lightning.inference.load import read_config
 from megatron_lightning.modules import GPTLightningModule, HuggingFaceModule
 from megatron_lightning.optim.lr_schedules import LRSchedule
@@ -285,3 +285,29 @@ def test_the_command_line_starts_from_a_folder(tmp_path: Path) -> None:
     torch.testing.assert_close(untouched(inputs), again.eval()(inputs), rtol=1e-5, atol=1e-5)
     with pytest.raises(ConfigError, match="config and init_from_hf are left out"):
         GPTLightningModule()
+
+
+def _resume(folder: str, ckpt_path: str, max_epochs: int) -> list[float]:
+    record = Losses()
+    fit = trainer(MegatronStrategy(), max_epochs=max_epochs, callbacks=[record])
+    gpt = GPTLightningModule(init_from_hf=folder, learning_rate=1e-2)
+    fit.fit(gpt, loader(), ckpt_path=ckpt_path or None)
+    if not ckpt_path:
+        fit.save_checkpoint(f"{folder}.ckpt")
+    assert gpt.config.num_layers == 2
+    return record.losses
+
+
+def test_a_resumed_run_needs_no_folder(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    from tests.helpers.gpt_folders import make_folder
+
+    folder = make_folder("llama", tmp_path)
+    run_ranks(1, _resume, str(folder), "", 1)
+    ((expected),) = run_ranks(1, _resume, str(folder), f"{folder}.ckpt", 2)
+    shutil.rmtree(folder)
+    ((losses),) = run_ranks(1, _resume, str(folder), f"{folder}.ckpt", 2)
+    assert losses == expected and len(losses) == 4
+    gpt = GPTLightningModule(init_from_hf=str(folder))
+    with pytest.raises(MissingCheckpointError, match="Checkpoint file not found"):
+        gpt.configure_model()

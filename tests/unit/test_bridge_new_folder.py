@@ -147,6 +147,8 @@ def test_a_folder_becomes_a_checkpoint_and_comes_back(
     folder, checkpoint = make_folder(name, tmp_path), tmp_path / "c.ckpt"
     main(["convert", "import", str(folder), str(checkpoint), "--to", "gpt"])
     assert f"{checkpoint} holds" in capsys.readouterr().out
+    main(["convert", "verify", str(folder), "--to", "gpt"])
+    assert "tensors come back equal, and logits differ by" in capsys.readouterr().out
     main(["convert", "export", str(checkpoint), str(tmp_path / "out")])
     main(["convert", "compare", str(folder), str(tmp_path / "out")])
     files = {file.name: file.read_bytes() for file in folder.iterdir()}
