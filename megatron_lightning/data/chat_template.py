@@ -118,15 +118,42 @@ class ChatTemplate:
                 an answer has; naming the message.
         """
         answers = sorted(chat.trained)[-1 if options.train_on == "last" else 0 :]
+        if not answers:
+            return
         messages = [_with_reasoning(message, options.reasoning) for message in chat.messages]
-        view = _View(self, chat, messages)
+        view = _View(self, chat, *self._readable(chat, messages))
         if options.split_turns:
             for answer in answers:
                 text, spans = view.split_turn(answer)
                 yield view.rendered(text, spans, options.reasoning)
-        elif answers:
+        else:
             text, spans = view.answers(answers)
             yield view.rendered(text, spans, options.reasoning)
+
+    def _readable(
+        self, chat: Chat, messages: Sequence[Mapping[str, Any]]
+    ) -> tuple[Sequence[Mapping[str, Any]], tuple[str, list[Span]]]:
+        """Return the messages in the form whose content the template writes, and what it writes:
+        content as text, or as a list of parts, which templates of models with images expect.
+
+        Raises:
+            DataError: If it writes neither.
+        """
+        full = self.render(chat, messages)
+        missing = _unwritten(messages, full[0])
+        if missing is None:
+            return messages, full
+        parts = [_in_parts(message) for message in messages]
+        try:
+            full = self.render(chat, parts)
+        except DataError:
+            full = "", []
+        if _unwritten(messages, full[0]) is None:
+            return parts, full
+        raise DataError(
+            f"{chat.where}: the chat template does not write the content of message {missing}, so "
+            "that it would not be trained; set another chat_template"
+        )
 
     def render(
         self, chat: Chat, messages: Sequence[Mapping[str, Any]], *, prompt: bool = False
@@ -191,13 +218,20 @@ class _View:
     """One conversation through one template."""
 
     def __init__(
-        self, template: ChatTemplate, chat: Chat, messages: Sequence[Mapping[str, Any]]
+        self,
+        template: ChatTemplate,
+        chat: Chat,
+        messages: Sequence[Mapping[str, Any]],
+        full: tuple[str, list[Span]],
     ) -> None:
         self._template = template
         self._chat = chat
         self._messages = messages
+        self._full = full
 
     def _render(self, stop: int, *, prompt: bool = False) -> tuple[str, list[Span]]:
+        if stop == len(self._messages) and not prompt:
+            return self._full
         if not stop and not prompt:
             return "", []
         return self._template.render(self._chat, self._messages[:stop], prompt=prompt)
@@ -211,14 +245,11 @@ class _View:
 
     def _marked(self, answers: Sequence[int], marked: list[Span]) -> list[Span]:
         """Return the marked spans of ``answers``: all, or those that came with each message."""
-        count = len(self._messages)
         everyone = [i for i, message in enumerate(self._messages) if message["role"] == ASSISTANT]
         if list(answers) == everyone:
             return marked
         numbers = [
-            len(marked) if stop == count else len(self._render(stop)[1])
-            for answer in answers
-            for stop in (answer, answer + 1)
+            len(self._render(stop)[1]) for answer in answers for stop in (answer, answer + 1)
         ]
         if numbers != sorted(numbers):
             raise DataError(
@@ -344,6 +375,19 @@ def _with_reasoning(message: Mapping[str, Any], reasoning: Reasoning) -> Mapping
         return message
     kept = {key: value for key, value in message.items() if key not in REASONING}
     return {**kept, "content": THOUGHT.sub("", str(kept.get("content") or ""))}
+
+
+def _in_parts(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    return {**message, "content": [{"type": "text", "text": message.get("content") or ""}]}
+
+
+def _unwritten(messages: Sequence[Mapping[str, Any]], text: str) -> int | None:
+    """Return the first question or answer whose content is not in ``text``, but for reasoning."""
+    for number, message in enumerate(messages):
+        content = THOUGHT.sub("", str(message.get("content") or "")).strip()
+        if message["role"] in ("user", ASSISTANT) and content not in text:
+            return number
+    return None
 
 
 def _with_text_arguments(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:

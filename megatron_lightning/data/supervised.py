@@ -167,14 +167,21 @@ class RowOrder(Sampler[tuple[int, ...]]):
         self._packing = packing
         self._seed = seed
         self._window = window
-        self._epoch = 0
+        self._epoch, self._ahead = 0, 0
+        self.generator = torch.Generator().manual_seed(0)
+        """Its seed is the epoch that is iterated next; checkpoints keep and restore its state."""
         self.table = pack(sources.lengths, sequence_length) if packing == "offline" else None
         """Rows that are the same in every epoch; None: they are not."""
         self._num_rows = len(self.rows(0))
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch whose rows are iterated next."""
+        """Choose the epoch whose rows are iterated next.
+
+        After a resume the Trainer's number may be off: an epoch that ``max_steps`` has cut off
+        counts as a full one.
+        """
         self._epoch = epoch
+        self.generator.manual_seed(epoch + self._ahead)
 
     def rows(self, number: int) -> Rows:
         """Return the rows of pass ``number`` over the documents."""
@@ -190,9 +197,11 @@ class RowOrder(Sampler[tuple[int, ...]]):
         return self._num_rows
 
     def __iter__(self) -> Iterator[tuple[int, ...]]:
-        skipped, wanted, number = self._epoch * self._num_rows, self._num_rows, 0
+        epoch = self.generator.initial_seed()
+        self._ahead = epoch - self._epoch
+        skipped, wanted, number = epoch * self._num_rows, self._num_rows, 0
         if self._packing != "online":
-            skipped, number = 0, self._epoch
+            skipped, number = 0, epoch
         while wanted:
             rows = self.rows(number)
             for row in range(min(skipped, len(rows)), min(skipped + wanted, len(rows))):
