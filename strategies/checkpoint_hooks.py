@@ -20,6 +20,7 @@ from megatron_lightning.strategies.checkpoint.io import ShardedCheckpointIO, com
 from megatron_lightning.strategies.checks.plugins import check_storage_options
 from megatron_lightning.strategies.rank_hooks import RankHooks
 from megatron_lightning.strategies.step.manual import unwrapped
+from megatron_lightning.strategies.weight_stream import WeightStream, check_format
 
 
 class CheckpointHooks(RankHooks):
@@ -232,6 +233,33 @@ class CheckpointHooks(RankHooks):
             PipelineError: In a step, over several pipeline ranks.
         """
         return self._running.live_folder(module, dtype).weights()
+
+    def weights(
+        self,
+        weight_format: str = "transformers",
+        module: nn.Module | None = None,
+        *,
+        dtype: torch.dtype | None = None,
+    ) -> WeightStream:
+        """Return the weights of a model as a stream for another engine, such as vLLM or SGLang:
+        ``metadata()``, and on iteration name and full tensor, one at a time, as they are then.
+
+        A collective, like each iteration: all ranks iterate, and take all tensors. A
+        :class:`GPTModel` that did not come from a folder has the names of the first family that
+        describes it.
+
+        Args:
+            weight_format: "transformers".
+            module: A model in the LightningModule; None: the one that came from a folder, or the
+                only :class:`GPTModel`.
+            dtype: Dtype of floating tensors; None: the folder's, or the model's.
+
+        Raises:
+            ConfigError: If no family of ``transformers`` describes the model.
+            PipelineError: In a step, over several pipeline ranks.
+        """
+        check_format(weight_format)
+        return self._running.weight_stream(module, dtype)
 
     def save_hf_pretrained(
         self,

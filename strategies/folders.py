@@ -36,6 +36,7 @@ class LiveFolder:
         full_state: Collects the state of a sub-module.
         context: Groups of this rank.
         dtype: Dtype of floating tensors; None: the folder's.
+        plan: How the folder is made of the model; None: as the folder that it came from.
 
     Raises:
         ConfigError: If no model came from a folder.
@@ -49,25 +50,27 @@ class LiveFolder:
         context: ParallelContext,
         *,
         dtype: torch.dtype | None,
+        plan: Plan | None = None,
     ) -> None:
         chosen = model_with_folder(root)[1] if model is None else model
-        plan = plan_of_model(chosen)
+        plan = plan_of_model(chosen) if plan is None else plan
         self._context = context
         self._like = plan.folder
         full = full_state(chosen)
         fills = merged_fills(fills_of_ranks(full, plan.parameters), _deltas(chosen, full))
-        self._tensors: dict[str, Lazy] = plan.tensors(fills, dtype)
+        self.tensors: dict[str, Lazy] = plan.tensors(fills, dtype)
+        """Name in the folder -> tensor, whose values ranks read together."""
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield name and values of the folder's tensors on every rank; all ranks take all."""
-        return values_of(self._tensors, self._context.device)
+        return values_of(self.tensors, self._context.device)
 
     def write(self, path: Path, *, overwrite: bool) -> None:
         """Write the folder; all ranks call this."""
         write_folder(
             path,
             self._like,
-            self._tensors,
+            self.tensors,
             overwrite=overwrite,
             group=self._context.axis("world"),
             reads_together=self._context.device,

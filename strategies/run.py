@@ -62,6 +62,7 @@ from megatron_lightning.strategies.step.training import Training
 from megatron_lightning.strategies.step.transfer import BatchCopies
 from megatron_lightning.strategies.step.validation_clock import ValidationClock
 from megatron_lightning.strategies.summary import summarize_full
+from megatron_lightning.strategies.weight_stream import WeightStream, streamed_model
 
 
 class Run:
@@ -453,6 +454,14 @@ class Run:
         """Return the Hugging Face folder of a model; a collective."""
         context = self._ranks.context
         return LiveFolder(self.module, module, self.full_state, context, dtype=dtype)
+
+    def weight_stream(self, module: nn.Module | None, dtype: torch.dtype | None) -> WeightStream:
+        """Return the weights of a model as a stream; a collective."""
+        model, plan = streamed_model(self.module, module)
+        context = self._ranks.context
+        return WeightStream(
+            lambda: LiveFolder(self.module, model, self.full_state, context, dtype=dtype, plan=plan)
+        )
 
     def full_module_state(self, *, keeps: bool) -> dict[str, Any] | None:
         """Return the module's state as one device has it; see the strategy's method."""

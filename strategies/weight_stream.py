@@ -1,0 +1,93 @@
+"""Weights of a live model for another engine: names of ``transformers``, full tensors, one at a
+time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from megatron_lightning.bridge.auto import Plan
+from megatron_lightning.bridge.kept import kept_folders
+from megatron_lightning.bridge.new_folder import new_gpt_folder
+from megatron_lightning.checkpoint.format.manifest import TensorInfo
+from megatron_lightning.errors import ConfigError
+from megatron_lightning.models.blueprint import saved_tensors
+from megatron_lightning.models.transformer import GPTModel
+from megatron_lightning.strategies.folders import LiveFolder
+
+
+class WeightMeta(NamedTuple):
+    """One tensor of a stream."""
+
+    name: str
+    """Name in ``transformers``."""
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+class WeightStream:
+    """Weights as they are when the stream is iterated, in the form of vLLM's ``WeightSource``.
+
+    Each iteration is a collective: all ranks iterate, and take all tensors. No rank has more than
+    its part and one full tensor.
+
+    Args:
+        make: Returns the folder of the model as it is now; a collective.
+    """
+
+    def __init__(self, make: Callable[[], LiveFolder]) -> None:
+        self._make = make
+        self._metadata = [
+            WeightMeta(name, lazy.dtype, tuple(lazy.shape)) for name, lazy in make().tensors.items()
+        ]
+
+    def metadata(self) -> list[WeightMeta]:
+        """Return name, dtype and shape of every tensor, in the order of the stream."""
+        return list(self._metadata)
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield name and full tensor on every rank's device."""
+        return self._make().weights()
+
+    def __len__(self) -> int:
+        """Return the number of tensors."""
+        return len(self._metadata)
+
+
+def check_format(weight_format: str) -> None:
+    """Check the names that are asked for.
+
+    Raises:
+        ConfigError: If they are not those of ``transformers``.
+    """
+    if weight_format != "transformers":
+        raise ConfigError(
+            f'weights({weight_format!r}): streams have the names of "transformers", which vLLM and '
+            "SGLang read. Set it to that, or call full_tensors() for the names of this package."
+        )
+
+
+def streamed_model(
+    root: nn.Module, model: nn.Module | None
+) -> tuple[nn.Module | None, Plan | None]:
+    """Return the model to stream, and how a new folder is made of it; None: it came from a folder,
+    which says how.
+
+    Raises:
+        ConfigError: If no family of ``transformers`` describes a model that came from none.
+    """
+    found = [child for child in root.modules() if isinstance(child, GPTModel)]
+    if model is None and not kept_folders(root) and len(found) == 1:
+        model = found[0]
+    if not isinstance(model, GPTModel) or "" in kept_folders(model):
+        return model, None
+    config = model.config
+    dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
+    stored = {f"model.{name}": TensorInfo(shape, dtype) for name, shape in saved_tensors(config)}
+    folder = new_gpt_folder("the live model", config, stored)
+    parameters = folder.tensors(config)
+    return model, Plan(folder.folder, parameters, folder.pieces(config, parameters))
