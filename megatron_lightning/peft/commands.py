@@ -93,7 +93,6 @@ def merge(  # noqa: PLR0917  # every one is an option of the command line
             exists.
     """
     own = read_saved(source)
-    own.check_dense("merging")
     if own.is_gpt and (checkpoint := _gpt_checkpoint(own, source, base)) is not None:
         _merge_gpt(own, source, target, checkpoint, dtype)
     else:
@@ -221,7 +220,7 @@ def _merge_folder(
 ) -> None:
     """Write a folder of ``transformers`` with the adapters added."""
     plan, model = base.plan, base.model
-    weights = {f"{path}.weight" for path in own.layers}
+    weights = set(deltas_of(own, model))
     unknown = [name for name in (*sorted(weights), *own.saved) if name not in plan.parameters]
     if unknown:
         raise CheckpointError(

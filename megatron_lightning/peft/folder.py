@@ -36,6 +36,7 @@ _DIGEST = "megatron_lightning.base_digest"
 _READ = frozenset((
     "r", "lora_alpha", "lora_dropout", "target_modules", "exclude_modules", "rank_pattern",
     "alpha_pattern", "use_rslora", "modules_to_save", "base_model_name_or_path", "revision",
+    "target_parameters",
 ))  # fmt: skip
 _ANY = frozenset((
     "task_type", "auto_mapping", "peft_version", "inference_mode", "megatron_core",
@@ -86,7 +87,11 @@ def read_folder(path: str | os.PathLike[str]) -> SavedAdapters:
                 raise CheckpointError(
                     f"{folder / TENSORS}: lora_B of {layer} is missing or misshaped."
                 )
-            layers[layer] = {ALL_ROWS: Factors(tensor, second, lora.scale_of(layer))}
+            factors = Factors(tensor, second, lora.scale_of(layer))
+            stacked = _stacked_name(layer, config, tensors)
+            if stacked is not None:
+                layer, factors = stacked, _unflat(factors, lora.rank_of(stacked), folder)
+            layers[layer] = {ALL_ROWS: factors}
         elif ".lora_" not in own:
             saved[own.replace(".modules_to_save.", ".")] = tensor
         elif not own.endswith(".lora_B.weight"):
@@ -166,12 +171,11 @@ def write_folder(
             f"{target} exists. Name another folder, or replace this one with --overwrite."
         )
     theirs = to_hugging_face(own)
-    theirs.check_dense("a folder of peft")
     tensors = {}
     for layer, parts in theirs.layers.items():
-        factors = parts[ALL_ROWS]
-        tensors[f"{_PREFIX}{layer}.lora_A.weight"] = factors.lora_A
-        tensors[f"{_PREFIX}{layer}.lora_B.weight"] = factors.lora_B
+        factors, key = _flat(parts[ALL_ROWS]), _PREFIX + _key_of(layer, theirs.layers)
+        tensors[f"{key}.lora_A.weight"] = factors.lora_A
+        tensors[f"{key}.lora_B.weight"] = factors.lora_B
     tensors |= {_PREFIX + name: tensor for name, tensor in theirs.saved.items()}
     tensors = {
         n: t.detach().to("cpu", dtype or t.dtype).contiguous().clone() for n, t in tensors.items()
@@ -212,7 +216,10 @@ def config_of(theirs: SavedAdapters) -> dict[str, Any]:
         "r": rank,
         "lora_alpha": alpha,
         "lora_dropout": lora.lora_dropout,
-        "target_modules": sorted(theirs.targets),
+        "target_modules": sorted(
+            {name for name in theirs.targets if not _is_stacked(theirs, name)}
+        ),
+        "target_parameters": _parameters(theirs) or None,
         "rank_pattern": _exceptions(ranks, rank),
         "alpha_pattern": _exceptions(alphas, alpha),
         "use_rslora": lora.use_rslora,
@@ -225,6 +232,86 @@ def config_of(theirs: SavedAdapters) -> dict[str, Any]:
         "init_lora_weights": True,
         "fan_in_fan_out": False,
     }
+
+
+_STACKED = ("gate_up_proj", "down_proj")
+"""Parameters of a module of stacked experts, in the order in which ``peft`` wraps the module."""
+
+
+def _is_stacked(theirs: SavedAdapters, name: str) -> bool:
+    """Return whether a name means parameters of stacked experts."""
+    return any(
+        parts[ALL_ROWS].num_experts
+        for layer, parts in theirs.layers.items()
+        if layer == name or layer.endswith(f".{name}")
+    )
+
+
+def _parameters(theirs: SavedAdapters) -> list[str]:
+    """Return ``target_parameters``: the ends of the paths of stacked experts."""
+    found = [path for path, parts in theirs.layers.items() if parts[ALL_ROWS].num_experts]
+    ends = {".".join(path.rsplit(".", 2)[1:]) for path in found}
+    return sorted(ends, key=lambda end: _STACKED.index(end.rpartition(".")[2]))
+
+
+def _key_of(layer: str, layers: Mapping[str, Mapping[str, Factors]]) -> str:
+    """Return what stands before ".lora_A": of two parameters of experts, the module is wrapped
+    twice, and the inner wrapper has the first.
+    """
+    if not layers[layer][ALL_ROWS].num_experts:
+        return layer
+    owner, _, name = layer.rpartition(".")
+    is_inner = name == _STACKED[0] and f"{owner}.{_STACKED[1]}" in layers
+    return f"{owner}.base_layer" if is_inner else owner
+
+
+def _stacked_name(key: str, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> str | None:
+    """Return the path of the parameter of experts that a key means; None: it is a layer's.
+
+    Raises:
+        ConfigError: If the parameters are no experts of ``transformers`` 5.
+    """
+    ends: list[str] = config.get("target_parameters") or []
+    unknown = [end for end in ends if end.rpartition(".")[2] not in _STACKED]
+    if unknown:
+        raise ConfigError(
+            f"{CONFIG} has target_parameters={ends!r}, and stacked experts (gate_up_proj, "
+            "down_proj) are the parameters that are supported."
+        )
+    owner = key.removesuffix(".base_layer")
+    for end in ends:
+        module, _, name = end.rpartition(".")
+        if owner == module or owner.endswith(f".{module}"):
+            both = f"{_PREFIX}{owner}.base_layer.lora_A.weight" in tensors
+            if not both or (name == _STACKED[0]) == (owner != key):
+                return f"{owner}.{name}"
+    return None
+
+
+def _flat(factors: Factors) -> Factors:
+    """Return factors of stacked experts in the form of ``peft``: A [E r, in], B [out, r E] with the
+    expert fastest.
+    """
+    if not factors.num_experts:
+        return factors
+    first, second = factors.lora_A, factors.lora_B
+    return Factors(first.flatten(0, 1), second.permute(1, 2, 0).flatten(1), factors.scale)
+
+
+def _unflat(factors: Factors, rank: int, folder: Path) -> Factors:
+    """Return factors [E, r, in] and [E, out, r] of stacked experts."""
+    rows = len(factors.lora_A)
+    if rows % rank:
+        raise CheckpointError(
+            f"{folder / TENSORS}: lora_A of stacked experts has {rows} rows, which are no multiple "
+            f"of the rank {rank} in {CONFIG}."
+        )
+    second = factors.lora_B.view(len(factors.lora_B), rank, rows // rank)
+    return Factors(
+        factors.lora_A.view(rows // rank, rank, -1),
+        second.permute(2, 0, 1).contiguous(),
+        factors.scale,
+    )
 
 
 def _module_of(name: str) -> str:

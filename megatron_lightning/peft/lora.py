@@ -92,6 +92,8 @@ class LoRA:
     """Regular expression of the end of a path -> lora_alpha, where it is another."""
     use_rslora: bool = False
     """Divide lora_alpha by sqrt(r) instead of r."""
+    use_dora: bool = False
+    """Not supported; False."""
     modules_to_save: Sequence[str] = ()
     """Modules that are trained as they are, such as the output layer, and saved with the
     adapters."""
@@ -108,6 +110,11 @@ class LoRA:
             raise ConfigError(
                 f"lora_dropout is {self.lora_dropout}; must be a probability below 1. Set 0 for "
                 "none."
+            )
+        if self.use_dora:
+            raise ConfigError(
+                "use_dora is True, and DoRA is not supported. Leave it out; use_rslora=True with a "
+                "larger r is near to it."
             )
         if self.fused not in ("parts", "one"):
             raise ConfigError(f'fused of LoRA is {self.fused!r}. Set "parts" or "one".')

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from megatron_lightning.bridge.lazy import Fill
-from megatron_lightning.errors import ConfigError
 from megatron_lightning.layers.adapters import Adapters, adapted_layers, detach
 from megatron_lightning.parallel.spec import Box
 from megatron_lightning.peft.lora import APPLIED, FusedRows
@@ -49,6 +48,10 @@ class LayerDelta:
 
     def of_box(self, box: Box) -> Tensor:
         """Return the part of the delta in a box of the weight, in fp32."""
+        if len(box.shape) == 3:  # stacked experts
+            experts, rows, columns = box.slices
+            second, first = self._factors
+            return second[experts, rows] @ first[experts, :, columns]
         if self._transposed:
             box = Box(box.offset[::-1], box.shape[::-1])
         rows, columns = box.slices
@@ -107,14 +110,15 @@ def deltas_of(saved: SavedAdapters, model: nn.Module) -> dict[str, LayerDelta]:
         saved: The adapters.
         model: The model that they belong to, on any device, without adapters or with them.
     """
-    return {
-        f"{path}.weight": LayerDelta(
-            partial(dict, parts),
-            None if len(parts) == 1 else _rows_of(model.get_submodule(path)),
-            transposed=is_transposed(model.get_submodule(path)),
-        )
-        for path, parts in saved.layers.items()
-    }
+    modules = dict(model.named_modules())
+    deltas = {}
+    for path, parts in saved.layers.items():
+        layer = modules.get(path)  # None: stacked experts of transformers are a parameter
+        rows = _rows_of(layer) if layer is not None and len(parts) > 1 else None
+        transposed = layer is not None and is_transposed(layer)
+        delta = LayerDelta(partial(dict, parts), rows, transposed=transposed)
+        deltas[path if layer is None else f"{path}.weight"] = delta
+    return deltas
 
 
 def deltas_in(
@@ -164,17 +168,12 @@ def merge_adapters(module: nn.Module) -> nn.Module:
     Sums are in fp32 and rounded once to the weight's dtype. All weights stay frozen.
 
     Raises:
-        ConfigError: If this rank holds a part of the model, or experts have adapters.
+        ConfigError: If this rank holds a part of the model.
     """
     check_full(module)
     parameters = dict(module.named_parameters())
     for name, delta in deltas_in(module, parameters.__getitem__).items():
         weight = parameters[name]
-        if weight.ndim != 2:
-            raise ConfigError(
-                f"{name} is the weight of stacked experts, whose adapters are not merged here. "
-                "Leave the experts out by exclude_modules."
-            )
         box = Box.full(tuple(weight.shape))
         weight.copy_(weight.float() + delta.of_box(box).to(weight.device))
         detach(module.get_submodule(name.removesuffix(".weight")))

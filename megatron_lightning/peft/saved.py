@@ -30,6 +30,8 @@ _GPT_NAMES: Mapping[tuple[str, str], str] = MappingProxyType(
         ("mlp.linear_fc1", "gate"): "mlp.gate_proj",
         ("mlp.linear_fc1", "up"): "mlp.up_proj",
         ("mlp.linear_fc2", ALL_ROWS): "mlp.down_proj",
+        ("mlp.experts.linear_fc1", ALL_ROWS): "mlp.experts.gate_up_proj",
+        ("mlp.experts.linear_fc2", ALL_ROWS): "mlp.experts.down_proj",
     }
 )
 """Layer and part in a ``GPTModel`` -> layer in its relatives of ``transformers``."""
@@ -45,9 +47,9 @@ class Factors(NamedTuple):
     """One adapter."""
 
     lora_A: Tensor
-    """[r, in]."""
+    """[r, in], or of stacked experts [E, r, in]."""
     lora_B: Tensor
-    """[out, r]."""
+    """[out, r], or [E, out, r]."""
     scale: float
 
     @property
@@ -55,9 +57,10 @@ class Factors(NamedTuple):
         """Features between the factors."""
         return self.lora_A.shape[-2]
 
-    def delta(self) -> Tensor:
-        """Return scale * B A [out, in] in fp32."""
-        return self.scale * (self.lora_B.float() @ self.lora_A.float())
+    @property
+    def num_experts(self) -> int:
+        """Experts that the factors are stacked for; 0: none."""
+        return len(self.lora_A) if self.lora_A.ndim == 3 else 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,19 +149,6 @@ class SavedAdapters:
                 yield f"{path}.adapters.{part}.lora_B.weight", factors.lora_B
         yield from self.saved.items()
 
-    def check_dense(self, what: str) -> None:
-        """Check that no adapter is of stacked experts.
-
-        Raises:
-            ConfigError: Naming the layer.
-        """
-        for path, parts in self.layers.items():
-            if any(factors.lora_A.ndim != 2 for factors in parts.values()):
-                raise ConfigError(
-                    f"{path} is a layer of stacked experts, and {what} of their adapters is not "
-                    "supported. Leave the experts out by exclude_modules."
-                )
-
 
 def adapters_of_module(module: nn.Module) -> tuple[str, SavedAdapters]:
     """Return path and adapters of the first adapted model in a full module.
@@ -211,7 +201,6 @@ def to_hugging_face(own: SavedAdapters) -> SavedAdapters:
     """
     if not own.is_gpt:
         return own
-    own.check_dense("the way to names of transformers")
     layers: dict[str, dict[str, Factors]] = {}
     for path, parts in own.layers.items():
         for part, factors in _split(path, parts, own.fused).items():
@@ -253,6 +242,8 @@ def to_gpt(theirs: SavedAdapters, model: GPTModel) -> SavedAdapters:
 
 def _with_all_parts(path: str, parts: Mapping[str, Factors], model: GPTModel) -> dict[str, Factors]:
     """Return the parts of a layer in order, with zeros for those that are missing."""
+    if ALL_ROWS in parts:
+        return dict(parts)
     wanted = [part for (layer, part), _ in _GPT_NAMES.items() if path.endswith(f".{layer}")]
     layer: Any = model.get_submodule(path)
     rows = tuple(getattr(layer, "fused_rows", (layer.out_features,)))
@@ -269,7 +260,7 @@ def _split(
     path: str, parts: Mapping[str, Factors], fused: Mapping[str, FusedRows]
 ) -> dict[str, Factors]:
     """Return an adapter for each matrix of a layer: of one for all, each has the same A."""
-    if path not in fused:
+    if path not in fused or ".experts." in path:
         return dict(parts)
     rows, num_periods = fused[path]
     whole = parts[ALL_ROWS]

@@ -86,7 +86,8 @@ def adapted_llama(lora: LoRA | None = None, *, zero: bool = False) -> Any:
 
 def adapted_gpt(lora: LoRA | None = None, *, zero: bool = False) -> GPTModel:
     """Return a ``GPTModel`` that computes what :func:`adapted_llama` does."""
-    theirs = adapted_llama(replace(lora or LoRA(), target_modules="all-linear"), zero=zero)
+    plain = replace(lora or LoRA(), target_modules="all-linear", modules_to_save=())
+    theirs = adapted_llama(plain, zero=zero)
     state = theirs.state_dict()
     model = GPTModel(CONFIG)
     model.load_state_dict(from_llama(state, CONFIG))

@@ -46,8 +46,10 @@ def _fit(
     of_module: dict[str, Any] = {"learning_rate": 1e-2, "eps": 1e-3, "peft": LoRA(r=4)}
     if kind == "few":
         of_module["peft"] = LoRA(target_modules=["linear_qkv"])
-    if kind in ("gpt", "few"):
-        module: Any = GPTLightningModule(CONFIG, **of_module)
+    if kind == "gpt-folder":
+        module: Any = GPTLightningModule(init_from_hf=f"{folder}/base", **of_module)
+    elif kind in ("gpt", "few"):
+        module = GPTLightningModule(CONFIG, **of_module)
     else:
         module = HuggingFaceModule(f"{folder}/base", **of_module)
     fit.fit(module, DataLoader(ROWS, batch_size=BATCH // data), ckpt_path=load)
@@ -89,6 +91,7 @@ def test_another_layout_continues_from_adapters_alone(base: Path, trained: Path)
         assert own == pytest.approx(losses[2:], rel=1e-6)
 
 
+@pytest.mark.slow
 def test_plain_lightning_loads_adapters_into_their_base(base: Path, trained: Path) -> None:
     """Plain Lightning begins with the first batch again."""
     consolidate(trained, base / "plain.ckpt")
@@ -124,6 +127,7 @@ def test_another_base_is_refused(base: Path, trained: Path, tmp_path: Path) -> N
         assert "trained on other weights" in error
 
 
+@pytest.mark.slow
 def test_a_missing_adapter_is_an_error(base: Path) -> None:
     path = str(base / "few.ckpt")
     run_ranks(1, _fit, "", ONLY, 1, None, path, "few")
@@ -207,6 +211,7 @@ def test_a_folder_of_peft_is_trained_further(base: Path, trained: Path, tmp_path
     assert expected
 
 
+@pytest.mark.slow
 def test_a_gpt_is_merged_into_a_checkpoint_without_adapters(tmp_path: Path) -> None:
     path = str(tmp_path / "gpt.ckpt")
     run_ranks(2, _fit, "", {TP: 2}, 2, None, path, "gpt")
@@ -221,3 +226,20 @@ def test_a_gpt_is_merged_into_a_checkpoint_without_adapters(tmp_path: Path) -> N
             rtol=0,
             atol=5e-6,  # fp32, one product for two
         )
+
+
+@pytest.mark.parametrize(
+    "only", [pytest.param(False, marks=pytest.mark.slow), True], ids=["full", "adapters"]
+)
+def test_a_gpt_of_a_folder_is_merged_into_a_folder(base: Path, tmp_path: Path, only: bool) -> None:
+    """Parts of fused weights go back to the folder's own matrices."""
+    peft = pytest.importorskip("peft", "0.21")
+    path = str(tmp_path / "gpt.ckpt")
+    options = {TP: 2, **(ONLY if only else {})}
+    run_ranks(2, _fit, str(base), options, 2, None, path, "gpt-folder")
+    main(["adapters", "merge", path, str(tmp_path / "merged")])
+    main(["adapters", "export", path, str(tmp_path / "peft")])
+    stock = peft.PeftModel.from_pretrained(llama(), tmp_path / "peft")
+    merged = LlamaForCausalLM.from_pretrained(tmp_path / "merged")
+    torch.testing.assert_close(_logits(merged), _logits(stock), rtol=0, atol=2e-6)
+    assert (_logits(merged) - _logits(llama())).abs().max() > 1e-3

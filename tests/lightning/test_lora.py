@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import lightning.pytorch as pl
 import pytest
 import torch
 from torch.distributed.tensor import DTensor
@@ -14,11 +16,14 @@ from torch.utils.data import DataLoader
 
 pytest.importorskip("transformers", "5")
 
+from megatron_lightning.config import CompileOptions, RecomputeOptions
 from megatron_lightning.layers.styles import adapters as styles
 from megatron_lightning.modules import GPTLightningModule, HuggingFaceModule
 from megatron_lightning.peft import LoRA
-from megatron_lightning.strategies import MegatronStrategy
-from tests.helpers.adapted import BATCH, CONFIG, TEXT, Tuned, llama, train
+from megatron_lightning.precision import FP8Recipe
+from megatron_lightning.strategies import MegatronFP8Precision, MegatronStrategy
+from tests.helpers.adapted import BATCH, CONFIG, MODELS, TEXT, Tuned, llama, train
+from tests.helpers.fake_transformer_engine import installed
 from tests.helpers.ranks import run_ranks
 from tests.helpers.trainers import Losses, trainer
 
@@ -79,7 +84,9 @@ def _forgotten_sum(zero: bool) -> str:
     return ""
 
 
-@pytest.mark.parametrize("zero", [False, True], ids=["filled", "zero"])
+@pytest.mark.parametrize(
+    "zero", [pytest.param(False, marks=pytest.mark.slow), True], ids=["filled", "zero"]
+)
 def test_a_gradient_that_begins_at_zero_is_compared_later(zero: bool) -> None:
     """While B is zero, A has no gradient, and the first step shows nothing about A."""
     for error in run_ranks(2, _forgotten_sum, zero):
@@ -133,3 +140,83 @@ def test_dropout_draws_alike_for_equal_inputs_and_apart_for_shards() -> None:
     for path in paths:
         assert (first[path] != second[path]).any()
     torch.testing.assert_close(first["losses"], second["losses"], rtol=1e-6, atol=0)
+
+
+class _Moved(pl.Callback):
+    """Names of the trained parameters that end where they began."""
+
+    def __init__(self) -> None:
+        self.before: dict[str, torch.Tensor] = {}
+        self.still: list[str] = []
+
+    def on_train_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        trained = {n: p for n, p in module.named_parameters() if p.requires_grad}
+        self.before = {name: p.detach().clone() for name, p in trained.items()}
+
+    def on_train_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        after = dict(module.named_parameters())
+        self.still = [n for n, value in self.before.items() if torch.equal(after[n], value)]
+
+
+def _still(case: str, rank_options: dict[str, Any]) -> tuple[int, list[str]]:
+    options: dict[str, Any] = {}
+    of_trainer: dict[str, Any] = {}
+    engines: Any = nullcontext()
+    if case == "recompute":
+        options["recompute"] = RecomputeOptions(
+            recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1
+        )
+    elif case == "compile":
+        options["compile"] = "block"
+        options["compile_options"] = CompileOptions(backend="aot_eager")
+    elif case == "fp8":
+        recipe = FP8Recipe(scaling="current")
+        of_trainer["plugins"] = [MegatronFP8Precision(recipe, backend="emulation")]
+    elif case == "transformer_engine":
+        engines = installed()
+    moved = _Moved()
+    with engines:
+        if case == "transformer_engine":
+            recipe = FP8Recipe(scaling="delayed", amax_history_len=16)
+            plugin = MegatronFP8Precision(recipe, backend="transformer_engine")
+            of_trainer["plugins"] = [plugin]
+        fit = trainer(
+            MegatronStrategy(**rank_options, **options),
+            max_steps=2,
+            callbacks=[moved],
+            **of_trainer,
+        )
+        module = GPTLightningModule(CONFIG, learning_rate=1e-2, weight_decay=0.0, peft=LoRA(r=4))
+        fit.fit(module, DataLoader(ROWS, batch_size=BATCH))
+    return len(moved.before), moved.still
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param("recompute", marks=pytest.mark.slow),
+        pytest.param("compile", marks=pytest.mark.slow),
+        pytest.param("fp8", marks=pytest.mark.slow),
+        "transformer_engine",
+    ],
+)
+def test_every_trained_parameter_has_moved_after_two_steps(case: str) -> None:
+    """B is zero at first, so that A has a gradient in the second step only."""
+    for count, still in run_ranks(2, _still, case, {TP: 2}):
+        assert count == 56  # of 4 layers with 7 matrices
+        assert not still
+
+
+def _half(kind: str) -> tuple[int, int]:
+    """Return the elements that this rank holds, and those of the full model."""
+    full = sum(p.numel() for p in MODELS[kind]().parameters())
+    strategy = MegatronStrategy(tensor_model_parallel_size=2)
+    module = Tuned(kind)
+    trainer(strategy, max_steps=1).fit(module, DataLoader(ROWS, batch_size=BATCH))
+    return sum(p.numel() for p in module.parameters()), full
+
+
+def test_a_stock_peft_model_is_sharded() -> None:
+    pytest.importorskip("peft", "0.21")
+    for own, full in run_ranks(2, _half, "peft"):
+        assert own < 0.56 * full  # norms, A of column- and B of row-parallel layers are full

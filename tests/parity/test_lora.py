@@ -11,6 +11,7 @@ import pytest
 pytest.importorskip("transformers", "5")
 pytest.importorskip("peft", "0.21")
 
+from megatron_lightning.peft import LoRA
 from tests.helpers.adapted import train
 from tests.helpers.ranks import run_ranks
 
@@ -56,17 +57,44 @@ def _check(kind: str, layout: str, folder: Path | str = "", **of_module: Any) ->
         assert own_norms == pytest.approx(norms, rel=2e-6)
 
 
-_USUAL = [("llama", "tp"), ("llama", "fsdp"), ("gpt", "tp-sp"), ("gpt", "pp"), ("peft", "tp")]
+_USUAL = [
+    ("llama", "tp", False),
+    ("gpt", "tp-sp", True),
+    ("gpt", "pp", False),
+    ("peft", "tp", False),
+]
 _ALL = [(kind, layout) for kind in ("llama", "gpt") for layout in LAYOUTS]
 _ALL += [("peft", layout) for layout in ("tp", "pp", "fsdp", "tp-pp")]
 
 
-@pytest.mark.parametrize("zero", [False, True], ids=["filled", "zero"])
 @pytest.mark.parametrize(
-    ("kind", "layout"),
-    [pytest.param(*c, marks=() if c in _USUAL else pytest.mark.slow) for c in _ALL],
+    ("kind", "layout", "zero"),
+    [
+        pytest.param(*case, zero, marks=() if (*case, zero) in _USUAL else pytest.mark.slow)
+        for case in _ALL
+        for zero in (False, True)
+    ],
 )
 def test_adapters_train_as_in_stock_peft(kind: str, layout: str, zero: bool) -> None:
     if kind == "llama" and layout == "cp":
         pytest.skip("its loss of the step needs full sequences")
     _check(kind, layout, zero=zero)
+
+
+def _saved(kind: str, options: dict[str, Any] | None) -> tuple[list[float], list[float]]:
+    names = {"gpt": ["output_layer"]}.get(kind, ["lm_head"])
+    if kind == "peft":
+        return train("", kind, options, modules_to_save=names)
+    return train("", kind, options, lora=LoRA(modules_to_save=names))
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt"])
+@pytest.mark.parametrize(
+    "layout", [pytest.param(name, marks=pytest.mark.slow) for name in ("tp", "tp-pp")]
+)
+def test_modules_to_save_are_trained_as_in_stock_peft(kind: str, layout: str) -> None:
+    [(losses, norms)] = run_ranks(1, _saved, "peft", None)
+    world, _, options = LAYOUTS[layout]
+    for own, own_norms in run_ranks(world, _saved, kind, options, timeout_s=110):
+        assert own == pytest.approx(losses, rel=1e-6)
+        assert own_norms == pytest.approx(norms, rel=2e-6)

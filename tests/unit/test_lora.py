@@ -13,7 +13,12 @@ from torch import nn
 
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.models import GPTModel, TransformerConfig
-from megatron_lightning.optim.param_groups import NO_DECAY, check_rows, make_param_groups
+from megatron_lightning.optim.param_groups import (
+    NO_DECAY,
+    ParamGroup,
+    check_rows,
+    make_param_groups,
+)
 from megatron_lightning.parallel.materialize import materialize
 from megatron_lightning.peft import LoRA, adapters_disabled
 from megatron_lightning.precision.assignment import apply_recipe, recipes_of_layers
@@ -215,3 +220,19 @@ def test_no_engine_goes_past_an_adapter(target: str, fused: set[tuple[str, str]]
         if f.norm.startswith(layer)
     }
     assert found == fused
+
+
+def test_lora_plus_gives_b_a_rate_of_its_own() -> None:
+    model = LoRA().apply(GPTModel(CONFIG))
+    row = ParamGroup(name="lora_B", params=["**.lora_B.weight"], lr_mult=16.0)
+    check_rows(model, [row])
+    first, second = make_param_groups(model, [row], lr=1e-4)
+    names = {id(p): name for name, p in model.named_parameters()}
+    assert second["lr"] == pytest.approx(1.6e-3)
+    assert all("lora_B" in names[id(p)] for p in second["params"])
+    assert len(first["params"]) == len(second["params"]) == 2 * 7
+
+
+def test_dora_is_refused() -> None:
+    with pytest.raises(ConfigError, match="DoRA is not supported"):
+        LoRA(use_dora=True)
