@@ -5,6 +5,8 @@ Lightning.
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from lightning.pytorch import LightningModule
@@ -17,6 +19,8 @@ from megatron_lightning.errors import ConfigError
 from megatron_lightning.modules.gpt import GPTLightningModule
 from megatron_lightning.modules.pretrain_data import PretrainDataModule
 from megatron_lightning.optim import ScheduledLR
+from megatron_lightning.resilience.restart import Restarts
+from megatron_lightning.strategies.launch.restart import run_with_restarts
 from megatron_lightning.strategies.megatron import MegatronStrategy
 
 _MODULES = "megatron_lightning.modules"
@@ -56,6 +60,7 @@ class MegatronCLI(LightningCLI):
             action="store_true",
             help="Print stage, style, local shapes and axes of every layer, and exit.",
         )
+        parser.add_class_arguments(Restarts, "restarts")
         self.parser.parsers.append(parser)
         # A wrong key of a file is found by the parser of the command.
         strategy_options = tuple(inspect.signature(MegatronStrategy).parameters)
@@ -84,6 +89,24 @@ class MegatronCLI(LightningCLI):
 
     before_fit = add_closing_summary
     before_validate = before_test = before_predict = print_layout
+
+    @override
+    def _run_subcommand(self, subcommand: str) -> None:
+        """Run a command; ``fit`` as often as ``restarts`` says, with all objects made anew."""
+        run = partial(super()._run_subcommand, subcommand)
+        restarts: Restarts = self.config_init[subcommand].restarts
+        is_first = True
+
+        def make_run() -> Callable[[], None]:
+            nonlocal is_first
+            if not is_first:
+                self._set_seed()
+                self.instantiate_classes()
+                self.config_init[subcommand].ckpt_path = "last"
+            is_first = False
+            return run
+
+        run_with_restarts(make_run, restarts if subcommand == "fit" else None)
 
     @staticmethod
     def configure_optimizers(

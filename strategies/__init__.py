@@ -7,6 +7,7 @@ if __name__ != "megatron_lightning.strategies":
 # Not lazily: importing this package is what makes Trainer(strategy="megatron") known.
 from megatron_lightning.strategies.checkpoint.io import ShardedCheckpointIO
 from megatron_lightning.strategies.fp8 import MegatronFP8Precision
+from megatron_lightning.strategies.launch.restart import run_with_restarts
 from megatron_lightning.strategies.megatron import MegatronStrategy
 from megatron_lightning.strategies.precision import MegatronHalfPrecision, MegatronMixedPrecision
 from megatron_lightning.strategies.step.explicit import run_pipeline
@@ -18,4 +19,5 @@ __all__ = [
     "MegatronStrategy",
     "ShardedCheckpointIO",
     "run_pipeline",
+    "run_with_restarts",
 ]

@@ -33,7 +33,6 @@ from lightning.pytorch.strategies import StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from typing_extensions import override
 
-from megatron_lightning import compat
 from megatron_lightning.assembly.plans import check_plan_choice
 from megatron_lightning.checkpoint import plain_file
 from megatron_lightning.checkpoint.requeue import committed_requeue
@@ -72,7 +71,7 @@ from megatron_lightning.strategies.launch.failures import AgreedStop
 from megatron_lightning.strategies.launch.hooks import LaunchHooks
 from megatron_lightning.strategies.launch.launcher import make_launcher
 from megatron_lightning.strategies.launch.ranks import ProcessGroups
-from megatron_lightning.strategies.launch.restarts import Starts
+from megatron_lightning.strategies.launch.starts import Starts
 from megatron_lightning.strategies.launch.torchrun import sizes_of_torchrun
 from megatron_lightning.strategies.options import StrategyOptions
 from megatron_lightning.strategies.progress import Progress
@@ -296,7 +295,7 @@ class MegatronStrategy(SetupHooks, StepHooks, CheckpointHooks):
             # The other ranks' threads write their shards of it.
             self.run.checkpoints.saver.finish_quietly()
         if self.ranks.failure_watch is not None and not isinstance(exception, AgreedStop):
-            compat.abort_process_groups()
+            self.ranks.abort()
 
     @override
     def teardown(self) -> None:

@@ -17,7 +17,7 @@ from megatron_lightning.parallel.context import ParallelContext
 from megatron_lightning.parallel.layout import ParallelLayout
 from megatron_lightning.pipeline.executor import PipelineExecutor
 from megatron_lightning.strategies.launch.ranks import ProcessGroups, is_default
-from megatron_lightning.strategies.launch.restarts import Starts
+from megatron_lightning.strategies.launch.starts import Starts
 from megatron_lightning.strategies.options import StrategyOptions
 from megatron_lightning.strategies.progress import Progress
 from megatron_lightning.strategies.run import Run

@@ -117,6 +117,14 @@ def default_store() -> Store:
     return connection
 
 
+def held_store() -> Store:
+    """Return the default process group's store itself: the process that serves it ends the service
+    with the last reference.
+    """
+    store: Store = dist.distributed_c10d._get_default_store()
+    return store
+
+
 def destroy_process_groups() -> None:
     """Destroy all process groups with their connections and threads, also those that are still
     referenced.

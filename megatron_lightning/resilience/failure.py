@@ -42,6 +42,7 @@ _ALARM = "alarm"  # set with a failure and to start a liveness check: the one ke
 # All ranks ask one store: at most about a thousand requests a second.
 _STORE_SECONDS_PER_RANK = 1e-3
 _DEAD_GRACE_S = 1.0  # for a main thread that waits for a dead rank, which few errors reach
+_WAKE_S = 10.0  # for a main thread that was woken to raise
 _END_S = 2.0  # for logs and exit handlers, when the main thread hangs
 _LOST = (
     "closed by peer",
@@ -59,6 +60,9 @@ _UNCAUGHT = "_megatron_uncaught"  # on an exception: what is printed in place of
 
 class PeerFailure(SystemExit):
     """Exit with code 1 and without a message: another rank failed and has printed why."""
+
+    is_final = False
+    """Whether that rank's process is gone, so that no run can follow in these processes."""
 
 
 @dataclass(frozen=True)
@@ -81,6 +85,8 @@ class Failure:
     """Whether the message suffices without a traceback."""
     printed: bool = False
     """Whether the failing rank itself prints it, for all ranks of its node."""
+    gone: bool = False
+    """Whether the rank's process no longer exists, or the store is lost."""
 
     @property
     def headline(self) -> str:
@@ -193,6 +199,8 @@ class FailureWatch:
             ended, and again to unwind if the error is only the loss of another rank.
         liveness_s: Seconds that the ranks have to answer a liveness check.
         write_logs: Called before this process is ended.
+        unblock: Wakes a main thread that waits for other ranks, to start another run in this
+            process; None: the process is ended instead, as it is when a rank's process is gone.
     """
 
     def __init__(
@@ -205,6 +213,7 @@ class FailureWatch:
         grace_s: float = 2.0,
         liveness_s: float = 3.0,
         write_logs: Callable[[], object] = lambda: None,
+        unblock: Callable[[], object] | None = None,
     ) -> None:
         store = compat.default_store() if store is None else store
         self._rank = dist.get_rank() if rank is None else rank
@@ -216,6 +225,9 @@ class FailureWatch:
         self._grace_s = grace_s
         self._liveness_s = liveness_s
         self._write_logs = write_logs
+        self._unblock = unblock
+        self.is_final = False
+        """Whether the failure that this rank has followed is the end of a process."""
         self._answered = False  # the liveness check
         self._follows = False  # this rank fails because it lost another one
         self._leaving = threading.Event()  # the main thread has raised, or the run has ended
@@ -268,6 +280,7 @@ class FailureWatch:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
         failure = Failure.of(self._rank, exception, explained=explained)
         first = (self._find_cause() if lost else None) or self._publish(failure)
+        self.is_final = first.gone
         if first.rank != self._rank:
             repeats = not lost and failure.repeats(first)
             if repeats:
@@ -275,8 +288,9 @@ class FailureWatch:
             elif failure.explained and not lost:
                 replace_traceback(exception, failure.headline)
             if not repeats or first.host != failure.host:
+                verb = "ends" if self._unblock is None or first.gone else "leaves its run"
                 self._announce(
-                    first, f"rank {self._rank} ends with it", shows_own=not lost and not repeats
+                    first, f"rank {self._rank} {verb} with it", shows_own=not lost and not repeats
                 )
             else:
                 self._announced.acquire(blocking=False)
@@ -292,9 +306,8 @@ class FailureWatch:
         """Report that the process of another rank of this node ended, and print which failure came
         first.
         """
-        self._announce(
-            self._publish(Failure(rank, socket.gethostname(), summary)), "ending the job"
-        )
+        failure = Failure(rank, socket.gethostname(), summary, gone=True)
+        self._announce(self._publish(failure), "ending the job")
 
     def _publish(self, failure: Failure) -> Failure:
         """Write ``failure`` unless there is a report already; return the report in the store."""
@@ -330,7 +343,10 @@ class FailureWatch:
     def _lost_store(self, error: RuntimeError) -> Failure:
         host = "torchrun's agent" if "TORCHELASTIC_RUN_ID" in os.environ else "rank 0"
         return Failure(
-            -1, "", f"{host}, which keeps the job's store, has ended ({str(error).splitlines()[0]})"
+            -1,
+            "",
+            f"{host}, which keeps the job's store, has ended ({str(error).splitlines()[0]})",
+            gone=True,
         )
 
     def _find_cause(self) -> Failure | None:
@@ -370,6 +386,7 @@ class FailureWatch:
             absent[0],
             host,
             f"it no longer answers{others}: its process was killed, or its node is gone",
+            gone=True,
         )
 
     def _look_for_dead(self) -> None:
@@ -398,6 +415,9 @@ class FailureWatch:
                 return
             if failure.rank < 0 and self._stopped.wait(self._grace_s):
                 return  # the end of an ordinary run: another process ended earlier
+            if self._unblock is not None and not failure.gone:
+                self._wake(failure)
+                return
             self._announce(failure, f"rank {self._rank} ends, because it would wait for it forever")
             # No exception reaches a main thread that is blocked in a collective. One that raised an
             # error of its own may handle it (all ranks may be saving); one that lost its peers
@@ -407,6 +427,14 @@ class FailureWatch:
             ):
                 end_process(self._write_logs)
             return
+
+    def _wake(self, failure: Failure) -> None:
+        """Wake the main thread, which leaves its run; end the process if it does not."""
+        self._announce(failure, f"rank {self._rank} leaves its run to start again")
+        if self._unblock is not None and not self._leaving.wait(self._poll_s):
+            self._unblock()
+        if not self._leaving.wait(_WAKE_S):
+            end_process(self._write_logs)
 
     def _announce(self, failure: Failure, consequence: str, *, shows_own: bool = False) -> None:
         """Print ``failure`` once, unless the failing rank does on this node; only one rank prints

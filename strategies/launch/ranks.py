@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext, suppress
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,7 +29,9 @@ from megatron_lightning.parallel.context import AxisGroup, ParallelContext
 from megatron_lightning.parallel.layout import ParallelLayout
 from megatron_lightning.parallel.nccl import NcclOptions
 from megatron_lightning.parallel.replica_rng import ReplicaStreams
+from megatron_lightning.resilience.connections import cut_connections
 from megatron_lightning.resilience.failure import FailureWatch
+from megatron_lightning.resilience.restart import restarts_in_process
 from megatron_lightning.strategies import lightning_internals as internals
 
 
@@ -109,7 +112,10 @@ class ProcessGroups:
             if self._context is not None and self._context.axis("world").is_broken:
                 self._context = None  # of a run that an exception on all ranks has ended
                 self._is_alone = False
-            self.failure_watch = FailureWatch(write_logs=write_logs)
+            unblock = None
+            if restarts_in_process():
+                unblock = partial(cut_connections, environment.main_port)
+            self.failure_watch = FailureWatch(write_logs=write_logs, unblock=unblock)
             self.failure_watch.start()
         if self._context is not None:
             return False
@@ -169,6 +175,14 @@ class ProcessGroups:
     def current_watch(self) -> FailureWatch | None:
         """Return what ends this rank when another one fails; None outside a run and on one rank."""
         return self.failure_watch
+
+    def abort(self) -> None:
+        """Break this rank's connections, so that no rank waits for it."""
+        if restarts_in_process() and "MASTER_PORT" in os.environ:
+            cut_connections(int(os.environ["MASTER_PORT"]))
+            if self._device.type != "cuda":
+                return
+        compat.abort_process_groups()
 
     def stop_watching(self) -> None:
         """End a run: failures of others no longer end this process."""
@@ -308,6 +322,9 @@ class ProcessGroups:
         all ranks. From a negative answer on :meth:`barrier` does not wait.
         """
         arrived = 0
+        if restarts_in_process():  # the last checkpoint is what the next run continues from
+            self._is_alone = True
+            return False
         if not dist.is_initialized():  # a run that failed has taken the connections down
             self._is_alone = True
             return False

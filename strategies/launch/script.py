@@ -33,6 +33,7 @@ from megatron_lightning.resilience.processes import (
     print_failure,
     wait_for,
 )
+from megatron_lightning.resilience.restart import restarts_in_process
 from megatron_lightning.strategies.launch.arguments import checked_arguments
 from megatron_lightning.strategies.launch.failures import AgreedStop, report_failure
 from megatron_lightning.strategies.launch.hooks import LaunchHooks
@@ -120,10 +121,16 @@ class ScriptLauncher(SubprocessScriptLauncher):
         """
         watch = self._hooks.failure_watch()
         follows = report_failure(watch, error)
-        self._failed = not isinstance(error, AgreedStop)
+        self._failed = not (isinstance(error, AgreedStop) or restarts_in_process())
         self._interrupted = isinstance(error, KeyboardInterrupt)
         if isinstance(error, AgreedStop) and self._is_started:
             error.code = FINISHED
+        if restarts_in_process():
+            if follows:
+                peer = PeerFailure(1)
+                peer.is_final = watch is not None and watch.is_final
+                raise peer from None
+            return
         if watch is not None:
             # Collecting torch's objects takes a second; others would wait.
             compat.at_end_of_main_thread(gc.freeze)

@@ -16,8 +16,10 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch.multiprocessing.spawn import ProcessException
 
 from megatron_lightning import compat
+from megatron_lightning.errors import ConfigError
 from megatron_lightning.resilience.failure import PeerFailure, replace_traceback
 from megatron_lightning.resilience.processes import LINGER_S, print_failure
+from megatron_lightning.resilience.restart import restarts_in_process
 from megatron_lightning.resilience.workers import watched_workers, worker_process
 from megatron_lightning.strategies.launch.arguments import checked_arguments
 from megatron_lightning.strategies.launch.failures import (
@@ -64,6 +66,12 @@ class WorkerLauncher(MultiProcessingLauncher):
             torch.multiprocessing.ProcessExitedException: For a worker that was killed.
             KeyboardInterrupt: If this process or a worker was interrupted.
         """
+        if restarts_in_process():
+            raise ConfigError(
+                "restarts in the processes need processes that run the program, and "
+                f"start_method={self._start_method!r} starts workers, which end with the run. Set "
+                'start_method to "popen", or start with torchrun or Slurm.'
+            )
         args, kwargs = checked_arguments(trainer, args, kwargs, self._hooks)
         self.procs = []
         with tempfile.TemporaryDirectory(prefix="megatron_lightning-") as folder:

@@ -20,6 +20,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 
 from megatron_lightning.checkpoint.format.storage import is_remote
 from megatron_lightning.errors import NoProgressError
+from megatron_lightning.resilience.restart import is_restarted
 from megatron_lightning.strategies.launch.run_logs import (
     describe_loggers,
     drop_later_rows,
@@ -139,7 +140,7 @@ def _check_progress(starts: list[dict[str, Any]]) -> None:
 
 def _is_automatic() -> bool:
     counts = (os.environ.get(n, "0") for n in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"))
-    return any(count != "0" for count in counts)
+    return is_restarted() or any(count != "0" for count in counts)
 
 
 def _has_requeue(trainer: pl.Trainer) -> bool:
