@@ -9,7 +9,7 @@ tensor-parallel ranks.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -26,7 +26,8 @@ from megatron_lightning.parallel.origin import is_library
 from megatron_lightning.parallel.parameters import check_gradient_hooks
 
 _GRADIENTS = ("gradient of its input", "gradient of its output")
-_KINDS = {  # where a module keeps its hooks, and what they see after the module itself
+# Where a module keeps its hooks, and what they see after the module itself.
+_KINDS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "register_forward_pre_hook": ("_forward_pre_hooks", ("input",)),
     "register_forward_hook": ("_forward_hooks", ("input", "output")),
     "register_full_backward_hook": ("_backward_hooks", _GRADIENTS),

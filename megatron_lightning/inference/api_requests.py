@@ -14,7 +14,10 @@ from megatron_lightning.inference.sampling import Sampling
 from megatron_lightning.inference.text import Codec
 
 _MOST_STOPS = 4
-_DEFAULT_NEW_TOKENS = {False: 16, True: 512}  # of completions, as OpenAI's; of chats
+_DEFAULT_NEW_TOKENS: Mapping[bool, int] = {
+    False: 16,
+    True: 512,
+}  # of completions, as OpenAI's; of chats
 # Name -> values that change nothing; a request may have these.
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "n": (1, None),

@@ -17,11 +17,11 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from megatron_lightning.errors import ConfigError
 
-_VIEWS = [
+_VIEWS = (
     *("__getitem__", "chunk", "diagonal", "flatten", "moveaxis", "movedim", "narrow", "permute"),
     *("ravel", "reshape", "select", "split", "squeeze", "swapaxes", "swapdims", "t"),
     *("tensor_split", "transpose", "unbind", "unflatten", "unfold", "unsqueeze", "view", "view_as"),
-]
+)
 
 
 class CopiedView(DTensor):
