@@ -45,6 +45,7 @@ from megatron_lightning.bridge.untouched import (
     is_deferred,
     lazy_model,
     lazy_parameters,
+    tied_parameters,
 )
 from megatron_lightning.bridge.values import fills_of_checkpoint, fills_of_model, values_of
 from megatron_lightning.checkpoint.commit import is_committed
@@ -534,7 +535,8 @@ class AutoBridge:
             return AutoBridge.from_kept(self.keep(model), trust_remote_code=self._trusts).plan()
         parameters = lazy_parameters(model)
         ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
-        return Plan(self.folder, parameters, inverse(self.folder, parameters, ignored))
+        pieces = inverse(self.folder, parameters, ignored, tied_parameters(model))
+        return Plan(self.folder, parameters, pieces)
 
     def lazy_model(self, dtype: torch.dtype | Literal["auto"]) -> nn.Module:
         """Return the model with lazy parameters; nothing is read.
@@ -554,7 +556,13 @@ class AutoBridge:
         """Return what checkpoints of a lazy model keep of the folder."""
         used = self._used(lazy_parameters(model))
         changed = None if self._change == UNCHANGED else self._changed_table(model)
-        return keep(self.folder, used, self.origin, self.revision, changed)
+        names = self.folder.tensors
+        tied = {
+            copy: owner
+            for copy, owner in tied_parameters(model).items()
+            if copy in names and owner in names
+        }
+        return keep(self.folder, used, self.origin, self.revision, changed=changed, tied=tied)
 
     def _changed_table(self, model: nn.Module) -> ChangedTable:
         state = model.state_dict(keep_vars=True)

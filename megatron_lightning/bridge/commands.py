@@ -19,9 +19,9 @@ from megatron_lightning.bridge.give_back import tensors_of_checkpoint
 from megatron_lightning.bridge.import_folder import import_folder
 from megatron_lightning.bridge.lazy import Lazy
 from megatron_lightning.bridge.pieces import assembled
+from megatron_lightning.bridge.untouched import fill_weights
 from megatron_lightning.checkpoint.tools.progress import progress_bar
 from megatron_lightning.errors import CheckpointError
-from megatron_lightning.parallel.spec import Box
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 _LOGITS = 1e-4  # relative to the largest logit: the same operations in fp32, in one order
@@ -157,7 +157,7 @@ def verify(
             f"{len(wrong)} of {len(made)} tensors of {path} come back with other values: "
             f"{', '.join(wrong[:_LISTED])}."
         )
-    difference = _logits_difference(bridge, parameters, is_gpt=is_gpt)
+    difference = _logits_difference(bridge, is_gpt=is_gpt)
     if difference > _LOGITS:
         raise CheckpointError(
             f"the logits of {path} differ by {difference:.1e} of the largest one from those of "
@@ -204,9 +204,7 @@ def _equal(first: Lazy, second: Lazy) -> bool:
 
 
 @torch.no_grad()
-def _logits_difference(
-    bridge: AutoBridge, parameters: Mapping[str, Lazy], *, is_gpt: bool
-) -> float:
+def _logits_difference(bridge: AutoBridge, *, is_gpt: bool) -> float:
     """Return the largest difference of logits from those of ``from_pretrained``, relative to the
     largest logit.
     """
@@ -214,10 +212,7 @@ def _logits_difference(
     if is_gpt:
         ours = bridge.to_model("gpt", dtype=torch.float32).eval()
     else:
-        ours = bridge.model_class(bridge.config).to(torch.float32).eval()
-        state = ours.state_dict()
-        for name, lazy in parameters.items():
-            lazy.fill(Box.full(lazy.shape), state[name])
+        ours = fill_weights(bridge.lazy_model(dtype=torch.float32)).eval()
     vocabulary = theirs.get_input_embeddings().weight.shape[0]  # type: ignore[operator]
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(0, vocabulary, (2, 16), generator=generator)

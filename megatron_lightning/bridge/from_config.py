@@ -8,16 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from megatron_lightning.bridge.configuration import CONFIG, config_text
 from megatron_lightning.bridge.folder import INDEX
 from megatron_lightning.bridge.kept import KeptFolder
-from megatron_lightning.bridge.lazy import Lazy
 from megatron_lightning.bridge.new_files import new_files
+from megatron_lightning.bridge.untouched import saved_table
 from megatron_lightning.checkpoint.kept_files import KeptFiles
 from megatron_lightning.errors import ConfigError
-from megatron_lightning.parallel.spec import Box
 
 _CARD = """# {name}
 
@@ -41,7 +39,7 @@ def new_folder(config: Any, max_shard_size: str = "5GB") -> KeptFolder:
     config.architectures = [model_class.__name__]
     with torch.device("meta"):
         model = model_class(config)
-    made = new_files(_table(model), max_shard_size)
+    made = new_files(saved_table(model), max_shard_size)
     contents = {
         CONFIG: config_text(config),
         "generation_config.json": generation_text(config),
@@ -91,21 +89,3 @@ def _class_of(config: Any) -> Any:
             "name of a class that it has."
         )
     return found
-
-
-def _table(model: Any) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """Return the tensors that ``save_pretrained`` writes, by the names there."""
-    from transformers.core_model_loading import revert_weight_conversion
-
-    seen: set[int] = set()
-    state: dict[str, Tensor] = {}
-    for name, value in model.state_dict(keep_vars=True).items():
-        if isinstance(value, Tensor) and id(value) not in seen:  # tied ones once
-            seen.add(id(value))
-            state[name] = Lazy(value.shape, value.dtype, _no_values)
-    found = revert_weight_conversion(model, state)
-    return {name: (tuple(value.shape), value.dtype) for name, value in found.items()}
-
-
-def _no_values(box: Box, out: Tensor) -> None:
-    """Leave the target as it is: only shapes are asked for."""

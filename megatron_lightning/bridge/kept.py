@@ -14,13 +14,14 @@ import zlib
 from collections.abc import Iterable, Mapping
 from functools import cached_property
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from megatron_lightning.bridge.folder import INDEX, FolderTensors, HuggingFaceFolder
-from megatron_lightning.bridge.lazy import Fill, Lazy
+from megatron_lightning.bridge.lazy import Fill, Lazy, NoValuesError
 from megatron_lightning.bridge.new_files import new_files
 from megatron_lightning.bridge.safetensors_file import Header, StoredTensor, parse_header
 from megatron_lightning.checkpoint.kept_files import KEPT, KeptFiles, kept_entry
@@ -55,6 +56,7 @@ class KeptFolder(FolderTensors):
             too large to travel.
         gpt: Configuration and family of the ``GPTModel`` that was made of the folder; None: the
             untouched model was.
+        tied: Tensor that repeats another one, as a head repeats the embedding -> the other one.
     """
 
     def __init__(
@@ -67,6 +69,7 @@ class KeptFolder(FolderTensors):
         tables: Mapping[str, Header],
         ignored: Mapping[str, bytes | None],
         gpt: Mapping[str, Any] | None = None,
+        tied: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         super().__init__(path)
         self.origin = origin
@@ -77,8 +80,11 @@ class KeptFolder(FolderTensors):
         """``config`` and ``family`` of a ``GPTModel``; None: the untouched model."""
         self._files = files
         self._fills: Mapping[str, Fill] = {}
+        self.tied = tied
         for file, header in tables.items():
             self.add_file(file, header)
+        for copy, owner in tied.items():
+            self.tensors[copy] = self.tensors[owner]
 
     @property
     def files(self) -> KeptFiles:
@@ -128,7 +134,7 @@ class KeptFolder(FolderTensors):
             there.fill(box, out)
             return
         if stored.name not in self.ignored:
-            raise CheckpointError(
+            raise NoValuesError(
                 f"{self.path} has no weights: {stored.name} is known by shape and dtype only. Name "
                 "a folder or a checkpoint with weights."
             )
@@ -168,6 +174,7 @@ class KeptFolder(FolderTensors):
             "tables": {file: zlib.compress(h.text, 1) for file, h in self.headers.items()},
             "ignored": digests,
             "contents": contents,
+            "tied": dict(self.tied),
             **({} if self.gpt is None else {"gpt": dict(self.gpt)}),
         }
 
@@ -177,7 +184,9 @@ def keep(
     used: Iterable[str],
     origin: str,
     revision: str | None,
+    *,
     changed: ChangedTable | None = None,
+    tied: Mapping[str, str] = MappingProxyType({}),
 ) -> KeptFolder:
     """Return what checkpoints keep of a folder.
 
@@ -187,10 +196,11 @@ def keep(
         origin: Folder or Hub id, as the user has named it.
         revision: Branch, tag or commit of the Hub id.
         changed: Differences of the model from the folder's, if there are some.
+        tied: See :class:`KeptFolder`.
     """
     if isinstance(folder, KeptFolder) and changed is None:
         return folder
-    read = set(used)
+    read = {*used, *tied}
     if changed is not None:
         read |= changed.left_out
     ignored: dict[str, bytes | None] = {}
@@ -225,6 +235,7 @@ def keep(
         files=files,
         tables=tables,
         ignored=ignored,
+        tied=tied,
     )
 
 
@@ -307,6 +318,7 @@ def _of_entry(entry: Mapping[str, Any], path: str) -> KeptFolder:
             tables=tables,
             ignored=ignored,
             gpt=entry.get("gpt"),
+            tied=entry.get("tied", {}),
         )
         for name, content in ignored.items():
             lazy = folder.tensors[name]

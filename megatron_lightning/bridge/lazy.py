@@ -18,6 +18,7 @@ Three rules for everything that is no move:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from math import prod
 from typing import Any
@@ -33,6 +34,10 @@ Fill = Callable[[Box, Tensor], None]
 """Writes the values of a box into a tensor of the box's shape, of any strides and dtype."""
 
 aten: Any = torch.ops.aten
+
+
+class NoValuesError(CheckpointError):
+    """A tensor is known by shape and dtype only."""
 
 
 class Lazy(Tensor):
@@ -130,16 +135,23 @@ def _with_dims(x: Lazy, dim: int, num_dropped: int, sizes: Iterable[int], fill: 
 def _same(x: Lazy, *_: Any, dtype: torch.dtype | None = None, **__: Any) -> Lazy:
     if dtype is None or dtype == x.dtype:
         return Lazy(x.shape, x.dtype, x.fill)
+    return Lazy(x.shape, dtype, _Cast(x.fill, dtype))
 
-    def fill(box: Box, out: Tensor) -> None:
-        if out.is_meta or out.dtype == dtype:  # a fill casts to the dtype of its target
-            x.fill(box, out)
+
+@dataclass(frozen=True)
+class _Cast:
+    """A fill that rounds to a dtype; two of one tensor are equal."""
+
+    fill: Fill
+    dtype: torch.dtype
+
+    def __call__(self, box: Box, out: Tensor) -> None:
+        if out.is_meta or out.dtype == self.dtype:  # a fill casts to the dtype of its target
+            self.fill(box, out)
         else:
-            rounded = torch.empty(box.shape, dtype=dtype)
-            x.fill(box, rounded)
+            rounded = torch.empty(box.shape, dtype=self.dtype)
+            self.fill(box, rounded)
             out.copy_(rounded)
-
-    return Lazy(x.shape, dtype, fill)
 
 
 def _slice(
@@ -293,6 +305,30 @@ def _pad(x: Lazy, pad: Sequence[int], value: float = 0.0) -> Any:
     return _computed(aten.constant_pad_nd.default, x, pad, value) if any(pad) else _same(x)
 
 
+def _equal(first: Tensor, second: Tensor) -> bool:
+    """Compare values row by row, such as of a head that may be tied to the embedding.
+
+    A table without values has equal tensors as one.
+    """
+    if isinstance(first, Lazy) and isinstance(second, Lazy) and first.fill == second.fill:
+        return True
+    if first.shape != second.shape:
+        return False
+    rows = first.shape[0] if first.ndim else 1
+    step = max(1, (64 << 20) // max(1, first.numel() * first.dtype.itemsize // max(1, rows)))
+    for start in range(0, rows, step):
+        box = Box.full(first.shape)
+        if first.ndim:
+            box = spliced(box, 0, 1, (start, min(step, rows - start)))
+        try:
+            a, b = (x.read(box) if isinstance(x, Lazy) else x[box.slices] for x in (first, second))
+        except NoValuesError:
+            return False
+        if not torch.equal(a, b):
+            return False
+    return True
+
+
 def _copy(target: Tensor, x: Any, *_: Any) -> Tensor:
     if isinstance(x, Lazy) and not isinstance(target, Lazy):
         x.fill(Box.full(x.shape), target)
@@ -321,4 +357,5 @@ _MOVES: Mapping[Any, Callable[..., Any]] = {
     aten._reshape_alias.default: _reshape,
     aten.constant_pad_nd.default: _pad,
     aten.copy_.default: _copy,
+    aten.equal.default: _equal,
 }

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from math import prod
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
@@ -35,7 +36,10 @@ class Piece(NamedTuple):
 
 
 def inverse(
-    folder: FolderTensors, parameters: Mapping[str, Lazy], ignored: Iterable[str] = ()
+    folder: FolderTensors,
+    parameters: Mapping[str, Lazy],
+    ignored: Iterable[str] = (),
+    tied: Mapping[str, str] = MappingProxyType({}),
 ) -> dict[str, list[Piece]]:
     """Return the pieces of every tensor of a folder that the model uses.
 
@@ -44,6 +48,8 @@ def inverse(
         parameters: Name in the model -> tensor made of the folder's.
         ignored: Patterns of names that the model ignores by declaration. Such tensors have no
             pieces, and are carried from folder to folder.
+        tied: Further name of a parameter in the model -> its first name. A folder may have the
+            parameter under both.
 
     Raises:
         CheckpointError: If an element of a tensor is used by no parameter, or by several, or on the
@@ -53,6 +59,11 @@ def inverse(
     for name, lazy in parameters.items():
         for use in uses_of(folder, lazy):
             pieces[use.name] += _pieces(name, tuple(lazy.shape), use.box, use.view)
+    for name in [name for name, found in pieces.items() if not found and name in tied]:
+        shape = tuple(folder.tensors[name].shape)
+        if shape == tuple(parameters[tied[name]].shape):
+            full = Box.full(shape)
+            pieces[name] = [Piece(full, tied[name], full, tuple(range(len(shape))))]
     for name in [name for name, found in pieces.items() if not found]:
         if any(re.search(pattern, name) for pattern in ignored):
             del pieces[name]

@@ -26,6 +26,7 @@ from megatron_lightning.bridge.lazy import Lazy
 from megatron_lightning.errors import CheckpointError
 from megatron_lightning.parallel.context import ParallelContext
 from megatron_lightning.parallel.materialize import leave_empty
+from megatron_lightning.parallel.spec import Shape
 
 _PENDING = "_pending_weights"
 
@@ -104,6 +105,14 @@ def lazy_parameters(model: nn.Module) -> dict[str, Lazy]:
     return {**parameters, **buffers}
 
 
+def tied_parameters(model: nn.Module) -> dict[str, str]:
+    """Return further names of a lazy model's parameters -> their first names."""
+    first = {id(tensor): name for name, tensor in lazy_parameters(model).items()}
+    state = model.state_dict(keep_vars=True)
+    names = {name: first.get(id(tensor), name) for name, tensor in state.items()}
+    return {name: owner for name, owner in names.items() if owner != name}
+
+
 def lazy_model(
     folder: FolderTensors, model_class: Any, config: Any, change: Change = UNCHANGED, **options: Any
 ) -> nn.Module:
@@ -120,9 +129,16 @@ def lazy_model(
         CheckpointError: If the folder has not exactly the tensors that the class reads.
     """
     options |= {"config": config, "state_dict": dict(folder.tensors), "output_loading_info": True}
-    with _quiet():
-        model, info = model_class.from_pretrained(None, **options)
-    _check(folder, model_class, info, change)
+    # Other shapes are an error below, which names them.
+    options["ignore_mismatched_sizes"] = True
+    try:
+        with _quiet():
+            model, info = model_class.from_pretrained(None, **options)
+    except (RuntimeError, ValueError, KeyError, IndexError, TypeError) as error:
+        info = {"error_msgs": [f"{type(error).__name__}: {str(error).splitlines()[0]}"]}
+        _check(folder, model_class, config, info, change)
+        raise
+    _check(folder, model_class, config, info, change)
     result: nn.Module = model
     return result
 
@@ -171,7 +187,7 @@ def _quiet() -> Iterator[None]:
 
 
 def _check(
-    folder: FolderTensors, model_class: Any, info: Mapping[str, Any], change: Change
+    folder: FolderTensors, model_class: Any, config: Any, info: Mapping[str, Any], change: Change
 ) -> None:
     problems = {
         "missing_keys": "are missing",
@@ -187,12 +203,44 @@ def _check(
         if names:
             texts.append(f"{len(names)} tensors {text} ({', '.join(names[:5])})")
     if texts:
+        # Of a stack of experts, transformers names the parameter only.
+        absent = [n for n in _absent(folder, model_class, config) if n not in " ".join(texts)]
+        if absent:
+            texts.append(f"the folder lacks {', '.join(absent[:5])}")
         raise CheckpointError(
             f"{folder.path} does not fit {model_class.__name__}: {'; '.join(texts)}. Restore the "
             "folder, or load it with the class that saved it, which config.json names under "
             "architectures. If the model differs on purpose (a new head), name what differs: "
             "new_tensors and left_out of AutoBridge.from_hf_pretrained."
         )
+
+
+def saved_table(model: nn.Module) -> dict[str, tuple[Shape, torch.dtype]]:
+    """Return the tensors that ``save_pretrained`` writes of a model, by the names there."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    seen: set[int] = set()
+    state: dict[str, Tensor] = {}
+    for name, value in model.state_dict(keep_vars=True).items():
+        if isinstance(value, Tensor) and id(value) not in seen:  # tied ones once
+            seen.add(id(value))
+            state[name] = Lazy(value.shape, value.dtype, lambda box, out: None)
+    pretrained: Any = model
+    found = revert_weight_conversion(pretrained, state)
+    return {name: (tuple(value.shape), value.dtype) for name, value in found.items()}
+
+
+def _absent(folder: FolderTensors, model_class: Any, config: Any) -> list[str]:
+    """Return the tensors that ``save_pretrained`` would write and the folder has not; none where
+    the folder has names of another version.
+    """
+    try:
+        with torch.device("meta"):
+            expected = saved_table(model_class(config))
+    except Exception:  # only a better message is missing
+        return []
+    absent = [name for name in expected if name not in folder.tensors]
+    return absent if len(absent) < len(expected) // 2 else []
 
 
 def fill_weights(model: nn.Module) -> nn.Module:
