@@ -67,8 +67,9 @@ class Lazy(Tensor):
 
     def read(self, box: Box | None = None) -> Tensor:
         """Return the values of a box; None: all."""
-        values = torch.empty(self.shape if box is None else box.shape, dtype=self.dtype)
-        self.fill(box or Box.full(self.shape), values)
+        with torch.device("cpu"):  # also where models are made on meta
+            values = torch.empty(self.shape if box is None else box.shape, dtype=self.dtype)
+            self.fill(box or Box.full(self.shape), values)
         return values
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]

@@ -19,7 +19,7 @@ from tests.helpers.ranks import run_ranks
 from tests.helpers.trainers import Losses, trainer
 
 pytest.importorskip("transformers")
-from tests.helpers.gpt_folders import FOLDERS, LENGTH, make_folder, make_model, tokens
+from tests.helpers.gpt_folders import FOLDERS, LENGTH, make_folder, make_predicting_folder, tokens
 
 BATCH, STEPS = 8, 3
 PIPELINE: dict[str, Any] = {"pipeline_model_parallel_size": 2, "micro_batch_size": 4}
@@ -33,11 +33,12 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "ep2 x pp2": (4, {"expert_model_parallel_size": 2} | PIPELINE | {"micro_batch_size": 2}),
     "cp2": (2, {"context_parallel_size": 2}),
 }
-EXPERTS = ("mixtral", "qwen3-moe", "qwen2-moe", "olmoe", "deepseek", "kimi")
+EXPERTS = ("predicting", "mixtral", "qwen3-moe", "qwen2-moe", "olmoe", "deepseek", "kimi")
 FEW = [
     ("llama", "tp2 x pp2"), ("qwen2", "pp2"), ("qwen3", "fsdp"), ("mistral", "cp2"),
     ("gpt2", "tp2"), ("qwen2-moe", "ep2"), ("deepseek-v3", "ep2 x pp2"),
     ("granite", "tp2 x pp2"), ("olmo2", "tp2"),
+    ("predicting", "pp2"),
 ]  # fmt: skip
 
 
@@ -86,14 +87,15 @@ def _local(module: pl.LightningModule) -> list[Tensor]:
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     parent = tmp_path_factory.mktemp("folders")
-    return {name: make_folder(name, parent) for name in FOLDERS}
+    made = {"predicting": make_predicting_folder(parent)}
+    return made | {name: make_folder(name, parent) for name in FOLDERS}
 
 
 @pytest.mark.parametrize(
     ("name", "layout"),
     [
         pytest.param(name, layout, marks=[] if (name, layout) in FEW else pytest.mark.slow)
-        for name in FOLDERS
+        for name in (*FOLDERS, "predicting")
         for layout in LAYOUTS
         if not layout.startswith("ep2") or name.startswith(EXPERTS)
     ],
@@ -115,7 +117,7 @@ def test_a_folder_trains_as_on_one_device_and_is_given_back(
     found, expected = (_exported(tmp_path, file) for file in ("c.ckpt", "plain.ckpt"))
     for file in exported.iterdir():
         assert file.read_bytes() == (live / file.name).read_bytes(), file.name
-    before = make_model(name).state_dict()
+    before = _weights(folders[name])
     for key, value in found.items():
         torch.testing.assert_close(value, expected[key], rtol=1e-4, atol=1e-5)
     assert max(float((found[key] - before[key]).abs().max()) for key in found) > 1e-3
@@ -123,10 +125,13 @@ def test_a_folder_trains_as_on_one_device_and_is_given_back(
 
 def _exported(parent: Path, checkpoint: str) -> dict[str, Tensor]:
     """Return the weights that stock transformers loads from an export."""
-    import transformers
-
     target = parent / f"{checkpoint}.hf"
     commands.export(str(parent / checkpoint), str(target))
-    model = transformers.AutoModelForCausalLM.from_pretrained(target)
-    state: dict[str, Tensor] = model.state_dict()
+    return _weights(target)
+
+
+def _weights(path: Path) -> dict[str, Tensor]:
+    import transformers
+
+    state: dict[str, Tensor] = transformers.AutoModelForCausalLM.from_pretrained(path).state_dict()
     return state

@@ -321,9 +321,33 @@ def test_a_tied_folder_may_repeat_its_embedding(folders: dict[str, Path], tmp_pa
     gpt = AutoBridge.from_hf_pretrained(path).gpt_folder()
     pieces = gpt.pieces(gpt.config, gpt.tensors(gpt.config))
     assert pieces["lm_head.weight"] == pieces["model.embed_tokens.weight"]
+    with torch.device("meta"):  # as before processes start
+        assert AutoBridge.from_hf_pretrained(path).to_model("gpt").output_layer.weight.is_meta
     tensors = load_file(path / "model.safetensors")
     save_file(tensors | {"lm_head.weight": words * 2}, path / "model.safetensors")
     with pytest.raises(CheckpointError, match=r"lm_head\.weight differs from model"):
+        AutoBridge.from_hf_pretrained(path).to_model("gpt")
+
+
+def test_gpt2_as_the_hub_has_it(folders: dict[str, Path], tmp_path: Path) -> None:
+    """Names without prefix, and masks that the class ignores."""
+    path = _copy(folders, "gpt2", tmp_path)
+    tensors: dict[str, Tensor] = {}
+    for file in path.glob("model*"):
+        tensors |= load_file(file) if file.suffix == ".safetensors" else {}
+        file.unlink()
+    short = {name.removeprefix("transformer."): value for name, value in tensors.items()}
+    masks = {"h.0.attn.bias": torch.ones(1, 1, 4, 4), "h.1.attn.bias": torch.ones(1, 1, 4, 4)}
+    save_file(short | masks, path / "model.safetensors", metadata={"format": "pt"})
+    assert torch.equal(_logits(path), _logits(folders["gpt2"]))
+    gpt = AutoBridge.from_hf_pretrained(path).gpt_folder()
+    pieces = gpt.pieces(gpt.config, gpt.tensors(gpt.config))
+    made = assembled(
+        gpt.folder, pieces, _fills(AutoBridge.from_hf_pretrained(path).to_model("gpt"))
+    )
+    for key, value in (short | masks).items():
+        assert torch.equal(made[key].read(), value), key
+    with torch.device("meta"):  # as before processes start
         AutoBridge.from_hf_pretrained(path).to_model("gpt")
 
 
