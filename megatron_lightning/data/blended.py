@@ -23,7 +23,8 @@ from megatron_lightning.data.gpt import GPTDataset
 from megatron_lightning.errors import ConfigError, DataError
 
 PARTS = ("train", "validation", "test")
-_SURPLUS = 0.005
+SURPLUS = 0.005
+"""What a data set is asked for beyond its share, as in Megatron."""
 Sample = dict[str, torch.Tensor]
 
 
@@ -210,7 +211,7 @@ class BlendedDataset(Dataset[Sample]):
     ) -> None:
         self.spec = spec
         self.children: list[GPTDataset]
-        """The data sets."""
+        """The data sets; each knows the ``num_samples`` that it was asked for."""
         if spec.weights is None:
             self._by_size(num_samples, make, name)
         else:
@@ -243,7 +244,7 @@ class BlendedDataset(Dataset[Sample]):
         taken = np.bincount(index, minlength=len(shares)).tolist()
         self.children = []
         for prefix, share, count in zip(self.spec.prefixes, shares, taken, strict=True):
-            child = make(prefix, ceil(share * (1 + _SURPLUS)))
+            child = make(prefix, ceil(share * (1 + SURPLUS)))
             # Many small weights: Megatron stops here.
             self.children.append(child if len(child) >= count else make(prefix, count))
         self.blend = Blend(index, len(shares))

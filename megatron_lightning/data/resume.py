@@ -11,7 +11,18 @@ from typing import Any, Literal
 
 from megatron_lightning.errors import CheckpointError
 
-OnChangedData = Literal["refuse", "reorder"]
+OnChangedData = Literal["refuse", "reorder", "continue", "restart"]
+FIXED = ("sequence_length", "seed", "split")
+"""Settings without which no data set has the order that it had."""
+
+
+def differences(here: Mapping[str, Any], there: Mapping[str, Any]) -> list[str]:
+    """Return what decides the order and is another here than there, in words."""
+    return [
+        f"{name}: {value} here, {there[name]} there"
+        for name, value in here.items()
+        if name in there and there[name] != value
+    ]
 
 
 def describe_changes(
@@ -33,21 +44,19 @@ def describe_changes(
     Raises:
         CheckpointError: If the order is another one, and that is not accepted.
     """
-    differing = [
-        f"{name}: {value} here, {there[name]} there"
-        for name, value in here.items()
-        if name in there and there[name] != value
-    ]
+    differing = differences(here, there)
     if not differing:
         return None
     read = "the samples" if consumed_samples is None else f"the {consumed_samples} samples"
     found = f"the checkpoint was written on training data in another order ({'; '.join(differing)})"
-    if on_changed_data == "refuse":
+    if on_changed_data != "reorder":
         raise CheckpointError(
             f"{found}: at its position in this order, {read} that were read would come again in "
             "part, and others never. Set these options as they were, or on_changed_data to "
             '"reorder" to read on at this position of the new order all the same, or start a run '
-            "from the weights alone (load_from_checkpoint)."
+            "from the weights alone (load_from_checkpoint). Other files, weights or "
+            'num_train_samples of PretrainDataModule go on with "continue", each data set where it '
+            'was left, or with "restart".'
         )
     return (
         f"{found}. Training reads on at the same position of the new order: of {read} that were "

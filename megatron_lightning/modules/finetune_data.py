@@ -164,6 +164,11 @@ class FinetuneDataModule(pl.LightningDataModule):
         ):
             if given not in get_args(values):
                 raise ConfigError(f"{name}={given!r}; must be one of {', '.join(get_args(values))}")
+        if self.on_changed_data in ("continue", "restart"):
+            raise ConfigError(
+                f"on_changed_data={self.on_changed_data!r} is an option of PretrainDataModule: "
+                "changed conversations are packed in another way. Set it to refuse or reorder."
+            )
         if not 0.0 <= self.val_fraction < 1.0:
             raise ConfigError(f"val_fraction={self.val_fraction}: set it to 0 or more, and below 1")
         if self.val_fraction and self.val_paths:

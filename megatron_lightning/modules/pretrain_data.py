@@ -15,6 +15,15 @@ from torch.utils.data import DataLoader, SequentialSampler
 from megatron_lightning.config.global_batch import replica_batch_size
 from megatron_lightning.data.batch_size import BatchSizeSchedule, ScheduledBatchSampler
 from megatron_lightning.data.blended import BlendedDataset, BlendSpec, DataSpec, NamedDatasets
+from megatron_lightning.data.continued import (
+    ContinuedBlend,
+    Make,
+    Phase,
+    describe_phase,
+    goes_on,
+    next_phase,
+    train_state,
+)
 from megatron_lightning.data.gpt import GPTDataset, GPTDatasetConfig, IndexSplit, plan_part
 from megatron_lightning.data.gpt_index import split_matrix
 from megatron_lightning.data.identity import content_digest
@@ -70,8 +79,10 @@ class PretrainDataModule(pl.LightningDataModule):
         skip_samples: Ranges [first, end] of ``consumed_samples`` that training passes over, such as
             those of a loss spike; they count as consumed. A checkpoint keeps them.
         on_changed_data: What a resumed run does if the order of training samples is not the
-            checkpoint's: ``refuse``, or ``reorder``, which reads on at the same position of the new
-            order with a warning.
+            checkpoint's: ``refuse``; ``continue``: every data set goes on where the run has left
+            it, in its order, new ones begin at 0, and a table says what is read twice; ``restart``:
+            all begin again; ``reorder`` reads on at the same position of the new order with a
+            warning.
 
     Raises:
         ConfigError: If a value, or the combination, cannot work.
@@ -222,9 +233,12 @@ class PretrainDataModule(pl.LightningDataModule):
     def state_dict(self) -> dict[str, Any]:
         """Return what decides the order of the training samples, as plain values."""
         strategy = None if self.trainer is None else self.trainer.strategy
+        consumed = getattr(strategy, "consumed_samples", None)
+        order = self._order()
         return {
-            "order": self._order(),
-            "consumed_samples": getattr(strategy, "consumed_samples", None),
+            "order": order,
+            "consumed_samples": consumed,
+            **train_state(self._datasets.get("train"), self._contents(), consumed),
             "skip_samples": self.skip_samples,
         }
 
@@ -236,16 +250,40 @@ class PretrainDataModule(pl.LightningDataModule):
         """
         if self.trainer is not None and self.trainer.state.fn != "fit":
             return
-        warning = describe_changes(
-            self._order(),
-            state_dict["order"],
-            on_changed_data=self.on_changed_data,
-            consumed_samples=state_dict["consumed_samples"],
-        )
+        order, there = self._order(), state_dict["order"]
+        if state_dict.get("phase") is not None:
+            self._begin(Phase(**state_dict["phase"]))
+        restarts = self.on_changed_data == "restart"
+        if goes_on(self.on_changed_data, order, there):
+            blend = self._begin(
+                next_phase(state_dict, state_dict["consumed_samples"], restarts=restarts)
+            )
+            warning: str | None = describe_phase(
+                blend, self._blends("train")[0], state_dict, restarts=restarts
+            )
+        else:
+            warning = describe_changes(
+                order,
+                there,
+                on_changed_data=self.on_changed_data,
+                consumed_samples=state_dict["consumed_samples"],
+            )
         if warning is not None:
             rank_zero_warn(warning)
         both = SkippedSamples([*self.skip_samples, *state_dict.get("skip_samples", [])])
         self.skip_samples = [list(r) for r in both.ranges]
+
+    def _begin(self, phase: Phase) -> ContinuedBlend:
+        """Read the training data as they are from a position of the run on."""
+        (spec,) = self._blends("train")
+        size = self._num_samples["train"]
+        blend = ContinuedBlend(spec, self._contents(), size, phase, self._make("train"))
+        self._datasets["train"] = blend
+        return blend
+
+    def _contents(self) -> list[str]:
+        """Return the digest of each training data set."""
+        return [self._digest(prefix) for prefix in self._blends("train")[0].prefixes]
 
     def _order(self) -> dict[str, Any]:
         (spec,) = self._blends("train")
@@ -253,7 +291,7 @@ class PretrainDataModule(pl.LightningDataModule):
         counts: dict[str, Any] = {
             "documents": [indexed.num_documents for indexed in files],
             "tokens": [int(indexed.num_tokens) for indexed in files],
-            "content": [self._digest(prefix) for prefix in spec.prefixes],
+            "content": self._contents(),
         }
         if spec.is_single:
             counts = {name: values[0] for name, values in counts.items()}
@@ -309,7 +347,8 @@ class PretrainDataModule(pl.LightningDataModule):
             and (name == "train" or (self._blends(name) and (bounds or not self.data.is_split)))
         }
 
-    def _open(self, stage: str) -> dict[IndexSplit, Any]:
+    def _make(self, name: IndexSplit) -> Make:
+        """Return what makes the data sets of a part."""
         vocab_size = self.config.vocab_size
         module = self._module
         if module is None and self.trainer is not None:
@@ -317,14 +356,17 @@ class PretrainDataModule(pl.LightningDataModule):
         if self.vocab_size is None:  # the model's, where it is as in GPTLightningModule
             size = getattr(getattr(module, "config", None), "vocab_size", None)
             vocab_size = size if isinstance(size, int) else None
+        config = replace(self._split_of(name), vocab_size=vocab_size)
 
+        def make(prefix: str, num_samples: int | None, pass_number: int = 0) -> GPTDataset:
+            seed = (config.random_seed + pass_number) % 2**32
+            return GPTDataset(prefix, replace(config, random_seed=seed), name, num_samples)
+
+        return make
+
+    def _open(self, stage: str) -> dict[IndexSplit, Any]:
         def opened(name: IndexSplit, count: int | None) -> Any:
-            config = replace(self._split_of(name), vocab_size=vocab_size)
-
-            def make(prefix: str, num_samples: int | None) -> GPTDataset:
-                return GPTDataset(prefix, config, name, num_samples)
-
-            short = "val" if name == "valid" else name
+            make, short = self._make(name), "val" if name == "valid" else name
             made = [
                 make(spec.prefixes[0], count)
                 if spec.is_single

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -14,7 +17,7 @@ import yaml
 from megatron_lightning.cli import main
 from megatron_lightning.config import TransformerConfig
 from megatron_lightning.data import IndexedDatasetWriter
-from megatron_lightning.errors import CheckpointError
+from megatron_lightning.errors import CheckpointError, DataError
 from megatron_lightning.modules import GPTLightningModule, PretrainDataModule
 from megatron_lightning.strategies import MegatronStrategy
 from tests.helpers.ranks import run_ranks
@@ -34,9 +37,11 @@ def _write(folder: Path) -> None:
             writer.finish()
 
 
-def _data(folder: str, replicas: int = 1, **options: Any) -> PretrainDataModule:
+def _data(
+    folder: str, replicas: int = 1, weights: Any = (0.3, 0.7), **options: Any
+) -> PretrainDataModule:
     prefix: Any = {
-        "train": [[0.3, f"{folder}/a"], [0.7, f"{folder}/b"]],
+        "train": [[weights[0], f"{folder}/a"], [weights[1], f"{folder}/b"]],
         "validation": {"code": f"{folder}/c", "web": [f"{folder}/d"]},
     }
     settings = {"num_train_samples": 64, "cache_dir": f"{folder}/cache", **options}
@@ -114,9 +119,10 @@ def _fit(
         MegatronStrategy(), max_steps=steps, callbacks=[seen], limit_val_batches=0, max_epochs=-1
     )
     checkpoint = f"{folder}/mid.ckpt"
+    saves = options.pop("saves", not resume)
     data = _data(folder, replicas, **options)
     run.fit(_module(), datamodule=data, ckpt_path=checkpoint if resume else None)
-    if not resume:
+    if saves:
         run.save_checkpoint(checkpoint)
     return seen.batches
 
@@ -130,9 +136,96 @@ def test_resume_on_another_number_of_ranks(tmp_path: Path) -> None:
     (rest,) = run_ranks(1, _fit, folder, 1, 7, True, {})
     joined = [sorted([*one, *two]) for one, two in zip(*halves, strict=True)]
     assert joined + [sorted(batch) for batch in rest] == [sorted(batch) for batch in whole]
-    with pytest.raises(AssertionError, match=r"seed: 99 here, 1234 there"):
-        run_ranks(1, _fit, folder, 1, 7, True, {"seed": 99})
-    assert issubclass(CheckpointError, RuntimeError)
+    # With other weights, of which the checkpoint of the changed run says enough for the next one.
+    changed = {"weights": (0.5, 0.5), "on_changed_data": "continue"}
+    (whole,) = run_ranks(1, _fit, folder, 1, 7, True, changed)
+    (first,) = run_ranks(1, _fit, folder, 1, 5, True, {**changed, "saves": True})
+    parts = run_ranks(2, _fit, folder, 2, 7, True, changed)
+    joined = first + [[*one, *two] for one, two in zip(*parts, strict=True)]
+    assert [sorted(batch) for batch in joined] == [sorted(batch) for batch in whole]
+    counts = np.bincount([row[0] for batch in whole for row in batch])
+    assert counts.tolist() == [16, 16]
+
+
+def test_changed_data_go_on_where_they_were_left(tmp_path: Path) -> None:
+    """a and b stay, a with another weight; d is new."""
+    _write(tmp_path)
+    folder = str(tmp_path)
+    before = _opened(folder, ("a", "b"), (0.3, 0.7), 25)
+    state = before.state_dict()
+    read = [row["consumed"] for row in state["datasets"]]
+    assert sum(read) == 25
+    with pytest.raises(CheckpointError, match=r"weights: .* here, .* there"):
+        _opened(folder, ("b", "a", "d"), (0.4, 0.3, 0.3), 0).load_state_dict(state)
+    with pytest.raises(CheckpointError, match="seed: 99 here, 1234 there"):
+        _opened(
+            folder, ("b", "a", "d"), (0.4, 0.3, 0.3), 0, seed=99, on_changed_data="continue"
+        ).load_state_dict(state)
+    after = _opened(folder, ("b", "a", "d"), (0.4, 0.3, 0.3), 60, on_changed_data="continue")
+    with pytest.warns(UserWarning, match="data sets go on where they were left") as warned:
+        after.load_state_dict(state)
+    old = {name: before._datasets["train"].children[i] for i, name in enumerate("ab")}
+    data, seen = after._datasets["train"], Counter[int]()
+    assert len(data) == 64
+    names, starts = "bad", {"a": read[0], "b": read[1], "d": 0}
+    again = [0, 0, 0]
+    for position in range(25, 64):
+        sample = data[position]
+        number = int(sample["dataset_id"])
+        at = starts[names[number]] + seen[number]
+        seen[number] += 1
+        if names[number] in old and at < len(old[names[number]]):
+            expected = old[names[number]][at]["tokens"]
+            assert torch.equal(sample["tokens"], expected), position
+        again[number] += names[number] in old and at >= len(old[names[number]])
+    table = str(warned[0].message).splitlines()[2:]
+    assert table == [
+        f"{folder}/{name}, {starts[name]}, {seen[i]}, {again[i]}" for i, name in enumerate(names)
+    ]
+    # The checkpoint of the changed run gives the same samples, without a warning.
+    later = _opened(folder, ("b", "a", "d"), (0.4, 0.3, 0.3), 0)
+    later.load_state_dict(after.state_dict())
+    for position in (25, 40, 63):
+        found = later._datasets["train"][position]
+        assert torch.equal(found["tokens"], data[position]["tokens"])
+    with pytest.raises(DataError, match="sample 3 was read before the data changed"):
+        data[3]
+
+
+def test_changed_data_begin_again(tmp_path: Path) -> None:
+    _write(tmp_path)
+    state = _opened(str(tmp_path), ("a", "b"), (0.3, 0.7), 25).state_dict()
+    after = _opened(str(tmp_path), ("b",), (1.0,), 0, on_changed_data="restart")
+    with pytest.warns(UserWarning, match="all data sets begin again") as warned:
+        after.load_state_dict(state)
+    fresh = (
+        _opened(str(tmp_path), ("b",), (1.0,), 0, num_train_samples=39)
+        ._datasets["train"]
+        .children[0]
+    )
+    assert torch.equal(after._datasets["train"][25]["tokens"], fresh[0]["tokens"])
+    lines = str(warned[0].message).splitlines()
+    read = {row["prefix"][-1]: row["consumed"] for row in state["datasets"]}
+    assert lines[2] == f"{tmp_path}/b, {read['b']}, 39, {read['b']}"
+    assert lines[3] == f"{tmp_path}/a, {read['a']}, 0, 0"
+
+
+def _opened(
+    folder: str, names: Sequence[str], weights: Sequence[float], consumed: int, **options: Any
+) -> PretrainDataModule:
+    """Return a data module in the middle of a fit."""
+    pairs = [(weight, f"{folder}/{name}") for name, weight in zip(names, weights, strict=True)]
+    data = PretrainDataModule(
+        {"train": pairs}, SEQUENCE, 8,
+        **{"num_train_samples": 64, "cache_dir": f"{folder}/cache", **options},
+    )  # fmt: skip
+    data.setup("fit")
+    data.trainer = SimpleNamespace(  # type: ignore[assignment]
+        state=SimpleNamespace(fn="fit"),
+        strategy=SimpleNamespace(consumed_samples=consumed),
+        lightning_module=None,
+    )
+    return data
 
 
 def test_the_index_is_built_before_the_job(

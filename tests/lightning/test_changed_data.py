@@ -96,5 +96,5 @@ def test_stages_refuse_alike_and_evaluation_does_not_ask(prefix: str, tmp_path: 
 
 
 def test_an_unknown_choice_is_refused(prefix: str) -> None:
-    with pytest.raises(ConfigError, match="on_changed_data='continue'; must be one of refuse"):
-        PretrainDataModule(prefix, on_changed_data="continue", **OPTIONS)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="on_changed_data='forget'; must be one of refuse"):
+        PretrainDataModule(prefix, on_changed_data="forget", **OPTIONS)  # type: ignore[arg-type]
