@@ -19,10 +19,8 @@ from lightning.pytorch.utilities.types import LRSchedulerConfig
 from torch import nn
 from torch.optim import Optimizer
 
-from megatron_lightning.assembly.assemble import is_assembled
 from megatron_lightning.assembly.drawn_values import DrawnValues
 from megatron_lightning.assembly.full_state import FullState
-from megatron_lightning.assembly.loading import FullStateLoading
 from megatron_lightning.assembly.module_shards import ModuleState
 from megatron_lightning.assembly.part import Part
 from megatron_lightning.assembly.replicas import check_trained_replicas
@@ -36,17 +34,15 @@ from megatron_lightning.pipeline.executor import PipelineExecutor
 from megatron_lightning.strategies.after_fit import PartWarning, full_state
 from megatron_lightning.strategies.checkpoint.checkpoints import Checkpoints
 from megatron_lightning.strategies.checks.attention_kernels import report_attention
+from megatron_lightning.strategies.divided_module import DividedModule
 from megatron_lightning.strategies.engines import live_engine
 from megatron_lightning.strategies.folders import LiveFolder
-from megatron_lightning.strategies.fp8 import kept_quantized, quantizing
 from megatron_lightning.strategies.launch.ranks import ProcessGroups
 from megatron_lightning.strategies.lightning_internals import connector_of, hide_sync_advice
 from megatron_lightning.strategies.module import (
-    assemble_module,
     compile_module,
     defer_weight_gradients,
     hide_example,
-    place_module,
     print_layout,
     wrap_configure_model,
 )
@@ -61,7 +57,6 @@ from megatron_lightning.strategies.step.step_runner import StepRunner
 from megatron_lightning.strategies.step.training import Training
 from megatron_lightning.strategies.step.transfer import BatchCopies
 from megatron_lightning.strategies.step.validation_clock import ValidationClock
-from megatron_lightning.strategies.summary import summarize_full
 from megatron_lightning.strategies.weight_stream import WeightStream, streamed_model
 
 
@@ -99,12 +94,14 @@ class Run:
         run."""
         self._until_setup = self.undo.enter_context(ExitStack())
         self._injects_samplers = True
-        self._part: Part | None = None
         self._draws = DrawnValues()
-        self._earlier_part: Part | None = None  # of the same module: FSDP2's units stay sharded
+        earlier: DividedModule | None = None
         if previous is not None and previous.module is module:
-            self._earlier_part = previous._part
+            earlier = previous._divided
             self._draws = previous._draws.of_next_run()
+        self._divided: DividedModule = DividedModule(
+            module, ranks.context, options, self.undo, layer_sync=layer_sync, earlier=earlier
+        )
         self._training: Training | None = None if previous is None else previous._training
         self._fits = False
         self._steps: StepRunner | None = None
@@ -132,7 +129,7 @@ class Run:
         """Copies batches to the device."""
         self.clock = ValidationClock(ranks.broadcast)
         """Decides for all ranks when a validation by time is due."""
-        wrap_configure_model(module, self._assemble_built, self._until_setup)
+        wrap_configure_model(module, self._divided.assemble_built, self._until_setup)
 
     # --------------------------------------------------------------------------------------- module
 
@@ -143,60 +140,23 @@ class Run:
         Raises:
             ConfigError: Before the module is assembled.
         """
-        if self._part is None:
-            raise ConfigError(
-                "the module has not been sharded yet; it is in or after configure_model."
-            )
-        return self._part
+        return self._divided.part
 
     def assemble(self) -> None:
         """Reduce the module to this rank's part, unless it is, and hooks have not built layers
         since.
         """
-        if self._part is None or not self._part.describes(self.module):
-            self._assemble_built()
-
-    def _assemble_built(self) -> None:
-        before = self._part or self._earlier_part
-        if not is_assembled(self.module):
-            summarize_full(self.module, self.undo)
-        self._part = assemble_module(
-            self.module, before, self._ranks.context, self._options, self._layer_sync
-        )
-        self._attach_part()
-
-    def _attach_part(self) -> None:
-        """Make the module take the state dicts of one device, and say what it is a part of."""
-        if (
-            self._ranks.context.layout.model_parallel_size > 1
-            or self._options.data_parallel == "fsdp"
-        ):
-            FullStateLoading.attach(self.module, self._own_state)
-
-    def _own_state(self) -> ModuleState:
-        return ModuleState(self.module, self.part, self._ranks.context)
+        self._divided.assemble()
 
     def forget_part(self) -> None:
         """Describe the module again: its layers hold groups of an earlier run."""
-        self._part = None
+        self._divided.forget()
 
     def place(self, precision: Precision) -> None:
         """Bring the module into its dtype, onto this rank's device and, with ``fsdp``, into this
         rank's shards.
         """
-        self._part = place_module(
-            self.module, self.part, self._ranks.context, self._options, precision
-        )
-        if (plugin := quantizing(precision)) is not None:
-            plugin.quantize_layers(
-                self.module,
-                self._ranks.context,
-                self.undo,
-                caches_weights=self._part.units is None,
-            )
-        if self._part.units is not None:
-            quantizers = kept_quantized(self.module, self._part, precision)
-            self._part.units.codes.keep(self._part.units.units, quantizers)
+        self._divided.place(precision)
 
     # ---------------------------------------------------------------------------------------- setup
 
@@ -261,7 +221,7 @@ class Run:
         if self.part.units is not None:
             self.part.units.codes.encode()
         if self.part.units is not None or self._options.layout.model_parallel_size > 1:
-            SavingGuard.attach(self._own_state(), PartWarning())
+            SavingGuard.attach(self._divided.state(), PartWarning())
         scope, training = self._scope(precision), self._training if self._fits else None
         if self._options.is_native:
             self._steps = NativeStepRunner(scope, training)
