@@ -35,10 +35,8 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 EXPERTS = ("predicting", "mixtral", "qwen3-moe", "qwen2-moe", "olmoe", "deepseek", "kimi")
 FEW = [
-    ("llama", "tp2 x pp2"), ("qwen2", "pp2"), ("qwen3", "fsdp"), ("mistral", "cp2"),
-    ("gpt2", "tp2"), ("qwen2-moe", "ep2"), ("deepseek-v3", "ep2 x pp2"),
-    ("granite", "tp2 x pp2"), ("olmo2", "tp2"),
-    ("predicting", "pp2"),
+    ("llama", "tp2 x pp2"), ("qwen3", "fsdp"), ("mistral", "cp2"), ("qwen2-moe", "ep2"),
+    ("olmo2", "tp2"), ("predicting", "pp2"),
 ]  # fmt: skip
 
 

@@ -83,6 +83,7 @@ def test_logits_and_gradients_are_those_of_transformers(
         assert error < 2e-5, f"{key}: relative error {error}"  # fp32, sums in another order
 
 
+@pytest.mark.spread(8)
 @pytest.mark.parametrize("name", FOLDERS)
 def test_every_field_that_a_row_says_decides_the_logits(
     folders: dict[str, Path], name: str
@@ -138,6 +139,7 @@ def _other(field: str, said: dict[str, Any]) -> Any:
     return others[field]
 
 
+@pytest.mark.spread(8)
 @pytest.mark.parametrize("name", FOLDERS)
 def test_no_key_of_a_folder_is_overlooked(
     folders: dict[str, Path], tmp_path: Path, name: str
