@@ -28,6 +28,7 @@ from megatron_lightning.data.gpt import GPTDataset, GPTDatasetConfig, IndexSplit
 from megatron_lightning.data.gpt_index import split_matrix
 from megatron_lightning.data.identity import content_digest
 from megatron_lightning.data.indexed import IndexedDataset
+from megatron_lightning.data.mock import MockGPTDataset
 from megatron_lightning.data.resume import OnChangedData, describe_changes
 from megatron_lightning.data.skipped import SkippedSamples
 from megatron_lightning.data.tokenizers import TokenizerType, load_tokenizer
@@ -78,6 +79,8 @@ class PretrainDataModule(pl.LightningDataModule):
             shared file system each node builds its own.
         skip_samples: Ranges [first, end] of ``consumed_samples`` that training passes over, such as
             those of a loss spike; they count as consumed. A checkpoint keeps them.
+        mock: Whether samples are random, without any data, so that a layout can be timed. Without
+            ``num_train_samples`` there are a million of them.
         on_changed_data: What a resumed run does if the order of training samples is not the
             checkpoint's: ``refuse``; ``continue``: every data set goes on where the run has left
             it, in its order, new ones begin at 0, and a table says what is read twice; ``restart``:
@@ -96,8 +99,8 @@ class PretrainDataModule(pl.LightningDataModule):
 
     def __init__(
         self,
-        data_prefix: str | list[str] | list[tuple[float, str]] | dict[str, Any],
-        sequence_length: int,
+        data_prefix: str | list[str] | list[tuple[float, str]] | dict[str, Any] | None = None,
+        sequence_length: int = 0,
         batch_size: int | None = None,
         *,
         global_batch_size: int | None = None,
@@ -116,6 +119,7 @@ class PretrainDataModule(pl.LightningDataModule):
         num_workers: int = 0,
         cache_dir: str | None = None,
         skip_samples: list[list[int]] | None = None,
+        mock: bool = False,
         on_changed_data: OnChangedData = "refuse",
     ) -> None:
         super().__init__()
@@ -141,7 +145,18 @@ class PretrainDataModule(pl.LightningDataModule):
         self.skip_samples = [list(r) for r in SkippedSamples(skip_samples or ()).ranges]
         """Samples that training passes over."""
         self.batch_size_schedule = batch_size_schedule
-        self.data = DataSpec.parse(data_prefix)
+        if mock == (data_prefix is not None):
+            raise ConfigError(
+                f"data_prefix is {data_prefix!r} and mock is {mock}: the tokens come from files, "
+                "or are random. Set one of the two."
+            )
+        if mock and on_changed_data in {"continue", "restart"}:
+            raise ConfigError(
+                f"on_changed_data={on_changed_data!r} goes on with data sets that have changed, "
+                "and mock=True reads none. Leave one of the two out."
+            )
+        self.mock = mock
+        self.data = DataSpec.parse(data_prefix or "mock")
         if not self.data.is_split and split != _SPLIT:
             raise ConfigError(
                 f"split={split!r} beside data_prefix with train, validation and test, each of "
@@ -211,7 +226,7 @@ class PretrainDataModule(pl.LightningDataModule):
             DataError: If they cannot be read, or a part of the split has too few tokens.
         """
         # A subclass may create them there.
-        if type(self).prepare_data is PretrainDataModule.prepare_data:
+        if not self.mock and type(self).prepare_data is PretrainDataModule.prepare_data:
             for name, num_samples in self._parts(stage).items():
                 for spec in self._blends(name):
                     single = num_samples if spec.is_single else None
@@ -283,9 +298,14 @@ class PretrainDataModule(pl.LightningDataModule):
 
     def _contents(self) -> list[str]:
         """Return the digest of each training data set."""
+        if self.mock:
+            return ["mock"]
         return [self._digest(prefix) for prefix in self._blends("train")[0].prefixes]
 
     def _order(self) -> dict[str, Any]:
+        if self.mock:
+            names = ("sequence_length", "random_seed")
+            return {"mock": True, **{name: getattr(self.config, name) for name in names}}
         (spec,) = self._blends("train")
         files = [IndexedDataset(prefix) for prefix in spec.prefixes]
         counts: dict[str, Any] = {
@@ -365,6 +385,9 @@ class PretrainDataModule(pl.LightningDataModule):
         return make
 
     def _open(self, stage: str) -> dict[IndexSplit, Any]:
+        if self.mock:
+            return {name: self._mocked(name, count) for name, count in self._parts(stage).items()}
+
         def opened(name: IndexSplit, count: int | None) -> Any:
             make, short = self._make(name), "val" if name == "valid" else name
             made = [
@@ -376,6 +399,20 @@ class PretrainDataModule(pl.LightningDataModule):
             return NamedDatasets(made) if name == "valid" and self.data.names else made[0]
 
         return {name: opened(name, count) for name, count in self._parts(stage).items()}
+
+    def _mocked(self, name: IndexSplit, count: int | None) -> MockGPTDataset:
+        config, trainer = self.config, self.trainer
+        module = self._module if trainer is None else trainer.lightning_module
+        model = getattr(module, "config", None)
+        size = config.num_ids or getattr(model, "vocab_size", None)
+        if not isinstance(size, int):
+            raise ConfigError(
+                "mock=True draws tokens below the size of the vocabulary, and neither the data nor "
+                "the model's config says it. Set vocab_size."
+            )
+        part = ("train", "valid", "test").index(name)
+        count = count or (10**6 if name == "train" else 10**3)
+        return MockGPTDataset(count, config.sequence_length, size, 3 * config.random_seed + part)
 
     def train_dataloader(self) -> DataLoader[Batch] | list[DataLoader[Batch]]:
         """Return the training loader, without incomplete batches."""
