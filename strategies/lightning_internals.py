@@ -15,7 +15,7 @@ import signal
 import sys
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from types import FrameType
@@ -41,6 +41,7 @@ from lightning.fabric.utilities.seed import _set_rng_states as set_random_states
 from lightning.fabric.utilities.warnings import PossibleUserWarning
 from lightning.pytorch.callbacks import ModelCheckpoint, ModelSummary
 from lightning.pytorch.core import saving
+from lightning.pytorch.core.optimizer import _MockOptimizer
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.plugins.precision import Precision
 
@@ -129,6 +130,11 @@ def trainer_sizes() -> tuple[Any, int] | None:
 def is_accumulating(trainer: pl.Trainer) -> bool:
     """Whether the batch that has just run was not the last one of an optimizer step."""
     return bool(trainer.fit_loop._should_accumulate())
+
+
+def steps_nothing(optimizers: Sequence[object]) -> bool:
+    """Whether ``configure_optimizers`` returned None."""
+    return all(isinstance(optimizer, _MockOptimizer) for optimizer in optimizers)
 
 
 def is_logging_step(trainer: pl.Trainer) -> bool:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, _engine_run_backward
 from torch.distributed.tensor import DTensor
+from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 from torch.utils.hooks import RemovableHandle
 
 
@@ -68,6 +69,16 @@ def saved_tensors_hooks_in_force() -> (
 def is_in_backward() -> bool:
     """Return whether autograd's engine runs on this thread, as in a recomputed forward."""
     return bool(torch._C._current_graph_task_id() != -1)
+
+
+def pop_function_mode() -> None:
+    """Leave the innermost mode of torch functions for a while."""
+    _pop_mode()  # type: ignore[no-untyped-call]
+
+
+def push_function_mode(mode: TorchFunctionMode) -> None:
+    """Enter a mode again."""
+    _push_mode(mode)  # type: ignore[no-untyped-call]
 
 
 def at_end_of_backward(callback: Callable[[], None]) -> None:

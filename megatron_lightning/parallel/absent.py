@@ -87,6 +87,7 @@ class AbsentTensor(Tensor):
         """
         empty = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
         made: AbsentTensor = torch.Tensor._make_subclass(cls, empty, tensor.requires_grad)
+        vars(made).update(vars(tensor))  # attributes by which users tell parameters apart
         made.path = path
         made.is_parameter = is_parameter
         made.advice = advice or _READ_ELSEWHERE

@@ -23,6 +23,7 @@ from megatron_lightning.strategies.step.first_batches import FirstBatches
 from megatron_lightning.strategies.step.forward_times import ForwardTimes, step_watches
 from megatron_lightning.strategies.step.hints import StepHints
 from megatron_lightning.strategies.step.hook_comparison import HookComparison
+from megatron_lightning.strategies.step.hook_logs import HookLogs
 from megatron_lightning.strategies.step.logs import StepLogs
 from megatron_lightning.strategies.step.metric_states import MetricStates
 from megatron_lightning.strategies.step.module_values import ModuleValues
@@ -87,8 +88,7 @@ def step_participants(
     if not options.is_native:
         yield StepLogs(scope)
     yield StepReports(scope)
-    if scope.context.tp.size > 1:
-        yield HookComparison(scope)
+    yield from _of_hooks(scope, fits=training is not None)
     if options.is_native and (watches := step_watches(scope.module.trainer)):
         yield ForwardTimes(watches)
     if training is not None and watch is not None:
@@ -99,6 +99,14 @@ def step_participants(
             yield UpdateJudges(scope, training, judges)
         yield TrainedParameters(scope, training.accumulation)
         yield ExpertUpdates(scope)
+
+
+def _of_hooks(scope: RunContext, *, fits: bool) -> Iterator[StepParticipant]:
+    """Yield what compares the ranks of a replica where hooks of the user's have run."""
+    if scope.context.tp.size > 1:
+        yield HookComparison(scope)
+    if fits and scope.context.layout.replica_size > 1:
+        yield HookLogs(scope)
 
 
 def _plan_watch(scope: RunContext) -> PlanWatch:

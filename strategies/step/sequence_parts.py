@@ -34,6 +34,7 @@ from megatron_lightning.strategies.checks.module import sequence_dims_of
 from megatron_lightning.strategies.step.context_mean import gather_rows
 from megatron_lightning.strategies.step.items import counts_items
 from megatron_lightning.strategies.step.participant import StepBatch, StepParticipant
+from megatron_lightning.strategies.step.position_watch import PositionWatch
 from megatron_lightning.strategies.step.run_context import RunContext
 from megatron_lightning.strategies.step.step_run import StepRun
 
@@ -64,6 +65,7 @@ class SequenceParts(StepParticipant):
         }
         self._attention = bound_attention(scope.module)
         self._seen: set[str] = set()
+        self._begun: set[str] = set()
         self._warned: set[str] = set()
         self._open(is_open=False)
 
@@ -123,6 +125,23 @@ class SequenceParts(StepParticipant):
                     "the module that the step calls with tokens. Or set context_parallel_size to "
                     "1."
                 )
+
+    @contextmanager
+    def around_forward(self, run: StepRun, stage: int, microbatch: int) -> Iterator[None]:
+        """Around the first forward of a hook: it selects no positions of its part.
+
+        Raises:
+            ConfigError: If it does.
+        """
+        is_first = run.hook not in self._begun and stage == run.last_stage
+        parts = self.split.parts(run.microbatches[microbatch]) if is_first else []
+        if not parts or not self._calls or "" in self._calls:
+            yield
+            return
+        self._begun.add(run.hook)
+        models = {path: self._module.get_submodule(path) for path in self._calls}
+        with PositionWatch(run.hook, self._context.cp.size, parts).watching(models):
+            yield
 
     def returned(self, run: StepRun, microbatch: int, loss: Tensor | None) -> None:
         """Refuse training steps that return None: ranks that wait for the backward of this one

@@ -19,6 +19,7 @@ from megatron_lightning.optim.lr_schedules import ScheduledLR
 from megatron_lightning.optim.norms import GradientNorms
 from megatron_lightning.pipeline.weight_gradients import WeightGradients
 from megatron_lightning.strategies.checkpoint.finetuning import unfreeze_again
+from megatron_lightning.strategies.checks.optimizers import effective_data_parallel
 from megatron_lightning.strategies.fp8 import kept_quantized
 from megatron_lightning.strategies.lightning_internals import put_around_hooks
 from megatron_lightning.strategies.precision import MegatronMixedPrecision
@@ -55,6 +56,8 @@ class Training:
         options, undo = scope.options, scope.undo
         self._scope = scope
         quantizers = kept_quantized(module, part, scope.precision)
+        replicas = context.dp_cp.size
+        data_parallel = effective_data_parallel(options.data_parallel, optimizers, replicas)
         self.optimizers = optimizers
         """The user's, when the fit began."""
         self.schedules = [
@@ -66,7 +69,7 @@ class Training:
             part.specs,
             context,
             optimizers,
-            sharded=options.data_parallel != "ddp",
+            sharded=data_parallel != "ddp",
             options=options.data,
             stage_of=part.stage_of,
             units=part.units,
@@ -88,8 +91,8 @@ class Training:
             self.keep_quantized()
         undo.callback(self.accumulation.detach)
         self.norms = GradientNorms(self.accumulation, context)
-        self._parts = describe_parts(context, options.data_parallel)
-        is_sharded = options.data_parallel != "ddp" and has_replicas(context)
+        self._parts = describe_parts(context, data_parallel)
+        is_sharded = data_parallel != "ddp" and has_replicas(context)
         self.guard = GradientGuard(module, self.accumulation, self._parts, sharded=is_sharded)
         """Compares gradients around the user's code."""
         self._last_hooks: dict[Optimizer, RemovableHandle] = {}

@@ -29,7 +29,7 @@ from megatron_lightning.parallel import ParallelContext, ParallelLayout, Shardin
 from megatron_lightning.parallel.absent import present_modules
 from megatron_lightning.resilience.failure import PeerFailure
 from megatron_lightning.strategies import MegatronStrategy
-from tests.lightning.support import SINGLE, Layout, layouts, make_layout, run
+from tests.lightning.support import SINGLE, Layout, layouts, make_layout, run, thinned
 
 CP2 = make_layout("cp2", 2, 1, context_parallel_size=2)
 CP4 = make_layout("cp4", 4, 1, context_parallel_size=4)
@@ -656,3 +656,66 @@ def test_autocast_reaches_our_attention_as_it_does_torchs() -> None:
         whole = core(q.bfloat16(), k, v, SequenceInfo(window=5))  # sees all positions
         assert whole.dtype == core(q, k, v).dtype == torch.bfloat16
     assert torch.allclose(whole.float(), core(q, k, v), atol=3e-2)  # bf16
+
+
+class Shifts(Module):
+    """Selects positions in its step, outside of the model."""
+
+    def __init__(self, loss: Callable[[nn.Module, Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.loss = loss
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.loss(self.net, *batch)
+
+
+def _shifts_logits(net: nn.Module, tokens: Tensor, labels: Tensor) -> Tensor:
+    logits = net(tokens).float().contiguous()
+    return F.cross_entropy(logits[..., :-1, :].flatten(0, 1), labels[..., 1:].flatten())
+
+
+def _shifts_tokens(net: nn.Module, tokens: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(net(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def _rolls(net: nn.Module, tokens: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(net(tokens).flatten(0, 1), tokens.roll(-1, dims=1).flatten())
+
+
+def _takes_last(net: nn.Module, tokens: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(net(tokens).select(1, -1), labels[:2, ..., :].float().mean(1).long())
+
+
+def _selects_nothing(net: nn.Module, tokens: Tensor, labels: Tensor) -> Tensor:
+    logits = net(tokens)[:, 0:]
+    mask = labels >= 0
+    return F.cross_entropy(logits[mask], labels[:, :].narrow(1, 0, labels.shape[1])[mask])
+
+
+def _shifted(layout: Layout, folder: str, loss: Any) -> str:
+    module = Shifts(loss)
+    try:
+        layout.trainer(folder, max_steps=1).fit(module, _loader())
+    except ConfigError as error:
+        return str(error)
+    except PeerFailure:
+        return ""
+    return "passes"
+
+
+@pytest.mark.parametrize(
+    ("loss", "text"),
+    thinned(
+        [
+            (_shifts_logits, "slices or indexes a sequence along dim 1"),
+            (_shifts_tokens, "slices or indexes a sequence along dim 1"),
+            (_rolls, "calls roll on a sequence along dim 1"),
+            (_selects_nothing, "passes"),
+            (_takes_last, "calls select on a sequence along dim 1"),
+        ]
+    ),
+)
+def test_steps_that_select_positions_are_refused(loss: Any, text: str, tmp_path: Path) -> None:
+    found = run(CP2, _shifted, tmp_path, loss)
+    assert any(found)
+    assert all(not each or text in each for each in found), found

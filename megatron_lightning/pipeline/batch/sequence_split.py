@@ -51,6 +51,10 @@ class SequenceSplit:
         values = [self._part_of(index, value) for index, value in enumerate(batch)]
         return type(batch)(*values) if hasattr(batch, "_fields") else type(batch)(values)
 
+    def parts(self, part: Any) -> list[tuple[Tensor, int]]:
+        """Return the tensors of a split batch that hold sequences, with the dims of these."""
+        return [(tensor, self.dims[key]) for key, tensor in self._declared(part).items()]
+
     def part_length(self, part: Any) -> int:
         """Return the number of positions of a rank's part of a batch."""
         return next(iter(self._length_of(*entry) for entry in self._declared(part).items()))

@@ -1,0 +1,131 @@
+"""Refuse steps that select positions of a sequence of which the rank holds a part.
+
+``logits[:, :-1]`` and ``tokens[:, 1:]`` shift a part against itself: the last token of each part
+has its label on another rank, and is lost. The functions of the step are watched in its first run,
+outside of the model's call. Tensors are followed as long as the dims up to the sequence stay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+
+from megatron_lightning.compat import pop_function_mode, push_function_mode
+from megatron_lightning.errors import ConfigError
+
+_BY_DIM = {  # functions that select or mix positions -> position of the argument that names the dim
+    **dict.fromkeys(("narrow", "select", "index_select", "cumsum", "cumprod", "flip"), 1),
+    **dict.fromkeys(("diff", "roll"), 2),
+}
+_NAMES = {"flip": "dims", "roll": "dims"}
+
+
+class PositionWatch(TorchFunctionMode):
+    """Follows the tensors of a step that hold a rank's part of the sequences.
+
+    Args:
+        hook: The step, for the message.
+        num_ranks: Ranks that share each sequence.
+        parts: Tensors of the batch, with the dims of their sequences.
+    """
+
+    def __init__(self, hook: str, num_ranks: int, parts: list[tuple[Tensor, int]]) -> None:
+        super().__init__()
+        self._hook = hook
+        self._num_ranks = num_ranks
+        self._length = min(tensor.shape[dim] for tensor, dim in parts)
+        self._dims = {dim for _, dim in parts}
+        self._parts = {id(tensor): (tensor, dim) for tensor, dim in parts}
+
+    @contextmanager
+    def watching(self, models: Mapping[str, nn.Module]) -> Iterator[None]:
+        """Around the step; calls of the models are left out, and give tensors to be followed."""
+        with ExitStack() as during:
+            for model in models.values():
+                pre = model.register_forward_pre_hook(self._enter, prepend=True)
+                post = model.register_forward_hook(self._leave, always_call=True)
+                during.callback(pre.remove)
+                during.callback(post.remove)
+            during.enter_context(self)
+            yield
+
+    def _enter(self, *_: Any) -> None:
+        pop_function_mode()
+
+    def _leave(self, model: nn.Module, args: Any, output: Any) -> None:
+        push_function_mode(self)
+        values = list(output.values()) if isinstance(output, Mapping) else output
+        for leaf in tree_leaves(values):
+            if isinstance(leaf, Tensor):
+                self._follow(leaf, self._dims)
+
+    def _follow(self, tensor: Tensor, dims: set[int]) -> None:
+        for dim in dims:
+            if tensor.dim() > dim and tensor.shape[dim] == self._length:
+                self._parts[id(tensor)] = (tensor, dim)
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:  # called by torch
+        """Call a function of the step.
+
+        Raises:
+            ConfigError: If it selects positions.
+        """
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        if not args or id(args[0]) not in self._parts:
+            return result
+        tensor, dim = self._parts[id(args[0])]
+        name = str(getattr(func, "__name__", ""))
+        by_index = name == "__getitem__" and _selects(tensor, dim, args[1])
+        by_dim = name in _BY_DIM and _dim_of(tensor, name, args, kwargs) == dim
+        keeps_all = name == "narrow" and result.shape == tensor.shape
+        if by_index or (by_dim and not keeps_all):
+            self._refuse(name, dim)
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, Tensor) and leaf.shape[: dim + 1] == tensor.shape[: dim + 1]:
+                self._parts[id(leaf)] = (leaf, dim)
+        return result
+
+    def _refuse(self, name: str, dim: int) -> None:
+        what = "slices or indexes" if name == "__getitem__" else f"calls {name} on"
+        raise ConfigError(
+            f"{self._hook} {what} a sequence along dim {dim}, of which each of {self._num_ranks} "
+            "ranks holds a part (context_parallel_size): a shift such as logits[:, :-1] against "
+            "labels[:, 1:] would lose the tokens at the ends of the parts, and a position such as "
+            "[:, 0] would be one of each part. Shift in the Dataset or collate function, so that "
+            "tokens and labels have equal lengths (tokens = text[:-1], labels = text[1:], with "
+            "-100 where nothing counts), or set context_parallel_size=1."
+        )
+
+
+def _dim_of(tensor: Tensor, name: str, args: Any, kwargs: Any) -> int | None:
+    place, key = _BY_DIM[name], _NAMES.get(name, "dim")
+    found = kwargs.get(key, args[place] if len(args) > place else (-1 if name == "diff" else None))
+    found = found[0] if isinstance(found, list | tuple) and found else found
+    return found % tensor.dim() if isinstance(found, int) else None
+
+
+def _selects(tensor: Tensor, dim: int, index: Any) -> bool:
+    """Whether an index takes some positions of ``dim``. Masks select tokens, and may."""
+    parts = list(index) if isinstance(index, tuple) else [index]
+    if any(isinstance(part, Tensor) and part.dtype == torch.bool for part in parts):
+        return False
+    consumed = [part for part in parts if part is not None and part is not Ellipsis]
+    if any(part is Ellipsis for part in parts):
+        at = next(i for i, part in enumerate(parts) if part is Ellipsis)
+        before = sum(part is not None for part in parts[:at])
+        fill = [slice(None)] * (tensor.dim() - len(consumed))
+        consumed = [*consumed[:before], *fill, *consumed[before:]]
+    if len(consumed) <= dim:
+        return False
+    part = consumed[dim]
+    size = tensor.shape[dim]
+    return not isinstance(part, slice) or part.indices(size) != (0, size, 1)
