@@ -21,20 +21,27 @@ from tests.helpers.ranks import run_ranks
 pytest.importorskip("transformers")
 import transformers
 
-from tests.helpers.gpt_folders import FOLDERS, make_folder
+from tests.helpers.gpt_folders import FOLDERS, make_folder, make_model
 
 TP, PP = "tensor_model_parallel_size", "pipeline_model_parallel_size"
 PROMPTS = [[1, 2, 3], [7], list(range(1, 22)), [5, 4, 3, 2, 1, 0, 9]]
 GREEDY = Sampling(max_new_tokens=20, temperature=0.0)
 
 
+# Wide: a tiny model of two layers repeats one token otherwise.
+WIDE = {"initializer_range": 0.4}
+
+
 def folder_of(name: str, parent: Path) -> Path:
-    # Wide: a tiny model of two layers repeats one token otherwise.
-    return make_folder(name, parent, initializer_range=0.4)
+    return make_folder(name, parent, **WIDE)
 
 
-def theirs(folder: Path, prompts: Any = PROMPTS) -> list[list[int]]:
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+def theirs_in(folder: Path, prompts: Any = PROMPTS) -> list[list[int]]:
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    return theirs(model.eval(), prompts)
+
+
+def theirs(model: Any, prompts: Any = PROMPTS) -> list[list[int]]:
     return [
         model.generate(
             torch.tensor([prompt]),
@@ -60,16 +67,17 @@ def texts_of(folders: list[Path], layout: dict[str, Any], kind: str = "Engine") 
 
 
 def test_every_family(tmp_path: Path) -> None:
-    folders = [folder_of(name, tmp_path) for name in FOLDERS]
-    expected = [theirs(folder) for folder in folders]
-    assert all(len({t for text in texts for t in text}) > 15 for texts in expected)
-    assert texts_of(folders, {}) == expected
+    folders = {name: folder_of(name, tmp_path) for name in FOLDERS}
+    expected = {name: theirs(make_model(name, **WIDE)) for name in folders}
+    assert min(len({t for text in texts for t in text}) for texts in expected.values()) > 12
+    found = dict(zip(folders, texts_of(list(folders.values()), {}), strict=True))
+    assert {name for name in folders if found[name] != expected[name]} == set()
 
 
 @pytest.mark.parametrize("layout", [{TP: 2}, pytest.param({PP: 2}, marks=pytest.mark.slow)])
 def test_families_on_two_ranks(layout: dict[str, Any], tmp_path: Path) -> None:
     folders = [folder_of(name, tmp_path) for name in ("llama", "mistral", "qwen3")]
-    expected = [theirs(folder) for folder in folders]
+    expected = [theirs(make_model(name, **WIDE)) for name in ("llama", "mistral", "qwen3")]
     for found in run_ranks(2, texts_of, folders, layout):
         assert found == expected
 
@@ -90,7 +98,7 @@ def test_other_models_write_by_their_own_generate(size: int, tmp_path: Path) -> 
         )
     )
     model.save_pretrained(tmp_path / "neox")
-    expected = theirs(tmp_path / "neox")
+    expected = theirs_in(tmp_path / "neox")
     for found in run_ranks(size, texts_of, [tmp_path / "neox"], {TP: size}, "OwnGenerate"):
         assert found == [expected]
     engine: Any = load_engine(tmp_path / "neox")
@@ -126,7 +134,7 @@ def test_text_to_text_by_the_folder_alone(spoken: Path) -> None:
     """BOS as the tokenizer adds it, once; all end tokens of the generation configuration."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(spoken)
     ids = [0, 6, 7]
-    [[*new]] = theirs(spoken, [ids])
+    [[*new]] = theirs_in(spoken, [ids])
     options: dict[str, Any] = {"temperature": 0.0, "max_new_tokens": 20, "device": "cpu"}
     [text] = generate(str(spoken), "a b", **options)
     stops = [index for index, token in enumerate(new) if token == 1]
@@ -134,7 +142,7 @@ def test_text_to_text_by_the_folder_alone(spoken: Path) -> None:
     assert text == tokenizer.decode([*ids, *new], skip_special_tokens=True)
 
     chat = [0, 3, 5, 6, 4, 5]
-    [answer] = theirs(spoken, [chat])
+    [answer] = theirs_in(spoken, [chat])
     end = next(token for token in answer[2:] if answer.count(token) == 1)
     settings = json.loads((spoken / "generation_config.json").read_text())
     settings["eos_token_id"] = [1, end]
