@@ -50,6 +50,7 @@ def write_folder(
     tensors: Mapping[str, Lazy],
     *,
     overwrite: bool = False,
+    files: Mapping[str, bytes] | None = None,
     group: AxisGroup = ALONE,
     reads_together: torch.device | None = None,
     advance: Advance = silent,
@@ -64,6 +65,7 @@ def write_folder(
             licences) the target gets.
         tensors: Name -> tensor; as many as ``like`` has, of the same shapes.
         overwrite: Whether an existing target is replaced; refused otherwise.
+        files: Further files by name, in the place of the folder's; None: none.
         group: Ranks that write together.
         reads_together: Device where boxes are read if reading one is a collective: all ranks then
             read all tensors in one order. None: a rank reads what it writes.
@@ -76,12 +78,14 @@ def write_folder(
     pending = beside(target, f".tmp-{on_first_rank(group, new_identifier)}")
     try:
         on_first_rank(group, lambda: _begin(target, pending, overwrite, locks))
-        on_first_rank(group, lambda: _write_others(pending, like, tensors))
-        files = {
+        on_first_rank(group, lambda: _write_others(pending, like, tensors, files or {}))
+        weights = {
             file: _content(header, tensors, advance, reads_together)
             for file, header in _headers(like, tensors).items()
         }
-        together(group, f"writing {target}", lambda: _write(pending, files, group, reads_together))
+        together(
+            group, f"writing {target}", lambda: _write(pending, weights, group, reads_together)
+        )
         on_first_rank(group, lambda: _finish(pending, target))
     finally:
         for descriptor in locks:
@@ -100,9 +104,14 @@ def _begin(target: Path, pending: Path, overwrite: bool, locks: list[int]) -> No
     locks.append(make_locked(pending))
 
 
-def _write_others(pending: Path, like: FolderTensors, tensors: Mapping[str, Lazy]) -> None:
+def _write_others(
+    pending: Path,
+    like: FolderTensors,
+    tensors: Mapping[str, Lazy],
+    files: Mapping[str, bytes],
+) -> None:
     """Write all files but those of the tensors."""
-    for name, content in like.files.contents.items():
+    for name, content in {**like.files.contents, **files}.items():
         (pending / name).parent.mkdir(exist_ok=True)
         write_file(pending / name, [content])
     _follow_dtype(pending / CONFIG, like, tensors)

@@ -103,7 +103,7 @@ class NewFolder(FolderTensors):
         ids = {name: getattr(tokenizer, name) for name in names}
         for key, value in ids.items():
             setattr(self.config, key, value)
-        ends = dict.fromkeys((ids["eos_token_id"], _end_of_turn(tokenizer)))
+        ends = dict.fromkeys((ids["eos_token_id"], end_of_turn(tokenizer)))
         ends.pop(None, None)
         generation = {key: value for key, value in ids.items() if value is not None}
         if len(ends) > 1:
@@ -131,7 +131,7 @@ def _load_tokenizer(path: str) -> tuple[Any, Path]:
         ) from error
 
 
-def _end_of_turn(tokenizer: Any) -> int | None:
+def end_of_turn(tokenizer: Any) -> int | None:
     """Return the special token behind an answer in the chat template; None: there is none."""
     if not getattr(tokenizer, "chat_template", None):
         return None

@@ -38,15 +38,21 @@ from megatron_lightning.peft.merge import deltas_of, merged_fills
 from megatron_lightning.peft.record import PEFT
 from megatron_lightning.peft.saved import SavedAdapters, to_gpt
 from megatron_lightning.peft.sources import read_saved, record_of
+from megatron_lightning.peft.texts import card, stops
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 _PART_BYTES = 64 << 20
+_OF_TOKENIZER = (
+    "token", "vocab", "merges", "special", "added", "chat_template", "additional_chat",
+    "generation_config",
+)  # fmt: skip
 
 
 def export(
     source: str,
     target: str,
     dtype: Dtype | None = None,
+    chat_template: str | None = None,
     overwrite: bool = False,
 ) -> None:
     """Write the adapters of a checkpoint as a folder of Hugging Face peft.
@@ -55,6 +61,8 @@ def export(
         source: A checkpoint of any layout, or a folder of peft.
         target: The folder to write.
         dtype: Dtype of the adapters; leave it out for their own.
+        chat_template: Template that the adapters were trained with, or a file with one; leave it
+            out for the tokenizer's.
         overwrite: Replace an existing target.
 
     Raises:
@@ -62,6 +70,7 @@ def export(
     """
     own = read_saved(source)
     files = _tokenizer_files(source)
+    files |= stops(files, chat_template) | card(own, Path(target).name, merged=False)
     folder.write_folder(target, own, dtype=_dtype(dtype), overwrite=overwrite, files=files)
     print(f"{target} holds the adapters of {len(own.layers)} layers.")
 
@@ -71,6 +80,7 @@ def merge(  # noqa: PLR0917  # every one is an option of the command line
     target: str,
     base: str | None = None,
     dtype: Dtype | None = None,
+    chat_template: str | None = None,
     overwrite: bool = False,
     revision: str | None = None,
     trust_remote_code: bool = False,
@@ -84,6 +94,8 @@ def merge(  # noqa: PLR0917  # every one is an option of the command line
             the source holds the base, or names a folder that is here. Nothing is downloaded unless
             it is named here.
         dtype: Dtype of the weights; leave it out for the base's.
+        chat_template: Template that the adapters were trained with, or a file with one; leave it
+            out for the tokenizer's. Generation stops at the end of a turn.
         overwrite: Replace an existing target.
         revision: Branch, tag or commit of the Hub id.
         trust_remote_code: Whether code in the folder may run.
@@ -98,7 +110,9 @@ def merge(  # noqa: PLR0917  # every one is an option of the command line
     else:
         options: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
         found = _base(own, source, base, **options)
-        _merge_folder(own, found, target, dtype, overwrite=overwrite)
+        texts = stops(found.plan.folder.files.contents, chat_template)
+        texts |= card(own, Path(target).name, merged=True)
+        _merge_folder(own, found, target, dtype, files=texts, overwrite=overwrite)
     print(f"{target} holds the base with the adapters of {len(own.layers)} layers added.")
 
 
@@ -216,7 +230,13 @@ def _on_meta(bridge: AutoBridge, config: TransformerConfig | None) -> nn.Module:
 
 
 def _merge_folder(
-    own: SavedAdapters, base: _Base, target: str, dtype: Dtype | None, *, overwrite: bool
+    own: SavedAdapters,
+    base: _Base,
+    target: str,
+    dtype: Dtype | None,
+    *,
+    files: Mapping[str, bytes],
+    overwrite: bool,
 ) -> None:
     """Write a folder of ``transformers`` with the adapters added."""
     plan, model = base.plan, base.model
@@ -234,7 +254,9 @@ def _merge_folder(
     tensors = plan.tensors(fills, _dtype(dtype))
     size = sum(tensor.numel() * tensor.dtype.itemsize for tensor in tensors.values())
     with progress_bar("merging", size) as advance:
-        write_model(Path(target), plan.folder, tensors, overwrite=overwrite, advance=advance)
+        write_model(
+            Path(target), plan.folder, tensors, overwrite=overwrite, files=files, advance=advance
+        )
 
 
 def _gpt_checkpoint(own: SavedAdapters, source: str, base: str | None) -> str | None:
@@ -350,8 +372,7 @@ def _tokenizer_files(source: str) -> dict[str, bytes]:
 
     found = read_kept(source, record.path)
     contents = {} if found is None else found[2].files.contents
-    wanted = ("token", "vocab", "merges", "special", "added", "chat_template", "additional_chat")
-    return {name: text for name, text in contents.items() if name.startswith(wanted)}
+    return {name: text for name, text in contents.items() if name.startswith(_OF_TOKENIZER)}
 
 
 def _gpt_config(base: str) -> TransformerConfig | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,9 @@ from megatron_lightning.parallel.spec import ShardSpec
 from megatron_lightning.parallel.tensor_shards import TensorShards
 from megatron_lightning.peft import LoRA, load_adapters, save_adapters
 from megatron_lightning.peft.folder import read_folder
+from megatron_lightning.peft.saved import Base, adapters_of_module
+from megatron_lightning.peft.texts import card, stops
+from tests.helpers.chats import CHATML, make_tokenizer
 from tests.unit.test_lora import CONFIG, TOKENS
 
 
@@ -118,3 +122,42 @@ def test_a_digest_depends_on_values_and_places_alone() -> None:
     assert digest_of_tensors([("w", tensor.bfloat16())]) == total  # the precision of a fit
     assert digest_of_tensors([("w", tensor.flip(0))]) != total
     assert digest_of_tensors([("v", tensor)]) != total
+
+
+_OTHER = CHATML.replace("<|im_end|>", "<|stop|>")
+
+
+@pytest.mark.parametrize(
+    ("template", "before", "ends"),
+    [
+        (None, {"eos_token_id": 1}, [1, "<|im_end|>"]),
+        (None, {}, [0, "<|im_end|>"]),
+        (_OTHER, {"eos_token_id": [1, 2]}, [1, 2, "<|stop|>"]),
+    ],
+)
+def test_an_export_stops_at_the_end_of_a_turn(
+    tmp_path: Path, template: str | None, before: dict[str, Any], ends: list[Any]
+) -> None:
+    special = ("<|end|>", "<|im_start|>", "<|im_end|>", "<|stop|>")
+    tokenizer = make_tokenizer(special, eos_token="<|end|>", pad_token="<|end|>")
+    tokenizer.save_pretrained(tmp_path)
+    files = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
+    files["generation_config.json"] = json.dumps(before).encode()
+    added = stops(files, template)
+    found = json.loads(added["generation_config.json"])["eos_token_id"]
+    ids = [e if isinstance(e, int) else tokenizer.convert_tokens_to_ids(e) for e in ends]
+    assert found == ids
+    assert ("chat_template.jinja" in added) == (template is not None)
+    assert stops(files | added, template).get("generation_config.json") is None
+
+
+def test_without_a_tokenizer_nothing_is_said_of_stops() -> None:
+    assert stops({"config.json": b"{}"}) == {}
+
+
+def test_a_model_card_names_base_and_rank(tmp_path: Path) -> None:
+    _, own = adapters_of_module(LoRA(r=4).apply(GPTModel(CONFIG)))
+    own = replace(own, base=Base(origin="org/model"))
+    text = card(own, "mine", merged=False)["README.md"].decode()
+    assert "base_model: org/model" in text and "--max-lora-rank 4" in text
+    assert "library_name: transformers" in card(own, "mine", merged=True)["README.md"].decode()

@@ -1,0 +1,96 @@
+"""Files beside the weights of an export: where generation stops, and a model card.
+
+A base model that was tuned on conversations does not stop by itself: ``generation_config.json``
+of its folder names the end of a document, and not the token that ends a turn in the chat template.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from megatron_lightning.bridge.new_folder import end_of_turn
+from megatron_lightning.checkpoint.kept_files import KeptFiles
+from megatron_lightning.errors import ConfigError, MissingCheckpointError
+from megatron_lightning.peft.saved import SavedAdapters
+
+_GENERATION, _TEMPLATE = "generation_config.json", "chat_template.jinja"
+_TOKENIZER = "tokenizer"
+_CARD = """---
+base_model: {base}
+library_name: {library}
+tags: [lora, megatron_lightning]
+---
+
+# {name}
+
+{what} of rank {rank} for {layers} layers of {base}, trained with megatron_lightning.
+{use}
+"""
+_USE_ADAPTERS = """
+Load them with `peft.PeftModel.from_pretrained(model, folder)`, or serve them with vLLM:
+`--enable-lora --max-lora-rank {rank}`."""
+
+
+def stops(files: Mapping[str, bytes], template: str | None = None) -> dict[str, bytes]:
+    """Return the chat template that was used, and a generation configuration that stops at the end
+    of a turn; nothing where there is no tokenizer or no template.
+
+    Args:
+        files: Files of the base's folder by name.
+        template: Jinja template, or a file with one; None: the tokenizer's.
+
+    Raises:
+        ConfigError: If the template cannot be filled.
+    """
+    added: dict[str, bytes] = {}
+    if template is not None:
+        added[_TEMPLATE] = _text_of(template).encode()
+    if not any(name.startswith(_TOKENIZER) for name in files):
+        return added
+    from transformers import AutoTokenizer
+
+    with KeptFiles({**files, **added}).unpacked() as folder:
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+        except (OSError, ValueError, KeyError, TypeError):
+            return added  # a tokenizer with code of its own
+    end = end_of_turn(tokenizer)
+    plain: dict[str, Any] = json.loads(files.get(_GENERATION, b"{}"))
+    before = plain.get("eos_token_id", tokenizer.eos_token_id)
+    ends = [before] if isinstance(before, int) else list(before or ())
+    if end is None or end in ends:
+        return added
+    plain["eos_token_id"] = [*ends, end] if ends else end
+    return added | {_GENERATION: json.dumps(plain, indent=2).encode() + b"\n"}
+
+
+def card(own: SavedAdapters, name: str, *, merged: bool) -> dict[str, bytes]:
+    """Return a model card."""
+    ranks = {factors.rank for parts in own.layers.values() for factors in parts.values()}
+    rank = max(ranks, default=own.lora.r)
+    text = _CARD.format(
+        base=own.base.origin or "an unnamed base",
+        library="transformers" if merged else "peft",
+        name=name,
+        what="The sum of the weights and of adapters (LoRA)" if merged else "Adapters (LoRA)",
+        rank=rank,
+        layers=len(own.layers),
+        use="" if merged else _USE_ADAPTERS.format(rank=rank),
+    )
+    return {"README.md": text.encode()}
+
+
+def _text_of(template: str) -> str:
+    if "{" in template:
+        return template
+    if not Path(template).is_file():
+        raise MissingCheckpointError(
+            f"chat_template is {template!r}, which is neither a template nor a file with one."
+        )
+    try:
+        return Path(template).read_text()
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{template} is no text ({error}). Name a Jinja template.") from error
