@@ -8,6 +8,7 @@ streams never change.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import islice
 from typing import Literal
 
 import numpy as np
@@ -157,16 +158,26 @@ class RowOrder(Sampler[tuple[int, ...]]):
         packing: None, the same rows in every epoch, or new ones.
         seed: Of the order.
         window: Documents that are packed together, with ``online``.
+        balanced: Rows of a step on all ranks, which are ordered by the cost of their attention, so
+            that ranks, which take every n-th row, have alike costs; 0: rows stay as they come.
     """
 
     def __init__(
-        self, sources: Sources, sequence_length: int, packing: Packing, *, seed: int, window: int
+        self,
+        sources: Sources,
+        sequence_length: int,
+        packing: Packing,
+        *,
+        seed: int,
+        window: int,
+        balanced: int = 0,
     ) -> None:
         self._sources = sources
         self._length = sequence_length
         self._packing = packing
         self._seed = seed
         self._window = window
+        self._balanced = balanced
         self._epoch, self._ahead = 0, 0
         self.generator = torch.Generator().manual_seed(0)
         """Its seed is the epoch that is iterated next; checkpoints keep and restore its state."""
@@ -197,6 +208,14 @@ class RowOrder(Sampler[tuple[int, ...]]):
         return self._num_rows
 
     def __iter__(self) -> Iterator[tuple[int, ...]]:
+        rows = self._epoch_rows()
+        if not self._balanced:
+            return rows
+        squares = self._sources.lengths**2
+        steps = iter(lambda: list(islice(rows, self._balanced)), [])
+        return (row for step in steps for row in _dealt(step, squares))
+
+    def _epoch_rows(self) -> Iterator[tuple[int, ...]]:
         epoch = self.generator.initial_seed()
         self._ahead = epoch - self._epoch
         skipped, wanted, number = epoch * self._num_rows, self._num_rows, 0
@@ -208,6 +227,16 @@ class RowOrder(Sampler[tuple[int, ...]]):
                 yield rows[row]
                 wanted -= 1
             skipped, number = max(0, skipped - len(rows)), number + 1
+
+
+def _dealt(step: list[tuple[int, ...]], squares: Numbers) -> list[tuple[int, ...]]:
+    """Return the rows of a step by falling cost, with the dearer one of every second pair behind,
+    as cards are dealt back and forth.
+    """
+    rows = sorted(step, key=lambda row: -int(squares[list(row)].sum()))
+    for begin in range(2, len(rows) - 1, 4):
+        rows[begin], rows[begin + 1] = rows[begin + 1], rows[begin]
+    return rows
 
 
 def held_out(

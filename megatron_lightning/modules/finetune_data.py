@@ -72,6 +72,9 @@ class FinetuneDataModule(pl.LightningDataModule):
         packing: ``none``: a document is a row; ``offline``: documents are packed into rows once;
             ``online``: in every epoch anew, as the order brings them together.
         packing_window: Documents that are packed together with ``online``.
+        balance_rows: Rows of a global batch. Set, they are ordered by the cost of their attention
+            (the sum of squares of the documents), so that data-parallel ranks wait less for each
+            other; 0: rows stay as they come.
         truncation: What becomes of a document that is too long: it is left out (``drop``), or loses
             the begin (``left``) or the middle (``middle``) of its prompt, or its end (``right``).
         train_on: All answers of a conversation, or the last one.
@@ -113,6 +116,7 @@ class FinetuneDataModule(pl.LightningDataModule):
         template_options: dict[str, Any] | None = None,
         packing: Packing = "none",
         packing_window: int = 10_000,
+        balance_rows: int = 0,
         truncation: Truncation = "drop",
         train_on: TrainOn = "answers",
         split_turns: bool = False,
@@ -135,6 +139,7 @@ class FinetuneDataModule(pl.LightningDataModule):
         self.val_fraction = val_fraction
         self.packing: Packing = packing
         self.packing_window = packing_window
+        self.balance_rows = balance_rows
         self.seed = seed
         self.num_workers = num_workers
         self.on_changed_data: OnChangedData = on_changed_data
@@ -154,6 +159,7 @@ class FinetuneDataModule(pl.LightningDataModule):
         for name, value, least in (
             ("batch_size", self.batch_size, 1),
             ("packing_window", self.packing_window, 1),
+            ("balance_rows", self.balance_rows, 0),
             ("num_workers", self.num_workers, 0),
         ):
             if value < least:
@@ -273,6 +279,7 @@ class FinetuneDataModule(pl.LightningDataModule):
                 self.packing,
                 seed=self.seed,
                 window=self.packing_window,
+                balanced=self.balance_rows,
             )
             rank_zero_info(self.describe())
 
@@ -359,6 +366,7 @@ class FinetuneDataModule(pl.LightningDataModule):
             "seed": self.seed,
             "packing": self.packing,
             "packing_window": self.packing_window if self.packing == "online" else None,
+            "balance_rows": self.balance_rows,
             "val_fraction": self.val_fraction,
             "weights": None if self.weights is None else list(self.weights),
             "documents": [self._documents(path).digest[:16] for path in self.paths],

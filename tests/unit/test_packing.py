@@ -95,6 +95,22 @@ def test_epochs_go_on_where_the_one_before_ended(tmp_path: Path, packing: Any) -
     assert sorted(number for row in order.rows(3) for number in row) == list(range(200))
 
 
+def test_ranks_have_alike_costs(tmp_path: Path) -> None:
+    lengths = np.random.default_rng(4).integers(1, 60, 400)
+    sources = Sources([_documents(tmp_path, lengths.tolist())])
+    apart = list(RowOrder(sources, 64, "online", seed=5, window=100))
+    order = list(RowOrder(sources, 64, "online", seed=5, window=100, balanced=8))
+
+    def spread(rows: list[tuple[int, ...]]) -> float:
+        costs = np.array([int((lengths[list(row)] ** 2).sum()) for row in rows])
+        ranks = costs[: len(costs) // 8 * 8].reshape(-1, 4, 2).sum(1)
+        return float(np.abs(ranks[:, 0] - ranks[:, 1]).mean())
+
+    for begin in range(0, len(order), 8):
+        assert sorted(order[begin : begin + 8]) == sorted(apart[begin : begin + 8])
+    assert spread(order) < 0.6 * spread(apart)
+
+
 def test_weights_are_shares_and_sources_go_on(tmp_path: Path) -> None:
     parts = [_documents(tmp_path / "a", [2] * 30), _documents(tmp_path / "b", [2] * 10)]
     sources = Sources(parts, weights=[1, 3])
@@ -123,6 +139,7 @@ def test_documents_of_a_row_stay_together(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        ({"balance_rows": -1}, "balance_rows=-1: set it to 0 or more"),
         ({"batch_size": 0}, "batch_size=0: set it to 1 or more"),
         ({"val_fraction": 1.0}, "val_fraction=1.0: set it to 0 or more, and below 1"),
         ({"val_fraction": 0.1, "val_path": "b"}, "beside val_path: set one of them"),

@@ -30,7 +30,7 @@ PACKED_FAMILIES = frozenset({
     "stablelm", "starcoder2", "vaultgemma", "youtu",
 })  # fmt: skip
 """``model_type`` of the configurations whose models part the documents of a row: packed rows gave
-the logits and gradients of single documents (docs/hf_coverage.md)."""
+the logits and gradients of single documents (``python -m benchmarks.hf_packed``)."""
 
 _ATTENTION = ("full_attention", "sliding_attention", "chunked_attention")
 
