@@ -250,10 +250,13 @@ class PretrainDataModule(pl.LightningDataModule):
         strategy = None if self.trainer is None else self.trainer.strategy
         consumed = getattr(strategy, "consumed_samples", None)
         order = self._order()
+        data: dict[str, Any] = {}
+        if not self.mock:
+            data = train_state(self._datasets.get("train"), self._contents(), consumed)
         return {
             "order": order,
             "consumed_samples": consumed,
-            **train_state(self._datasets.get("train"), self._contents(), consumed),
+            **data,
             "skip_samples": self.skip_samples,
         }
 
@@ -298,8 +301,6 @@ class PretrainDataModule(pl.LightningDataModule):
 
     def _contents(self) -> list[str]:
         """Return the digest of each training data set."""
-        if self.mock:
-            return ["mock"]
         return [self._digest(prefix) for prefix in self._blends("train")[0].prefixes]
 
     def _order(self) -> dict[str, Any]:

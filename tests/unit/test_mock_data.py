@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_lightning.errors import ConfigError
+from megatron_lightning.errors import CheckpointError, ConfigError
 from megatron_lightning.modules import PretrainDataModule
 
 
@@ -29,6 +29,9 @@ def test_mock_samples_are_those_of_a_file_in_form_and_always_the_same() -> None:
     assert not torch.equal(first["tokens"], other["tokens"]) and first["tokens"].max() < 11
     validation = next(iter(_module().val_dataloader()))
     assert not torch.equal(first["tokens"], validation["tokens"])
+    _module().load_state_dict(_module().state_dict())
+    with pytest.raises(CheckpointError, match="another order"):
+        _module(seed=2).load_state_dict(_module().state_dict())
     assert len(_module(num_train_samples=6).train_dataloader()) == 3
 
 
