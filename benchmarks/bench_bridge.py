@@ -81,21 +81,21 @@ def load_stock(path: Path) -> None:
         parameter.data = parameter.data.clone()
 
 
-def processor_seconds(body: Callable[[Path], None], path: Path) -> float:
-    """Return the processor time of ``body`` in a process of its own."""
+def apart(body: Callable[..., Any], *args: Any) -> Any:
+    """Run ``body`` in a process of its own, since memory that it frees would be used again here."""
     context = multiprocessing.get_context("fork")
     results = context.SimpleQueue()
-
-    def run() -> None:
-        began = time.process_time()
-        body(path)
-        results.put(time.process_time() - began)
-
-    process = context.Process(target=run)
+    process = context.Process(target=lambda: results.put(body(*args)))
     process.start()
     process.join()
-    seconds: float = results.get()
-    return seconds
+    return results.get()
+
+
+def processor_seconds(body: Callable[[Path], None], path: Path) -> float:
+    """Return the processor time of ``body``."""
+    began = time.process_time()
+    body(path)
+    return time.process_time() - began
 
 
 # ------------------------------------------------------------------------------------------ memory
@@ -206,15 +206,15 @@ def main() -> None:
     series: dict[str, list[float]] = {name: [] for name in ("ours", "stock", "export", "dd")}
     with tempfile.TemporaryDirectory() as parent:
         path = Path(parent) / "folder"
-        num_bytes = make_folder(path, 30 * 10**6 if options.quick else 2 * 10**9)
-        load_ours(path)  # warms the cache, and imports
+        num_bytes = apart(make_folder, path, 30 * 10**6 if options.quick else 2 * 10**9)
+        apart(load_ours, path)  # warms the cache
         for index in range(rounds):
             bodies = [("ours", load_ours), ("stock", load_stock)]
             for name, body in bodies if index % 2 else reversed(bodies):
-                series[name].append(processor_seconds(body, path))
+                series[name].append(apart(processor_seconds, body, path))
             writes = [("export", export_seconds), ("dd", dd_seconds)]
             for name, write in writes if index % 2 else reversed(writes):
-                series[name].append(write(path, Path(parent) / "target"))
+                series[name].append(apart(write, path, Path(parent) / "target"))
         memory = max(ranks.run(2, memory_of_a_rank, str(path), limit_s=300.0))
     facts["load_average_at_end"] = machine.describe()["load_average"]
     rows = {
