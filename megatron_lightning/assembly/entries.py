@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from megatron_lightning.assembly.module_shards import ModuleState
+from megatron_lightning.assembly.plain_values import compare_plain_values
 from megatron_lightning.assembly.replicas import diverged, fingerprint
 from megatron_lightning.assembly.tensor_names import Found, TensorNames
 from megatron_lightning.checkpoint import CheckpointSource, TensorShards, load_sharded
@@ -77,7 +78,9 @@ class StateEntries:
         found = self._agreed([*found, *_of_nobody(beside, found)], beside)
         mine = [entry for entry, _ in found]
         if compare:
-            self._compare(without(beside, [entry for entry in mine if entry.name]), names)
+            rest = without(beside, [entry for entry in mine if entry.name])
+            self._compare(rest, names)
+            compare_plain_values(rest, self._context)
         checkpoint.update(without(beside, mine))
         write_table(checkpoint, self._merged(mine))
         shards = [

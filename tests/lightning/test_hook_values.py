@@ -6,6 +6,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
 from torch import Tensor
@@ -106,3 +107,33 @@ def test_an_optimizer_of_hooks_alone_is_refused_where_parameters_are_sharded(
     texts = run(FSDP2, _refused, tmp_path)
     assert any(texts)
     assert all(not text or "configure_optimizers returned None" in text for text in texts)
+
+
+class Lists(pl.Callback):
+    """Saves weights as numbers and as bytes."""
+
+    def state_dict(self) -> dict[str, Any]:
+        weight = max((p.detach() for p in self.module.parameters()), key=Tensor.numel)
+        return {
+            "numbers": {"deep": weight.tolist()},
+            "bytes": weight.numpy().tobytes(),
+            "equal": list(range(100)),
+        }
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        self.module = pl_module
+
+
+def _saved(layout: Layout, folder: str) -> list[str]:
+    trainer = layout.trainer(folder, max_steps=1, callbacks=[Lists()])
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.fit(VectorModule(), loader(layout, vectors(16)))
+        trainer.save_checkpoint(f"{folder}/saved")
+    return [str(w.message) for w in caught if "of the state to be saved differ" in str(w.message)]
+
+
+def test_lists_and_bytes_of_one_rank_are_named_when_saved(tmp_path: Path) -> None:
+    texts, others = run(PP2, _saved, tmp_path)
+    assert others == [] and len(texts) == 1
+    assert "numbers.deep" in texts[0] and ".bytes" in texts[0] and "equal" not in texts[0]
