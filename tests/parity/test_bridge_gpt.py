@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from megatron_lightning.bridge import commands, untouched
+from megatron_lightning.bridge import AutoBridge, commands, untouched
 from megatron_lightning.modules import GPTLightningModule
 from megatron_lightning.strategies import MegatronStrategy
 from tests.helpers.ranks import run_ranks
@@ -131,5 +131,7 @@ def _exported(parent: Path, checkpoint: str) -> dict[str, Tensor]:
 def _weights(path: Path) -> dict[str, Tensor]:
     import transformers
 
-    state: dict[str, Tensor] = transformers.AutoModelForCausalLM.from_pretrained(path).state_dict()
+    config = AutoBridge.from_hf_pretrained(path).config  # transformers does not know Kimi's name
+    model = getattr(transformers, config.architectures[0]).from_pretrained(path, config=config)
+    state: dict[str, Tensor] = model.state_dict()
     return state
