@@ -13,6 +13,7 @@ from megatron_lightning.parallel.grid import RankGrid
 from megatron_lightning.pipeline.schedules import ScheduleChoice, resolve
 from megatron_lightning.pipeline.schedules.actions import Schedule
 from megatron_lightning.pipeline.schedules.simulate import Costs, Simulation, simulate
+from megatron_lightning.planning.devices import GIB, PlannedDevice, advice, planned_device
 from megatron_lightning.planning.flops import (
     OPERATIONS_PER_WEIGHT,
     flops,
@@ -37,6 +38,7 @@ def plan(
     config: str | Sequence[str],
     overrides: Sequence[str] = (),
     world_size: int | None = None,
+    device: str | None = None,
     json: bool = False,
 ) -> tuple[str, bool]:
     """Show what a configuration file would do: rank grid, stages, memory, operations and bubble.
@@ -49,15 +51,25 @@ def plan(
         overrides: Options of `megatron-lightning fit` that win over files, as trainer.devices=8;
             --trainer.devices=8 is the same.
         world_size: Number of ranks; left out: the Trainer's num_nodes x devices.
+        device: Say whether every rank fits into this device, and what to change if not: h100, h200,
+            b200, a100, or cpu:GIB.
         json: Print JSON with the keys grid, stages, bytes, flops, bubble and errors.
 
     Returns:
-        The text, and whether the configuration has no errors.
+        The text, and whether the configuration has no errors and fits into the device.
+
+    Raises:
+        ConfigError: For a device that is not known.
     """
     errors = Errors()
+    target = None if device is None else planned_device(device)
     paths = [config] if isinstance(config, str) else config
     recipe = read_recipe(paths, overrides, world_size, errors)
     found = None if recipe is None else _describe(recipe, errors)
+    fits = True
+    if found is not None and recipe is not None and target is not None:
+        found["device"] = _fit(recipe, target, found["bytes"]["pp_ranks"])
+        fits = found["device"]["fits"]
     sections: dict[str, Any] = dict.fromkeys(_SECTIONS) if found is None else found
     if json:
         text = json_format.dumps({**sections, "errors": errors.found}, indent=2)
@@ -65,7 +77,27 @@ def plan(
         text = "\n".join(f"error: {message}" for message in errors.found)
     else:
         text = "\n".join(_text(found))
-    return text, found is not None
+    return text, found is not None and fits
+
+
+def _fit(
+    recipe: Recipe, device: PlannedDevice, ranks: Sequence[Mapping[str, Any]]
+) -> dict[str, Any]:
+    """Return which ranks fit into a device, and what to change."""
+
+    def needed(changed: Recipe) -> float | None:
+        described = _describe(changed, Errors())
+        return None if described is None else float(described["bytes"]["fullest_rank"]["total"])
+
+    full = [rank["pp_rank"] for rank in ranks if rank["total"] > device.usable_bytes]
+    return {
+        "name": device.name,
+        "memory": device.memory_bytes,
+        "usable": device.usable_bytes,
+        "fits": not full,
+        "pp_ranks_too_full": full,
+        "advice": advice(recipe, device, needed) if full else [],
+    }
 
 
 def _describe(recipe: Recipe, errors: Errors) -> dict[str, Any] | None:
@@ -260,6 +292,22 @@ def _text(found: Mapping[str, Any]) -> Iterator[str]:
         f"schedule {bubble['schedule']} ({bubble['reason']}), {bubble['num_microbatches']} "
         f"micro-batches: bubble {bubble['share']:.1%}"
     )
+    if "device" in found:
+        yield from _fit_text(found["device"], found["bytes"]["fullest_rank"]["total"])
+
+
+def _fit_text(device: Mapping[str, Any], needed: float) -> Iterator[str]:
+    usable = f"{device['usable'] / GIB:.0f} of {device['memory'] / GIB:.0f} GiB are for tensors"
+    if device["fits"]:
+        share = needed / device["usable"]
+        yield f"{device['name']}: fits; the fullest rank takes {share:.0%} ({usable})"
+        return
+    ranks = ", ".join(map(str, device["pp_ranks_too_full"]))
+    yield (
+        f"{device['name']}: does not fit; pp rank {ranks} of up to {needed / GIB:.1f} GiB "
+        f"({usable}). It would fit with"
+    )
+    yield from device["advice"]
 
 
 def _short(unit: str) -> str:

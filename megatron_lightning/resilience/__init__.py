@@ -2,6 +2,15 @@
 watches, worker processes, hangs, and exit codes.
 """
 
-from megatron_lightning.resilience.restart import Restarts
+from typing import TYPE_CHECKING
+
+from megatron_lightning._lazy import lazy_attributes
+
+if TYPE_CHECKING:
+    from megatron_lightning.resilience.restart import Restarts
 
 __all__ = ["Restarts"]
+
+__getattr__, __dir__ = lazy_attributes(
+    __name__, {"Restarts": "megatron_lightning.resilience.restart"}
+)
