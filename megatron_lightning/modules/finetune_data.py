@@ -439,7 +439,8 @@ class FinetuneDataModule(pl.LightningDataModule):
 
 def _sources(path: Any) -> tuple[list[str], list[float] | None]:
     """Return the paths, and their weights if they have some."""
-    entries = [path] if isinstance(path, str) else list(path)
+    given = [path] if isinstance(path, str | os.PathLike) else list(path)
+    entries = [os.fspath(one) if isinstance(one, os.PathLike) else one for one in given]
     pairs = [entry for entry in entries if not isinstance(entry, str)]
     if not entries or (pairs and len(pairs) != len(entries)):
         raise ConfigError(

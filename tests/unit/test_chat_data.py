@@ -443,6 +443,22 @@ def test_the_cache_is_read_again_and_never_for_other_options(tmp_path: Path) -> 
     assert {folder.name for folder in (tmp_path / "cache").iterdir()} > stamps
 
 
+def test_workers_read_the_same_rows(tmp_path: Path) -> None:
+    options: dict[str, Any] = {
+        "sequence_length": 60, "batch_size": 2, "tokenizer": make_tokenizer(),
+        "cache_dir": str(tmp_path / "cache"), "packing": "online", "packing_window": 8,
+    }  # fmt: skip
+    path = tmp_path / "rows.jsonl"
+    write_rows(path, chats(20))
+    found = []
+    for workers in (0, 2):
+        data = FinetuneDataModule(path, num_workers=workers, **options)  # type: ignore[arg-type]
+        data.prepare_data()
+        data.setup("fit")
+        found.append(torch.cat([batch["tokens"] for batch in data.train_dataloader()]))
+    assert torch.equal(*found)
+
+
 def test_new_tokens_are_tokens(tmp_path: Path) -> None:
     rows = [{"messages": [TWO[0], turn("assistant", "the <new> sky")]}]
     data = _module(tmp_path, rows, make_tokenizer(), new_tokens=["<new>"])
