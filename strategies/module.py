@@ -28,6 +28,7 @@ from megatron_lightning.assembly.assemble import (
 from megatron_lightning.assembly.compile import compile_blocks, fills_cache, uncompile_blocks
 from megatron_lightning.assembly.describe import describe_layout, describe_sequence_parallel
 from megatron_lightning.assembly.fsdp import check_unsharded, is_sharded, local_size, shard_units
+from megatron_lightning.assembly.module_shards import ModuleState
 from megatron_lightning.assembly.part import Part
 from megatron_lightning.assembly.replicas import check_replicas
 from megatron_lightning.bridge.untouched import deferred_weights, read_weights
@@ -40,6 +41,7 @@ from megatron_lightning.parallel.context import AxisGroup, ParallelContext
 from megatron_lightning.parallel.parameters import copy_attributes
 from megatron_lightning.pipeline.executor import PipelineExecutor
 from megatron_lightning.pipeline.schedules import ScheduleChoice
+from megatron_lightning.strategies.checkpoint.adapters import check_loaded_base
 from megatron_lightning.strategies.checkpoint.finetuning import announces_unfreezing
 from megatron_lightning.strategies.checks.module import built_module
 from megatron_lightning.strategies.checks.preflight import check_layers
@@ -148,6 +150,7 @@ def place_module(
     # FSDP2, and torch where it moves what FSDP2 has sharded, make new parameters.
     for name, parameter in module.named_parameters():
         copy_attributes(attributes.get(name, {}), parameter)
+    check_loaded_base(ModuleState(module, part, context))
     return part
 
 

@@ -20,9 +20,10 @@ from megatron_lightning.parallel.spec import Shard
 from megatron_lightning.peft import folder
 from megatron_lightning.peft.lora import LoRA, applied_to
 from megatron_lightning.peft.record import Record, base_of, read_records
-from megatron_lightning.peft.saved import Factors, SavedAdapters, adapters_of_module, to_gpt
+from megatron_lightning.peft.saved import Base, Factors, SavedAdapters, adapters_of_module, to_gpt
 
 MODULE = "state_dict."
+_EXPECTED = "_megatron_expected_base"
 
 
 def read_saved(path: str | os.PathLike[str], model: str | None = None) -> SavedAdapters:
@@ -123,8 +124,10 @@ def load_adapters(module: nn.Module, path: str | os.PathLike[str]) -> nn.Module:
     own = read_saved(path)
     if isinstance(model, GPTModel) and not own.is_gpt:
         own = to_gpt(own, model)
-    if any(True for p in model.parameters() if not p.is_meta):
+    if not any(p.is_meta for p in model.parameters()):
         own.base.check(digest_of_base(model, own), type(model).__name__)
+    elif own.base.digest is not None:
+        model.__dict__[_EXPECTED] = own.base  # the strategy compares when the weights are read
     if not adapted_layers(model):
         _exactly(own).apply(model)
     _fill(model, own, str(path))
@@ -147,6 +150,12 @@ def digest_of_base(
     )
     kind = "gpt" if isinstance(model, GPTModel) else "own"
     return as_text(digest_of_tensors(frozen), kind)
+
+
+def take_expected_bases(module: nn.Module) -> dict[str, Base]:
+    """Return path -> base of the models that got adapters before they had weights, once."""
+    found = {path: vars(child).pop(_EXPECTED, None) for path, child in module.named_modules()}
+    return {path: base for path, base in found.items() if base is not None}
 
 
 def _place_of(module: nn.Module) -> str:

@@ -15,6 +15,7 @@ from megatron_lightning.parallel.digest import as_text, digest_of_shards
 from megatron_lightning.parallel.tensor_shards import TensorShards
 from megatron_lightning.peft.lora import applied_to
 from megatron_lightning.peft.record import PEFT, Record, base_of, read_records, write_record
+from megatron_lightning.peft.sources import take_expected_bases
 
 _MODULE = "state_dict."
 
@@ -101,19 +102,37 @@ class AdapterCheckpoints:
         """
         key = f"{path} {hash(frozenset(names))}"  # of one process
         if key not in self._digests:
-            prefix = f"{path}." if path else ""
-            chosen = set(names)
-            shards = (
-                state.shards(name.removeprefix(prefix), name, parameter.detach())
-                for name, parameter in state.module.named_parameters()
-                if name in chosen and name not in state.part.tied
-            )
-            own = digest_of_shards(shards)
-            total = sum(state.context.axis("world").all_gather_object(own))
-            record: dict[str, Any] = {}
-            write_record(state.module, record)
-            self._digests[key] = as_text(total, record[PEFT][path]["names"])
+            self._digests[key] = _digest_of(state, path, names)
         return self._digests[key]
+
+
+def check_loaded_base(state: ModuleState) -> None:
+    """Check that models into which ``load_adapters`` has put adapters before they had weights have
+    those that the adapters belong to; all ranks call this when the weights are read.
+
+    Raises:
+        CheckpointError: On every rank, if a model has others.
+    """
+    for path, base in take_expected_bases(state.module).items():
+        prefix = f"{path}." if path else ""
+        names = [name for name in _frozen(state.module) if name.startswith(prefix)]
+        base.check(_digest_of(state, path, names), path or type(state.module).__name__)
+
+
+def _digest_of(state: ModuleState, path: str, names: Collection[str]) -> str:
+    """Return the digest of parameters of the model at ``path``; a collective."""
+    prefix = f"{path}." if path else ""
+    chosen = set(names)
+    shards = (
+        state.shards(name.removeprefix(prefix), name, parameter.detach())
+        for name, parameter in state.module.named_parameters()
+        if name in chosen and name not in state.part.tied
+    )
+    own = digest_of_shards(shards)
+    total = sum(state.context.axis("world").all_gather_object(own))
+    record: dict[str, Any] = {}
+    write_record(state.module, record)
+    return as_text(total, record[PEFT][path]["names"])
 
 
 def _frozen(module: nn.Module) -> Iterator[str]:

@@ -17,6 +17,7 @@ from transformers import LlamaForCausalLM
 from megatron_lightning.checkpoint import consolidate, open_checkpoint
 from megatron_lightning.cli import main
 from megatron_lightning.config import CheckpointOptions
+from megatron_lightning.errors import CheckpointError
 from megatron_lightning.modules import GPTLightningModule, HuggingFaceModule
 from megatron_lightning.peft import LoRA, load_adapters
 from megatron_lightning.peft.folder import read_folder
@@ -243,3 +244,38 @@ def test_a_gpt_of_a_folder_is_merged_into_a_folder(base: Path, tmp_path: Path, o
     merged = LlamaForCausalLM.from_pretrained(tmp_path / "merged")
     torch.testing.assert_close(_logits(merged), _logits(stock), rtol=0, atol=2e-6)
     assert (_logits(merged) - _logits(llama())).abs().max() > 1e-3
+
+
+class _Continued(HuggingFaceModule):
+    """Loads a folder of adapters in ``configure_model``, where the base has no values yet."""
+
+    adapters = ""
+
+    def configure_model(self) -> None:
+        if self.model is None:
+            super().configure_model()
+            load_adapters(self.model, self.adapters)
+
+
+def _continue(folder: str, adapters: str) -> str | float:
+    module, record = _Continued(f"{folder}/base", learning_rate=1e-2), Losses()
+    module.adapters = adapters
+    fit = trainer(MegatronStrategy(tensor_model_parallel_size=2), max_steps=1, callbacks=[record])
+    try:
+        fit.fit(module, DataLoader(ROWS, batch_size=BATCH))
+    except CheckpointError as error:
+        return str(error)
+    return record.losses[0]
+
+
+def test_adapters_wait_for_their_base(base: Path, trained: Path, tmp_path: Path) -> None:
+    main(["adapters", "export", str(trained), str(tmp_path / "peft")])
+    logits = load_adapters(llama(), tmp_path / "peft")(TEXT[:BATCH, :-1]).logits
+    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), TEXT[:BATCH, 1:].flatten())
+    for found in run_ranks(2, _continue, str(base), str(tmp_path / "peft")):
+        assert found == pytest.approx(float(loss), rel=1e-6)
+    other = llama()
+    torch.nn.init.normal_(other.model.layers[1].mlp.up_proj.weight)
+    other.save_pretrained(tmp_path / "base")
+    for found in run_ranks(2, _continue, str(tmp_path), str(tmp_path / "peft")):
+        assert "trained on other weights" in str(found)
