@@ -20,6 +20,7 @@ from megatron_lightning.errors import ConfigError, PipelineError
 from megatron_lightning.inference import Sampling
 from megatron_lightning.modules import GPTLightningModule
 from megatron_lightning.strategies import MegatronStrategy
+from megatron_lightning.strategies.fp8 import MegatronFP8Precision
 from tests.helpers.ranks import run_ranks
 from tests.helpers.trainers import Losses, trainer
 
@@ -64,7 +65,12 @@ def sampler(tokenizer: str, **options: Any) -> SampleText:
 
 
 def fit(
-    config: TransformerConfig, options: dict[str, Any] | None, tokenizer: str, *, writes: bool
+    config: TransformerConfig,
+    options: dict[str, Any] | None,
+    tokenizer: str,
+    *,
+    writes: bool,
+    **of_trainer: Any,
 ) -> tuple[list[float], Any]:
     generator = torch.Generator().manual_seed(3)
     text = torch.randint(0, VOCABULARY, (32, 25), generator=generator)
@@ -79,6 +85,7 @@ def fit(
         val_check_interval=1,
         gradient_clip_val=1.0,
         num_sanity_val_steps=1,
+        **of_trainer,
     )
     size = 8
     if options is not None:
@@ -117,6 +124,20 @@ def test_text_in_a_fit(name: str, tokenizer: str) -> None:
     for plain, written in run_ranks(size, fits, config, options, tokenizer, timeout_s=110):
         assert written[0] == plain[0]
         assert written[1] == expected
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true", "fp8"])
+def test_losses_stay_equal_in_other_precisions(precision: str, tokenizer: str) -> None:
+    losses = []
+    for writes in (False, True):
+        options: dict[str, Any] = {"precision": precision}
+        if precision == "fp8":
+            options = {"plugins": [MegatronFP8Precision()]}
+        found, texts = fit(DENSE, {}, tokenizer, writes=writes, **options)
+        losses.append(found)
+    assert losses[0] == losses[1]
+    assert len({text for _, rows in texts for row in rows for text in row}) > 12
 
 
 def _write(folder: str, tokenizer: str) -> None:
