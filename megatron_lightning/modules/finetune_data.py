@@ -149,6 +149,7 @@ class FinetuneDataModule(pl.LightningDataModule):
         self._template_options = template_options
         self._split = (split, subset)
         self._cache_dir = cache_dir
+        self._known: dict[str, Documents] = {}
         self._module: pl.LightningModule | None = None
         self._check()
         self._train: Sources | None = None
@@ -251,11 +252,13 @@ class FinetuneDataModule(pl.LightningDataModule):
 
     def prepare_data(self) -> None:
         """Render and tokenize, unless the cache has it; Lightning calls this once on every node."""
+        self._known.clear()
         for path in (*self.paths, *self.val_paths):
-            self._documents(path, build=True)
+            self._documents(path)
 
     def setup(self, stage: str) -> None:
         """Map the documents into memory, and pack them."""
+        self._known.clear()
         parts = [self._documents(path) for path in self.paths]
         chosen = (
             [None, None] if not self.val_fraction else held_out(parts, self.val_fraction, self.seed)
@@ -311,7 +314,13 @@ class FinetuneDataModule(pl.LightningDataModule):
             f"{name}: {count}" for part in parts for name, count in part.report.items()
         )
 
-    def _documents(self, path: str, *, build: bool = False) -> Documents:
+    def _documents(self, path: str) -> Documents:
+        """Return the tokenized documents of a source; files that change in a fit change nothing."""
+        if path not in self._known:
+            self._known[path] = self._tokenized(path)
+        return self._known[path]
+
+    def _tokenized(self, path: str) -> Documents:
         """Return the tokenized documents of a source, made if the cache does not have them."""
         encoder = Encoder(self.tokenizer, self.template, self.options)
         key = {"files": file_stamps([path]), "split": self._split, **encoder.identity}

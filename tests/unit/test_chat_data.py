@@ -459,6 +459,16 @@ def test_workers_read_the_same_rows(tmp_path: Path) -> None:
     assert torch.equal(*found)
 
 
+def test_a_file_that_changes_in_a_fit_changes_nothing(tmp_path: Path) -> None:
+    data = _module(tmp_path, chats(5), make_tokenizer())
+    _rows(data)
+    state = data.state_dict()
+    write_rows(tmp_path / "rows.jsonl", chats(4))
+    assert data.state_dict() == state
+    data.setup("fit")
+    assert data.state_dict() != state
+
+
 def test_new_tokens_are_tokens(tmp_path: Path) -> None:
     rows = [{"messages": [TWO[0], turn("assistant", "the <new> sky")]}]
     data = _module(tmp_path, rows, make_tokenizer(), new_tokens=["<new>"])
