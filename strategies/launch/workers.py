@@ -69,7 +69,7 @@ class WorkerLauncher(MultiProcessingLauncher):
         if restarts_in_process():
             raise ConfigError(
                 "restarts in the processes need processes that run the program, and "
-                f"start_method={self._start_method!r} starts workers, which end with the run. Set "
+                "start_method spawn or fork starts workers, which end with the run. Set "
                 'start_method to "popen", or start with torchrun or Slurm.'
             )
         args, kwargs = checked_arguments(trainer, args, kwargs, self._hooks)
