@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -17,6 +16,7 @@ from torch.utils.data import DataLoader
 pytest.importorskip("transformers", "5")
 
 from megatron_lightning.config import CompileOptions, RecomputeOptions
+from megatron_lightning.layers.dropout import Dropout
 from megatron_lightning.layers.styles import adapters as styles
 from megatron_lightning.modules import GPTLightningModule, HuggingFaceModule
 from megatron_lightning.peft import LoRA
@@ -111,19 +111,25 @@ def test_fully_sharded_frozen_weights_keep_their_dtype() -> None:
 def _masks(layout: dict[str, Any], targets: list[str]) -> dict[str, torch.Tensor]:
     """Return what the dropouts of a layer kept in the first step, by the adapter's path."""
     seen: dict[str, torch.Tensor] = {}
+    paths: dict[int, str] = {}
+    drop = Dropout.forward
 
-    def record(path: str, module: Any, args: Any, out: torch.Tensor) -> None:
-        seen.setdefault(path, (out != 0).cpu())
+    def record(self: Dropout, x: torch.Tensor) -> torch.Tensor:
+        out = drop(self, x)
+        if id(self) in paths:
+            seen.setdefault(paths[id(self)], (out != 0).cpu())
+        return out
 
     def make() -> Tuned:
         module = Tuned("gpt", lora=LoRA(lora_dropout=0.5, target_modules=targets))
         module.configure_model()
         for path, child in module.named_modules():
             if "layers.1." in path and path.endswith(".dropout") and "adapters" in path:
-                child.register_forward_hook(partial(record, path))
+                paths[id(child)] = path
         return module
 
-    _, losses = _fit(make, layout)
+    with patch.object(Dropout, "forward", record):
+        _, losses = _fit(make, layout)
     return {**seen, "losses": torch.tensor(losses)}
 
 
