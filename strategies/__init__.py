@@ -1,4 +1,4 @@
-"""Installed as megatron_lightning.strategies; always import it by that name."""
+"""Installed as megatron_lightning.strategies. Always import it by that name."""
 
 # A second copy of these classes would fail isinstance checks.
 if __name__ != "megatron_lightning.strategies":

@@ -1,4 +1,6 @@
-"""Weights of a run's module as one device has them, and a word where a part is taken for them."""
+"""Full weights of a run's module, and a warning against saving one rank's part as the full
+model.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,7 @@ class PartWarning:
 
 
 def full_state(state: ModuleState, local: Mapping[str, Any], module: nn.Module | None) -> FullState:
-    """Collect the state of the LightningModule, or of a sub-module; all ranks call this.
+    """Collect the state of the LightningModule, or of a sub-module. All ranks call this.
 
     Raises:
         ConfigError: If ``module`` is no part of the LightningModule.
@@ -49,7 +51,7 @@ def path_of(root: nn.Module, module: nn.Module) -> str:
     """Return the path of a sub-module.
 
     Raises:
-        ConfigError: If there is none.
+        ConfigError: If ``module`` is no sub-module of ``root``.
     """
     for path, found in root.named_modules():
         if found is module:

@@ -24,12 +24,12 @@ from megatron_lightning.strategies.weight_stream import WeightStream, check_form
 
 
 class CheckpointHooks(RankHooks):
-    """Save and load by global names; collect the model as one device has it."""
+    """Save and load by global names. Collect the full model as on one device."""
 
     @property
     @override
     def checkpoint_io(self) -> CheckpointIO:
-        """Plugin that reads and writes plain files: the user's own, or ours."""
+        """Plugin for plain checkpoint files: the user's own, or ours."""
         self._checkpoint_io = complete_io(self._checkpoint_io)
         return self._checkpoint_io
 
@@ -39,8 +39,8 @@ class CheckpointHooks(RankHooks):
 
     @property
     def _saves_plain_files(self) -> bool:
-        """Whether checkpoints are Lightning's own: with a plugin of the user's, and in a process
-        that has no ranks (yet).
+        """Whether Lightning writes the checkpoints: with a checkpoint plugin of the user, or in a
+        process without ranks (yet).
         """
         return self.run is None or users_io(self._checkpoint_io) is not None
 
@@ -51,8 +51,8 @@ class CheckpointHooks(RankHooks):
 
     @property
     def last_save(self) -> SaveReport | None:
-        """Cost of the last checkpoint on this rank: seconds that training waited, seconds until it
-        was committed, bytes.
+        """Cost of the last checkpoint on this rank: seconds of waiting in training, seconds until
+        the commit, bytes.
         """
         return None if self.run is None else self.run.checkpoints.saver.last
 
@@ -70,8 +70,8 @@ class CheckpointHooks(RankHooks):
 
     @override
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        """Return a handle of the optimizer's state, which :meth:`save_checkpoint` writes by global
-        name.
+        """Return a handle of the optimizer's state. :meth:`save_checkpoint` writes the state by
+        global name.
         """
         if self._saves_plain_files:
             return super().optimizer_state(optimizer)
@@ -83,7 +83,7 @@ class CheckpointHooks(RankHooks):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
     ) -> None:
-        """Write a sharded checkpoint directory; a checkpoint plugin of the user's own gets
+        """Write a sharded checkpoint directory. A checkpoint plugin of the user's own gets
         Lightning's dict instead.
         """
         if self.run is not None:
@@ -99,17 +99,17 @@ class CheckpointHooks(RankHooks):
         self._running.checkpoints.save(checkpoint, str(filepath), self.part, background=background)
 
     def save_local_copy(self, filepath: str, folder: str) -> None:
-        """Keep every rank's state on its node's own disk and on the next node's, in the background;
-        all ranks call this.
+        """Keep every rank's state on its node's own disk and on the next node's, in the background.
+        All ranks call this.
 
         Args:
-            filepath: The pointer on the shared file system that leads to the copies; ``ckpt_path``
-                for resuming from them.
-            folder: Folder on each node; ``{node_rank}`` in it represents the node's number.
+            filepath: Pointer file to the copies, on the shared file system. ``ckpt_path`` for
+                resuming from them.
+            folder: Folder on each node. ``{node_rank}`` represents the node's number.
 
         Raises:
-            CheckpointError: On every rank, if this save, or the one before, failed on one of them
-                and ``on_save_error`` is "raise"; older copies are intact.
+            CheckpointError: On every rank, if this save, or the one before, failed on any rank and
+                ``on_save_error`` is "raise". Older copies are intact.
         """
         self._refuse_in_step("a checkpoint")
         self._running.share_written()
@@ -141,7 +141,7 @@ class CheckpointHooks(RankHooks):
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Load this rank's part of the full tensors that ``checkpoint["state_dict"]`` names."""
+        """Load this rank's part of the full tensors in ``checkpoint["state_dict"]``."""
         if self.run is None or self._saves_plain_files:
             super().load_model_state_dict(checkpoint, strict)
             return
@@ -166,17 +166,17 @@ class CheckpointHooks(RankHooks):
 
     @override
     def remove_checkpoint(self, filepath: Any) -> None:
-        """Delete a checkpoint, as soon as a newer one is committed."""
+        """Delete a checkpoint as soon as a newer checkpoint is committed."""
         if self._saves_plain_files:
             super().remove_checkpoint(filepath)
         elif self.is_global_zero:
             self._running.checkpoints.saver.remove(str(filepath))
 
     def finish_saving(self) -> None:
-        """Wait until the save in the background, if there is one, is committed.
+        """Wait until the save in the background, if any, is committed.
 
         Raises:
-            CheckpointError: If it failed and ``on_save_error`` is "raise".
+            CheckpointError: If the save failed and ``on_save_error`` is "raise".
         """
         if self.run is not None:
             self.run.checkpoints.saver.finish()
@@ -185,13 +185,14 @@ class CheckpointHooks(RankHooks):
 
     def full_tensors(self, module: nn.Module | None = None) -> Iterator[tuple[str, Tensor]]:
         """Yield name and full tensor of every parameter and saved buffer, one at a time, on every
-        rank; during a run and after it.
+        rank. Works during a run and afterwards.
 
-        A collective: all ranks call it, and take all tensors. No rank has more than its part and
-        one full tensor. Tied copies come under each of their names.
+        A collective: all ranks call this, and take all tensors. No rank has more than its part and
+        one full tensor. A tied parameter appears once under every name.
 
         Args:
-            module: A sub-module of the LightningModule, whose own names are given then; None: all.
+            module: A sub-module of the LightningModule. Yielded names are then relative to the
+                sub-module. None: the LightningModule.
 
         Raises:
             ConfigError: If ``module`` is no part of the LightningModule.
@@ -205,10 +206,10 @@ class CheckpointHooks(RankHooks):
         return self.run.full_state(module).tensors()
 
     def full_state_dict(self, module: nn.Module | None = None) -> dict[str, Any]:
-        """Return the module's state as one device has it, on the CPU, on rank 0, and an empty dict
-        on the others; during a run and after it.
+        """Return the module's full state, as on one device, on the CPU of rank 0, and an empty dict
+        on all other ranks. Works during a run and afterwards.
 
-        A collective: all ranks call it. For arguments and errors see :meth:`full_tensors`.
+        A collective: all ranks call this. For arguments and errors see :meth:`full_tensors`.
         """
         if self.run is None:
             root = self.module if module is None else module
@@ -219,17 +220,17 @@ class CheckpointHooks(RankHooks):
     def export_hf_weights(
         self, module: nn.Module | None = None, *, dtype: torch.dtype | None = None
     ) -> Iterator[tuple[str, Tensor]]:
-        """Yield name and values of the tensors of the Hugging Face folder that a model came from,
-        one at a time, on every rank's device; during a run and after it.
+        """Yield name and values of all tensors in a model's Hugging Face folder, one at a time, on
+        every rank's device. Works during a run and afterwards.
 
-        A collective: all ranks call it, and take all tensors.
+        A collective: all ranks call this, and take all tensors.
 
         Args:
-            module: A model in the LightningModule; None: the first that came from a folder.
-            dtype: Dtype of floating tensors; None: the folder's.
+            module: A model in the LightningModule. None: the first model loaded from a folder.
+            dtype: Dtype of floating tensors. None: the folder's.
 
         Raises:
-            ConfigError: If the model did not come from a folder.
+            ConfigError: If the model was not loaded from a folder.
             PipelineError: In a step, over several pipeline ranks.
         """
         return self._running.live_folder(module, dtype).weights()
@@ -242,17 +243,17 @@ class CheckpointHooks(RankHooks):
         dtype: torch.dtype | None = None,
     ) -> WeightStream:
         """Return the weights of a model as a stream for another engine, such as vLLM or SGLang:
-        ``metadata()``, and on iteration name and full tensor, one at a time, as they are then.
+        ``metadata()``, and on iteration name and full tensor, one at a time, with the current
+        values.
 
         A collective, like each iteration: all ranks iterate, and take all tensors. A
-        :class:`GPTModel` that did not come from a folder has the names of the first family that
-        describes it.
+        :class:`GPTModel` built without a folder takes the names of the first matching family.
 
         Args:
             weight_format: "transformers".
-            module: A model in the LightningModule; None: the one that came from a folder, or the
+            module: A model in the LightningModule. None: the model loaded from a folder, or the
                 only :class:`GPTModel`.
-            dtype: Dtype of floating tensors; None: the folder's, or the model's.
+            dtype: Dtype of floating tensors. None: the folder's, or the model's.
 
         Raises:
             ConfigError: If no family of ``transformers`` describes the model.
@@ -269,14 +270,14 @@ class CheckpointHooks(RankHooks):
         dtype: torch.dtype | None = None,
         overwrite: bool = False,
     ) -> None:
-        """Write a model as a Hugging Face folder, with files, names, dtypes, configuration and
-        tokenizer of the folder that the model came from. It appears in one rename.
+        """Write a model as a Hugging Face folder, with the files, names, dtypes, configuration and
+        tokenizer of the model's source folder. The new folder appears in one rename.
 
-        A collective: all ranks call it, and each writes some of the files. For ``module``,
-        ``dtype`` and errors see :meth:`export_hf_weights`.
+        A collective: all ranks call this, and each rank writes a share of the files. For
+        ``module``, ``dtype`` and errors see :meth:`export_hf_weights`.
 
         Args:
-            path: The folder, on a file system that all ranks share.
+            path: The folder, on a file system shared by all ranks.
             module: See above.
             dtype: See above.
             overwrite: Replace an existing target.
@@ -287,7 +288,7 @@ class CheckpointHooks(RankHooks):
         self._running.live_folder(module, dtype).write(Path(path), overwrite=overwrite)
 
     def full_module_state(self) -> dict[str, Any] | None:
-        """Return :meth:`full_state_dict` on the first rank of every node; all ranks call this.
+        """Return :meth:`full_state_dict` on the first rank of every node. All ranks call this.
 
         Returns:
             None if this rank's own module is full.

@@ -27,7 +27,7 @@ class DividedModule:
         module: The LightningModule.
         context: Groups of this rank.
         options: The strategy's.
-        undo: Restores what is replaced on the module.
+        undo: Restores replaced attributes of the module.
         layer_sync: Lightning's plugin for BatchNorm over the replicas.
         earlier: The same module in the run before: FSDP2's units stay sharded.
     """
@@ -64,15 +64,15 @@ class DividedModule:
         return self._part
 
     def assemble(self) -> None:
-        """Reduce the module to this rank's part, unless it is, and hooks have not built layers
-        since.
+        """Reduce the module to this rank's part, unless the module already is this part and no hook
+        has built layers since.
         """
         if self._part is None or not self._part.describes(self._module):
             self.assemble_built()
 
     def assemble_built(self) -> None:
-        """Reduce a module that has its layers to this rank's part. It takes the state dicts of one
-        device from then on, and says what it is a part of.
+        """Reduce a complete module to this rank's part. From then on the module loads full state
+        dicts.
         """
         before = self._part or self._earlier_part
         if not is_assembled(self._module):
@@ -89,12 +89,12 @@ class DividedModule:
         return ModuleState(self._module, self.part, self._context)
 
     def forget(self) -> None:
-        """Describe the module again when it is assembled next."""
+        """Describe the module again at the next assembly."""
         self._part = None
 
     def place(self, precision: Precision) -> None:
         """Bring the module into its dtype, onto this rank's device and, with ``fsdp``, into this
-        rank's shards; quantize its layers.
+        rank's shards. Quantize the layers of the module.
         """
         self._part = part = place_module(
             self._module, self.part, self._context, self._options, precision

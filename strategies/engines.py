@@ -36,23 +36,24 @@ def live_engine(
     decode: Decode | None,
     prepare: Callable[[], object],
 ) -> Engine | OwnGenerate:
-    """Return an engine for a model in the LightningModule; memory for keys is given back after each
+    """Return an engine for a model in the LightningModule. The engine frees its KV cache after each
     call.
 
     Args:
         module: The LightningModule.
-        part: Description of this rank's part of it.
+        part: Description of this rank's part of the module.
         context: Groups of this rank.
         executor: Runs the stages.
         precision: The Trainer's precision.
-        model: The model in the module; None: the only one.
+        model: The model in the module. None: the only one.
         options: Sizes.
         stops: Token ids that end a text.
         decode: Returns the text of token ids.
         prepare: Called before the first forward of a call.
 
     Raises:
-        ConfigError: If there is no such model, or several, or it cannot write text on this layout.
+        ConfigError: If the module holds no such model or several, or the model cannot write text on
+            this layout.
     """
     model = find_text_model(module) if model is None else model
     forward_context = partial(_forward_context, precision)
@@ -89,10 +90,10 @@ def live_engine(
 
 
 def find_text_model(module: nn.Module) -> nn.Module:
-    """Return the model in ``module`` that writes text.
+    """Return the model in ``module`` for writing text.
 
     Raises:
-        ConfigError: If there is none, or there are several.
+        ConfigError: If the module holds no such model, or several.
     """
     found: list[nn.Module] = [child for child in module.modules() if isinstance(child, GPTModel)]
     found = found or _transformers_models(module)
@@ -123,8 +124,8 @@ def _transformers_models(module: nn.Module) -> list[nn.Module]:
 
 @contextmanager
 def _forward_context(precision: Precision) -> Iterator[None]:
-    """Around forwards: autocast as in validation. Histories of FP8 stay as they are, and codes of
-    weights are not kept, since hooks may write weights before the next step.
+    """Run forwards under autocast as in validation. FP8 histories stay unchanged. Quantized weights
+    are dropped afterwards, since hooks may write weights before the next step.
     """
     with precision.val_step_context():
         try:

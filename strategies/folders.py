@@ -28,18 +28,18 @@ from megatron_lightning.peft.sources import read_tensors, record_of
 
 
 class LiveFolder:
-    """The folder of a model whose parts the ranks hold; all ranks make one together.
+    """The Hugging Face folder of a model spread over the ranks. All ranks construct this together.
 
     Args:
         root: The LightningModule.
-        model: The model in it; None: the first that came from a folder.
+        model: The model in ``root``. None: the first model loaded from a folder.
         full_state: Collects the state of a sub-module.
         context: Groups of this rank.
-        dtype: Dtype of floating tensors; None: the folder's.
-        plan: How the folder is made of the model; None: as the folder that it came from.
+        dtype: Dtype of floating tensors. None: the folder's.
+        plan: Recipe from model to folder. None: the recipe of the model's source folder.
 
     Raises:
-        ConfigError: If no model came from a folder.
+        ConfigError: If no model was loaded from a folder.
     """
 
     def __init__(
@@ -59,14 +59,14 @@ class LiveFolder:
         full = full_state(chosen)
         fills = merged_fills(fills_of_ranks(full, plan.parameters), _deltas(chosen, full))
         self.tensors: dict[str, Lazy] = plan.tensors(fills, dtype)
-        """Name in the folder -> tensor, whose values ranks read together."""
+        """Name in the folder -> tensor. All ranks read the values together."""
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield name and values of the folder's tensors on every rank; all ranks take all."""
+        """Yield name and values of the folder's tensors on every rank. All ranks take all."""
         return values_of(self.tensors, self._context.device)
 
     def write(self, path: Path, *, overwrite: bool) -> None:
-        """Write the folder; all ranks call this."""
+        """Write the folder. All ranks call this."""
         write_folder(
             path,
             self._like,
@@ -78,7 +78,7 @@ class LiveFolder:
 
 
 def _deltas(model: nn.Module, full: FullState) -> dict[str, LayerDelta]:
-    """Return what adapters add to weights, read from all ranks together."""
+    """Return the weight changes by adapters, read from all ranks together."""
 
     def read(name: str) -> Tensor:
         shape = full.shape(name) or ()
@@ -106,11 +106,11 @@ class FoldersOfCheckpoints:
         self._saved: list[str] = []
 
     def prepare(self) -> None:
-        """Find out how parameters become a folder, before a thread needs it: loading code of
+        """Find out how parameters become a folder before a thread has to. Loading code of
         ``transformers`` changes settings of the process.
 
         Raises:
-            ConfigError: If no model came from a folder.
+            ConfigError: If no model was loaded from a folder.
         """
         if self._plan is None:
             path, model = model_with_folder(self._module)
@@ -121,10 +121,10 @@ class FoldersOfCheckpoints:
         self._saved = [*(other for other in self._saved if other != path), path]
 
     def write(self, path: str, group: AxisGroup) -> None:
-        """Write the folder into a committed checkpoint; all ranks call this.
+        """Write the folder into a committed checkpoint. All ranks call this.
 
         Raises:
-            CheckpointError: On every rank, if one of them failed; the checkpoint is intact.
+            CheckpointError: On every rank, if any rank failed. The checkpoint is intact.
         """
         self.prepare()
         if is_remote(path):
@@ -146,7 +146,7 @@ class FoldersOfCheckpoints:
         write_folder(target, plan.folder, tensors, overwrite=True, group=group)
 
     def write_last(self, group: AxisGroup) -> None:
-        """Write the folder into the last checkpoint of the fit that still exists."""
+        """Write the folder into the last existing checkpoint of the fit."""
         found = on_first_rank(group, lambda: [p for p in self._saved if is_committed(p)])
         self._saved = []
         if found:

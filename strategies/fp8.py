@@ -29,20 +29,20 @@ from megatron_lightning.strategies.precision import MegatronMixedPrecision
 
 
 class MegatronFP8Precision(MegatronMixedPrecision):
-    """bf16-mixed, with the products of linear layers and experts quantized by a recipe.
+    """bf16-mixed, with the GEMMs of linear layers and experts quantized by a recipe.
 
-    Weights and optimizer are those of ``bf16-mixed``, so that checkpoints of one resume in the
+    Weights and optimizer match ``bf16-mixed``, so checkpoints of either precision resume in the
     other.
 
     Args:
         recipe: Which layers are quantized, and how.
-        backend: Who multiplies: ``native`` runs on the FP8 units of a GPU; ``emulation`` on any
-            device, with the same scales and rounding, slower than bf16. ``auto`` is ``native``
-            where it can run. ``transformer_engine``, by name only, computes whole layers by
-            NVIDIA's library.
+        backend: Implementation of the GEMMs. ``native`` runs on the FP8 units of a GPU.
+            ``emulation`` runs on any device, with the same scales and rounding, slower than bf16.
+            ``auto`` is ``native`` on a capable GPU. ``transformer_engine``, by name only, computes
+            full layers by NVIDIA's library.
 
     Raises:
-        ConfigError: If ``recipe`` is none, or the backend cannot run here.
+        ConfigError: If ``recipe`` is no recipe, or the backend cannot run here.
     """
 
     def __init__(self, recipe: FP8Recipe | None = None, backend: Backend = "auto") -> None:
@@ -52,8 +52,8 @@ class MegatronFP8Precision(MegatronMixedPrecision):
         self._asked = backend
         super().__init__("bf16-mixed", "cuda" if torch.cuda.is_available() else "cpu")
         self.layers: QuantizedLayers | None = None
-        """The quantized layers of a run; None between runs."""
-        self._state: dict[str, Any] = {}  # of the layers, until there are some
+        """The quantized layers of a run. None between runs."""
+        self._state: dict[str, Any] = {}  # of the layers, until layers exist
 
     # --------------------------------------------------------------------------------------- layers
 
@@ -67,8 +67,8 @@ class MegatronFP8Precision(MegatronMixedPrecision):
     ) -> None:
         """Quantize this rank's layers until ``undo`` is closed.
 
-        ``caches_weights``: whether full weights exist between micro-batches, so that their
-        quantized data may be kept.
+        ``caches_weights``: Whether full weights exist between micro-batches, so quantized data of
+        the weights may be kept.
         """
         self.device = context.device.type
         layers = self._make_layers(context)
@@ -103,7 +103,7 @@ class MegatronFP8Precision(MegatronMixedPrecision):
     @override
     @contextmanager
     def forward_context(self) -> Generator[None, None, None]:
-        """Around the forward of one micro-batch.
+        """Enter around the forward of a micro-batch.
 
         Raises:
             ConfigError: If no strategy has quantized the layers.
@@ -120,7 +120,7 @@ class MegatronFP8Precision(MegatronMixedPrecision):
     @override
     @contextmanager
     def val_step_context(self) -> Generator[None, None, None]:
-        """Around an evaluation, which leaves the amax histories as they are."""
+        """Enter around an evaluation. Amax histories stay unchanged."""
         with self.without_notes(), super().val_step_context():
             yield
 
@@ -139,11 +139,11 @@ class MegatronFP8Precision(MegatronMixedPrecision):
             yield
 
     def without_notes(self) -> AbstractContextManager[None]:
-        """Return the context of forwards whose amax values enter no history."""
+        """Return the context of forwards without amax recording."""
         return nullcontext() if self.layers is None else self.layers.without_notes()
 
     def backward_context(self) -> AbstractContextManager[Any]:
-        """Return the context of the backward of one micro-batch."""
+        """Return the context of the backward of a micro-batch."""
         return nullcontext() if self.layers is None else self.layers.backward()
 
     @override
@@ -164,14 +164,14 @@ class MegatronFP8Precision(MegatronMixedPrecision):
 
     @override
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Step; quantized data of weights are those of the step before."""
+        """Step the optimizer, and mark quantized data of the weights as outdated."""
         result = super().optimizer_step(*args, **kwargs)
         if self.layers is not None:
             self.layers.weights_changed()
         return result
 
     def forget_weights(self) -> None:
-        """Drop what a pipeline run keeps of weights."""
+        """Drop the quantized weights of a pipeline run."""
         if self.layers is not None:
             self.layers.forget_weights()
 
@@ -185,7 +185,7 @@ class MegatronFP8Precision(MegatronMixedPrecision):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of the layers of all pipeline ranks; all ranks call this."""
+        """Return the state of the layers of all pipeline ranks. All ranks call this."""
         state = {} if self.layers is None else self.layers.state_dict()
         return {self._key: state} if state else {}
 
@@ -198,7 +198,7 @@ class MegatronFP8Precision(MegatronMixedPrecision):
 
 
 def _check_backend(backend: str, recipe: FP8Recipe) -> Chosen | Literal["transformer_engine"]:
-    """Return the backend that computes, as far as this process can tell."""
+    """Return the backend in use, as far as this process can tell."""
     if backend == "transformer_engine":
         check_recipe(recipe)
         load_library(has_gpu=find_gpu() is not None)
@@ -207,15 +207,15 @@ def _check_backend(backend: str, recipe: FP8Recipe) -> Chosen | Literal["transfo
 
 
 def quantizing(precision: Precision | None) -> MegatronFP8Precision | None:
-    """Return the plugin if it quantizes layers."""
+    """Return the plugin if ``precision`` quantizes layers."""
     return precision if isinstance(precision, MegatronFP8Precision) else None
 
 
 def kept_quantized(
     module: pl.LightningModule, part: Part, precision: Precision
 ) -> dict[str, Quantizer]:
-    """Return quantizers of the parameters that are kept as quantized data, by name. Tied parameters
-    have copies that are not.
+    """Return quantizers, by name, of the parameters kept as quantized data. Tied parameters are
+    excluded: their copies stay plain.
     """
     plugin = quantizing(precision)
     if plugin is None or plugin.layers is None:

@@ -1,9 +1,9 @@
-"""The only file that knows Lightning's private API: one public name here for each private one
+"""The only file with access to Lightning's private API: a public name here for each private name
 there.
 
-Checked with Lightning 2.6.0 to 2.6.6. What our subclasses of its classes call or override on
-themselves keeps its name; ``tests/project/test_house.py`` lists it, and finds private names of
-Lightning's in other files.
+Checked with Lightning 2.6.0 to 2.6.6. Subclasses of Lightning's classes keep the private names of
+methods called or overridden on themselves. ``tests/project/test_house.py`` lists these names, and
+finds private names of Lightning in other files.
 """
 
 from __future__ import annotations
@@ -24,18 +24,19 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.fabric.utilities.data import _reinstantiate_wrapped_cls, sized_len
 
-# Creates the default process group and has it destroyed at exit, as Lightning's own strategies do.
+# Creates the default process group and has the group destroyed at exit, as Lightning's own
+# strategies do.
 from lightning.fabric.utilities.distributed import _init_dist_connection as init_process_group
 
-# Threads for each process, unless the user has set OMP_NUM_THREADS; Lightning's own launchers call
-# it.
+# Threads for each process, unless the user has set OMP_NUM_THREADS. Lightning's own launchers call
+# the same function.
 from lightning.fabric.utilities.distributed import _set_num_threads_if_needed as share_threads
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-# Moves the states of optimizers that were made before the module had its device.
+# Moves the states of optimizers made before the module had its device.
 from lightning.fabric.utilities.optimizer import _optimizers_to_device as optimizers_to_device
 
-# All random states that Lightning seeds.
+# All random states seeded by Lightning.
 from lightning.fabric.utilities.seed import _collect_rng_states as random_states
 from lightning.fabric.utilities.seed import _set_rng_states as set_random_states
 from lightning.fabric.utilities.warnings import PossibleUserWarning
@@ -45,7 +46,8 @@ from lightning.pytorch.core.optimizer import _MockOptimizer
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.plugins.precision import Precision
 
-# Lightning has no public launchers; these start the processes, and ours watch them.
+# Lightning has no public launchers. Lightning's launchers start the processes, and ours watch the
+# processes.
 from lightning.pytorch.strategies.launchers.multiprocessing import (
     _MultiProcessingLauncher as MultiProcessingLauncher,
 )
@@ -71,8 +73,8 @@ __all__ = [  # besides the functions below
     "share_threads",
 ]
 
-# Functions of Lightning that raise ValueError and TypeError for settings. Elsewhere they may be
-# bugs, which need a traceback.
+# Functions of Lightning that raise ValueError and TypeError for settings. Elsewhere both may be
+# bugs and need a traceback.
 _READS_SETTINGS = re.compile(
     r"lightning\.pytorch\.(trainer\.trainer|callbacks\..*|loggers\..*)\.__init__"
     r"|lightning\.pytorch\.trainer\.connectors\.(accelerator_connector\..*|checkpoint_connector\._parse_ckpt_path)"
@@ -86,11 +88,11 @@ _GUARDS = ("assembly.saving_guard", "strategies.after_fit")
 
 
 def refuses_settings(error: BaseException) -> bool:
-    """Whether Lightning says with ``error`` that settings of the Trainer cannot work: its text is
-    all that the user needs.
+    """Whether ``error`` is Lightning's report of settings that cannot work. The error's text is
+    then all a user needs.
     """
     where = ""
-    for frame, _ in traceback.walk_tb(error.__traceback__):  # the last one has raised it
+    for frame, _ in traceback.walk_tb(error.__traceback__):  # the last frame has raised the error
         where = f"{frame.f_globals.get('__name__')}.{frame.f_code.co_name}"
     if isinstance(error, ValueError | TypeError):
         return _READS_SETTINGS.fullmatch(where) is not None
@@ -100,25 +102,27 @@ def refuses_settings(error: BaseException) -> bool:
 
 
 def attached_trainer(module: pl.LightningModule) -> pl.Trainer | None:
-    """Return the module's Trainer; the public property raises where there is none."""
+    """Return the module's Trainer, or None. The public property raises without a Trainer."""
     return module._trainer
 
 
 def set_device_mesh(module: pl.LightningModule, mesh: DeviceMesh) -> None:
-    """Set ``module.device_mesh``, which only Lightning's own ModelParallelStrategy does."""
+    """Set ``module.device_mesh``. Lightning does so only for ModelParallelStrategy."""
     module._device_mesh = mesh
 
 
 def connector_of(trainer: pl.Trainer) -> Any:
-    """Return what holds the cluster environment and ``use_distributed_sampler`` of a Trainer."""
+    """Return the Trainer's connector, holder of the cluster environment and
+    ``use_distributed_sampler``.
+    """
     return trainer._accelerator_connector
 
 
 def trainer_sizes() -> tuple[Any, int] | None:
-    """Return ``devices`` and ``num_nodes`` as the user has given them to the Trainer whose
-    constructor is the caller; None: there is no such caller.
+    """Return ``devices`` and ``num_nodes`` as the user passed them to the calling Trainer's
+    constructor. None: no Trainer constructor is on the stack.
 
-    The Trainer resolves "auto" before it tells the strategy, and keeps no record of it.
+    The Trainer resolves "auto" before it tells the strategy, and keeps no record of the original.
     """
     code = inspect.unwrap(pl.Trainer.__init__).__code__
     frame: FrameType | None = sys._getframe(1)
@@ -128,7 +132,7 @@ def trainer_sizes() -> tuple[Any, int] | None:
 
 
 def is_accumulating(trainer: pl.Trainer) -> bool:
-    """Whether the batch that has just run was not the last one of an optimizer step."""
+    """Whether the batch just run was not the last batch of an optimizer step."""
     return bool(trainer.fit_loop._should_accumulate())
 
 
@@ -138,24 +142,25 @@ def steps_nothing(optimizers: Sequence[object]) -> bool:
 
 
 def is_logging_step(trainer: pl.Trainer) -> bool:
-    """Whether the loggers receive the values of the optimizer step that is about to end, by the
-    Trainer's ``log_every_n_steps`` alone, which is the same on every rank.
+    """Whether the loggers receive the values of the optimizer step about to end. Decided by the
+    Trainer's ``log_every_n_steps`` alone, equal on every rank.
     """
     every = int(vars(trainer)["log_every_n_steps"])  # set from another class
     return every > 0 and num_logged_steps(trainer) % every == 0
 
 
 def num_logged_steps(trainer: pl.Trainer) -> int:
-    """Return the steps of this fit and those before it as the loggers count them, the one that is
-    about to end included.
+    """Return the loggers' count of steps over this fit and earlier fits, including the step about
+    to end.
     """
     return int(trainer.fit_loop.epoch_loop._batches_that_stepped) + 1
 
 
 def next_logged_step(trainer: pl.Trainer) -> int:
-    """Return the step under which loggers receive the first values of a fit that starts.
+    """Return the step number of the first values logged by a starting fit.
 
-    A save in the middle of an epoch has not counted its own step; the loop adds it when it begins.
+    A save in the middle of an epoch has not counted its own step. The loop adds this step when the
+    loop begins.
     """
     loop = trainer.fit_loop.epoch_loop
     is_uncounted = (
@@ -169,8 +174,8 @@ def next_logged_step(trainer: pl.Trainer) -> int:
 def put_around_hooks(
     plugin: Precision, around: Callable[[], AbstractContextManager[None]]
 ) -> Callable[[], None]:
-    """Call the hooks before an optimizer step, clipping among them, inside of ``around()``; return
-    what undoes this.
+    """Call the hooks before an optimizer step, clipping among them, inside of ``around()``. Return
+    the undo.
     """
     original = type(plugin)._after_closure
 
@@ -183,23 +188,23 @@ def put_around_hooks(
 
 
 def skips_backward(trainer: pl.Trainer) -> bool:
-    """Whether Lightning's loop leaves out backward: StochasticWeightAveraging has it so while it
-    counts for batch norm.
+    """Whether Lightning's loop leaves out backward, as StochasticWeightAveraging requests while
+    counting for batch norm.
     """
     return bool(trainer.fit_loop._skip_backward)
 
 
 def training_loaders(trainer: pl.Trainer) -> list[Any]:
-    """Return the loaders that ``fit`` reads, after :meth:`process_dataloader`; the public property
-    returns them nested.
+    """Return the loaders of ``fit`` after :meth:`process_dataloader`. The public property returns
+    nested loaders.
     """
     combined = trainer.fit_loop._combined_loader
     return [] if combined is None else list(combined.flattened)
 
 
 def evaluation_batches(trainer: pl.Trainer) -> list[int | float]:
-    """Return the batches that the validation, test or prediction which begins will run: of each
-    loader in turn, or of loaders that are read side by side, together.
+    """Return the number of batches in the validation, test or prediction about to begin: for each
+    loader in turn, or a single number for loaders read side by side.
     """
     loop: Any = trainer._active_loop
     combined = loop._combined_loader
@@ -218,33 +223,35 @@ def restart_fetching(trainer: pl.Trainer) -> None:
 
 
 def seconds_between_validations(trainer: pl.Trainer) -> float | None:
-    """Return ``val_check_interval`` where it is a time; None where it counts batches."""
+    """Return ``val_check_interval`` if the interval is a time. None if the interval counts
+    batches.
+    """
     interval: float | None = getattr(trainer, "_val_check_time_interval", None)
     return interval
 
 
 def validated_at(trainer: pl.Trainer) -> float:
-    """Return the monotonic time from which Lightning counts to the next validation: the last one,
-    or the start of training.
+    """Return the monotonic time of the last validation, or of the start of training. Lightning
+    counts from this time to the next validation.
 
-    Its loops set the attribute, which no class declares.
+    Lightning's loops set the attribute. No class declares the attribute.
     """
     return float(vars(trainer)["_last_val_time"])
 
 
 def set_validated_at(trainer: pl.Trainer, seconds: float) -> None:
-    """Set the monotonic time from which Lightning counts to the next validation."""
+    """Set the monotonic start time of Lightning's count to the next validation."""
     vars(trainer)["_last_val_time"] = seconds
 
 
 def note_sigterm(trainer: pl.Trainer) -> None:
-    """Make the handler of SIGTERM only record it and tell the processes that the launcher has
-    started.
+    """Make the handler of SIGTERM only record the signal and forward the signal to the launcher's
+    processes.
 
-    Lightning's handler also broadcasts, which in the middle of a step waits forever for ranks that
-    wait for this one. Its loops share the record before every batch.
+    Lightning's handler also broadcasts. In the middle of a step, a broadcast waits forever for
+    ranks already waiting for this rank. Lightning's loops share the record before every batch.
     """
-    # Can be pickled with it.
+    # A partial can be pickled with the Trainer.
     vars(trainer._signal_connector)["_sigterm_notifier_fn"] = partial(_note_sigterm, trainer)
 
 
@@ -258,24 +265,25 @@ def _note_sigterm(trainer: pl.Trainer, signum: int, frame: FrameType | None) -> 
 
 
 def note_requeue(trainer: pl.Trainer, record: Callable[[int, FrameType | None], None]) -> None:
-    """Make ``record`` the handler of Slurm's requeue signal, from the moment on at which Lightning
-    would install its own, which saves inside of the handler.
+    """Make ``record`` the handler of Slurm's requeue signal in place of Lightning's own handler,
+    which saves inside of the handler.
     """
     vars(trainer._signal_connector)["_slurm_sigusr_handler_fn"] = record
 
 
 def ignore_after_run(trainer: pl.Trainer, signum: int) -> None:
-    """Ignore a signal when the Trainer has restored the handlers from before its run."""
+    """Ignore a signal after the Trainer has restored the handlers from before the run."""
     trainer._signal_connector._original_handlers[signum] = signal.SIG_IGN
 
 
 def set_version(logger: Logger, version: Any) -> bool:
-    """Make a logger continue the log of an earlier run; return whether it can, and none was set.
+    """Make a logger continue the log of an earlier run. Return whether the logger can continue and
+    had no version set.
 
     Args:
         logger: Has written nothing yet.
-        version: Its ``version`` in the earlier run: a number or name of a folder, or an id of W&B
-            or MLflow.
+        version: The logger's ``version`` in the earlier run: a number or name of a folder, or an id
+            of W&B or MLflow.
     """
     own = vars(logger)
     if "_wandb_init" in own:
@@ -292,27 +300,27 @@ def set_version(logger: Logger, version: Any) -> bool:
 
 
 def trainer_state(trainer: pl.Trainer) -> dict[str, Any]:
-    """Return what ``trainer.save_checkpoint`` would hand to the strategy."""
+    """Return the dict handed to the strategy by ``trainer.save_checkpoint``."""
     return dict(trainer._checkpoint_connector.dump_checkpoint(weights_only=False))
 
 
 def chosen_checkpoint(trainer: pl.Trainer, path: str) -> str | None:
-    """Return the checkpoint that the Trainer will load for a ``ckpt_path`` such as "last"; None: it
-    loads none.
+    """Return the checkpoint to be loaded by the Trainer for a ``ckpt_path`` such as "last". None:
+    the Trainer loads nothing.
 
     Args:
         trainer: The Trainer.
-        path: The argument; empty if it was left out.
+        path: The argument. Empty if the user left the argument out.
     """
     connector, fn = trainer._checkpoint_connector, trainer.state.fn
     if fn is None or path not in ("", "best", "last", "hpc"):
         return path or None
     if not path and connector._user_managed:
         return None if trainer.ckpt_path is None else str(trainer.ckpt_path)
-    with warnings.catch_warnings():  # they come again when the Trainer asks
+    with warnings.catch_warnings():  # repeated when the Trainer asks
         warnings.simplefilter("ignore")
         try:
-            # As with a model: without one Lightning says itself that "best" is loaded.
+            # As with a model: without a model Lightning itself announces "best".
             found = connector._parse_ckpt_path(fn, path or None, True, True)
         except (ValueError, MisconfigurationException):
             return None  # there is no such checkpoint, as the Trainer will say
@@ -320,20 +328,20 @@ def chosen_checkpoint(trainer: pl.Trainer, path: str) -> str | None:
 
 
 def requeue_path(trainer: pl.Trainer) -> str:
-    """Return the next ``hpc_ckpt_<n>.ckpt``, which a job that Slurm has queued again looks for."""
+    """Return the next ``hpc_ckpt_<n>.ckpt``, the file sought by a job that Slurm has queued
+    again.
+    """
     return str(trainer._checkpoint_connector.hpc_save_path(str(trainer.default_root_dir)))
 
 
 def checkpoint_folder(callback: ModelCheckpoint, trainer: pl.Trainer) -> str:
-    """Return where ``callback`` will save; its ``dirpath`` is known after its ``setup`` only, and
-    before is None.
-    """
+    """Return the folder of ``callback``. Its ``dirpath`` is None until ``setup`` has run."""
     return str(callback._ModelCheckpoint__resolve_ckpt_dir(trainer))  # type: ignore[attr-defined]
 
 
 def uploads_checkpoints(logger: Logger) -> bool:
-    """Whether a logger is asked to upload what ModelCheckpoint saves; those that can have the same
-    attribute.
+    """Whether a logger is asked to upload the checkpoints of ModelCheckpoint, for loggers with this
+    option.
     """
     # A DummyLogger has every attribute.
     return getattr(logger, "_log_model", False) in (True, "all")
@@ -342,8 +350,8 @@ def uploads_checkpoints(logger: Logger) -> bool:
 def saves_or_loads() -> bool:
     """Whether Lightning makes or reads a checkpoint, or Lightning or this package is the caller.
 
-    The caller is the first frame outside of torch; hooks of a user that run while a checkpoint is
-    made are found further up.
+    The caller is the first frame outside of torch. A user's hook during the making of a checkpoint
+    is recognized further up the stack.
     """
     frame, caller = sys._getframe(1), ""
     above: FrameType | None = frame
@@ -359,8 +367,8 @@ def saves_or_loads() -> bool:
 
 
 def read_folders(read: Callable[[Any], AbstractContextManager[Any]]) -> None:
-    """Make ``load_from_checkpoint`` read directories, of which ``read`` makes open files; for the
-    life of the process.
+    """Make ``load_from_checkpoint`` read directories, opened as files by ``read``, for the life of
+    the process.
     """
     original = vars(saving)["pl_load"]
     if getattr(original, "reads_folders", False):
@@ -377,8 +385,8 @@ def read_folders(read: Callable[[Any], AbstractContextManager[Any]]) -> None:
 
 
 def hide_sync_advice() -> Callable[[], None]:
-    """Hide Lightning's advice to log with ``sync_dist=True``, which it gives wherever there are
-    process groups; return what undoes this.
+    """Hide Lightning's advice to log with ``sync_dist=True``, given whenever process groups exist.
+    Return the undo.
     """
     warnings.filterwarnings("ignore", r"It is recommended to use `self\.log", PossibleUserWarning)
     hidden = warnings.filters[0]
@@ -391,7 +399,8 @@ def hide_sync_advice() -> Callable[[], None]:
 
 
 class FullSummary:
-    """Lightning's summary of a module at one time; it does not keep the module's layers alive.
+    """Lightning's summary of a module at one time. The summary does not keep the module's layers
+    alive.
 
     Args:
         callback: Makes the summary.
@@ -416,7 +425,7 @@ class FullSummary:
 def replace_summary(
     callback: ModelSummary, summary: FullSummary, summarize: Callable[..., None]
 ) -> Callable[[], None]:
-    """Replace what a callback shows by ``summary``, through ``summarize``; return the undo."""
+    """Show ``summary`` in place of the callback's own, through ``summarize``. Return the undo."""
     vars(callback).update(_summary=lambda *_: summary, summarize=summarize)
 
     def undo() -> None:
@@ -429,8 +438,8 @@ def replace_summary(
 def with_sampler(
     loader: DataLoader[Any], sampler: Sampler[int], mode: RunningStage | None = None, **options: Any
 ) -> DataLoader[Any]:
-    """Rebuild ``loader`` with another sampler, whatever arguments its class has; ``options``
-    replace some more of them.
+    """Rebuild ``loader`` with another sampler, for any arguments of the loader's class. ``options``
+    replace further arguments.
     """
     args, arguments = _get_dataloader_init_args_and_kwargs(loader, sampler, mode)
     made: DataLoader[Any] = _reinstantiate_wrapped_cls(loader, *args, **{**arguments, **options})
@@ -438,7 +447,7 @@ def with_sampler(
 
 
 def unwrapped_batch_sampler(loader: DataLoader[Any]) -> Any:
-    """Return the loader's own batch sampler, which Lightning wraps for ``predict`` to record the
-    indices of every batch.
+    """Return the loader's own batch sampler. For ``predict``, Lightning wraps the batch sampler to
+    record the indices of every batch.
     """
     return getattr(loader.batch_sampler, "_batch_sampler", loader.batch_sampler)

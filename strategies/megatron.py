@@ -1,24 +1,24 @@
 """``Trainer(strategy=MegatronStrategy(...))``: tensor, sequence, pipeline and data parallel
 training of ordinary modules.
 
-The strategy has parts, by lifetime; Lightning's hooks are forwarded to them, from files by theme.
+The strategy has parts, by lifetime. Files by theme forward Lightning's hooks to these parts.
 
-| attribute | lives as long as | what |
+| attribute | lives as long as | content |
 |---|---|---|
-| ``options`` | the strategy | all that the user set (``options.py``) |
+| ``options`` | the strategy | all settings of the user (``options.py``) |
 | ``progress`` | the strategy, and in checkpoints | samples and steps counted (``progress.py``) |
 | ``ranks`` | the process groups | groups, collectives, failure watch (``launch/ranks.py``) |
 | ``run`` | one fit, validate, test or predict | steps, gradients, checkpoints, undo (``run.py``) |
 
-| base class | what it forwards |
+| base class | forwards |
 |---|---|
 | ``rank_hooks.py`` | questions about ranks, and collectives |
 | ``setup_hooks.py`` | all before the first batch |
-| ``step_hooks.py`` | batches, optimizer steps; gradients for users |
-| ``checkpoint_hooks.py`` | saving and loading; the full model for users |
+| ``step_hooks.py`` | batches, optimizer steps, gradients for users |
+| ``checkpoint_hooks.py`` | saving and loading, the full model for users |
 
-No loop, fetcher or callback of Lightning is patched; ``docs/architecture.md`` lists what is
-replaced on other objects.
+No loop, fetcher or callback of Lightning is patched. ``docs/architecture.md`` lists all
+replacements on other objects.
 """
 
 from __future__ import annotations
@@ -83,52 +83,54 @@ from megatron_lightning.strategies.step_hooks import StepHooks
 class MegatronStrategy(SetupHooks, StepHooks, CheckpointHooks):
     """Train an ordinary LightningModule with Megatron-style parallelism.
 
-    World size is ``num_nodes x devices``; what the other axes leave is data parallel.
+    World size is ``num_nodes x devices``. Ranks beyond the product of the other axes are data
+    parallel.
 
     Args:
         tensor_model_parallel_size: Ranks that share each layer's matrices.
-        pipeline_model_parallel_size: Ranks that share the sequence of layers.
+        pipeline_model_parallel_size: Ranks over which the sequence of layers is partitioned.
         virtual_pipeline_model_parallel_size: Model chunks on each pipeline rank.
-        context_parallel_size: Ranks that share each sequence.
-        expert_model_parallel_size: Ranks that share the experts of a mixture-of-experts layer.
-        expert_tensor_parallel_size: Ranks that share each expert's matrices; None: same as tensor.
+        context_parallel_size: Ranks over which each sequence is split.
+        expert_model_parallel_size: Ranks sharing the experts of a mixture-of-experts layer.
+        expert_tensor_parallel_size: Ranks over which each expert's matrices are sharded. None: same
+            as tensor.
         sequence_parallel: Shard activations along the sequence between tensor-parallel regions;
-            "auto": where the plan shards the sequence.
-        micro_batch_size: Samples of a micro-batch on one data-parallel rank; None: the whole batch
+            "auto": if the plan shards the sequence.
+        micro_batch_size: Samples of a micro-batch on one data-parallel rank. None: the whole batch
             is one micro-batch.
         pipeline_schedule: Order of work in the pipeline: "gpipe", "1f1b", "interleaved", "zb-h1" or
-            "zbv"; "auto" picks by layout; or your own table: a CSV file, rows of actions, or the
-            class path of a function that makes one.
-        pipeline_options: How the model is partitioned into stages and how micro-batches visit them;
-            None: layers are spread evenly.
-        context_options: How attention sees sequences that context-parallel ranks share; None: the
+            "zbv". "auto" picks by layout. A table of your own: a CSV file, rows of actions, or the
+            class path of a function returning rows.
+        pipeline_options: Partition of the model into stages, and order of micro-batches. None:
+            layers are spread evenly.
+        context_options: Attention over sequences split by context-parallel ranks. None: the
             defaults.
         data_parallel: "ddp": all-reduce gradients; "zero1": shard the optimizer over the
             data-parallel ranks; "fsdp": shard gradients and parameters as well.
         data_parallel_options: Buckets, communication and optimizer state of the data-parallel
-            ranks; None: the defaults.
-        recompute: Activations that the backward pass computes again or reads from the host; None:
-            all are kept on the device.
-        compile: "block": compile the repeated blocks of the model with ``torch.compile``; None:
+            ranks. None: the defaults.
+        recompute: Activations to recompute in the backward pass or to read from the host. None:
+            keep all activations on the device.
+        compile: "block": compile the repeated blocks of the model with ``torch.compile``. None:
             compile nothing.
-        compile_options: How they are compiled; None: the defaults.
+        compile_options: Options of the compiler. None: the defaults.
         non_finite: Response to infinite or NaN losses and gradients: "raise" names the rank, the
             parameter and the micro-batch; "skip" skips the optimizer step; "ignore" does not look.
         start_method: How local ranks are started when no torchrun or Slurm did: "popen", "spawn" or
             "fork".
-        sharding_plan: Tensor-parallel table by module path of the LightningModule, for a model that
-            has no ``sharding_plan()`` of its own; "auto": split every linear layer by its output,
-            and embeddings by rows.
-        checkpoint_options: Saving in the background, and the response to a failed save; None: the
+        sharding_plan: Tensor-parallel table by module path of the LightningModule, for a model
+            without a ``sharding_plan()`` of its own. "auto": split every linear layer by its
+            output, and embeddings by rows.
+        checkpoint_options: Saving in the background, and the response to a failed save. None: the
             defaults.
-        process_group_backend: Backend of torch.distributed; None: gloo on CPU, NCCL (and gloo for
+        process_group_backend: Backend of torch.distributed. None: gloo on CPU, NCCL (and gloo for
             CPU tensors) on CUDA.
         nccl_communicator_config_path: YAML file with options of NCCL for groups of ranks, such as
-            ``tp: {max_ctas: 8}``; None: NCCL's defaults. CPUs ignore it.
-        timeout_s: Seconds after which a collective that waits for another rank fails.
+            ``tp: {max_ctas: 8}``. None: NCCL's defaults. CPUs ignore it.
+        timeout_s: Seconds of waiting for another rank before a collective fails.
 
     Raises:
-        ConfigError: If the values cannot work together; always before a process group exists.
+        ConfigError: If the values cannot work together. Raised before a process group exists.
     """
 
     strategy_name = "megatron"
@@ -285,22 +287,22 @@ class MegatronStrategy(SetupHooks, StepHooks, CheckpointHooks):
 
     @override
     def on_exception(self, exception: BaseException) -> None:
-        """Break this rank's connections, so that no rank waits for it; the launcher has told the
-        others why.
+        """Break this rank's connections, so that no rank waits for this rank. The launcher has told
+        the other ranks why.
         """
         trainer = None if self.lightning_module is None else internals.attached_trainer(self.module)
         if trainer is not None:
             self.starts.end(trainer)
         if self.run is not None:
-            # The other ranks' threads write their shards of it.
+            # Threads of the other ranks still write shards of the checkpoint.
             self.run.checkpoints.saver.finish_quietly()
         if self.ranks.failure_watch is not None and not isinstance(exception, AgreedStop):
             self.ranks.abort()
 
     @override
     def teardown(self) -> None:
-        """Undo what the run has replaced, after the last save is committed; the module stays where
-        it is.
+        """Undo all replacements of the run, after the last save is committed. The module stays on
+        its device.
         """
         with ExitStack() as last_first:
             for owner in (self.accelerator, self.cluster_environment, self.precision_plugin):

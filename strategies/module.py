@@ -1,5 +1,5 @@
-"""The LightningModule under a strategy: reduced to this rank's part when it is built, and placed on
-this rank's device.
+"""The LightningModule under a strategy: reduced to this rank's part as soon as layers exist, and
+placed on this rank's device.
 """
 
 from __future__ import annotations
@@ -52,15 +52,15 @@ from megatron_lightning.strategies.step.overrides import override
 def wrap_configure_model(
     module: pl.LightningModule, assemble_it: Callable[[], None], undo: ExitStack
 ) -> None:
-    """Call ``assemble_it`` when the module has its layers: now, or each time that
-    ``configure_model`` returns.
+    """Call ``assemble_it`` when the module has its layers: now, or each time ``configure_model``
+    returns.
 
-    Callbacks copy the module in their ``setup`` hook, and some call ``configure_model`` there; so
-    the module must be this rank's part when that call returns.
+    Callbacks copy the module in their ``setup`` hook, and a callback may call ``configure_model``
+    there. The module must therefore be this rank's part when ``configure_model`` returns.
     """
     if not is_overridden("configure_model", module):
         is_complete = transformers_models(module) and not is_overridden("setup", module)
-        if is_complete or can_be_partitioned(module):  # else it is built in a setup hook
+        if is_complete or can_be_partitioned(module):  # else a setup hook builds the module
             assemble_it()
         return
 
@@ -82,7 +82,7 @@ def assemble_module(
     """Reduce the module to this rank's part, unless an earlier run has, and return its description.
 
     Args:
-        module: The LightningModule with all layers, or this rank's part of it.
+        module: The LightningModule with all layers, or this rank's part.
         before: Description of an earlier run.
         context: Groups of this rank.
         options: The strategy's.
@@ -147,7 +147,7 @@ def place_module(
         part = replace(part, units=units)
         read_weights(module, part, context)
     module.to(device)
-    # FSDP2, and torch where it moves what FSDP2 has sharded, make new parameters.
+    # FSDP2 makes new parameters, and so does torch when moving parameters sharded by FSDP2.
     for name, parameter in module.named_parameters():
         copy_attributes(attributes.get(name, {}), parameter)
     check_loaded_base(ModuleState(module, part, context))
@@ -155,7 +155,9 @@ def place_module(
 
 
 def describe_module(module: pl.LightningModule, options: StrategyOptions) -> str:
-    """Return a table of the layers of a full module, or of one that ``configure_model`` builds."""
+    """Return a table of the layers of a full module, built or still to be built by
+    ``configure_model``.
+    """
     return describe_layout(
         built_module(module),
         options.layout,
@@ -246,8 +248,8 @@ def defer_weight_gradients(
 
 
 def hide_example(module: pl.LightningModule, undo: ExitStack) -> None:
-    """Keep summaries and graphs from running this rank's part as if it were the full module, or
-    without other ranks, until ``undo`` is closed.
+    """Keep summaries and graphs from running this rank's part as a full module, or without other
+    ranks, until ``undo`` is closed.
     """
     if module.example_input_array is not None:
         undo.callback(setattr, module, "example_input_array", module.example_input_array)

@@ -1,4 +1,4 @@
-"""All that a user sets on :class:`MegatronStrategy`, as one frozen value."""
+"""All settings of :class:`MegatronStrategy` by the user, as a frozen value."""
 
 from __future__ import annotations
 
@@ -30,40 +30,40 @@ class StrategyOptions:
     schedule: ScheduleChoice
     """Order of work in the pipeline."""
     micro_batch_size: int | None
-    """Samples of a micro-batch on one data-parallel rank; None: the whole batch is one
+    """Samples of a micro-batch on one data-parallel rank. None: the whole batch is one
     micro-batch."""
     pipeline: PipelineOptions
-    """How the model is partitioned into stages and how micro-batches visit them."""
+    """Partition of the model into stages, and order of micro-batches."""
     sequence: ContextOptions
-    """How attention sees the sequence that context-parallel ranks share."""
+    """Attention over sequences split by context-parallel ranks."""
     data_parallel: DataParallel
     """Sharding of gradients, optimizer state and parameters over the data-parallel ranks."""
     data: DataParallelOptions
     """Buckets, communication and optimizer state of the data-parallel ranks."""
     recompute: RecomputeOptions
-    """Activations that the backward pass computes again."""
+    """Activations to recompute in the backward pass."""
     compile: CompileOptions | None
-    """How the repeated blocks of the model are compiled; None: they are not."""
+    """Compilation of the repeated blocks of the model. None: no compilation."""
     non_finite: NonFinite
     """Response to infinite or NaN losses and gradients."""
     checkpoint: CheckpointOptions
     """How checkpoints are written."""
     sharding_plan: PlanChoice
-    """Tensor-parallel table of a model that has no ``sharding_plan()`` of its own, or "auto"."""
+    """Tensor-parallel table of a model without a ``sharding_plan()`` of its own, or "auto"."""
     start_method: StartMethod
     """How local ranks are started when no torchrun or Slurm did."""
     timeout: timedelta
-    """Time after which a collective that waits for another rank fails."""
+    """Time of waiting for another rank before a collective fails."""
 
     @property
     def has_explicit_stages(self) -> bool:
-        """Whether the user lists the layers of every stage, of which some may have none."""
+        """Whether the user lists the layers of every stage. A listed stage may be empty."""
         return self.pipeline.pipeline_model_parallel_layout is not None
 
     @property
     def is_native(self) -> bool:
-        """Whether Lightning's own steps do the work: one stage, the whole batch and sequence; the
-        same for every batch and rank.
+        """Whether Lightning's own steps do the work: a single stage, the full batch and sequence.
+        The same for every batch and rank.
         """
         layout = self.layout
         return layout.num_stages == layout.cp == 1 and self.micro_batch_size is None

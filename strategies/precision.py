@@ -1,15 +1,15 @@
 """Precision plugins: Lightning's own, made right for several ranks.
 
-``Trainer(precision=...)`` builds Lightning's plugin; the strategy exchanges it for ours, so strings
+``Trainer(precision=...)`` builds Lightning's plugin. The strategy exchanges it for ours, so strings
 and plugins both work:
 
     32-true      as Lightning's
     bf16-mixed   as Lightning's: fp32 weights, autocast
-    16-mixed     autocast, and Megatron's dynamic loss scaling; all ranks agree on overflow
-    bf16-true    bf16 weights; main params and reductions are fp32; masks and positions are kept
-    16-true      the same in fp16; without a loss scale, as Lightning's
+    16-mixed     autocast, and Megatron's dynamic loss scaling. All ranks agree on overflow
+    bf16-true    bf16 weights. Main params and reductions are fp32. Masks and positions are kept
+    16-true      the same in fp16. Without a loss scale, as Lightning's
 
-On the CPU Lightning turns the string ``16-mixed`` into ``bf16-mixed``; the plugin itself runs
+On the CPU Lightning turns the string ``16-mixed`` into ``bf16-mixed``. The plugin itself runs
 there: ``Trainer(plugins=[MegatronMixedPrecision("16-mixed", device="cpu")])``.
 """
 
@@ -33,12 +33,12 @@ from megatron_lightning.parallel.context import AxisGroup
 
 
 class MegatronMixedPrecision(MixedPrecision):
-    """Autocast in fp16 or bf16 with fp32 weights; fp16 with a dynamic loss scale.
+    """Autocast in fp16 or bf16 with fp32 weights, for fp16 with a dynamic loss scale.
 
     Args:
         precision: ``"16-mixed"`` or ``"bf16-mixed"``.
         device: Kind of device, such as ``"cuda"``.
-        loss_scale: How the scale of ``16-mixed`` moves; None: Megatron's defaults.
+        loss_scale: Rules for the scale of ``16-mixed``. None: Megatron's defaults.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class MegatronMixedPrecision(MixedPrecision):
         device: str = "cuda",
         loss_scale: LossScaleOptions | None = None,
     ) -> None:
-        # Without the GradScaler that Lightning would make for fp16.
+        # Without Lightning's GradScaler for fp16.
         super().__init__("bf16-mixed", device)
         if precision not in ("16-mixed", "bf16-mixed"):
             raise ConfigError(
@@ -57,11 +57,12 @@ class MegatronMixedPrecision(MixedPrecision):
         self.precision = precision
         self.loss_scale = DynamicLossScale(loss_scale) if precision == "16-mixed" else None
         self.ranks: AxisGroup | None = None
-        """All ranks, which share one verdict on overflow; set by the strategy."""
+        """All ranks, for a common verdict on overflow. Set by the strategy."""
         self.read_by: Callable[[Optimizer], list[Tensor]] | None = None
-        """Returns the gradients that an optimizer is going to read, also of copies that it steps;
-        set by the strategy."""
-        self._scaled_by = 1.0  # what the losses of the gradients that exist were multiplied by
+        """Returns the gradients about to be read by an optimizer, including gradients of main
+        params. Set by the strategy.
+        """
+        self._scaled_by = 1.0  # factor of the losses behind the current gradients
         self.step_skipped = False
         """Whether the last optimizer step was skipped because of an overflow."""
 
@@ -71,7 +72,7 @@ class MegatronMixedPrecision(MixedPrecision):
         return 1.0 if self.loss_scale is None else self.loss_scale.scale
 
     def pre_backward(self, tensor: Tensor, module: pl.LightningModule) -> Tensor:  # type: ignore[override]
-        """Scale the loss, then run the hooks that see it."""
+        """Scale the loss, then run the hooks on the scaled loss."""
         self._scaled_by = self.scale
         scaled = tensor if self.loss_scale is None else tensor.float() * self.scale
         return super().pre_backward(scaled, module)
@@ -83,7 +84,7 @@ class MegatronMixedPrecision(MixedPrecision):
         overflowed.
 
         Raises:
-            ConfigError: For LBFGS, which evaluates the loss several times a step.
+            ConfigError: For LBFGS, since LBFGS evaluates the loss several times a step.
         """
         if self.loss_scale is None:
             return super().optimizer_step(optimizer, model, closure, **kwargs)
@@ -105,7 +106,7 @@ class MegatronMixedPrecision(MixedPrecision):
         return result if overflowed else optimizer.step(**kwargs)
 
     def _unscale(self, optimizer: Optimizer, device: torch.device) -> bool:
-        """Divide this optimizer's gradients by the scale; return whether any rank found one that is
+        """Divide this optimizer's gradients by the scale. Return whether a gradient on any rank is
         not finite.
         """
         gradients = [
@@ -131,24 +132,27 @@ class MegatronMixedPrecision(MixedPrecision):
             self.loss_scale.load_state_dict(state_dict)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Leave the loss scale where a plain Trainer's plugin looks for it, too."""
+        """Save the loss scale under the name of a plain Trainer's plugin, too."""
         if self.loss_scale is not None:
             checkpoint[MixedPrecision.__qualname__] = self.loss_scale.torch_state_dict()
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Take over the loss scale that a plain Trainer saved under the name of its own plugin."""
+        """Take over the loss scale saved by a plain Trainer under the name of Lightning's
+        plugin.
+        """
         theirs = checkpoint.get(MixedPrecision.__qualname__)
         if theirs and type(self).__qualname__ not in checkpoint:
             self.load_state_dict(theirs)
 
 
 class MegatronHalfPrecision(HalfPrecision):
-    """bf16 or fp16 weights; the batch is cast to them but for what must stay exact.
+    """bf16 or fp16 weights. The batch is cast to the same dtype, except for entries that must stay
+    exact.
 
     Args:
         precision: ``"bf16-true"`` or ``"16-true"``.
-        keep: Patterns of names of batch entries that keep their dtype: a mask that weights losses
-            and fractional positions lose digits in bf16, where 257 is 256.
+        keep: Name patterns of batch entries with unchanged dtype. Loss masks with weights and
+            fractional positions lose digits in bf16: 257 becomes 256.
     """
 
     def __init__(
@@ -160,8 +164,8 @@ class MegatronHalfPrecision(HalfPrecision):
         self.keep = tuple(keep)
 
     def convert_input(self, data: Any) -> Any:
-        """Cast floating tensors of a batch; entries of (nested) mappings whose name matches
-        ``keep`` stay as they are.
+        """Cast floating tensors of a batch. Entries of (nested) mappings with a name matching
+        ``keep`` stay unchanged.
         """
         if isinstance(data, Mapping):
             entries = {
@@ -182,7 +186,7 @@ class MegatronHalfPrecision(HalfPrecision):
 
 
 def megatron_plugin(plugin: Precision) -> Precision:
-    """Return our counterpart of a plugin of Lightning's; others are returned as they are.
+    """Return our counterpart of a plugin of Lightning's. All other plugins are returned unchanged.
 
     Raises:
         ConfigError: If the plugin was given a gradient scaler of its own.

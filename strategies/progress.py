@@ -1,4 +1,4 @@
-"""Counts of samples and steps, from which the position in the data follows, also after a
+"""Counts of samples and steps. The position in the data follows from the counts, also after a
 checkpoint.
 """
 
@@ -11,28 +11,27 @@ from megatron_lightning.data.skipped import SkippedSamples
 
 @dataclass
 class Progress:
-    """Counts of one strategy over its runs; pickled with it, and saved in checkpoints."""
+    """Counts of a strategy over its runs. Pickled with the strategy, and saved in checkpoints."""
 
     consumed_samples: int = 0
-    """Samples that all data-parallel ranks together have trained on, those of skipped steps
-    included."""
+    """Samples trained on by all data-parallel ranks together, including samples of skipped steps.
+    """
     skipped_steps: int = 0
-    """Optimizer steps that were skipped because a gradient was not finite."""
+    """Optimizer steps skipped because of a gradient that was not finite."""
     skipped: SkippedSamples = field(default_factory=SkippedSamples)
-    """Samples that training passes over; they are consumed."""
+    """Samples passed over by training. Skipped samples count as consumed."""
     _batch: int = -1  # the batch counted last
     _before_batch: int = 0  # samples consumed then
     _updating: int = -1  # step from which the last update of the weights began
 
     def begin(self) -> None:
-        """Begin to train: the next batch has not been counted, whatever its number."""
+        """Begin to train. The next batch counts as new, whatever its number."""
         self._batch = -1
 
     def count(self, batch: int, num_samples: int) -> bool:
-        """Count the samples of a training batch over all ranks; return whether this batch is a new
-        one.
+        """Count the samples of a training batch over all ranks. Return whether this batch is new.
 
-        An optimizer that searches along a line runs the step several times with the same batch.
+        An optimizer with a line search runs the step several times with the same batch.
         """
         if batch == self._batch:
             return False
@@ -42,8 +41,8 @@ class Progress:
         return True
 
     def forget(self, batch: int) -> bool:
-        """Take back the count of ``batch``, which was not trained on; return whether it was
-        counted.
+        """Take back the count of ``batch`` if no step trained on the batch. Return whether the
+        batch was counted.
         """
         if batch != self._batch:
             return False
@@ -56,7 +55,7 @@ class Progress:
         self._updating = step
 
     def is_updating(self, step: int) -> bool:
-        """Whether an optimizer step has begun that the Trainer has not counted: weights are of this
-        step or of the next.
+        """Whether an optimizer step has begun but is not yet counted by the Trainer: weights are of
+        this step or of the next.
         """
         return self._updating == step

@@ -1,4 +1,6 @@
-"""Lightning's questions about ranks, and its collectives; what all parts of the strategy share."""
+"""Lightning's questions about ranks, and Lightning's collectives. Shared by all parts of the
+strategy.
+"""
 
 from __future__ import annotations
 
@@ -31,19 +33,19 @@ _GATHER_LATER = (
 class RankHooks(ParallelStrategy):
     """The parts of the strategy by lifetime, and the ranks.
 
-    Methods that override Lightning's are called by its Trainer; ``MegatronStrategy`` has the rest.
+    Methods that override Lightning's are called by its Trainer. ``MegatronStrategy`` has the rest.
     """
 
     options: StrategyOptions
-    """All that the user set."""
+    """All settings of the user."""
     progress: Progress
     """Samples and steps counted."""
     ranks: ProcessGroups
     """Groups, collectives and failure watch."""
     run: Run | None
-    """The fit, validate, test or predict that runs now, or ran last."""
+    """The fit, validate, test or predict running now, or the most recent run."""
     starts: Starts
-    """How often this run was started, from which steps."""
+    """Number of starts of this run, and the step of each start."""
     num_nodes: int
     """Machines of the job."""
     is_sized_by_launcher: bool
@@ -54,7 +56,7 @@ class RankHooks(ParallelStrategy):
         """The LightningModule.
 
         Raises:
-            ConfigError: Before the Trainer has connected one.
+            ConfigError: Before the Trainer has connected a module.
         """
         if self.lightning_module is None:
             raise ConfigError(
@@ -65,7 +67,7 @@ class RankHooks(ParallelStrategy):
 
     @property
     def part(self) -> Part:
-        """Part of the module on this rank; exists from ``configure_model`` on."""
+        """Part of the module on this rank. Exists from ``configure_model`` on."""
         return self._running.part
 
     @property
@@ -81,7 +83,7 @@ class RankHooks(ParallelStrategy):
 
     @property
     def context(self) -> ParallelContext:
-        """Groups of this rank; they exist from the Trainer's setup on."""
+        """Groups of this rank. Exist from the Trainer's setup on."""
         return self.ranks.context
 
     @property
@@ -89,14 +91,14 @@ class RankHooks(ParallelStrategy):
         """The data-parallel ranks as a group of ``torch.distributed``, for collectives of your own:
         ``dist.all_reduce(x, group=self.trainer.strategy.data_parallel_group)``.
 
-        A collective over all ranks would count the values of a replica as often as it has ranks.
-        The group exists from the Trainer's setup on; None in one process.
+        A collective over all ranks would count the values of a replica once for every rank of the
+        replica. The group exists from the Trainer's setup on. None in one process.
         """
         return self.ranks.data_parallel_group
 
     @property
     def executor(self) -> PipelineExecutor:
-        """Runs the action tables of the pipeline; exists after the strategy's setup."""
+        """Runs the action tables of the pipeline. Exists after the strategy's setup."""
         return self._running.executor
 
     @property
@@ -113,8 +115,8 @@ class RankHooks(ParallelStrategy):
     def _planned_world_size(self) -> int:
         return self.num_nodes * max(1, self.num_processes)
 
-    # With one rank the cluster environment is ignored: the user may have passed one outside of the
-    # job it describes.
+    # With one rank the cluster environment is ignored: the user may have passed one outside
+    # of the environment's job.
 
     @property
     @override

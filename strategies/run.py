@@ -1,8 +1,8 @@
-"""One run of the Trainer: a fit, validate, test or predict, and the objects that live as long.
+"""One run of the Trainer: a fit, validate, test or predict, and all objects of equal lifetime.
 
 A run begins when the ranks are connected, is complete after the strategy's ``setup``, and stays
-readable after its teardown, because users save after ``fit``. What is replaced on a foreign object
-for the run registers its undo on :attr:`Run.undo`.
+readable after its teardown, because users save after ``fit``. Every replacement on a foreign object
+registers an undo on :attr:`Run.undo`.
 """
 
 from __future__ import annotations
@@ -70,7 +70,8 @@ class Run:
         progress: The strategy's counts.
         ranks_per_node: Ranks of each node.
         layer_sync: Lightning's plugin for BatchNorm over the replicas.
-        previous: The run before, whose part of the module and whose optimizers can still be used.
+        previous: The run before. The part of the module and the optimizers of ``previous`` are
+            reused.
     """
 
     def __init__(
@@ -90,8 +91,9 @@ class Run:
         self._progress = progress
         self._layer_sync = layer_sync
         self.undo = ExitStack()
-        """Restores what is replaced on foreign objects (module, Trainer, plugins, metrics) for this
-        run."""
+        """Restores replaced attributes of foreign objects (module, Trainer, plugins, metrics) after
+        this run.
+        """
         self._until_setup = self.undo.enter_context(ExitStack())
         self._injects_samplers = True
         self._draws = DrawnValues()
@@ -143,13 +145,13 @@ class Run:
         return self._divided.part
 
     def assemble(self) -> None:
-        """Reduce the module to this rank's part, unless it is, and hooks have not built layers
-        since.
+        """Reduce the module to this rank's part, unless the module already is this part and no hook
+        has built layers since.
         """
         self._divided.assemble()
 
     def forget_part(self) -> None:
-        """Describe the module again: its layers hold groups of an earlier run."""
+        """Describe the module again, since its layers hold groups of an earlier run."""
         self._divided.forget()
 
     def place(self, precision: Precision) -> None:
@@ -161,9 +163,7 @@ class Run:
     # ---------------------------------------------------------------------------------------- setup
 
     def begin_setup(self, trainer: pl.Trainer) -> None:
-        """Complete the module, and take over what Lightning would do to it and to its
-        DataLoaders.
-        """
+        """Complete the module. Take over Lightning's work on the module and on its DataLoaders."""
         connector = connector_of(trainer)
         self._until_setup.close()
         self.assemble()
@@ -199,7 +199,7 @@ class Run:
             defer_weight_gradients(self.module, schedule, self.executor, self.undo)
 
     def report_attention(self, precision: Precision, *, fitting: bool) -> None:
-        """Print by which kernels attention runs."""
+        """Print the kernels of attention."""
         report_attention(self.module, self._ranks.context, precision, training=fitting)
 
     def compile_blocks(self) -> None:
@@ -241,8 +241,8 @@ class Run:
         )
 
     def process_dataloader(self, loader: object) -> object:
-        """Give each data-parallel rank its share of the data; training continues where
-        ``consumed_samples`` says. A collective.
+        """Give each data-parallel rank its share of the data. Training continues after
+        ``consumed_samples``. A collective.
 
         Raises:
             ConfigError: If ranks cannot read their loaders together.
@@ -301,7 +301,7 @@ class Run:
         return self._training is not None
 
     def engine(self, precision: Precision, **options: Any) -> Engine | OwnGenerate:
-        """Return an engine for a model in the module; see the strategy's method."""
+        """Return an engine for a model in the module. See the strategy's method."""
 
         def prepare() -> None:
             self.refuse_in_step("text by an engine", "Write it in a hook after the step.")
@@ -314,7 +314,7 @@ class Run:
         )
 
     def begin_evaluation(self, hook: str) -> None:
-        """Begin a validation, test or prediction, before its first batch; a collective.
+        """Begin a validation, test or prediction, before its first batch. A collective.
 
         Raises:
             ConfigError: If the numbers of batches of the ranks do not fit together.
@@ -322,26 +322,28 @@ class Run:
         self.steps.begin_evaluation(hook)
 
     def share_written(self) -> None:
-        """Give weights that an optimizer wrote outside of a step to all ranks, now and before the
-        next batch; a collective.
+        """Share weights written by an optimizer outside of a step with all ranks, now and before
+        the next batch. A collective.
         """
         if self._training is not None:
             self._training.accumulation.written.share()
             self.expect_writes()
 
     def expect_writes(self) -> None:
-        """Look for written weights before the next batch: hooks run now that may write some."""
+        """Look for written weights before the next batch, since the next hooks may write
+        weights.
+        """
         if self._training is not None:
             self._training.accumulation.written.expect()
 
     def check_draws(self) -> None:
         """Check that no hook drew the same numbers into different shards, or layers of different
-        stages; a collective.
+        stages. A collective.
         """
         self._draws.check(self.module, self.part, self._ranks.context)
 
     def accept_equal_shards(self) -> None:
-        """Accept shards, and layers of stages, that a checkpoint has made equal; a collective."""
+        """Accept shards, and layers of stages, made equal by a checkpoint. A collective."""
         self._draws.forget()
         if self._steps is not None:
             self._record_equal()
@@ -351,25 +353,23 @@ class Run:
             self._draws.record(self.module, self.part, self._ranks.context)
 
     def share_buffers(self) -> None:
-        """Make all buffers equal that have diverged between ranks which hold the same; a
-        collective.
-        """
+        """Make diverged buffers equal again among ranks that hold the same buffer. A collective."""
         if self._steps is not None:
             self._steps.buffers.synchronize(compare=True)
 
     def check_replicas(self) -> None:
-        """Check that ranks hold equal values of what they replicate, after :meth:`share_buffers`; a
+        """Check that ranks hold equal values of replicated tensors, after :meth:`share_buffers`. A
         collective.
 
         Raises:
-            ShardingError: Naming the tensors that differ.
+            ShardingError: Names the tensors with different values.
         """
         if self._training is not None:
             self._training.accumulation.gather.wait()
         check_trained_replicas(self.module, self.part, self._ranks.context)
 
     def refuse_in_step(self, what: str, advice: str | None = None) -> None:
-        """Refuse what all ranks would have to call together, in the middle of a pipelined step.
+        """Refuse a call that needs all ranks in the middle of a pipelined step.
 
         Raises:
             PipelineError: In a step, over several pipeline ranks.
@@ -380,11 +380,11 @@ class Run:
     # ---------------------------------------------------------------------------------- checkpoints
 
     def refuse_uneven(self, what: str) -> None:
-        """Refuse a collective of the data-parallel ranks in an evaluation step, if they run
+        """Refuse a collective of the data-parallel ranks in an evaluation step, if the ranks run
         different numbers of steps.
 
         Raises:
-            ConfigError: If they do.
+            ConfigError: If the numbers differ.
         """
         if self._steps is not None:
             self._steps.refuse_uneven(what)
@@ -401,9 +401,7 @@ class Run:
         return state if self.part.units is None else self.part.units.as_used(state)
 
     def full_state(self, module: nn.Module | None = None) -> FullState:
-        """Collect the state of the module, or of a sub-module, as one device has it; a
-        collective.
-        """
+        """Collect the state of the module, or of a sub-module, as on one device. A collective."""
         self.refuse_in_step("the state of the full model")
         self.share_written()
         self.share_buffers()
@@ -411,12 +409,12 @@ class Run:
         return full_state(state, self.module_state(), module)
 
     def live_folder(self, module: nn.Module | None, dtype: torch.dtype | None) -> LiveFolder:
-        """Return the Hugging Face folder of a model; a collective."""
+        """Return the Hugging Face folder of a model. A collective."""
         context = self._ranks.context
         return LiveFolder(self.module, module, self.full_state, context, dtype=dtype)
 
     def weight_stream(self, module: nn.Module | None, dtype: torch.dtype | None) -> WeightStream:
-        """Return the weights of a model as a stream; a collective."""
+        """Return the weights of a model as a stream. A collective."""
         model, plan = streamed_model(self.module, module)
         context = self._ranks.context
         return WeightStream(
@@ -424,7 +422,7 @@ class Run:
         )
 
     def full_module_state(self, *, keeps: bool) -> dict[str, Any] | None:
-        """Return the module's state as one device has it; see the strategy's method."""
+        """Return the module's full state, as on one device. See the strategy's method."""
         context = self._ranks.context
         if context.layout.model_parallel_size == 1 and self.part.units is None:
             return None

@@ -42,10 +42,10 @@ class SetupHooks(RankHooks):
 
     def describe(self, module: pl.LightningModule) -> str:
         """Return a table of the module's layers under this strategy: stage, style, local shapes and
-        axes of each.
+        axes of each layer.
 
-        It needs no Trainer and no process groups. The module keeps its layers, or still builds them
-        in ``configure_model``.
+        Needs no Trainer and no process groups. The module keeps its layers, or builds its layers
+        later in ``configure_model``.
 
         Raises:
             ConfigError: If the module does not fit the layout.
@@ -91,9 +91,9 @@ class SetupHooks(RankHooks):
             )
             self.cluster_environment.set_world_size(self._planned_world_size)
         elif dist.is_initialized():
-            return  # an earlier Trainer's ranks: those that were silent stay so
-        # One function under two names in Lightning's packages; loggers and messages of rank 0 ask
-        # it.
+            return  # an earlier Trainer's ranks: silent ranks stay silent
+        # One function under two names in Lightning's packages. Loggers and messages of rank 0 ask
+        # this function.
         vars(rank_zero_only)["rank"] = vars(utilities_rank_zero_only)["rank"] = self.global_rank
 
     @override
@@ -119,7 +119,7 @@ class SetupHooks(RankHooks):
             internals.optimizers_to_device(self.optimizers, self.root_device)
 
     def _setup_optimizers(self, trainer: pl.Trainer) -> None:
-        """Create the optimizers, and check that they can step what the ranks hold."""
+        """Create the optimizers, and check the optimizers against the tensors on the ranks."""
         self.progress.begin()
         self.ranks.separate_replicas()
         self._reset_optimizers_and_schedulers()
@@ -142,7 +142,7 @@ class SetupHooks(RankHooks):
                 self.setup_optimizers(trainer)
         except ShardingError:  # something computes with all parameters, and means the rank's own
             if any(p.requires_grad is not requires_grad for p, requires_grad in trained):
-                raise  # what it froze by positions would be others the second time
+                raise  # a second call would freeze other positions
             self.setup_optimizers(trainer)
         for optimizer in self.optimizers:
             for member in members(optimizer) if isinstance(optimizer, Optimizer) else ():
@@ -155,7 +155,7 @@ class SetupHooks(RankHooks):
     @property
     @override
     def precision_plugin(self) -> Precision:
-        """Lightning's precision plugin, or its counterpart that is right on several ranks."""
+        """Lightning's precision plugin, or our counterpart for several ranks."""
         return self._precision_plugin if self._precision_plugin is not None else Precision()
 
     @precision_plugin.setter
@@ -179,5 +179,5 @@ class SetupHooks(RankHooks):
         module = self.lightning_module
         trainer = None if module is None else internals.attached_trainer(module)
         for logger in [] if trainer is None else trainer.loggers:
-            with suppress(Exception):  # the error that ends the process matters more
+            with suppress(Exception):  # the original error matters more
                 logger.finalize("failed")

@@ -1,4 +1,4 @@
-"""Lightning's calls around every batch and optimizer step, and the gradients that users read."""
+"""Lightning's calls around every batch and optimizer step, and gradients for users."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class StepHooks(RankHooks):
             return self._running.steps.run_evaluation(hook, batch, *indices)
 
     def run_pipeline(self, fn: Callable[[Any], Any], batch: Any) -> Any:
-        """Run a part of a step on every micro-batch; see
+        """Run a part of a step on every micro-batch. See
         :func:`megatron_lightning.strategies.run_pipeline`.
         """
         return self._running.steps.run_pipeline(fn, batch)
@@ -62,7 +62,9 @@ class StepHooks(RankHooks):
     def backward(
         self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
     ) -> Tensor:
-        """Make the reduced gradients the parameters' own, between Lightning's backward hooks."""
+        """Publish the reduced gradients as the parameters' own, between Lightning's backward
+        hooks.
+        """
         run, module = self._running, self.module
         self.pre_backward(closure_loss)
         closure_loss = self.precision_plugin.pre_backward(closure_loss, module)
@@ -82,7 +84,7 @@ class StepHooks(RankHooks):
         def step(closure: Callable[[], Any]) -> Any:
             return super(StepHooks, self).optimizer_step(optimizer, closure, model, **kwargs)
 
-        with self.ranks.streams.in_hook():  # that a module steps inside of its training_step
+        with self.ranks.streams.in_hook():  # a module may step inside of its training_step
             return self._running.training.optimizer_step(step, closure)
 
     @contextmanager
@@ -93,8 +95,8 @@ class StepHooks(RankHooks):
 
     @override
     def on_train_start(self) -> None:
-        """Resume an interrupted epoch: with the data order and the random numbers it would have
-        had.
+        """Resume an interrupted epoch with the data order and random numbers of an uninterrupted
+        epoch.
         """
         self.starts.begin(self.module.trainer)
         keep_global_batch(
@@ -154,22 +156,22 @@ class StepHooks(RankHooks):
         stops: Sequence[int] = (),
         decode: Decode | None = None,
     ) -> Engine | OwnGenerate:
-        """Return an engine that continues and scores texts by the weights of this run, outside of
-        steps; it exists after the strategy's setup.
+        """Return an engine to continue and score texts with the weights of this run, outside of
+        steps. Available after the strategy's setup.
 
-        All ranks of a replica call it with the same texts. Training goes on as if it had not been
-        called, and memory for keys is given back after each call. A model of ``transformers``
-        writes by its own ``generate``.
+        All ranks of a replica call the engine with the same texts. Calls leave training unchanged,
+        and the KV cache is freed after each call. A model of ``transformers`` writes by its own
+        ``generate``.
 
         Args:
-            options: Sizes; None: the defaults.
-            model: The model in the LightningModule; None: the only one.
-            stops: Token ids that end a text.
-            decode: Returns the text of token ids; needed for stop strings.
+            options: Sizes. None: the defaults.
+            model: The model in the LightningModule. None: the only model.
+            stops: Token ids at the end of a text.
+            decode: Returns the text of token ids. Needed for stop strings.
 
         Raises:
-            ConfigError: If there is no such model, or several, or it cannot write text on this
-                layout.
+            ConfigError: If the module holds no such model or several, or the model cannot write
+                text on this layout.
         """
         return self._running.engine(
             self.precision_plugin, model=model, options=options, stops=stops, decode=decode
@@ -179,19 +181,19 @@ class StepHooks(RankHooks):
 
     @property
     def skipped_steps(self) -> int:
-        """Optimizer steps that were skipped because a gradient was not finite."""
+        """Optimizer steps skipped because of a gradient that was not finite."""
         return self.progress.skipped_steps
 
     @property
     def consumed_samples(self) -> int:
-        """Samples that all data-parallel ranks together have trained on, those of skipped steps
-        included.
+        """Samples trained on by all data-parallel ranks together, including samples of skipped
+        steps.
         """
         return self.progress.consumed_samples
 
     @property
     def may_skip_steps(self) -> bool:
-        """Whether optimizer steps are skipped when something is not finite."""
+        """Whether optimizer steps are skipped for values that are not finite."""
         return (
             self.options.non_finite == "skip"
             or getattr(self.precision_plugin, "loss_scale", None) is not None
@@ -199,7 +201,7 @@ class StepHooks(RankHooks):
 
     @property
     def last_grad_norm(self) -> Tensor | None:
-        """Global gradient norm before clipping, of the last step that clipped by norm; None where
+        """Global gradient norm before clipping, of the last step with clipping by norm. None if
         Lightning clips by itself.
         """
         return (
@@ -209,28 +211,28 @@ class StepHooks(RankHooks):
         )
 
     def gradients(self) -> dict[str, Tensor]:
-        """Return the reduced gradients that the optimizer reads, by global name (this rank's
+        """Return the reduced gradients read by the optimizer, by global name (this rank's
         shards).
         """
         has_trained = self.run is not None and self.run.has_trained
         return self._running.training.accumulation.reducer.gradients() if has_trained else {}
 
     def gradient_norm(self) -> Tensor:
-        """Return the 2-norm of all gradients over every axis, as they are now; a collective."""
+        """Return the 2-norm of all current gradients over every axis. A collective."""
         return self._running.training.norms.norm()
 
     def gradient_group_norms(self, optimizer: Optimizer) -> dict[str, Tensor]:
-        """Return the 2-norm of the gradients of every parameter group, by its name or number; a
-        collective.
+        """Return the 2-norm of the gradients of every parameter group, by the group's name or
+        number. A collective.
         """
         return self._running.training.norms.group_norms(unwrapped(optimizer))
 
     def num_zero_gradients(self) -> Tensor:
-        """Return how many elements of the gradients are zero, over every axis; a collective."""
+        """Return the number of zero elements in the gradients, over every axis. A collective."""
         return self._running.training.norms.zero_count()
 
     def wait_for_parameters(self) -> None:
-        """Wait until the weights are those of the last step on every rank; needed with
+        """Wait until every rank holds the weights of the last step. Needed with
         ``overlap_param_gather`` only.
         """
         if self.run is not None and self.run.has_trained:

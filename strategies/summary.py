@@ -1,4 +1,6 @@
-"""Lightning's model summary of the full module: at its hook, this rank holds a part."""
+"""Lightning's model summary for the full module. At Lightning's hook, this rank holds only a
+part.
+"""
 
 from __future__ import annotations
 
@@ -16,9 +18,11 @@ _FLOPS = "total flops"  # 0, since no example input is run
 
 
 def summarize_full(module: pl.LightningModule, undo: ExitStack) -> None:
-    """Fix what the summary callbacks show: ``module`` as it is now, until ``undo`` is closed.
+    """Fix the content of the summary callbacks to ``module`` in its present form, until ``undo`` is
+    closed.
 
-    Only rank 0 prints it. An example input is not run: the module may be on ``meta``.
+    Only rank 0 prints the summary. An example input is not run, since the module may be on
+    ``meta``.
     """
     trainer = module.trainer
     if not trainer.is_global_zero:
@@ -35,7 +39,7 @@ def summarize_full(module: pl.LightningModule, undo: ExitStack) -> None:
 
 
 def _without_flops(callback: ModelSummary) -> Callable[..., None]:
-    """Return the callback's ``summarize`` without the line that says nothing."""
+    """Return the callback's ``summarize`` without the empty line of FLOPs."""
     original: Callable[..., None] = type(callback).summarize
 
     def summarize(*columns: Any, **options: Any) -> None:

@@ -1,4 +1,4 @@
-"""What callbacks need to write and score text under any strategy: a tokenizer and an engine."""
+"""A tokenizer and an engine for callbacks that write and score text, under any strategy."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ def find_codec(
     tokenizer_model: str | None,
     tokenizer_type: TokenizerType,
 ) -> Codec:
-    """Return the codec of a tokenizer: the one that is named, that came with the model, or that
-    made the data.
+    """Return the codec of a tokenizer: named by the user, saved with the model, or used for the
+    training data.
 
     Raises:
-        ConfigError: If there is none.
+        ConfigError: If no tokenizer is found.
     """
     if tokenizer_model is not None:
         return load_codec(tokenizer_model, tokenizer_type)
@@ -55,7 +55,7 @@ def text_engine(
     """Return an engine for the model of a running Trainer, under any strategy.
 
     Raises:
-        ConfigError: If there is no model that writes text on this layout.
+        ConfigError: If no model can write text on this layout.
     """
     if isinstance(trainer.strategy, MegatronStrategy):
         return trainer.strategy.engine(options, stops=codec.stops, decode=codec.decode)

@@ -21,7 +21,7 @@ from megatron_lightning.strategies.folders import LiveFolder
 
 
 class WeightMeta(NamedTuple):
-    """One tensor of a stream."""
+    """A tensor of a stream."""
 
     name: str
     """Name in ``transformers``."""
@@ -30,13 +30,13 @@ class WeightMeta(NamedTuple):
 
 
 class WeightStream:
-    """Weights as they are when the stream is iterated, in the form of vLLM's ``WeightSource``.
+    """Current weights at each iteration of the stream, in the form of vLLM's ``WeightSource``.
 
-    Each iteration is a collective: all ranks iterate, and take all tensors. No rank has more than
-    its part and one full tensor.
+    Each iteration is a collective: all ranks iterate, and take all tensors. A rank holds at most
+    its part and a full tensor.
 
     Args:
-        make: Returns the folder of the model as it is now; a collective.
+        make: Returns the current folder of the model. A collective.
     """
 
     def __init__(self, make: Callable[[], LiveFolder]) -> None:
@@ -59,10 +59,10 @@ class WeightStream:
 
 
 def check_format(weight_format: str) -> None:
-    """Check the names that are asked for.
+    """Check the name of a weight format.
 
     Raises:
-        ConfigError: If they are not those of ``transformers``.
+        ConfigError: If the name is not "transformers".
     """
     if weight_format != "transformers":
         raise ConfigError(
@@ -74,11 +74,11 @@ def check_format(weight_format: str) -> None:
 def streamed_model(
     root: nn.Module, model: nn.Module | None
 ) -> tuple[nn.Module | None, Plan | None]:
-    """Return the model to stream, and how a new folder is made of it; None: it came from a folder,
-    which says how.
+    """Return the model to stream, and the recipe for a new folder. None: use the model's source
+    folder.
 
     Raises:
-        ConfigError: If no family of ``transformers`` describes a model that came from none.
+        ConfigError: If no family of ``transformers`` describes a model without a source folder.
     """
     found = [child for child in root.modules() if isinstance(child, GPTModel)]
     if model is None and not kept_folders(root) and len(found) == 1:
