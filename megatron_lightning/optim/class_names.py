@@ -1,7 +1,7 @@
 """The class of an optimizer beside its state in a checkpoint.
 
-The state of one class is no state of another: momenta that are missing begin at zero, and second
-moments lie about unused.
+A class cannot resume from the state of another class: missing momenta would begin at zero, and
+second moments would stay unused.
 """
 
 from __future__ import annotations
@@ -13,22 +13,23 @@ from torch.optim import Optimizer
 from megatron_lightning.errors import CheckpointError
 
 CLASSES = "classes"
-"""Key of the names of the class and its base classes, beside ``param_groups``."""
+"""Key of the names of the class and the base classes, beside ``param_groups``."""
 
 
 def class_names(optimizer: Optimizer) -> list[str]:
-    """Return the qualified names of the optimizer's class and of its base classes, without modules:
-    a script and an import of it name them differently.
+    """Return the qualified names of the optimizer's class and base classes, without modules: a
+    script and an import of the script name modules differently.
     """
     return [base.__qualname__ for base in type(optimizer).__mro__ if base not in Optimizer.__mro__]
 
 
 def check_class(optimizer: Optimizer, saved: Sequence[str]) -> None:
-    """Check that an optimizer has the class of the saved one, or one class is the other's base.
+    """Check that the optimizer has the class of the saved optimizer, or a base class or subclass.
 
     Args:
-        optimizer: The optimizer that is resumed.
-        saved: :func:`class_names` of the saved one; empty: an older checkpoint, or a plain file.
+        optimizer: The resumed optimizer.
+        saved: :func:`class_names` of the saved optimizer. Empty: an older checkpoint, or a plain
+            file.
 
     Raises:
         CheckpointError: Naming both classes.

@@ -1,8 +1,8 @@
 """Gradient norm over every axis without double counting, and clipping.
 
-A gradient counts once: not on the holder of a tied copy, and of the ranks that hold equal
-parameters only on the first, as in megatron/core/optimizer/clip_grads.py. Norms of sharded
-gradients are also summed over the data-parallel ranks.
+A gradient counts once, as in megatron/core/optimizer/clip_grads.py: never on the holder of a tied
+copy, and only on the first of several ranks with equal parameters. Norms of sharded gradients are
+also summed over the data-parallel ranks.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from megatron_lightning.parallel.context import AxisGroup, ParallelContext
 from megatron_lightning.parallel.spec import ShardSpec, is_writer
 
 _ROW = 16384
-"""Elements that one sum of a norm adds up on a CPU."""
+"""Elements per partial sum of a norm on a CPU."""
 
 
 def global_grad_norm(
@@ -28,13 +28,13 @@ def global_grad_norm(
     sharded: bool,
     norm_type: float = 2.0,
 ) -> Tensor:
-    """Return the norm of all gradients of the model, equal on every rank; a collective.
+    """Return the norm of all gradients of the model, equal on every rank. A collective.
 
     Args:
-        items: (reduced gradient, spec of its parameter) of this rank's optimizers.
+        items: (reduced gradient, spec of the parameter) of this rank's optimizers.
         context: The groups of this rank.
         sharded: Whether data-parallel ranks hold different shards of the gradients.
-        norm_type: p of the p-norm; ``math.inf`` for the largest absolute value.
+        norm_type: p of the p-norm. ``math.inf`` for the largest absolute value.
 
     Returns:
         A scalar tensor on the context's device.
@@ -56,10 +56,10 @@ def global_grad_norm(
 def global_zero_count(
     items: Iterable[tuple[Tensor, ShardSpec]], context: ParallelContext, *, sharded: bool
 ) -> Tensor:
-    """Return how many elements of all gradients of the model are zero, equal on every rank; a
+    """Return how many elements of all gradients of the model are zero, equal on every rank. A
     collective.
 
-    Arguments are those of :func:`global_grad_norm`; the result is an int64 scalar.
+    The arguments equal the arguments of :func:`global_grad_norm`. The result is an int64 scalar.
     """
     groups = _norm_groups(context, sharded)
     counts = {
@@ -76,8 +76,8 @@ def global_zero_count(
 
 
 def clip_grads_by_norm_(gradients: Iterable[Tensor], max_norm: float, total_norm: Tensor) -> None:
-    """Scale the gradients in place so that their norm, which is ``total_norm`` now, is at most
-    ``max_norm``.
+    """Scale the gradients in place to a norm of at most ``max_norm``, given the present norm
+    ``total_norm``.
     """
     tensors = list(gradients)
     if tensors:
@@ -93,8 +93,8 @@ def clip_grads_by_value_(gradients: Iterable[Tensor], max_value: float) -> None:
 
 
 def _norm_groups(context: ParallelContext, sharded: bool) -> dict[str, AxisGroup]:
-    """Return ``ShardSpec.model_axes`` -> the ranks that together hold gradients once; groups of
-    equal ranks are one object.
+    """Return ``ShardSpec.model_axes`` -> the ranks that together hold gradients once. Groups of
+    equal ranks are the same object.
     """
     # The model ranks times the data-parallel ranks are all ranks, for both kinds of parameters.
     if sharded:
@@ -104,10 +104,11 @@ def _norm_groups(context: ParallelContext, sharded: bool) -> dict[str, AxisGroup
 
 
 def _pieces(gradient: Tensor, norm_type: float) -> tuple[Tensor, ...]:
-    """Return tensors whose norm is that of ``gradient``.
+    """Return tensors with the same norm as ``gradient``.
 
-    On a CPU torch adds a tensor up in one fp32 sum for each vector lane, which ends 7e-4 too low
-    for 16 million elements, and so depends on how ranks divide it. Norms of rows first, at no cost.
+    On a CPU torch adds up a tensor in a single fp32 sum for each vector lane. The sum is 7e-4 too
+    low for 16 million elements, and so depends on how ranks shard the tensor. Norms of rows come
+    first, at no cost.
     """
     num_rows = gradient.numel() // _ROW
     if gradient.device.type != "cpu" or gradient.dtype != torch.float32 or num_rows < 2:
@@ -125,7 +126,7 @@ def _norm_over(
     norm = torch.nn.utils.get_total_norm(pieces, norm_type).to(context.device)
     if group.process_group is None:
         return norm
-    norm = norm.float()  # one dtype on all ranks, those without a gradient included
+    norm = norm.float()  # one dtype on all ranks, also on ranks without a gradient
     if norm_type == float("inf"):
         dist.all_reduce(norm, dist.ReduceOp.MAX, group=group.process_group)
         return norm

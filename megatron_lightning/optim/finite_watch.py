@@ -1,10 +1,11 @@
-"""Detect infinities and NaN where they arise, before a reduction has spread them to all ranks.
+"""Detect the first infinity or NaN of a step, before a reduction spreads the value to all ranks.
 
 The largest absolute value of every stage output, every loss and the gradient of each parameter in
-each micro-batch is recorded on the device. They are checked once a pipeline run: one
-synchronization, and one small collective of all ranks. The first finding in the order of
-computation is reported: an early micro-batch before a late one, forward before backward, forward
-from the first stage on and backward from the last; later ones are mostly its consequence.
+each micro-batch is recorded on the device. All values are checked once a pipeline run, by a single
+synchronization and a small collective of all ranks. The first finding in the order of computation
+is reported, because later findings mostly follow from the first. The order is: early micro-batches
+before late micro-batches, forward before backward, forward from the first stage on, backward from
+the last.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from megatron_lightning.pipeline.schedules.actions import Action
 
 
 class _Finding(NamedTuple):
-    """A tensor that is not finite; the least finding is the first in the order of computation."""
+    """A tensor with an infinity or NaN. Findings sort by the order of computation."""
 
     microbatch: int
     backward: bool
@@ -45,13 +46,13 @@ class FiniteWatch:
         self._context = context
         self._num_stages = num_stages
         self._policy = policy
-        self._place = (0, 0)  # stage and micro-batch that are computed now
+        self._place = (0, 0)  # stage and micro-batch under computation
         self._seen: list[tuple[_Finding, Tensor]] = []
         self._hooks: dict[int, torch.utils.hooks.RemovableHandle] = {}  # by id of the parameter
 
     def attach(self, parameters: Mapping[str, Tensor], when: Callable[[], bool]) -> None:
-        """Record every gradient that these parameters receive while ``when()`` holds; those that
-        are watched already stay so.
+        """Record every gradient of these parameters while ``when()`` holds. Parameters watched
+        already stay watched.
         """
         for name, parameter in parameters.items():
             is_new = id(parameter) not in self._hooks
@@ -66,7 +67,7 @@ class FiniteWatch:
         self._hooks.clear()
 
     def begin(self, action: Action) -> None:
-        """Record the action that a pipeline begins."""
+        """Record the action begun by a pipeline."""
         self._place = (action.stage, action.microbatch)
 
     def end(self, action: Action, outputs: tuple[Tensor, ...] | Tensor | None) -> None:
@@ -99,7 +100,7 @@ class FiniteWatch:
         self._seen.append((finding, _largest(gradient)))
 
     def check(self, step: int) -> bool:
-        """Return whether any rank found something in this pipeline run; a collective."""
+        """Return whether any rank found an infinity or NaN in this pipeline run. A collective."""
         seen, self._seen = self._seen, []
         bad: list[_Finding] = []
         if seen:
@@ -119,8 +120,8 @@ class FiniteWatch:
         return True
 
     def _shared(self, mine: _Finding | None) -> list[_Finding]:
-        """Return the first finding of every rank that has one; without findings one number is
-        exchanged.
+        """Return the first finding of every rank with findings. Without findings the ranks exchange
+        a single number.
         """
         world = self._context.axis("world")
         if world.process_group is None:
@@ -146,7 +147,7 @@ class FiniteWatch:
 
 
 def _largest(tensor: Tensor) -> Tensor:
-    """Return the largest absolute value; it is not finite if any element is not."""
+    """Return the largest absolute value, not finite if any element is not."""
     wide = torch.promote_types(tensor.dtype, torch.float32)
     largest: Tensor = torch.linalg.vector_norm(tensor.detach(), float("inf"), dtype=wide).to(
         torch.float64

@@ -1,4 +1,6 @@
-"""The parameters that FSDP2 can shard, and those that stay full on every rank, with the reason."""
+"""The parameters shardable by FSDP2, and the parameters kept full on every rank, with the
+reason.
+"""
 
 from __future__ import annotations
 
@@ -11,14 +13,14 @@ from torch.distributed.fsdp import FSDPModule
 from megatron_lightning.parallel.spec import ShardSpec
 
 IN_ONE_PIECE = (nn.RNNBase,)
-"""Modules that keep views of their weights in one piece of memory, which shards are not."""
+"""Modules with views of all weights in one piece of memory. Shards are not in one piece."""
 _LISTED = 3
 
 
 def can_be_extended(module: nn.Module) -> bool:
-    """Return whether FSDP2 can make the module's class one of its own.
+    """Return whether FSDP2 can replace the module's class.
 
-    Python refuses it where the memory of the objects differs, as with ``class Block(ABC,
+    Python refuses the assignment if the object layouts differ, as with ``class Block(ABC,
     nn.Module)``.
     """
     kind = type(module)
@@ -38,14 +40,14 @@ def shardable(
     specs: Mapping[str, ShardSpec],
     excluded: Set[str],
 ) -> dict[int, str]:
-    """Return id -> ``data_axes`` of the parameters that FSDP2 can shard in their unit.
+    """Return id -> ``data_axes`` of the parameters shardable by FSDP2 within a unit.
 
-    A parameter that code reaches around the unit is none of them: one with a name outside, or with
-    two inside. A unit itself may have several paths.
+    A parameter must be reachable only through the unit: no name outside of the unit, and no second
+    name inside. A unit itself may have several paths.
 
     Args:
         module: The assembled module.
-        units: Its units, by stage.
+        units: The units, by stage.
         specs: Specs of all parameters.
         excluded: Names of parameters with a copy on another pipeline rank.
     """
@@ -83,14 +85,14 @@ def explain_full(
     sharded: Set[str],
     known: Mapping[str, str],
 ) -> dict[str, str]:
-    """Return why parameters are not sharded, by name.
+    """Return the reason for staying full of each parameter, by name.
 
     Args:
         module: The assembled module.
         specs: Specs of all parameters.
         excluded: Names of parameters with a copy on another pipeline rank.
         sharded: Names of the sharded parameters.
-        known: Reasons that are known.
+        known: Reasons known before.
     """
     uses = Counter(id(p) for _, p in module.named_parameters(remove_duplicate=False))
     in_one_piece = _in_one_piece(module)
@@ -116,7 +118,7 @@ def explain_full(
 
 
 def describe_full(full: Mapping[str, str]) -> str:
-    """Return one sentence that names the parameters that stay full; "" if there are none."""
+    """Return a sentence with the names of the full parameters. "" if none is full."""
     by_reason: dict[str, list[str]] = {}
     for name, why in full.items():
         by_reason.setdefault(why, []).append(name)

@@ -1,9 +1,9 @@
 """Dynamic loss scaling for fp16: updates of the scale, and the unscaling of gradients.
 
 As in Megatron-Core's ``DynamicGradScaler``, an overflow decrements the hysteresis counter and, once
-it is used up, halves the scale; a run of clean steps doubles the scale and resets the counter. An
-overflow never resets it, so a scale that is much too high falls at every step (mixed precision
-training, https://arxiv.org/abs/1710.03740, section 3.2).
+the counter is used up, halves the scale. A run of clean steps doubles the scale and resets the
+counter. An overflow never resets the counter, so a scale much too high falls at every step (mixed
+precision training, https://arxiv.org/abs/1710.03740, section 3.2).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from megatron_lightning.config import LossScaleOptions
 
 
 class DynamicLossScale:
-    """The factor that keeps small fp16 gradients above zero; equal on all ranks, because all see
+    """The factor to keep small fp16 gradients above zero. Equal on all ranks, because all ranks see
     the same overflows.
     """
 
@@ -32,12 +32,12 @@ class DynamicLossScale:
 
     @property
     def is_lowest(self) -> bool:
-        """Whether the scale is at its minimum."""
+        """Whether the scale is at the minimum."""
         return self.scale <= self.options.min_scale
 
     def update(self, overflowed: bool) -> None:
-        """Update the scale after a step in which a gradient on any rank was infinite or NaN, or
-        not.
+        """Update the scale after a step, with or without an infinite or NaN gradient on any
+        rank.
         """
         options = self.options
         if overflowed:
@@ -62,7 +62,7 @@ class DynamicLossScale:
         }
 
     def torch_state_dict(self) -> dict[str, Any]:
-        """Return the state of an equivalent ``torch.amp.GradScaler``, which has no hysteresis."""
+        """Return the state of an equivalent ``torch.amp.GradScaler``, without hysteresis."""
         return {
             "scale": self.scale,
             "growth_factor": self.options.growth_factor,
@@ -72,7 +72,7 @@ class DynamicLossScale:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume from a :meth:`state_dict`, or from that of a ``torch.amp.GradScaler``."""
+        """Resume from a :meth:`state_dict`, or from the state of a ``torch.amp.GradScaler``."""
         self.scale = float(state["scale"])
         self._clean_steps = int(
             state["growth_tracker"] if "growth_tracker" in state else state["_growth_tracker"]
@@ -82,8 +82,7 @@ class DynamicLossScale:
 
 @torch.no_grad()
 def unscale_(gradients: Iterable[Tensor], scale: float, device: torch.device) -> Tensor:
-    """Divide the gradients by ``scale`` in place, in one pass that also looks for infinities and
-    NaN.
+    """Divide the gradients by ``scale`` in place, and look for infinities and NaN in the same pass.
 
     Returns:
         A float tensor of shape [1] on ``device``: 1 if a gradient is not finite, else 0.

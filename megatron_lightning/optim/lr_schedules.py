@@ -8,10 +8,10 @@ With n optimizer steps (or samples) consumed, a group with peak rate ``max`` tra
     inverse-square-root   max(min, max sqrt(warm-up / n))
     otherwise             min + c (max - min), with r = (n - warm-up) / (decay - warm-up)
 
-where c is 1 (constant), 1 - r (linear) or (cos(pi r) + 1) / 2 (cosine,
+with c = 1 (constant), 1 - r (linear) or (cos(pi r) + 1) / 2 (cosine,
 https://arxiv.org/abs/1608.03983). WSD (warm-up, stable, decay: https://arxiv.org/abs/2404.06395)
-keeps c = 1 until the last ``wsd_decay_steps``; when a part q of them has passed, c is 1 - q,
-(cos(pi q) + 1) / 2, 2 * 0.5^q - 1 or 1 - sqrt(q). The first step of a run is taken at n = 0, so
+keeps c = 1 until the last ``wsd_decay_steps``. After a fraction q of ``wsd_decay_steps``, c is 1 -
+q, (cos(pi q) + 1) / 2, 2 * 0.5^q - 1 or 1 - sqrt(q). The first step of a run is taken at n = 0, so
 with a warm-up at ``init``.
 """
 
@@ -36,41 +36,42 @@ OnResume = Literal["require_equal", "configured", "checkpoint"]
 
 @dataclass(frozen=True, kw_only=True)
 class LRSchedule:
-    """A schedule, with the names of Megatron-Core; all ``_steps`` are counted in ``unit`` from the
+    """A schedule, with the names of Megatron-Core. All ``_steps`` are counted in ``unit`` from the
     start of training.
 
-    The peak is the learning rate that the optimizer, or a parameter group of it, was made with.
+    The peak is the learning rate given to the optimizer or to a parameter group.
     """
 
     lr_decay_style: DecayStyle = "cosine"
     """Shape of the decay."""
     lr_decay_steps: int | None = None
-    """Where the decay ends and ``min_lr`` begins; every style but constant needs it."""
+    """End of the decay and start of ``min_lr``. Required by every style but constant."""
     lr_warmup_steps: int = 0
     """Length of the linear warm-up."""
     init_lr: float = 0.0
     """Learning rate at the start of the warm-up."""
     min_lr: float = 0.0
-    """Learning rate after the decay; a parameter group may have a ``min_lr`` of its own."""
+    """Learning rate after the decay. A parameter group may have a separate ``min_lr``."""
     lr_wsd_decay_style: TailStyle = "exponential"
     """Shape of the tail of WSD."""
     wsd_decay_steps: int | None = None
-    """Length of the tail of WSD, which ends at ``lr_decay_steps``."""
+    """Length of the tail of WSD, ending at ``lr_decay_steps``."""
     start_wd: float | None = None
-    """Weight decay at the start; leave both out and the optimizer's own stays."""
+    """Weight decay at the start. Leave out ``start_wd`` and ``end_wd`` for the optimizer's weight
+    decay."""
     end_wd: float | None = None
     """Weight decay after ``wd_incr_steps``."""
     wd_incr_steps: int | None = None
-    """Length of the change of the weight decay; leave it out for ``lr_decay_steps``."""
+    """Length of the change of the weight decay. Leave out for ``lr_decay_steps``."""
     wd_incr_style: WeightDecayStyle = "constant"
-    """Shape of the change of the weight decay; constant wants equal ends."""
+    """Shape of the change of the weight decay. Constant requires equal ends."""
     unit: Literal["steps", "samples"] = "steps"
     """Whether optimizer steps or training samples are counted."""
     samples_per_step: int | None = None
-    """Samples of an optimizer step over all ranks, for strategies that do not count them as
-    MegatronStrategy does."""
+    """Samples of an optimizer step over all ranks, for strategies without a sample count.
+    MegatronStrategy counts samples."""
     on_resume: OnResume = "require_equal"
-    """Whether to refuse a checkpoint of another schedule, to follow this one, or to follow the
+    """Whether to refuse a checkpoint of another schedule, to follow this schedule, or to follow the
     checkpoint's."""
 
     def __post_init__(self) -> None:
@@ -164,7 +165,7 @@ class LRSchedule:
         return _TAILS[self.lr_decay_style](float(consumed - warmup) / float(decay - warmup))
 
     def weight_decay(self, consumed: int) -> float | None:
-        """Return the weight decay after ``consumed`` steps or samples; None: not scheduled."""
+        """Return the weight decay after ``consumed`` steps or samples. None: not scheduled."""
         start, end, length = self.start_wd, self.end_wd, self.wd_incr_steps or self.lr_decay_steps
         if (
             start is None
@@ -203,18 +204,18 @@ class _Group(NamedTuple):
 
 
 class ScheduledLR(LRScheduler):
-    """Set the learning rate and, where configured, the weight decay of every parameter group by an
+    """Set the learning rate and, if configured, the weight decay of every parameter group by an
     :class:`LRSchedule`.
 
-    A group's peak is its ``lr`` when this is made. Further keys of a group are read if present:
-    ``min_lr``; ``lr_mult``, by which ``init_lr`` and ``min_lr`` are multiplied as the group's
-    ``lr`` was; ``wd_mult``, the factor of the scheduled weight decay (otherwise 0 for groups made
-    without weight decay, and 1). Step it after every optimizer step (Lightning: ``"interval":
-    "step"``).
+    A group's peak is the group's ``lr`` at construction. Further keys of a group are read if
+    present: ``min_lr``, ``lr_mult`` (already included in ``lr``, and the factor of ``init_lr`` and
+    ``min_lr``), and ``wd_mult`` (the factor of the scheduled weight decay, by default 0 for groups
+    without weight decay and 1 for all other groups). Step the scheduler after every optimizer step
+    (Lightning: ``"interval": "step"``).
 
     Raises:
-        ConfigError: If a group's minimum is above its peak; in :meth:`step`, if samples are not
-            counted.
+        ConfigError: If a group's minimum is above the group's peak. In :meth:`step`, if samples are
+            not counted.
     """
 
     def __init__(self, optimizer: Optimizer, schedule: LRSchedule) -> None:
@@ -238,11 +239,11 @@ class ScheduledLR(LRScheduler):
         self._samples = (self._samples or 0) + num_samples
 
     def forget_samples(self) -> None:
-        """Discard the samples counted since the last step, which was skipped."""
+        """Discard the samples counted since the last step, after a skipped step."""
         self._samples = 0
 
     def step(self, epoch: int | None = None) -> None:
-        """Advance by one optimizer step, or by its samples."""
+        """Advance by an optimizer step, or by the samples of a step."""
         if self._counting:
             self.num_steps += self._increment()
         super().step()
@@ -286,7 +287,7 @@ class ScheduledLR(LRScheduler):
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Resume from :meth:`state_dict`, under the schedule that ``on_resume`` selects."""
+        """Resume from :meth:`state_dict`, under the schedule selected by ``on_resume``."""
         how = self.schedule.on_resume
         if how == "require_equal":
             self._require_equal(state_dict)

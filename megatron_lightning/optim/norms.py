@@ -1,4 +1,4 @@
-"""Norms of the reduced gradients over every axis, and clipping by them."""
+"""Norms of the reduced gradients over every axis, and clipping by norm."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megatron_lightning.parallel.context import ParallelContext
 
 
 class GradientNorms:
-    """Compute norms of the optimizers' gradients; most methods are collectives."""
+    """Compute norms of the optimizers' gradients. Most methods are collectives."""
 
     def __init__(self, accumulation: GradientAccumulation, context: ParallelContext) -> None:
         self._accumulation = accumulation
@@ -26,7 +26,7 @@ class GradientNorms:
         """Global norm before the last clipping by norm."""
 
     def norm(self, optimizer: Optimizer | None = None) -> Tensor:
-        """Return the global norm of all gradients, or of one optimizer's; a collective."""
+        """Return the global norm of all gradients, or of an optimizer's gradients. A collective."""
         return self._norm_of(self._read_by(optimizer))
 
     def _norm_of(self, gradients: dict[str, Tensor]) -> Tensor:
@@ -34,12 +34,12 @@ class GradientNorms:
         return global_grad_norm(reducer.counted(gradients), self._context, sharded=reducer.sharded)
 
     def zero_count(self) -> Tensor:
-        """Return how many elements of the gradients are zero; a collective."""
+        """Return the number of zero elements of the gradients. A collective."""
         reducer = self._accumulation.reducer
         return global_zero_count(reducer.counted(), self._context, sharded=reducer.sharded)
 
     def group_norms(self, optimizer: Optimizer) -> dict[str, Tensor]:
-        """Return the global norm of every parameter group by its name or index; a collective."""
+        """Return the global norm of every parameter group by name or index. A collective."""
         reducer = self._accumulation.reducer
         targets = reducer.targets()
         groups = zip(optimizer.param_groups, self._carriers(optimizer), strict=True)
@@ -54,8 +54,8 @@ class GradientNorms:
         return norms
 
     def _carriers(self, optimizer: Optimizer) -> list[set[int]]:
-        """Return the tensors that carry the gradients of each parameter group, which may not be its
-        own.
+        """Return the gradient-carrying tensors of each parameter group, possibly other than the
+        group's tensors.
         """
         for view in self._accumulation.views:
             if view.exchanged and view.optimizer is optimizer:
@@ -65,7 +65,9 @@ class GradientNorms:
         ]
 
     def _names_of_all_ranks(self, names: tuple[str, ...]) -> tuple[str, ...]:
-        """Return the group names of all pipeline ranks; exchanged when this rank's change."""
+        """Return the group names of all pipeline ranks. Names are exchanged after a change on this
+        rank.
+        """
         pipeline = self._context.pp
         if pipeline.process_group is None:
             return names
@@ -75,7 +77,7 @@ class GradientNorms:
         return self._group_names[names]
 
     def _read_by(self, optimizer: Optimizer | None) -> dict[str, Tensor]:
-        """Return the gradients by name, without those that ``optimizer`` does not step."""
+        """Return the gradients stepped by ``optimizer`` (None: all), by name."""
         reducer = self._accumulation.reducer
         if optimizer is None:
             return reducer.gradients()
@@ -100,7 +102,7 @@ class GradientNorms:
         return gradients + [gradient for gradient in others if gradient is not None]
 
     def clip_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
-        """Scale the gradients of ``optimizer`` to a global norm of at most ``clip_val``; a
+        """Scale the gradients of ``optimizer`` to a global norm of at most ``clip_val``. A
         collective.
         """
         self.last_norm = self.norm(optimizer)

@@ -1,4 +1,4 @@
-"""Checks of what ``configure_optimizers`` returns."""
+"""Checks of the optimizers returned by ``configure_optimizers``."""
 
 from __future__ import annotations
 
@@ -47,19 +47,19 @@ def check_optimizers(
     *,
     sharded: bool,
 ) -> None:
-    """Check what ``configure_optimizers`` returned.
+    """Check the optimizers returned by ``configure_optimizers``.
 
     Args:
-        optimizers: All that it returned.
-        micro_batch_size: Samples of a micro-batch; None: the whole batch.
+        optimizers: All returned optimizers.
+        micro_batch_size: Samples of a micro-batch. None: the whole batch.
         world_size: Ranks of the job.
-        options: How the data-parallel ranks step.
-        sharded: Whether ranks step shards or some of the parameters.
+        options: Options of the data-parallel step.
+        sharded: Whether ranks step shards or a subset of the parameters.
 
     Raises:
-        ConfigError: For an object that is no torch optimizer, where ranks step parts; for an
-            optimizer that shards its own state; for one that evaluates the step several times,
-            where a rank sees a part of it or steps copies of the weights.
+        ConfigError: For an object other than a torch optimizer, if ``sharded``. For an optimizer
+            with a sharded state of its own. For an optimizer with several evaluations per step, if
+            a rank runs only a part of the step or steps copies of the weights.
     """
     foreign = next(
         (optimizer for optimizer in optimizers if not isinstance(optimizer, Optimizer)), None
@@ -99,14 +99,14 @@ def check_optimizers(
 
 
 def check_stepped_tensors(optimizers: Sequence[object], module: nn.Module) -> None:
-    """Check that the optimizers step parameters of the module, and nothing else.
+    """Check that the optimizers step only parameters of the module.
 
     Args:
-        optimizers: All that ``configure_optimizers`` returned.
-        module: The LightningModule, divided.
+        optimizers: All optimizers of ``configure_optimizers``.
+        module: The LightningModule, sharded.
 
     Raises:
-        ConfigError: If one steps another tensor that requires a gradient.
+        ConfigError: If an optimizer steps another tensor with ``requires_grad``.
     """
     own = {id(parameter) for parameter in module.parameters()}
     for optimizer in optimizers:
@@ -130,14 +130,14 @@ def check_stepped_tensors(optimizers: Sequence[object], module: nn.Module) -> No
 
 
 class _Holder(NamedTuple):
-    """How one pipeline rank steps its copy of a tied parameter."""
+    """Optimizer and options of a tied parameter's copy on a pipeline rank."""
 
     name: str
-    """Name of the parameter on that rank."""
+    """Name of the parameter on the pipeline rank."""
     optimizer: str
-    """Class of its optimizer."""
+    """Class of the optimizer."""
     options: dict[str, str]
-    """Hyper-parameters of its group."""
+    """Hyper-parameters of the parameter group."""
 
     def __str__(self) -> str:
         values = ", ".join(f"{key}={value}" for key, value in self.options.items())
@@ -150,18 +150,20 @@ def check_tied_copies(
     specs: Mapping[str, ShardSpec],
     pp: AxisGroup,
 ) -> None:
-    """Check that all pipeline ranks with a copy of a tied parameter step it alike; a collective.
+    """Check that all pipeline ranks with a copy of a tied parameter step the copy alike. A
+    collective.
 
-    A copy has another name than its owner, so that groups chosen by name may part them.
+    A copy and the owner have different names. Groups chosen by name may treat the copy and the
+    owner differently.
 
     Args:
-        optimizers: All that ``configure_optimizers`` returned.
+        optimizers: All optimizers of ``configure_optimizers``.
         parameters: Trainable parameters of this rank by name.
-        specs: Their specs.
+        specs: Specs of the parameters.
         pp: Pipeline ranks.
 
     Raises:
-        ConfigError: On all ranks, if two copies are in groups that differ.
+        ConfigError: On all ranks, if two copies are in differing groups.
     """
     if pp.size == 1:
         return

@@ -19,28 +19,28 @@ from megatron_lightning.parallel.patterns import compile_pattern
 from megatron_lightning.parallel.sharding import tied_names
 
 DEFAULT_GROUP = "default"
-"""Name of the group of the parameters that no row matches."""
+"""Name of the group of parameters without a matching row."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ParamGroup:
-    """One row of the table."""
+    """A row of the table."""
 
     name: str
-    """Name of the group, as LearningRateMonitor logs it."""
+    """Name of the group, as logged by LearningRateMonitor."""
     params: Sequence[str] = ("**",)
-    """Patterns of parameter names; ``*`` represents one segment of a dotted name or a part of it,
-    ``**`` any number of segments."""
+    """Patterns of parameter names. ``*`` represents a segment of a dotted name or a part of a
+    segment, ``**`` any number of segments."""
     max_dims: int | None = None
-    """Match only parameters of at most that many dims; 1: norms and biases."""
+    """Match only parameters of at most this number of dims. 1: norms and biases."""
     lr: float | None = None
-    """Peak learning rate of its own (decoupled, such as Megatron's for embeddings)."""
+    """Peak learning rate of the group (decoupled, such as Megatron's for embeddings)."""
     lr_mult: float = 1.0
     """Factor of the common learning rate, warm-up and minimum included."""
     min_lr: float | None = None
-    """Learning rate after the decay; leave it out for the schedule's."""
+    """Learning rate after the decay. Leave out for the schedule's."""
     wd_mult: float = 1.0
-    """Factor of the common weight decay; 0: none."""
+    """Factor of the common weight decay. 0: no weight decay."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """Further options of the optimizer, such as betas."""
 
@@ -75,18 +75,18 @@ def make_param_groups(
     lr: float,
     weight_decay: float = 0.0,
 ) -> list[dict[str, Any]]:
-    """Return the groups for an optimizer; a parameter belongs to the first row that matches it. Of
-    a module with adapters, frozen parameters are left out.
+    """Return the groups for an optimizer. A parameter belongs to the first matching row. In a
+    module with adapters, frozen parameters are left out.
 
     Args:
-        module: Owner of the parameters; patterns match the names of ``named_parameters()``, or the
-            owner's of a tied copy.
+        module: Owner of the parameters. Patterns match the names of ``named_parameters()``. A tied
+            copy matches by the owner's name.
         table: The rows, in order.
         lr: Common peak learning rate.
         weight_decay: Common weight decay.
 
     Returns:
-        The default group, then one for each row, empty ones included.
+        The default group, then a group for each row, empty groups included.
     """
     names = [DEFAULT_GROUP, *(row.name for row in table)]
     if len(set(names)) != len(names):
@@ -126,7 +126,7 @@ def _rows_of(
 
 
 def check_rows(module: nn.Module, table: Sequence[ParamGroup]) -> None:
-    """Check, on the full module, that every row matches a parameter."""
+    """Check on the full module: every row must match a parameter."""
     used = {index for index, *_ in _rows_of(module, table)}
     for index, row in enumerate(table, start=1):
         if index in used:

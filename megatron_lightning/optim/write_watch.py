@@ -1,9 +1,9 @@
-"""Writes into tensors that the next step overwrites, found without waiting for the device.
+"""Detect lost writes into tensors overwritten by the next step, without waiting for the device.
 
-Some weights cannot be taken over from their parameters before a step: quantized data have fewer
-bits than the main params, and full matrices have parts on other ranks. Column sums of what the last
-step left are compared on the device before the next one. The host reads the answer one step later,
-when it has long been there; on CPUs at once.
+Writes into certain parameters cannot be taken over before a step: quantized data have fewer bits
+than the main params, and full matrices have shards on other ranks. Column sums at the end of a step
+are compared on the device before the next step. The host reads the answer a step later, without a
+wait. On CPUs the host reads the answer at once.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from megatron_lightning.optim.stepping.column_sums import column_sums
 
 
 class WriteWatch:
-    """Watches tensors on one rank between steps."""
+    """Watches tensors on this rank between steps."""
 
     def __init__(self) -> None:
         self._seen: list[Tensor] = []
         self._answer: tuple[Tensor, torch.cuda.Event | None] | None = None
 
     def record(self, tensors: Sequence[Tensor]) -> None:
-        """Record what a step, or code that has taken over writes, leaves."""
+        """Record the tensors at the end of a step or of a take-over."""
         self._seen = [_sums(tensor) for tensor in tensors]
 
     def forget(self) -> None:
-        """Forget what was recorded: the tensors have been replaced."""
+        """Forget the record, because the tensors have been replaced."""
         self._seen = []
 
     def was_written(self, tensors: Sequence[Tensor]) -> bool:
@@ -42,11 +42,11 @@ class WriteWatch:
 
         Args:
             tensors: In the order of :meth:`record`.
-            names: Of their parameters.
-            why: Why the writes are lost, and what to set.
+            names: Names of the tensors' parameters.
+            why: The reason for the loss of writes, and the settings to change.
 
         Raises:
-            ConfigError: If one was written; on GPUs at the next call.
+            ConfigError: If a tensor was written. On GPUs at the next call.
         """
         self._raise_if(names, why)
         changed = self._compare(tensors)
@@ -74,7 +74,7 @@ class WriteWatch:
         changed, event = self._answer
         self._answer = None
         if event is not None:
-            event.synchronize()  # recorded one step ago
+            event.synchronize()  # recorded a step ago
         written = [
             name for name, is_written in zip(names, changed.tolist(), strict=True) if is_written
         ]

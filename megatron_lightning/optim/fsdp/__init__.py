@@ -1,1 +1,1 @@
-"""Units that FSDP2 shards, and the reduction of their gradients."""
+"""Units sharded by FSDP2, and the reduction of the units' gradients."""

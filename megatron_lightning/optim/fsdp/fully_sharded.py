@@ -2,25 +2,25 @@
 torch's FSDP2.
 
 FSDP2 (``torch.distributed.fsdp.fully_shard``, https://arxiv.org/abs/2304.11277) gathers a unit's
-parameters before its forward and its backward; their gradients are reduce-scattered here
-(``fully_sharded_reducer``). A rank keeps rows of each parameter of its tensor-parallel shard: a
-flat range, which optimizers, norms and checkpoints treat like a ZeRO-1 shard.
+parameters before forward and before backward. The gradients are reduce-scattered here
+(``fully_sharded_reducer``). A rank keeps rows of each parameter's tensor-parallel shard. The rows
+are a flat range: optimizers, norms and checkpoints treat the range like a ZeRO-1 shard.
 
     plan                     all-gathers      reduce-scatters     full copies in memory: parameters
     reshard_after_forward    2 x micro-batch  1 (or micro-batch)  of one unit, all gradients
     not                      1                1 (or micro-batch)  of all units, all gradients
 
-Experts are units inside of these (``sharded_unit``), sharded over the ranks that hold the same
-experts: another group, and otherwise alike.
+Experts are units inside the pipeline units (``sharded_unit``), sharded over the ranks of the same
+experts. Only the group differs.
 
-With a reduce-scatter in each micro-batch, full gradients are held for one unit only.
+With a reduce-scatter in each micro-batch, only a single unit has full gradients at a time.
 
-With several instances (hybrid sharding, https://arxiv.org/abs/2304.11277 section 3.2.2) the shards
-are those of a group of neighboring ranks: gathers and reduce-scatters stay inside it, and only the
+With several instances (hybrid sharding, https://arxiv.org/abs/2304.11277 section 3.2.2) a group of
+neighboring ranks shards the parameters. Gathers and reduce-scatters stay inside the group. Only the
 reduced shards are all-reduced over the groups.
 
-Parameters that FSDP2 cannot manage are treated as under ZeRO-1: tied ones, scalars, those of
-another dtype than their unit, and those outside of the units.
+FSDP2 cannot manage tied parameters, scalars, parameters of another dtype than the unit, and
+parameters outside of the units. Such parameters are treated as under ZeRO-1.
 """
 
 from __future__ import annotations
@@ -65,13 +65,11 @@ from megatron_lightning.parallel.spec import ShardSpec
 from megatron_lightning.pipeline.stages.structure import sizes
 
 TRAINING = "training_step"
-"""The hook whose forwards are followed by backwards."""
+"""The Lightning hook of forwards with a backward."""
 
 
 class StageRoot(nn.Module):
-    """Root module of FSDP2 for one pipeline stage: its units, called through a function that runs
-    them.
-    """
+    """FSDP2 root module of a pipeline stage: the units, called through a function."""
 
     def __init__(self, units: Iterable[nn.Module]) -> None:
         super().__init__()
@@ -83,26 +81,28 @@ class StageRoot(nn.Module):
 
 
 class ShardedUnits:
-    """The sharded units of this rank's stages. Creating it shards them, in place.
+    """The sharded units of this rank's stages. The constructor shards the units in place.
 
-    FSDP2 gathers and reshards, and never reduces gradients: it would do so when a unit's backward
-    ends, before deferred weight gradients and without those that this rank lacks.
+    FSDP2 gathers and reshards, and never reduces gradients. FSDP2 would reduce at the end of a
+    unit's backward, before deferred weight gradients and without gradients missing on this rank.
 
     Args:
-        module: The assembled module, on its device; tensors on ``meta`` are allocated when they are
-            sharded (:attr:`unfilled`).
-        stages: Stage -> paths of its units in ``module``.
-        root: Path of the module whose call, by the user, runs all units; None: :meth:`call` does.
+        module: The assembled module, on the device. Tensors on ``meta`` are allocated when sharded
+            (:attr:`unfilled`).
+        stages: Stage -> paths of the stage's units in ``module``.
+        root: Path of the module called by the user to run all units. None: :meth:`call` runs the
+            units.
         specs: Name -> spec of every parameter of ``module``.
         context: The groups of this rank.
-        options: How much is kept full, and over which ranks.
-        micro_batches: Whether a step runs several; parameters are then gathered once a step unless
-            the options say otherwise.
-        compute_dtype: Dtype in which parameters are gathered and used; None: their own.
-        keeps_frozen: Whether frozen parameters keep their dtype; False: they may be trained later.
-        excluded: Names of parameters that are not sharded, such as those with a copy on another
+        options: How much stays full, and the sharding ranks.
+        micro_batches: Whether a step runs several micro-batches. Parameters are then gathered once
+            a step unless the options say otherwise.
+        compute_dtype: Dtype of gathered parameters. None: the dtype of the parameter.
+        keeps_frozen: Whether frozen parameters keep the dtype. False: frozen parameters may be
+            trained later.
+        excluded: Names of parameters to leave full, for instance parameters with a copy on another
             pipeline rank.
-        full: Name of a parameter outside of the units -> why it is.
+        full: Name of a parameter outside of the units -> the reason for staying full.
     """
 
     def __init__(
@@ -121,7 +121,7 @@ class ShardedUnits:
         keeps_frozen: bool = True,
     ) -> None:
         self.compute_dtype = compute_dtype
-        """Dtype in which parameters are gathered and used; None: their own."""
+        """Dtype of gathered parameters. None: the dtype of the parameter."""
         self._options = options
         self._keeps_frozen = keeps_frozen
         self._reshard = (
@@ -132,8 +132,8 @@ class ShardedUnits:
         self.groups = DataGroups.by_axes(
             context, sharded=True, num_instances=options.num_distributed_optimizer_instances
         )
-        """``ShardSpec.data_axes`` -> groups whose ranks hold different shards of such parameters,
-        and whose ranks hold the same ones."""
+        """``ShardSpec.data_axes`` -> data groups of such parameters: the ranks of different shards,
+        and the ranks of equal shards."""
         self._meshes = {
             axes: DeviceMesh.from_group(groups.shard.process_group, context.device.type)
             for axes, groups in self.groups.items()
@@ -158,7 +158,7 @@ class ShardedUnits:
         }
         self._paths = {child: path for path, child in module.named_modules()}
         self.units: list[Unit] = []
-        """The units of all stages, whose positions in this list are their indices."""
+        """The units of all stages. The position in this list is the unit's index."""
         self._backwards: dict[int, StageBackward] = {}
         self._calls: dict[int, nn.Module] = {}
         unfilled: list[str] = []
@@ -168,11 +168,11 @@ class ShardedUnits:
         self.names = frozenset(name for unit in self.units for name in unit.shards)
         """Names of the sharded parameters."""
         self.full = explain_full(module, specs, excluded, self.names, full)
-        """Name of a parameter that every rank keeps in full -> why."""
+        """Name of a parameter kept in full on every rank -> the reason."""
         self.unfilled = tuple(unfilled)
-        """Those that were on ``meta`` and are not initialized yet."""
+        """Names of parameters allocated from ``meta`` and not initialized yet."""
         self.codes = UnitCodes()
-        """Of the weights that are gathered as codes."""
+        """Quantized data of the FSDP2 weights gathered in 8 bits."""
         for unit in self.units:
             for name, shard in unit.shards.items():
                 hooks[name].move(shard)
@@ -187,7 +187,7 @@ class ShardedUnits:
         manageable: Mapping[int, str],
         device: torch.device,
     ) -> list[str]:
-        """Shard the pipeline units of a stage; return the names of the parameters to be filled."""
+        """Shard the pipeline units of a stage. Return the names of the parameters to be filled."""
         first, unfilled = len(self.units), []
         outer: dict[int, int] = {}
         for module in modules:
@@ -213,7 +213,7 @@ class ShardedUnits:
         return unfilled
 
     def _shard(self, division: Division, stage: int, index: int) -> None:
-        """Shard some parameters of one module."""
+        """Shard several parameters of a module."""
         unit, low, axes = division.module, self.compute_dtype, division.data_axes
         # What is sharded are the fp32 main params; the gathered parameters are cast. A frozen one
         # needs none.
@@ -265,7 +265,7 @@ class ShardedUnits:
     def _make_root(
         self, stage: int, modules: Sequence[nn.Module], module: nn.Module, path: str | None
     ) -> None:
-        """Shard a module around the pipeline units of a stage, so that FSDP2 prefetches gathers."""
+        """Shard a module around the pipeline units of a stage, for FSDP2 to prefetch gathers."""
         units = [child for child in modules if _is_sharded(child)]
         # The LightningModule itself is not called: every unit is a root of its own.
         if path == "" or not units:
@@ -285,13 +285,13 @@ class ShardedUnits:
         return self._order.known((TRAINING, stage))
 
     def in_order(self, hook: str, stage: int = 0) -> AbstractContextManager[None]:
-        """Check the order of the calls of a stage's units in Lightning's ``hook``; the first time
-        it is a collective.
+        """Check the order of the unit calls of a stage in Lightning's ``hook``. A collective the
+        first time.
         """
         return self._order.forward((hook, stage))
 
     def describe(self) -> str:
-        """Return one sentence on what is sharded and how."""
+        """Return a sentence about the sharded parameters and the way of sharding."""
         dense, experts = self.groups["dp-cp"], self.groups["edp"]
         has_experts = any(unit.groups is experts for unit in self.units)
         instances = max(dense.replicas.size, experts.replicas.size)
@@ -313,20 +313,20 @@ class ShardedUnits:
         ).rstrip()
 
     def call(self, stage: int, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Return ``run(*args, **kwargs)``, the forward of a stage, with its parameters gathered
-        when needed.
+        """Return ``run(*args, **kwargs)``, the forward of a stage, with parameters gathered when
+        needed.
         """
         root = self._calls.get(stage)
         return run(*args, **kwargs) if root is None else root(run, *args, **kwargs)
 
     def fill(self, name: str, parameter: DTensor, full: Tensor, spec: ShardSpec) -> None:
-        """Take over this rank's part of an initial value.
+        """Copy this rank's shard of an initial value.
 
         Args:
-            name: One of :attr:`unfilled`.
+            name: A name in :attr:`unfilled`.
             parameter: The sharded parameter.
-            full: Its global value, of ``spec.global_shape``.
-            spec: The spec of the parameter that was sharded.
+            full: The global value, of ``spec.global_shape``.
+            spec: The spec of the parameter before FSDP2's sharding.
         """
         own, box = local_part(parameter)
         used = self.compute_dtype or own.dtype
@@ -337,8 +337,8 @@ class ShardedUnits:
         self.unfilled = tuple(other for other in self.unfilled if other != name)
 
     def as_used(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a state dict with the sharded parameters in the dtype in which they are used; main
-        params are saved separately.
+        """Return a state dict with the sharded parameters in the dtype of the gathered parameters.
+        Main params are saved separately.
         """
         low = self.compute_dtype
         return {
@@ -347,26 +347,26 @@ class ShardedUnits:
         }
 
     def reshard(self) -> None:
-        """Free the full parameters, which the next use gathers again."""
+        """Free the full parameters. The next use gathers the parameters again."""
         for unit in self.units:
             unit.module.reshard()
 
     def reduce_by(self, reduce: Callable[[int, bool], None]) -> None:
-        """Set the function that reduces a unit's gradients, given its index and whether they are
-        the last ones of a step.
+        """Set the function to reduce a unit's gradients, called with the unit's index and whether
+        the gradients are the last of a step.
         """
         for backward in self._backwards.values():
             backward.reduce = reduce
 
     def accumulate(self) -> None:
-        """Begin a step: the gradients of the next backward passes are not its last ones."""
+        """Begin a step: the gradients of the next backward passes are not the last of the step."""
         for backward in self._backwards.values():
             backward.reset()
 
     @contextmanager
     def completing(self, stages: Iterable[int] | None = None) -> Generator[None, None, None]:
-        """Complete the gradients of these stages (None: all) in the block, reducing them as they
-        appear.
+        """Complete the gradients of these stages (None: all) in the block, and reduce the gradients
+        as soon as complete.
         """
         chosen = [
             self._backwards[stage] for stage in (self._backwards if stages is None else stages)
@@ -379,7 +379,7 @@ class ShardedUnits:
 
 
 def _uncompiled(hook: Callable[..., None]) -> Callable[..., None]:
-    """Return a hook that is never compiled."""
+    """Return the hook, excluded from compilation."""
     disabled: Callable[..., None] = torch.compiler.disable(hook)  # type: ignore[no-untyped-call]
     return disabled
 
@@ -389,7 +389,7 @@ def _is_sharded(module: nn.Module) -> bool:
 
 
 def _check_sizes(unit: str, before: list[int], after: list[int]) -> None:
-    """Check that a unit hands nothing on by its arguments: FSDP2 gives it copies of them."""
+    """Check that a unit passes nothing on through the arguments: FSDP2 gives units copies."""
     if before != after:
         raise ShardingError(
             f"{unit} changes a list or dict that it was given, and FSDP2 gives units copies, so "

@@ -1,15 +1,15 @@
-"""The gradient reduction of one optimizer step where FSDP2 shards the units.
+"""The gradient reduction of an optimizer step for units sharded by FSDP2.
 
-FSDP2 gathers parameters. Their gradients stay with them, summed over micro-batches, until the unit
-is reduced here: packed by the rank that keeps them, each parameter's rows padded to as many as the
-first rank has.
+FSDP2 gathers parameters. Gradients accumulate on the gathered parameters over micro-batches until
+the unit is reduced here. The buffer of a unit is packed by destination rank. Each parameter's rows
+are padded to the row count of the first rank.
 
     | p0: rank 0's rows | p1: rank 0's rows | ... | p0: rank 1's rows | p1: rank 1's rows | ...
     |                 to rank 0                   |                 to rank 1               | ...
 
-Experts may be divided along another dim than their first (``sharded_unit``), evenly.
+Experts may be sharded along a dim other than the first (``sharded_unit``), evenly.
 
-The rest is reduced in buckets as under ZeRO-1.
+All other gradients are reduced in buckets as under ZeRO-1.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ from megatron_lightning.parallel.spec import ShardSpec
 
 
 class UnitGradients:
-    """The reduction of one unit's gradients, from this rank's sums to its part of the sums over all
-    ranks.
+    """The reduction of a unit's gradients, from this rank's sums to this rank's shard of the sums
+    over all ranks.
 
     Args:
         unit: The unit.
         names: Names of the parameters.
-        sent_as: Dtype in which gradients travel; None: that in which they are summed.
+        sent_as: Dtype of gradients in the collectives. None: the dtype of the sums.
         bytes_communicated: Counts the size of the buffers given to each collective.
     """
 
@@ -66,7 +66,7 @@ class UnitGradients:
         )
         self._sent = sent_as, bytes_communicated
         self._places: dict[str, slice] = {}
-        self._size = 0  # elements of one rank's part
+        self._size = 0  # elements per rank
         for name in names:
             shape, dim = list(unit.shards[name].shape), _dim(unit.shards[name])
             shape[dim] = -(-shape[dim] // self._ranks)
@@ -74,10 +74,10 @@ class UnitGradients:
             self._places[name] = slice(self._size, self._size + padded)
             self._size += padded
         self.used: set[str] = set()
-        """Parameters that received a gradient on this rank in this step."""
-        self._sum: Tensor | None = None  # this rank's part, summed over the reductions
+        """Parameters with a gradient on this rank in this step."""
+        self._sum: Tensor | None = None  # this rank's shard, summed over the reductions
         self._reduction: Reduction | None = None  # in progress, inside an instance or between them
-        self._part: Tensor | None = None  # this rank's part of it
+        self._part: Tensor | None = None  # this rank's shard of the buffer in reduction
         self._last = False
 
     def clear(self) -> None:
@@ -88,7 +88,7 @@ class UnitGradients:
         self._sum = self._reduction = self._part = None
 
     def start(self, last: bool) -> None:
-        """Begin to reduce the gradients; ``last`` if it is the last reduction of the step."""
+        """Begin to reduce the gradients. ``last``: the last reduction of the step."""
         if self._size:
             buffer = self._pack().view(-1)
             self._reduction = Reduction(buffer, self._within, *self._sent)
@@ -96,7 +96,7 @@ class UnitGradients:
             self._part = buffer[self._within.shard_of(buffer.numel())]
 
     def wait(self) -> None:
-        """Wait for the reduction that was started, and free the other ranks' parts."""
+        """Wait for the started reduction, and free the shards of other ranks."""
         if self._reduction is None or self._part is None:
             return
         self._reduction.finish()
@@ -105,7 +105,7 @@ class UnitGradients:
         self._part = None
 
     def finish(self) -> dict[str, Tensor]:
-        """Wait for the sums; return this rank's parts, padded, by name."""
+        """Wait for the sums. Return this rank's padded shards by name."""
         if self._reduction is not None:
             self._reduction.finish()
         return (
@@ -115,8 +115,8 @@ class UnitGradients:
         )
 
     def _pack(self) -> Tensor:
-        """Move the gradients into one buffer [ranks, size]; what has none, and the padding, is
-        zero.
+        """Move the gradients into a buffer [ranks, size], with zeros for padding and missing
+        gradients.
         """
         like = next(iter(self.unit.shards.values()))
         buffer = torch.zeros(
@@ -143,7 +143,7 @@ class UnitGradients:
 
 
 class FullyShardedReducer(GradientReducer):
-    """Reduce the gradients of units that FSDP2 shards into rows, the rest in buckets as under
+    """Reduce gradients of FSDP2 units into rows, and all other gradients in buckets as under
     ZeRO-1.
     """
 
@@ -191,7 +191,7 @@ class FullyShardedReducer(GradientReducer):
             )
             for unit in units.units
         ]
-        # Those of a data group, by the name of the group: one at a time, to bound the memory.
+        # Reductions in progress by data group: only one at a time, to bound the memory.
         self._started: dict[str, UnitGradients] = {}
         units.reduce_by(self._reduce_unit)
         instances = self.options.num_distributed_optimizer_instances
@@ -205,14 +205,16 @@ class FullyShardedReducer(GradientReducer):
             self._partial.setdefault((data_group, sum_groups), []).append(name)
 
     def frozen_shard(self, parameter: nn.Parameter) -> ParameterShard | None:
-        """Return this rank's rows of a frozen parameter, or all of it outside of the units."""
+        """Return this rank's rows of a frozen parameter, or the full parameter outside of the
+        units.
+        """
         if not isinstance(parameter, DTensor):
             return super().frozen_shard(parameter)
         return _shard_of(parameter, is_main=self.units.compute_dtype is not None)
 
     def part_of(self, name: str) -> tuple[ShardSpec, AxisGroup] | None:
-        """Return the spec of this rank's part of a matrix, which may be empty, and the ranks that
-        together hold it.
+        """Return the spec of this rank's shard of a matrix (possibly empty) and the ranks of all
+        shards.
         """
         if name not in self._in_units:
             return None
@@ -236,20 +238,20 @@ class FullyShardedReducer(GradientReducer):
         return name in self._in_units or super().is_sharded(name)
 
     def detach(self) -> None:
-        """Remove the hooks and drop all gradients; the reducer is not used afterwards."""
+        """Remove the hooks and drop all gradients. The reducer is not used afterwards."""
         super().detach()
         for gradients in self._gradients:
             gradients.clear()
 
     def encode_units(self) -> None:
-        """Renew the codes that FSDP2 gathers. A collective."""
+        """Renew the quantized data gathered by FSDP2. A collective."""
         self.units.codes.encode(self._all_reduce)
 
     def look_for_writes(self) -> None:
-        """Look before a step whether weights were written whose codes FSDP2 has gathered.
+        """Look before a step for writes into weights with quantized data gathered by FSDP2.
 
         Raises:
-            ConfigError: If they were; on GPUs one step later.
+            ConfigError: If weights were written. On GPUs a step later.
         """
         self.units.codes.look_for_writes()
 
@@ -258,7 +260,7 @@ class FullyShardedReducer(GradientReducer):
         return self.units.codes.were_written()
 
     def begin_step(self) -> None:
-        """Begin the accumulation of one optimizer step: there is no gradient yet."""
+        """Begin the accumulation of an optimizer step, without a gradient yet."""
         super().begin_step()
         self._wait_for_units()  # of an abandoned step
         for gradients in self._gradients:
@@ -266,7 +268,7 @@ class FullyShardedReducer(GradientReducer):
         self.units.accumulate()
 
     def _reduce_unit(self, index: int, last: bool) -> None:
-        """Begin to reduce a unit, overlapping the backward of the previous one."""
+        """Begin to reduce a unit, overlapped with the backward of the previous unit."""
         gradients = self._gradients[index]
         over = gradients.unit.groups.all.name
         if over in self._started:
@@ -303,9 +305,7 @@ class FullyShardedReducer(GradientReducer):
             target.grad = None if rows is None else rows[: target.numel()].view_as(target)
 
     def _launch_in_order(self, *, everything: bool = False) -> None:
-        """Launch the buckets after the units, so that the collectives of all ranks have one
-        order.
-        """
+        """Launch the buckets after the units: all ranks run the collectives in the same order."""
         if everything:
             super()._launch_in_order(everything=True)
 
@@ -318,7 +318,7 @@ class FullyShardedReducer(GradientReducer):
         return super()._usage() + units
 
     def _sum_over(self, group: AxisGroup, shards: Sequence[Tensor]) -> None:
-        """Sum over ranks that hold the same shards, in one message."""
+        """Sum over the ranks of equal shards, in a single message."""
         if not shards:
             return
         buffer = torch.cat(list(shards))
@@ -330,7 +330,7 @@ class FullyShardedReducer(GradientReducer):
 
 
 def _check_main_params(trained: Mapping[str, DTensor], units: ShardedUnits) -> None:
-    """Check that no parameter is trained that was frozen when its unit was sharded.
+    """Check that no trained parameter was frozen at the time of sharding.
 
     Raises:
         ConfigError: Naming the parameters.
@@ -348,13 +348,13 @@ def _check_main_params(trained: Mapping[str, DTensor], units: ShardedUnits) -> N
 
 
 def _dim(tensor: DTensor) -> int:
-    """Return the dim along which a tensor is sharded."""
+    """Return the sharded dim of a tensor."""
     [placement] = tensor.placements
     return placement.dim if isinstance(placement, Shard) else 0
 
 
 def _shard_of(parameter: DTensor, *, is_main: bool) -> ParameterShard | None:
-    """Return this rank's part, which shares the sharded parameter's memory; None: it has none."""
+    """Return this rank's shard, in the memory of the sharded parameter. None: an empty shard."""
     own, box = local_part(parameter)
     if own.numel() == 0:
         return None
@@ -365,5 +365,5 @@ def _shard_of(parameter: DTensor, *, is_main: bool) -> ParameterShard | None:
     start = sum(
         first * math.prod(parameter.shape[dim + 1 :]) for dim, first in enumerate(box.offset)
     )
-    is_main &= value.dtype == main_dtype(value.dtype)  # a frozen one keeps its dtype
+    is_main &= value.dtype == main_dtype(value.dtype)  # a frozen parameter keeps the dtype
     return ParameterShard(start, is_full, value, value, target, is_main=is_main, box=box)

@@ -1,4 +1,4 @@
-"""Views of sharded parameters that are copies: what is written into them would be lost.
+"""Guard against lost writes: a view of a sharded parameter may be a copy.
 
 ``weight[50:]`` of a ``DTensor`` whose rows are sharded gathers the rows into new memory. A write
 into it, such as ``weight[50:].zero_()``, changes no parameter, and torch says nothing.
@@ -25,16 +25,16 @@ _VIEWS = (
 
 
 class CopiedView(DTensor):
-    """What would be a view of a parameter on one device, and refuses to be written into."""
+    """A copy in place of a view of a sharded parameter. Writes are refused."""
 
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:  # called by torch
-        """Call a function that reads.
+        """Call a reading function.
 
         Raises:
-            ConfigError: For a function that writes.
+            ConfigError: For a writing function.
         """
         name = str(getattr(func, "__name__", ""))
         written = [(kwargs or {}).get("out"), args[0] if args and _writes(name) else None]
@@ -84,7 +84,7 @@ def _guarded(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class GuardedViews(DTensor):
-    """A ``DTensor`` whose views refuse to be written into where they are copies."""
+    """A ``DTensor`` with guarded views: writes are refused if the view is a copy."""
 
 
 for _name in _VIEWS:

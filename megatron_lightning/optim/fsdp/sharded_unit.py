@@ -1,13 +1,13 @@
-"""The modules whose parameters FSDP2 shards, and what a rank keeps of each parameter.
+"""The modules sharded by FSDP2, and this rank's shard of each parameter.
 
-A pipeline unit is one such module. Experts in it, which other ranks hold as well (``edp``) than the
-rest of it (``dp-cp``), are modules of their own inside, each with its own gathers:
+A pipeline unit is such a module. Experts are sharded over other ranks (``edp``) than the rest of
+the unit (``dp-cp``). So experts inside a unit are separate modules with separate gathers:
 
     a layer: attention, router, norms     over dp-cp
       its experts                         over edp
 
-A parameter is divided along dim 0. Where its experts are fewer than the ranks, or do not divide by
-them, a later dim that divides is: each rank then has a part of every expert.
+A parameter is sharded along dim 0. If the number of experts is not divisible by the number of
+ranks, the first divisible dim is sharded instead: each rank then has a shard of every expert.
 """
 
 from __future__ import annotations
@@ -30,23 +30,23 @@ _CONTAINERS = nn.ModuleList | nn.ModuleDict
 
 
 class Division(NamedTuple):
-    """A module that becomes a :class:`Unit`."""
+    """A module on the way to becoming a :class:`Unit`."""
 
     module: nn.Module
     parameters: Sequence[nn.Parameter]
-    """Those of its parameters that are sharded with it."""
+    """Parameters of the module sharded in this unit."""
     data_axes: str
-    """Over which ranks: see ``ShardSpec.data_axes``."""
+    """The sharding ranks: see ``ShardSpec.data_axes``."""
 
 
 class Unit:
-    """One module whose parameters FSDP2 shards.
+    """A module with parameters sharded by FSDP2.
 
     Args:
         path: Path of the module.
         module: The module, an nn.Module and an FSDPModule.
-        names: Names of the parameters that are sharded with it.
-        groups: The ranks over which they are.
+        names: Names of the parameters sharded in this unit.
+        groups: The sharding ranks.
     """
 
     def __init__(self, path: str, module: Any, names: Set[str], groups: DataGroups) -> None:
@@ -56,17 +56,17 @@ class Unit:
         self.shards: dict[str, DTensor] = {
             n: p for n, p in module.named_parameters(path) if n in names and isinstance(p, DTensor)
         }
-        """Name -> what this rank keeps of a parameter."""
+        """Name -> this rank's shard of a parameter."""
         for shard in self.shards.values():
             shard.__class__ = ShardedParameter
         self.gathered: dict[str, nn.Parameter] = {}
-        """Name -> the full parameter, a leaf of autograd, from the first call on. It stays the same
-        object, whose memory comes and goes with the gathers ("FSDP and autograd" in
+        """Name -> the full parameter, a leaf of autograd, from the first call on. The object stays
+        the same. Gathers allocate and free the object's memory ("FSDP and autograd" in
         torch/distributed/fsdp/_fully_shard/_fsdp_param.py)."""
 
     def begin_call(self) -> None:
-        """Prepare the full parameters in the first call; a collective, which spares FSDP2 its
-        own.
+        """Prepare the full parameters in the first call. A collective, in place of FSDP2's first
+        gather.
         """
         if self.gathered:
             return
@@ -87,11 +87,11 @@ class Unit:
 
 
 def divisions(unit: nn.Module, manageable: Mapping[int, str]) -> list[Division]:
-    """Return the modules into which a pipeline unit is divided, inner ones first.
+    """Return the sharded modules of a pipeline unit, inner modules first.
 
     Args:
-        unit: The pipeline unit, a module that is called.
-        manageable: id -> ``data_axes`` of the parameters that may be sharded.
+        unit: The pipeline unit, a called module.
+        manageable: id -> ``data_axes`` of the shardable parameters.
     """
     experts = {key for key, axes in manageable.items() if axes == "edp"}
     inner = [
@@ -99,15 +99,15 @@ def divisions(unit: nn.Module, manageable: Mapping[int, str]) -> list[Division]:
         for module in _expert_modules(unit, experts)
         if (managed := _managed(module, experts))
     ]
-    # FSDP2 leaves modules inside that are sharded already to themselves.
+    # FSDP2 skips inner modules sharded before.
     taken = {id(p) for division in inner for p in division.module.parameters()}
     own = _managed(unit, manageable.keys() - experts - taken)
     return [*inner, *([Division(unit, own, "dp-cp")] if own else [])]
 
 
 def _expert_modules(module: nn.Module, experts: Set[int]) -> Iterator[nn.Module]:
-    """Yield the outermost modules that are called and have nothing but experts' parameters, or
-    that hold some themselves.
+    """Yield the outermost called modules with nothing but experts' parameters, or with direct
+    experts' parameters.
     """
     if not isinstance(module, _CONTAINERS) and _has_only(module, experts):
         yield module
@@ -126,8 +126,8 @@ def _has_only(module: nn.Module, parameters: Set[int]) -> bool:
 
 
 def _managed(unit: nn.Module, manageable: Set[int]) -> list[nn.Parameter]:
-    """Return the parameters of a unit that FSDP2 can shard: those of the dtype that most elements
-    have.
+    """Return the parameters of a unit in the most frequent dtype by elements. FSDP2 shards a single
+    dtype per unit.
     """
     dtypes = Counter[torch.dtype]()
     for parameter in unit.parameters():
@@ -141,16 +141,14 @@ def _managed(unit: nn.Module, manageable: Set[int]) -> list[nn.Parameter]:
 
 
 def callable_modules(unit: nn.Module) -> list[nn.Module]:
-    """Return the unit, or the entries of a container, which is never called."""
+    """Return the unit, or the entries of a never called container."""
     if isinstance(unit, _CONTAINERS):
         return [child for entry in unit.children() for child in callable_modules(entry)]
     return [unit]
 
 
 def allocate(path: str, unit: nn.Module, device: torch.device) -> list[str]:
-    """Allocate the parameters that were sharded on ``meta``, without filling them; return their
-    names.
-    """
+    """Allocate the parameters sharded on ``meta``, without filling. Return the names."""
     shards = {
         name: p for name, p in unit.named_parameters() if isinstance(p, DTensor) and p.is_meta
     }
@@ -161,15 +159,15 @@ def allocate(path: str, unit: nn.Module, device: torch.device) -> list[str]:
 
 
 def divided_dim(shape: Sequence[int], num_ranks: int, data_axes: str) -> int:
-    """Return the dim along which a parameter is divided over ``num_ranks``."""
+    """Return the sharded dim of a parameter, given the number of ranks."""
     if data_axes != "edp":
         return 0
-    # FSDP2 divides other dims than the first evenly only.
+    # FSDP2 shards dims other than the first only evenly.
     return next((dim for dim, size in enumerate(shape) if size % num_ranks == 0), 0)
 
 
 def local_part(tensor: DTensor) -> tuple[Tensor, Box]:
-    """Return this rank's part of a sharded tensor, and its range in that tensor."""
+    """Return this rank's shard of a sharded tensor, and the shard's range in the tensor."""
     own = tensor.to_local().detach()
     [placement] = tensor.placements
     dim = placement.dim if isinstance(placement, Shard) else 0

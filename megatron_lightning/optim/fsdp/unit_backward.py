@@ -1,10 +1,9 @@
-"""Backward passes of the units that FSDP2 shards: one reduction of each unit, in one order, on
-every rank.
+"""Backward passes of the FSDP2 units: every rank reduces each unit once, in the same order.
 
-Which parameters of a unit get a gradient, and whether backward reaches the unit at all, may depend
-on the data. Collectives must not: they follow from the order of the calls alone, which is the same
-on all ranks (``unit_order``). With the units 0 to 3 called in this order, a backward pass that
-gathers parameters is, on every rank:
+Data may decide whether a parameter gets a gradient, and whether backward reaches a unit at all.
+Data must not decide about collectives. So collectives follow from the order of the calls alone,
+equal on all ranks (``unit_order``). With the units 0 to 3 called in this order, a backward pass
+with gathers is, on every rank:
 
     backward reaches 3                gather 3, gather 2 ahead
     backward reaches 2    reduce 3              gather 1 ahead
@@ -12,12 +11,14 @@ gathers parameters is, on every rank:
     backward reaches 0    reduce 1
     backward ends         reduce 0
 
-Autograd runs in reverse order: when it has reached a unit, the gradients of later units are
-complete. A unit that it did not reach is gathered and reduced anyway, between the units around it.
+Autograd runs in reverse order: once backward has reached a unit, the gradients of later units are
+complete. A unit not reached by backward is gathered and reduced anyway, between the neighboring
+units.
 
-A unit that is called several times is gathered for its last call, whose backward is the first, and
-stays so until its first call's has ended; then it is reduced, once. Its gradients are complete when
-backward has reached a unit all of whose calls are before. Called in the order 0, 1, 2, 1, 2, 3:
+A unit with several calls is gathered for the last call, because backward begins with the last call.
+The unit stays gathered until the backward of the first call has ended. Then the unit is reduced,
+once. The unit's gradients are complete when backward reaches a unit with all calls before the first
+call. Called in the order 0, 1, 2, 1, 2, 3:
 
     backward reaches 3                  gather 3, gather 2 ahead
     backward reaches 2 (second call)    reduce 3
@@ -25,7 +26,8 @@ backward has reached a unit all of whose calls are before. Called in the order 0
     ... 2 and 1 (first calls)
     backward reaches 0                  reduce 2, reduce 1, gather 0
 
-A unit inside of another one (experts in a layer) is reached after it, and complete when it is:
+A unit inside of an outer unit (experts in a layer) is reached after the outer unit. Both are
+complete at the same time:
 
     backward reaches 1            gather 1, gather the one inside ahead
     ... reaches the one inside    gather 0 ahead
@@ -41,7 +43,7 @@ from megatron_lightning.compat import at_end_of_backward
 
 
 class StageBackward:
-    """The backward passes of one stage's units."""
+    """The backward passes of a stage's units."""
 
     def __init__(
         self,
@@ -54,27 +56,29 @@ class StageBackward:
     ) -> None:
         self._units = units
         self._order = order
-        self._outer = outer  # unit -> the one that it is inside of
+        self._outer = outer  # unit -> the enclosing unit
         self._reshard = reshard
         self._every = every
         self.reduce: Callable[[int, bool], None] = lambda unit, last: None
-        """Reduces a unit's gradients, given its index and whether they are the last ones of the
-        step."""
+        """Function to reduce a unit's gradients, called with the unit's index and whether the
+        gradients are the last of the step."""
         # Units in the order in which their last calls end -> those whose first call follows.
         self._later: dict[int, list[int]] = {}
-        self._ahead: dict[int, list[int]] = {}  # unit -> those that backward reaches before
-        self._next: dict[int, int] = {}  # unit -> the one to gather ahead
+        self._ahead: dict[int, list[int]] = {}  # unit -> units that backward reaches earlier
+        self._next: dict[int, int] = {}  # unit -> the unit to gather ahead
         self._last = self._running = False
         self._reached: set[int] = set()
         self._done: set[int] = set()
 
     @property
     def is_running(self) -> bool:
-        """Whether a backward pass is under way, in which forwards are recomputations."""
+        """Whether a backward pass is under way. Forwards inside a backward pass are
+        recomputations.
+        """
         return self._running
 
     def reset(self) -> None:
-        """Begin a step: the gradients of a backward pass are not the last ones."""
+        """Begin a step: the gradients of a backward pass are not the last of the step."""
         self._last = self._running = False
 
     def begin_last(self) -> None:
@@ -83,14 +87,14 @@ class StageBackward:
         self._begin()
 
     def end_last(self) -> None:
-        """Reduce the units that no backward pass has reduced, such as those with deferred weight
+        """Reduce the units not reduced by any backward pass, such as units with deferred weight
         gradients.
         """
         self._complete_all(dict.fromkeys([*self._later, *self._units]))
         self._last = False
 
     def reached(self, unit: int) -> None:
-        """Handle that a backward pass has reached a unit, before FSDP2 gathers its parameters."""
+        """Handle a unit just reached by backward, before FSDP2 gathers the unit's parameters."""
         if not self._running:
             self._begin()
             self._running = True
@@ -131,9 +135,7 @@ class StageBackward:
             self._units[unit].set_modules_to_backward_prefetch([self._units[self._next[unit]]])
 
     def _ends(self, order: Sequence[int]) -> list[int]:
-        """Return the units in the order in which their calls end, given that in which they
-        begin.
-        """
+        """Return the units in the order of the ends of calls, given the order of the begins."""
         ends: list[int] = []
         for unit in order:
             inside = bool(ends) and ends[-1] == self._outer.get(unit)
@@ -141,7 +143,7 @@ class StageBackward:
         return ends
 
     def _end(self) -> None:
-        """Complete the first units, and those that the backward pass did not reach."""
+        """Complete the first units, and the units not reached by the backward pass."""
         for unit in reversed(list(self._later)):
             self._pass(unit, is_gathered=self._has_backward(unit))
         self._complete_all(self._later)
@@ -153,7 +155,9 @@ class StageBackward:
         return any(p.requires_grad for other in before for p in self._units[other].parameters())
 
     def _pass(self, unit: int, *, is_gathered: bool) -> None:
-        """Treat a unit that this rank's backward did not reach as other ranks do that it did."""
+        """Gather and reduce a unit not reached by this rank's backward, as ranks that reached the
+        unit do.
+        """
         if unit in self._reached or unit in self._done:
             return
         self._arrive(unit)
@@ -162,7 +166,7 @@ class StageBackward:
             self._units[self._next[unit]].unshard(async_op=True)
 
     def _arrive(self, unit: int) -> None:
-        """Complete the units whose calls all follow those of ``unit``."""
+        """Complete all units called only after ``unit``."""
         self._reached.add(unit)
         self._complete_all(self._later.get(unit, ()))
 
@@ -178,5 +182,5 @@ class StageBackward:
             self.reduce(unit, self._last)
 
     def _pending(self, units: Iterable[int]) -> list[int]:
-        """Return those of ``units`` that are not complete, the last one first."""
+        """Return the incomplete units of ``units``, the last first."""
         return [unit for unit in units if unit not in self._done][::-1]

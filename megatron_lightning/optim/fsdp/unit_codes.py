@@ -1,12 +1,12 @@
-"""Weights of FSDP2's units that are gathered as codes of 8 bits.
+"""Gather weights of FSDP2 units as quantized data of 8 bits.
 
-What FSDP2 shards are the main params. Their codes are made once a step (``codes``), and are what it
-gathers in place of values, by its hooks for that ("Extensions" in
-torch/distributed/fsdp/_fully_shard/_fsdp_param.py), which it looks for on a rank's shard:
+FSDP2 shards the main params. The main params are quantized once a step (``quantized_data``). FSDP2
+then gathers the quantized data in place of the values, by hooks on a rank's shard ("Extensions" in
+torch/distributed/fsdp/_fully_shard/_fsdp_param.py):
 
     main params, fp32 --encode--> codes --fsdp_pre_all_gather--> ... --> full weight, codes
 
-The gathered weight is a parameter of 8-bit floats, whose gradients are fp32 or bf16 as ever.
+The gathered weight is a parameter of 8-bit floats with fp32 or bf16 gradients.
 """
 
 from __future__ import annotations
@@ -55,14 +55,14 @@ class UnitCodes:
         return len(self._names)
 
     def keep(self, units: Iterable[Unit], quantizers: Mapping[str, Quantizer]) -> None:
-        """Gather the weights that have quantizers as codes, from now on; :meth:`encode` makes them.
+        """From now on gather the weights with quantizers as quantized data, made by :meth:`encode`.
 
         Args:
             units: All units of this rank.
-            quantizers: Name of a parameter -> its quantizer.
+            quantizers: Name of a parameter -> the quantizer.
 
         Raises:
-            ShardingError: If the units were gathered in another way before.
+            ShardingError: If the units were gathered otherwise before.
         """
         units = list(units)
         found = [
@@ -95,10 +95,10 @@ class UnitCodes:
         self._watch.record(list(self._main.values()))
 
     def look_for_writes(self) -> None:
-        """Look before a step whether main params were written since their codes were made.
+        """Look before a step for writes into main params since the last :meth:`encode`.
 
         Raises:
-            ConfigError: If they were; on GPUs one step later.
+            ConfigError: If main params were written. On GPUs a step later.
         """
         self._watch.look(list(self._main.values()), list(self._main), _OLD_CODES)
 
@@ -112,7 +112,7 @@ def _dim(shard: DTensor) -> int:
 
 
 def _keep(shard: DTensor, quantizer: Quantizer, num_ranks: int) -> WeightRanges:
-    """Make FSDP2 gather the codes of one parameter."""
+    """Make FSDP2 gather the quantized data of a parameter."""
     own, box = local_part(shard)
     shape = list(own.shape)
     shape[0] = -(-shard.shape[0] // num_ranks) if _dim(shard) == 0 else shape[0]
@@ -135,8 +135,8 @@ def _keep(shard: DTensor, quantizer: Quantizer, num_ranks: int) -> WeightRanges:
 
 
 def _ranges(shard: DTensor, own: Tensor, offset: tuple[int, ...], codes: Tensor) -> list[Range]:
-    """Return the ranges of the full parameter that a shard consists of: one of rows, or one of each
-    expert's rows.
+    """Return the ranges of a shard in the full parameter: a single range of rows, or a range of
+    each expert's rows.
     """
     if not own.numel():
         return []

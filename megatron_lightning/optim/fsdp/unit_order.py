@@ -1,9 +1,9 @@
-"""Check that data-parallel ranks call the units that FSDP2 shards in the same order.
+"""Check that data-parallel ranks call the FSDP2 units in the same order.
 
-Every call of a unit is a collective of all data-parallel ranks, so a rank that skips a unit joins
-another unit's collective instead: both wait forever or, where the sizes agree, compute with wrong
-weights. The ranks compare their calls one by one the first time that they run a kind of step.
-Afterwards each rank checks that order alone, before it joins the collective.
+Every call of a unit is a collective of all data-parallel ranks. A rank without the call joins
+another unit's collective instead. Both wait forever or, if the sizes agree, compute with wrong
+weights. In the first step of a kind, the ranks compare call after call. Afterwards each rank alone
+checks each call against the recorded order, before joining the collective.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _END = -1
 
 
 class UnitOrder:
-    """Watch the calls of one rank's units."""
+    """Watch the calls of the units on this rank."""
 
     def __init__(self, names: Sequence[str], group: AxisGroup, device: torch.device) -> None:
         self._names = names
@@ -32,12 +32,12 @@ class UnitOrder:
         self._seen: list[int] = []
 
     def known(self, kind: Hashable) -> Sequence[int]:
-        """Return the units that a kind of forward calls, in order; empty before it has run."""
+        """Return the units called by a kind of forward, in order. Empty before the first run."""
         return self._known.get(kind, ())
 
     @contextmanager
     def forward(self, kind: Hashable) -> Generator[None, None, None]:
-        """Check the calls of one forward of ``kind`` in the block; the first of a kind is a
+        """Check the calls of a forward of ``kind`` in the block. The first forward of a kind is a
         collective.
         """
         self._kind = kind
@@ -49,7 +49,7 @@ class UnitOrder:
             self._kind = None
 
     def called(self, unit: int) -> None:
-        """Check the next call of a unit; calls outside of :meth:`forward`, such as a recomputation,
+        """Check the next call of a unit. Calls outside of :meth:`forward`, such as a recomputation,
         are ignored.
         """
         if self._kind is None:
@@ -65,7 +65,7 @@ class UnitOrder:
             self._known[self._kind] = self._seen
 
     def _compare(self, unit: int) -> None:
-        """Compare this call with that of the other ranks; a collective."""
+        """Compare this call with the call on the other ranks. A collective."""
         if self._group.process_group is None:
             return
         units = [torch.zeros((), dtype=torch.int64, device=self._device) for _ in self._group.ranks]

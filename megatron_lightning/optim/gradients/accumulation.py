@@ -1,19 +1,18 @@
-"""The gradients of one optimizer step: accumulated over its pipeline runs, reduced in the last of
-them.
+"""The gradients of an optimizer step, accumulated over pipeline runs and reduced in the last run.
 
-One optimizer step consists of one pipeline run, or of as many as are accumulated. Each goes through
+An optimizer step consists of as many pipeline runs as are accumulated. Each run goes through
 
-    begin_run()                  no gradient yet, or those of the runs before
-    completing(stages)           around the backward passes that complete gradients: in the last
-                                 run, their reduction starts
+    begin_run()                  no gradient yet, or the gradients of earlier runs
+    completing(stages)           around the last backward passes of gradients: in the last
+                                 run, the reductions start
     end_backwards()              launch the remaining reductions, before other collectives of the
                                  same ranks
     finish_run()                 in the last run: wait for the reduction and scale
 
 A module that counts items is weighted exactly: the mean loss of every micro-batch is multiplied by
-its number of items, and the gradients are divided by the sum of all items (micro-batches, data and
-context ranks, accumulated runs). Otherwise the loss of every micro-batch is a mean, and means are
-averaged.
+the micro-batch's number of items, and the gradients are divided by the sum of all items
+(micro-batches, data and context ranks, accumulated runs). Otherwise the loss of every micro-batch
+is a mean, and means are averaged.
 """
 
 from __future__ import annotations
@@ -52,13 +51,13 @@ class GradientAccumulation:
         module: The sharded module.
         specs: Spec of every parameter by name.
         context: Groups of this rank.
-        optimizers: The user's optimizers; they step this rank's shards if ``sharded``.
+        optimizers: The user's optimizers. If ``sharded``, optimizers step this rank's shards.
         sharded: Whether the data-parallel ranks shard the optimizer state (ZeRO-1).
         options: Buckets, communication and optimizer state of the data-parallel ranks.
-        stage_of: The pipeline stage that uses a parameter, by name; parameters of several stages
-            are absent.
-        units: The units that FSDP2 shards; None without it.
-        quantizers: Name -> quantizer of a parameter that is kept as codes, where it is sharded.
+        stage_of: Name of a parameter -> the using pipeline stage. Parameters of several stages are
+            absent.
+        units: The FSDP2 units. None without FSDP2.
+        quantizers: Name -> quantizer of a parameter stored as quantized data, if sharded.
     """
 
     def __init__(
@@ -91,12 +90,14 @@ class GradientAccumulation:
         self._has_scaled = False  # the gradients of the last step
         self._was_started = False  # before the current run
         self._num_items: Tensor | None = None
-        self._earlier: dict[str, Tensor] | None = None  # to which this step's gradients are added
+        self._earlier: dict[str, Tensor] | None = None  # added to this step's gradients
         self.beside: Beside | None = None
-        """Values that data ranks exchange together with the unused parameters of a step."""
+        """Values exchanged between data ranks together with the unused parameters of a step."""
 
     def _attach(self, trainable: Mapping[str, nn.Parameter]) -> None:
-        """Build the reduction of these parameters, and make the optimizers step its results."""
+        """Build the reduction of these parameters, and make the optimizers step the reduced
+        gradients.
+        """
         specs, context, options = self._specs, self._context, self._options
         optimizers = [
             optimizer for optimizer in self._optimizers if isinstance(optimizer, Optimizer)
@@ -128,7 +129,8 @@ class GradientAccumulation:
         self.gather = ParameterGather(
             self.reducer, self._module if options.overlap_param_gather else None
         )
-        """Gathers the parameters after a step; wait for it before reading weights between steps."""
+        """Gathers the parameters after a step. Wait for the gather before reading weights between
+        steps."""
         self._view()
 
     def _view(self) -> None:
@@ -144,12 +146,12 @@ class GradientAccumulation:
             self._context,
             self._passed_trials,
         )
-        """Classes that passed a trial, without being known as element-wise."""
+        """Classes with a passed trial, not known as element-wise."""
         reduced = {id(parameter) for parameter in self.reducer.parameters.values()}
         frozen = [p for p in self._names.values() if id(p) not in reduced]
         self._stepped = SteppedParameters(self._optimizers, frozen)
         self.written = WrittenWeights(list(self.views), self.gather, self._context)
-        """Gives weights that were written outside of a step to all ranks."""
+        """Sends weights written outside of a step to all ranks."""
 
     def _trainable(self) -> dict[str, nn.Parameter]:
         return {
@@ -159,18 +161,18 @@ class GradientAccumulation:
         }
 
     def follow(self, optimizers: Sequence[object]) -> bool:
-        """Take over parameters that have become trainable, and parameter groups and optimizers that
-        have changed, since training began or the last call; call it before a backward pass.
+        """Take over parameters newly trainable, and changes of parameter groups and optimizers,
+        since the begin of training or the last call. Call this method before a backward pass.
 
         Args:
             optimizers: The user's optimizers now.
 
         Returns:
-            Whether something has changed.
+            Whether anything has changed.
 
         Raises:
-            ConfigError: If optimizers step other tensors than the parameters, or stages have agreed
-                on what they step.
+            ConfigError: If optimizers step other tensors than the parameters, or if stages have
+                agreed on the stepped parameters.
         """
         if not self._stepped.have_changed(optimizers):
             return False
@@ -192,12 +194,11 @@ class GradientAccumulation:
         return True
 
     def check_step(self, optimizers: Sequence[object]) -> None:
-        """Check that nothing is stepped that came after the backward pass without its reduced
-        gradient.
+        """Check that every tensor added after the backward pass is stepped with a reduced gradient.
 
         Raises:
-            ConfigError: If groups have changed that :meth:`follow` cannot follow; if a tensor that
-                has come into a group has a gradient of this rank.
+            ConfigError: If :meth:`follow` cannot follow a change of groups, or if a newly grouped
+                tensor has a gradient of this rank.
         """
         if not self._stepped.have_changed(optimizers):
             return
@@ -214,7 +215,7 @@ class GradientAccumulation:
             )
 
     def added(self, optimizers: Sequence[object]) -> list[nn.Parameter]:
-        """Return the tensors that are new in the optimizers' groups since :meth:`follow`."""
+        """Return the tensors added to the optimizers' groups since :meth:`follow`."""
         return self._stepped.added(optimizers)
 
     @property
@@ -223,7 +224,7 @@ class GradientAccumulation:
         return self._sharded or any(view.exchanged for view in self.views)
 
     def _new(self) -> dict[str, nn.Parameter]:
-        """Return the trainable parameters whose gradients are not reduced."""
+        """Return the trainable parameters without a reduction of gradients."""
         known = self.reducer.parameters
         reduced = {id(parameter) for parameter in known.values()}
         return {  # fsdp gives other objects while it has gathered them, pruning other names
@@ -242,10 +243,10 @@ class GradientAccumulation:
             raise refuse_regrouping(what, stages, is_exchanged=self._is_exchanged)
 
     def _reduce_also(self, new: Mapping[str, nn.Parameter]) -> None:
-        """Reduce the gradients of further parameters, beside those of a step that has begun.
+        """Reduce the gradients of further parameters too, even in the middle of a step.
 
         Raises:
-            ConfigError: If several ranks made the parameters during fit.
+            ConfigError: If several ranks created the parameters during fit.
         """
         created = {name: p for name, p in new.items() if self._names.get(name) is not p}
         if created and self._context.world_size > 1:
@@ -273,7 +274,7 @@ class GradientAccumulation:
 
     @property
     def views(self) -> Iterator[DistributedOptimizer]:
-        """The optimizers of torch as they step this rank's shards."""
+        """Torch's optimizers, stepping this rank's shards."""
         return (view for view in self._views if view is not None)
 
     @property
@@ -290,9 +291,7 @@ class GradientAccumulation:
         return DistributedOptimizer(optimizer, self.reducer, self._names)
 
     def stepped_by_others(self, optimizer: Optimizer) -> set[str]:
-        """Return the names of the parameters that only other optimizers step, on this rank or
-        not.
-        """
+        """Return the names of parameters stepped only by other optimizers, on this rank or not."""
         mine, others = set[str](), set[str]()
         for view in self.views:
             (mine if view.optimizer is optimizer else others).update(view.names)
@@ -311,10 +310,10 @@ class GradientAccumulation:
         """Prepare for the backward passes of a pipeline run.
 
         Args:
-            clear: Whether a new step clears plain gradients too; Lightning does so before a native
-                backward.
-            keep_earlier: Whether the gradients of a new step are added to those of earlier ones, as
-                with manual optimization.
+            clear: Whether a new step clears plain gradients too. Lightning clears plain gradients
+                before a native backward.
+            keep_earlier: Whether the gradients of a new step are added to earlier steps' gradients,
+                as with manual optimization.
         """
         self._was_started, self._started = self._started, True
         if not self._was_started:
@@ -358,11 +357,11 @@ class GradientAccumulation:
             self._num_items = num_items if self._num_items is None else self._num_items + num_items
 
     def drop_run(self) -> None:
-        """Drop a run whose step returned None, as Lightning skips it."""
+        """Drop a run skipped by Lightning, because the training step returned None."""
         self._started = self._was_started
 
     def finish_run(self) -> None:
-        """Complete the reduction if this run was the last of its step."""
+        """Complete the reduction if this run was the last of the step."""
         if not self._is_last_run:
             return
         self.reducer.launch()
@@ -390,7 +389,7 @@ class GradientAccumulation:
         total = self._num_items.clone()
         if group.process_group is not None:
             dist.all_reduce(total, group=group.process_group)
-        return 1.0 / torch.where(total > 0, total, 1.0)  # weights may sum to less than one
+        return 1.0 / torch.where(total > 0, total, 1.0)  # weights may sum to less than 1
 
 
 def _listed(parameters: Iterable[str]) -> str:
@@ -400,7 +399,7 @@ def _listed(parameters: Iterable[str]) -> str:
 
 @contextmanager
 def _requiring_gradients(parameters: Iterable[nn.Parameter]) -> Generator[None, None, None]:
-    """Set ``requires_grad`` of all parameters within the block: autograd hooks need it."""
+    """Set ``requires_grad`` of all parameters within the block, as autograd hooks require."""
     frozen = [parameter for parameter in parameters if not parameter.requires_grad]
     for parameter in frozen:
         parameter.requires_grad = True

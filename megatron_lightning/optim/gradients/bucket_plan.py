@@ -1,7 +1,7 @@
 """Distribution of parameters over buckets.
 
-All ranks that reduce a bucket together must fill it alike, also where they hold unequal shards of a
-table or copies of a tied parameter, so nothing here depends on what only one rank has.
+All ranks of a bucket's reduction must fill the bucket alike, even with unequal shards of a table or
+copies of a tied parameter. So the plan depends on nothing known to a single rank only.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _MIN_BUCKETS = 8
 
 
 class _Key(NamedTuple):
-    """Properties that the parameters of one bucket share."""
+    """Properties shared by the parameters of a bucket."""
 
     dtype: torch.dtype
     device: torch.device
@@ -49,27 +49,27 @@ def build_buckets(
     bucket_size: int | None = None,
     quantizers: Mapping[str, Quantizer] | None = None,
 ) -> list[Bucket]:
-    """Distribute parameters over buckets, in the order in which backward completes them.
+    """Distribute parameters over buckets, in the order of completion by backward.
 
-    Parameters that need no reduction and no other gradient dtype are left out: autograd keeps their
-    gradients.
+    Parameters without a reduction and without another gradient dtype are left out, with plain
+    autograd gradients.
 
     Args:
         parameters: Name -> trainable local parameter, in registration order.
-        specs: Name -> spec of each of them.
+        specs: Name -> spec of each parameter.
         context: The groups of this rank.
-        groups: ``ShardSpec.data_axes`` -> the ranks of that group.
-        tied: Name of an owner that has copies on other pipeline ranks, or of such a copy -> the
-            ranks that hold it.
-        matrices: Names of the parameters whose optimizer needs them undivided.
-        stage_of: The pipeline stage that completes a parameter's gradient; a bucket that is reduced
-            early is of one stage.
-        bucket_size: Elements at which a bucket closes; None: see :class:`DataParallelOptions`.
-        quantizers: Name -> quantizer of a parameter that is kept as codes, where it is sharded.
+        groups: ``ShardSpec.data_axes`` -> the ranks of the group.
+        tied: Name of an owner with copies on other pipeline ranks, or of such a copy -> the holding
+            ranks.
+        matrices: Names of parameters needed as full matrices by the optimizer.
+        stage_of: Name -> pipeline stage completing the parameter's gradient. A bucket with an early
+            reduction belongs to a single stage.
+        bucket_size: Elements of a full bucket. None: see :class:`DataParallelOptions`.
+        quantizers: Name -> quantizer of a parameter stored as quantized data, if sharded.
 
     Returns:
-        The buckets: those that need only the data-parallel reduction first, then those that are
-        summed over other axes.
+        The buckets: first the buckets with only the data-parallel reduction, then the buckets with
+        sums over other axes.
     """
     quantizers, stages = quantizers or {}, stage_of or {}
     sizes = {
@@ -113,13 +113,13 @@ def build_buckets(
 def _fill(
     keys: Mapping[str, _Key], sizes: Mapping[str, int], limit: Callable[[_Key], int]
 ) -> list[tuple[_Key, list[str]]]:
-    """Return the buckets of parameters with equal keys, in the order in which their last parameters
-    come, those with further sums behind the others.
+    """Return the buckets of parameters with equal keys, in the order of the buckets' last
+    parameters. Buckets with further sums come last.
 
     Args:
-        keys: Name -> key, in the order in which backward completes the parameters.
+        keys: Name -> key, in the order of completion by backward.
         sizes: Name -> elements.
-        limit: Returns the elements at which a bucket closes.
+        limit: Function from a key to the elements of a full bucket.
     """
     filling: dict[_Key, list[str]] = {}
     filled: Counter[_Key] = Counter()
@@ -143,8 +143,8 @@ def _completion_order(
     specs: Mapping[str, ShardSpec],
     tied: Mapping[str, AxisGroup],
 ) -> list[str]:
-    """Return the names in the order of backward, and then the tied ones by their owners' names, on
-    which all holders agree.
+    """Return the untied names in the order of backward, and then the tied names in the order of the
+    owners' names, equal on all holders.
     """
     backward = list(reversed(list(parameters)))
     last = sorted(
@@ -154,7 +154,7 @@ def _completion_order(
 
 
 def _equal_share(spec: ShardSpec, context: ParallelContext) -> int:
-    """Return an equal share of the elements of a parameter, whatever this rank holds of it."""
+    """Return an equal share of the elements of a parameter, whatever this rank's shard."""
     num_parts = math.prod(context.axis(axis).size for axis in spec.sharded_over)
     return math.prod(spec.global_shape) // num_parts
 
@@ -162,7 +162,9 @@ def _equal_share(spec: ShardSpec, context: ParallelContext) -> int:
 def sum_groups_of(
     spec: ShardSpec, context: ParallelContext, holders: AxisGroup | None = None
 ) -> tuple[AxisGroup, ...]:
-    """Return the groups over which a gradient is a partial sum; ``holders``: of a tied one."""
+    """Return the groups of a gradient's partial sums. ``holders``: the ranks with copies of a tied
+    parameter.
+    """
     groups = [context.axis(axis) for axis in spec.partial_over]
     if holders is not None:
         groups.append(holders)
@@ -170,8 +172,8 @@ def sum_groups_of(
 
 
 def _default_bucket_size(num_elements: int, num_ranks: int, *, early: bool) -> int:
-    """Return Megatron's size, or less where a small model gains from an early start of the
-    reduction.
+    """Return Megatron's bucket size, or less for a small model, because an early start of the
+    reduction pays off.
     """
     size = max(40_000_000, 1_000_000 * num_ranks)
     return min(size, max(num_elements // _MIN_BUCKETS, _MIN_BUCKET_SIZE)) if early else size

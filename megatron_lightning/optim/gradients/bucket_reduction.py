@@ -1,12 +1,12 @@
-"""The asynchronous reduction of one buffer of gradients over its data-parallel ranks.
+"""The asynchronous reduction of a gradient buffer over data-parallel ranks.
 
     not sharded                 all-reduce
     sharded                     reduce-scatter
     sharded, with replicas      reduce-scatter inside the shard group,
                                 then all-reduce of the shard over the replicas
 
-The second phase begins when the next bucket's reduction does, so that it overlaps the backward pass
-as well; the order of the collectives is the same on every rank.
+The second phase begins together with the next bucket's reduction, and so overlaps the backward pass
+as well. The order of the collectives is the same on every rank.
 """
 
 from __future__ import annotations
@@ -22,12 +22,13 @@ from megatron_lightning.parallel.cpu_exchange import Messages, reduce_chunks
 
 
 class Reduction:
-    """Start the reduction of ``gradient``, which must not change until :meth:`finish` has returned.
+    """Start the reduction of ``gradient``. The buffer must not change until :meth:`finish` has
+    returned.
 
     Args:
         gradient: The gradients to reduce, 1-D, in place.
-        data: Ranks over which it is reduced and sharded.
-        dtype: Dtype in which real gradients are sent; None: their own.
+        data: Ranks of the reduction and of the shards.
+        dtype: Dtype of real gradients in the collectives. None: the dtype of ``gradient``.
         bytes_communicated: Counts the bytes given to each collective.
     """
 
@@ -48,7 +49,7 @@ class Reduction:
         group = data.shard if data.sharded else data.all
         if group.process_group is None:
             return
-        # A complex one would lose its imaginary part.
+        # A complex gradient would lose the imaginary part.
         rounded = dtype is not None and gradient.is_floating_point()
         buffer = gradient.to(dtype) if rounded else gradient
         self._sent = buffer[own]
@@ -60,7 +61,7 @@ class Reduction:
             self._work = dist.all_reduce(buffer, group=group.process_group, async_op=True)
 
     def reduce_replicas(self) -> None:
-        """Begin the second phase, if there is one and it has not begun."""
+        """Begin the second phase, if there is a second phase not begun yet."""
         group = self._data.replicas
         if self._second_phase or not self._data.sharded or group.process_group is None:
             return

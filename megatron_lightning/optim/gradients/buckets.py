@@ -1,9 +1,8 @@
-"""Contiguous gradient buffers of many parameters each, and this rank's shards of them.
+"""Contiguous gradient buffers of many parameters each, and this rank's shards of the buffers.
 
-A bucket is one 1-D gradient buffer (fp32 for half-precision parameters) that many parameters view,
-so that one collective reduces them all. Its parameters agree in everything that decides how they
-are reduced: dtype, device, and the axes over which they are replicated and over which their
-gradients are partial sums.
+A bucket is a 1-D gradient buffer (fp32 for half-precision parameters) with views for many
+parameters, reduced by a single collective. The parameters of a bucket share all properties of the
+reduction: dtype, device, the axes of replication and the axes of partial sums.
 
 Layout, in elements (Megatron-Core's distributed optimizer; ZeRO, https://arxiv.org/abs/1910.02054,
 stage 1):
@@ -11,8 +10,8 @@ stage 1):
     | parameter 0 | pad to 64 | parameter 1 | pad to 64 | … | pad to lcm(ranks, 128) |
     |   rank 0's shard    |   rank 1's shard   |  …  |   last rank's shard           |
 
-Shards ignore the edges of parameters: a rank owns zero or one flat range of each, its
-:class:`ParameterShard`. For optimizers that need full matrices every parameter is assigned to one
+Shards ignore the edges of parameters: a rank owns at most a single flat range of each, as
+:class:`ParameterShard`. For optimizers of full matrices every parameter is assigned to a single
 rank instead, and every shard ends with padding:
 
     | parameter 2 | parameter 0 | pad | parameter 1 |     pad     | …
@@ -50,45 +49,47 @@ _NO_ROOM = (
 
 @dataclass(eq=False)
 class Bucket:
-    """Parameters whose gradients lie in one buffer and are reduced together."""
+    """Parameters with gradients in a common buffer, reduced together."""
 
     names: list[str]
     parameters: list[nn.Parameter]
     sum_groups: tuple[AxisGroup, ...]
-    """Groups over which the gradients are partial sums; reduced before the data-parallel
-    reduction."""
+    """Groups of the gradients' partial sums, reduced before the data-parallel reduction."""
     data: DataGroups
-    """Ranks over which the gradients are reduced and sharded."""
+    """Ranks of the reduction and of the shards."""
     assigned_by: tuple[int, ...] | None = None
-    """Weight of each parameter when each is assigned to one shard; None: shards ignore their
-    edges."""
+    """Weight of each parameter, each assigned to a single shard. None: shards ignore the edges of
+    parameters."""
     quantizers: tuple[Quantizer, ...] = ()
-    """Make codes of the parameters, which ranks gather instead of values; none: values."""
+    """Quantizers of the parameters. Ranks gather quantized data instead of values. Empty:
+    values."""
     gradient: Tensor = field(init=False)
     """1-D buffer of all gradients."""
     value: Tensor | None = field(init=False, default=None)
-    """1-D buffer of all parameters, in their dtype or as codes; sharded buckets only."""
+    """1-D buffer of all parameters, as values or quantized data. Sharded buckets only."""
     main: Tensor | None = field(init=False, default=None)
-    """1-D buffer of this rank's shard in the parameters' dtype, where they may be kept as codes."""
+    """1-D buffer of this rank's shard in the parameters' dtype, with quantizers only."""
     holds_codes: bool = field(init=False, default=False)
     """Whether the parameters are codes now."""
     encoded: Tensor | None = field(init=False, default=None)
-    """Column sums of the main params whose codes were gathered last."""
+    """Column sums of the main params at the last gather of quantized data."""
     gathered: Tensor | None = field(init=False, default=None)
     """Column sums of these codes."""
     watch: WriteWatch = field(init=False, default_factory=WriteWatch)
     """Watches this rank's codes between steps."""
     views: list[Tensor] = field(init=False)
-    """The gradient of each parameter, in its shape."""
+    """The gradient of each parameter, in the parameter's shape."""
     touched: list[bool] = field(init=False)
-    """Parameters that received a gradient in this step; the views of the others are stale."""
+    """Whether each parameter received a gradient in this step. Views of other parameters are
+    stale."""
     versions: list[int] = field(init=False, default_factory=list)
-    """Version of each parameter when it was gathered."""
+    """Version of each parameter at the last gather."""
     ready: set[int] = field(init=False, default_factory=set)
-    """Parameters that have received their last gradient of this step."""
+    """Parameters with the last gradient of this step received."""
     launched: bool = field(init=False, default=False)
     gathering: Messages | dist.Work | None = field(init=False, default=None)
-    """The gather of the parameters in progress; until it ends, other ranks' shards are stale."""
+    """The gather of the parameters in progress. Until the gather ends, other ranks' shards are
+    stale."""
 
     def __post_init__(self) -> None:
         numels = [parameter.numel() for parameter in self.parameters]
@@ -114,19 +115,19 @@ class Bucket:
         self.record_versions()
 
     def record_versions(self) -> None:
-        """Record that the parameters are as gathered."""
+        """Record the versions of the parameters as gathered."""
         self.versions = [parameter._version for parameter in self.parameters]
 
     def names_written(self) -> list[str]:
-        """Return the parameters that code beside the step has written in place. An optimizer writes
-        its shards, which have versions of their own.
+        """Return the parameters written in place by code outside of the step. An optimizer writes
+        only shards, with separate versions.
         """
         rows = zip(self.names, self.parameters, self.versions, strict=True)
         return [name for name, parameter, version in rows if parameter._version != version]
 
     def keep_quantized(self) -> None:
-        """Keep this rank's shard as main params, and of all parameters codes, which are not made
-        yet; without quantizers do nothing.
+        """Keep this rank's shard as main params, and store all parameters as quantized data, not
+        computed yet. Without quantizers do nothing.
         """
         if self.main is None or self.value is None or self.holds_codes:
             return
@@ -141,7 +142,7 @@ class Bucket:
         self.holds_codes = True
 
     def coded_weights(self) -> list[WeightRanges]:
-        """Return the parameters that are kept as codes, with this rank's range of each."""
+        """Return the parameters stored as quantized data, with this rank's range of each."""
         if self.value is None or self.main is None or not self.holds_codes:
             return []
         codes, coded = self.value[self.shard], []
@@ -154,7 +155,7 @@ class Bucket:
         return coded
 
     def drop_quantized(self, group: dist.ProcessGroup) -> None:
-        """Gather the main params, so that the parameters are again what they were. A collective."""
+        """Gather the main params, and store the parameters as values again. A collective."""
         if self.main is None or not self.holds_codes:
             return
         values = self.main.new_zeros(self.gradient.numel())
@@ -170,7 +171,7 @@ class Bucket:
             set_grad_dtype(parameter, parameter.dtype)
 
     def record_codes(self) -> None:
-        """Record the codes that were gathered, and their main params."""
+        """Record the gathered quantized data, and the main params at the gather."""
         if self.holds_codes and self.main is not None and self.value is not None:
             self.encoded = column_sums(self.main)
             self.gathered = column_sums(self.value)
@@ -189,15 +190,16 @@ class Bucket:
         return self.encoded is not None and not torch.equal(column_sums(self.main), self.encoded)
 
     def watch_codes(self) -> None:
-        """Record this rank's codes, which have just been made."""
+        """Record this rank's new quantized data."""
         if self.holds_codes and self.value is not None:
             self.watch.record([self.value[self.shard]])
 
     def look_for_writes(self) -> None:
-        """Look before a step whether this rank's codes were written, which it would overwrite.
+        """Look before a step for writes into this rank's quantized data. The step would overwrite
+        such writes.
 
         Raises:
-            ConfigError: If they were; on GPUs one step later.
+            ConfigError: If quantized data were written. On GPUs a step later.
         """
         if self.holds_codes and self.value is not None:
             self.watch.look([self.value[self.shard]], [self._some_names], _NO_ROOM)
@@ -209,8 +211,8 @@ class Bucket:
         return f"some of {', '.join(self.names[:3])}{', …' if len(self.names) > 3 else ''}"
 
     def bind(self) -> None:
-        """Copy the memory of parameters that were rebound (``p.data = ...``) into the buffer, and
-        bind the parameters to it again.
+        """Copy rebound parameters (``p.data = ...``) into the buffer, and bind the parameters to
+        the buffer again.
 
         Raises:
             ConfigError: If shape, dtype or device of a parameter have changed.
@@ -230,8 +232,8 @@ class Bucket:
         return buffer[offset : offset + parameter.numel()].view(parameter.shape)
 
     def _own_part(self, index: int) -> tuple[slice, int]:
-        """Return which elements of this rank's shard are a parameter's, possibly none, and the
-        index in the parameter of the first.
+        """Return a parameter's elements of this rank's shard, possibly none, and the index in the
+        parameter of the first element.
         """
         shard, offset = self.shard, self.offsets[index]
         low = max(offset, shard.start)
@@ -240,22 +242,22 @@ class Bucket:
 
     @property
     def sharded(self) -> bool:
-        """Whether every rank of the shard group keeps only its shard of the reduced gradients."""
+        """Whether every rank of the shard group keeps only a shard of the reduced gradients."""
         return self.data.sharded
 
     @property
     def shard(self) -> slice:
-        """Elements of the buffers that this rank owns after the reduction."""
+        """Elements of the buffers owned by this rank after the reduction."""
         return self.data.shard_of(self.gradient.numel())
 
     def reset(self) -> None:
-        """Begin a step: the first gradient of a parameter overwrites its view."""
+        """Begin a step: the first gradient of a parameter overwrites the parameter's view."""
         self.touched = [False] * len(self.parameters)
         self.ready.clear()
         self.launched = False
 
     def complete(self) -> None:
-        """Zero the gradients that were not computed, so that the buffer can be reduced."""
+        """Zero the missing gradients, to make the buffer ready for the reduction."""
         untouched = [
             view for view, touched in zip(self.views, self.touched, strict=True) if not touched
         ]
@@ -263,7 +265,7 @@ class Bucket:
             torch._foreach_zero_(untouched)
 
     def shards(self) -> dict[str, ParameterShard]:
-        """Return this rank's shard of each parameter, by name; parameters in other ranks' shards
+        """Return this rank's shard of each parameter, by name. Parameters in other ranks' shards
         are absent.
         """
         if self.value is None:
@@ -293,7 +295,9 @@ class Bucket:
 
 
 def flat_layout(numels: Sequence[int], num_shards: int) -> tuple[list[int], int]:
-    """Return the offset of each parameter, one after another, and the size of the buffer."""
+    """Return the offset of each parameter and the size of the buffer, for parameters in
+    sequence.
+    """
     offsets, size = [], 0
     for numel in numels:
         offsets.append(size)
@@ -306,8 +310,8 @@ def flat_layout(numels: Sequence[int], num_shards: int) -> tuple[list[int], int]
 def assigned_layout(
     numels: Sequence[int], weights: Sequence[int], num_shards: int
 ) -> tuple[list[int], int]:
-    """Return the same for parameters that each lie in one shard: the heaviest first, in the least
-    loaded shard.
+    """Return the offset of each parameter and the size of the buffer, for parameters assigned to a
+    single shard each: the heaviest first, into the least loaded shard.
     """
     loads, filled, places = [0] * num_shards, [0] * num_shards, {}
     for index in sorted(range(len(numels)), key=lambda i: -weights[i]):

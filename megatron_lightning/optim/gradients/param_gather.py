@@ -1,14 +1,14 @@
-"""The all-gather of parameters after a step of the sharded optimizer, inside that step or beside
-the next forward.
+"""The all-gather of parameters after a step of the sharded optimizer, inside the step or overlapped
+with the next forward.
 
-Overlapped, every bucket is gathered in the order in which forward reaches it, and a module waits
-for the buckets of its own parameters when it is called. Parameters are also read without a call of
-the module that owns them: ``nn.MultiheadAttention`` reads the weight of its ``out_proj``. The first
-training step, whose gathers complete at once, records which modules are called. For the parameters
-of the others the innermost called module around them waits, and where there is none (the
-LightningModule and the pipelined module are entered without a call) the start of the step. Other
-readers of weights between the step and the next forward call :meth:`ParameterGather.wait` first.
-Autograd refuses a backward through a weight that was read too early.
+If overlapped, buckets are gathered in the order of the forward, and the forward of a module waits
+for the buckets of the module's direct parameters. Parameters may also be read without a call of the
+owner: ``nn.MultiheadAttention`` reads the weight of ``out_proj``. So the first training step waits
+for gathers at once and records the called modules. For parameters of a module without calls, the
+innermost called module around waits. Without a called module around, the start of the step waits
+(the LightningModule and the pipelined module are entered without a call). Other readers of weights
+between the step and the next forward call :meth:`ParameterGather.wait` first. Autograd refuses a
+backward through a weight read too early.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from megatron_lightning.parallel.cpu_exchange import gather_chunks
 
 @dataclass(eq=False)
 class _Reader:
-    """A module whose call announces that parameters are read."""
+    """A module with a forward that waits for parameter gathers."""
 
     buckets: list[Bucket]
     """Buckets of these parameters."""
     called: bool = False
-    """Whether a training forward has called it."""
+    """Whether a training forward has called the module."""
     hook: Any = None
 
 
@@ -42,19 +42,19 @@ class ParameterGather:
 
     Args:
         reducer: Owner of the buckets.
-        module: The module whose forward the gathers overlap; None: they complete at once.
+        module: The module with the overlapped forward. None: gathers complete at once.
     """
 
     def __init__(self, reducer: GradientReducer, module: nn.Module | None = None) -> None:
         self._reducer = reducer
         self._unannounced: list[Bucket] = []
-        self._readers: dict[str, _Reader] = {}  # by path; a shared module has several
+        self._readers: dict[str, _Reader] = {}  # by path. A shared module has several paths
         self._learning = self._overlapped = False
         if module is not None:
             self._watch(module)
 
     def _watch(self, root: nn.Module) -> None:
-        """Make every module wait for its own parameters, and record its calls."""
+        """Make every module wait for direct parameters, and record the module's calls."""
         bucket_of = {
             id(p): bucket
             for bucket in self._reducer.buckets
@@ -84,8 +84,8 @@ class ParameterGather:
         self.wait(reader.buckets)
 
     def _learn(self) -> None:
-        """Assign the parameters of modules that were not called to a module that waits for them;
-        then overlap gathers.
+        """Let called modules wait for parameters of modules without calls. From then on overlap
+        gathers.
         """
         for path, reader in self._readers.items():
             if reader.called:
@@ -119,14 +119,14 @@ class ParameterGather:
             self.wait(started)
 
     def begin_step(self) -> None:
-        """Wait for the parameters that are read without a call."""
+        """Wait for parameters read without a module call."""
         if self._learning and any(reader.called for reader in self._readers.values()):
             self._learn()
         self._learning = bool(self._readers) and not self._overlapped
         self.wait(self._unannounced)
 
     def wait(self, buckets: Iterable[Bucket] | None = None) -> None:
-        """Wait until the parameters of ``buckets``, or all of them, are up to date."""
+        """Wait until the parameters of ``buckets`` (None: all) are up to date."""
         for bucket in self._reducer.buckets if buckets is None else buckets:
             if bucket.gathering is not None:
                 bucket.gathering.wait()
@@ -137,7 +137,7 @@ class ParameterGather:
                 bucket.record_versions()
 
     def keep_quantized(self) -> None:
-        """Keep parameters as codes from now on, where there are quantizers. A collective."""
+        """Store parameters with quantizers as quantized data from now on. A collective."""
         for bucket in self._reducer.buckets:
             # Raises where hooks have written quantized data since the setup.
             bucket.quantized_data_are_stale()
@@ -145,7 +145,7 @@ class ParameterGather:
         self.start(bucket for bucket in self._reducer.buckets if bucket.holds_codes)
 
     def drop_quantized(self) -> None:
-        """Gather the main params of parameters that are kept as codes, which are read as before
+        """Gather the main params of parameters stored as quantized data, and store values again
         from now on. A collective.
         """
         self.wait()

@@ -1,4 +1,4 @@
-"""Shard of a parameter that a rank reduces and steps."""
+"""Shard of a parameter for reduction and optimizer step on this rank."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def main_dtype(dtype: torch.dtype) -> torch.dtype:
 
 @dataclass(eq=False)
 class ParameterShard:
-    """The range of one local parameter whose reduced gradient this rank has, and which its
-    optimizer steps.
+    """A range of a local parameter, with the gradient reduced and the values stepped on this
+    rank.
     """
 
     start: int
@@ -28,21 +28,20 @@ class ParameterShard:
     is_full: bool
     """Whether the shard is the full local parameter."""
     value: Tensor
-    """View of the parameter: its own shape when the shard is full, else 1-D."""
+    """View of the parameter: in the parameter's shape for a full shard, else 1-D."""
     gradient: Tensor
-    """View of the gradient buffer, same shape as ``value``; where there is no buffer, any tensor
-    like its gradients."""
+    """View of the gradient buffer in the shape of ``value``. Without a buffer any tensor like the
+    gradients."""
     target: nn.Parameter
-    """Carries the gradient to the optimizer: the parameter itself, a view of it, or an fp32 main
-    param."""
+    """Carrier of the gradient for the optimizer: the parameter itself, a view of the parameter, or
+    an fp32 main param."""
     is_main: bool = False
-    """Whether ``value`` itself is the fp32 main param of a parameter that is used in lower
-    precision."""
+    """Whether ``value`` itself is the fp32 main param of a parameter used in lower precision."""
     box: Box | None = None
-    """Range of the local parameter; None: the elements from ``start`` on."""
+    """Range of the local parameter. None: the elements from ``start`` on."""
 
     def shards(self, spec: ShardSpec, tensor: Tensor) -> list[Shard]:
-        """Return the shards of the global parameter of which a tensor like ``value`` consists."""
+        """Return the shards of the global parameter in a tensor like ``value``."""
         if self.is_full:
             return spec.shards(tensor)
         if self.box is None:
@@ -52,20 +51,20 @@ class ParameterShard:
 
     @classmethod
     def full(cls, parameter: nn.Parameter, gradient: Tensor | None = None) -> ParameterShard:
-        """Return the shard of a parameter that is not divided."""
+        """Return the shard of an undivided parameter."""
         value = parameter.detach()
         return cls(0, True, value, value if gradient is None else gradient, parameter)
 
 
 class MainShard(NamedTuple):
-    """Main params of a parameter that is kept as codes."""
+    """Main params of a parameter stored as quantized data."""
 
     shard: ParameterShard | None
-    """Shard of this rank; None: it has none."""
+    """Shard of this rank. None: this rank has no shard."""
     dtype: torch.dtype
     groups: DataGroups
-    """The ranks that have the rest, and the same."""
+    """The ranks with the other shards, and the ranks with the same shard."""
 
     def shards(self, spec: ShardSpec) -> list[Shard]:
-        """Return what this rank has as shards of the global parameter."""
+        """Return this rank's shards of the global parameter."""
         return [] if self.shard is None else self.shard.shards(spec, self.shard.value)

@@ -1,11 +1,11 @@
-"""Quantized data of weights whose main params are sharded: ranks gather one byte a weight.
+"""Quantized data of weights with sharded main params: ranks gather a byte per weight.
 
-A *quantizer* (of a quantized layer) quantizes any range of its flattened weight, given the amax of
-each scaling block. Blocks may reach into the ranges of several ranks. So the ranks agree on the
-amax values first:
+A *quantizer* (of a quantized layer) quantizes any range of the layer's flattened weight, given the
+amax of each scaling block. Blocks may reach into the ranges of several ranks. So the ranks agree on
+the amax values first:
 
     every rank     amax values of its ranges           4 bytes a scale
-    all-reduce     of all weights in one message, by their maximum
+    all-reduce     of all weights in one message, by maximum
     every rank     data of its ranges; scales of all
     all-gather     data                                1 byte a weight
 
@@ -27,18 +27,18 @@ from megatron_lightning.parallel.context import AxisGroup
 
 
 class WeightQuantizer(Protocol):
-    """Makes codes of one weight, and gives their scales to the layer."""
+    """Quantizes a weight, and sets the scales of the layer."""
 
     dtype: torch.dtype
-    """Of the codes, one byte each."""
+    """Dtype of the quantized data, a byte each."""
     num_scales: int
     """Scales of the weight on this rank."""
     group: AxisGroup | None
     """Group for the amax all-reduce; None if every scaling block is local."""
 
     def amax(self, values: Tensor, start: int) -> Tensor:
-        """Return the largest absolute value of every scale's weights [num_scales] within a range
-        [n] of the flattened weight, from ``start`` on; 0 where none is in it.
+        """Return the amax of each scale's block [num_scales] within a range [n] of the flattened
+        weight, beginning at ``start``. 0 for a block outside of the range.
         """
         ...
 
@@ -52,22 +52,21 @@ class WeightQuantizer(Protocol):
 
 
 class LibraryQuantizer(ABC):
-    """Leaves the codes and scales of a weight to a library, which takes parts of many weights in
-    one call and agrees on their scales by itself.
+    """Leaves the quantized data and scales of a weight to a library. A library takes ranges of many
+    weights in a single call and reduces the scales.
     """
 
     dtype: torch.dtype
-    """Of the codes, one byte each."""
+    """Dtype of the quantized data, a byte each."""
 
     @classmethod
     @abstractmethod
     def quantize(cls, weights: Sequence[WeightRanges], group: AxisGroup) -> None:
-        """Renew the codes of the ranges of all of the library's weights, and the scales. A
-        collective.
+        """Renew the quantized data and scales of all weights of the library. A collective.
 
         Args:
             weights: Weights with such quantizers.
-            group: Ranks that share their ranges.
+            group: Ranks of the ranges.
         """
 
 
@@ -75,7 +74,7 @@ Quantizer = WeightQuantizer | LibraryQuantizer
 
 
 class Range(NamedTuple):
-    """A range of a flattened weight that this rank keeps."""
+    """A range of a flattened weight on this rank."""
 
     start: int
     values: Tensor
@@ -86,7 +85,7 @@ class Range(NamedTuple):
 
 @dataclass(frozen=True)
 class WeightRanges:
-    """A weight of which this rank keeps some ranges, or none."""
+    """A weight with this rank's ranges, possibly none."""
 
     quantizer: Quantizer
     ranges: Sequence[Range]
@@ -103,12 +102,12 @@ def all_reduce(tensor: Tensor, group: AxisGroup, op: dist.ReduceOp.RedOpType) ->
 
 @torch.no_grad()
 def encode(weights: Sequence[WeightRanges], group: AxisGroup, reduce: AllReduce) -> None:
-    """Renew the codes and scales of ``weights`` from their main params. A collective.
+    """Renew the quantized data and scales of ``weights`` from the main params. A collective.
 
     Args:
-        weights: Weights whose ranges the ranks of ``group`` share.
-        group: These ranks.
-        reduce: Reduces in place.
+        weights: Weights with ranges on the ranks of ``group``.
+        group: Ranks of the ranges.
+        reduce: Function to reduce in place.
     """
     by_library: dict[type[LibraryQuantizer], list[WeightRanges]] = {}
     for weight in weights:
@@ -140,9 +139,7 @@ def _amax_of_ranges(quantizer: WeightQuantizer, weight: WeightRanges) -> Tensor:
 def _share(
     quantizers: Sequence[WeightQuantizer], tables: Sequence[Tensor], reduce: AllReduce
 ) -> None:
-    """Reduce the largest values of weights whose other parts are on other ranks; in one message for
-    each group.
-    """
+    """Reduce the amax of weights with shards on other ranks, in a single message for each group."""
     shared: dict[AxisGroup, list[Tensor]] = {}
     for quantizer, table in zip(quantizers, tables, strict=True):
         if quantizer.group is not None:

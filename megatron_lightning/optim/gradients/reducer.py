@@ -1,8 +1,8 @@
-"""The gradient reduction of one optimizer step: overlapped with backward, summed over every axis
-that needs it.
+"""The gradient reduction of an optimizer step: overlapped with backward, summed over every axis of
+partial sums.
 
-Order of one step (as megatron/core/distributed/finalize_model_grads.py, with all partial sums
-before the data-parallel reduction, so that every bucket is reduced once):
+Order of a step, as in megatron/core/distributed/finalize_model_grads.py, but with all partial sums
+before the data-parallel reduction, to reduce every bucket only once:
 
     begin_step()                       no parameter has a gradient
     backward of every micro-batch      the first gradient is copied into the buffer, p.grad becomes
@@ -11,7 +11,7 @@ before the data-parallel reduction, so that every bucket is reduced once):
     hide() … publish()                 p.grad are hidden while Lightning calls ``zero_grad``
     finish(scale)                      the remaining reductions are launched, awaited and scaled
 
-Parameters that need neither a reduction nor an fp32 gradient keep the plain gradients of autograd.
+Parameters without a reduction and without an fp32 gradient keep the plain gradients of autograd.
 """
 
 from __future__ import annotations
@@ -39,21 +39,20 @@ from megatron_lightning.parallel.spec import ShardSpec
 
 
 class GradientReducer:
-    """Reduce the gradients of one rank's parameters.
+    """Reduce the gradients of this rank's parameters.
 
     Args:
         parameters: Name -> trainable local parameter, in registration order (equal on all ranks of
             a data group).
-        specs: Name -> shard spec; further names are ignored.
+        specs: Name -> shard spec. Further names are ignored.
         context: The groups of this rank. With a pipeline, construction is a collective of the
             pipeline group.
-        sharded: Keep only this rank's shard of the reduced gradients (ZeRO-1); False: all of them
+        sharded: Keep only this rank's shard of the reduced gradients (ZeRO-1). False: all gradients
             on every rank.
-        matrices: Names of the parameters whose optimizer needs them undivided.
-        stage_of: The pipeline stage that completes a parameter's gradient, by name; None: all
-            together.
-        options: Size of the buckets, and how they are sent.
-        quantizers: Name -> quantizer of a parameter that is kept as codes, where it is sharded.
+        matrices: Names of parameters needed as full matrices by the optimizer.
+        stage_of: Name -> pipeline stage completing the parameter's gradient. None: all together.
+        options: Size and communication of the buckets.
+        quantizers: Name -> quantizer of a parameter stored as quantized data, if sharded.
     """
 
     def __init__(
@@ -73,17 +72,17 @@ class GradientReducer:
         self.specs = dict(specs)
         self.context = context
         self.sync = False
-        """Whether the gradients that arrive now are their parameters' last ones of this step."""
+        """Whether gradients arriving now are the last of the step."""
         self.late: frozenset[str] = frozenset()
-        """Parameters to which ``sync`` does not apply, such as those that several stages of this
-        rank share."""
+        """Parameters exempt from ``sync``, such as parameters shared by several stages of this
+        rank."""
         self.bytes_communicated: Counter[str] = Counter()
-        """Bytes given to each collective so far, by its name."""
+        """Bytes given to each collective so far, by the collective's name."""
         tied = _tied_groups(self.parameters, specs, context)
         self.groups = DataGroups.by_axes(
             context, sharded=sharded, num_instances=options.num_distributed_optimizer_instances
         )
-        """``ShardSpec.data_axes`` -> the ranks over which such a parameter is replicated."""
+        """``ShardSpec.data_axes`` -> the ranks with replicas of such a parameter."""
         self.buckets = build_buckets(
             parameters,
             specs,
@@ -96,7 +95,7 @@ class GradientReducer:
             quantizers=quantizers,
         )
         self.shards: dict[str, ParameterShard] = {}
-        """Name -> this rank's shard of a bucketed parameter; the optimizer may set another
+        """Name -> this rank's shard of a bucketed parameter. The optimizer may replace
         ``target``."""
         for bucket in self.buckets:
             self.shards.update(bucket.shards())
@@ -148,28 +147,28 @@ class GradientReducer:
         return name in self.bucket_of and self.bucket_of[name].sharded
 
     def frozen_shard(self, parameter: nn.Parameter) -> ParameterShard | None:
-        """Return this rank's shard of a frozen parameter; None: it has none."""
+        """Return this rank's shard of a frozen parameter. None: this rank has no shard."""
         return ParameterShard.full(parameter)
 
     def part_of(self, name: str) -> tuple[ShardSpec, AxisGroup] | None:
-        """Return the spec of this rank's part of a matrix and the ranks that hold the others; None:
-        it is not divided here.
+        """Return the spec of this rank's shard of a matrix and the ranks of the other shards. None:
+        an undivided matrix.
         """
         return None
 
     def detach(self) -> None:
-        """Remove the hooks and drop all gradients; the reducer is not used afterwards."""
+        """Remove the hooks and drop all gradients. The reducer is not used afterwards."""
         for hook in self._hooks:
             hook.remove()
         for name in self.bucket_of:
             self.parameters[name].grad = None
 
     def adopt(self, gradients: Mapping[str, Tensor | None], *, accumulated: bool) -> None:
-        """Take over the gradients of a reducer before this one.
+        """Take over the gradients of the previous reducer.
 
         Args:
-            gradients: Name -> ``p.grad`` of its parameters.
-            accumulated: Whether a step has begun, to whose gradients these belong.
+            gradients: Name -> ``p.grad`` of the previous reducer's parameters.
+            accumulated: Whether the gradients belong to a step in progress.
         """
         for name, gradient in gradients.items():
             self.parameters[name].grad = gradient
@@ -180,7 +179,7 @@ class GradientReducer:
                 self.parameters[name].grad = bucket.views[index].copy_(gradient)
 
     def begin_step(self) -> None:
-        """Begin the accumulation of one optimizer step: there is no gradient yet."""
+        """Begin the accumulation of an optimizer step, without a gradient yet."""
         for reduction in self._reductions:  # of an abandoned step
             reduction.finish()
         self._reductions.clear()
@@ -199,20 +198,20 @@ class GradientReducer:
         self.publish()
 
     def encode(self, bucket: Bucket) -> None:
-        """Renew the codes of this rank's shard, where parameters are kept as codes. A
-        collective.
+        """Renew the quantized data of this rank's shard, if parameters are stored as quantized
+        data. A collective.
         """
         encode(bucket.coded_weights(), bucket.data.shard, self._all_reduce)
         bucket.watch_codes()
 
     def encode_units(self) -> None:
-        """Renew the codes that FSDP2 gathers. A collective."""
+        """Renew the quantized data gathered by FSDP2. A collective."""
 
     def look_for_writes(self) -> None:
-        """Look before a step whether weights were written whose codes FSDP2 has gathered.
+        """Look before a step for writes into weights with quantized data gathered by FSDP2.
 
         Raises:
-            ConfigError: If they were; on GPUs one step later.
+            ConfigError: If weights were written. On GPUs a step later.
         """
 
     def units_were_written(self) -> bool:
@@ -220,16 +219,16 @@ class GradientReducer:
         return False
 
     def hide(self) -> None:
-        """Clear ``p.grad``, so that ``zero_grad`` does not destroy gradients; :meth:`publish`
-        restores it.
+        """Clear ``p.grad``, to protect gradients from ``zero_grad``. :meth:`publish` restores
+        ``p.grad``.
         """
         self._hidden = self._hidden or [parameter.grad for parameter in self._native]
         for parameter in self.parameters.values():
             parameter.grad = None
 
     def publish(self) -> None:
-        """Set every ``p.grad`` to the accumulated (before :meth:`finish`) or reduced gradient
-        (after it), if any.
+        """Set every ``p.grad`` to the accumulated gradient or, after :meth:`finish`, to the reduced
+        gradient, if any.
         """
         for parameter, gradient in zip(self._native, self._hidden, strict=False):
             parameter.grad = gradient
@@ -243,7 +242,7 @@ class GradientReducer:
                 parameter.grad = view if there else None
 
     def complete(self, names: Iterable[str]) -> None:
-        """Mark parameters as complete; launch ready reductions."""
+        """Mark parameters as complete, and launch ready reductions."""
         for name in names:
             if name in self.bucket_of:
                 bucket = self.bucket_of[name]
@@ -251,20 +250,20 @@ class GradientReducer:
         self._launch_in_order()
 
     def launch(self) -> None:
-        """Launch the remaining reductions, such as those of buckets with unused parameters.
+        """Launch the remaining reductions, for instance of buckets with unused parameters.
 
-        Call it before any other collective of the data group: ranks that used other parameters
-        would order them otherwise.
+        Call this method before any other collective of the data group: otherwise the order of
+        collectives would depend on the parameters used by a rank.
         """
         self._launch_in_order(everything=True)
 
     def finish(self, scale: float | Tensor = 1.0, beside: Beside | None = None) -> None:
-        """Complete the reduction and multiply the gradients by ``scale``; ``beside`` travels with
-        the agreement on unused parameters.
+        """Complete the reduction and multiply the gradients by ``scale``. ``beside`` is sent along
+        with the flags of unused parameters.
 
-        Afterwards ``p.grad`` is the full reduced gradient, or None where it is sharded; the
-        optimizer's parameters have theirs. A parameter that no rank used has None, so that
-        optimizers skip it as they do on one device.
+        Afterwards ``p.grad`` is the full reduced gradient, or None if sharded. The optimizer's
+        parameters carry the shards of gradients. A parameter unused on all ranks has None:
+        optimizers skip the parameter as on one device.
         """
         if self._finished and self.buckets:
             raise PipelineError(
@@ -296,17 +295,17 @@ class GradientReducer:
             shard.target.grad = None if name in self._unused else shard.gradient
 
     def gradients(self) -> dict[str, Tensor]:
-        """Return the optimizers' gradients by parameter name in registration order; unused
+        """Return the optimizers' gradients by parameter name in registration order. Unused
         parameters are absent.
 
-        With sharded gradients an entry is this rank's shard, 1-D unless it is the full parameter.
+        With sharded gradients an entry is this rank's shard, 1-D unless full.
         """
         return {
             name: target.grad for name, target in self.targets().items() if target.grad is not None
         }
 
     def targets(self) -> dict[str, nn.Parameter]:
-        """Return the tensor that carries the gradient of each parameter of this rank, by name in
+        """Return the gradient-carrying tensor of each parameter of this rank, by name in
         registration order.
         """
         return {
@@ -318,8 +317,8 @@ class GradientReducer:
     def counted(
         self, gradients: Mapping[str, Tensor] | None = None
     ) -> Iterator[tuple[Tensor, ShardSpec]]:
-        """Yield all or some gradients with their specs; if any are sharded, without equal ones of
-        other replicas.
+        """Yield the given gradients (None: all) with specs. If any are sharded, equal gradients of
+        other replicas are left out.
         """
         for name, gradient in (self.gradients() if gradients is None else gradients).items():
             groups = self.groups[self.specs[name].data_axes]
@@ -374,7 +373,7 @@ class GradientReducer:
         )
 
     def main_shards(self) -> dict[str, MainShard]:
-        """Return the main params of the parameters that are kept as codes, by name."""
+        """Return the main params of parameters stored as quantized data, by name."""
         return {
             name: MainShard(self.shards.get(name), bucket.main.dtype, bucket.data)
             for bucket in self.buckets
@@ -389,7 +388,7 @@ class GradientReducer:
         dist.all_reduce(tensor, op, group=group.process_group)
 
     def _usage(self) -> list[Usage]:
-        """Return which parameters received a gradient in this step."""
+        """Return the parameters and whether each received a gradient in this step."""
         return [
             Usage(bucket.names, bucket.touched, bucket.sum_groups, bucket.data.all)
             for bucket in self.buckets
@@ -403,8 +402,8 @@ class GradientReducer:
 def _tied_groups(
     parameters: Mapping[str, nn.Parameter], specs: Mapping[str, ShardSpec], context: ParallelContext
 ) -> dict[str, AxisGroup]:
-    """Return the ranks that hold copies of a parameter, for those of this rank that are one, or
-    have one on another pipeline rank; all ranks call this.
+    """Return the ranks with copies of a tied parameter, by name of this rank's copy or owner. All
+    ranks call this.
     """
     if context.pp.size == 1:
         return {}

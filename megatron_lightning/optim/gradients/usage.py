@@ -1,7 +1,7 @@
-"""Agreement on the parameters that no rank used in an optimizer step.
+"""Agreement on the parameters unused on all ranks in an optimizer step.
 
-They have no gradient, so that optimizers skip them as they do on one device. What else the ranks
-have to agree on once a step (:class:`Beside`) travels in the same all-reduce.
+Unused parameters have no gradient: optimizers skip such parameters as on one device. Further values
+to agree on once a step (:class:`Beside`) are sent in the same all-reduce.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from megatron_lightning.parallel.context import AxisGroup
 
 
 class Usage(NamedTuple):
-    """Parameters that are reduced over the same ranks, and which of them received a gradient on
-    this rank.
+    """Parameters with a reduction over the same ranks, and whether each received a gradient on this
+    rank.
     """
 
     names: Sequence[str]
@@ -29,7 +29,7 @@ class Usage(NamedTuple):
 
 
 class Beside(Protocol):
-    """Bytes whose largest values the ranks of a data group agree on."""
+    """Bytes reduced over a data group by maximum."""
 
     group: AxisGroup
 
@@ -37,16 +37,16 @@ class Beside(Protocol):
         """Return this rank's bytes, as many as the other ranks."""
 
     def receive(self, largest: Tensor) -> None:
-        """Take the largest bytes of all ranks, on the device; not called if there are none."""
+        """Take the largest bytes of all ranks, on the device. Not called without bytes."""
 
 
 class UsageAgreement:
-    """One byte for each reduced parameter of a data group, reduced once a step.
+    """A byte for each reduced parameter of a data group, reduced once a step.
 
     Args:
         usages: The parameters, as in every step.
         device: Device of the bytes.
-        reduce: Reduces in place.
+        reduce: Function to reduce in place.
     """
 
     def __init__(self, usages: Sequence[Usage], device: torch.device, reduce: AllReduce) -> None:
@@ -56,7 +56,7 @@ class UsageAgreement:
         self._last: dict[AxisGroup, tuple[list[int], Tensor]] = {}
 
     def unused(self, usages: Sequence[Usage], beside: Beside | None = None) -> set[str]:
-        """Return the names of the parameters that no rank used in this step. A collective."""
+        """Return the names of the parameters unused on all ranks in this step. A collective."""
         unused: set[str] = set()
         added = [] if beside is None else beside.send()
         groups = [*self._groups]
@@ -84,8 +84,8 @@ class UsageAgreement:
         return unused
 
     def _flags(self, group: AxisGroup, values: list[int]) -> Tensor:
-        """Return bytes of these values; most steps have those of the step before, which are on the
-        device already.
+        """Return bytes of these values. Most steps repeat the values of the previous step, already
+        on the device.
         """
         last = self._last.get(group)
         if last is None or last[0] != values:

@@ -1,1 +1,1 @@
-"""Optimizers that step shards, main params or full matrices, and their state."""
+"""Optimizers of shards, main params or full matrices, and the optimizer state."""

@@ -1,8 +1,9 @@
-"""Several optimizers that step as one, such as Muon for the matrices and AdamW for the rest.
+"""A chain of optimizers as a single optimizer, for instance Muon for matrices and AdamW for the
+rest.
 
-Lightning's automatic optimization takes one optimizer. Groups and state are shared with the
-optimizers inside, so that learning-rate schedulers, checkpoints and the distributed optimizer see
-one list of groups.
+Lightning's automatic optimization takes a single optimizer. The chain shares groups and state with
+the inner optimizers: learning-rate schedulers, checkpoints and the distributed optimizer see a
+single list of groups.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from megatron_lightning.errors import ConfigError
 
 
 class ChainedOptimizer(Optimizer):
-    """Step ``optimizers`` one after another."""
+    """Step ``optimizers`` in turn."""
 
     def __init__(self, *optimizers: Optimizer) -> None:
         if not optimizers or any(optimizer.state for optimizer in optimizers):
@@ -45,7 +46,7 @@ class ChainedOptimizer(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Step every optimizer; ``closure`` computes the loss once."""
+        """Step every optimizer. ``closure`` computes the loss once."""
         loss: Tensor | float | None = None
         if closure is not None:
             with torch.enable_grad():

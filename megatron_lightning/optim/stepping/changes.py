@@ -1,7 +1,7 @@
-"""Detect parameter groups and trainable parameters that change during a fit.
+"""Detect changes of parameter groups and trainable parameters during a fit.
 
-Users unfreeze layers, add parameter groups and replace optimizers between two steps. A tensor that
-the gradient reduction does not know would be stepped without its reduced gradient, or never.
+Users unfreeze layers, add parameter groups and replace optimizers between two steps. A tensor
+unknown to the gradient reduction would be stepped with an unreduced gradient, or never.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from megatron_lightning.errors import ConfigError
 
 
 class SteppedParameters:
-    """Tensors in the groups of the optimizers, and frozen parameters, at one time.
+    """Tensors in the groups of the optimizers, and frozen parameters, at construction.
 
     Args:
-        optimizers: All that ``configure_optimizers`` returned.
-        frozen: Parameters of the module whose gradients are not reduced.
+        optimizers: All optimizers of ``configure_optimizers``.
+        frozen: Parameters of the module without a gradient reduction.
     """
 
     def __init__(self, optimizers: Iterable[object], frozen: Iterable[nn.Parameter]) -> None:
@@ -51,13 +51,13 @@ class SteppedParameters:
         )
 
     def added(self, optimizers: Iterable[object]) -> list[nn.Parameter]:
-        """Return the tensors that the optimizers have not stepped before."""
+        """Return the tensors new in the optimizers' groups."""
         known = {id(tensor) for group in self._groups for tensor in group}
         groups = _groups(optimizers)
         return [tensor for group in groups for tensor in group["params"] if id(tensor) not in known]
 
     def describe(self, optimizers: Sequence[object], names: Mapping[int, str]) -> str:
-        """Return a clause on what has changed in the groups.
+        """Return a clause about the changes of the groups.
 
         Args:
             optimizers: The optimizers now.
@@ -78,10 +78,10 @@ class SteppedParameters:
 
 
 def refuse_regrouping(what: str, num_stages: int, *, is_exchanged: bool) -> ConfigError:
-    """Return the error about parameter groups that changed where ranks cannot follow.
+    """Return the error about changes of parameter groups beyond the ranks' agreement.
 
     Args:
-        what: What has changed, a clause.
+        what: A clause about the change.
         num_stages: Pipeline ranks.
         is_exchanged: Whether optimizers step shards, main params or copies of the parameters.
     """

@@ -1,4 +1,4 @@
-"""Column sums of the bits of a tensor, which show that it was written."""
+"""Column sums of the bits of a tensor, for the detection of writes."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import torch
 from torch import Tensor
 
 _COLUMNS = 251
-"""Words of 8 bytes; a prime, so that rows of a matrix that change places change the sums."""
+"""Words of 8 bytes. A prime: swapped rows of a matrix change the sums."""
 _WORD_BYTES = 8
 
 
 def column_sums(flat: Tensor) -> Tensor:
-    """Return sums [columns] of the bits of a contiguous 1-D tensor; equal for equal bits."""
+    """Return sums [columns] of the bits of a contiguous 1-D tensor. Equal bits have equal sums."""
     raw = flat.view(torch.uint8)
     if raw.storage_offset() % _WORD_BYTES:
         raw = raw.clone()

@@ -2,10 +2,10 @@
 shards.
 
 ZeRO stage 1 (https://arxiv.org/abs/1910.02054): every data-parallel rank keeps the optimizer state,
-and for half-precision parameters the fp32 main params, of its shard of each bucket; after the step
-the ranks all-gather the parameters. The optimizer object, its groups and their hyper-parameters
-stay, so learning-rate schedulers and loggers see no difference; only the tensors in the groups are
-replaced, as described in ``entries``.
+and for half-precision parameters the fp32 main params, of a shard of each bucket. After the step
+the ranks all-gather the parameters. The optimizer object, the groups and the hyper-parameters stay.
+Learning-rate schedulers and loggers see no difference. Only the tensors in the groups are replaced,
+as described in ``entries``.
 
 Checkpoints see the state through the base class, ``state.OptimizerState``.
 """
@@ -44,21 +44,22 @@ from megatron_lightning.parallel.spec import ShardSpec
 
 
 class DistributedOptimizer(OptimizerState):
-    """Make ``optimizer`` step this rank's shards; construct it once, before the first step.
+    """Make ``optimizer`` step this rank's shards. Construct once, before the first step.
 
-    The optimizer must be one that may be divided: see ``elementwise.require_divisible``.
+    The optimizer must be divisible over ranks: see ``elementwise.require_divisible``.
 
     Args:
-        optimizer: The optimizer of ``configure_optimizers``. Its parameters are replaced in place,
-            state included.
-        reducer: The gradient reduction whose results it steps; its options determine where and how
-            the state is kept.
-        names: Name -> parameter of the full module, frozen ones included; None: the reducer's.
-        gather: Gathers the parameters after a step; None: inside the step.
+        optimizer: The optimizer of ``configure_optimizers``. The optimizer's parameters are
+            replaced in place, state included.
+        reducer: The reduction of the stepped gradients. The reducer's options determine device and
+            dtype of the state.
+        names: Name -> parameter of the full module, frozen parameters included. None: the
+            reducer's.
+        gather: Gathers the parameters after a step. None: inside the step.
 
     Raises:
-        ConfigError: If a trainable parameter is not part of the module, so that its gradient would
-            not be reduced.
+        ConfigError: If a trainable parameter is not part of the module. The parameter's gradient
+            would not be reduced.
     """
 
     def __init__(
@@ -110,8 +111,8 @@ class DistributedOptimizer(OptimizerState):
 
     @property
     def exchanged(self) -> bool:
-        """Whether the optimizer steps other tensors than the module's parameters, or needs work
-        around its steps.
+        """Whether the optimizer steps tensors other than the module's parameters, or needs work
+        around steps.
         """
         sharded = any(entry.sharded for entry in self._all_entries())
         return bool(
@@ -120,7 +121,7 @@ class DistributedOptimizer(OptimizerState):
 
     @property
     def entries(self) -> list[OptimizerEntry]:
-        """Parameters of the optimizer, in the order of its groups."""
+        """Parameters of the optimizer, in the order of the groups."""
         return list(self._all_entries())
 
     @property
@@ -129,8 +130,8 @@ class DistributedOptimizer(OptimizerState):
         return {entry.name for entry in self._all_entries()}
 
     def carriers_of_groups(self) -> list[set[int]]:
-        """Return, for each parameter group, the ids of the tensors that carry its reduced gradients
-        on this rank.
+        """Return, for each parameter group, the ids of the tensors with reduced gradients on this
+        rank.
         """
         return [
             {id(entry.shard.target) for entry in entries if entry.shard is not None}
@@ -138,14 +139,14 @@ class DistributedOptimizer(OptimizerState):
         ]
 
     def follow_zero_grad(self, handle: Any) -> Callable[[], object]:
-        """Clear the reduced gradients as well when ``handle.zero_grad`` is called; return a
-        function that undoes this.
+        """Make ``handle.zero_grad`` clear the reduced gradients as well. Return a function to undo
+        the change.
 
-        Parameters that are stepped as copies (in host memory, as full matrices) have their
-        gradients elsewhere.
+        The reduced gradient of a parameter stepped as a copy (in host memory, as full matrix) is on
+        another tensor than the copy.
 
         Args:
-            handle: The optimizer, or a wrapper of it.
+            handle: The optimizer, or a wrapper of the optimizer.
         """
         original = handle.zero_grad
 
@@ -183,7 +184,7 @@ class DistributedOptimizer(OptimizerState):
         return OptimizerEntry(name, spec, group, reducer.is_sharded(name), held, targets)
 
     def _target(self, shard: ParameterShard, spec: ShardSpec) -> Target:
-        """Return the tensor that carries the gradient, or a copy of the value in another dtype or
+        """Return the gradient-carrying tensor, or a copy of the value in another dtype or
         memory.
         """
         tensor, dtype = shard.target, main_dtype(shard.value.dtype)
@@ -194,9 +195,7 @@ class DistributedOptimizer(OptimizerState):
         return Target(tensor, partial(shard.shards, spec))
 
     def _exchange_matrices(self) -> list[MatrixExchange]:
-        """Prepare matrices that are divided over ranks, or fused from several, to be stepped in
-        full.
-        """
+        """Prepare matrices sharded over ranks or fused from several matrices for full steps."""
         context = self._reducer.context
         groups = {id(group) for group in matrix_groups(self.optimizer)}
         shared: dict[AxisGroup, list[tuple[OptimizerEntry, ShardSpec]]] = {}
@@ -253,7 +252,7 @@ class DistributedOptimizer(OptimizerState):
     def _prepare_after_closure(
         self, _: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Prepare the step when the gradients exist: a closure computes them inside the step."""
+        """Prepare the step once gradients exist: a closure computes gradients inside the step."""
         itself, *positional = args
         closure = positional[0] if positional else kwargs.get("closure")
         if closure is None:
@@ -298,10 +297,10 @@ class DistributedOptimizer(OptimizerState):
                 )
 
     def bind(self) -> None:
-        """Follow parameters whose memory was replaced.
+        """Follow parameters with replaced memory.
 
         Raises:
-            ConfigError: If shape, dtype or device of one have changed.
+            ConfigError: If shape, dtype or device of a parameter have changed.
         """
         for bucket in self._buckets:
             bucket.bind()
@@ -312,19 +311,19 @@ class DistributedOptimizer(OptimizerState):
 
     @property
     def buckets(self) -> Sequence[Bucket]:
-        """The buckets that hold its parameters, where ranks step shards of them."""
+        """The sharded buckets of the optimizer's parameters."""
         return self._buckets
 
     def parts_were_written(self) -> bool:
-        """Return whether parts of matrices that ranks exchange were written outside of a step.
-        Waits for the device.
+        """Return whether shards of exchanged matrices were written outside of a step. Waits for the
+        device.
         """
         return any(exchange.were_written() for exchange in self._exchanges)
 
     @torch.no_grad()
     def main_was_written(self) -> bool:
-        """Return whether main params were written outside of a step, of which
-        :meth:`synchronize_written` makes other tensors. Waits for the device.
+        """Return whether main params were written outside of a step. :meth:`synchronize_written`
+        updates the parameters from written main params. Waits for the device.
 
         Raises:
             ConfigError: If the parameters were written as well.
@@ -334,11 +333,11 @@ class DistributedOptimizer(OptimizerState):
 
     @torch.no_grad()
     def take_over(self) -> None:
-        """Take over what was written into the parameters, also in memory that has replaced theirs.
-        A collective where the optimizer steps full matrices of several ranks.
+        """Take over writes into the parameters, also into replaced memory. A collective if the
+        optimizer steps full matrices of several ranks.
 
-        Before the step alone: an average that is swapped in for validation, and back, leaves main
-        params as they are.
+        Call only before a step: an average swapped in for validation, and out again, leaves main
+        params unchanged.
 
         Raises:
             ConfigError: If main params were written as well.
@@ -359,7 +358,7 @@ class DistributedOptimizer(OptimizerState):
 
     @torch.no_grad()
     def synchronize(self) -> None:
-        """Update the parameters from the targets; runs at the end of every step. A collective."""
+        """Update the parameters from the targets at the end of every step. A collective."""
         if self._copied:
             values = [entry.shard.value for entry in self._copied if entry.shard is not None]
             torch._foreach_copy_(values, [entry.targets[0].tensor for entry in self._copied])
@@ -371,14 +370,14 @@ class DistributedOptimizer(OptimizerState):
 
     @torch.no_grad()
     def synchronize_written(self) -> None:
-        """Update the parameters from targets that were written outside of a step. A collective."""
+        """Update the parameters from targets written outside of a step. A collective."""
         self._main.take_over()
         self.synchronize()
 
     @torch.no_grad()
     def finish_restore(self) -> None:
-        """After loading: compute main params that were not saved from the parameters, then
-        synchronize. A collective.
+        """Finish a load: compute unsaved main params from the parameters, then synchronize. A
+        collective.
         """
         for entry in self._copied:
             if entry.shard is None:
@@ -386,7 +385,7 @@ class DistributedOptimizer(OptimizerState):
             main, value = entry.targets[0].tensor, entry.shard.value
             if entry.global_name not in self._restored_main:
                 main.copy_(value)
-            else:  # a hook may have replaced the value that was saved beside it
+            else:  # a hook may have replaced the value saved beside the main param
                 take_over(main, value.to(main.device))
         for exchange in self._exchanges:
             exchange.refresh(keep=self._restored_main)
@@ -406,16 +405,16 @@ class DistributedOptimizer(OptimizerState):
 
 
 def _host_copy(value: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a copy in host memory, page-locked where the value is on a GPU."""
+    """Return a copy in host memory, page-locked if the value is on a GPU."""
     copied = torch.empty(value.shape, dtype=dtype, pin_memory=value.is_cuda)
     return copied.copy_(value)
 
 
 def _own_state(value: Any, parameter: Tensor, start: int, target: Tensor) -> Any:
-    """Return the target's range of one existing state of ``parameter``."""
+    """Return the target's range of an existing state of ``parameter``."""
     if not isinstance(value, Tensor) or value.shape != parameter.shape:
         return value
-    if isinstance(value, DTensor):  # sharded as its parameter is
+    if isinstance(value, DTensor):  # sharded like the parameter
         own = value.to_local().reshape(target.shape)
     else:
         own = value.flatten()[start : start + target.numel()].view(target.shape)

@@ -1,13 +1,14 @@
-"""Check that an optimizer may be divided over ranks.
+"""Check that ranks may divide the work of an optimizer.
 
-Ranks divide what an optimizer steps along several axes: data-parallel ranks step flat shards
+Ranks divide the stepped tensors along several axes: data-parallel ranks step flat shards
 (``zero1``, ``fsdp``), tensor- and expert-parallel ranks rows or columns of a matrix, and pipeline
-ranks some tensors of a group. An element-wise optimizer does not notice. One that reads a full
-matrix (a factorization, a trust ratio, blocks of 8 bits that share a scale) or a full group (a
-norm, an estimated step size) would compute something else on every rank.
+ranks a subset of a group's tensors. The results of an element-wise optimizer stay the same. Other
+optimizers read a full matrix (a factorization, a trust ratio, 8-bit blocks with a shared scale) or
+a full group (a norm, an estimated step size). Such an optimizer would compute different results on
+every rank.
 
-The element-wise optimizers of torch are listed, optimizers of full matrices get them
-(``matrices``), and any other is tried before the first step (``probe``).
+The element-wise optimizers of torch are listed. Optimizers of full matrices get full matrices
+(``matrices``). Any other optimizer is tried before the first step (``probe``).
 """
 
 from __future__ import annotations
@@ -48,16 +49,18 @@ READERS: Mapping[str, bool] = {
     "DistributedShampoo": False,
     "SWATS": True,
 }
-"""Class that a trial may not show, since it reads tensors in some steps only (where gradients are
-nearly orthogonal to a tensor, every thousandth step) -> whether it reads a full group as well."""
+"""Class not reliably shown by a trial -> whether an optimizer of the class reads a full group as
+well. Such optimizers read tensors only in rare steps (with gradients nearly orthogonal to a tensor,
+or every thousandth step)."""
 
 _LABELS = frozenset(
     {"params", "param_names", "name", "lr", "lr_scale", "initial_lr", "max_lr", "min_lr"}
 )
-"""Options of a group in which layers differ, and that no trial depends on: it sets the rate."""
+"""Options of a group without influence on a trial. Layers may differ in these options, and the
+trial sets the rate."""
 
 Trial = tuple[Hashable, ...]
-"""The optimizer, what is divided, and how it is tried."""
+"""The optimizer, the divisions, and the inputs of the trial."""
 
 _PARTS: Mapping[str, str] = {
     "flat": 'data_parallel="zero1" or "fsdp" gives each rank flat shards',
@@ -78,18 +81,18 @@ def require_divisible(
     context: ParallelContext,
     passed: set[Trial] | None = None,
 ) -> list[str]:
-    """Check that the ranks of ``context`` may divide every optimizer; a collective of all ranks.
+    """Check that the ranks of ``context`` may divide every optimizer. A collective of all ranks.
 
     Args:
-        optimizers: Every optimizer with its parameters.
+        optimizers: Every optimizer with the optimizer's parameters.
         context: Groups of this rank.
-        passed: Trials of earlier calls, which are not repeated; trials of this one are added.
+        passed: Trials of earlier calls, not repeated. Trials of this call are added.
 
     Returns:
-        Classes that were tried and passed, without being known as element-wise.
+        Classes with a passed trial, not known as element-wise.
 
     Raises:
-        ConfigError: On all ranks, if an optimizer reads more than the elements that a rank steps.
+        ConfigError: On all ranks, if an optimizer reads more than the elements stepped by a rank.
     """
     passed = set() if passed is None else passed
     tried, failure, divided = set[str](), "", list(optimizers)
@@ -119,7 +122,7 @@ def require_divisible(
 def _divisions(
     optimizer: Optimizer, entries: Iterable[OptimizerEntry], context: ParallelContext
 ) -> list[str]:
-    """Return how the ranks divide the parameters of one optimizer of a chain."""
+    """Return the divisions of the parameters of an optimizer, alone or in a chain."""
     groups = {id(group) for group in optimizer.param_groups}
     own = [entry for entry in entries if id(entry.group) in groups]
     axes = {
@@ -141,17 +144,17 @@ def require_elementwise(
     shapes: Mapping[int, Sequence[Sequence[int]]] | None = None,
     passed: set[Trial] | None = None,
 ) -> None:
-    """Check that ``optimizer`` gives the same result where its parameters are divided.
+    """Check that ``optimizer`` gives the same result with divided parameters.
 
     Args:
         optimizer: The optimizer, not a chain.
-        divisions: Keys of ``probe.DIVISIONS``: what ranks divide.
-        shapes: Id of a parameter group -> global shapes of its parameters; None: those of the
-            tensors in the groups.
-        passed: Trials that are not repeated; trials that show nothing are added.
+        divisions: Keys of ``probe.DIVISIONS``.
+        shapes: Id of a parameter group -> global shapes of the group's parameters. None: the shapes
+            of the tensors in the groups.
+        passed: Passed trials, not repeated. New passed trials are added.
 
     Raises:
-        ConfigError: If it reads more than one element, or cannot be tried.
+        ConfigError: If the optimizer reads more than a single element, or cannot be tried.
     """
     if type(optimizer) in ELEMENTWISE:
         return
@@ -186,15 +189,16 @@ def require_elementwise(
 
 
 def _options(group: Mapping[str, object]) -> str:
-    """Return the options of a group that may change the result of a trial."""
+    """Return the options of a group with a possible influence on a trial."""
     options = {key: value for key, value in group.items() if key not in _LABELS}
-    # Trust ratios of some optimizers are for groups with a weight decay only.
+    # Trust ratios of several optimizers apply only to groups with a weight decay.
     return repr(options | {"weight_decay": bool(options.get("weight_decay"))})
 
 
 def _in_order(divisions: Sequence[str]) -> list[str]:
-    """Return what is tried: before flat halves, of which Shampoo decomposes a matrix of their
-    length squared, those of rows and columns, which show the same of most.
+    """Return the divisions to try. Rows and columns come before flat halves, because rows and
+    columns reveal most optimizers too, and because Shampoo decomposes a matrix of a flat half's
+    length squared.
     """
     tried = {"rows", "columns", *divisions} if "flat" in divisions else {*divisions}
     return [name for name in ("rows", "columns", "tensors", "flat") if name in tried]

@@ -1,11 +1,11 @@
-"""The tensors that the optimizer of this rank steps for each parameter: none, one, or several.
+"""The tensors stepped on this rank for each parameter of an optimizer: none, one, or several.
 
 not sharded, fp32               the parameter itself
-not sharded, half precision     an fp32 main param of its shape
-sharded                         this rank's shard: a view of the parameter when that is fp32, else
-                                an fp32 main param
+not sharded, half precision     an fp32 main param in the parameter's shape
+sharded                         this rank's shard: a view of an fp32 parameter, or an fp32 main
+                                param
 stepped on the CPU              a copy of one of these in host memory
-stepped as matrices             the full logical matrices that this rank owns (``matrices``)
+stepped as matrices             the full logical matrices owned by this rank (``matrices``)
 """
 
 from __future__ import annotations
@@ -22,28 +22,29 @@ from megatron_lightning.parallel.spec import Shard, ShardSpec
 
 @dataclass(frozen=True, eq=False)
 class Target:
-    """One tensor that the optimizer steps."""
+    """A tensor stepped by the optimizer."""
 
     tensor: nn.Parameter
     """The tensor in the optimizer's parameter group."""
     shards_of: Callable[[Tensor], list[Shard]]
-    """Returns the shards of the global parameter of which a tensor of the target's shape
-    consists."""
+    """Returns the shards of the global parameter in a tensor of the target's shape."""
 
 
 @dataclass(eq=False)
 class OptimizerEntry:
-    """One parameter of the user's optimizer, and the tensors that this rank steps for it."""
+    """A parameter of the user's optimizer, and the tensors stepped for the parameter on this
+    rank.
+    """
 
     name: str
     spec: ShardSpec
     group: dict[str, Any]
-    """Its group in the optimizer."""
+    """Group of the parameter in the optimizer."""
     sharded: bool
-    """Whether data-parallel ranks hold different shards of its state."""
+    """Whether data-parallel ranks hold different shards of the parameter's state."""
     shard: ParameterShard | None
-    """This rank's shard of the parameter, whose ``target`` has the reduced gradient; None: other
-    ranks hold it."""
+    """This rank's shard of the parameter. ``target`` has the reduced gradient. None: only other
+    ranks have shards."""
     targets: list[Target] = field(default_factory=list)
     exchanged: bool = False
     """Whether the targets are full matrices, gathered from tensor-parallel ranks or split from

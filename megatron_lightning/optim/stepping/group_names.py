@@ -1,5 +1,5 @@
-"""Merge the parameter groups of all pipeline ranks into the full model's, find a rank's own again,
-and compare them with what a checkpoint holds.
+"""Merge the parameter groups of all pipeline ranks into the full model's, find a rank's groups
+again, and compare configured groups with the groups of a checkpoint.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from megatron_lightning.errors import CheckpointError
 def merge_groups(
     ranks: Sequence[Sequence[Mapping[str, Any]]], place: Mapping[str, int]
 ) -> list[dict[str, Any]]:
-    """Merge the groups of all stages, in order, by name or by equal hyper-parameters; a stage may
-    lack empty ones.
+    """Merge the groups of all stages, in order, by name or by equal hyper-parameters. A stage may
+    lack empty groups.
     """
     merged: dict[tuple[str, int], dict[str, Any]] = {}
     for groups in ranks:
@@ -34,7 +34,7 @@ def merge_groups(
 def groups_of_rank(
     local: Sequence[Mapping[str, Any]], saved: Sequence[Mapping[str, Any]]
 ) -> list[Mapping[str, Any]]:
-    """Return the saved group of each local one: by its parameters, its name, or its position."""
+    """Return the saved group of each local group: by the group's parameters, name, or position."""
     holder = {name: group for group in saved for name in group["params"]}
     named = {group["name"]: group for group in saved if "name" in group}
     by_place = [saved[min(index, len(saved) - 1)] for index in range(len(local))]
@@ -47,7 +47,7 @@ def groups_of_rank(
 def check_regrouping(
     kind: str, local: Sequence[Mapping[str, Any]], saved: Sequence[Mapping[str, Any]]
 ) -> None:
-    """Check that no parameter would take the options of a group that it was not in.
+    """Check that no parameter would take the options of another saved group.
 
     Args:
         kind: Class of the optimizer.
@@ -55,8 +55,8 @@ def check_regrouping(
         saved: Groups of the checkpoint.
 
     Raises:
-        CheckpointError: If parameters that were in groups of other options are in one group now, or
-            the other way round.
+        CheckpointError: If parameters saved in groups of different options are in the same group
+            now, or the other way round.
     """
     _check_division(kind, local, saved, "are in one group now, and were saved in groups with")
     _check_division(kind, saved, local, "were saved in one group, and are now in groups with")
@@ -65,7 +65,7 @@ def check_regrouping(
 def _check_division(
     kind: str, groups: Sequence[Mapping[str, Any]], others: Sequence[Mapping[str, Any]], how: str
 ) -> None:
-    """Check that the parameters of each of ``groups`` have equal options in ``others``."""
+    """Check that the parameters of each of the ``groups`` have equal options in ``others``."""
     holder = {name: group for group in others for name in group["params"]}
     for group in groups:
         names = [name for name in group["params"] if name in holder]

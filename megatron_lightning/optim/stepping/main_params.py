@@ -1,20 +1,19 @@
-"""Main params in flat buffers, and how they take over what other code writes into parameters.
+"""Main params in flat buffers, and the take-over of writes of other code into parameters.
 
 An optimizer steps main params: fp32 copies of parameters in lower precision, or copies in host
-memory. Hooks, callbacks and loaders of weights write into the parameters. Before a step, every
-element whose value is not what its main param rounds to was written since the last step, and
-replaces the main param:
+memory. Hooks, callbacks and loaders of weights write into the parameters. Before a step, an element
+different from the rounded main param was written since the last step, and replaces the main param:
 
     main = where(value == round(main), main, value)
 
-The other elements keep all bits of their main params, also where an average was swapped in and
-back. Comparing values needs neither a collective nor the host. (A version counter would miss writes
-through ``p.data``, and report a swap that restored every value.)
+All other main params keep all bits, even after an average was swapped in and out. Comparing values
+needs neither a collective nor the host. (A version counter would miss writes through ``p.data``,
+and would report a swap without a changed value.)
 
 An optimizer may write the other side as well, outside of a step (schedule-free optimizers swap an
 average in for validation). Column sums of the values at the end of every step tell the two apart:
-values that are as the step left them were not written, and leave the main params as they are. Where
-both were written between two steps, nothing tells in which order: it is refused.
+values unchanged since the step were not written, and leave the main params unchanged. Writes to
+both sides between two steps are refused, because the order is unknown.
 """
 
 from __future__ import annotations
@@ -35,12 +34,12 @@ _ALIGNMENT = 64
 
 
 def take_over(main: Tensor, value: Tensor, changed: Tensor | None = None) -> None:
-    """Replace the elements of ``main`` that do not round to ``value``, in place.
+    """Replace in place the elements of ``main`` with a rounded value other than ``value``.
 
     Args:
         main: Main params.
-        value: What the parameters hold, same shape and device.
-        changed: Whether anything was written, a bool [] on the same device; None: it may have been.
+        value: Values of the parameters, same shape and device.
+        changed: Whether anything was written, a bool [] on the same device. None: unknown.
     """
     keep = value == main.to(value.dtype)
     if changed is not None:
@@ -50,7 +49,7 @@ def take_over(main: Tensor, value: Tensor, changed: Tensor | None = None) -> Non
 
 @dataclass(eq=False)
 class _Chunk:
-    """Main params that are compared together."""
+    """Main params compared together."""
 
     main: Tensor
     """1-D buffer."""
@@ -63,7 +62,7 @@ class _Chunk:
     """Column sums of the main params then."""
 
     def values(self) -> Tensor:
-        """Return what the parameters hold now, laid out as the main params are."""
+        """Return the present values of the parameters, laid out like the main params."""
         like = self.shards[0].value
         values = torch.zeros(self.main.shape, dtype=like.dtype, device=like.device)
         torch._foreach_copy_(
@@ -73,7 +72,7 @@ class _Chunk:
         return values
 
     def main_was_written(self) -> bool:
-        """Return whether the values are as a step left them, and the main params are not.
+        """Return whether main params were written since the last step, and values were not.
 
         Raises:
             ConfigError: If both were written, and differ.
@@ -98,11 +97,11 @@ class _Chunk:
 
 
 class MainParams:
-    """The main params of one optimizer on this rank.
+    """The main params of an optimizer on this rank.
 
     Args:
-        copies: Shards of parameters, and the tensor that the optimizer steps for each. The memory
-            of these tensors becomes part of flat buffers.
+        copies: Shards of parameters, and the stepped tensor of each shard. The memory of the
+            stepped tensors becomes part of flat buffers.
     """
 
     def __init__(self, copies: Iterable[tuple[ParameterShard, nn.Parameter]]) -> None:
@@ -121,7 +120,7 @@ class MainParams:
             chunk.seen_main = column_sums(chunk.main)
 
     def take_over(self) -> None:
-        """Take over what was written into the parameters since :meth:`record`."""
+        """Take over writes into the parameters since :meth:`record`."""
         for chunk in self._chunks:
             values = chunk.values()
             changed = (column_sums(values) != chunk.seen).any()
@@ -143,7 +142,7 @@ class MainParams:
 def _divided(
     copies: Sequence[tuple[ParameterShard, nn.Parameter]],
 ) -> Iterable[list[tuple[ParameterShard, nn.Parameter]]]:
-    """Yield runs of copies of at most a chunk's size, or of one larger tensor."""
+    """Yield runs of copies of at most a chunk's size, or a single larger tensor."""
     some: list[tuple[ParameterShard, nn.Parameter]] = []
     size = 0
     for shard, main in copies:
@@ -157,7 +156,7 @@ def _divided(
 
 
 def _make_chunk(copies: Sequence[tuple[ParameterShard, nn.Parameter]]) -> _Chunk:
-    """Move copies into one buffer; page-locked where they were."""
+    """Move copies into a common buffer, page-locked if the copies were."""
     places, size = [], 0
     for _, main in copies:
         places.append(slice(size, size + main.numel()))

@@ -1,11 +1,11 @@
-"""Optimizers of full matrices (Muon, https://kellerjordan.github.io/posts/muon): one rank owns each
-matrix.
+"""Optimizers of full matrices (Muon, https://kellerjordan.github.io/posts/muon): a single rank owns
+each matrix.
 
-The buckets assign each parameter to one data-parallel rank (``buckets.assigned_layout``), except
-those that FSDP2 shards. Of these, and of tensor-parallel shards, every matrix has an owner among
-the ranks that hold parts of it: the owner gathers the parts of the gradient before a step and
-scatters the result after it, all of a step's matrices in one all-to-all. What a weight represents
-is stepped apart, so that the update does not depend on how it is stored or sharded:
+The buckets assign each parameter to a single data-parallel rank (``buckets.assigned_layout``),
+except FSDP2's parameters. An FSDP2 or tensor-parallel matrix has an owner among the ranks with
+shards of the matrix. The owner gathers the shards of the gradient before a step and scatters the
+result after the step. An all-to-all carries all matrices of a step. Logical matrices of a weight
+are stepped apart: the update does not depend on storage or sharding:
 
     [out, in]            one matrix
       fused              query, key and value; gate and up
@@ -44,12 +44,12 @@ _DIVIDED = (
 
 
 def steps_matrices(optimizer: Optimizer) -> bool:
-    """Return whether ``optimizer`` treats every parameter as one matrix."""
+    """Return whether ``optimizer`` treats every parameter as a matrix."""
     return isinstance(optimizer, _MATRIX_OPTIMIZERS)
 
 
 def matrix_groups(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """Return the parameter groups of ``optimizer`` whose parameters are stepped as matrices."""
+    """Return the parameter groups of ``optimizer`` stepped as matrices."""
     return [
         group
         for member in members(optimizer)
@@ -61,7 +61,7 @@ def matrix_groups(optimizer: Optimizer) -> list[dict[str, Any]]:
 def names_of_matrices(
     optimizers: Iterable[Any], names: Mapping[str, nn.Parameter]
 ) -> frozenset[str]:
-    """Return the names of the parameters that one of ``optimizers`` steps as matrices."""
+    """Return the names of the parameters stepped as matrices by any of the ``optimizers``."""
     groups = [
         group
         for optimizer in optimizers
@@ -73,35 +73,36 @@ def names_of_matrices(
 
 
 class _Matrix(NamedTuple):
-    """Matrix that one rank owns: a weight, or that of an expert."""
+    """Matrix with a single owner: a weight, or an expert's weight."""
 
     entry: int
-    """Index of its parameter."""
+    """Index of the matrix's parameter."""
     box: Box
-    """Its range of the global parameter."""
+    """Range of the matrix in the global parameter."""
 
 
 class _Piece(NamedTuple):
-    """Part of a matrix that one rank holds."""
+    """A rank's piece of a matrix."""
 
     matrix: int
     box: Box
     """Range of the global parameter."""
     shard: int
-    """The shard of the rank's local tensor that it is in."""
+    """Index of the piece's shard in the rank's local tensor."""
 
 
 class MatrixExchange:
-    """Gather full matrices on their owners, and scatter the stepped ones.
+    """Gather full matrices on the owners, and scatter stepped matrices.
 
-    Construction sets the targets of the entries; like the other methods it is a collective of
-    ``group``.
+    Construction sets the targets of the entries. Construction is a collective of ``group``, like
+    the other methods.
 
     Args:
-        held: Parameters, the same ones on all ranks of the group, and this rank's spec of each,
-            which may be empty.
-        group: The ranks that share them; a group of one for parameters that only have to be split.
-        device: Where the matrices are stepped; None: where the parameters are.
+        held: Parameters, the same on all ranks of the group, and this rank's spec of each, possibly
+            empty.
+        group: The ranks with shards of the parameters. A group of size 1 for parameters to be split
+            only.
+        device: Device of the step. None: the device of the parameters.
     """
 
     def __init__(
@@ -135,23 +136,24 @@ class MatrixExchange:
         me = group.rank
         self._mine = self._owned_by(me)
         self._received = [self._pieces(other, self._mine) for other in specs]
-        """Rank -> what it holds of this rank's matrices."""
+        """Rank -> the rank's pieces of this rank's matrices."""
         self._held = [self._pieces(specs[me], self._owned_by(rank)) for rank in range(group.size)]
-        """Rank -> what this rank holds of its matrices."""
+        """Rank -> this rank's pieces of the rank's matrices."""
         self._targets = self._make_targets(device)
         self._watch = WriteWatch()
         self.record()
 
     def record(self) -> None:
-        """Record the parameters, which are what the owners' matrices round to."""
+        """Record the parameters, equal to the rounded matrices of the owners."""
         if not self.is_local:
             self._watch.record(self._values())
 
     def look_for_writes(self) -> None:
-        """Look before a step whether this rank's parts were written, which it would overwrite.
+        """Look before a step for writes into this rank's shards. The step would overwrite such
+        writes.
 
         Raises:
-            ConfigError: If they were; on GPUs one step later.
+            ConfigError: If shards were written. On GPUs a step later.
         """
         names = [entry.name for entry in self._entries]
         self._watch.look(self._values(), names, _DIVIDED)
@@ -164,7 +166,7 @@ class MatrixExchange:
         return [number for number, owner in enumerate(self._owner) if owner == rank]
 
     def _pieces(self, specs: Sequence[ShardSpec], numbers: Iterable[int]) -> list[_Piece]:
-        """Return what a rank with these specs of the parameters holds of some matrices."""
+        """Return a rank's pieces of several matrices, given the rank's specs of the parameters."""
         pieces = []
         for number in numbers:
             index, box = self._matrices[number]
@@ -172,7 +174,7 @@ class MatrixExchange:
         return pieces
 
     def _make_targets(self, device: torch.device | None) -> dict[int, list[nn.Parameter]]:
-        """Return copies of this rank's matrices, of a fused one several, by number."""
+        """Return copies of this rank's matrices by number, several copies for a fused matrix."""
         for entry in self._entries:
             entry.exchanged = True
             entry.targets = []
@@ -191,7 +193,7 @@ class MatrixExchange:
         return targets
 
     def gather_gradients(self) -> None:
-        """Set the gradient of every matrix; unused parameters have none."""
+        """Set the gradient of every matrix, None for unused parameters."""
         own = [None if entry.shard is None else entry.shard.target.grad for entry in self._entries]
         values = zip(own, self._values(), strict=True)
         gradients = [
@@ -216,7 +218,7 @@ class MatrixExchange:
         self.record()
 
     def refresh(self, keep: Set[str]) -> None:
-        """Copy the parameters into the owners' matrices, except those with a global name in
+        """Copy the parameters into the owners' matrices, except parameters with a global name in
         ``keep``.
         """
         for number, full in self._gather(self._values()).items():
@@ -227,7 +229,7 @@ class MatrixExchange:
                     target.data.copy_(part)
 
     def take_over(self) -> None:
-        """Replace the elements of the owners' matrices that are not what the parameters hold."""
+        """Replace the elements of the owners' matrices written in the parameters."""
         for number, full in self._gather(self._values()).items():
             parts = _split(full, self._entries[self._matrices[number].entry].spec)
             for target, part in zip(self._targets[number], parts, strict=True):
@@ -236,7 +238,7 @@ class MatrixExchange:
 
     @property
     def is_local(self) -> bool:
-        """Whether this rank holds all of its matrices."""
+        """Whether this rank holds all matrices in full."""
         return self._group.process_group is None
 
     def _values(self) -> list[Tensor]:
@@ -245,8 +247,8 @@ class MatrixExchange:
         ]
 
     def _gather(self, local: Sequence[Tensor]) -> dict[int, Tensor]:
-        """Send what this rank holds of every matrix to its owner; return this rank's full matrices
-        by number.
+        """Send this rank's pieces of every matrix to the owner. Return this rank's full matrices by
+        number.
         """
         shards = self._shards_of(local)
         received = self._all_to_all(
@@ -261,7 +263,7 @@ class MatrixExchange:
         return full
 
     def _scatter(self, full: Mapping[int, Tensor]) -> None:
-        """Send every rank its pieces of the owners' matrices, and copy this rank's into the
+        """Send every rank's pieces of the owners' matrices, and copy this rank's pieces into the
         parameters.
         """
         values = self._values()
@@ -300,7 +302,7 @@ class MatrixExchange:
         expected: Sequence[Sequence[_Piece]],
         like: Tensor,
     ) -> list[list[Tensor]]:
-        """Send a list of tensors to every rank; return those received from each."""
+        """Send a list of tensors to every rank. Return the tensors received from each rank."""
         flat = [
             torch.cat([t.reshape(-1) for t in tensors]) if tensors else like.new_empty(0)
             for tensors in sent
@@ -336,7 +338,7 @@ def is_split(spec: ShardSpec, context: ParallelContext) -> bool:
 
 
 def tensor_group(spec: ShardSpec, context: ParallelContext) -> AxisGroup:
-    """Return the tensor-parallel ranks that divide such parameters."""
+    """Return the tensor-parallel ranks that shard such parameters."""
     return context.etp if spec.is_expert else context.tp
 
 
@@ -348,8 +350,8 @@ def is_several(spec: ShardSpec) -> bool:
 def require_undivided(
     entry: OptimizerEntry, shard: ParameterShard, context: ParallelContext
 ) -> None:
-    """Check that no other axis than tensor parallelism divides a matrix."""
-    # Experts of other ranks are other matrices.
+    """Check that no axis other than tensor parallelism shards a matrix."""
+    # Experts of other ranks are different matrices.
     stacked = {"ep"} if len(entry.spec.global_shape) > 2 else set()
     axes = [
         axis
@@ -365,7 +367,7 @@ def require_undivided(
 
 
 def _matrices_of(shape: Sequence[int]) -> list[Box]:
-    """Return the ranges of a parameter's matrices: all of [out, in], or one of each expert."""
+    """Return the ranges of a parameter's matrices: all of [out, in], or a range for each expert."""
     if len(shape) <= 2:
         return [Box.full(shape)]
     experts, *matrix = shape
@@ -373,7 +375,7 @@ def _matrices_of(shape: Sequence[int]) -> list[Box]:
 
 
 def _overlaps(spec: ShardSpec, box: Box) -> list[tuple[int, Box]]:
-    """Return the ranges of ``box`` that a rank holds, and the shard that each is in."""
+    """Return a rank's ranges of ``box``, each with the index of the shard."""
     found = ((shard, own.overlap(box)) for shard, own in enumerate(spec.boxes))
     return [(shard, common) for shard, common in found if common is not None]
 
@@ -381,8 +383,8 @@ def _overlaps(spec: ShardSpec, box: Box) -> list[tuple[int, Box]]:
 def _assign_owners(
     weights: Sequence[int], holders: Sequence[Sequence[int]], num_ranks: int
 ) -> list[int]:
-    """Return the owner of each matrix: the largest first, each to the one of its holders with the
-    least.
+    """Return the owner of each matrix: the largest first, each to the least loaded of the
+    holders.
     """
     load, owner = [0] * num_ranks, [0] * len(weights)
     for index in sorted(range(len(weights)), key=lambda i: -weights[i]):
@@ -392,7 +394,7 @@ def _assign_owners(
 
 
 def _split(full: Tensor, spec: ShardSpec) -> list[Tensor]:
-    """Return the logical matrices of a weight, of an expert [1, out, in], each with its rows in
+    """Return the logical matrices of a weight or of an expert's [1, out, in], each with the rows in
     order.
     """
     matrix = full.view(full.shape[-2:])

@@ -1,8 +1,8 @@
 """Moments stored as bf16 between steps.
 
-The optimizer computes in fp32: its moments are widened before a step and rounded to the nearest
-bf16 after it, so that the 4 bytes per parameter are saved while forward and backward need the
-memory, not during the step itself.
+The optimizer computes in fp32: moments are widened before a step and rounded to the nearest bf16
+after the step. The 4 bytes per parameter are saved during forward and backward, not during the
+step.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MOMENTS = frozenset(
         "acc_delta",
     }
 )
-"""States that are averages of gradients; unbounded sums of other optimizers would not survive the
+"""States with averages of gradients. Unbounded sums of other optimizers would not survive the
 rounding."""
 
 # Option -> its name in messages.

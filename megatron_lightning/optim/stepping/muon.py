@@ -14,15 +14,15 @@ _STACKED = 3  # dims
 
 
 class Muon(torch.optim.Muon):
-    """:class:`torch.optim.Muon` that takes stacked weights [E, out, in] as well, and orthogonalizes
-    the update of each expert by itself.
+    """:class:`torch.optim.Muon` also for stacked weights [E, out, in]. The update of each expert is
+    orthogonalized separately.
 
-    The momentum of a stack has its shape. Under ``MegatronStrategy`` gate and up of an expert are
-    matrices of their own, as with dense layers.
+    The momentum has the shape of the stack. Under ``MegatronStrategy`` gate and up of an expert are
+    separate matrices, as with dense layers.
 
     Args:
-        params: Parameters of two or three dims, or groups of them.
-        **options: Those of torch's.
+        params: Parameters of two or three dims, or groups of such parameters.
+        **options: Options of torch's Muon.
 
     Raises:
         ConfigError: For a parameter of other dims.
@@ -56,7 +56,9 @@ class Muon(torch.optim.Muon):
         grads: list[Tensor],
         muon_momentum_bufs: list[Tensor],
     ) -> bool:
-        """Return lists of matrices, views of the stacked ones, which torch's steps in place."""
+        """Return lists of matrices, with views of stacked tensors. torch's Muon steps the views in
+        place.
+        """
         lists = params_with_grad, grads, muon_momentum_bufs
         has_complex: bool = super()._init_group(group, *lists)
         for tensors in lists:

@@ -1,7 +1,7 @@
-"""The state of an optimizer as checkpoints see it: by global parameter name and global offset.
+"""The state of an optimizer in checkpoints: by global parameter name and global offset.
 
-Any layout can read the state of another. Numbers that every rank keeps, such as step counters, are
-scalar tensors here; on one device states that are no tensors are saved as they are.
+Any layout can read the state of another. Numbers kept on every rank, such as step counters, become
+scalar tensors. On one device states other than tensors are saved unchanged.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ MAIN = "master"
 
 
 class OptimizerState:
-    """The state of an optimizer on one rank."""
+    """The state of an optimizer on this rank."""
 
     def __init__(self, optimizer: Optimizer, reducer: GradientReducer) -> None:
         self.optimizer = optimizer
@@ -63,8 +63,8 @@ class OptimizerState:
             group.update(copy.deepcopy(_hyper_parameters(values)))
 
     def state_tensors(self, prefix: str = "") -> list[TensorShards]:
-        """Return the state that this rank holds as ``<prefix><parameter>.<key>``, main params
-        included; numbers are scalars.
+        """Return this rank's state as ``<prefix><parameter>.<key>``, main params included. Numbers
+        become scalars.
         """
         tensors = []
         for entry in self._all_entries():
@@ -86,12 +86,12 @@ class OptimizerState:
         return tensors
 
     def _is_plain(self, value: object) -> bool:
-        """Whether a checkpoint stores a state beside the tensors, as it is: on one device."""
+        """Whether a checkpoint stores a state unchanged beside the tensors: on one device."""
         return self._reducer.context.world_size == 1 and not isinstance(value, Tensor)
 
     def plain_state(self) -> dict[str, dict[str, Any]]:
-        """Return the states that are no tensors by global parameter name and key, on one device;
-        several ranks have none.
+        """Return states other than tensors by global parameter name and key. Empty with several
+        ranks.
         """
         plain: dict[str, dict[str, Any]] = {}
         for entry in self._all_entries():
@@ -119,8 +119,8 @@ class OptimizerState:
     def allocate_state(
         self, saved: Mapping[tuple[str, str], tuple[Shape, torch.dtype]], prefix: str = ""
     ) -> list[TensorShards]:
-        """Replace this rank's state by empty tensors, and return them to be filled; then finish the
-        restore.
+        """Replace this rank's state by empty tensors, and return the tensors to be filled. Then
+        finish the restore.
 
         Args:
             saved: (global parameter name, key) -> (global shape, dtype) of all optimizer state in
@@ -157,7 +157,7 @@ class OptimizerState:
         *,
         all_copies: bool = False,
     ) -> TensorShards:
-        """Return the shards of one state; of a scalar one copy is saved, and ``all_copies`` are
+        """Return the shards of a state. Of a scalar a single copy is saved, and ``all_copies`` are
         loaded.
         """
         spec, context = entry.spec, self._reducer.context
@@ -174,7 +174,7 @@ class OptimizerState:
                 for shard in target.shards_of(v)
             ]
             return TensorShards(name, spec.global_shape, value.dtype, shards, writes, sharers)
-        if value.dim() == 0:  # every target has a copy; the holder of the first element writes
+        if value.dim() == 0:  # every target has a copy, written by the holder of the first element
             first = entry.exchanged or entry.shard is None or entry.shard.start == 0
             first &= is_writer(spec if entry.exchanged else _equal_on_shards(spec), context)
             copies = [Shard((), v) for v in (values if all_copies else values[:1])]
@@ -194,7 +194,7 @@ class OptimizerState:
 
 
 def _equal_on_shards(spec: ShardSpec) -> ShardSpec:
-    """Return the spec of a number that every rank with a shard of a parameter holds."""
+    """Return the spec of a number present on every rank with a shard of a parameter."""
     return replace(spec, sharded_over=(), partial_over=(*spec.partial_over, *spec.sharded_over))
 
 

@@ -1,15 +1,15 @@
-"""Try an optimizer on tensors that are divided between two copies of it, as ranks divide them.
+"""Try an optimizer on tensors divided between two copies of the optimizer, as between ranks.
 
-A copy of the optimizer steps a few tensors in full and records their gradients. Two more copies
-step one half each, with the same part of every gradient. An optimizer that may be divided gives the
-same values. What is divided:
+A copy of the optimizer steps a few tensors in full and records the gradients. Two more copies step
+a half each, with the same half of every gradient. A divisible optimizer gives the same values. The
+divisions:
 
     flat       the flattened elements of every tensor            zero1, fsdp
     rows       dim 0 of matrices; vectors are replicated         tensor and expert parallelism
     columns    dim 1 of matrices; vectors are replicated         tensor parallelism
     tensors    the list of tensors of a group                    pipeline parallelism
 
-Each half has an optimizer of its own, since a rank knows nothing of the statistics of the others.
+Each half has a separate optimizer, since a rank knows nothing about the statistics of other ranks.
 """
 
 from __future__ import annotations
@@ -30,30 +30,32 @@ from megatron_lightning.parallel.replica_rng import ReplicaRng
 
 Halves = tuple[list[Tensor], list[Tensor]]
 Gradients = Callable[[int, Sequence[Tensor]], list[Tensor]]
-"""Returns the gradients of a step, by its number and the values before it."""
+"""Returns the gradients of a step, given the step's number and the values before the step."""
 
 _STEPS_SMALL, _STEPS_LARGE = 32, 8
-"""Steps with small tensors, in which estimated step sizes grow, and with a group's largest."""
+"""Steps with small tensors, enough for estimated step sizes to grow, and steps with a group's
+largest tensor."""
 _SMALLEST, _LARGEST = 128, 4096
 """Entries of a dim. Optimizers treat small matrices in another way: Adafactor of big_vision factors
 from 32 on, optax's from 128 on."""
 _LARGEST_SIZE = 2**20
-"""Elements of a tensor, which bounds the time of a trial to seconds."""
+"""Elements of a tensor, to bound the time of a trial to seconds."""
 _STEP_SCALES = (1.0, 0.1, 3.0)
 """Factors of the gradients."""
 _RATE = 1.0
-"""Learning rate, since a warm-up may start at zero, where every optimizer looks element-wise, and
-D-Adaptation grows by a factor of it."""
+"""Learning rate. A warm-up may start at zero, and then every optimizer looks element-wise.
+D-Adaptation grows by a factor of the learning rate."""
 _TOLERANCE = 1e-4
-"""Of the largest update. Halves compute the same operations in fp32; only vector lanes differ."""
+"""Tolerance relative to the largest update. Halves compute the same operations in fp32. Only vector
+lanes differ."""
 
 
 class ProbeError(Exception):
-    """A step on other tensors than the model's that an optimizer does not take."""
+    """The optimizer refuses to step tensors other than the model's."""
 
 
 class Spread(NamedTuple):
-    """Result of one division."""
+    """Result of a division."""
 
     division: str
     difference: float
@@ -74,16 +76,16 @@ def probe(
     device: torch.device,
     dtype: torch.dtype = torch.float32,
 ) -> Iterator[Spread]:
-    """Yield the results of ``divisions`` with the hyper-parameters of ``group``; the optimizer and
-    the random states stay as they were.
+    """Yield the results of ``divisions`` with the hyper-parameters of ``group``. The optimizer and
+    the random states stay unchanged.
 
     Args:
-        optimizer: The optimizer, which is copied.
-        group: One of its parameter groups.
+        optimizer: The optimizer, to be copied.
+        group: A parameter group of the optimizer.
         divisions: Keys of :data:`DIVISIONS`.
         shapes: Global shapes of the group's parameters.
-        device: Where the tensors are stepped.
-        dtype: Dtype of the tensors that are stepped.
+        device: Device of the stepped tensors.
+        dtype: Dtype of the stepped tensors.
 
     Raises:
         ProbeError: If the optimizer does not step the tensors, or evaluates the loss several times.
@@ -100,7 +102,7 @@ def probe(
 
 
 def trials(shapes: Sequence[Sequence[int]]) -> list[tuple[list[tuple[int, ...]], int]]:
-    """Return the shapes of the tensors of every trial of a group, and its number of steps.
+    """Return the shapes of the tensors of every trial of a group, and the number of steps.
 
     Args:
         shapes: Global shapes of the group's parameters.
@@ -116,7 +118,7 @@ def _tried(
     start: Sequence[Tensor],
     gradients: _Gradients,
 ) -> Iterator[Spread]:
-    """Yield the results of one trial from ``start``."""
+    """Yield the results of a trial from ``start``."""
     rng = ReplicaRng(start[0].device)
     with _unchanged(rng):
         full = _stepped(optimizer, group, start, gradients, gradients.num_steps)
@@ -142,8 +144,8 @@ def _tried(
 class _Gradients:
     """Draw and record the gradients of the full tensors.
 
-    Gradients of several steps agree in part, so that estimated step sizes grow, and their scale
-    varies, so that clipping inside of an optimizer shows.
+    Gradients of several steps agree in part, to let estimated step sizes grow. The scale of
+    gradients varies, to reveal clipping inside of an optimizer.
     """
 
     def __init__(
@@ -173,12 +175,12 @@ def _recorded(steps: Sequence[list[Tensor]], step: int, _: Sequence[Tensor]) -> 
 
 
 def trial_shapes(shapes: Sequence[Sequence[int]], largest_size: int) -> list[tuple[int, ...]]:
-    """Return the shapes that represent a group: its largest one in bounds, a smaller one of as many
+    """Return the shapes to represent a group: the bounded largest shape, a smaller shape of as many
     dims, and a vector if the group has vectors.
 
     Args:
         shapes: Global shapes of the group's parameters.
-        largest_size: Elements of a tensor, as far as dims are not below the least.
+        largest_size: Largest number of elements, as far as the smallest dims allow.
     """
     largest = max(shapes, key=prod, default=(_SMALLEST, _SMALLEST))
     if len(largest) < 2:
@@ -188,7 +190,7 @@ def trial_shapes(shapes: Sequence[Sequence[int]], largest_size: int) -> list[tup
 
 
 def _bounded(shape: Sequence[int], largest_size: int) -> tuple[int, ...]:
-    """Return ``shape`` with its two largest dims in bounds and, as far as bounds allow, at most
+    """Return ``shape`` with the two largest dims in bounds and, as far as bounds allow, at most
     ``largest_size`` elements.
     """
     dims = [min(n, _LARGEST) for n in shape]
@@ -202,7 +204,7 @@ def _bounded(shape: Sequence[int], largest_size: int) -> tuple[int, ...]:
 
 
 def _random(shape: Sequence[int], generator: torch.Generator) -> Tensor:
-    """Return numbers of several magnitudes, smaller along the dims, so that halves differ."""
+    """Return numbers of several magnitudes, smaller along the dims, to make halves differ."""
     tensor = torch.randn(*shape, generator=generator)
     for dim, length in enumerate(shape):
         tensor *= torch.linspace(1.5, 0.5, length).view(-1, *(1,) * (len(shape) - dim - 1))
@@ -210,7 +212,7 @@ def _random(shape: Sequence[int], generator: torch.Generator) -> Tensor:
 
 
 def _difference(value: Tensor, expected: Tensor, before: Tensor) -> float:
-    """Return the largest difference relative to the largest update; infinite where there is NaN."""
+    """Return the largest difference relative to the largest update. Infinite for NaN."""
     difference, update = (float((expected - other).abs().max()) for other in (value, before))
     return (
         (0.0 if difference == 0.0 else difference / max(update, 1e-30)) if difference < inf else inf
@@ -222,8 +224,8 @@ def _as_drawn(gradient: Tensor, value: Tensor) -> Tensor:
 
 
 def _orthogonal_to_rows(gradient: Tensor, value: Tensor) -> Tensor:
-    """Return the part of a gradient that leaves the norms of rows, as those of layers before a
-    normalization do: AdamP projects such ones.
+    """Return the norm-preserving part of a gradient, orthogonal to rows, as for layers before a
+    normalization. AdamP projects such gradients.
     """
     dim = 0 if value.ndim < 2 else 1
     g, w = gradient.flatten(dim), value.flatten(dim)
@@ -233,9 +235,7 @@ def _orthogonal_to_rows(gradient: Tensor, value: Tensor) -> Tensor:
 
 @contextmanager
 def _unchanged(rng: ReplicaRng) -> Iterator[None]:
-    """Restore the random states; functions that an optimizer compiles for each shape run as they
-    are.
-    """
+    """Restore the random states. Functions compiled by an optimizer for each shape run eagerly."""
     states = rng.everything()
     try:
         with torch.compiler.set_stance("force_eager"):
@@ -263,7 +263,9 @@ def _along(dim: int, tensors: Sequence[Tensor]) -> Halves:
 
 
 def _cut(tensor: Tensor, dim: int) -> tuple[Tensor, Tensor]:
-    """Cut where no block of an optimizer's own ends, such as those that share a scale of 8 bits."""
+    """Cut between the block boundaries of optimizers, for instance of 8-bit blocks with a shared
+    scale.
+    """
     length = tensor.shape[dim]
     first = max(1, length * 3 // 7 | 1)
     return tensor.narrow(dim, 0, first), tensor.narrow(dim, first, length - first)
@@ -279,7 +281,7 @@ DIVISIONS: Mapping[str, Callable[[Sequence[Tensor]], Halves]] = {
     "columns": lambda tensors: _along(1, tensors),
     "tensors": _by_tensors,
 }
-"""Name -> the parts of each of two optimizers."""
+"""Name -> the tensors of each of two optimizers."""
 
 
 # -------------------------------------------------------------------------------------------- steps
@@ -292,7 +294,7 @@ def _stepped(
     gradients: Gradients,
     num_steps: int,
 ) -> list[Tensor]:
-    """Step copies of ``values`` with a copy of ``optimizer``; return the results."""
+    """Step copies of ``values`` with a copy of ``optimizer``. Return the results."""
     parameters = [nn.Parameter(value.detach().clone()) for value in values]
     clone = _copy_of(optimizer, group, parameters)
     for number in range(num_steps):
@@ -305,7 +307,7 @@ def _stepped(
 
 
 class _Closure:
-    """Set the gradients, as a closure of a training loop computes them."""
+    """Set the gradients, like the closure of a training loop."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor]) -> None:
         self._pairs = list(zip(parameters, gradients, strict=True))
@@ -321,7 +323,7 @@ class _Closure:
 def _copy_of(
     optimizer: Optimizer, group: Mapping[str, Any], parameters: list[nn.Parameter]
 ) -> Optimizer:
-    """Return a copy that steps ``parameters`` with the hyper-parameters of ``group``."""
+    """Return a copy of ``optimizer`` for ``parameters``, with the hyper-parameters of ``group``."""
     # Modules and parameters that the optimizer refers to are large, and not the copy's to change.
     memo: dict[int, Any] = {
         id(value): value for value in vars(optimizer).values() if isinstance(value, nn.Module)
@@ -334,7 +336,7 @@ def _copy_of(
     own = {k: copy.deepcopy(v, memo) for k, v in optimizer.state.items() if isinstance(k, str)}
     attributes["state"] = defaultdict(dict, own)
     attributes["param_groups"] = [{"params": parameters, **copy.deepcopy(options, memo)}]
-    # An optimizer inside that shares groups or state with this one shares those of the copy.
+    # An inner optimizer with shared groups or state shares the groups and state of the copy.
     memo |= {
         id(group): attributes["param_groups"][0],
         id(optimizer.param_groups): attributes["param_groups"],
@@ -355,6 +357,6 @@ def _copy_of(
             torch.full_like(rate, _RATE) if isinstance(rate, Tensor) else _RATE
         )
     train = getattr(clone, "train", None)
-    if callable(train):  # schedule-free optimizers step only then
+    if callable(train):  # schedule-free optimizers step only in training mode
         train()
     return clone

@@ -1,11 +1,11 @@
-"""Parameters whose memory other code has replaced (``p.data = ...``).
+"""Parameters with memory replaced by other code (``p.data = ...``).
 
 Shards and buckets view the memory of the parameters. After ``p.data = x`` the model computes with
-``x``, and an optimizer that steps shards would go on stepping the memory that nobody reads.
-Addresses are compared before a step: they cost neither a collective nor the host's wait.
+``x``, and an optimizer of shards would go on stepping the old, unread memory. So addresses are
+compared before a step, without a collective and without a wait of the host.
 
-torch drops ``p.data = x`` on a ``DTensor`` without a word, so that nothing could be found
-afterwards: what FSDP2 shards is therefore a :class:`ShardedParameter`.
+torch silently ignores ``p.data = x`` on a ``DTensor``, and no later check could find the
+assignment. So FSDP2's parameters are of class :class:`ShardedParameter`.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ def check_rebound(name: str, value: Tensor, like: Tensor, *, coded: bool = False
 
     Args:
         name: Name of the parameter.
-        value: What the parameter is now.
-        like: What it was, or a tensor like it.
-        coded: Whether it was 8-bit quantized data.
+        value: The present tensor of the parameter.
+        like: The previous tensor, or a similar tensor.
+        coded: Whether the previous tensor was 8-bit quantized data.
 
     Raises:
         ConfigError: If shape, dtype or device differ, or the parameter is quantized data.
@@ -46,11 +46,11 @@ def check_rebound(name: str, value: Tensor, like: Tensor, *, coded: bool = False
 
 
 class ShardedParameter(GuardedViews):
-    """A parameter that FSDP2 shards, whose ``data`` can be assigned as that of other parameters."""
+    """A parameter sharded by FSDP2, with assignable ``data`` like other parameters."""
 
     @property
     def data(self) -> Tensor:
-        """The values, without a graph; assigning copies them into this rank's shard."""
+        """The values, without a graph. Assigned values are copied into this rank's shard."""
         return self.detach()
 
     @data.setter
@@ -76,7 +76,9 @@ class ShardedParameter(GuardedViews):
                 )
 
     def detach(self) -> Tensor:
-        """Return the values without a graph, of this class: torch makes parameters of them."""
+        """Return the values without a graph, of this class: torch makes parameters from the
+        result.
+        """
         detached = super().detach()
         detached.__class__ = ShardedParameter
         return detached

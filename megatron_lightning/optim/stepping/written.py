@@ -1,9 +1,9 @@
-"""Parameters that an optimizer, or code beside it, has written outside of a step.
+"""Writes into parameters outside of a step, by an optimizer or by other code.
 
 A rank's optimizer reaches the rank's shards only. Schedule-free optimizers write shards in
-``train()`` and ``eval()``, hooks through ``optimizer.param_groups``: the other ranks have to gather
-them before anybody computes with the parameters. Ordinary steps look for nothing. Ranks compare
-their parameters, and agree, when something may have been written:
+``train()`` and ``eval()``, hooks through ``optimizer.param_groups``: the other ranks must gather
+written shards before any use of the parameters. Ordinary steps do not look for writes. Ranks
+compare parameters, and agree, at times of possible writes:
 
     before the first batch of an evaluation, a checkpoint, an export
     before the first training batch after one of these, and of every epoch
@@ -29,7 +29,7 @@ from megatron_lightning.parallel.context import AxisGroup, ParallelContext
 
 
 class WrittenWeights:
-    """Find parameters that were written outside of a step, and give them to all ranks.
+    """Find parameters written outside of a step, and send the new values to all ranks.
 
     Args:
         views: The optimizers of this rank.
@@ -51,22 +51,23 @@ class WrittenWeights:
         self._num_batches = 0
 
     def expect(self) -> None:
-        """Look before the next batch: hooks run now that may write weights."""
+        """Look for writes before the next batch, because hooks run now."""
         self._due = True
 
     @property
     def is_due(self) -> bool:
-        """Whether hooks have run that may have written weights; the same on all ranks."""
+        """Whether hooks may have written weights. Equal on all ranks."""
         return self._due
 
     def before_evaluation(self) -> None:
-        """Look before a batch of an evaluation, if it is due. A collective."""
+        """Look before a batch of an evaluation, if a look is due. A collective."""
         if self._due:
             self._due = False
             self.share()
 
     def before_training(self, *, first: bool) -> bool:
-        """Look before a training batch, if it is due; return whether it was. A collective.
+        """Look before a training batch, if a look is due. Return whether a look was due. A
+        collective.
 
         Args:
             first: Whether the batch is the first of an epoch.
@@ -85,7 +86,7 @@ class WrittenWeights:
 
     @torch.no_grad()
     def share(self, *, found: bool = False) -> bool:
-        """Gather parameters of which a rank's shard was written; return whether any was. A
+        """Gather parameters with a written shard. Return whether any shard was written. A
         collective.
 
         Args:
@@ -103,8 +104,8 @@ class WrittenWeights:
         return True
 
     def _differ(self) -> bool:
-        """Return whether ranks that share a bucket hold other parameters, or main params that other
-        ranks cannot see.
+        """Return whether ranks of a bucket hold different parameters, or main params invisible to
+        other ranks.
         """
         by_group: dict[AxisGroup, list[Bucket]] = defaultdict(list)
         for bucket in {id(b): b for view in self._views for b in view.buckets}.values():
@@ -123,11 +124,11 @@ class WrittenWeights:
         return differ
 
     def _refuse_drift(self, differ: bool) -> None:
-        """Refuse parameters that code beside the step has written with other values on some ranks.
-        A collective.
+        """Refuse parameters written outside of the step with values different between ranks. A
+        collective.
 
         Raises:
-            ShardingError: On every rank, naming them.
+            ShardingError: On every rank, naming the parameters.
         """
         buckets = {id(b): b for view in self._views for b in view.buckets}.values()
         mine = [name for bucket in buckets for name in bucket.names_written()] if differ else []
@@ -137,7 +138,7 @@ class WrittenWeights:
             raise ShardingError.drifted(names, world.name, world.ranks)
 
     def _agree(self, mine: bool) -> bool:
-        """Return whether it holds on any rank."""
+        """Return whether ``mine`` is true on any rank."""
         world = self._context.axis("world")
         if world.process_group is None:
             return mine
@@ -147,7 +148,7 @@ class WrittenWeights:
 
 
 def _checksum(flat: Tensor) -> Tensor:
-    """Return one number [] that equal bits have in common."""
+    """Return a number [] shared by equal bits."""
     sums = column_sums(flat)
     # Odd, so that a change of one column cannot cancel; 62 bits, so that a sum has an opposite.
     weights = torch.arange(len(sums), device=sums.device) * 0x9E3779B1 * 2 + 1
