@@ -19,11 +19,13 @@ from torch.utils._pytree import tree_leaves
 from megatron_lightning.compat import pop_function_mode, push_function_mode
 from megatron_lightning.errors import ConfigError
 
-_BY_DIM = {  # functions that select or mix positions -> position of the argument that names the dim
+_BY_DIM: Mapping[str, int] = {
     **dict.fromkeys(("narrow", "select", "index_select", "cumsum", "cumprod", "flip"), 1),
     **dict.fromkeys(("diff", "roll"), 2),
 }
-_NAMES = {"flip": "dims", "roll": "dims"}
+"""Function that selects or mixes positions -> place of its argument ``dim``."""
+_NAMES: Mapping[str, str] = {"flip": "dims", "roll": "dims"}
+"""Function -> keyword of the dim, where it is another than ``dim``."""
 
 
 class PositionWatch(TorchFunctionMode):
@@ -42,6 +44,7 @@ class PositionWatch(TorchFunctionMode):
         self._length = min(tensor.shape[dim] for tensor, dim in parts)
         self._dims = {dim for _, dim in parts}
         self._parts = {id(tensor): (tensor, dim) for tensor, dim in parts}
+        self._depth = 0  # of calls of the models, in which no function is watched
 
     @contextmanager
     def watching(self, models: Mapping[str, nn.Module]) -> Iterator[None]:
@@ -53,12 +56,24 @@ class PositionWatch(TorchFunctionMode):
                 during.callback(pre.remove)
                 during.callback(post.remove)
             during.enter_context(self)
+            during.callback(self._resume)
             yield
 
     def _enter(self, *_: Any) -> None:
-        pop_function_mode()
+        if not self._depth:
+            pop_function_mode()
+        self._depth += 1
+
+    def _resume(self) -> None:
+        """Watch again; a stage of a pipeline unwinds the step without the hooks behind a call."""
+        if self._depth:
+            push_function_mode(self)
+        self._depth = 0
 
     def _leave(self, model: nn.Module, args: Any, output: Any) -> None:
+        self._depth -= 1
+        if self._depth:
+            return
         push_function_mode(self)
         values = list(output.values()) if isinstance(output, Mapping) else output
         for leaf in tree_leaves(values):
