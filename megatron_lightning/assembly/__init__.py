@@ -1,3 +1,3 @@
-"""Reduction of a full module to this rank's part (partition, shard, materialize), and the state of
-that part as shards.
+"""Reduction of a full module to this rank's part (partition, shard, materialize), and the part's
+state as shards.
 """

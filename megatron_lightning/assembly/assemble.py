@@ -1,8 +1,8 @@
 """Reduce a full module to this rank's part: equalize, partition into stages, parallelize,
 materialize.
 
-:func:`assemble` does it once for a module and leaves a record on it, from which :func:`reattach`
-describes the part for a later run on the same layout.
+:func:`assemble` runs once for a module and stores a record on the module. :func:`reattach`
+describes the part from the record, for a later run on the same layout.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _RECORD = "_megatron_record"
 
 
 class _Record(NamedTuple):
-    """Description of an assembled module, kept on it; plain values, so that the module stays
+    """Description of an assembled module, stored on the module. Plain values keep the module
     copyable.
     """
 
@@ -51,7 +51,7 @@ class _Record(NamedTuple):
     path: str | None
     """As in :class:`Part`, like the fields below."""
     stages: tuple[tuple[str, ...], ...]
-    """Unit paths of every stage; empty with one stage."""
+    """Unit paths of every stage. Empty with one stage."""
     replicated_over_pp: frozenset[str]
     names: tuple[str, ...]
     num_parameters: int
@@ -68,19 +68,20 @@ def assemble(
     *,
     allocates: bool = True,
 ) -> Part:
-    """Reduce a full module to this rank's part, in place; all ranks call this.
+    """Reduce a full module to this rank's part, in place. All ranks call this.
 
     Args:
         module: The full module, on a real device or ``meta``.
         context: Groups of this rank.
-        plan: Tensor-parallel plan by module path; None: the ``sharding_plan()`` of the modules that
-            have one.
+        plan: Tensor-parallel plan by module path. None: the plans of modules with a
+            ``sharding_plan()``.
         placement: Pipeline ranks of the stages.
         options: How the model is partitioned into stages.
-        allocates: Whether to allocate and fill what is on ``meta``; False: FSDP2 shards it first.
+        allocates: Whether to allocate and fill ``meta`` tensors. False: FSDP2 shards the module
+            first.
 
     Raises:
-        ConfigError: If the module has no pipeline units or no plan though the layout needs them, or
+        ConfigError: If the layout needs pipeline units or a plan and the module has none, or if
             patterns of a plan match nothing.
     """
     record_ties(module)
@@ -95,7 +96,7 @@ def assemble(
     # After the partition: layers of other ranks need no parallel counterparts.
     parallelize_models(module, context, plans.applied)
     if allocates:
-        # Last, so that a rank never holds more than its shards and one full parameter.
+        # Last, so that a rank never holds more than the rank's shards and one full parameter.
         materialize(module, context.device)
     stages = () if partition is None else partition.stages
     replicated_over_pp = frozenset[str]() if partition is None else partition.replicated_over_pp
@@ -121,11 +122,11 @@ def assemble(
 def reattach(
     module: nn.Module, context: ParallelContext, placement: Placement, options: PipelineOptions
 ) -> Part:
-    """Describe the part that an earlier run has made of ``module``, for a run on the same layout.
+    """Describe the part of ``module`` from an earlier run, for a run on the same layout.
 
     Raises:
-        ConfigError: If the module was assembled for another layout, or its layers hold broken
-            connections.
+        ConfigError: If the module was assembled for another layout, or the module's layers hold
+            broken connections.
     """
     record: _Record = module.__dict__[_RECORD]
     assembled = record[:4]
@@ -171,8 +172,8 @@ def is_assembled(module: nn.Module) -> bool:
 def is_full(module: nn.Module, context: ParallelContext) -> bool:
     """Return whether the module has the layers of all ranks.
 
-    An assembled one may have them, too: weight averaging calls ``configure_model``, which builds
-    them again.
+    An assembled module may have all layers, too: weight averaging calls ``configure_model``, which
+    builds the layers again.
     """
     record: _Record | None = module.__dict__.get(_RECORD)
     if record is None:
@@ -201,7 +202,7 @@ def can_be_partitioned(module: nn.Module) -> bool:
 def _partition(
     module: nn.Module, context: ParallelContext, placement: Placement, options: PipelineOptions
 ) -> tuple[str | None, StagePartition | None]:
-    """Drop the units of other pipeline ranks; return the path of the pipelined module, and its
+    """Drop the units of other pipeline ranks. Return the path of the pipelined module, and the
     stages.
     """
     if context.layout.num_stages == 1:
@@ -214,12 +215,12 @@ def _partition(
 def parallelize_models(
     module: nn.Module, context: ParallelContext, plans: Mapping[str, ShardingPlan]
 ) -> None:
-    """Make the layers that the plans name parallel; over an axis of size 1 they stay as they are.
+    """Parallelize the layers named by the plans. Over an axis of size 1 layers stay as before.
 
     Args:
-        module: The module, of which models may share parameters.
+        module: The module. Models in the module may share parameters.
         context: Groups of this rank.
-        plans: Path of a model -> its plan.
+        plans: Path of a model -> the model's plan.
     """
     with untied(module):
         for path, plan in plans.items():

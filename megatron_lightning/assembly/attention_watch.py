@@ -1,8 +1,8 @@
-"""Find attention that does not see the whole sequence, in the first step of its kind.
+"""Find attention that misses tokens of the sequence, in the first step of each kind.
 
-Where ranks share a sequence, attention that is not bound to them mixes the tokens of one rank only:
-its loss looks like any other. So a call of torch's attention that is not ours, and a bound module
-that is not called, are errors.
+Where ranks share a sequence, attention without a ``ContextAttention`` row mixes the tokens of one
+rank only, and the loss looks like any other. A call of torch's own attention and an uncalled bound
+module are therefore errors.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ _FOREIGN = (
     torch._native_multi_head_attention,
     torch._transformer_encoder_layer_fwd,
 )
-"""Functions of torch that mix the tokens of a sequence."""
+"""Functions of torch for attention over a sequence."""
 
 
 def check_attention_rows(num_ranks: int, rows: int, model: str) -> None:
-    """Check that the plan of a model binds its attention.
+    """Check that the plan of a model binds the model's attention to the ranks.
 
     Args:
         num_ranks: Context-parallel ranks.
@@ -37,7 +37,7 @@ def check_attention_rows(num_ranks: int, rows: int, model: str) -> None:
         model: Name of the model, for the message.
 
     Raises:
-        ConfigError: If it binds none.
+        ConfigError: If the plan binds no attention.
     """
     if num_ranks > 1 and not rows:
         raise ConfigError(
@@ -49,7 +49,7 @@ def check_attention_rows(num_ranks: int, rows: int, model: str) -> None:
 
 
 def bound_attention(module: nn.Module) -> dict[str, CoreAttention]:
-    """Return the attention in ``module`` that is bound to ranks that share sequences, by path."""
+    """Return the attention modules in ``module`` bound to context-parallel ranks, by path."""
     return {
         path: child
         for path, child in present_modules(module)
@@ -69,10 +69,10 @@ class AttentionWatch(TorchFunctionMode):
         self._uncalled: dict[str, nn.Module] = dict(bound_attention(module))
         self._undo = ExitStack()
         self.called: set[str] = set()
-        """Paths of the bound modules that were called."""
+        """Paths of the bound modules called so far."""
 
     def __enter__(self) -> AttentionWatch:
-        for path, child in self._uncalled.items():  # they are taken out later, when called
+        for path, child in self._uncalled.items():  # called modules are removed later
             hook = child.register_forward_pre_hook(self._called(path))
             self._undo.callback(hook.remove)
         self._undo.enter_context(torch.compiler.set_stance("force_eager"))  # hooks see the calls
@@ -96,10 +96,10 @@ class AttentionWatch(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
     def check(self) -> None:
-        """Check that every bound module was called.
+        """Check that the forward called every bound module.
 
         Raises:
-            ConfigError: Naming one that was not.
+            ConfigError: Naming an uncalled module.
         """
         if self._uncalled:
             raise ConfigError(

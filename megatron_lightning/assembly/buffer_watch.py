@@ -1,9 +1,9 @@
-"""Find buffers that were written since the last look, without reading their values.
+"""Find buffers written since the last look, without reading values.
 
 A write in place raises a tensor's version counter, and an assignment makes another tensor. Two
-writes do neither: writes through ``.data``, and the running statistics of BatchNorm, whose kernel
-updates ``running_mean`` and ``running_var`` beside a counter ``num_batches_tracked`` that is
-written in place.
+writes do neither. The first are writes through ``.data``. The second are the running statistics of
+BatchNorm: the kernel updates ``running_mean`` and ``running_var`` without a trace, beside a counter
+``num_batches_tracked`` written in place.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ _COUNTER = "num_batches_tracked"
 
 
 class BufferPlaces:
-    """Where the buffers of a module are, found once: a walk over a large model costs milliseconds.
+    """Places of the buffers in a module. Found once, since a walk over a large model costs
+    milliseconds.
 
     Args:
         module: The module.
@@ -35,7 +36,7 @@ class BufferPlaces:
         }
 
     def current(self) -> dict[str, Tensor | None]:
-        """Return the buffers by name; None: not set any more."""
+        """Return the buffers by name. None: not set any more."""
         return {name: owner._buffers.get(key) for name, (owner, key) in self._places.items()}
 
 
@@ -55,8 +56,8 @@ class BufferWatch:
         self._seen: dict[str, _Seen] = {}
 
     def written(self, buffers: Mapping[str, Tensor | None]) -> dict[str, bool]:
-        """Return the names of the buffers that were written since the last call, and whether each
-        has another shape or dtype. The first call only looks.
+        """Return the names of the buffers written since the last call, and whether each buffer has
+        another shape or dtype. The first call only looks.
         """
         found: dict[str, bool] = {}
         for name, buffer in buffers.items():

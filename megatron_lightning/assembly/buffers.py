@@ -1,16 +1,16 @@
 """Broadcast of buffers, such as the running statistics of BatchNorm, from the first replica to the
-others.
+other replicas.
 
-Every data-parallel replica updates its buffers from its own samples, and outside of the pipelined
-module only the last stage updates what comes after the call. As in DistributedDataParallel, all
-ranks get the first rank's buffers before the next step. Most buffers never change (masks, position
-tables), so only two kinds are sent:
+Every data-parallel replica updates buffers from the replica's own samples. Outside of the pipelined
+module only the last stage updates buffers of modules behind the call. As in
+DistributedDataParallel, all ranks receive the first rank's buffers before the next step. Most
+buffers never change (masks, position tables), so only two kinds are sent:
 
 written    by a step on any rank: found without reading values (``buffer_watch``) and agreed once an
-           optimizer step, in the all-reduce in which the ranks agree on unused parameters
-diverged   by value, which also finds writes through ``.data``: compared in every epoch between its
-           steps 1 and 2, before steps 4, 8, 16, …, and before a checkpoint or an evaluation uses
-           them
+           optimizer step, in the all-reduce for unused parameters
+diverged   by value, so that writes through ``.data`` are found, too: compared in every epoch
+           between the steps 1 and 2, before steps 4, 8, 16, …, and before a checkpoint or an
+           evaluation uses the buffers
 
 Stages of a pipeline learn of written buffers with the outputs of the last stage.
 """
@@ -34,8 +34,8 @@ _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
 
 class BufferSync:
-    """Broadcast of the buffers of the first replica, and of the last stage, to the other ranks that
-    hold them.
+    """Broadcast of the buffers of the first replica, and of the last stage, to the other ranks with
+    the same buffers.
 
     Args:
         module: The module.
@@ -54,15 +54,15 @@ class BufferSync:
             for key in getattr(owner, "equal_buffers", ())
         }
         self.replicas = SharedBuffers(context.dp_cp, context.device, equal)
-        """Buffers that the data-parallel ranks share; agrees on the written ones."""
+        """Buffers shared by the data-parallel ranks. Agrees on the written buffers."""
         self._stages = SharedBuffers(context.pp, context.device, equal, self._refuse_averages)
-        self._marks: dict[str, Tensor] = {}  # of what all stages hold, when values were compared
+        self._marks: dict[str, Tensor] = {}  # of buffers on all stages, at the last comparison
         self._find()
         self._remember()
 
     def _find(self) -> None:
-        """Find the buffers, which hooks may add; a collective."""
-        # The last stage has the first replica's buffers when it gives them to the other stages.
+        """Find the buffers, since hooks may add buffers. A collective."""
+        # The last stage has the first replica's buffers before sending buffers to the other stages.
         self.replicas.places = BufferPlaces(
             self._module, lambda name: self._is_last_stage or self._part.in_unit(name)
         )
@@ -71,10 +71,10 @@ class BufferSync:
             agree_on_names(list(shared.places.current()), shared.group, self._device)
 
     def synchronize(self, *, compare: bool = False) -> None:
-        """Make the buffers equal that are known to differ; a collective.
+        """Make buffers known to differ equal. A collective.
 
         Args:
-            compare: Whether to look first for buffers that have diverged, which reads every buffer.
+            compare: Whether to look first for diverged buffers, by reading every buffer.
         """
         shared = (self.replicas, self._stages)
         if compare:
@@ -87,7 +87,7 @@ class BufferSync:
             self._remember()
 
     def _remember(self) -> None:
-        """Mark the buffers that all stages hold as they are now."""
+        """Record fingerprints of the buffers on all stages."""
         if self._stages.group.process_group is not None:
             self._marks = {
                 name: fingerprint(buffer).to(self._device)
@@ -96,12 +96,13 @@ class BufferSync:
             }
 
     def _refuse_averages(self, found: Mapping[str, Tensor]) -> None:
-        """Refuse buffers that stages other than the last have written, with other values than it.
+        """Refuse buffers that stages other than the last have written with values of their own.
 
-        A step does not reach the code behind the units there, so that only hooks can have written.
+        On stages other than the last a step does not reach the code behind the units, so only hooks
+        can have written.
 
         Args:
-            found: Fingerprints of the buffers whose values differ between the stages, by name.
+            found: Fingerprints of the buffers with different values on different stages, by name.
         """
         names, group = [name for name in found if name in self._marks], self._stages.group
         if not names:
@@ -119,12 +120,12 @@ class BufferSync:
             shared.forget_writes()
 
     def begin_batch(self, batch: int, *, only_new: bool = False) -> None:
-        """Make the buffers equal before a training batch; a collective.
+        """Make the buffers equal before a training batch. A collective.
 
         Args:
-            batch: Number of the batch in its epoch, from 1.
-            only_new: Whether the batch before has sent known buffers at its end, and the first of
-                the epoch has compared them.
+            batch: Number of the batch in the epoch, from 1.
+            only_new: Whether the previous batch has sent known buffers at the end, and the first
+                batch of the epoch has compared buffers.
         """
         if batch > (2 if only_new else 1) and batch & (batch - 1) == 0:
             self.synchronize(compare=True)
@@ -134,11 +135,11 @@ class BufferSync:
                 shared.synchronize()
 
     def begun(self) -> tuple[str, ...]:
-        """Return the buffers outside of pipeline units that the last stage has begun to write.
+        """Return the buffers outside of pipeline units newly written by the last stage.
 
         Raises:
-            ConfigError: If one is saved, and belongs to a module that runs between the units: there
-                all stages but one have no values.
+            ConfigError: If such a buffer is saved, and belongs to a module between the units: all
+                stages but one have no values there.
         """
         begun = self._stages.begun() if self._is_last_stage else ()
         between = [name for name in begun if self._is_between_units(name)]
@@ -158,5 +159,5 @@ class BufferSync:
         return key not in self._module.get_submodule(owner)._non_persistent_buffers_set
 
     def follow(self, begun: Iterable[str]) -> None:
-        """Send what :meth:`begun` returned on the last stage."""
+        """Send the buffers returned by :meth:`begun` on the last stage."""
         self._stages.add(begun, compare=True)

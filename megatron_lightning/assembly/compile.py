@@ -1,12 +1,12 @@
-"""``compile="block"``: the repeated blocks of a model, compiled one by one.
+"""``compile="block"``: compile the repeated blocks of a model separately.
 
-A block is a unit of the pipeline (``pipeline.units``) that is one of several of its kind, or a
-numbered layer. Of each, ``forward`` is replaced on the instance, inside of what
-``nn.Module.__call__`` does around it: hooks (of FSDP2, of the pipeline, of users) stay outside of
-the graphs, parameters keep their names, and recomputation of a full block, which wraps ``forward``
-before, is traced as a part of it. Where it cannot be, with experts or named random streams in it,
-recomputation stays outside, and runs the compiled forward again. Blocks of one kind share graphs,
-since the compiler's cache belongs to the code that they share.
+A block is a unit of the pipeline (``pipeline.units``) and either a numbered layer or one of several
+units of a class. Compilation replaces ``forward`` on the block's instance, inside of the work of
+``nn.Module.__call__``. Hooks (of FSDP2, of the pipeline, of users) therefore stay outside of the
+graphs, and parameters keep their names. Recomputation of a full block wraps ``forward`` earlier and
+is traced as a part of the graph. With experts or named random streams inside, recomputation cannot
+be traced: the recomputation stays outside, and runs the compiled forward again. Blocks of a kind
+share graphs, since the compiler's cache belongs to the shared code.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from megatron_lightning.pipeline.stages.units import find_pipelined
 
 
 class CompiledForward:
-    """A forward that is compiled when it is first called.
+    """A forward compiled at the first call.
 
     Copies and pickles of a module compile their own.
 
@@ -44,7 +44,7 @@ class CompiledForward:
 
     def __init__(self, forward: Callable[..., Any], options: CompileOptions) -> None:
         self.original = forward
-        """Forward that is compiled."""
+        """Uncompiled forward."""
         self._options = options
         self._run = compiled(
             forward,
@@ -65,16 +65,16 @@ class CompiledForward:
 def compile_blocks(
     module: nn.Module, part: Part, pipeline: PipelineOptions, options: CompileOptions
 ) -> list[str]:
-    """Compile the blocks of this rank's part, except those that the user has compiled.
+    """Compile the blocks of this rank's part, except for blocks already compiled by the user.
 
     Args:
         module: The LightningModule, assembled.
-        part: Its description.
-        pipeline: Names the units, where the user does.
-        options: How they are compiled.
+        part: Description of the module's part.
+        pipeline: Names the units, if the user does.
+        options: Options of the compiler.
 
     Returns:
-        The paths of the blocks that are compiled.
+        The paths of the compiled blocks.
     """
     if part.partition is None:
         path, units = _units(module, pipeline)
@@ -99,7 +99,7 @@ def _compile(block: nn.Module, options: CompileOptions) -> None:
 
 
 def _is_untraceable(recomputed: nn.Module) -> bool:
-    """Return whether its recomputation cannot be a part of a graph."""
+    """Return whether recomputation of the module cannot be a part of a graph."""
     has_experts = any(isinstance(child, MoELayer) for child in recomputed.modules())
     return has_experts or draws_from_streams(recomputed)
 
@@ -113,7 +113,7 @@ def uncompile_blocks(module: nn.Module) -> None:
         forward = child.__dict__.get("forward")
         if isinstance(forward, CompiledForward):
             del child.__dict__["forward"]
-            if child.forward != forward.original:  # recomputation had replaced it
+            if child.forward != forward.original:  # replaced by recomputation
                 child.__dict__["forward"] = forward.original
 
 
@@ -128,8 +128,8 @@ def is_compiled(module: nn.Module) -> bool:
 
 
 def fills_cache(module: nn.Module) -> bool:
-    """Return whether a ``transformers`` model makes a cache of keys and values in every forward, as
-    they all do unless told otherwise.
+    """Return whether a ``transformers`` model makes a cache of keys and values in every forward,
+    the default of ``transformers``.
     """
     can_generate = getattr(module, "can_generate", None)
     uses_cache = getattr(getattr(module, "config", None), "use_cache", False)
@@ -137,10 +137,10 @@ def fills_cache(module: nn.Module) -> bool:
 
 
 def check_blocks(module: nn.Module, pipeline: PipelineOptions) -> None:
-    """Check that a full module has blocks that can be compiled.
+    """Check that a full module has blocks to compile.
 
     Raises:
-        ConfigError: If it has none.
+        ConfigError: If the module has no blocks.
     """
     reason = ""
     try:
@@ -162,8 +162,8 @@ def _units(module: nn.Module, pipeline: PipelineOptions) -> tuple[str, Sequence[
 
 
 def _blocks(pipelined: nn.Module, units: Sequence[str]) -> Iterator[str]:
-    """Yield the units that are blocks: made of several modules, and numbered or one of several of
-    their class.
+    """Yield the blocks among the units: units of several modules, either numbered or of a class
+    with several units.
     """
     modules = {name: pipelined.get_submodule(name) for name in units}
     kinds = Counter(map(type, modules.values()))

@@ -1,7 +1,8 @@
-"""Which attention module meets the keys of other ranks in which way, where each has one of its own.
+"""Assign a ``cp_comm_type`` to each attention module.
 
-A pipeline rank has some of the modules, and the list counts those of the full model. So each module
-is given a row of its own in its plan, before the model is divided into stages.
+A pipeline rank has only a part of the modules, while the list counts the modules of the full model.
+Each attention module therefore receives a row of its own in the plan, before the model is divided
+into stages.
 """
 
 from __future__ import annotations
@@ -22,13 +23,13 @@ def assign_cp_comm_types(
     plans: Mapping[str, ShardingPlan],
     exchange: ContextExchange | Sequence[ContextExchange],
 ) -> dict[str, ShardingPlan]:
-    """Return the plans with a row for each attention module that they bind, naming its entry of a
-    list of types; with one type the plans as they are.
+    """Return the plans with a row for each bound attention module, naming the module's entry in the
+    list of types. With a single type, return the plans unchanged.
 
     Args:
         module: The full module.
-        plans: Its plans by the paths of their modules.
-        exchange: One type, or one for each bound module in the order of the full module.
+        plans: Plans of the module by path.
+        exchange: A single type, or a type for each bound module in the order of the full module.
 
     Raises:
         ConfigError: If the list has another length than there are bound modules.

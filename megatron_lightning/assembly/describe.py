@@ -39,12 +39,12 @@ def describe_layout(
     placement: Placement,
     options: PipelineOptions,
 ) -> str:
-    """Return a table of the layers of a full module as ``layout`` divides them.
+    """Return a table of the layers of a full module under ``layout``.
 
     Args:
-        module: The full module, on a real device or ``meta``; it stays as it is.
+        module: The full module, on a real device or ``meta``. Stays unchanged.
         layout: Sizes of the parallel axes.
-        plan: Tensor-parallel plan; None: those of the modules that have a ``sharding_plan()``.
+        plan: Tensor-parallel plan. None: the plans of modules with a ``sharding_plan()``.
         placement: Pipeline ranks of the stages.
         options: How the model is partitioned into stages.
 
@@ -81,8 +81,8 @@ def describe_layout(
 
 
 def describe_sequence_parallel(layout: ParallelLayout, *, shards_sequence: bool) -> str:
-    """Return whether sequence parallelism is on, and why it is not where the user leaves it to the
-    plan.
+    """Return whether sequence parallelism is on. If the user leaves the choice to the plan and the
+    plan decides against, say why.
 
     Args:
         layout: Sizes of the parallel axes.
@@ -129,7 +129,7 @@ def _styles(module: nn.Module, plans: Mapping[str, ShardingPlan]) -> dict[str, s
 
 
 def _parameter(name: str, spec: ShardSpec, context: ParallelContext) -> tuple[str, str]:
-    """Return the texts of a parameter's local shape and its axes."""
+    """Return a parameter's local shape and axes as texts."""
 
     def present(axes: tuple[str, ...]) -> str:
         return ", ".join(axis for axis in axes if context.axis(axis).size > 1)
@@ -153,8 +153,8 @@ def _aligned(rows: list[tuple[str, ...]]) -> Iterator[str]:
 
 
 def _on_meta(module: nn.Module) -> nn.Module:
-    """Return a copy without data. What the module itself refers to, such as a Trainer, is
-    shared.
+    """Return a copy without data. The copy shares objects that the module refers to, such as a
+    Trainer.
     """
     memo: dict[int, Tensor] = {}
     for parameter in module.parameters():

@@ -1,4 +1,4 @@
-"""Values that hooks have drawn into shards and stages, over the runs of a module."""
+"""Values drawn by hooks into shards and stages, over the runs of a module."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class DrawnValues:
     """Compare shards, and layers of stages, with their values when training was set up.
 
     Args:
-        equal: Shards that may be equal, by parameter and axis; None: not known yet.
+        equal: Shards allowed to be equal, by parameter and axis. None: not known yet.
     """
 
     def __init__(self, equal: Sequence[tuple[str, str]] | None = None) -> None:
@@ -24,27 +24,27 @@ class DrawnValues:
         self._stages: StageDraws | None = None
 
     def of_next_run(self) -> DrawnValues:
-        """Return the comparison for a second run of the same module, whose hooks may draw before
-        its setup.
+        """Return the comparison for a second run of the same module. Hooks may draw before the
+        setup of the second run.
         """
         return DrawnValues(self._equal)
 
     def record(self, module: nn.Module, part: Part, context: ParallelContext) -> None:
-        """Record which shards and layers are equal now; a collective."""
+        """Record the equal shards and layers. A collective."""
         self._stages = StageDraws(module, part, context)
         if self._equal is None:
             self._equal = equal_shards(module, part.specs, context)
 
     def forget(self) -> None:
-        """Accept shards that a checkpoint has made equal, from the next :meth:`record` on."""
+        """Accept shards made equal by a checkpoint, from the next :meth:`record` on."""
         self._equal = None
 
     def check(self, module: nn.Module, part: Part, context: ParallelContext) -> None:
-        """Check that no hook drew the same numbers into different shards, or layers of different
-        stages; a collective.
+        """Check that no hook drew the same numbers into different shards, or into layers of
+        different stages. A collective.
 
         Raises:
-            ShardingError: If it did.
+            ShardingError: If a hook did.
         """
         check_draws(module, part.specs, context, self._equal or ())
         if self._stages is not None:

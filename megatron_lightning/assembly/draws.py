@@ -1,10 +1,10 @@
-"""Random numbers that hooks drew into shards of parameters.
+"""Random numbers drawn by hooks into shards of parameters.
 
-``nn.init.normal_(self.fc1.weight)`` in a hook draws on every rank from the stream that the ranks of
-a replica share. Where the ranks hold different shards of ``fc1.weight``, all of them receive the
-first numbers of that stream, and the full weight repeats a block of rows. No initialization and no
-training makes shards bit-equal, unless they are constant, or were equal at setup: KV heads that
-were copied to every rank, or a tiled pattern.
+``nn.init.normal_(self.fc1.weight)`` in a hook draws on every rank from the random stream shared by
+the ranks of a replica. If the ranks hold different shards of ``fc1.weight``, every rank receives
+the first numbers of the stream, and the full weight repeats a block of rows. Neither initialization
+nor training makes shards bit-equal, with two exceptions: constant shards, and shards already equal
+at setup (KV heads copied to every rank, or a tiled pattern).
 """
 
 from __future__ import annotations
@@ -28,14 +28,13 @@ def check_draws(
     context: ParallelContext,
     equal_before: Collection[tuple[str, str]],
 ) -> None:
-    """Check that ranks that hold different shards of a parameter hold different values; a
-    collective.
+    """Check that ranks with different shards of a parameter hold different values. A collective.
 
     Args:
         module: The sharded module.
         specs: Spec of every parameter by name.
         context: Groups of this rank.
-        equal_before: Result of :func:`equal_shards` at setup: shards that may be equal.
+        equal_before: Result of :func:`equal_shards` at setup: shards allowed to be equal.
 
     Raises:
         ShardingError: If shards have become equal, and are not constant.
@@ -57,8 +56,8 @@ def check_draws(
 def equal_shards(
     module: nn.Module, specs: Mapping[str, ShardSpec], context: ParallelContext
 ) -> list[tuple[str, str]]:
-    """Return the name and axis of parameters of which the ranks of an axis hold different shards
-    with equal values that are not constant. A collective.
+    """Return name and axis of parameters whose different shards over an axis have equal,
+    non-constant values. A collective.
     """
     dense = {
         name: parameter

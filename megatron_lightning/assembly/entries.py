@@ -1,6 +1,6 @@
-"""Tensors that callbacks and hooks put into a checkpoint, such as averages of the weights: those
-that belong to parameters of the module are saved and loaded as the parameters are, and others must
-be equal on the ranks of a replica.
+"""Tensors from callbacks and hooks in a checkpoint, such as averages of the weights. Tensors of the
+module's parameters are saved and loaded like the parameters. Other tensors must be equal on the
+ranks of a replica.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from megatron_lightning.errors import CheckpointError
 from megatron_lightning.parallel.spec import Shape
 
 _APART = ("state_dict", "optimizer_states", "loops", OWN)
-"""Keys of a checkpoint whose tensors are saved in other ways."""
+"""Keys of a checkpoint with tensors saved in other ways."""
 
 
 class EntryShards(NamedTuple):
@@ -48,7 +48,7 @@ class EntryShards(NamedTuple):
 
 
 class StateEntries:
-    """Save and load the tensors that stand beside the module in a checkpoint.
+    """Save and load the tensors beside the module in a checkpoint.
 
     Args:
         state: The module's state on this rank.
@@ -62,15 +62,15 @@ class StateEntries:
     # ----------------------------------------------------------------------------------------- save
 
     def take(self, checkpoint: dict[str, Any], *, compare: bool) -> EntryShards:
-        """Move the tensors that belong to parameters out of ``checkpoint``; all ranks call this.
+        """Move the tensors of parameters out of ``checkpoint``. All ranks call this.
 
         Args:
             checkpoint: Lightning's dict on this rank.
-            compare: Whether to compare the tensors that stay in ``checkpoint``.
+            compare: Whether to compare the tensors staying in ``checkpoint``.
 
         Raises:
-            CheckpointError: On every rank, for a tensor that stays and differs between the ranks of
-                a replica.
+            CheckpointError: On every rank, if a tensor stays and differs between the ranks of a
+                replica.
         """
         beside = {key: value for key, value in checkpoint.items() if key not in _APART}
         names = TensorNames(self._local_shapes(), self._part.tied, self._orders())
@@ -105,8 +105,8 @@ class StateEntries:
         return [list(parameters), [name for name, p in parameters.items() if p.requires_grad]]
 
     def _agreed(self, found: list[Found], beside: Mapping[str, Any]) -> list[Found]:
-        """Return the entries that all ranks have that hold their parameters: some callbacks keep
-        tensors on one rank alone, or full copies of the model.
+        """Return the entries present on all ranks with the entries' parameters. Some callbacks keep
+        tensors on a single rank, or full copies of the model.
         """
         keys = [(repr(entry.path), entry.name) for entry, _ in found]
         kept = set(keys)
@@ -131,8 +131,8 @@ class StateEntries:
         return sorted(entries, key=lambda entry: place.get(entry.name, -1))
 
     def _compare(self, rest: Mapping[str, Any], names: TensorNames) -> None:
-        """Check that what comes from one rank is equal in its replica; what is named after
-        parameters that data-parallel ranks share out, on every rank.
+        """Check that the tensors saved from a single rank are equal in the rank's replica. Tensors
+        named after parameters sharded over data-parallel ranks must be equal on every rank.
         """
         marks: dict[str, int] = {}
         weights: dict[str, int] = {}
@@ -162,14 +162,15 @@ class StateEntries:
     # ----------------------------------------------------------------------------------------- load
 
     def load(self, source: CheckpointSource, checkpoint: dict[str, Any]) -> None:
-        """Put this rank's part of every entry into ``checkpoint``; all ranks call this.
+        """Put this rank's part of every entry into ``checkpoint``. All ranks call this.
 
         Args:
             source: The checkpoint.
-            checkpoint: Its state without sharded tensors; a plain file's has full ones in it.
+            checkpoint: State of the checkpoint without sharded tensors. A plain file's state
+                contains full tensors.
 
         Raises:
-            CheckpointError: On every rank: for what is misshaped, missing or damaged.
+            CheckpointError: On every rank, for missing, misshaped or damaged tensors.
         """
         full: dict[str, Tensor] = {}
         entries = read_table(checkpoint)
@@ -194,8 +195,8 @@ class StateEntries:
     def _recognized(
         self, source: CheckpointSource, checkpoint: Mapping[str, Any]
     ) -> tuple[list[Entry], dict[str, Tensor]]:
-        """Return entries of a checkpoint without a table, and full tensors in its state by their
-        names: a plain file, or one of an earlier version.
+        """Return the entries of a checkpoint without a table, and the full tensors in the
+        checkpoint's state by name. The checkpoint is a plain file, or of an earlier version.
         """
         names = TensorNames(self._global_shapes(), self._part.tied, [self._full_order()])
         found = names.find({k: v for k, v in checkpoint.items() if k not in _APART})
@@ -231,7 +232,9 @@ class StateEntries:
         return [name for name in self._part.names if name in names]
 
     def _wanted(self, entries: Iterable[Entry]) -> list[Entry]:
-        """Return the entries that this rank gets: those of its parameters, and of nobody's."""
+        """Return the entries for this rank: entries of this rank's parameters, and entries without
+        a parameter.
+        """
         local, tied, elsewhere = self._names, self._part.tied, {*self._part.names}
         entries = list(entries)
         places = {entry.path for entry in entries}
@@ -246,7 +249,7 @@ class StateEntries:
         return sorted(wanted, key=lambda e: order.get(e.name, -1) if e.in_list else -1)
 
     def _fresh(self, source: CheckpointSource, entry: Entry) -> Tensor:
-        """Return a new tensor for this rank's part of an entry, in the dtype that was saved."""
+        """Return a new tensor for this rank's part of an entry, in the saved dtype."""
         info = source.tensors().get(entry.stored)
         like = self._names.get(entry.name)
         if info is None or like is None:
@@ -256,8 +259,8 @@ class StateEntries:
 
 
 def _of_nobody(beside: Mapping[str, Any], found: Sequence[Found]) -> list[Found]:
-    """Return the other tensors of dicts that hold nothing else, which are no part of the state
-    file, as they may be large.
+    """Return the remaining tensors of dicts that hold only tensors. The state file leaves these
+    tensors out, since they may be large.
     """
     taken = {entry.path for entry, _ in found}
     return [
@@ -270,8 +273,8 @@ def _of_nobody(beside: Mapping[str, Any], found: Sequence[Found]) -> list[Found]
 
 
 def _renamed(path: Path, name: str, other: str) -> Path | None:
-    """Return a path whose last key ends in another name; None: it spells the name in another
-    way.
+    """Return a path with another name at the end of the last key. None: the key spells the name in
+    another way.
     """
     key = str(path[-1])
     return (*path[:-1], key.removesuffix(name) + other) if key.endswith(name) else None
@@ -282,7 +285,9 @@ def _text(path: Path) -> str:
 
 
 def _digest(path: Path, value: Any) -> int:
-    """Return a fingerprint of a tensor and of its place, of 40 bits, so that many can be added."""
+    """Return a fingerprint of a tensor and the tensor's path, of 40 bits, so that many fingerprints
+    can be added.
+    """
     tensor = torch.from_numpy(value) if isinstance(value, np.ndarray) else value
     tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     mark = int(fingerprint(tensor)) if tensor.layout == torch.strided else 0
@@ -291,10 +296,11 @@ def _digest(path: Path, value: Any) -> int:
 
 
 def _refuse(ranks: Sequence[tuple[int, dict[str, int], dict[str, int]]]) -> None:
-    """Raise an error for entries that differ.
+    """Raise an error for differing entries.
 
     Args:
-        ranks: Of every rank: its replica, digests compared in the replica, and on all ranks.
+        ranks: Of every rank: replica, digests compared in the replica, and digests compared on all
+            ranks.
     """
     differing = set[str]()
     for replica in {number for number, _, _ in ranks}:

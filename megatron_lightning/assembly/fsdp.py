@@ -1,7 +1,7 @@
 """``data_parallel="fsdp"``: FSDP2 over the pipeline units of an assembled module.
 
-Without a pipeline, the units are the same and the module that lists them is the root; a module
-without units is divided by size (``sharded_modules``).
+Without a pipeline, the units are the same and the module with the list of units is the root. A
+module without units is divided by size (``sharded_modules``).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from megatron_lightning.parallel.materialize import initial_value, is_left_empty
 
 
 def is_sharded(module: nn.Module) -> bool:
-    """Return whether some parameters of the module are shards."""
+    """Return whether any parameters of the module are shards."""
     return any(isinstance(parameter, DTensor) for parameter in module.parameters())
 
 
@@ -34,10 +34,10 @@ def local_size(module: nn.Module) -> int:
 
 
 def check_unsharded(module: nn.Module) -> None:
-    """Check that no earlier strategy has sharded the module.
+    """Check that no earlier strategy sharded the module.
 
     Raises:
-        ConfigError: If one has.
+        ConfigError: If an earlier strategy did.
     """
     if is_sharded(module):
         raise ConfigError(
@@ -59,9 +59,10 @@ def shard_units(
 ) -> ShardedUnits:
     """Shard the units of this rank's stages over the data-parallel ranks.
 
-    The assembled module has its dtype, and is on its device or ``meta``, whose parameters are
-    filled one full parameter at a time. ``micro_batches``: a step runs several. ``keeps_frozen``:
-    frozen parameters are never trained, and need no fp32 main params.
+    The assembled module has the final dtype, and is on the device or on ``meta``. Parameters on
+    ``meta`` are filled a full parameter at a time. ``micro_batches``: a step runs several
+    micro-batches. ``keeps_frozen``: frozen parameters are never trained, and need no fp32 main
+    params.
 
     Raises:
         ConfigError: If nothing can be sharded.
@@ -103,7 +104,7 @@ def shard_units(
 
 
 def _low_dtype(module: nn.Module) -> torch.dtype | None:
-    """Return the dtype that most parameter elements have, if it is lower than fp32."""
+    """Return the dtype of most parameter elements, if lower than fp32."""
     sizes: dict[torch.dtype, int] = defaultdict(int)
     for parameter in module.parameters():
         if parameter.is_floating_point():

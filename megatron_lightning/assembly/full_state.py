@@ -1,4 +1,4 @@
-"""Full tensors of a module that ranks hold parts of, one at a time."""
+"""Full tensors of a sharded module, collected one tensor at a time."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from megatron_lightning.parallel.tensor_shards import TensorShards
 
 
 class _Stored(NamedTuple):
-    """Description of a global tensor, and who sends its boxes."""
+    """Description of a global tensor, with the sending rank of each box."""
 
     shape: Shape
     dtype: torch.dtype
     boxes: list[tuple[int, Box]]
-    """Rank, and a box that it has."""
+    """Rank, and a box on the rank."""
 
 
 class FullState:
-    """The full module's state, collected from the ranks; all ranks make one together.
+    """The full module's state, collected from the ranks. All ranks create the object together.
 
     Args:
         state: The module's state on this rank.
         local: State dict of this rank's part.
-        path: Path of the sub-module that is wanted; "": the whole.
+        path: Path of the wanted sub-module. "": the full module.
     """
 
     def __init__(self, state: ModuleState, local: Mapping[str, Any], path: str = "") -> None:
@@ -46,9 +46,9 @@ class FullState:
         ranks = state.context.axis("world").all_gather_object((sent, others, dict(tied)))
         self._stored: dict[str, _Stored] = {}
         self.others: dict[str, Any] = {}
-        """Entries that are no tensors, such as extra states of layers."""
+        """Entries other than tensors, such as extra states of layers."""
         self.owners: dict[str, str] = {}
-        """Name of a tied copy -> name of its owner, of all ranks."""
+        """Name of a tied copy -> name of the owner, over all ranks."""
         for rank, (described, values, copies) in zip(
             state.context.axis("world").ranks, ranks, strict=True
         ):
@@ -60,8 +60,8 @@ class FullState:
         self._names = [*state.part.names, *(n for n in self._stored if n not in state.part.names)]
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield name and full tensor, a new one, on every rank, in the full module's order; all
-        ranks take all of them.
+        """Yield name and full tensor, newly allocated, on every rank, in the full module's order.
+        All ranks take all tensors.
         """
         for name in self._names:
             owner = self.owners.get(name, name)
@@ -69,13 +69,13 @@ class FullState:
                 yield name.removeprefix(self._prefix), self._collect(owner)
 
     def collect(self, *, keeps: bool) -> dict[str, Any]:
-        """Return the state as one device has it, on the CPU; all ranks call this.
+        """Return the state as on a single device, on the CPU. All ranks call this.
 
         Args:
-            keeps: Whether this rank wants it; otherwise it is empty.
+            keeps: Whether this rank wants the state. Otherwise the result is empty.
         """
         full: dict[str, Any] = {}
-        shared: dict[str, Tensor] = {}  # under the owner's name: copies stay one tensor
+        shared: dict[str, Tensor] = {}  # under the owner's name: tied copies share a tensor
         for name, tensor in self.tensors():
             if keeps:
                 owner = self.owners.get(self._prefix + name, self._prefix + name)
@@ -91,15 +91,16 @@ class FullState:
         return full
 
     def shape(self, name: str) -> Shape | None:
-        """Return the shape of a full tensor of the sub-module, or of a tied copy; None: there is
-        none.
+        """Return the shape of a full tensor of the sub-module, or of a tied copy. None: no such
+        tensor.
         """
         full_name = self._prefix + name
         stored = self._stored.get(self.owners.get(full_name, full_name))
         return None if stored is None else stored.shape
 
     def read(self, name: str, box: Box, out: Tensor) -> None:
-        """Fill ``out`` with a box of a tensor of the sub-module; all ranks call this alike.
+        """Fill ``out`` with a box of a tensor of the sub-module. All ranks call this with equal
+        arguments.
 
         Args:
             name: Name in the sub-module, also of a tied copy.
@@ -116,7 +117,7 @@ class FullState:
         return full
 
     def _read(self, name: str, wanted: Box, out: Tensor) -> None:
-        """Fill ``out`` with a box, whose parts the ranks that have them send."""
+        """Fill ``out`` with a box. Each rank sends the overlaps with the rank's own boxes."""
         _, dtype, boxes = self._stored[name]
         context = self._context
         shards = self._own[name].shards if name in self._own else []
@@ -142,7 +143,7 @@ class FullState:
 
 
 def _sent(shards: TensorShards) -> tuple[Shape, torch.dtype, list[Box]]:
-    """Return shape, dtype and the boxes that this rank sends: of replicas, the first does."""
+    """Return shape, dtype and the boxes sent by this rank. The first replica sends."""
     sends = shards.writes and shards.replicas.rank <= 0
     boxes = [shard.box for shard in shards.shards if shard.data.numel() or not shard.data.dim()]
     return shards.global_shape, shards.dtype, boxes if sends else []

@@ -1,10 +1,10 @@
-"""Find hooks of the user's that see a shard where they expect the full tensor.
+"""Find user hooks that see a shard instead of the full tensor.
 
-Hooks that exist when a layer becomes parallel are refused by the layer
-(``layers/replaceable.py``). A hook may come later, or sit on a module between two parallel layers.
-So before the first batch of every epoch and every evaluation the modules with new hooks are
-listed, and after the batch their inputs, outputs and gradients are compared between the
-tensor-parallel ranks.
+A layer refuses hooks registered before the layer becomes parallel (``layers/replaceable.py``). A
+hook may also come later, or sit on a module between two parallel layers. Before the first batch of
+every epoch and every evaluation, the watch therefore lists the modules with new hooks. After the
+batch the watch compares the modules' inputs, outputs and gradients between the tensor-parallel
+ranks.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from megatron_lightning.parallel.origin import is_library
 from megatron_lightning.parallel.parameters import check_gradient_hooks
 
 _GRADIENTS = ("gradient of its input", "gradient of its output")
-# Where a module keeps its hooks, and what they see after the module itself.
+# Attribute for the hooks of a module, and the tensors seen by the hooks after the module itself.
 _KINDS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "register_forward_pre_hook": ("_forward_pre_hooks", ("input",)),
     "register_forward_hook": ("_forward_hooks", ("input", "output")),
@@ -38,15 +38,15 @@ _KINDS: Mapping[str, tuple[str, tuple[str, ...]]] = {
 class _Key(NamedTuple):
     path: str
     side: str
-    """``input`` or ``output``, or the gradient of one."""
+    """``input`` or ``output``, or a gradient of either."""
 
 
 class HookWatch:
-    """Compare what hooked modules see between the tensor-parallel ranks.
+    """Compare the tensors seen by hooks between the tensor-parallel ranks.
 
     Args:
         module: This rank's part of the LightningModule.
-        part: Its description.
+        part: Description of the module's part.
         context: Groups of this rank.
     """
 
@@ -63,10 +63,10 @@ class HookWatch:
         ]
 
     def begin(self) -> None:
-        """List the modules that have new hooks; they are compared after the next step.
+        """List the modules with new hooks, to compare after the next step.
 
         Raises:
-            ShardingError: If a parameter of which the rank has a shard has a gradient hook.
+            ShardingError: If a sharded parameter has a gradient hook.
         """
         for name, parameter in self._sharded:
             check_gradient_hooks(name, parameter)
@@ -79,7 +79,7 @@ class HookWatch:
                     self._watch(path, module, kind)
 
     def _watch(self, path: str, module: Any, kind: str) -> None:
-        """Add what hooks of ``kind`` on ``module`` see, before they see it."""
+        """Add the tensors seen by hooks of ``kind`` on ``module``, before the hooks run."""
         _, sides = _KINDS[kind]
         for side in sides:
             self._sums.watch(_Key(path, side))
@@ -104,7 +104,7 @@ class HookWatch:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Around forwards that are no part of the step."""
+        """Enclose forwards outside of the step."""
         before, self._is_paused = self._is_paused, True
         try:
             yield
@@ -112,10 +112,10 @@ class HookWatch:
             self._is_paused = before
 
     def compare(self) -> None:
-        """Compare after the step; a collective of the tensor-parallel ranks if hooks are new.
+        """Compare after the step. A collective of the tensor-parallel ranks if hooks are new.
 
         Raises:
-            ShardingError: On all ranks, naming the module and what differs.
+            ShardingError: On all ranks, naming the module and the differing tensor.
         """
         spreads = self._sums.spreads()
         if spreads is None:

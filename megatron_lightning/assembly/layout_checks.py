@@ -1,5 +1,5 @@
-"""Checks of a full module and its layers against the layout; all ranks run them on the same module
-before assembly.
+"""Checks of a full module and the module's layers against the layout. All ranks run the checks on
+the same module before assembly.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ from megatron_lightning.pipeline.stages.units import find_pipelined
 def check_partition(
     module: nn.Module, placement: Placement, options: PipelineOptions, *, is_built: bool
 ) -> None:
-    """Check that the model can be partitioned into stages, as far as its layers are known before it
-    is built.
+    """Check that the model can be partitioned into stages, as far as the layers are known before
+    the model is built.
 
     Raises:
-        ConfigError: If no units are found, or they do not fit the model or the stages.
+        ConfigError: If no units are found, or the units do not fit the model or the stages.
     """
     if placement.num_stages == 1 and options == PipelineOptions():
         return
@@ -65,14 +65,14 @@ class Stages(NamedTuple):
     units: tuple[tuple[str, ...], ...]
     """Unit paths of every stage."""
     replicated_over_pp: frozenset[str]
-    """Parameters of units that every rank keeps, since several stages use them."""
+    """Unit parameters replicated over pp, since several stages use the parameters."""
 
 
 def find_stages(module: nn.Module, placement: Placement, options: PipelineOptions) -> Stages:
     """Return how a full module is divided.
 
     Raises:
-        ConfigError: If no units are found, or they do not fit the model or the stages.
+        ConfigError: If no units are found, or the units do not fit the model or the stages.
     """
     example = ExampleRun(module)
     path, pipelined, units = find_pipelined(module, options.units or (), example.calls)
@@ -103,12 +103,13 @@ def _replicated_over_pp(
     placement: Placement,
     uses: Uses | None,
 ) -> frozenset[str]:
-    """Return the parameters of units that every rank keeps, by all of their names.
+    """Return the unit parameters replicated over pp, by all of their names.
 
-    A parameter that units on several ranks read is one of them, unless it is tied: has a name in
-    each of these units, on the first and the last rank, or on that of multi-token prediction, which
-    add up the gradients of their copies.
-    A name outside of the units makes it one of them if it is read, or if a rank has no other name.
+    A parameter read by units on several ranks is replicated over pp, unless the parameter is tied.
+    A tied parameter has a name in each of the units, and the units are on the first rank, on the
+    last rank, or on the rank of multi-token prediction: these ranks add up the gradients of their
+    copies. A parameter with a name outside of the units is replicated over pp if the name is read,
+    or if a rank has no other name.
     """
     units = [unit for stage in stages for unit in stage]
     rank_of = [rank for stage, rank in zip(stages, placement.pp_ranks, strict=True) for _ in stage]
@@ -126,8 +127,8 @@ def _replicated_over_pp(
             continue
         readers = {index for name, index in read if name == first_name[identity]} - homes
         ranks = {rank_of[index] for index in homes}
-        # Where all ranks have the parameter in a unit, a name outside is an alias that counts if it
-        # is read.
+        # If all ranks have the parameter in a unit, a name outside is an alias, and counts only
+        # when read.
         outside_counts = uses is None or ranks != set(range(placement.num_ranks))
         outside = first_name[identity] in between or (
             outside_counts
@@ -142,11 +143,11 @@ def _replicated_over_pp(
 def check_shared(
     partition: StagePartition, path: str, plans: Mapping[str, ShardingPlan], tensor_size: int
 ) -> None:
-    """Check that no parameter that every pipeline rank keeps is sharded over tensor-parallel ranks.
+    """Check that no parameter replicated over pp is sharded over tensor-parallel ranks.
 
     Args:
-        partition: The pipelined module and its stages.
-        path: Path of that module.
+        partition: The pipelined module and the module's stages.
+        path: Path of the pipelined module.
         plans: Sharding plans by the path of their module.
         tensor_size: Tensor-parallel ranks.
 
@@ -168,7 +169,8 @@ def check_shared(
 
 
 def check_experts(specs: Mapping[str, ShardSpec], context: ParallelContext) -> None:
-    """Check that a layout that divides experts has some; a collective of the pipeline ranks.
+    """Check that the module has experts if the layout divides experts. A collective of the pipeline
+    ranks.
 
     Args:
         specs: Specs of this rank's parameters.
@@ -190,10 +192,10 @@ def check_experts(specs: Mapping[str, ShardSpec], context: ParallelContext) -> N
 
 
 def check_sharded_units(module: nn.Module, options: PipelineOptions, num_stages: int) -> None:
-    """Check that FSDP2 has something to shard.
+    """Check that FSDP2 has modules to shard.
 
     Raises:
-        ConfigError: If a pipeline finds no units, or without one nothing can be sharded.
+        ConfigError: If a pipeline finds no units, or if nothing can be sharded without a pipeline.
     """
     if num_stages > 1:
         find_pipelined(module, options.units or ())
@@ -211,8 +213,8 @@ def check_layers(
     """Check the recomputed layers and the sharding plan of a full module.
 
     Raises:
-        ConfigError: For names that match nothing, layers that cannot be recomputed together, and a
-            module without a plan, or with one that the layout contradicts.
+        ConfigError: For names without a match, layers that cannot be recomputed together, a module
+            without a plan, and a plan contradicting the layout.
     """
     check_patterns(module, recompute)
     resolve_plans(module, layout, plan, cp_comm_type)
@@ -225,8 +227,8 @@ def check_trained_layers(
     data-parallel ranks.
 
     Raises:
-        ConfigError: For sparse gradients over several replicas, and FSDP2-sharded, compiled layers
-            that defer gradients.
+        ConfigError: For sparse gradients over several replicas, and for FSDP2-sharded, compiled
+            layers with deferred weight gradients.
     """
     for name, child in module.named_modules() if num_replicas > 1 else ():
         if (
@@ -239,7 +241,8 @@ def check_trained_layers(
                 "data-parallel ranks in buffers, which are dense. Set sparse=False, or use one "
                 "data-parallel rank."
             )
-        # A compiled layer defers with a view of its parameter, which FSDP2 replaces.
+        # A compiled layer defers with a view of the layer's parameter, and FSDP2 replaces the
+        # parameter.
         if sharded and schedule.splits_backward and child._compiled_call_impl is not None:
             raise ConfigError(
                 f"{name or type(module).__name__} is compiled, schedule {schedule} defers weight "

@@ -1,8 +1,8 @@
 """Full tensors loaded into a rank's part of a module.
 
-``load_state_dict`` of the part takes the state of one device: each rank copies, or reads, its
-boxes, and entries of other pipeline stages are left out. Copies of the module that callbacks make
-(weight averaging) do, too.
+``load_state_dict`` of the part accepts the state of a single device. Each rank copies, or reads,
+the rank's boxes, and drops entries of other pipeline stages. Copies of the module made by callbacks
+(weight averaging) load in the same way.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ _MARK = "_megatron_full_state_loading"
 
 
 class FullStateLoading:
-    """Hook of a part of a module, and of its copies, before ``load_state_dict``.
+    """Hook before ``load_state_dict`` of a module's part and of copies of the part.
 
     Args:
-        state: Returns the module's state on this rank; None: the module is full.
+        state: Returns the module's state on this rank. None: the module is full.
     """
 
     def __init__(self, state: Callable[[], ModuleState | None]) -> None:
@@ -42,7 +42,7 @@ class FullStateLoading:
         module.register_load_state_dict_pre_hook(vars(module)[_MARK])  # type: ignore[no-untyped-call]
 
     def __call__(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-        """Replace full tensors by this rank's parts, which are in the module then."""
+        """Replace full tensors by this rank's tensors, already filled in the module."""
         state = self._state()
         if state is None:
             return
@@ -69,7 +69,9 @@ def _nothing() -> None:
 
 
 def _own_part(state: ModuleState, name: str, own: Tensor, value: Tensor) -> Tensor:
-    """Return the module's own tensor, filled from a full one, or ``value`` if it is none."""
+    """Return the module's own tensor, filled from a full tensor. Return ``value`` if ``value`` is
+    not full.
+    """
     is_full = (
         isinstance(value, StoredTensor)
         or value.shape != own.shape

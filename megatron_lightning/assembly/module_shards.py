@@ -1,8 +1,8 @@
 """Tensors of a rank's part as shards of the full module's, for checkpoints and inference.
 
-A checkpoint names tensors as in ``checkpoint.naming``, ``state_dict.<name>`` for the module's own.
-Of a tied pair only the owner is written; a checkpoint that also has the copy (a plain one) is read
-as well.
+A checkpoint names tensors as in ``checkpoint.naming``, with ``state_dict.<name>`` for the module's
+tensors. Of a tied pair only the owner is written. A plain checkpoint may also contain the copy, and
+is read as well.
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ class ModuleState:
     part: Part
     context: ParallelContext
     main: Mapping[str, MainShard] = field(default_factory=dict)
-    """Name -> main params of a parameter that the module keeps as codes."""
+    """Name -> main params of a parameter stored as quantized data."""
 
     def shards(self, saved_as: str, name: str, tensor: Tensor) -> TensorShards:
-        """Describe the boxes of a global tensor that this rank holds, and the ranks that hold the
-        same.
+        """Describe the boxes of a global tensor on this rank, and the ranks with the same boxes.
 
         Args:
             saved_as: Name in a checkpoint.
-            name: Parameter or buffer of the module that the tensor is, or is a copy of.
-            tensor: Local values: the tensor-parallel shard, or with FSDP2 rows of that.
+            name: Parameter or buffer of the module behind ``tensor``, which may be a copy.
+            tensor: Local values: the tensor-parallel shard, or with FSDP2 rows of the
+                tensor-parallel shard.
         """
         if name in self.main and is_quantized(tensor.dtype):
             spec, main = self.spec(name, tensor), self.main[name]
@@ -59,7 +59,9 @@ class ModuleState:
         return self.copy_shards(saved_as, name, tensor)
 
     def copy_shards(self, saved_as: str, name: str, tensor: Tensor) -> TensorShards:
-        """Describe the boxes of a tensor as :meth:`shards` does, of values that are no codes."""
+        """Describe the boxes of a tensor as :meth:`shards` does, for values that are not quantized
+        data.
+        """
         spec = self.spec(name, tensor)
         writes = is_writer(spec, self.context)
         if isinstance(tensor, DTensor) and self.part.units is not None:
@@ -82,9 +84,10 @@ class ModuleState:
         )
 
     def _declared(self, name: str) -> ShardSpec | None:
-        """Return the spec of a parameter; None: there is none.
+        """Return the spec of a parameter. None: no spec.
 
-        Of several names of one tensor on this rank, the owner's or copies', one has it.
+        If a tensor has several names on this rank (the owner's or copies'), a single name has the
+        spec.
         """
         specs, tied = self.part.specs, self.part.tied
         owner = tied.get(name, name)
@@ -94,7 +97,7 @@ class ModuleState:
     # ----------------------------------------------------------------------------------------- save
 
     def module_shards(self, checkpoint: dict[str, Any]) -> list[TensorShards]:
-        """Move the tensors out of ``checkpoint["state_dict"]``; all ranks call this.
+        """Move the tensors out of ``checkpoint["state_dict"]``. All ranks call this.
 
         Other entries of the dict (extra states of layers) stay, merged over the pipeline ranks.
         """
@@ -114,7 +117,7 @@ class ModuleState:
         ]
 
     def tied_shards(self) -> list[TensorShards]:
-        """Return this rank's tied copies under their owners' names, for ranks that lack the owners'
+        """Return this rank's tied copies under the owners' names, for ranks without the owners'
         shards.
         """
         local, tied = self.module.state_dict(), self.part.tied
@@ -125,8 +128,8 @@ class ModuleState:
     # ----------------------------------------------------------------------------------------- load
 
     def stored_tensors(self, source: CheckpointSource) -> dict[str, StoredTensor]:
-        """Return the full module's tensors in a checkpoint, in the module's order, to be read when
-        something computes with them.
+        """Return the full module's tensors in a checkpoint, in the module's order. Each tensor is
+        read at the first computation.
         """
         stored = [n.removeprefix(_MODULE) for n in source.tensors() if n.startswith(_MODULE)]
         tied = {**(source.state().get(OWN) or {}).get("tied", {}), **self.part.tied}
@@ -139,11 +142,11 @@ class ModuleState:
     def edited(
         self, source: CheckpointSource | None, state_dict: Mapping[str, Any]
     ) -> CheckpointSource:
-        """Return a checkpoint with the module's tensors of a state dict in place of its own; all
-        ranks call this.
+        """Return a checkpoint with the module's tensors replaced by the tensors of a state dict.
+        All ranks call this.
 
         Args:
-            source: The checkpoint, if there is one.
+            source: The checkpoint, if any.
             state_dict: Full tensors, or such as :meth:`stored_tensors` returns, by name.
 
         Raises:
@@ -173,18 +176,17 @@ class ModuleState:
         strict: bool = True,
         left_out: Set[str] = frozenset(),
     ) -> dict[str, Tensor]:
-        """Read this rank's part into the module's own tensors, and return those; all ranks call
-        this.
+        """Read this rank's part into the module's own tensors, and return the tensors. All ranks
+        call this.
 
         Args:
             source: The checkpoint.
             prefix: Precedes the module's names in the checkpoint.
             strict: Whether missing and unexpected names are errors.
-            left_out: Names that the checkpoint does without on purpose; their tensors stay as they
-                are.
+            left_out: Names missing from the checkpoint on purpose. Their tensors stay unchanged.
 
         Raises:
-            CheckpointError: On every rank: for what is missing, unexpected, misshaped or damaged.
+            CheckpointError: On every rank, for missing, unexpected, misshaped or damaged tensors.
         """
         local, stored = self.local_tensors(), source.tensors()
         shards = [
@@ -192,7 +194,7 @@ class ModuleState:
             for name, tensor in local.items()
             if name not in left_out
         ]
-        # Equal to its owner: expected, and not read on ranks without it.
+        # Equal to the owner: expected in the checkpoint, and not read on ranks without the copy.
         for copy in self.part.tied:
             info = stored.get(prefix + copy)
             if info is not None:
@@ -209,7 +211,7 @@ class ModuleState:
         }
 
     def _saved_as(self, name: str, prefix: str, stored: Mapping[str, TensorInfo]) -> str:
-        """Return the name under which a checkpoint has a tensor; for a tied copy it may be the
+        """Return the name of a tensor in a checkpoint. For a tied copy the name may be the
         owner's.
         """
         return name if prefix + name in stored else self.part.tied.get(name, name)

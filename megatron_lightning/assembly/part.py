@@ -1,5 +1,5 @@
-"""Description of a rank's part of a module: specs and global names of its parameters, and the
-stages that use them.
+"""Description of a rank's part of a module: specs and global names of the parameters, and the
+stages using each parameter.
 """
 
 from __future__ import annotations
@@ -21,36 +21,36 @@ class Part:
     """A rank's part of a module."""
 
     specs: dict[str, ShardSpec]
-    """Name of a parameter in the module -> its spec."""
+    """Name of a parameter in the module -> spec."""
     tied: dict[str, str]
-    """Name of a tied copy -> name of its owner."""
+    """Name of a tied copy -> name of the owner."""
     names: tuple[str, ...]
     """Keys of the full module's state dict, in order."""
     num_parameters: int
     """Elements of the full module's parameters."""
     path: str | None = None
-    """Path of the module that is partitioned into stages; None with one stage."""
+    """Path of the module partitioned into stages. None with a single stage."""
     partition: StagePartition | None = None
-    """The stages of that module that live on this rank; None with one stage."""
+    """Stages of the partitioned module on this rank. None with a single stage."""
     stage_of_unit: dict[str, int] = field(default_factory=dict)
-    """Path of a pipeline unit on this rank -> its stage; names outside of the units are on every
+    """Path of a pipeline unit on this rank -> stage. Names outside of the units are on every
     pipeline rank."""
     replicated_over_pp: frozenset[str] = frozenset()
-    """Names of parameters in units that are on every pipeline rank all the same."""
+    """Names of unit parameters on every pipeline rank."""
     stage_of: dict[str, int] = field(default_factory=dict)
-    """Name of a parameter -> the one stage of this rank that uses it; parameters that several may
-    use are absent."""
+    """Name of a parameter -> the only stage of this rank using the parameter. Parameters used by
+    several stages are absent."""
     shards_sequence: bool = False
-    """Whether activations are sequence shards between tensor-parallel regions, in some of the
+    """Whether activations are sequence shards between tensor-parallel regions, in any of the
     module's models."""
     plans: Plans = field(default_factory=Plans)
-    """Sharding plans by which the module was divided; none in a module that was pickled."""
+    """Sharding plans used to divide the module. Empty after pickling."""
     units: ShardedUnits | None = None
-    """Units that FSDP2 has sharded; None without it, and before."""
+    """Units sharded by FSDP2. None without FSDP2, and before sharding."""
 
     @property
     def units_of_stage(self) -> dict[int, list[str]]:
-        """Stages of this rank -> paths of their units; empty with one stage."""
+        """Stages of this rank -> paths of the stages' units. Empty with a single stage."""
         stages = sorted(set(self.stage_of_unit.values()))
         return {
             own: [unit for unit, stage in self.stage_of_unit.items() if stage == own]
@@ -59,15 +59,15 @@ class Part:
 
     def in_unit(self, name: str) -> bool:
         """Return whether a parameter or buffer belongs to a pipeline unit, so that only this
-        pipeline rank holds it.
+        pipeline rank holds the tensor.
         """
         return (
             name not in self.replicated_over_pp and _stage_of(name, self.stage_of_unit) is not None
         )
 
     def describes(self, module: nn.Module) -> bool:
-        """Return whether the module still has these parameters; hooks may have added or rebuilt
-        layers.
+        """Return whether the module still has the described parameters. Hooks may have added or
+        rebuilt layers.
         """
         shapes = {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
         return shapes == {name: spec.local_shape for name, spec in self.specs.items()}
@@ -80,9 +80,7 @@ def describe_part(
     path: str | None,
     partition: StagePartition | None,
 ) -> Part:
-    """Describe a module that has been reduced to this rank's part; the arguments are fields of
-    :class:`Part`.
-    """
+    """Describe a module reduced to this rank's part. The arguments are fields of :class:`Part`."""
     specs, stage_of_unit = named_shard_specs(module), {}
     replicated_over_pp: frozenset[str] = frozenset()
     if partition is not None:
@@ -96,7 +94,7 @@ def describe_part(
             if name in replicated_over_pp or _stage_of(name, stage_of_unit) is None
             else spec
             for name, spec in specs.items()
-        }  # gradients of what is on every rank arise on one stage or on several
+        }  # gradients of parameters on every rank arise on a single stage or on several
     return Part(
         specs=specs,
         tied=tied_names(module),
@@ -113,9 +111,7 @@ def describe_part(
 
 
 def _stage_of(name: str, stage_of_unit: Mapping[str, int]) -> int | None:
-    """Return the stage of the unit that a parameter or buffer belongs to; None: it is outside of
-    the units.
-    """
+    """Return the stage of a parameter's or buffer's unit. None: outside of the units."""
     return next(
         (
             stage
@@ -129,9 +125,9 @@ def _stage_of(name: str, stage_of_unit: Mapping[str, int]) -> int | None:
 def _stages_of_parameters(
     module: nn.Module, stage_of_unit: Mapping[str, int], replicated_over_pp: Collection[str]
 ) -> dict[str, int]:
-    """Return the stage of every parameter that only one stage uses."""
+    """Return the stage of every parameter used by a single stage."""
     users: dict[int, set[int | None]] = {}
-    # A tied one has a name on each of its stages.
+    # A tied parameter has a name on each of the parameter's stages.
     for name, parameter in module.named_parameters(remove_duplicate=False):
         users.setdefault(id(parameter), set()).add(_stage_of(name, stage_of_unit))
     stages = {name: users[id(parameter)] for name, parameter in module.named_parameters()}

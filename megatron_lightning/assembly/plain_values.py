@@ -1,7 +1,7 @@
-"""Long lists of numbers, and bytes, in a state to be saved: they may be tensors of one rank in
-another form (``.tolist()``, a pickle), and rank 0's are saved for all.
+"""Compare long lists of numbers, and bytes, in a state to be saved. Lists and bytes may be a rank's
+tensor in another form (``.tolist()``, a pickle), and rank 0's values are saved for all ranks.
 
-A history of times differs between ranks, too, so that there is a warning and no error.
+A history of times differs between ranks, too. A difference is therefore a warning and no error.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from megatron_lightning.assembly.replicas import diverged
 from megatron_lightning.parallel.context import ParallelContext
 
 _FEWEST = 16
-"""Numbers of a list, or bytes, that may stand for a tensor."""
+"""Smallest number of list elements, or bytes, that may represent a tensor."""
 
 
 def compare_plain_values(rest: Mapping[str, Any], context: ParallelContext) -> None:
-    """Warn of long lists of numbers and of bytes that differ between the ranks of a replica; a
+    """Warn of long lists of numbers and of bytes that differ between the ranks of a replica. A
     collective.
     """
     world = context.axis("world")
@@ -65,7 +65,7 @@ def _marks(value: Any, path: str) -> Iterator[tuple[str, int]]:
 
 
 def _numbers(value: Any) -> list[float] | None:
-    """Return the numbers of nested lists; None: they hold something else."""
+    """Return the numbers of nested lists. None: the lists hold other values."""
     found: list[float] = []
     for inner in value:
         if isinstance(inner, list | tuple):

@@ -1,15 +1,17 @@
-"""Detect what a sharding plan got wrong and no shape shows, in the first step.
+"""Detect errors of a sharding plan that leave all shapes right, in the first step.
 
 Between tensor-parallel ranks these must be equal or must differ:
 
-- The gradient of a replicated parameter is equal. If its module sees only a shard of the
-  activations (of the sequence or the heads), it is not, and the weights would silently diverge.
-- The gradient of a parameter that is summed over the ranks differs. If every rank computes the same
-  one, the sum is a multiple of it, which an adaptive optimizer hides.
-- The input of a layer that gathers sequence shards differs. If it is the full sequence, the layer
-  gathers copies of it, and the output is right while gradients are multiples.
-- A gradient that is zero shows nothing, as that of a LoRA adapter's A does while its B is zero: it
-  is compared again after 2, 4, 8, ... pipeline runs, until it is not.
+- The gradient of a replicated parameter is equal. If the parameter's module sees only a shard of
+  the activations (of the sequence or the heads), the gradient differs, and the weights would
+  silently diverge.
+- The gradient of a parameter with gradients summed over the ranks differs. If every rank computes
+  the same gradient, the sum is a multiple of the right gradient, and an adaptive optimizer hides
+  the factor.
+- The input of a layer that gathers sequence shards differs. If the input is the full sequence, the
+  layer gathers copies of the sequence: the output is right while gradients are multiples.
+- A zero gradient shows nothing. The gradient of a LoRA adapter's A is zero while B is zero. A zero
+  gradient is compared again after 2, 4, 8, ... pipeline runs, until no longer zero.
 - The output of the parallel module and the loss are equal, unless the plan says otherwise. Losses
   are compared again when ranks look for written weights (``optim/stepping/written.py``).
 """
@@ -32,10 +34,11 @@ from megatron_lightning.parallel.context import AxisGroup, ParallelContext
 from megatron_lightning.parallel.sharding import ShardingPlan, gathered_input
 
 _LOSS_DIFFERS: Mapping[torch.dtype, float] = {torch.float32: 1e-4, torch.float64: 1e-4}
-"""Of a loss; 2e-2 in lower precision. Those of two shards of a sequence are near each other."""
+"""Of a loss, relative to the norm. 2e-2 in lower precision. Losses of two shards of a sequence are
+near each other."""
 
 _LAST_RUN = 256
-"""Pipeline runs after which gradients that were always zero are not compared any more."""
+"""Pipeline run of the last comparison for gradients that were always zero."""
 
 
 class _Key(NamedTuple):
@@ -47,11 +50,12 @@ class _Key(NamedTuple):
 
 class PlanWatch:
     """Compare gradients, inputs, outputs and losses between the tensor-parallel ranks, in the first
-    finite pipeline run; gradients that are zero there also later, losses after :meth:`watch_loss`.
+    finite pipeline run. Zero gradients are compared again later, losses again after
+    :meth:`watch_loss`.
 
     Args:
         module: This rank's part of the LightningModule.
-        part: Its description, with the plans that divided it.
+        part: Description of the module's part, with the plans used to divide the module.
         context: Groups of this rank.
     """
 
@@ -66,9 +70,10 @@ class PlanWatch:
         self._kinds = {path: type(child).__name__ for path, child in module.named_modules()}
         self._sums = RankSums[_Key](context.tp, context.device)
         self._hooks: dict[_Key, torch.utils.hooks.RemovableHandle] = {}
-        self._num_runs = 0  # since the first finite one
+        self._num_runs = 0  # since the first finite run
         self._loss_differs = DIFFERENT
-        self._was_right = False  # in the first run, so that a later loss takes something else in
+        # equal in the first run, so a later differing loss includes another term
+        self._was_right = False
         if self._group.size == 1:
             return
         summed = self._watch_gradients(module, part)
@@ -85,8 +90,8 @@ class PlanWatch:
     # ---------------------------------------------------------------------------------------- watch
 
     def _watch_gradients(self, module: nn.Module, part: Part) -> list[str]:
-        """Watch the gradients of parameters that every rank has in full; return those that are
-        summed over the ranks.
+        """Watch the gradients of parameters that every rank has in full. Return the names of
+        parameters with gradients summed over the ranks.
         """
         axis, summed = self._group.name, []
         for name, parameter in module.named_parameters():
@@ -102,7 +107,9 @@ class PlanWatch:
         return summed
 
     def _watch_inputs(self, module: nn.Module, owners: set[str]) -> None:
-        """Watch what layers gather, and whether those with summed gradients see several tokens."""
+        """Watch the inputs of gathering layers, and whether modules with summed gradients see
+        several tokens.
+        """
         for path, child in uncompiled(module):
             gathered = _gathered(child)
             if gathered is None and path not in owners:
@@ -113,7 +120,7 @@ class PlanWatch:
             self._hooks[key] = child.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
 
     def _watch_outputs(self, module: nn.Module, part: Part) -> None:
-        """Watch the outputs of the parallel modules, which all of a step reads."""
+        """Watch the outputs of the parallel modules, read by all of a step."""
         for path, plan in self._plans.items():
             if not plan.shards_output:
                 root = path or (part.path if part.path is not None else _root_of(module, plan))
@@ -124,8 +131,8 @@ class PlanWatch:
             self._key("loss", "")
 
     def watch_loss(self) -> None:
-        """Compare the losses of the next pipeline run, where the first run's were compared: a step
-        may add a penalty on weights later. All ranks call this.
+        """Compare the losses of the next pipeline run, if the first run's losses were compared. A
+        step may add a penalty on weights later. All ranks call this.
         """
         is_whole = not any(plan.shards_output for plan in self._plans.values())
         if self._group.size > 1 and self._is_quiet and is_whole:
@@ -169,11 +176,11 @@ class PlanWatch:
     # -------------------------------------------------------------------------------------- compare
 
     def compare(self) -> None:
-        """Compare a pipeline run after its backward passes; a collective of the tensor-parallel
+        """Compare a pipeline run after the backward passes. A collective of the tensor-parallel
         ranks.
 
         Raises:
-            ShardingError: On all of them, naming what differs, or is equal, and should not be.
+            ShardingError: On all ranks, naming tensors that wrongly differ or are wrongly equal.
         """
         self._num_runs += self._was_right
         if self._is_quiet and self._num_runs & (self._num_runs - 1):
@@ -191,11 +198,11 @@ class PlanWatch:
 
     @property
     def _is_quiet(self) -> bool:
-        """Whether nothing is watched but gradients that have been zero."""
+        """Whether only gradients that have been zero are watched."""
         return self._was_right and _Key("loss", "") not in self._sums
 
     def _keep_hidden(self, spreads: Mapping[_Key, Spread]) -> None:
-        """Watch the gradients that were zero again, and what their modules see; nothing else."""
+        """Watch only gradients that were zero again, and the inputs of the gradients' modules."""
         hidden = {
             key.name
             for key, spread in spreads.items()
@@ -213,10 +220,10 @@ class PlanWatch:
                 self._hooks.pop(key).remove()
 
     def _check(self, spreads: Mapping[_Key, Spread]) -> None:
-        """Check what the ranks have seen.
+        """Check the differences between the ranks.
 
         Raises:
-            ShardingError: Naming what differs, or is equal, and should not be.
+            ShardingError: Naming tensors that wrongly differ or are wrongly equal.
         """
         seen = {
             key.name: spread.varies
@@ -256,7 +263,9 @@ class PlanWatch:
 
 
 def uncompiled(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the submodules outside of compiled ones, which a new hook would compile again."""
+    """Yield the submodules outside of compiled modules, since a new hook would compile a module
+    again.
+    """
     compiled: list[str] = []
     for path, child in module.named_modules():
         if is_compiled(child):
@@ -266,8 +275,8 @@ def uncompiled(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _gathered(module: nn.Module) -> tuple[str, int] | None:
-    """Return (argument, dim) of the input whose sequence shards ``module`` gathers; None: it does
-    not.
+    """Return (argument, dim) of the input of ``module`` with sequence shards to gather. None:
+    ``module`` gathers no shards.
     """
     if isinstance(module, ColumnParallelLinear):
         return ("", module.sequence_dim) if module.sequence_parallel else None
@@ -275,14 +284,14 @@ def _gathered(module: nn.Module) -> tuple[str, int] | None:
 
 
 def _plan_of(plans: Mapping[str, ShardingPlan], path: str) -> ShardingPlan:
-    """Return the plan that the module at ``path`` belongs to: the one of the nearest parent."""
+    """Return the plan of the module at ``path``: the plan of the nearest parent."""
     owners = [owner for owner in plans if not owner or f"{path}.".startswith(f"{owner}.")]
     return plans[max(owners, key=len)] if owners else ShardingPlan(modules={})
 
 
 def _root_of(module: nn.Module, plan: ShardingPlan) -> str:
-    """Return the path of the smallest module that is called and contains all that ``plan`` matches;
-    "" if that is ``module`` itself.
+    """Return the path of the smallest called module around all modules that ``plan`` matches.
+    Return "" for ``module`` itself.
     """
     matched = [path.split(".") for path, _ in module.named_modules() if plan.style_of(path)]
     if not matched:

@@ -1,5 +1,5 @@
-"""Which sharding plans apply to a module: the user's, those that its submodules declare, and those
-of its ``transformers`` models.
+"""Resolve the sharding plans of a module: the user's plan, plans declared by submodules, and plans
+of ``transformers`` models.
 """
 
 from __future__ import annotations
@@ -26,27 +26,27 @@ from megatron_lightning.parallel.sharding import (
 )
 
 PlanChoice: TypeAlias = ShardingPlan | Literal["auto"] | None
-"""A user's plan for the whole module; "auto": every linear layer by its output; None: the plans of
-its models."""
+"""A user's plan for the full module. "auto": split every linear layer by output. None: the plans of
+the module's models."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plans:
-    """The sharding plans of one module, resolved for one layout before the module is divided.
+    """The sharding plans of a module, resolved for a layout before the module is divided.
 
-    Plans stay in the process that resolved them, since their rows may hold functions. A pickled
-    module has none.
+    Plans stay in the process that resolved the plans, since rows may hold functions. A pickled
+    module has no plans.
     """
 
     declared: Mapping[str, ShardingPlan] = field(default_factory=dict)
-    """Path of a module -> the plan that the user or the module gives; the same for every layout."""
+    """Path of a module -> the plan from the user or the module. Equal for every layout."""
     applied: Mapping[str, ShardingPlan] = field(default_factory=dict)
-    """Path of a module -> the plan that divides the module on this layout: ``declared``, plans
-    translated from ``transformers``, or the automatic one."""
+    """Path of a module -> the plan used to divide the module on this layout: ``declared``, plans
+    translated from ``transformers``, or the automatic plan."""
 
     @property
     def shards_sequence(self) -> bool:
-        """Whether a plan has activations that are shards of the sequence."""
+        """Whether any plan shards activations over the sequence."""
         return any(plan.shards_sequence for plan in self.applied.values())
 
     def __deepcopy__(self, memo: object) -> Plans:
@@ -60,7 +60,7 @@ def check_plan_choice(plan: object) -> None:
     """Check that ``plan`` is a :data:`PlanChoice`.
 
     Raises:
-        ConfigError: If it is something else.
+        ConfigError: If ``plan`` is anything else.
     """
     if not (plan is None or plan == "auto" or isinstance(plan, ShardingPlan)):
         raise ConfigError(
@@ -77,8 +77,8 @@ _WAYS_OUT = (
 
 
 def declared_plans(module: nn.Module, plan: PlanChoice) -> dict[str, ShardingPlan]:
-    """Return the user's plan for the module, or else the plans that ``sharding_plan()`` methods of
-    its submodules return, by their paths.
+    """Return the user's plan for the module. Without a user's plan, return the plans from
+    ``sharding_plan()`` methods of submodules, by path.
     """
     if isinstance(plan, ShardingPlan):
         return {"": plan}
@@ -92,13 +92,14 @@ def find_plans(
     context_size: int = 1,
     expert_size: int = 1,
 ) -> dict[str, ShardingPlan]:
-    """Return the plans that divide a full module, by the paths of their modules.
+    """Return the plans to divide a full module with, by path.
 
-    Beside declared plans, an untouched model of ``transformers`` over several ranks has the plan
-    that its own one is translated to, if no module inside or around it declares a plan.
+    Beside declared plans, an untouched model of ``transformers`` over several ranks receives a plan
+    translated from the model's own plan, unless a module inside or around the model declares a
+    plan.
 
     Args:
-        module: The module with all of its layers, as they were.
+        module: The module with all layers, not yet divided.
         plan: The user's choice.
         tensor_size: Tensor-parallel ranks.
         context_size: Context-parallel ranks.
@@ -155,17 +156,15 @@ def resolve_plans(
     """Return the plans of a full module, checked against the module and the layout.
 
     Args:
-        module: The module with all of its layers.
+        module: The module with all layers.
         layout: Sizes of the parallel axes.
         plan: The user's choice.
-        cp_comm_type: How attention meets the keys of other ranks; a list names a type for each
-            attention module.
+        cp_comm_type: Context-parallel communication. A list names a type for each attention module.
 
     Raises:
-        ConfigError: If a pattern of a plan is not used; over several tensor-parallel ranks, if none
-            of its modules has a plan, none of the plans splits a layer, a plan cannot be
-            translated, or sequence parallelism is asked for and a plan does not say where the
-            sequence is sharded.
+        ConfigError: If a pattern of a plan is not used. Over several tensor-parallel ranks also if
+            no module has a plan, no plan splits a layer, a plan cannot be translated, or the user
+            asks for sequence parallelism and a plan does not say how to shard the sequence.
         ShardingError: If experts of ``transformers`` do not divide.
     """
     declared = declared_plans(module, plan)
@@ -181,7 +180,8 @@ def resolve_plans(
     if layout.tp > 1:
         _check_split(module, layout, plan, plans)
     if layout.cp > 1:
-        # The full module: a pipeline rank has some of the modules that a list counts.
+        # On the full module: the list counts all attention modules, and a pipeline rank has only a
+        # part.
         plans = assign_cp_comm_types(module, plans, cp_comm_type)
     return Plans(declared=declared, applied=plans)
 
@@ -232,7 +232,7 @@ def _check_split(
 
 
 def _check_wrapped(module: nn.Module, layout: ParallelLayout) -> None:
-    """Check that no model around which peft calls ``forward`` directly is to be given positions."""
+    """Check that no model called by peft through ``forward`` directly needs positions."""
     wrapped = [
         f"{type(child).__name__}{f' ({path})' if path else ''}"
         for path, child in module.named_modules()
@@ -250,7 +250,9 @@ def _check_wrapped(module: nn.Module, layout: ParallelLayout) -> None:
 def _check_has_experts(
     module: nn.Module, layout: ParallelLayout, plans: Mapping[str, ShardingPlan]
 ) -> None:
-    """Check that a module of ``transformers`` models alone has experts that the layout divides."""
+    """Check that a module with only ``transformers`` models has experts for the layout to
+    divide.
+    """
     models = transformers_models(module).values()
     rows = [row for plan in plans.values() for row in plan.modules.values()]
     if models and not any(isinstance(row, DispatchedExperts) for row in rows):
@@ -267,7 +269,7 @@ def _check_has_experts(
 def _check_rows(
     module: nn.Module, layout: ParallelLayout, plans: Mapping[str, ShardingPlan]
 ) -> None:
-    """Check that every module can be divided as its row says."""
+    """Check that every module can be divided as the module's row says."""
     for root, plan in plans.items():
         for path, child in module.get_submodule(root).named_modules():
             check = getattr(plan.style_of(path), "check", None)

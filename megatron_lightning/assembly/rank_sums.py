@@ -1,7 +1,7 @@
-"""Compare tensors between the ranks of a group without sending them.
+"""Compare tensors between the ranks of a group without sending tensors.
 
-Each rank sums a tensor's elements with fixed random signs, which distinguishes tensors as well as
-their distance does.
+Each rank sums a tensor's elements with fixed random signs. Sums distinguish tensors as well as the
+tensors' distance does.
 """
 
 from __future__ import annotations
@@ -16,14 +16,15 @@ from torch import Tensor
 from megatron_lightning.parallel.context import AxisGroup
 
 DIFFERENT = 0.05
-"""Of a tensor's norm. Kernels without a fixed order of summation differ by less; two shards by
-about all of it."""
+"""Of a tensor's norm. Kernels without a fixed order of summation differ by less. Two shards differ
+by about the norm."""
 
 _EQUAL = 1e-6
 """Of a tensor's norm: the same computation on the same numbers, up to such kernels."""
 
 _MOST_ELEMENTS = 1 << 20
-"""Of larger tensors equally spaced elements are compared, which bounds the memory."""
+"""Elements compared at most. Of larger tensors equally spaced elements are compared, to limit the
+memory."""
 
 KeyT = TypeVar("KeyT", bound=Hashable)
 
@@ -34,7 +35,8 @@ class Spread(NamedTuple):
     difference: float
     norm: float
     varies: bool
-    """Whether it differs between positions of the sequence: a batch of one token shows nothing."""
+    """Whether the tensor differs between positions of the sequence. A batch of a single token shows
+    nothing."""
     sizes_agree: bool
 
     @property
@@ -44,17 +46,17 @@ class Spread(NamedTuple):
 
 
 class RankSums(Generic[KeyT]):
-    """Signed sums of tensors, by key; the keys must be the same on all ranks.
+    """Signed sums of tensors, by key. The keys must be the same on all ranks.
 
     Args:
-        group: Ranks that compare.
+        group: Ranks to compare.
         device: Device of the collective.
     """
 
     def __init__(self, group: AxisGroup, device: torch.device) -> None:
         self._group = group
         self._device = device
-        self._sums: dict[KeyT, Tensor] = {}  # signed elements, squares, positions that differ [3]
+        self._sums: dict[KeyT, Tensor] = {}  # signed elements, squares, differing positions [3]
 
     def __contains__(self, key: KeyT) -> bool:
         return key in self._sums
@@ -66,7 +68,7 @@ class RankSums(Generic[KeyT]):
         return iter(self._sums)
 
     def watch(self, key: KeyT) -> None:
-        """Begin the sum of a key, again if it is watched."""
+        """Begin the sum of a key. Restart the sum of a key already watched."""
         self._sums[key] = torch.zeros(3, dtype=torch.float64, device=self._device)
 
     def forget(self, key: KeyT) -> None:
@@ -78,7 +80,7 @@ class RankSums(Generic[KeyT]):
         self._sums.clear()
 
     def add(self, key: KeyT, tensor: Tensor, dim: int | None = None) -> None:
-        """Add a tensor to the sum of ``key``, if it is watched; ``dim``: of the sequence."""
+        """Add a tensor to the sum of ``key``, if the key is watched. ``dim``: of the sequence."""
         if key not in self._sums:
             return
         tensor = tensor.detach()
@@ -99,8 +101,8 @@ class RankSums(Generic[KeyT]):
         ).to(self._device)
 
     def spreads(self) -> dict[KeyT, Spread] | None:
-        """Return how the ranks differ; None: nothing is watched, or not all is finite yet. A
-        collective where something is.
+        """Return how the ranks differ. None: nothing is watched, or not all sums are finite yet. A
+        collective if anything is watched.
         """
         if not self._sums:
             return None
@@ -109,7 +111,7 @@ class RankSums(Generic[KeyT]):
         extremes = torch.cat([signed, -signed, squares, -squares, varies])
         dist.all_reduce(extremes, dist.ReduceOp.MAX, group=self._group.process_group)
         high, low, large, small, varies = extremes.chunk(5)
-        if not large.isfinite().all():  # e.g. a loss scale that is still too high
+        if not large.isfinite().all():  # e.g. the loss scale is still too high
             for total in self._sums.values():
                 total.zero_()
             return None

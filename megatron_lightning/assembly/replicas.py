@@ -1,5 +1,5 @@
-"""Checks that ranks hold the same tensors and read the same batch; they compare fingerprints, not
-data.
+"""Checks that ranks hold the same tensors and read the same batch. The ranks compare fingerprints,
+not data.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from megatron_lightning.parallel.spec import ShardSpec
 from megatron_lightning.pipeline.batch.microbatches import tensors_of
 
 _FINGERPRINT_BYTES = 8 << 20  # three times as much memory for a moment
-"""Bytes that are copied at a time; a multiple of 8."""
+"""Bytes to copy at a time. A multiple of 8."""
 
 
 def fingerprint(tensor: Tensor) -> Tensor:
-    """Return an int64 that depends on every bit of ``tensor`` and on their order."""
+    """Return an int64 that depends on every bit of ``tensor`` and on the order of the bits."""
     raw = tensor.detach().contiguous().view(-1).view(torch.uint8)
     total = torch.zeros((), dtype=torch.int64, device=raw.device)
     for start in range(0, raw.numel(), _FINGERPRINT_BYTES):
@@ -37,7 +37,7 @@ def fingerprint(tensor: Tensor) -> Tensor:
 
 
 def diverged(fingerprints: Tensor, group: AxisGroup) -> list[int]:
-    """Return the indices at which the fingerprints differ between the ranks of ``group``; a
+    """Return the indices of fingerprints that differ between the ranks of ``group``. A
     collective.
     """
     if group.process_group is None:
@@ -66,10 +66,10 @@ def equalize(module: nn.Module, world: AxisGroup) -> None:
 def check_replicas(
     parameters: Mapping[str, Tensor], specs: Mapping[str, ShardSpec], context: ParallelContext
 ) -> None:
-    """Check that parameters that are not sharded over an axis are bit-equal over it; a collective.
+    """Check that parameters replicated over an axis are bit-equal over the axis. A collective.
 
     Raises:
-        ShardingError: Naming the parameters that differ and the axis.
+        ShardingError: Naming the differing parameters and the axis.
     """
     names = list(parameters)
     if context.world_size == 1 or not names:
@@ -99,15 +99,15 @@ _ROW = 8191
 
 
 def check_trained_replicas(module: nn.Module, part: Part, context: ParallelContext) -> None:
-    """Check that parameters and saved buffers that ranks replicate are still equal in training; a
-    collective of every axis that has several ranks.
+    """Check that replicated parameters and saved buffers are still equal in training. A collective
+    of every axis with several ranks.
 
     Copies are bit-equal over data-parallel ranks. Over tensor- and pipeline-parallel ranks random
     projections of two copies differ by at most 1e-3 of their norm.
 
     Raises:
-        ShardingError: Naming the tensors that differ, or that some ranks do not have, the axis and
-            the usual causes.
+        ShardingError: Naming tensors that differ or are missing on a rank, the axis and the usual
+            causes.
     """
     if context.world_size == 1:
         return
@@ -128,11 +128,11 @@ def check_trained_replicas(module: nn.Module, part: Part, context: ParallelConte
 
 
 def agree_on_names(names: Sequence[str], group: AxisGroup, device: torch.device) -> None:
-    """Check that ranks hold tensors of the same names: a rank with others would wait for the rest;
-    a collective.
+    """Check that ranks hold tensors of the same names. A rank with other names would wait forever.
+    A collective.
 
     Raises:
-        ShardingError: Naming the tensors that only some ranks hold.
+        ShardingError: Naming the tensors not held by all ranks.
     """
     mark = torch.tensor([zlib.crc32("\n".join(names).encode())], device=device)
     if not diverged(mark, group):
@@ -213,16 +213,16 @@ def _refuse_drift(names: Sequence[str], differs: Tensor, group: AxisGroup) -> No
 
 
 def drift_error(names: Sequence[str], group: AxisGroup) -> ShardingError:
-    """Return the error for tensors that ranks replicate and that have drifted apart."""
+    """Return the error for replicated tensors that have diverged."""
     return ShardingError.drifted(names, group.name, group.ranks)
 
 
 def check_same_batch(batch: object, context: ParallelContext) -> None:
-    """Check that the ranks of a replica read the same batch; a collective of the replica.
+    """Check that the ranks of a replica read the same batch. A collective of the replica.
 
     Raises:
-        ShardingError: If they do not, so that stages and tensor ranks would work on different
-            samples.
+        ShardingError: If the batches differ, so that stages and tensor ranks would work on
+            different samples.
     """
     fingerprints = [fingerprint(tensor).to(context.device) for tensor in tensors_of(batch)]
     total = torch.stack(

@@ -1,5 +1,5 @@
-"""A part of a module never looks like the model: ``save_pretrained`` of one is an error, and
-``state_dict`` says what it is.
+"""Guard a module's part from looking like the full model: ``save_pretrained`` of a part is an
+error, and ``state_dict`` warns.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ _MARK = "_megatron_saving_guard"
 
 
 class SavingGuard:
-    """Guard of a module's part; deep copies share it.
+    """Guard of a module's part. Deep copies share the guard.
 
     Args:
-        warn: Called with the path of a module whose ``state_dict`` is asked for.
+        warn: Called with the path of a module when user code asks for the module's ``state_dict``.
     """
 
     def __init__(self, warn: Callable[[str], None] | None = None) -> None:
@@ -29,7 +29,7 @@ class SavingGuard:
 
     @classmethod
     def attach(cls, state: ModuleState, warn: Callable[[str], None]) -> None:
-        """Guard the modules that this rank has a part of, for their lives."""
+        """Guard the modules with a part on this rank, for the modules' lives."""
         modules = dict(state.module.named_modules())
         for path in _partial_paths(state):
             module: nn.Module | None = modules.get(path)
@@ -45,7 +45,9 @@ class SavingGuard:
                 vars(module)["save_pretrained"] = PartSaving(module, path)
 
     def asked(self, path: str, module: nn.Module, prefix: str, keep_vars: bool) -> None:
-        """Warn about a state dict of ``module``, unless the state dict of a parent calls for it."""
+        """Warn about a state dict of ``module``, unless the state dict of a parent calls for the
+        state dict.
+        """
         if not prefix and self.warn is not None:
             self.warn(path)
 
@@ -57,7 +59,7 @@ class SavingGuard:
 
 
 class PartSaving:
-    """``save_pretrained`` of a module that this rank has a part of.
+    """``save_pretrained`` of a module with a part on this rank.
 
     Args:
         module: The module.
@@ -69,7 +71,7 @@ class PartSaving:
         self._path = path
 
     def __call__(self, save_directory: Any = "folder", *args: Any, **kwargs: Any) -> Any:
-        """Save a full state; ranks that got none do nothing.
+        """Save a full state. Ranks with an empty state do nothing.
 
         Raises:
             ShardingError: Without ``state_dict``.
@@ -90,7 +92,7 @@ class PartSaving:
 
 
 def _partial_paths(state: ModuleState) -> set[str]:
-    """Return the paths of the modules of which this rank has a part, or nothing."""
+    """Return the paths of the modules that this rank holds a part of, or nothing of."""
     local = state.module.state_dict(keep_vars=True)
     partial_names = [name for name in state.part.names if name not in local]
     for name, tensor in local.items():

@@ -1,7 +1,7 @@
-"""Explain errors of a step that a missing row of a sharding plan, or fsdp's shards, cause.
+"""Explain errors of a step caused by a missing row of a sharding plan, or by fsdp's shards.
 
-A layer without a row expects full activations. Where one meets a rank's shard of the sequence or of
-the features, torch reports two numbers, one of which is the other times the tensor-parallel ranks.
+A layer without a row expects full activations. If the layer receives a rank's shard of the sequence
+or of the features, torch reports two numbers with a ratio of the number of tensor-parallel ranks.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ _VIEW = re.compile(r"shape '\[(.*)\]' is invalid for input of size (\d+)")
 class _Mismatch(NamedTuple):
     sizes: tuple[int, int]
     dim: int | None
-    """At which two tensors meet; None: not known."""
+    """Dim of the mismatch between two tensors. None: not known."""
     is_feature: bool
-    """Whether the sizes are those of features in any case."""
+    """Whether the sizes are always sizes of features."""
 
 
 class _Place(NamedTuple):
-    """The innermost module that was running."""
+    """The innermost running module."""
 
     path: str
     module: nn.Module
@@ -58,8 +58,7 @@ class _Place(NamedTuple):
 def explained_shapes(
     module: nn.Module, plans: Mapping[str, ShardingPlan], context: ParallelContext
 ) -> Iterator[None]:
-    """Turn errors of shapes that a missing row explains, and of fsdp's shards, into ones that say
-    what to add.
+    """Explain shape errors from a missing row, and errors from fsdp's shards, with the rows to add.
 
     Raises:
         ShardingError: With the module and the rows to add, from torch's error.
@@ -83,7 +82,9 @@ def explain(
     plans: Mapping[str, ShardingPlan],
     context: ParallelContext,
 ) -> str | None:
-    """Return which rows are missing; None: the error's numbers are no shard and its full tensor."""
+    """Return the missing rows. None: the error's numbers are not the sizes of a shard and of the
+    full tensor.
+    """
     mismatch, ranks = _mismatch(str(error)), context.tp.size
     place = _place(error, module, plans)
     if place is None:
@@ -116,11 +117,11 @@ def explain(
 def _explain_heads(
     error: Exception, place: _Place, module: nn.Module, context: ParallelContext
 ) -> str | None:
-    """Return what to change in a forward that divides a rank's features by all heads, as ``C //
-    self.n_head`` does; None: the error is another one.
+    """Return the change to make in a forward that divides a rank's features by all heads, as ``C //
+    self.n_head`` does. None: the error is of another kind.
 
-    It fails where the forward gives the features of its column-parallel layers a shape or unpacks
-    them, or in the row-parallel layer that takes them.
+    The error arises where the forward reshapes or unpacks the features of its column-parallel
+    layers, or in the row-parallel layer behind.
     """
     text = str(error)
     path, owner = place.path, place.module
@@ -182,8 +183,8 @@ def _mismatch(text: str) -> _Mismatch | None:
 
 
 def _is_sequence(mismatch: _Mismatch, place: _Place, module: nn.Module) -> bool:
-    """Return whether the sizes are of the sequence, not of the features that parallel layers
-    split.
+    """Return whether the sizes are of the sequence, not of the features split by parallel
+    layers.
     """
     if mismatch.dim == place.plan.sequence_dim:
         return True
@@ -199,7 +200,7 @@ def _is_sequence(mismatch: _Mismatch, place: _Place, module: nn.Module) -> bool:
 def _place(
     error: BaseException, module: nn.Module, plans: Mapping[str, ShardingPlan]
 ) -> _Place | None:
-    """Return the innermost module of ``module`` that was running when ``error`` was raised."""
+    """Return the innermost module of ``module`` running when ``error`` was raised."""
     path = _running(error, module)
     if path is None:
         return None
@@ -209,7 +210,7 @@ def _place(
 
 
 def _running(error: BaseException, module: nn.Module) -> str | None:
-    """Return the path of the innermost module that was running."""
+    """Return the path of the innermost running module."""
     paths = {id(child): path for path, child in module.named_modules()}
     found, step = None, error.__traceback__
     while step is not None:
@@ -221,7 +222,7 @@ def _running(error: BaseException, module: nn.Module) -> str | None:
 
 
 def _missing_rows(place: _Place, *, sequence: bool) -> str:
-    """Return a sentence that names modules without a row, those inside of the place first."""
+    """Return a sentence with the modules that lack a row, modules inside of the place first."""
     prefix = f"{place.owner}." if place.owner else ""
     inside = f"{place.path}." if place.path else ""
     bare = {

@@ -1,18 +1,19 @@
-"""The modules that ``data_parallel="fsdp"`` shards, and the parameters that stay full.
+"""The modules sharded by ``data_parallel="fsdp"``, and the parameters that stay full.
 
-The units of a pipeline are such modules. A model without them (one block that is called several
-times, one big module, branches), and what stands beside the pipelined module, is divided by size:
+The units of a pipeline are sharded modules. A model without units (a block called several times, a
+single big module, branches), and modules beside the pipelined module, are divided by size:
 
     a module                                                        becomes
-    a list, or one whose class has no forward                       what its entries become
-    whose class torch cannot extend                                 what the modules inside become
-    with more than 1 / 8 of all elements, and with modules inside   what the modules inside become
+    a list, or a class without a forward                            the results for the entries
+    of a class that torch cannot extend                             the results for the children
+    with more than 1 / 8 of all elements, and with children         the results for the children
     of fewer than 1 / 1,000 of all elements, and than 65,536        full parameters
     any other                                                       a unit
 
-Units do not overlap. FSDP2 gathers a unit at each of its calls, so a unit is small beside the
-model, and a module whose gather takes longer to start than to send stays full. A module that reads
-weights of the modules inside is one unit; a layer whose weight is read further outside stays full.
+Units do not overlap. FSDP2 gathers a unit at each call of the unit, so a unit is small beside the
+model. A module stays full if starting the module's gather takes longer than sending the weights. A
+module that reads weights of the modules inside is a single unit. A layer stays full if code further
+outside reads the layer's weight.
 """
 
 from __future__ import annotations
@@ -30,12 +31,13 @@ from megatron_lightning.pipeline.schedules.partition import unit_names
 from megatron_lightning.pipeline.stages.units import find_pipelined
 
 _LARGEST = 8
-"""A module with more than one in so many elements is divided, if it can be."""
+"""A module with more than this fraction of all elements is divided, if possible: 1 / 8."""
 _SMALLEST = 1000
-"""A module with fewer than one in so many elements stays full if it has ..."""
+"""A module with fewer than this fraction of all elements stays full, 1 / 1000, if the module has
+..."""
 _SMALL = 2**16
-"""... fewer elements than this: 256 KiB of fp32, which a network of 10 GB/s sends in 26
-microseconds, about the time in which it starts a collective."""
+"""... fewer elements than this: 256 KiB of fp32. A network of 10 GB/s sends 256 KiB in 26
+microseconds, about the time to start a collective."""
 _LISTS = (nn.ModuleList, nn.ModuleDict)
 _CALLS_CHILDREN = (
     nn.Sequential,
@@ -43,25 +45,26 @@ _CALLS_CHILDREN = (
     nn.TransformerEncoder,
     nn.TransformerDecoder,
 )
-"""Modules of torch whose forward calls the modules inside; others may read weights of them."""
+"""Modules of torch with a forward that calls the modules inside. Forwards of other modules of torch
+may read weights of the modules inside."""
 
 
 class ShardedModules(NamedTuple):
-    """Units that FSDP shards, and parameters that every rank keeps in full."""
+    """Units to shard with FSDP, and parameters that every rank keeps in full."""
 
     path: str
-    """Path of the module whose call runs units; "": each is called by itself."""
+    """Path of the module whose call runs units. "": each unit is called by itself."""
     units: Sequence[str]
-    """Paths of the units, which do not overlap."""
+    """Paths of the units, without overlap."""
     full: dict[str, str]
-    """Name of a parameter that is in no unit -> why."""
+    """Name of a parameter in no unit -> why."""
 
 
 def find_sharded(module: nn.Module, options: PipelineOptions) -> ShardedModules:
-    """Find the units of a module that no pipeline divides.
+    """Find the units of a module without a pipeline.
 
     Raises:
-        ConfigError: If nothing can be, or the units that ``options`` name contradict the module.
+        ConfigError: If nothing can be sharded, or the units in ``options`` contradict the module.
     """
     try:
         path, _, found = find_pipelined(module, options.units or ())
@@ -84,14 +87,14 @@ def find_sharded(module: nn.Module, options: PipelineOptions) -> ShardedModules:
 
 
 def divide_units(module: nn.Module, units: Iterable[str]) -> ShardedModules:
-    """Return what is sharded of pipeline units."""
+    """Return the sharded modules among pipeline units."""
     division = _Division(module)
     division.add_units(units)
     return ShardedModules("", division.units, division.full)
 
 
 class _Division:
-    """The modules of one model that are sharded.
+    """The sharded modules of a model.
 
     Args:
         root: The model.
@@ -100,9 +103,9 @@ class _Division:
     def __init__(self, root: nn.Module) -> None:
         self.units: list[str] = []
         self.full: dict[str, str] = {}
-        """Name of a parameter -> why it is in no unit."""
+        """Name of a parameter in no unit -> why."""
         self._root = root
-        self._modules = dict(root.named_modules())  # a shared module has one path
+        self._modules = dict(root.named_modules())  # a shared module has a single path
         total = _size(root)
         self._largest = total // _LARGEST
         self._smallest = min(_SMALL, total // _SMALLEST)
@@ -111,8 +114,8 @@ class _Division:
         }
 
     def add_units(self, paths: Iterable[str]) -> None:
-        """Add units of a pipeline, which are divided only if torch cannot extend their classes, or
-        they have no forward.
+        """Add units of a pipeline. A unit is divided only if torch cannot extend the unit's class,
+        or the unit has no forward.
         """
         for path in paths:
             module = self._root.get_submodule(path)
@@ -124,7 +127,7 @@ class _Division:
                 self.add(path)
 
     def add(self, path: str, done: str | None = None) -> None:
-        """Add what a module becomes, less the module at the path ``done``."""
+        """Add the results of dividing a module, without the module at the path ``done``."""
         module = self._modules.get(path)
         if module is None or path == done or not _has_parameters(module):
             return
@@ -163,7 +166,7 @@ class _Division:
         return None
 
     def _is_whole(self, module: nn.Module) -> bool:
-        """Return whether a module that can be a unit is not divided."""
+        """Return whether a possible unit is not divided."""
         own = sum(parameter.numel() for parameter in module.parameters(recurse=False))
         inside = {_name(name) for name, _ in module.named_children()}
         return (

@@ -1,11 +1,11 @@
-"""Buffers that several ranks hold: which ones are sent to all, and their broadcast.
+"""Broadcast of buffers held by several ranks, and the choice of buffers to broadcast.
 
-The ranks agree on written buffers by one byte for each, whose largest value they receive. A rank to
-which something in it is new reads the bytes at once; then the host waits for the device. If all
-ranks do so, they send the buffer before the next step. Otherwise they send it one step later, when
-the other ranks read a copy on the host without waiting.
+The ranks agree on written buffers by a byte for each buffer, with a max all-reduce. A rank with
+news reads the reduced bytes at once, so that the host waits for the device. If all ranks have news,
+the ranks send the buffer before the next step. Otherwise the ranks send the buffer a step later,
+when the other ranks read a copy on the host without waiting.
 
-Buffers whose shape or dtype changes are caches of one rank's batch: they are left out.
+Buffers with a changing shape or dtype are caches of a rank's batch, and are left out.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ _WRITTEN, _RESHAPED = 1, 2  # 0: neither, or known already
 
 
 class SharedBuffers:
-    """Buffers that all ranks of a group hold.
+    """Buffers held by all ranks of a group.
 
     Args:
-        group: The ranks; the first one's values are everyone's.
+        group: The ranks. All ranks receive the first rank's values.
         device: Device of the communication.
-        equal: Names of buffers that collectives of others keep equal.
-        check: Called with the fingerprints of buffers that differ, by name; a collective.
+        equal: Names of buffers kept equal by other collectives.
+        check: Called with the fingerprints of differing buffers, by name. A collective.
     """
 
     places: BufferPlaces
-    """The buffers, equal on all ranks; set it before use."""
+    """The buffers, equal on all ranks. Set before use."""
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class SharedBuffers:
 
     def begin_batch(self) -> bool:
         """Return whether buffers were added in the last two batches: other ranks may have agreed on
-        their values since they were sent. The first call only looks at the buffers.
+        the buffers' values since the last send. The first call only looks at the buffers.
         """
         if self._watch is None and self.group.process_group is not None:
             self._watch = BufferWatch()
@@ -73,10 +73,10 @@ class SharedBuffers:
             self._watch.written(self.places.current())
 
     def synchronize(self, *, compare: bool = False) -> None:
-        """Send the buffers that are sent; a collective.
+        """Send the buffers chosen so far. A collective.
 
         Args:
-            compare: Whether to look first for buffers that differ by value.
+            compare: Whether to look first for buffers with differing values.
         """
         if self.group.process_group is None:
             return
@@ -89,11 +89,11 @@ class SharedBuffers:
         self._broadcast(buffers)
 
     def add(self, names: Iterable[str], *, compare: bool = False) -> None:
-        """Send these buffers from now on; all ranks add the same ones.
+        """Send the named buffers from now on. All ranks add the same buffers.
 
         Args:
             names: Their names.
-            compare: Whether to compare and check new ones before they are sent.
+            compare: Whether to compare and check new buffers before sending.
         """
         added, current = {*self._sent, *names} - self._left_out, self.places.current()
         if not added <= self._sent.keys():
@@ -107,9 +107,7 @@ class SharedBuffers:
         }
 
     def begun(self) -> tuple[str, ...]:
-        """Return the buffers that this rank has written since the last call, and that are not sent
-        yet.
-        """
+        """Return the buffers written by this rank since the last call and not sent yet."""
         if self._watch is None:
             return ()
         return tuple(name for name, mark in self._marks(self._watch).items() if mark == _WRITTEN)
@@ -127,8 +125,8 @@ class SharedBuffers:
     # ------------------------------------------------------------ agreement, once an optimizer step
 
     def send(self) -> list[int]:
-        """Return bytes, whose largest values over the ranks :meth:`receive` is given: one for each
-        buffer, and one for whether nothing is new on this rank; none if there are no buffers.
+        """Return bytes to reduce by maximum over the ranks, for :meth:`receive`: a byte for each
+        buffer, and a byte for whether nothing is new on this rank. Empty without buffers.
         """
         if self._watch is None:
             return []
@@ -139,7 +137,7 @@ class SharedBuffers:
         return [*marks, not self._is_news]
 
     def receive(self, largest: Tensor) -> None:
-        """Take over what the ranks have agreed on."""
+        """Apply the agreement of the ranks."""
         self.read_pending()
         if not self._is_news:
             self._pending = _HostCopy(largest)
@@ -151,7 +149,7 @@ class SharedBuffers:
             self._adopt(marks)
 
     def read_pending(self) -> None:
-        """Take over what is agreed and not read yet, before the places change."""
+        """Apply an agreement not read yet, before the places change."""
         pending, self._pending = self._pending, None
         if pending is not None:
             self._adopt(pending.read() if isinstance(pending, _HostCopy) else pending)
@@ -166,7 +164,7 @@ class SharedBuffers:
     # ----------------------------------------------------------------------------------- values
 
     def _compare(self, buffers: dict[str, Tensor | None]) -> None:
-        """Find buffers that differ by value, and caches, which differ by shape."""
+        """Find buffers with differing values, and caches, recognized by differing shapes."""
         names = list(buffers)
         values = torch.stack([self._number(buffer) for buffer in buffers.values()])
         forms = [
@@ -187,7 +185,7 @@ class SharedBuffers:
 
     def _broadcast(self, buffers: dict[str, Tensor | None]) -> None:
         found = [self._as_agreed(name, buffers[name]) for name in self._sent]
-        # Large elements first: the bytes of a buffer begin at a multiple of its element.
+        # Large elements first: the bytes of a buffer begin at a multiple of the element size.
         sent = sorted(found, key=lambda buffer: -buffer.element_size())
         if not sent:
             return
@@ -199,10 +197,10 @@ class SharedBuffers:
             buffer.copy_(values.view(buffer.dtype).view_as(buffer))
 
     def _as_agreed(self, name: str, buffer: Tensor | None) -> Tensor:
-        """Return a buffer that is sent, in the form that the other ranks expect.
+        """Return a buffer to send, in the form expected by the other ranks.
 
         Raises:
-            ConfigError: If it has another one.
+            ConfigError: If the buffer has another form.
         """
         shape, dtype = self._sent[name]
         if buffer is not None and (buffer.shape, buffer.dtype) == (shape, dtype):
@@ -216,7 +214,7 @@ class SharedBuffers:
 
 
 class _HostCopy:
-    """A small tensor on its way to the host, which does not wait for it."""
+    """A small tensor on the way to the host, copied without making the host wait."""
 
     def __init__(self, tensor: Tensor) -> None:
         on_gpu = tensor.device.type == "cuda"
@@ -227,7 +225,7 @@ class _HostCopy:
             self._copied.record()
 
     def read(self) -> list[int]:
-        """Return the numbers; a step later there is nothing to wait for."""
+        """Return the numbers. A step later the copy is already complete."""
         if self._copied is not None:
             self._copied.synchronize()
         return list(map(int, self._host.numpy()))

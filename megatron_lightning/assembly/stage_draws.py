@@ -1,9 +1,9 @@
-"""Random numbers that hooks drew into layers of pipeline stages.
+"""Random numbers drawn by hooks into layers of pipeline stages.
 
 A loop of ``nn.init.kaiming_uniform_`` over ``self.parameters()`` in a hook draws on every stage
-from the stream that the ranks of a replica share. Each stage has other layers, and all of them
-receive the first numbers of that stream: layers of different stages become equal. Stages that draw
-unequal amounts are found by their random states.
+from the random stream shared by the ranks of a replica. Each stage has other layers, and all layers
+receive the first numbers of the stream: layers of different stages become equal. Stages with
+unequal numbers of draws are found by the stages' random states.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from megatron_lightning.parallel.context import ParallelContext
 
 
 class StageDraws:
-    """Looks for layers of different stages that hooks have made equal.
+    """Find layers of different stages made equal by hooks.
 
-    Layers that were equal when the strategy set up the fit, such as copies of one layer, may stay
-    so.
+    Layers already equal when the strategy set up the fit, such as copies of a layer, may stay
+    equal.
 
     Args:
-        module: Whose parameters this rank has.
+        module: This rank's part of the module.
         part: Knows the units of this stage.
         context: Groups of this rank.
     """
@@ -40,7 +40,7 @@ class StageDraws:
         self._before = set(self._marks().values())
 
     def check(self) -> None:
-        """Compare the parameters that have changed since; a collective.
+        """Compare the parameters changed since setup. A collective.
 
         Raises:
             ShardingError: If parameters of different stages are equal and not constant.
@@ -64,7 +64,7 @@ class StageDraws:
             )
 
     def _marks(self) -> dict[str, int]:
-        """Return fingerprints of the parameters of this stage's units that are not constant."""
+        """Return fingerprints of the non-constant parameters of this stage's units."""
         if self._group.process_group is None:
             return {}
         own = dict(self._own())

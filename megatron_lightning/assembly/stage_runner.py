@@ -1,8 +1,8 @@
 """Forwards of a rank's stages outside of the steps of a training: text, scores, exports.
 
-Every stage knows the arguments of every call, so nothing is learned in a run without values. A call
-is asked for when it is due: it may follow from the results of earlier calls, as the next token
-follows from the one before. Results stay on the last stage.
+Every stage knows the arguments of every call, so no dependency run is needed. The runner asks for a
+call when the call is due: a call may follow from the results of earlier calls, as the next token
+follows from the previous token. Results stay on the last stage.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from megatron_lightning.pipeline.stages.dependencies import CallFacts, Uses
 from megatron_lightning.pipeline.stages.parallel_call import ParallelCall
 
 _MOST_SIGNATURES = 64
-"""Known shapes of messages, after which all are forgotten: those of texts are many."""
+"""Known shapes of messages before all are dropped, since texts have many shapes."""
 
 
 class StageCall(NamedTuple):
-    """Arguments of one call of the module, equal on all stages."""
+    """Arguments of a call of the module, equal on all stages."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -40,8 +40,8 @@ class StageRunner:
     """Runs calls of a module through the stages, forward only.
 
     Args:
-        module: The module that is divided into stages; with one stage any module.
-        part: Description of this rank's part of it.
+        module: The module divided into stages. With a single stage any module.
+        part: Description of this rank's part of the module.
         context: Groups of this rank.
         executor: Runs the stages.
     """
@@ -70,15 +70,14 @@ class StageRunner:
         *,
         group_size: int = 1,
     ) -> None:
-        """Run calls; all ranks that share the module do so together.
+        """Run calls. All ranks that share the module run the calls together.
 
         Args:
             num_calls: Number of calls.
-            call: Returns a call by its index. It is asked on every stage, when the call is due
-                there: calls of one group of ``group_size`` pass all stages before the next group
-                begins.
+            call: Returns a call by index. Every stage asks when the call is due there: calls of a
+                group of ``group_size`` pass all stages before the next group begins.
             finish: Takes index and output of a call, on the last stage.
-            group_size: Calls that are on their way at once.
+            group_size: Calls in flight at once.
         """
         if self._part.partition is None:
             for index in range(num_calls):
@@ -115,7 +114,7 @@ class StageRunner:
 
     @contextmanager
     def _opened(self) -> Iterator[None]:
-        """Let calls of the module pass that a training refuses outside of steps."""
+        """Allow calls of the module that training refuses outside of steps."""
         hooks = self._module._forward_pre_hooks.values()
         with ExitStack() as stack:
             for hook in hooks:
@@ -141,14 +140,14 @@ class _Calls:
         self._due: dict[int, StageCall] = {}
 
     def signature(self, microbatch: int) -> Hashable:
-        """Ask for the call, which is due now."""
+        """Ask for the call that is due now."""
         self._due[microbatch] = self._call(microbatch)
         return self._due[microbatch].signature
 
     def forward(
         self, stage: int, microbatch: int, received: StageTensors | None
     ) -> tuple[Tensor, ...] | None:
-        """Run a call as the stage sees it."""
+        """Run a call on the stage."""
         args, kwargs, signature = self._due[microbatch]
         self._crossing.enter(stage, microbatch, received, signature)
         try:

@@ -1,9 +1,9 @@
-"""Tensors of a nested state that belong to parameters and buffers of a module, found by their keys.
+"""Tensors of a module's parameters and buffers in a nested state, found by the tensors' keys.
 
-Keys spell a name, after any prefix (``module.``): with dots, with ``_`` or ``-`` in their places or
-with nothing, or as nested levels; or they spell the names inside of one sub-module. A list of as
-many tensors as the module has parameters, or has trainable ones, is in their order. Shapes must be
-those of the parameters.
+Keys spell a name after any prefix (``module.``): with dots, with ``_`` or ``-`` or nothing in place
+of dots, or as nested levels. Keys may also spell the names inside of a sub-module. A list with as
+many tensors as the module has parameters, or trainable parameters, is in the order of the
+parameters. Shapes must equal the parameters' shapes.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class TensorNames:
     """Names of a module's parameters and buffers, to be found in a state.
 
     Args:
-        shapes: Name -> shape that a tensor of the state has.
-        owners: Name of a tied copy -> name of its owner.
+        shapes: Name -> shape of the tensor in the state.
+        owners: Name of a tied copy -> name of the owner.
         orders: Names in lists of tensors.
     """
 
@@ -45,7 +45,7 @@ class TensorNames:
             self._spelled.setdefault(_letters(name), []).append(name)
 
     def find(self, state: Mapping[str, Any]) -> list[Found]:
-        """Return the tensors of a nested state that belong to the module, each with its place."""
+        """Return the tensors of a nested state that belong to the module, each with an entry."""
         return list(self._find(state, ()))
 
     def _find(self, value: Any, path: Path) -> Iterator[Found]:
@@ -69,7 +69,7 @@ class TensorNames:
                     yield from self._find(entry, (*path, index))
 
     def spelled(self, path: Path) -> Iterator[tuple[int, str, list[str]]]:
-        """Yield the module's names that the end of a path spells, longest first.
+        """Yield the module's names spelled by the end of a path, longest first.
 
         Yields:
             Number of keys before the name, the prefix in the first key, and names.
@@ -97,9 +97,7 @@ class TensorNames:
         return None
 
     def _inside(self, tensors: Mapping[Any, Tensor], path: Path) -> Iterator[Found]:
-        """Find the tensors of a dict that is named after one sub-module, after at most one
-        prefix.
-        """
+        """Find the tensors of a dict named after a sub-module, after at most a single prefix."""
         named = {str(key): (key, tensor) for key, tensor in tensors.items() if tensor.dim()}
         if not named:
             return
@@ -118,7 +116,9 @@ class TensorNames:
                 return
 
     def _matches(self, letters: str, tensor: Tensor) -> dict[str, str]:
-        """Return path of a sub-module -> name, of names inside of it that ``letters`` spell."""
+        """Return path of a sub-module -> name, for names inside of the sub-module spelled by
+        ``letters``.
+        """
         shape = tuple(tensor.shape)
         return {
             module: name
@@ -136,7 +136,7 @@ class TensorNames:
         return found
 
     def _ordered(self, values: Sequence[Any]) -> Sequence[str]:
-        """Return the names of a list's tensors; (): the list is none of parameters."""
+        """Return the names of a list's tensors. (): not a list of parameters."""
         if all(isinstance(value, Tensor) for value in values):
             for names in self._orders:
                 if [tuple(v.shape) for v in values] == [self._shapes[name] for name in names]:
