@@ -1,4 +1,4 @@
-"""Sharded checkpoints: save under any layout, load under any other; atomic, checksummed, no
+"""Sharded checkpoints: save under any layout, load under any other. Atomic, checksummed, without
 unrestricted pickle.
 
 A checkpoint is a directory (``manifest`` describes it byte by byte)::

@@ -1,6 +1,4 @@
-"""Collective steps whose error on one rank becomes an error on every rank, so that no rank waits
-forever.
-"""
+"""Collective steps with errors shared by all ranks: no rank waits forever for a failed rank."""
 
 from __future__ import annotations
 
@@ -16,7 +14,9 @@ T = TypeVar("T")
 
 
 def gather(group: AxisGroup, value: T) -> list[T]:
-    """Return the value of every rank on the group's first rank, and an empty list on the others."""
+    """Return the value of every rank on the group's first rank, and an empty list on all other
+    ranks.
+    """
     if group.process_group is None:
         return [value]
     values: list[Any] | None = [None] * group.size if group.rank == 0 else None
@@ -28,7 +28,7 @@ def on_first_rank(group: AxisGroup, step: Callable[[], T]) -> T:
     """Run ``step`` on the group's first rank and return its result on every rank.
 
     Raises:
-        CheckpointError: On every rank, if the step raised there.
+        CheckpointError: On every rank, if the step raised on the first rank.
     """
     outcome: list[Any] = [None, None, None]
     if group.rank == 0:
@@ -44,11 +44,11 @@ def on_first_rank(group: AxisGroup, step: Callable[[], T]) -> T:
 
 
 def together(group: AxisGroup, doing: str, step: Callable[[], T]) -> T:
-    """Run ``step``, which may not communicate, on every rank and return this rank's result.
+    """Run ``step`` on every rank and return this rank's result. ``step`` may not communicate.
 
     Raises:
-        CheckpointError: On every rank, if the step raised on any: ``doing`` failed on which ranks,
-            and why.
+        CheckpointError: On every rank, if the step raised on any rank. The message names ``doing``,
+            the failed ranks and the reasons.
     """
     result: Any = None
     failure: Exception | None = None
@@ -70,5 +70,5 @@ def together(group: AxisGroup, doing: str, step: Callable[[], T]) -> T:
 
 
 def _describe(error: Exception) -> str:
-    """Return the text of an error, with its type unless it is ours."""
+    """Return the text of an error, with the type unless the error is a ``CheckpointError``."""
     return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"

@@ -1,9 +1,9 @@
-"""Asynchronous saves: training waits while its tensors are copied to host memory, and continues
-while a thread writes them.
+"""Asynchronous saves: training waits for a copy of the tensors to host memory, and continues while
+a thread writes the copy.
 
-The memory of the copy is reused by the next save: a rank needs as many bytes as it writes, pinned
-where the tensors are on CUDA. The thread communicates over a process group of its own; every rank
-runs one job at a time, in the same order.
+The memory of the copy is reused by the next save: a rank needs as many bytes as the rank writes,
+pinned for tensors on CUDA. The thread communicates over a separate process group. Every rank runs a
+single job at a time, in the same order.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ _ALIGN_BYTES = 64
 
 
 class HostBuffer:
-    """Host memory that holds the copy of one snapshot."""
+    """Host memory for the copy of a snapshot."""
 
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8)
 
     def copy_of(self, snapshot: Snapshot) -> Snapshot:
-        """Return the snapshot with its values copied here, overwriting the previous copy; the
-        values may change afterwards.
+        """Return the snapshot with values copied to this buffer, overwriting the previous copy. The
+        original values may change afterwards.
         """
         starts, size = [], 0
         for _, shard in snapshot.shards:
@@ -49,9 +49,7 @@ class HostBuffer:
 
 
 class BackgroundJob:
-    """Runs one function in a thread that outlives the main thread's code: the process ends after
-    it.
-    """
+    """Runs a function in a thread. The process ends only after the thread."""
 
     def __init__(self, work: Callable[[], None]) -> None:
         self._work = work
@@ -71,6 +69,6 @@ class BackgroundJob:
         return self._thread.is_alive()
 
     def wait(self) -> Exception | None:
-        """Wait for the function; return its exception, if any."""
+        """Wait for the function. Return the exception, if any."""
         self._thread.join()
         return self._error

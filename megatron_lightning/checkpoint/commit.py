@@ -1,5 +1,5 @@
-"""Atomic saves: a checkpoint is written next to an existing one of its name and becomes visible in
-one step.
+"""Atomic saves: a new checkpoint is written next to an existing checkpoint of the same name, and
+becomes visible in a single step.
 
 On a file system (:class:`_LocalSave`):
 
@@ -11,14 +11,14 @@ On a file system (:class:`_LocalSave`):
        sees the old checkpoint or the new one.
     4. Files of the old save are deleted.
 
-An object store (:class:`_RemoteSave`) cannot rename, but an object appears complete or not at all:
-the files go straight to ``<name>/``, whose manifest still lists the old ones, and the new manifest,
-put there last, is the commit.
+An object store (:class:`_RemoteSave`) cannot rename, but an object appears complete or not at all.
+The files go straight to ``<name>/``, and the manifest still lists the old files. The new manifest
+is put last, as the commit.
 
-Killed before the commit, a save leaves the old checkpoint as it was, and files that a later save
-deletes. The writer locks its temporary directory, which distinguishes another job's running save
-from an abandoned one; in object stores, age does. If two jobs save under one name at once, one of
-the two checkpoints remains, complete.
+A save killed before the commit leaves the old checkpoint unchanged. A later save deletes the
+leftover files. The writer locks the temporary directory, to distinguish another job's running save
+from an abandoned save. In object stores, age distinguishes the two. If two jobs save under the same
+name at once, one of the two checkpoints remains, complete.
 """
 
 from __future__ import annotations
@@ -57,26 +57,26 @@ from megatron_lightning.errors import CheckpointError
 
 MANIFEST = "manifest.json"
 HUGGING_FACE = "hugging_face"
-"""Folder in a checkpoint with its weights as ``transformers`` reads them, if it was asked for."""
+"""Folder in a checkpoint with the weights for ``transformers``, if requested."""
 ABANDONED_AFTER_S = 24 * 3600.0
-"""Age from which uncommitted files in an object store count as abandoned."""
+"""Age of uncommitted files in an object store after which the files count as abandoned."""
 OUR_FILES = re.compile(r"(tensors|state)\.[0-9a-f]{12}\..+")
-"""Names of the files of a checkpoint beside its manifest."""
+"""Names of the files of a checkpoint, without the manifest."""
 _TEMPORARY = re.compile(r".+\.tmp-[0-9a-f]{12}")
 
 
 def is_committed(path: str | os.PathLike[str]) -> bool:
-    """Return whether ``path`` is a checkpoint directory whose save was completed."""
+    """Return whether ``path`` is a checkpoint directory with a completed save."""
     if not is_remote(path):
         return (local_path(path) / MANIFEST).is_file()
-    return MANIFEST in RemoteFolder(str(path)).sizes()  # a store that does not answer is an error
+    return MANIFEST in RemoteFolder(str(path)).sizes()  # a store without an answer is an error
 
 
 def pending_save(path: str | os.PathLike[str], identifier: str) -> PendingSave:
-    """Return a save in progress; the first rank begins and commits it.
+    """Return a save in progress. The first rank begins and commits the save.
 
     Args:
-        path: Final name of the checkpoint. The checkpoint there stays readable until the commit.
+        path: Final name of the checkpoint. An existing checkpoint stays readable until the commit.
         identifier: From :func:`new_identifier`, the same on all ranks.
     """
     return (
@@ -90,7 +90,7 @@ class PendingSave(ABC):
     """A save in progress."""
 
     folder: Folder
-    """Where the ranks write their files."""
+    """Folder of the files of all ranks."""
 
     def __init__(self, identifier: str) -> None:
         self.identifier = identifier
@@ -108,8 +108,8 @@ class PendingSave(ABC):
     def commit(
         self, tensors: Mapping[str, TensorInfo], files: Mapping[str, int], info: Mapping[str, Any]
     ) -> None:
-        """Write the manifest, of which ``files`` lacks the state file, and make the checkpoint
-        visible under its name.
+        """Write the manifest from ``files`` and the state file, and make the checkpoint visible
+        under the final name.
         """
         manifest = Manifest(
             tensors=tensors,
@@ -123,7 +123,7 @@ class PendingSave(ABC):
 
     @contextmanager
     def discarded_on_error(self) -> Iterator[None]:
-        """Delete the written files if the block raises; an existing checkpoint of the name is
+        """Delete the written files if the block raises. An existing checkpoint of the name is
         untouched.
         """
         try:
@@ -175,8 +175,8 @@ class _LocalSave(PendingSave):
         self._unlock()
 
     def _displace(self) -> None:
-        """Replace a file or a link, over which a directory cannot be renamed; a link's target keeps
-        its own name.
+        """Replace a file or a link, because a directory cannot be renamed over either. A link's
+        target keeps the target's name.
         """
         if exchange(self._temporary, self._path):
             self._temporary.unlink()
@@ -191,7 +191,7 @@ class _LocalSave(PendingSave):
         aside.unlink()
 
     def _replace(self, manifest: Manifest) -> None:
-        """Put the new files and the manifest into the directory that has the name."""
+        """Put the new files and the manifest into the existing directory of the name."""
         directory = os.open(self._path, os.O_RDONLY)
         try:
             # One job at a time; where directories cannot be locked, only files of the replaced
@@ -244,7 +244,7 @@ class _RemoteSave(PendingSave):
             else ()
         )
         self.folder.files.pipe_file(self._manifest, manifest.dumps().encode())
-        with suppress(Exception):  # it is committed; what remains is deleted when it is old
+        with suppress(Exception):  # committed: remaining files are deleted when old
             old = [
                 name
                 for name in self.folder.sizes()
@@ -258,7 +258,7 @@ class _RemoteSave(PendingSave):
 
     @property
     def _is_committed(self) -> bool:
-        """Whether our manifest is there: a store's answer may be lost after it has written."""
+        """Whether our manifest exists: a store may lose the answer after a successful write."""
         try:
             return self._state_file in _files_listed(self.folder.files.cat_file(self._manifest))
         except FileNotFoundError:
@@ -277,11 +277,12 @@ class _RemoteSave(PendingSave):
 
 
 def remove_checkpoint(path: str | os.PathLike[str]) -> None:
-    """Delete a checkpoint (directory, file or link); it disappears from view in one step.
+    """Delete a checkpoint (directory, file or link). The checkpoint disappears from view in a
+    single step.
 
-    Missing is fine, also if another job deletes it at the same time. A directory of other files
-    stays: callbacks read the names that they delete from the checkpoint that they resumed from,
-    which anybody may have written.
+    A missing checkpoint is fine, also if another job deletes the checkpoint at the same time. A
+    directory of other files stays: callbacks read the names to delete from the resumed checkpoint,
+    possibly written by anybody.
     """
     if is_remote(path):
         folder = RemoteFolder(str(path))
@@ -308,8 +309,8 @@ def remove_checkpoint(path: str | os.PathLike[str]) -> None:
 
 
 def remove_abandoned(folder: Path) -> None:
-    """Delete the temporary directories that killed saves left in ``folder``; none where directories
-    cannot be locked.
+    """Delete the temporary directories of killed saves in ``folder``. None if directories cannot be
+    locked.
     """
     for entry in folder.iterdir():
         if not _TEMPORARY.fullmatch(entry.name):
@@ -344,7 +345,7 @@ def _files_listed(text: bytes) -> frozenset[str]:
 
 
 def _is_foreign(names: Collection[str]) -> bool:
-    """Whether a directory holds files and none of ours; other programs call a file manifest.json
+    """Whether a directory has files, but no file of ours. Other programs use the name manifest.json
     too.
     """
     return bool(names) and not any(OUR_FILES.fullmatch(name) for name in names)

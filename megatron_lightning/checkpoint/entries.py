@@ -1,8 +1,8 @@
-"""Tensors anywhere in a checkpoint's nested state that are saved by parameter name, apart from it.
+"""Tensors anywhere in a checkpoint's nested state, saved by parameter name, apart from the state.
 
-A callback's averages are an example: ``callbacks -> EMA -> shadows -> model.head.weight``. Their
-places are listed under ``"entries"`` of this package's entries of the checkpoint; every rank gets
-back the parts of its own layout.
+A callback's averages are an example: ``callbacks -> EMA -> shadows -> model.head.weight``. The
+places of the tensors are listed under ``"entries"`` of this package's entries of the checkpoint.
+Every rank gets back the shards of the rank's layout.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ TABLE = "entries"
 
 
 class Entry(NamedTuple):
-    """A tensor that belongs to a parameter or buffer, and its place in a checkpoint."""
+    """A tensor of a parameter or buffer, and the tensor's place in a checkpoint."""
 
     stored: str
-    """Name of the tensor in the checkpoint; of a tied copy the owner's."""
+    """Name of the tensor in the checkpoint. For a tied copy the owner's name."""
     name: str
-    """Name of the parameter or buffer; "": it is nobody's, and every rank gets all of it."""
+    """Name of the parameter or buffer. "": no parameter's, and every rank gets the full tensor."""
     path: Path
-    """Keys that lead to the tensor, or to the list that it is in."""
+    """Keys of the path to the tensor, or to the list of the tensor."""
     base: int
-    """Number of keys that lead to the container; further keys spell the name."""
+    """Number of keys of the path to the container. Further keys spell the name."""
     in_list: bool = False
-    """Whether the tensor is one in a list, which has one for each parameter, in order."""
+    """Whether the tensor is in a list with a tensor for each parameter, in order."""
 
 
 def write_table(checkpoint: dict[str, Any], entries: Iterable[Entry]) -> None:
@@ -44,7 +44,7 @@ def write_table(checkpoint: dict[str, Any], entries: Iterable[Entry]) -> None:
 
 
 def read_table(checkpoint: Mapping[str, Any]) -> list[Entry] | None:
-    """Return the recorded entries; None: the checkpoint has no record.
+    """Return the recorded entries. None: the checkpoint has no record.
 
     Raises:
         CheckpointError: If the record is malformed.
@@ -65,7 +65,7 @@ def read_table(checkpoint: Mapping[str, Any]) -> list[Entry] | None:
 
 
 def leaves(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
-    """Yield path and value of everything in a nested state that is no container."""
+    """Yield path and value of everything in a nested state except containers."""
     if isinstance(value, Mapping):
         for key, entry in value.items():
             yield from leaves(entry, (*path, key))
@@ -77,7 +77,7 @@ def leaves(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
 
 
 def without(value: Any, entries: Sequence[Entry]) -> Any:
-    """Return a nested state without the tensors of ``entries``; the containers stay, emptied."""
+    """Return a nested state without the tensors of ``entries``. The emptied containers stay."""
     prefixes = {e.path[:n] for e in entries for n in range(len(e.path) + 1)}
     inner = {e.path[:n] for e in entries for n in range(e.base + 1, len(e.path))}
     tensors = {e.path for e in entries if not e.in_list}
@@ -118,7 +118,7 @@ def place(checkpoint: dict[str, Any], entries: Iterable[Entry], tensors: Iterabl
 
 
 def _set(value: Any, path: Path, leaf: Any) -> None:
-    """Set a leaf of a nested state, and make the levels that lead to it."""
+    """Set a leaf of a nested state, and create missing levels of the path."""
     for key in path[:-1]:
         value = value.setdefault(key, {}) if isinstance(value, dict) else value[key]
     if isinstance(leaf, list) and isinstance(value, Mapping) and path[-1] in value:

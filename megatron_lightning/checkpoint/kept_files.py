@@ -1,7 +1,7 @@
-"""Small files that travel in a checkpoint: configuration, tokenizer, chat template, generation
-configuration and licences of the Hugging Face folder that a model came from.
+"""Small files kept in a checkpoint: configuration, tokenizer, chat template, generation
+configuration and licences from the Hugging Face folder of a model.
 
-A checkpoint, directory or plain file, has them in its state under ``"hugging_face"``::
+A checkpoint, directory or plain file, keeps the files in the state under ``"hugging_face"``::
 
     {path of a model in the LightningModule: {
         "origin": folder or Hub id, "revision": branch, tag or commit,
@@ -9,7 +9,7 @@ A checkpoint, directory or plain file, has them in its state under ``"hugging_fa
         "tables": {name of a weight file: its header}, "carried": …   # of bridge.kept
     }}
 
-Any tool reads the tokenizer of a checkpoint from there, without folder and weights::
+Any tool can read the tokenizer from a checkpoint, without folder and weights::
 
     with read_kept_files("last.ckpt").unpacked() as folder:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
@@ -52,7 +52,7 @@ class KeptFiles:
 
     @classmethod
     def of_folder(cls, path: Path) -> KeptFiles:
-        """Read the files of a folder; a file above 64 MiB is left out with a warning."""
+        """Read the files of a folder. A file above 64 MiB is left out with a warning."""
         contents = {}
         for file in [*sorted(path.iterdir()), *sorted((path / _TEMPLATES).glob("*.jinja"))]:
             name = file.relative_to(path).as_posix()
@@ -80,7 +80,7 @@ class KeptFiles:
 
     @classmethod
     def from_state(cls, state: Any, origin: str) -> KeptFiles:
-        """Return the files that :meth:`to_state` has described.
+        """Return the files from the description of :meth:`to_state`.
 
         Args:
             state: The description.
@@ -105,8 +105,8 @@ class KeptFiles:
 
     @contextmanager
     def unpacked(self) -> Iterator[Path]:
-        """Yield a temporary folder with the files, as ``from_pretrained`` of tokenizers and
-        configurations reads it.
+        """Yield a temporary folder with the files, for ``from_pretrained`` of tokenizers and
+        configurations.
         """
         with tempfile.TemporaryDirectory(prefix="hugging-face-") as folder:
             self.write_to(Path(folder))
@@ -114,14 +114,14 @@ class KeptFiles:
 
 
 def read_kept_files(path: str | os.PathLike[str], model: str | None = None) -> KeptFiles | None:
-    """Return the Hugging Face files in a checkpoint; None: there are none.
+    """Return the Hugging Face files in a checkpoint. None: a checkpoint without such files.
 
     Args:
         path: A checkpoint directory, plain file, or URL.
-        model: Path of the model in the LightningModule; None: the first model with files.
+        model: Path of the model in the LightningModule. None: the first model with files.
 
     Raises:
-        CheckpointError: If the checkpoint or a file in it is damaged.
+        CheckpointError: If the checkpoint or a kept file is damaged.
     """
     entry = kept_entry(open_checkpoint(path).state(), model)
     return None if entry is None else KeptFiles.from_state(entry[1].get("files"), str(path))
@@ -130,11 +130,11 @@ def read_kept_files(path: str | os.PathLike[str], model: str | None = None) -> K
 def kept_entry(
     state: Mapping[str, Any], model: str | None = None
 ) -> tuple[str, Mapping[str, Any]] | None:
-    """Return path and entry of a model in a checkpoint's state; None: there is none.
+    """Return path and entry of a model in a checkpoint's state. None: no entry.
 
     Args:
         state: The state.
-        model: Path of the model in the LightningModule; None: the first.
+        model: Path of the model in the LightningModule. None: the first.
     """
     entries = state.get(KEPT)
     if not isinstance(entries, Mapping):

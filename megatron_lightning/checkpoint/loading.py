@@ -1,8 +1,8 @@
 """Fill the tensors of all ranks from a checkpoint of any layout.
 
-A rank reads the byte ranges of its own shards, straight into its tensors. Ranks that hold the same
-shards (data-parallel replicas) each read a part and broadcast it to the others: the storage is read
-once, however many there are.
+A rank reads the byte ranges of the rank's shards, straight into the tensors. Ranks with the same
+shards (data-parallel replicas) each read a part and broadcast the part to the other replicas: the
+storage is read once, for any number of replicas.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from megatron_lightning.parallel.tensor_shards import TensorShards
 
 
 class LoadReport(NamedTuple):
-    """Names that a non-strict load left out."""
+    """Names left out by a non-strict load."""
 
     missing: tuple[str, ...]
-    """Requested by some rank and not in the checkpoint; their tensors are unchanged."""
+    """Requested by a rank and not in the checkpoint. The tensors of these names are unchanged."""
     unexpected: tuple[str, ...]
     """In the checkpoint and requested by no rank."""
 
@@ -41,17 +41,16 @@ def load_sharded(
     strict: bool = True,
     group: AxisGroup = ALONE,
 ) -> LoadReport:
-    """Fill existing tensors from a checkpoint; all ranks of ``group`` call this. Nothing is changed
-    if a name does not fit.
+    """Fill existing tensors from a checkpoint. All ranks of ``group`` call this. Nothing is changed
+    if a tensor does not fit.
 
     Args:
         source: The opened checkpoint (see ``open_checkpoint``).
-        tensors: The shards of this rank, whatever their ``writes``. Floating dtypes are converted
-            to the shards' dtype.
-        prefix: Only the checkpoint's tensors whose names begin with this are expected
-            (``"state_dict."``).
+        tensors: The shards of this rank, with any ``writes``. Floating dtypes are converted to the
+            shards' dtype.
+        prefix: Prefix of the expected tensors of the checkpoint, such as ``"state_dict."``.
         strict: Whether missing and unexpected names are errors.
-        group: The ranks that load together.
+        group: The loading ranks.
     """
     stored = source.tensors()
     request = together(group, "loading the checkpoint", lambda: _request(tensors, stored))
@@ -117,14 +116,14 @@ def _own_reads(wanted: Sequence[TensorShards]) -> Iterator[tuple[str, Shard]]:
 
 
 def _is_divided(tensor: TensorShards, shard: Shard) -> bool:
-    """Whether replicas each read a part; small shards are read by all, which is faster than
-    communicating.
+    """Whether replicas each read a part. All replicas read small shards, because communicating is
+    slower.
     """
     return tensor.replicas.process_group is not None and shard.data.nbytes > MIN_DIVIDED_BYTES
 
 
 def _exchange(tensor: TensorShards) -> None:
-    """Broadcast the parts that each replica has read; a collective over them."""
+    """Broadcast the parts read by each replica. A collective over the replicas."""
     group = tensor.replicas
     for shard in tensor.shards:
         if not _is_divided(tensor, shard):

@@ -1,4 +1,4 @@
-"""A checkpoint with tensors in memory in place of its own, or beside them."""
+"""A checkpoint with added or replaced tensors in memory."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from megatron_lightning.parallel.spec import Shard
 
 
 class MemorySource:
-    """Wrap a source to have other full tensors.
+    """Wrap a source to add or replace full tensors.
 
     Args:
-        source: The checkpoint; None: there is none.
-        tensors: Global name -> full tensor. One that stands for a tensor of a checkpoint is read
-            there, under its name there.
-        replaced: Prefix of the checkpoint's tensors that are gone; None: none are.
+        source: The checkpoint. None: no checkpoint.
+        tensors: Global name -> full tensor. A :class:`StoredTensor` is read from the represented
+            checkpoint, under the stored name.
+        replaced: Prefix of the checkpoint's tensors to hide. None: no tensor is hidden.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Divide the reading and writing of tensors among the ranks that hold the same shards."""
+"""Divide the reading and writing of tensors among the ranks of the same shards."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ MIN_DIVIDED_BYTES = 4 << 20
 
 
 def divide_shard(name: str, shard: Shard, num_replicas: int) -> Iterator[tuple[int, Shard]]:
-    """Divide a shard among the ranks that hold it: yield (replica, its slice).
+    """Divide a shard among the replicas: yield (replica, slice of the replica).
 
-    The answer depends on nothing but the arguments, so all ranks agree without communication. Small
-    shards go to one replica, which the tensor's name chooses, so that many of them are spread
+    The answer depends only on the arguments, so all ranks agree without communication. A small
+    shard goes to a single replica, chosen by the tensor's name: many small shards are spread
     evenly.
     """
     offset, data = shard
@@ -35,7 +35,7 @@ def divide_shard(name: str, shard: Shard, num_replicas: int) -> Iterator[tuple[i
 
 
 def written_shards(tensor: TensorShards) -> list[tuple[str, Shard]]:
-    """Return the (name, shard) pairs of a tensor that this rank writes."""
+    """Return the (name, shard) pairs of a tensor to write on this rank."""
     if not tensor.writes:
         return []
     group = tensor.replicas

@@ -1,5 +1,5 @@
-"""The checkpoint of a job that Slurm has queued again: Lightning takes the largest number, also of
-a save that was killed.
+"""The checkpoint of a job queued again by Slurm. Lightning takes the largest number, even of a
+killed save.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ _REQUEUED = re.compile(r"hpc_ckpt_(\d+)\.ckpt")
 
 
 def committed_requeue(path: str) -> str:
-    """Return the newest ``hpc_ckpt_<n>.ckpt`` that was committed if ``path`` is such a name with
-    nothing behind it.
+    """Return the newest committed ``hpc_ckpt_<n>.ckpt`` if ``path`` is such a name without a
+    checkpoint. Otherwise return ``path``.
     """
     folder, _, name = path.rpartition("/")
     if not _REQUEUED.fullmatch(name) or is_committed(path) or is_plain_file(path):

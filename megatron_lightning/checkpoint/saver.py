@@ -1,8 +1,9 @@
 """Write checkpoints, at once or in the background, and delete old ones, but never the last good
 one.
 
-Callbacks delete an old checkpoint as soon as the Trainer's save returns. While the new one is still
-being written, or if it failed, the old one may be the only one; so deletions wait for a commit.
+Callbacks delete an old checkpoint as soon as the Trainer's save returns. During the write of the
+new checkpoint, or after a failed save, the old checkpoint may be the only good checkpoint. So
+deletions wait for a commit.
 """
 
 from __future__ import annotations
@@ -32,31 +33,31 @@ class SaveReport:
     path: str
     """The checkpoint."""
     stall_s: float
-    """Seconds that training waited: for the previous save, the copy, and without ``async_save`` the
+    """Seconds of waiting training: for the previous save, the copy, and without ``async_save`` the
     writing."""
     written_s: float | None = None
-    """Seconds from the call to the commit; None: it is not committed."""
+    """Seconds from the call to the commit. None: not committed."""
     num_bytes: int = 0
-    """Bytes of tensors that this rank wrote."""
+    """Bytes of tensors written by this rank."""
 
 
 @dataclass(frozen=True)
 class Save:
-    """Plan of one save."""
+    """Plan of a save."""
 
     path: str
     """Name of the save."""
     take: Callable[[AxisGroup], Snapshot]
-    """Collects this rank's shards while training waits; all ranks call it."""
+    """Collects this rank's shards while training waits. All ranks call this."""
     write: Callable[[Snapshot, AxisGroup], None]
-    """Writes and commits them over a group; all ranks call it."""
+    """Writes and commits the snapshot over a group. All ranks call this."""
     replaces: bool = True
-    """Whether older checkpoints may be deleted when it is committed, and must stay when it
-    failed."""
+    """Whether a commit allows the deletion of older checkpoints, and a failure forbids the
+    deletion."""
 
 
 class Saver:
-    """Writes the checkpoints of one strategy."""
+    """Writes the checkpoints of a strategy."""
 
     def __init__(self, options: CheckpointOptions, timeout: timedelta) -> None:
         self._options = options
@@ -70,18 +71,18 @@ class Saver:
         self._writing = self._failed = False
         self._to_delete: list[str] = []
         self.last: SaveReport | None = None
-        """The last save; its ``written_s`` is known when the next one begins, or training ends."""
+        """The last save. ``written_s`` is known at the next save or at the end of training."""
 
     def __reduce__(self) -> tuple[object, ...]:
         return (Saver, (self._options, self._timeout))  # in another process nothing is being saved
 
     def save(self, plan: Save, context: ParallelContext, *, background: bool) -> None:
-        """Write a checkpoint; all ranks call this.
+        """Write a checkpoint. All ranks call this.
 
         Raises:
-            CheckpointError: On every rank, if one failed in this save or in the previous background
-                save, and ``on_save_error`` is "raise". An existing checkpoint of the name is
-                intact.
+            CheckpointError: On every rank, if a rank failed in this save or in the previous
+                background save, and ``on_save_error`` is "raise". An existing checkpoint of the
+                name is intact.
         """
         began = time.monotonic()
         self._rank = context.axis("world").rank
@@ -111,7 +112,7 @@ class Saver:
             self._report(error)
 
     def _write(self, plan: Save, snapshot: Snapshot, group: AxisGroup, began: float) -> None:
-        """Write and commit; then run the deferred deletions."""
+        """Write and commit, then run the deferred deletions."""
         committed = False
         try:
             plan.write(snapshot, group)
@@ -136,8 +137,8 @@ class Saver:
             remove_checkpoint(path)
 
     def group(self, context: ParallelContext) -> AxisGroup:
-        """Return all ranks with a communicator for background saves of CPU tensors; creating it is
-        a collective.
+        """Return all ranks with a communicator for background saves of CPU tensors. Creating the
+        communicator is a collective.
         """
         world = context.axis("world")
         if self._group is None or self._group.ranks != world.ranks or self._group.is_broken:
@@ -150,7 +151,7 @@ class Saver:
         return self._group
 
     def finish(self) -> None:
-        """Wait for the background save, if there is one."""
+        """Wait for the background save, if any."""
         if self._job is None:
             return
         job, self._job = self._job, None
@@ -163,8 +164,8 @@ class Saver:
             ) from error
 
     def finish_quietly(self) -> None:
-        """Wait for the background save while an exception propagates; its error becomes a
-        warning.
+        """Wait for the background save during the propagation of an exception. An error of the save
+        becomes a warning.
         """
         try:
             self.finish()
@@ -181,7 +182,9 @@ class Saver:
             warnings.warn(text, stacklevel=3)
 
     def remove(self, path: str) -> None:
-        """Delete a checkpoint as soon as a newer one is committed; called on the first rank."""
+        """Delete a checkpoint as soon as a newer checkpoint is committed. Called on the first
+        rank.
+        """
         with self._lock:
             if self._writing or self._failed:
                 self._to_delete.append(path)

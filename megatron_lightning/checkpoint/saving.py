@@ -1,5 +1,5 @@
-"""Write the tensors of all ranks as one checkpoint: take a snapshot while training waits, then
-write it.
+"""Write the tensors of all ranks as a single checkpoint: take a snapshot while training waits, then
+write the snapshot.
 """
 
 from __future__ import annotations
@@ -39,22 +39,23 @@ def save_sharded(
     group: AxisGroup = ALONE,
     max_file_bytes: int = _MAX_FILE_BYTES,
 ) -> None:
-    """Write a checkpoint directory; all ranks of ``group`` call this, and all return once it is
-    committed.
+    """Write a checkpoint directory. All ranks of ``group`` call this. All calls return after the
+    commit.
 
-    An existing checkpoint at ``path`` stays readable until then, and stays if any rank fails.
+    An existing checkpoint at ``path`` stays readable until the commit, and stays if any rank fails.
 
     Args:
-        path: The directory, on a file system that all ranks share.
-        tensors: The shards of this rank; may be a generator, whose errors are reported like those
-            of writing.
-        state: Everything else, as the first rank has it (see ``state`` for what it may hold).
-        info: Layout, hyper-parameters, consumed samples …, for display; stored as JSON.
-        group: The ranks that save together.
+        path: The directory, on a file system shared by all ranks.
+        tensors: The shards of this rank, possibly from a generator. Errors of the generator are
+            reported like errors of writing.
+        state: Everything else, from the first rank. For the allowed values see
+            ``format.plain_state``.
+        info: Layout, hyper-parameters, consumed samples …, for display, stored as JSON.
+        group: The saving ranks.
         max_file_bytes: Largest size of a file of a rank.
 
     Raises:
-        CheckpointError: On every rank, if one of them failed, the state has no plain form, or the
+        CheckpointError: On every rank, if any rank failed, the state has no plain form, or the
             tensors written by all ranks do not cover each global tensor exactly once.
     """
     write_snapshot(
@@ -64,7 +65,7 @@ def save_sharded(
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The content that one rank writes of a checkpoint."""
+    """The content of a checkpoint to write on this rank."""
 
     path: str
     """The checkpoint's name."""
@@ -73,9 +74,9 @@ class Snapshot:
     state: bytes
     """Content of the state file on the first rank."""
     shards: tuple[tuple[str, Shard], ...]
-    """(tensor name, shard) that this rank writes; views of the live tensors, or copies."""
+    """(tensor name, shard) to write on this rank, as views of the live tensors or as copies."""
     tensors: Mapping[str, TensorInfo]
-    """Every tensor of which this rank holds shards."""
+    """Every tensor with shards on this rank."""
     info: Mapping[str, Any]
     """See ``Manifest``."""
 
@@ -93,7 +94,7 @@ def take_snapshot(
     info: Mapping[str, Any] | None = None,
     group: AxisGroup = ALONE,
 ) -> Snapshot:
-    """Collect the content of a save; all ranks of ``group`` call this. For arguments and errors see
+    """Collect the content of a save. All ranks of ``group`` call this. For arguments and errors see
     :func:`save_sharded`.
     """
 
@@ -113,7 +114,7 @@ def take_snapshot(
 def write_snapshot(
     snapshot: Snapshot, group: AxisGroup = ALONE, max_file_bytes: int = _MAX_FILE_BYTES
 ) -> None:
-    """Write a snapshot and commit it; all ranks of ``group`` call this. For errors see
+    """Write and commit a snapshot. All ranks of ``group`` call this. For errors see
     :func:`save_sharded`.
     """
     pending = pending_save(snapshot.path, snapshot.identifier)

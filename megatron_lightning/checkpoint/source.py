@@ -1,5 +1,5 @@
 """Sources of a checkpoint's tensors: a sharded directory, or a plain Lightning ``.ckpt`` file,
-behind one interface.
+behind a common interface.
 """
 
 from __future__ import annotations
@@ -51,17 +51,17 @@ class CheckpointSource(Protocol):
     """A checkpoint to read from."""
 
     def tensors(self) -> Mapping[str, TensorInfo]:
-        """Return every tensor by its global name (``naming`` says how names are made), in the same
-        order on all ranks.
+        """Return every tensor by global name (for names see ``naming``), in the same order on all
+        ranks.
         """
         ...
 
     def state(self) -> dict[str, Any]:
-        """Return a fresh copy of everything else; optimizer states are in the named form."""
+        """Return a fresh copy of everything else. Optimizer states are in the named form."""
         ...
 
     def read(self, shards: Iterable[tuple[str, Shard]]) -> None:
-        """Fill (tensor name, shard) with the checkpoint's values; the tensors exist and enclose the
+        """Fill (tensor name, shard) with the checkpoint's values. The tensors exist and enclose the
         shards.
         """
         ...
@@ -88,7 +88,7 @@ class DirectorySource:
         return state
 
     def read(self, shards: Iterable[tuple[str, Shard]]) -> None:
-        """See :class:`CheckpointSource`; reads only the byte ranges that the shards need."""
+        """See :class:`CheckpointSource`. Reads only the byte ranges of the shards."""
         by_file: dict[str, list[RangeRead]] = {}
         dtypes: dict[str, dict[int, tuple[str, torch.dtype]]] = {}
         for name, shard in shards:
@@ -117,7 +117,7 @@ class DirectorySource:
         dtypes: Mapping[str, Mapping[int, tuple[str, torch.dtype]]],
         threads: ThreadPoolExecutor,
     ) -> None:
-        """Read from several files at once; two threads share a file if there are fewer files than
+        """Read from several files at once. Two threads share a file if there are fewer files than
         threads.
         """
         with ExitStack() as stack:
@@ -150,13 +150,13 @@ class PlainSource:
 
     Args:
         path: The file.
-        optimizer_parameters: For each optimizer the names of its parameters, in the order of the
-            concatenated parameter groups on one device; without them only the number of optimizers
-            is known.
+        optimizer_parameters: For each optimizer the names of the optimizer's parameters, in the
+            order of the concatenated parameter groups on one device. Without names only the number
+            of optimizers is known.
 
     Raises:
-        CheckpointError: If the file cannot be read as plain data, or its optimizers have other
-            parameters.
+        CheckpointError: If the file cannot be read as plain data, or the saved optimizers have
+            other parameters.
     """
 
     def __init__(self, path: str, optimizer_parameters: Sequence[Sequence[str]] = ()) -> None:
@@ -198,7 +198,7 @@ class PlainSource:
         }
 
     def state(self) -> dict[str, Any]:
-        """See :class:`CheckpointSource`; tensors in it are memory-mapped."""
+        """See :class:`CheckpointSource`. Tensors in the state are memory-mapped."""
         return dict(self._state)
 
     def read(self, shards: Iterable[tuple[str, Shard]]) -> None:
@@ -213,18 +213,18 @@ def open_checkpoint(
     optimizer_parameters: Sequence[Sequence[str]] = (),
     group: AxisGroup = ALONE,
 ) -> CheckpointSource:
-    """Open a checkpoint directory or a plain Lightning ``.ckpt`` file; no tensor is read yet.
+    """Open a checkpoint directory or a plain Lightning ``.ckpt`` file. No tensor is read yet.
 
-    The first rank finds out what is at ``path`` and reads manifest and state for all, so that ranks
-    cannot differ.
+    The first rank looks at ``path``, and reads manifest and state for all ranks: ranks cannot
+    differ.
 
     Args:
         path: Directory or file.
         optimizer_parameters: For a plain file: see :class:`PlainSource`.
-        group: The ranks that call this together.
+        group: The calling ranks.
 
     Raises:
-        MissingCheckpointError: On every rank, if there is nothing at ``path``.
+        MissingCheckpointError: On every rank, if nothing is at ``path``.
         CheckpointError: On every rank, if the checkpoint is incomplete or cannot be read safely.
     """
     parsed: list[Manifest] = []  # on the first rank
@@ -244,8 +244,8 @@ def open_checkpoint(
 def _read_directory(
     path: str | os.PathLike[str], parsed: list[Manifest]
 ) -> tuple[bytes, bytes] | None:
-    """Return manifest and state of a directory, None for a plain file, ``_MISSING`` for nothing;
-    append the parsed manifest.
+    """Return manifest and state of a directory, None for a plain file, ``_MISSING`` for nothing.
+    Append the parsed manifest to ``parsed``.
     """
     if is_plain_file(path):
         return None

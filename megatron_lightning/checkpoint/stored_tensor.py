@@ -1,7 +1,7 @@
-"""Tensors of a checkpoint that are read when something computes with them.
+"""Tensors of a checkpoint, read at the first computation.
 
-Hooks see them in place of the module's tensors while a checkpoint is loaded: with the names, shapes
-and dtypes of one device, although every rank reads its part alone.
+During the load of a checkpoint, hooks see stored tensors in place of the module's tensors: with the
+names, shapes and dtypes of one device, although every rank reads only the rank's shards.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ _ASKED = {
 
 
 class StoredTensor(Tensor):
-    """A full tensor of a checkpoint, on the CPU; read in full by the first operation on it.
+    """A full tensor of a checkpoint, on the CPU. The first operation reads the full tensor.
 
-    What an operation changes in place is changed here, not in the checkpoint.
+    Operations in place change this tensor, not the checkpoint.
     """
 
     source: CheckpointSource
     """The checkpoint."""
     stored: str
-    """Name of the tensor in it."""
+    """Name of the tensor in the checkpoint."""
     value: Tensor | None
-    """The full tensor, once it has been read."""
+    """The full tensor, after the first read."""
 
     @classmethod
     def of(cls, source: CheckpointSource, stored: str) -> StoredTensor:
@@ -53,7 +53,7 @@ class StoredTensor(Tensor):
         return made
 
     def full(self) -> Tensor:
-        """Return the full tensor; no collective."""
+        """Return the full tensor. No collective."""
         if self.value is None:
             value = torch.empty(tuple(self.shape), dtype=self.dtype)
             if value.numel():

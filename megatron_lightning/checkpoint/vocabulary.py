@@ -1,4 +1,4 @@
-"""Checkpoints whose vocabulary has more rows than the model's, or fewer: Megatron pads it to a
+"""Checkpoints with more or fewer vocabulary rows than the model: Megatron pads the vocabulary to a
 multiple of the ranks.
 """
 
@@ -39,7 +39,7 @@ class ResizedVocabulary:
         return self.source.state()
 
     def read(self, shards: Iterable[tuple[str, Shard]]) -> None:
-        """See :class:`CheckpointSource`; rows that the checkpoint lacks become zeros."""
+        """See :class:`CheckpointSource`. Rows missing in the checkpoint become zeros."""
         stored = self.source.tensors()
         clipped = [
             (n, _stored_rows(s, stored[n].shape[0]) if n in self._rows else s) for n, s in shards
@@ -50,12 +50,11 @@ class ResizedVocabulary:
 def fit_vocabulary(
     source: CheckpointSource, shapes: Mapping[str, Shape], context: ParallelContext, *, resize: bool
 ) -> CheckpointSource:
-    """Return a source whose tensors over the vocabulary are as large as the model's; all ranks call
-    this.
+    """Return a source with vocabulary tensors of the model's size. All ranks call this.
 
     Args:
         source: The checkpoint.
-        shapes: Name of a parameter over the vocabulary that this rank holds -> its global shape.
+        shapes: Name of a vocabulary parameter on this rank -> the global shape.
         context: Groups of this rank.
         resize: Whether rows may be left out or added.
 
@@ -90,13 +89,13 @@ def fit_vocabulary(
 
 
 def _parameter_of(full: str) -> str:
-    """Return the parameter to which a tensor of a checkpoint belongs (``checkpoint.naming``)."""
+    """Return the parameter of a checkpoint's tensor (for names see ``checkpoint.naming``)."""
     key, _, name = full.partition(".")
     return name.partition(".state.")[2].rpartition(".")[0] if key == "optimizer_states" else name
 
 
 def _shape_of(name: str, shapes: Mapping[str, Shape]) -> Shape | None:
-    """Return the shape of the parameter in which a name ends: copies stand deeper in a
+    """Return the shape of the parameter at the end of a name: copies stand deeper in a
     checkpoint.
     """
     while name and name not in shapes:
@@ -105,7 +104,9 @@ def _shape_of(name: str, shapes: Mapping[str, Shape]) -> Shape | None:
 
 
 def _stored_rows(shard: Shard, rows: int) -> Shard:
-    """Return the rows of a shard that the checkpoint has, after filling the others with zeros."""
+    """Return the rows of a shard present in the checkpoint, after filling the other rows with
+    zeros.
+    """
     there = min(max(rows - shard.offset[0], 0), shard.data.shape[0])
     shard.data[there:].zero_()
     return Shard(shard.offset, shard.data[:there])

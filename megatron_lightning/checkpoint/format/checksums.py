@@ -1,8 +1,9 @@
-"""CRC-32 of blocks, by ISA-L's carry-less multiplication, or zlib where ``isal`` has no build.
+"""CRC-32 of blocks, by ISA-L's carry-less multiplication, or by zlib on platforms without a build
+of ``isal``.
 
 CRC-32 detects every change of up to 32 neighboring bits, and misses any other damage of a block
-once in 2^32. Both libraries give the same numbers and release the interpreter's lock, so that they
-overlap disk I/O; zlib takes about four times the processor time.
+once in 2^32. Both libraries give the same numbers and release the interpreter's lock, and so
+overlap disk I/O. zlib takes about four times the processor time.
 """
 
 from __future__ import annotations
@@ -38,12 +39,12 @@ class BlockChecksums:
                 self._filled = 0
 
     def finish(self) -> tuple[int, ...]:
-        """Return the checksums; the last block may be shorter."""
+        """Return the checksums. The last block may be shorter."""
         return (*self._finished, self._current) if self._filled else tuple(self._finished)
 
 
 def bad_blocks(data: memoryview, checksums: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Yield (first byte, byte after the last) of each block of ``data`` whose checksum differs;
+    """Yield (first byte, byte after the last) of each block of ``data`` with a differing checksum.
     ``checksums`` may be longer.
     """
     for index, begin in enumerate(range(0, len(data), BLOCK_BYTES)):

@@ -21,9 +21,7 @@ def new_identifier() -> str:
 
 
 def write_file(path: Path, chunks: Iterable[bytes | memoryview]) -> int:
-    """Write a local file that does not exist yet, flush it to the disk and return its size in
-    bytes.
-    """
+    """Write a new local file, flush the file to the disk and return the size in bytes."""
     with open(path, "xb", buffering=0) as file:
         begun = 0
         for chunk in chunks:
@@ -39,7 +37,9 @@ def write_file(path: Path, chunks: Iterable[bytes | memoryview]) -> int:
 
 
 def _begin_writing(descriptor: int, start: int, length: int) -> None:
-    """Start writing bytes of a file to the disk, where the system has a call for that (Linux)."""
+    """Start writing bytes of a file to the disk, if the system has a call for early writes
+    (Linux).
+    """
     try:
         write = 2  # SYNC_FILE_RANGE_WRITE
         ctypes.CDLL(None).sync_file_range(
@@ -50,7 +50,7 @@ def _begin_writing(descriptor: int, start: int, length: int) -> None:
 
 
 def beside(path: Path, mark: str) -> Path:
-    """Return a name in the same directory that ends with ``mark``; a name that is too long is
+    """Return a name in the same directory with the suffix ``mark``. A name too long is
     truncated.
     """
     start = os.fsencode(path.name)[: _MAX_NAME_BYTES - len(mark)].decode(errors="ignore")
@@ -58,7 +58,7 @@ def beside(path: Path, mark: str) -> Path:
 
 
 def sync_directory(path: Path) -> None:
-    """Flush the names in a local directory to the disk, where the file system can, so that a rename
+    """Flush the names in a local directory to the disk, if the file system can: a rename then
     survives power loss.
     """
     descriptor = os.open(path, os.O_RDONLY)
@@ -72,7 +72,7 @@ def sync_directory(path: Path) -> None:
 
 
 def exchange(first: Path, second: Path) -> bool:
-    """Swap two names of one local directory atomically; False where the system cannot."""
+    """Swap two names of a local directory atomically. False if the system cannot swap."""
     try:
         libc = ctypes.CDLL(None, use_errno=True)
         here, swap = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
@@ -82,8 +82,8 @@ def exchange(first: Path, second: Path) -> bool:
 
 
 def make_locked(directory: Path) -> int:
-    """Make a directory and return the descriptor that locks it; again, if another job deleted it
-    before it was locked.
+    """Make a directory and return the locking descriptor. Repeat if another job deleted the
+    directory before the lock.
     """
     while True:
         directory.mkdir()
@@ -97,12 +97,12 @@ def make_locked(directory: Path) -> int:
 
 
 def lock(descriptor: int) -> bool:
-    """Wait for the lock; False where the file system has none."""
+    """Wait for the lock. False if the file system has no locks."""
     return _lock(descriptor, fcntl.LOCK_EX)
 
 
 def try_lock(descriptor: int) -> bool:
-    """Take the lock if it is free; False also where the file system has none."""
+    """Take the lock if free. False also if the file system has no locks."""
     return _lock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
@@ -115,7 +115,7 @@ def _lock(descriptor: int, kind: int) -> bool:
 
 
 def release(descriptor: int) -> None:
-    """Unlock and close: data loader workers, forked since, share the descriptor and its lock."""
+    """Unlock and close: data loader workers forked since share the descriptor and the lock."""
     with suppress(OSError):
         fcntl.flock(descriptor, fcntl.LOCK_UN)
     os.close(descriptor)

@@ -1,7 +1,7 @@
-"""The manifest of a checkpoint: every tensor's name, shape and dtype, and which bytes of which file
-hold which box.
+"""The manifest of a checkpoint: every tensor's name, shape and dtype, and for every box the file
+and the bytes.
 
-``manifest.json`` is one JSON object::
+``manifest.json`` is a JSON object::
 
     {"format": "megatron_lightning", "version": 1, "block_bytes": 1048576,
      "files":   {"tensors.5f….00000.000.safetensors": 4096, …},     size of each file in bytes
@@ -12,11 +12,11 @@ hold which box.
      "info":    {…},                   for display: layout, versions, hyper-parameters
      "checksum": 456}
 
-A shard is stored row-major and little-endian; the shards of a tensor tile it exactly once. Its
-bytes are checksummed (CRC-32) in blocks of ``block_bytes``, so that a part of it can be read and
-verified. The text is dumped with separators "," and ":"; its last entry is the CRC-32 of the text
-without that entry. The content is not trusted: names, ranges and tiling are checked before any file
-is opened.
+A shard is stored row-major and little-endian. The shards of a tensor tile the tensor exactly once.
+The bytes of a shard are checksummed (CRC-32) in blocks of ``block_bytes``: any part of a shard can
+be read and verified. The text is dumped with separators "," and ":". The last entry is the CRC-32
+of the text without the last entry. The content is not trusted: names, ranges and tiling are checked
+before any file is opened.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def dtype_of(name: object) -> torch.dtype:
 
 @dataclass(frozen=True)
 class StoredShard:
-    """Where the bytes of a box of a tensor are."""
+    """Place of the bytes of a tensor's box."""
 
     file: str
     """Name of the file in the checkpoint's directory."""
@@ -87,16 +87,14 @@ class StoredShard:
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """Description of one tensor of a checkpoint; where it is stored does not count in
-    comparisons.
-    """
+    """Description of a tensor of a checkpoint. Comparisons ignore the place of storage."""
 
     shape: Shape
     """Global shape."""
     dtype: torch.dtype
     """Stored dtype."""
     shards: tuple[StoredShard, ...] = field(default=(), compare=False)
-    """Shards that tile it; none in a plain file."""
+    """Shards to tile the tensor. Empty for a plain file."""
 
     def num_bytes(self, shape: Shape | None = None) -> int:
         """Return the bytes of a box of this shape, or of the full tensor."""
@@ -108,19 +106,19 @@ class Manifest:
     """Content of a checkpoint.
 
     Raises:
-        CheckpointError: If a tensor is not tiled exactly once, or a range lies outside its file.
+        CheckpointError: If a tensor is not tiled exactly once, or a range lies outside of the file.
     """
 
     tensors: Mapping[str, TensorInfo]
     """Global name -> tensor."""
     files: Mapping[str, int]
-    """File name -> size in bytes; the state file is one of them."""
+    """File name -> size in bytes. The state file is included."""
     state_file: str
     """File of the non-tensor state."""
     state_checksum: int
-    """CRC-32 of that file."""
+    """CRC-32 of the state file."""
     info: Mapping[str, Any] = field(default_factory=dict)
-    """JSON values for display; nothing is loaded from them."""
+    """JSON values for display. Nothing is loaded from these values."""
 
     def __post_init__(self) -> None:
         for name in self.files:
@@ -183,7 +181,7 @@ class Manifest:
         """Parse and check the content of ``manifest.json``.
 
         Raises:
-            CheckpointError: If it is damaged, of another format, or contradicts itself.
+            CheckpointError: If the content is damaged, of another format, or contradictory.
         """
         text = text.encode() if isinstance(text, str) else text
         try:
@@ -239,9 +237,9 @@ class Manifest:
 def check_tiling(name: str, shape: Shape, boxes: Sequence[Box]) -> None:
     """Check that boxes cover every element of a tensor exactly once.
 
-    A sum of boxes equals one box if and only if their signed corners do (the mixed difference of an
-    indicator function determines it), which takes one pass over the boxes instead of comparing them
-    in pairs.
+    A sum of boxes equals a single box if and only if the signed corners agree (the mixed difference
+    determines an indicator function). The check takes a single pass over the boxes, without
+    comparing pairs of boxes.
     """
     _check(
         len(shape) <= _MAX_DIMS,
@@ -306,7 +304,7 @@ def _check(condition: bool, problem: str) -> None:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Build a JSON object; two readers might see different values of a repeated name."""
+    """Build a JSON object. Repeated names are refused: two readers might see different values."""
     result = dict(pairs)
     if len(result) != len(pairs):
         raise ValueError(
@@ -330,6 +328,6 @@ def _counts(values: Sequence[object]) -> Shape:
 
 
 def _checksum(text: bytes) -> int:
-    """Return the CRC-32 of the manifest without its last entry, the checksum."""
+    """Return the CRC-32 of the manifest without the last entry, the checksum."""
     body, _, _ = text.rpartition(_CHECKSUM.encode())
     return zlib.crc32(b"}", zlib.crc32(body))

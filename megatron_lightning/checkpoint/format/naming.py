@@ -1,4 +1,4 @@
-"""Split a Lightning checkpoint (one nested dict) into named tensors and the rest.
+"""Split a Lightning checkpoint (a nested dict) into named tensors and the rest.
 
     state_dict[fqn]                              state_dict.<fqn>
     optimizer_states[i]["state"][fqn][key]       optimizer_states.<i>.state.<fqn>.<key>
@@ -19,8 +19,8 @@ from torch import Tensor
 from megatron_lightning.errors import CheckpointError
 
 OWN = "megatron_lightning"
-"""Key of this package's entries in a Lightning checkpoint; ``tied`` there maps copies of parameters
-to their owners."""
+"""Key of this package's entries in a Lightning checkpoint. The entry ``tied`` maps copies of
+parameters to owners."""
 
 FULL_STATE = (
     "optimizer_states",
@@ -29,7 +29,7 @@ FULL_STATE = (
     "MixedPrecision",
     "MegatronMixedPrecision",
 )
-"""Keys of a Lightning checkpoint that a save of weights alone leaves out."""
+"""Keys of a Lightning checkpoint left out by a save of weights alone."""
 
 _OPTIMIZERS = "optimizer_states"
 
@@ -118,7 +118,7 @@ def name_optimizer_state(numbered: Mapping[str, Any], names: Sequence[str]) -> d
 
 
 def number_optimizer_state(named: Mapping[str, Any]) -> dict[str, Any]:
-    """Turn the named form into torch's own, which ``optimizer.load_state_dict`` reads."""
+    """Turn the named form into torch's own form, for ``optimizer.load_state_dict``."""
     order = [fqn for group in named["param_groups"] for fqn in group["params"]]
     numbers = {fqn: index for index, fqn in enumerate(order)}
     return {

@@ -1,12 +1,12 @@
-"""The part of a checkpoint that is not sharded tensors: loops, callbacks, schedulers,
-hyper-parameters, generator states.
+"""The part of a checkpoint without sharded tensors: loops, callbacks, schedulers, hyper-parameters,
+generator states.
 
-It is a nested dict, stored by ``torch.save`` and proven, when it is saved, to load with
-``weights_only=True``: a checkpoint that could only be read by running its code is never written.
+The state is a nested dict, stored by ``torch.save``. Every save proves by a load with
+``weights_only=True``: no checkpoint requires running code of the checkpoint.
 
-Stored as they are: None, bool, int, float, complex, str, bytes, list, tuple, dict, OrderedDict,
-Counter, set, tensors (moved to the CPU), torch.dtype, torch.device, torch.Size. Converted when they
-are saved:
+Stored unchanged: None, bool, int, float, complex, str, bytes, list, tuple, dict, OrderedDict,
+Counter, set, tensors (moved to the CPU), torch.dtype, torch.device, torch.Size. Converted by a
+save:
 
     Path                                  str              enum members                  their value
     numpy scalars                         Python scalars   numpy arrays                  tensors
@@ -47,13 +47,13 @@ _CLASS_ENTRIES = ("hparams_type", "datamodule_hparams_type")
 
 
 def dump_state(state: Mapping[str, Any]) -> bytes:
-    """Serialize a nested dict so that ``torch.load(..., weights_only=True)`` reads it.
+    """Serialize a nested dict for ``torch.load(..., weights_only=True)``.
 
-    Hyper-parameters without a plain form are left out with a warning, as Lightning leaves out what
-    cannot be pickled.
+    Hyper-parameters without a plain form are left out with a warning, as Lightning leaves out
+    values without a pickle.
 
     Raises:
-        CheckpointError: If it holds something else without a plain form, naming its path and type.
+        CheckpointError: If any other value has no plain form, naming path and type.
     """
     classes = {key: state[key] for key in _CLASS_ENTRIES if isinstance(state.get(key), type)}
     names = {key: f"{kind.__module__}.{kind.__qualname__}" for key, kind in classes.items()}
@@ -70,7 +70,7 @@ def dump_state(state: Mapping[str, Any]) -> bytes:
 
 
 def _storable(name: str, hyper_parameters: Mapping[Any, Any]) -> dict[Any, Any]:
-    """Return the hyper-parameters that have a plain form."""
+    """Return the hyper-parameters with a plain form."""
     stored = {}
     for key, value in hyper_parameters.items():
         try:
@@ -83,14 +83,14 @@ def _storable(name: str, hyper_parameters: Mapping[Any, Any]) -> dict[Any, Any]:
 
 
 def load_state(data: bytes | bytearray, origin: str) -> dict[str, Any]:
-    """Read the bytes that :func:`dump_state` wrote, without running any code; ``origin`` is their
-    name in messages.
+    """Read the bytes of :func:`dump_state` without running any code. ``origin`` names the bytes in
+    messages.
     """
     return _load_plain(io.BytesIO(data), origin)
 
 
 def load_plain_file(path: str) -> dict[str, Any]:
-    """Read a plain ``.ckpt`` file without running any code; a local one is memory-mapped."""
+    """Read a plain ``.ckpt`` file without running any code. A local file is memory-mapped."""
     if is_remote(path):
         remote = RemoteFolder(path)
         return _load_plain(io.BytesIO(remote.files.cat_file(remote.root)), path)
@@ -118,7 +118,7 @@ def _load_plain(file: io.BytesIO | str, origin: str) -> dict[str, Any]:
 
 def _check_archive(file: io.BytesIO | str) -> None:
     """Refuse a compressed archive: ``torch.save`` does not compress, and ``torch.load`` would
-    expand it.
+    decompress.
     """
     with zipfile.ZipFile(file) as archive:
         entries = archive.infolist()
@@ -135,8 +135,8 @@ def _check_archive(file: io.BytesIO | str) -> None:
 
 
 def plain(value: Any, path: str = "") -> Any:
-    """Return a copy of ``value`` of plain types only (the table at the top); ``path`` is its place,
-    for messages.
+    """Return a copy of ``value`` of plain types only (the table at the top). ``path`` is the place
+    of the value, for messages.
     """
     kind = type(value)
     if kind in _SAFE:

@@ -1,11 +1,11 @@
-"""One rank's safetensors files: written in one pass with checksums, read by byte range with
+"""The safetensors files of a rank: written in a single pass with checksums, read by byte range with
 verification.
 
-A safetensors file is an 8-byte little-endian length, a JSON header of that length (name -> dtype,
-shape, data_offsets) and the data. Any safetensors reader opens the files; we read through the
-manifest, whose ranges are checked, and compare its dtypes with the header's. A thread computes the
-checksums of a chunk while the previous one is written, and compares those of a chunk while the next
-one is read.
+A safetensors file is an 8-byte little-endian length, a JSON header of the given length (name ->
+dtype, shape, data_offsets) and the data. Any safetensors reader opens the files. We read through
+the manifest with checked ranges, and compare the manifest's dtypes with the header's. On a write, a
+thread computes the checksums of a chunk while the previous chunk is written. On a read, a thread
+compares the checksums of a chunk while the next chunk is read.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ _HEADER_BYTES = 1 << 16  # holds hundreds of boxes: one request to an object sto
 
 
 class WrittenFile(NamedTuple):
-    """A file that a rank wrote."""
+    """A file written by a rank."""
 
     name: str
     size_bytes: int
     shards: list[tuple[str, StoredShard]]
-    """(tensor name, shard) of its content."""
+    """(tensor name, shard) of the file's content."""
 
 
 # -------------------------------------------------------------------------------------------- write
@@ -59,11 +59,10 @@ def write_shards(
     *,
     fetch: Callable[[str, Shard], Tensor] = _data,
 ) -> list[WrittenFile]:
-    """Write shards to ``<stem>.<n>.safetensors``, starting a new file when one would exceed
-    ``max_file_bytes``.
+    """Write shards to ``<stem>.<n>.safetensors``, each of at most ``max_file_bytes``.
 
     The data may be on any device, contiguous or not: no more than about 16 MiB are copied at a
-    time. ``fetch`` returns the data of a shard when it is written.
+    time. ``fetch`` returns the data of a shard just before the write.
     """
     batches: list[list[tuple[str, Shard]]] = []
     filled = 0
@@ -90,7 +89,7 @@ def box_name(name: str, box: Box) -> str:
 
 
 def header_entry(dtype: torch.dtype, shape: Sequence[int], start: int, stop: int) -> dict[str, Any]:
-    """Return the header entry of one tensor of a safetensors file; bytes are counted from the
+    """Return the header entry of a tensor of a safetensors file. Bytes are counted from the
     header's end.
     """
     return {
@@ -169,7 +168,7 @@ def _chunks(view: Tensor) -> Iterator[Tensor]:
 
 
 class RangeRead(NamedTuple):
-    """Read of at most about 8 MiB from one stored shard into one tensor."""
+    """Read of at most about 8 MiB from a stored shard into a tensor."""
 
     shard: StoredShard
     start: int
@@ -177,7 +176,7 @@ class RangeRead(NamedTuple):
     stop: int
     """End of the bytes inside the shard."""
     target: Tensor
-    """Destination, to whose dtype values are converted: flat, or of the box's shape."""
+    """Destination, flat or of the box's shape. Values are converted to the destination's dtype."""
     strides: Shape
     """Strides of the box in the shard, in elements."""
     dtype: torch.dtype
@@ -185,12 +184,12 @@ class RangeRead(NamedTuple):
 
     @property
     def begin(self) -> int:
-        """First byte of the first block that is read, inside the shard."""
+        """First byte of the first block to read, inside the shard."""
         return self.start // BLOCK_BYTES * BLOCK_BYTES
 
     @property
     def end(self) -> int:
-        """End of the last block that is read, inside the shard."""
+        """End of the last block to read, inside the shard."""
         return min(
             -(-self.stop // BLOCK_BYTES) * BLOCK_BYTES,
             prod(self.shard.box.shape) * self.dtype.itemsize,
@@ -198,7 +197,7 @@ class RangeRead(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that are read."""
+        """Bytes to read."""
         return self.end - self.begin
 
     @property
@@ -211,8 +210,8 @@ class RangeRead(NamedTuple):
 def plan_reads(
     shard: StoredShard, low: Shape, target: Tensor, dtype: torch.dtype
 ) -> Iterator[RangeRead]:
-    """Divide the read of a box into ``target`` into reads of about 8 MiB; ``low`` is its first
-    index inside the shard.
+    """Divide the read of a box into ``target`` into reads of about 8 MiB. ``low`` is the box's
+    first index inside the shard.
     """
     extent = tuple(target.shape)
     shape = shard.box.shape
@@ -241,7 +240,7 @@ def plan_reads(
 
 
 class ReadQueue:
-    """Reads of one file, in order of position, which is fastest; one thread reads while another
+    """Reads of a file in order of position, the fastest order. A thread reads while another
     verifies.
     """
 
@@ -252,7 +251,7 @@ class ReadQueue:
         self._turn = threading.Lock()
 
     def work(self) -> None:
-        """Read and verify until no read is left; any number of threads may do so.
+        """Read and verify until no read is left. Any number of threads may call this method.
 
         Raises:
             CheckpointError: If a block's checksum differs, naming file and bytes.
@@ -290,7 +289,8 @@ class ReadQueue:
 def check_dtypes(
     reader: RangeReader, dtypes: Mapping[int, tuple[str, torch.dtype]], file: str
 ) -> None:
-    """Compare the manifest's dtypes with those in a file's header, which no checksum covers.
+    """Compare the manifest's dtypes with the dtypes of a file's header. No checksum covers the
+    header.
 
     Args:
         reader: The file.

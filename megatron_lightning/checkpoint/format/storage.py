@@ -1,9 +1,9 @@
 """Storage of a checkpoint's files: a folder of this machine's file system, or of an object store
-that fsspec reaches.
+reached by fsspec.
 
-A shared file system (NFS, Lustre) is a local path; ``s3://bucket/run/step=5.ckpt`` is a remote one.
-Errors of the storage propagate unchanged (``OSError``, or those of its client); callers turn them
-into a ``CheckpointError``.
+A shared file system (NFS, Lustre) is a local path. ``s3://bucket/run/step=5.ckpt`` is a remote
+path. Errors of the storage propagate unchanged (``OSError``, or errors of the client). Callers turn
+such errors into a ``CheckpointError``.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _BEHIND_BYTES = 8 << 20
 
 
 class RangeReader(Protocol):
-    """Reads byte ranges of one file; threads may share it."""
+    """Reads byte ranges of a file. Threads may share a reader."""
 
     num_streams: int
     """Best number of sequential readers of the file."""
@@ -43,28 +43,28 @@ class RangeReader(Protocol):
 
 
 class Folder(Protocol):
-    """A flat folder of files. ``str(folder)`` names it in messages."""
+    """A flat folder of files. ``str(folder)`` names the folder in messages."""
 
     def write(self, name: str, chunks: Iterable[bytes | memoryview]) -> int:
-        """Write a new file durably and return its size in bytes."""
+        """Write a new file durably and return the size in bytes."""
         ...
 
     def open(self, name: str, size_bytes: int, *, once: bool = False) -> RangeReader:
-        """Open a file for reading; with ``once``, the system's cache does not keep it."""
+        """Open a file for reading. With ``once``, the system's cache does not keep the file."""
         ...
 
     def sizes(self) -> dict[str, int]:
-        """Return the regular files of the folder and their sizes in bytes; nothing if it does not
-        exist.
+        """Return the regular files of the folder and the sizes in bytes. Empty if the folder does
+        not exist.
         """
         ...
 
     def remove(self, names: Iterable[str]) -> None:
-        """Delete files; missing ones are fine."""
+        """Delete files. Missing files are fine."""
         ...
 
     def modified(self, name: str) -> float | None:
-        """Return when a file was written, in seconds since the epoch; None if unknown."""
+        """Return the time of a file's last write, in seconds since the epoch. None if unknown."""
         ...
 
 
@@ -75,7 +75,7 @@ def is_remote(path: str | os.PathLike[str]) -> bool:
 
 
 def local_path(path: str | os.PathLike[str]) -> Path:
-    """Return a local path, ``file://`` or not, as an absolute one."""
+    """Return a local path, with or without ``file://``, as an absolute path."""
     text = str(path)
     for protocol in ("file://", "local://"):
         text = text.removeprefix(protocol)
@@ -83,12 +83,12 @@ def local_path(path: str | os.PathLike[str]) -> Path:
 
 
 def folder_of(path: str | os.PathLike[str]) -> Folder:
-    """Return the folder at a local path or URL, whether it exists or not."""
+    """Return the folder at a local path or URL, existing or not."""
     return RemoteFolder(str(path)) if is_remote(path) else LocalFolder(local_path(path))
 
 
 def list_folders(path: str | os.PathLike[str]) -> list[str]:
-    """Return the sorted folders in a folder, as paths or URLs; links are not followed."""
+    """Return the sorted folders in a folder, as paths or URLs. Links are not followed."""
     if is_remote(path):
         return sorted(RemoteFolder(str(path)).folders())
     with os.scandir(local_path(path)) as entries:
@@ -114,7 +114,7 @@ def is_plain_file(path: str | os.PathLike[str]) -> bool:
 
 
 def _advise(descriptor: int, advice: str, stop: int = 0) -> None:
-    """Advise the system on the use of a file up to byte ``stop`` (0: its end), where it takes
+    """Advise the system on the use of a file up to byte ``stop`` (0: the end), if the system takes
     advice.
 
     SEQUENTIAL reads far ahead. (WILLNEED of the exact ranges costs three times the processor time:
@@ -122,7 +122,7 @@ def _advise(descriptor: int, advice: str, stop: int = 0) -> None:
     a virtual machine takes two seconds to provide another GiB of memory.
     """
     if hasattr(os, "posix_fadvise"):
-        with suppress(OSError):  # a file system that takes none
+        with suppress(OSError):  # a file system without advice
             os.posix_fadvise(descriptor, 0, stop, getattr(os, advice))
 
 
@@ -139,8 +139,8 @@ def _file_system(url: str) -> tuple[Any, str]:
 
 @contextmanager
 def completed_file(target: str | os.PathLike[str]) -> Iterator[BinaryIO]:
-    """Yield a file to write; it is renamed to ``target``, a local path or a URL, when the block
-    ends without an error.
+    """Yield a file to write. At the end of the block, without an error, the file is renamed to
+    ``target``, a local path or a URL.
     """
     if is_remote(target):
         files, name = _file_system(str(target))
@@ -268,7 +268,7 @@ class RemoteFolder:
         return self.url
 
     def write(self, name: str, chunks: Iterable[bytes | memoryview]) -> int:
-        """See :class:`Folder`; an object appears when it is complete."""
+        """See :class:`Folder`. An object appears only when complete."""
         path, size_bytes = f"{self.root}/{name}", 0
         with self.files.open(path, "wb") as file:
             for chunk in chunks:
@@ -284,7 +284,7 @@ class RemoteFolder:
         return size_bytes
 
     def open(self, name: str, size_bytes: int, *, once: bool = False) -> RangeReader:
-        """See :class:`Folder`; nothing is cached."""
+        """See :class:`Folder`. Nothing is cached."""
         return _RemoteReader(self.files, f"{self.root}/{name}", f"{self.url}/{name}", size_bytes)
 
     def sizes(self) -> dict[str, int]:
@@ -315,7 +315,7 @@ class RemoteFolder:
             return None
 
     def folders(self) -> list[str]:
-        """Return the URLs of the folders in it."""
+        """Return the URLs of the folders in this folder."""
         self.files.invalidate_cache(self.root)
         entries = self.files.ls(self.root, detail=True)
         return [
@@ -326,7 +326,7 @@ class RemoteFolder:
 
 
 class _RemoteReader:
-    num_streams = 4  # every range is a request; nothing reads ahead
+    num_streams = 4  # every range is a request, without read-ahead
 
     def __init__(self, files: Any, path: str, name: str, size_bytes: int) -> None:
         self._files = files
@@ -358,7 +358,7 @@ def wrong_size(file: object, found: int, expected: int) -> CheckpointError:
 
 
 def unreadable(file: object, reason: str) -> CheckpointError:
-    """Return the error for a file that the manifest names and that cannot be read."""
+    """Return the error for an unreadable file named by the manifest."""
     return CheckpointError(
         f"{file} cannot be read ({reason}), and the checkpoint's manifest names it. Restore the "
         "file or resume from another checkpoint."

@@ -24,12 +24,12 @@ from megatron_lightning.checkpoint.tools.progress import Advance, silent
 from megatron_lightning.parallel.spec import Box, Shard
 
 PART_BYTES = 64 << 20
-"""Largest box that is held in memory."""
+"""Largest box in memory."""
 
 
 def slabs(info: TensorInfo, max_bytes: int) -> Iterator[Box]:
-    """Split a tensor into boxes of at most ``max_bytes`` whose row-major bytes, in order, are those
-    of the full tensor.
+    """Split a tensor into boxes of at most ``max_bytes``. The row-major bytes of the boxes, in
+    order, are the bytes of the full tensor.
     """
     shape, max_elements = info.shape, max(1, max_bytes // info.dtype.itemsize)
     if 0 in shape:
@@ -65,15 +65,15 @@ def write_checkpoint(
     files: Iterable[Sequence[tuple[str, Box]]],
     advance: Advance = silent,
 ) -> None:
-    """Write a checkpoint directory in one process, holding one box at a time.
+    """Write a checkpoint directory in a single process, with a single box in memory at a time.
 
     Args:
-        target: Its name; a checkpoint there is replaced at the end.
+        target: Name of the checkpoint. An existing checkpoint is replaced at the end.
         tensors: The tensors, by global name.
-        fetch: Returns the values of a box of the tensor of a name.
+        fetch: Returns the values of a box, given the tensor's name and the box.
         state: Everything else.
         info: See ``Manifest``.
-        files: (tensor name, box) pairs of each file; together they tile every tensor.
+        files: (tensor name, box) pairs of each file. All pairs together tile every tensor.
         advance: Progress.
     """
 
@@ -110,7 +110,7 @@ def spread_evenly(
     tensors: Mapping[str, TensorInfo], boxes: Callable[[TensorInfo], Iterable[Box]], num_files: int
 ) -> Iterator[list[tuple[str, Box]]]:
     """Divide the boxes of all tensors, in order, among at most ``num_files`` files of about equal
-    bytes; yield each file's.
+    bytes. Yield the boxes of each file.
     """
     stored = [(name, box) for name, info in tensors.items() for box in boxes(info)]
     sizes = [tensors[name].num_bytes(box.shape) for name, box in stored]

@@ -1,4 +1,4 @@
-"""Checks of the form of a checkpoint's state, which is not trusted."""
+"""Checks of the form of a checkpoint's untrusted state."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _OWN: Mapping[str, type] = {**_PROGRESS, "skipped_steps": int, "tied": Mapping, 
 
 
 def check_structure(state: Mapping[Any, Any], origin: str) -> None:
-    """Check the outer form of a checkpoint without its tensors, but not the entries of plugins and
+    """Check the outer form of a checkpoint without tensors, but not the entries of plugins and
     callbacks.
     """
     for key in state:
@@ -57,7 +57,7 @@ def check_structure(state: Mapping[Any, Any], origin: str) -> None:
 
 
 def check_progress(own: Mapping[str, Any]) -> None:
-    """Check that this package's entries of a checkpoint record the progress of training."""
+    """Check this package's entries of a checkpoint for the progress of training."""
     _check_entries(own, _PROGRESS, f"[{OWN!r}]", "the checkpoint", needed=True)
 
 

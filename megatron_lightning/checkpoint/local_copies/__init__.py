@@ -1,1 +1,1 @@
-"""Copies of every rank's state on its own node and the next."""
+"""Copies of every rank's state on the rank's node and the next node."""

@@ -1,18 +1,18 @@
 """Copies of a run's state on each node's own disk, and on a neighbor's: recovery without the shared
 file system.
 
-Every rank writes all its shards as an ordinary checkpoint of its own, its *part* of the copy
-(``local_parts``), and sends it to the rank at its position on the next node, which keeps it too. A
-run that resumes under the same layout takes the newest copy of which each rank's part is on some
-node: on its own disk, or on the neighbor's if a node was replaced. A run of another layout takes
-the newest copy that is complete on every node (possible with one or two nodes), from whose parts
-each rank reads its boxes.
+Every rank writes all of the rank's shards as an ordinary checkpoint, the rank's *part* of the copy
+(``local_parts``). The rank at the same position on the next node receives and keeps the part too. A
+run resumed under the same layout takes the newest copy with each rank's part on any node: on the
+rank's node, or on the neighbor if a node was replaced. A run of another layout takes the newest
+copy complete on every node (possible with one or two nodes). Each rank then reads boxes from all
+parts.
 
     <folder of the node>/step-000000001200-<id>/rank-00003/manifest.json …
 
-A small file on the shared file system, the *pointer*, records where the copies are and which are
-the run's, so that all ranks know of them, whatever their own disks hold. The idea follows NVIDIA
-Resiliency Extension's local checkpointing.
+A small file on the shared file system, the *pointer*, records the folder and the names of the run's
+copies: all ranks know the copies, even with an empty disk. The idea follows NVIDIA Resiliency
+Extension's local checkpointing.
 """
 
 from __future__ import annotations
@@ -62,21 +62,21 @@ class Pointer:
     """Content of the pointer file."""
 
     folder: str
-    """Folder on each node; ``{node_rank}`` in it represents the node's number."""
+    """Folder on each node. ``{node_rank}`` represents the node's number."""
     ranks_per_node: int
     """Ranks of a node."""
     num_ranks: int
-    """Ranks of the run; each writes a part of a copy."""
+    """Ranks of the run. Each rank writes a part of a copy."""
     step: int
     """Step of the newest copy when the file was written."""
     layout: Mapping[str, Any]
-    """Values that determine the shards of a rank: sizes of the parallel axes, and the kind of data
-    parallelism."""
+    """Layout values that determine the shards of a rank: sizes of the parallel axes, and the kind
+    of data parallelism."""
     copies: Sequence[str] = ()
-    """Names of the run's copies, the newest first; the folder may hold others, of another run."""
+    """Names of the run's copies, the newest first. The folder may contain copies of other runs."""
 
     def write(self, path: str, newest: str) -> None:
-        """Write the file with one more copy; it replaces the previous one when it is complete."""
+        """Write the file with an additional copy. The complete file replaces the previous file."""
         known: Sequence[str] = ()
         with suppress(CheckpointError):  # a damaged one is replaced
             before = Pointer.read(path)
@@ -89,7 +89,7 @@ class Pointer:
 
     @classmethod
     def read(cls, path: str) -> Pointer | None:
-        """Return a pointer file's content; None for any other file, for a directory and for
+        """Return a pointer file's content. None for any other file, for a directory and for
         nothing.
         """
         file = Path(path)
@@ -123,12 +123,12 @@ class Pointer:
 
 
 class LocalCopies:
-    """The copies of one run, as one rank sees them; public methods are collectives.
+    """The copies of a run, seen from this rank. Public methods are collectives.
 
     Args:
         folder: See :class:`Pointer`.
         group: All ranks of the job, with a process group for CPU tensors.
-        ranks_per_node: Ranks of a node; they are numbered node by node.
+        ranks_per_node: Ranks of a node. Ranks are numbered node by node.
     """
 
     def __init__(self, folder: str, group: AxisGroup, ranks_per_node: int) -> None:
@@ -139,8 +139,8 @@ class LocalCopies:
     def take_snapshot(
         self, step: int, tensors: Iterable[TensorShards], state: Mapping[str, Any]
     ) -> Snapshot:
-        """Collect this rank's part of the copy of a step: all its shards, and on the first rank the
-        rest of the state.
+        """Collect this rank's part of the copy of a step: all of the rank's shards, and on the
+        first rank the rest of the state.
         """
         name = f"step-{step:012d}-{on_first_rank(self._group, new_identifier)}"
         part = self._part(name, self._group.rank)
@@ -150,8 +150,8 @@ class LocalCopies:
         )
 
     def write(self, snapshot: Snapshot) -> None:
-        """Write this rank's part of a copy and send it to the next node; if a rank fails, older
-        copies are intact.
+        """Write this rank's part of a copy and send the part to the next node. If a rank fails,
+        older copies are intact.
         """
         name = Path(snapshot.path).parent.name
         together(self._group, "writing a local copy", lambda: write_snapshot(snapshot))
@@ -161,13 +161,13 @@ class LocalCopies:
     def open(
         self, names: Sequence[str], num_ranks: int, *, same_layout: bool
     ) -> CheckpointSource | None:
-        """Return the newest copy of which every part is where it is needed; None if there is none.
+        """Return the newest copy with all parts on the needed nodes. None if no copy is complete.
 
         Args:
-            names: The copies that the pointer names, the newest first.
-            num_ranks: Ranks of the run that wrote the copies.
-            same_layout: Whether each rank of this run needs exactly what the rank of its number
-                wrote.
+            names: The copies named by the pointer, the newest first.
+            num_ranks: Ranks of the writing run.
+            same_layout: Whether each rank of this run needs exactly the part written by the rank of
+                the same number.
         """
         group, wanted = self._group, set(range(num_ranks))
         held = group.all_gather_object(self._held())
@@ -213,7 +213,7 @@ class LocalCopies:
         return found
 
     def _replicate(self, name: str) -> None:
-        """Send this rank's part to the next node and receive one from the node before."""
+        """Send this rank's part to the next node and receive a part from the previous node."""
         group, step = self._group, self._ranks_per_node
         to, source = self._next(group.rank), (group.rank - step) % group.size
         if to == group.rank:
@@ -226,8 +226,8 @@ class LocalCopies:
         )
 
     def _fetch(self, name: str, held: Sequence[set[int]]) -> None:
-        """Send each part to its rank's node and to the next one, if it is not there: a new node
-        gets what the old one had.
+        """Send each missing part to the part's rank and to the next node: a new node gets the parts
+        of the replaced node.
         """
         transfers = []
         for rank in range(self._group.size):
@@ -240,7 +240,7 @@ class LocalCopies:
         self._run_transfers(transfers, "sending a local copy to its node")
 
     def _run_transfers(self, transfers: Iterable[Callable[[], None]], doing: str) -> None:
-        """Run this rank's transfers, also after one has failed: other ranks wait for the rest."""
+        """Run this rank's transfers, even after a failure: other ranks wait for the rest."""
         failures: list[Exception] = []
         for transfer in transfers:
             try:
@@ -255,13 +255,15 @@ class LocalCopies:
         together(self._group, doing, agree)
 
     def _next(self, rank: int) -> int:
-        """Return the rank at the same position on the next node; itself on the only node."""
+        """Return the rank at the same position on the next node. On a single node, return
+        ``rank``.
+        """
         alone = self._ranks_per_node >= self._group.size
         return rank if alone else (rank + self._ranks_per_node) % self._group.size
 
     def _send(self, part: Path, rank: int) -> None:
-        """Send the files of a part; if they cannot be read, the reason, which the receiver
-        raises.
+        """Send the files of a part. If the files cannot be read, send the reason, to be raised by
+        the receiver.
         """
         failure = ""
         try:
@@ -291,7 +293,7 @@ class LocalCopies:
             shutil.rmtree(temporary, ignore_errors=True)
 
     def _messages(self, rank: int) -> Iterator[tuple[str, bytes]]:
-        """Yield (file name, next bytes of it) as another rank sends them."""
+        """Yield (file name, next bytes of the file) from another rank."""
         received: list[Any] = [None]
         while True:
             dist.recv_object_list(
@@ -309,7 +311,9 @@ class LocalCopies:
         )
 
     def _delete_old(self, newest: str) -> None:
-        """Keep the copy just written and earlier ones; later steps are of an abandoned run."""
+        """Keep the copy just written and earlier copies. Copies of later steps are from an
+        abandoned run.
+        """
         if self._group.rank % self._ranks_per_node == 0:
             names = {
                 folder.name for folder in self._folder.iterdir() if _NAME.fullmatch(folder.name)

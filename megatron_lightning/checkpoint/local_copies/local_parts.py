@@ -1,7 +1,7 @@
 """The parts of a local copy.
 
-Each is an ordinary checkpoint that one rank wrote. Its tensors are that rank's shards, under
-numbers as names; its state says of which tensors they are, and which boxes of them they fill.
+Each part is an ordinary checkpoint of a rank's shards. The tensors are named by number. The state
+maps each number to a global tensor name and a box.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from megatron_lightning.parallel.tensor_shards import TensorShards
 
 
 class LocalPart(NamedTuple):
-    """The part of a copy that one rank wrote."""
+    """The part of a copy written by a rank."""
 
     source: CheckpointSource
     boxes: Mapping[str, Sequence[tuple[str, Box]]]
-    """Global name -> (name in ``source``, box) of each shard that the rank held of it."""
+    """Global name -> (name in ``source``, box) of each shard on the rank."""
     tensors: Mapping[str, TensorInfo]
-    """Every tensor of which the rank held shards."""
+    """Every tensor with shards on the rank."""
     state: dict[str, Any]
-    """The rest of the state; of the first rank only."""
+    """The rest of the state, on the first rank only."""
 
 
 def part_snapshot(
     path: Path, tensors: Iterable[TensorShards], state: Mapping[str, Any]
 ) -> Snapshot:
-    """Collect the shards and the rest of the state of one rank, to be written to ``path``."""
+    """Collect the shards and the rest of the state of this rank, to be written to ``path``."""
     held: list[TensorShards] = []
     boxes: dict[str, list[tuple[str, Shape, Shape]]] = {}
     shapes: dict[str, tuple[Shape, str]] = {}
@@ -50,7 +50,7 @@ def part_snapshot(
 
 
 def open_part(path: Path) -> LocalPart:
-    """Open a part, and check the outer form of its state."""
+    """Open a part, and check the outer form of the part's state."""
     source = open_checkpoint(path)
     content = source.state()
     check_structure(content["state"], str(path))
@@ -66,11 +66,11 @@ def open_part(path: Path) -> LocalPart:
 
 
 class PartsSource:
-    """The parts of a copy on this node as one :class:`CheckpointSource`.
+    """The parts of a copy on this node as a single :class:`CheckpointSource`.
 
     Args:
-        opened: Parts that are open already.
-        others: Parts that are opened when a shard needs them, where they are on this node.
+        opened: Parts opened already.
+        others: Further parts, opened on demand if present on this node.
         tensors: Every tensor of the copy.
         state: Everything else.
     """
@@ -99,7 +99,7 @@ class PartsSource:
         """Fill (tensor name, shard) with the copy's values.
 
         Raises:
-            CheckpointError: If the parts on this node lack some.
+            CheckpointError: If the parts on this node do not cover a shard.
         """
         wanted: dict[int, list[tuple[str, Shard]]] = {}
         for name, shard in shards:
@@ -109,7 +109,7 @@ class PartsSource:
             self._opened[number].source.read(reads)
 
     def _found(self, name: str, shard: Shard) -> Iterator[tuple[int, tuple[str, Shard]]]:
-        """Yield (number of a part, what to read from it) until every element of the shard is
+        """Yield (number of a part, read from the part) until every element of the shard is
         covered.
         """
         rest, seen = shard.data.numel(), set()

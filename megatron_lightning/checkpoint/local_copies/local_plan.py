@@ -1,4 +1,4 @@
-"""Saves to the nodes' own disks (``local``), and the choice of what to resume from."""
+"""Saves to the nodes' local disks (``local``), and the choice of the checkpoint to resume from."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from megatron_lightning.parallel.tensor_shards import TensorShards
 def copy_plan(
     tensors: Sequence[TensorShards], state: Mapping[str, Any], *, path: str, pointer: Pointer
 ) -> Save:
-    """Plan to write every rank's part into its node's folder and the next node's, and then the
-    pointer to ``path``.
+    """Plan to write every rank's part into the folders of the rank's node and the next node, and
+    then the pointer to ``path``.
     """
 
     def take(group: AxisGroup) -> Snapshot:
@@ -45,15 +45,15 @@ def open_copy(
     layout: Mapping[str, Any],
     exchange_group: Callable[[], AxisGroup],
 ) -> CheckpointSource | None:
-    """Open the newest copy that serves this layout, else the newest checkpoint in the pointer's
-    folder; None without a pointer.
+    """Open the newest copy usable under this layout, else the newest checkpoint in the pointer's
+    folder. None without a pointer.
 
     Args:
         path: The pointer, or any other path.
-        group: All ranks, which call this together.
+        group: All ranks. All ranks call this.
         ranks_per_node: Ranks of each node.
         layout: As in :class:`Pointer`.
-        exchange_group: Returns the communicator for parts that another node has.
+        exchange_group: Returns the communicator for parts of other nodes.
     """
     pointer = on_first_rank(group, lambda: Pointer.read(path))
     if pointer is None:

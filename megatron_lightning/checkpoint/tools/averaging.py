@@ -36,9 +36,9 @@ def average(
     *,
     advance: Advance = silent,
 ) -> None:
-    """Write a checkpoint whose weights are the mean of the sources'.
+    """Write a checkpoint with the mean of the sources' weights.
 
-    Sums are taken in float32 (float64 and complex64 in their own dtype) and rounded once. Integer
+    Sums are taken in float32 (float64 and complex64 without conversion) and rounded once. Integer
     and boolean buffers, hyper-parameters and counters are the last source's. The result holds no
     optimizer states. For the arguments see ``commands.average``.
     """

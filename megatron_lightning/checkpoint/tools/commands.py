@@ -1,4 +1,4 @@
-"""``megatron-lightning checkpoint …``: the tools for checkpoints with a progress bar; signatures
+"""``megatron-lightning checkpoint …``: the tools for checkpoints with a progress bar. Signatures
 are the options.
 """
 
@@ -24,11 +24,11 @@ _LISTED = 20
 
 
 def inspect(path: str, tensors: str | None = None) -> None:
-    """Print what a checkpoint holds; tensors are not read.
+    """Print the contents of a checkpoint, without reading tensors.
 
     Args:
         path: A checkpoint directory or a plain .ckpt file.
-        tensors: List every tensor whose global name fits this pattern ("*" for all).
+        tensors: List every tensor with a global name of this pattern ("*" for all).
     """
     sizes = folder_of(path).sizes()
     # The others are not opened.
@@ -46,7 +46,7 @@ def verify(path: str) -> None:
         path: The checkpoint directory.
 
     Raises:
-        CheckpointError: Naming the byte ranges that are bad.
+        CheckpointError: Naming the damaged byte ranges.
     """
     manifest = verification.read_manifest(path)
     total = sum(manifest.files.values())
@@ -69,16 +69,16 @@ def reshard(
     tensor_model_parallel_size: int = 1,
     like: str | None = None,
 ) -> None:
-    """Rewrite a checkpoint into other files; every layout reads it, before and after.
+    """Rewrite a checkpoint into other files. Every layout reads the checkpoint, before and after.
 
     Args:
-        source: A checkpoint directory, or a plain .ckpt file (without its optimizer states).
+        source: A checkpoint directory, or a plain .ckpt file (without optimizer states).
         target: The checkpoint directory to write.
         num_files: Number of files of tensors, of about equal size.
-        tensor_model_parallel_size: Split matrices into so many blocks of columns too, so that ranks
-            of that tensor parallel size read only their own.
-        like: Instead of the two numbers: a checkpoint saved under the layout that will read this
-            one. Each of its ranks then finds in one file what it would have written itself.
+        tensor_model_parallel_size: Split matrices into this number of column blocks too. Ranks of
+            this tensor parallel size then read only the rank's block.
+        like: Instead of the two numbers: a checkpoint saved under the layout of the future reader.
+            Each rank of the layout then finds all of the rank's shards in a single file.
     """
     with progress_bar("resharding", _num_bytes(source)) as advance:
         resharding.reshard(
@@ -96,14 +96,15 @@ def consolidate(
     target: str,
     format: Literal["auto", "lightning", "state_dict", "safetensors"] = "auto",
 ) -> None:
-    """Make one plain file of a checkpoint directory, with the module's own names.
+    """Convert a checkpoint directory to a plain file, with the module's names.
 
     Args:
         source: The checkpoint directory.
-        target: The file to write; an existing one is replaced.
-        format: lightning: a .ckpt that load_from_checkpoint and a plain Trainer read; state_dict:
-            the module's tensors, saved by torch; safetensors: the same as a safetensors file, in
-            memory that does not grow with the model; auto: by the ending of the target's name.
+        target: The file to write. An existing file is replaced.
+        format: lightning: a .ckpt for load_from_checkpoint and a plain Trainer. state_dict: the
+            module's tensors, saved by torch. safetensors: the module's tensors as a safetensors
+            file, with memory independent of the model's size. auto: by the ending of the target's
+            name.
     """
     chosen = consolidation.format_of(target) if format == "auto" else format
     with progress_bar("consolidating", consolidation.num_bytes(source, chosen)) as advance:
@@ -111,11 +112,11 @@ def consolidate(
 
 
 def average(target: str, sources: list[str]) -> None:
-    """Write a checkpoint whose weights are the mean of several others'.
+    """Write a checkpoint with the mean weights of several checkpoints.
 
     Args:
-        target: The checkpoint directory to write; it holds weights, without optimizer states.
-        sources: Checkpoints of one model, of any layouts.
+        target: The checkpoint directory to write, with weights and without optimizer states.
+        sources: Checkpoints of the same model, of any layouts.
     """
     with progress_bar(
         "averaging", sum(_num_bytes(source, "state_dict.") for source in sources)
@@ -131,16 +132,16 @@ def prune(  # noqa: PLR0917  # every one is an option of the command line
     min_age_minutes: float = 60.0,
     delete: bool = False,
 ) -> None:
-    """List what a folder of checkpoints no longer needs, and delete it with --delete.
+    """List unneeded entries of a folder of checkpoints, and delete the listed entries with
+    --delete.
 
     Args:
-        folder: The folder that holds checkpoints, or the URL of one. Leftovers of killed saves are
-            always listed.
+        folder: The folder of checkpoints, or a URL. Leftovers of killed saves are always listed.
         keep_last: List old checkpoints, except this many of the newest.
-        keep_every: List old checkpoints, except those whose step is a multiple of this.
-        keep: Never list names that fit one of these patterns.
-        min_age_minutes: Never list leftovers that are younger: another job may be writing them.
-        delete: Delete what is listed. Without it nothing changes.
+        keep_every: List old checkpoints, except checkpoints with a step divisible by this number.
+        keep: Never list names of these patterns.
+        min_age_minutes: Never list younger leftovers: another job may still be writing.
+        delete: Delete the listed entries. Without this option nothing changes.
     """
     found = pruning.find_prunable(
         folder,

@@ -1,4 +1,4 @@
-"""Convert a sharded checkpoint to one plain file, in one process."""
+"""Convert a sharded checkpoint to a single plain file, in a single process."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ _MODULE = "state_dict."
 def read_full(
     path: str | os.PathLike[str], *, weights_only: bool = False, advance: Advance = silent
 ) -> dict[str, Any]:
-    """Read a full checkpoint into the nested dict that Lightning knows.
+    """Read a full checkpoint into Lightning's nested dict.
 
     Args:
         path: A checkpoint directory of any layout.
-        weights_only: Leave out what ``ModelCheckpoint(save_weights_only=True)`` leaves out:
-            optimizers, schedulers, callbacks.
+        weights_only: Leave out optimizers, schedulers and callbacks, like
+            ``ModelCheckpoint(save_weights_only=True)``.
         advance: Progress.
 
     Returns:
         ``state_dict`` of full tensors, ``optimizer_states`` in torch's own form, loops, callbacks
-        and the rest; all on the CPU.
+        and the rest. All on the CPU.
     """
     source = open_checkpoint(path)
     left_out = FULL_STATE if weights_only else ()
@@ -76,11 +76,11 @@ def read_full(
 
 
 def plain_file(path: str | os.PathLike[str]) -> IO[bytes]:
-    """Return a checkpoint directory as an open file for ``MyModule.load_from_checkpoint``, which
-    reads only files.
+    """Return a checkpoint directory as an open file for ``MyModule.load_from_checkpoint``, a reader
+    of files only.
 
-    It holds what :func:`read_full` returns with ``weights_only=True``, in a temporary file on disk
-    until it is closed.
+    The file contains the result of :func:`read_full` with ``weights_only=True``. The file is
+    temporary, on disk until closed.
     """
     file = tempfile.TemporaryFile()  # noqa: SIM115  # the caller closes it
     torch.save(read_full(path, weights_only=True), file)
@@ -95,8 +95,8 @@ def consolidate(
     format: PlainFormat = "lightning",
     advance: Advance = silent,
 ) -> None:
-    """Write a checkpoint directory as one plain file with the module's own names; it appears when
-    it is complete. For the arguments see ``commands.consolidate``.
+    """Write a checkpoint directory as a single plain file with the module's names. The file appears
+    only when complete. For the arguments see ``commands.consolidate``.
     """
     if not is_remote(output) and local_path(output).is_dir():
         raise ConfigError(f"{output} is a directory; the output is one file. Name another target.")
@@ -141,7 +141,9 @@ def _tied(source: CheckpointSource) -> dict[str, str]:
 
 
 def _module_names(source: CheckpointSource) -> dict[str, str]:
-    """Return name in the module -> name in the checkpoint; tied copies map to their owner's."""
+    """Return name in the module -> name in the checkpoint. Tied copies map to the owner's name in
+    the checkpoint.
+    """
     stored = source.tensors()
     names = {name.removeprefix(_MODULE): name for name in stored if name.startswith(_MODULE)}
     copies = {copy: names[owner] for copy, owner in _tied(source).items() if owner in names}

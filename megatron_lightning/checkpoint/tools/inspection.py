@@ -1,4 +1,4 @@
-"""Describe the content of a checkpoint without reading its tensors."""
+"""Describe the content of a checkpoint without reading tensors."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def describe(path: str | os.PathLike[str], *, tensors: str | None = None) -> str
 
     Args:
         path: A checkpoint directory or a plain ``.ckpt`` file.
-        tensors: List every tensor whose global name fits this pattern (``"*"`` for all); None:
+        tensors: List every tensor with a global name of this pattern (``"*"`` for all). None:
             totals only.
     """
     source = open_checkpoint(path)
@@ -71,7 +71,9 @@ def _facts(source: CheckpointSource) -> Iterator[tuple[str, Any]]:
 
 
 def _groups(stored: Mapping[str, TensorInfo]) -> list[list[str]]:
-    """Return a row for each kind of tensor: the module's, and each key that an optimizer keeps."""
+    """Return a row for each kind of tensor: the module's tensors, and each state key of an
+    optimizer.
+    """
     groups: dict[str, list[TensorInfo]] = {}
     for name, entry in stored.items():
         key, _, rest = name.partition(".")

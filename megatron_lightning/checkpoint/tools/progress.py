@@ -1,4 +1,4 @@
-"""Progress of long tools: a callback of bytes, and a progress bar that is one."""
+"""Progress of long tools: a callback of bytes, and a progress bar as callback."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Find what a folder of checkpoints no longer needs: leftovers of interrupted saves, and old
+"""Find unneeded entries of a folder of checkpoints: leftovers of interrupted saves, and old
 checkpoints by rule.
 """
 
@@ -40,9 +40,9 @@ class StoredCheckpoint(NamedTuple):
     path: str
     """Path or URL."""
     step: int
-    """Its ``global_step``; -1 if unknown."""
+    """``global_step`` of the checkpoint. -1 if unknown."""
     saved_at: float
-    """When its manifest was written, in seconds since the epoch; 0 if unknown."""
+    """Time of the manifest's write, in seconds since the epoch. 0 if unknown."""
 
     @property
     def name(self) -> str:
@@ -51,21 +51,21 @@ class StoredCheckpoint(NamedTuple):
 
 
 class Prunable(NamedTuple):
-    """Something that may be deleted."""
+    """A deletable entry."""
 
     path: str
     """Path or URL."""
     size_bytes: int
-    """Bytes that deleting it frees."""
+    """Bytes freed by a deletion."""
     reason: str
     """Why."""
     files: tuple[str, ...] = ()
-    """Its files that may be deleted; empty: all of it."""
+    """Deletable files of the entry. Empty: the full entry."""
 
 
 def list_checkpoints(folder: str | os.PathLike[str]) -> list[StoredCheckpoint]:
-    """Return the committed checkpoint directories in a folder or under a URL, the newest last;
-    links are not followed.
+    """Return the committed checkpoint directories in a folder or under a URL, the newest last.
+    Links are not followed.
     """
     found = []
     for path in list_folders(folder):
@@ -86,14 +86,14 @@ def find_prunable(
     keep: Sequence[str] = (),
     min_age_s: float = 3600.0,
 ) -> list[Prunable]:
-    """Return what may be deleted from a folder of checkpoints. Only our own files and directories
+    """Return the deletable entries of a folder of checkpoints. Only our own files and directories
     are ever named.
 
-    Always: leftovers of saves that were killed, unless a running save holds them or they are
-    younger than ``min_age_s``. With ``keep_last`` or ``keep_every``: every committed checkpoint
-    that no rule keeps. Targets of links in the folder, and the best and last checkpoints of the
-    newest one's callbacks, are kept. One that lacks a file neither counts nor is deleted. For the
-    arguments see ``commands.prune``.
+    Always: leftovers of killed saves, unless locked by a running save or younger than
+    ``min_age_s``. With ``keep_last`` or ``keep_every``: every committed checkpoint kept by no rule.
+    Targets of links in the folder, and the best and last checkpoints named by the newest
+    checkpoint's callbacks, are kept. A checkpoint without all files neither counts nor is deleted.
+    For the arguments see ``commands.prune``.
     """
     top = str(folder) if is_remote(folder) else local_path(folder)
     try:
@@ -128,12 +128,14 @@ def find_prunable(
 
 
 def _has_its_files(path: str) -> bool:
-    """Whether the files of a checkpoint's manifest exist with their sizes; they are not read."""
+    """Whether all files of a checkpoint's manifest exist with the manifest's sizes. The files are
+    not read.
+    """
     return read_manifest(path).files.items() <= folder_of(path).sizes().items()
 
 
 def prune(found: Sequence[Prunable]) -> None:
-    """Delete what :func:`find_prunable` returned; each checkpoint disappears from view in one
+    """Delete the result of :func:`find_prunable`. Each checkpoint disappears from view in a single
     step.
     """
     for entry in found:
@@ -192,13 +194,13 @@ def _nested_bytes(checkpoint: str) -> int:
 
 
 def _age_s(folder: Folder, name: str) -> float:
-    """Return the age of a file; 0 where the storage has no times."""
+    """Return the age of a file. 0 for storage without times."""
     modified = folder.modified(name)
     return 0.0 if modified is None else time.time() - modified
 
 
 def _is_in_use(path: Path) -> bool:
-    """Whether a running save holds its lock, or locks do not work."""
+    """Whether a running save holds the path's lock, or locks do not work."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         return not try_lock(descriptor)
@@ -207,7 +209,9 @@ def _is_in_use(path: Path) -> bool:
 
 
 def _referred_to(folder: str | Path, checkpoints: Sequence[StoredCheckpoint]) -> set[str]:
-    """Return the checkpoints that links and the newest readable checkpoint's callbacks refer to."""
+    """Return the checkpoints referred to by links or by the callbacks of the newest readable
+    checkpoint.
+    """
     names: set[str] = set()
     for checkpoint in reversed(checkpoints):
         try:

@@ -1,4 +1,4 @@
-"""Rewrite a checkpoint into other files and boxes; its content stays bit-equal."""
+"""Rewrite a checkpoint into other files and boxes, with bit-equal content."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def reshard(
     like: str | os.PathLike[str] | None = None,
     advance: Advance = silent,
 ) -> None:
-    """Rewrite a checkpoint into other files, as ``commands.reshard`` describes; ``target`` may be
-    ``source``.
+    """Rewrite a checkpoint into other files, as described for ``commands.reshard``. ``target`` may
+    be ``source``.
     """
     for name, number in (
         ("num_files", num_files),
@@ -72,12 +72,11 @@ def reshard(
 def files_of_ranks(
     template: Manifest, stored: Mapping[str, TensorInfo], path: str
 ) -> Iterator[list[tuple[str, Box]]]:
-    """Yield the boxes of ``stored`` that each rank wrote of the checkpoint ``template``, in slabs
-    of about 64 MiB.
+    """Yield for each rank of the checkpoint ``template`` the boxes written by the rank, in slabs of
+    about 64 MiB of ``stored``.
 
     Raises:
-        CheckpointError: If the tensors are not those of the template at ``path``, by name and
-            shape.
+        CheckpointError: If the tensors differ in name or shape from the template at ``path``.
     """
     differing = sorted(
         name
@@ -106,8 +105,8 @@ def _shape(tensors: Mapping[str, TensorInfo], name: str) -> Shape | None:
 
 
 def column_boxes(info: TensorInfo, num_columns: int) -> Iterator[Box]:
-    """Split a tensor along every dim but the first, where that dim divides evenly and a box keeps a
-    block of checksum.
+    """Split a tensor along every dim but the first, if the dim divides evenly and a box keeps at
+    least a block of checksum.
     """
     shape = info.shape
     counts = [1] * len(shape)

@@ -77,8 +77,8 @@ def read_manifest(path: str | os.PathLike[str]) -> Manifest:
 
 
 def verify(path: str | os.PathLike[str], *, advance: Advance = silent) -> list[Damage]:
-    """Read a checkpoint directory and return everything that differs from its manifest, in the
-    order of the files.
+    """Read a checkpoint directory and return all differences from the manifest, in the order of the
+    files.
     """
     folder, manifest = folder_of(path), read_manifest(path)
     stored: dict[str, list[_Stored]] = {name: [] for name in manifest.files}
@@ -138,7 +138,7 @@ def _check_shard(
 
 
 def _header_matches(reader: RangeReader, stored: Sequence[_Stored]) -> bool:
-    """Whether the header, which other safetensors readers use, agrees with the manifest."""
+    """Whether the header, used by other safetensors readers, agrees with the manifest."""
     data = bytes(read_range(reader, 0, stored[0][2].start))
     base = 8 + int.from_bytes(data[:8], "little")
     expected = {}
