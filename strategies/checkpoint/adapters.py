@@ -21,10 +21,10 @@ _MODULE = "state_dict."
 
 
 def check_adapters_only(module: nn.Module, *, adapters_only: bool) -> None:
-    """Check that a module whose checkpoints hold adapters only has some.
+    """Check that a module has adapters if checkpoints are to hold adapters only.
 
     Raises:
-        ConfigError: If LoRA was not applied to it.
+        ConfigError: If LoRA was not applied to the module.
     """
     if adapters_only and not applied_to(module):
         foreign = any(type(child).__module__.startswith("peft.") for child in module.modules())
@@ -36,10 +36,10 @@ def check_adapters_only(module: nn.Module, *, adapters_only: bool) -> None:
 
 
 class AdapterCheckpoints:
-    """Describes adapters in the checkpoints of a run, and leaves their base out if that is wanted.
+    """Describes adapters in the checkpoints of a run, and leaves out the base on request.
 
     Args:
-        adapters_only: Whether it is.
+        adapters_only: Whether to leave out the base.
     """
 
     def __init__(self, *, adapters_only: bool) -> None:
@@ -49,8 +49,8 @@ class AdapterCheckpoints:
     def write_to(
         self, checkpoint: dict[str, Any], tensors: list[TensorShards], state: ModuleState
     ) -> list[TensorShards]:
-        """Describe the adapters in Lightning's dict; return the tensors that are saved. All ranks
-        call this.
+        """Describe the adapters in Lightning's dict. Return the tensors to save. All ranks call
+        this.
         """
         write_record(state.module, checkpoint)
         if not self._adapters_only or PEFT not in checkpoint:
@@ -66,7 +66,7 @@ class AdapterCheckpoints:
         return [tensor for tensor in tensors if tensor.name.removeprefix(_MODULE) not in frozen]
 
     def describe(self, checkpoint: Mapping[str, Any]) -> dict[str, Any]:
-        """Return what the manifest says of the tensors that are left out."""
+        """Return the manifest's entries about left-out tensors."""
         records = [record for record in read_records(checkpoint) if record.left_out]
         return (
             {
@@ -84,11 +84,10 @@ class AdapterCheckpoints:
         )
 
     def check_base(self, checkpoint: Mapping[str, Any], state: ModuleState) -> None:
-        """Check that the module has the weights that loaded adapters belong to; all ranks call
-        this.
+        """Check the module's weights against the base of the loaded adapters. All ranks call this.
 
         Raises:
-            CheckpointError: On every rank, if it has others.
+            CheckpointError: On every rank, if the module has other weights.
         """
         for record in read_records(checkpoint):
             if record.left_out and record.base.digest is not None:
@@ -97,8 +96,8 @@ class AdapterCheckpoints:
                 record.base.check(digest, record.path or "the module")
 
     def _digest(self, state: ModuleState, path: str, names: Collection[str]) -> str:
-        """Return the digest of parameters of the model at ``path``; a collective, once for the same
-        ones.
+        """Return the digest of parameters of the model at ``path``. A collective on the first call
+        for a set of parameters.
         """
         key = f"{path} {hash(frozenset(names))}"  # of one process
         if key not in self._digests:
@@ -107,11 +106,11 @@ class AdapterCheckpoints:
 
 
 def check_loaded_base(state: ModuleState) -> None:
-    """Check that models into which ``load_adapters`` has put adapters before they had weights have
-    those that the adapters belong to; all ranks call this when the weights are read.
+    """Check the weights of models against the base of adapters loaded earlier by ``load_adapters``,
+    when the models had no weights yet. All ranks call this when the weights are read.
 
     Raises:
-        CheckpointError: On every rank, if a model has others.
+        CheckpointError: On every rank, if a model has other weights.
     """
     for path, base in take_expected_bases(state.module).items():
         prefix = f"{path}." if path else ""
@@ -120,7 +119,7 @@ def check_loaded_base(state: ModuleState) -> None:
 
 
 def _digest_of(state: ModuleState, path: str, names: Collection[str]) -> str:
-    """Return the digest of parameters of the model at ``path``; a collective."""
+    """Return the digest of parameters of the model at ``path``. A collective."""
     prefix = f"{path}." if path else ""
     chosen = set(names)
     shards = (
@@ -136,7 +135,7 @@ def _digest_of(state: ModuleState, path: str, names: Collection[str]) -> str:
 
 
 def _frozen(module: nn.Module) -> Iterator[str]:
-    """Yield the names of the frozen weights of adapted models; a tied one has several."""
+    """Yield the names of the frozen weights of adapted models. A tied weight has several names."""
     for path in applied_to(module):
         model = module.get_submodule(path)
         own = tuple(f"{layer}.adapters." for layer in adapted_layers(model))

@@ -1,9 +1,9 @@
-"""Between Lightning's checkpoint, one nested dict, and our sharded directories.
+"""Translate between Lightning's checkpoint, a nested dict, and our sharded directories.
 
-Lightning builds the dict on every rank with that rank's part of the module in it. Tensors of the
-module, of the optimizers and of callbacks that keep copies of the module are saved by global name,
-so any layout reads them; the rest comes from rank 0, plus what ranks have of their own (random
-states, states of data loaders) under ``"megatron_lightning"``.
+On every rank, Lightning builds the dict with that rank's part of the module. Tensors of the module,
+of the optimizers and of callbacks with copies of the module are saved by global name, so any layout
+reads these tensors. Everything else comes from rank 0. Values of single ranks (random states,
+states of data loaders) are saved under ``"megatron_lightning"``.
 """
 
 from __future__ import annotations
@@ -60,12 +60,12 @@ class Checkpoints:
         ranks: Groups of this rank.
         options: The strategy's.
         progress: The strategy's counts.
-        saver: Writes them, in the background if wanted.
+        saver: Writes the checkpoints, in the background if requested.
         ranks_per_node: Ranks of each node.
-        share_buffers: Makes buffers equal on all ranks that hold them: replicas write parts of a
-            tensor each.
-        check_replicas: Checks that ranks hold equal values of what they replicate.
-        main_shards: Returns the main params of parameters that the module keeps as codes.
+        share_buffers: Makes buffers equal on all ranks with the same buffer, since every replica
+            writes a part of a tensor.
+        check_replicas: Checks that ranks hold equal values of replicated tensors.
+        main_shards: Returns the main params of parameters kept as quantized data.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class Checkpoints:
         self._folders = FoldersOfCheckpoints(module)
         self._adapters = AdapterCheckpoints(adapters_only=options.checkpoint.adapters_only)
         self.state = RunState(ranks.context, progress, lambda: ranks.streams)
-        """Samples consumed, data positions and random states, as checkpoints hold them."""
+        """Samples consumed, data positions and random states, in the form of a checkpoint."""
 
     @property
     def _trainer(self) -> pl.Trainer:
@@ -108,23 +108,24 @@ class Checkpoints:
     # ----------------------------------------------------------------------------------------- save
 
     def save(self, checkpoint: dict[str, Any], path: str, part: Part, *, background: bool) -> None:
-        """Write ``checkpoint`` as a directory; committed by one rename when every rank has written
-        its part.
+        """Write ``checkpoint`` as a directory. A rename commits the directory after every rank has
+        written a part.
 
-        After an exception on some ranks only, nothing is saved: the others are not here to write
-        their parts. Nor is it after one in the middle of an optimizer step, or before it on some
-        ranks and after it on others: the parts would be of two steps.
+        After an exception on some ranks only, nothing is saved, since the other ranks write no
+        parts. Nothing is saved either after an exception in the middle of an optimizer step, or
+        before the step on some ranks and after the step on other ranks: the parts would belong to
+        two steps.
 
         Args:
             checkpoint: Lightning's dict.
             path: The directory.
-            part: What this rank holds of the module.
-            background: Whether to return when the state is copied; after the run nobody would wait
-                for the rest.
+            part: This rank's part of the module.
+            background: Whether to return as soon as the state is copied. After the run nobody waits
+                for the writing.
 
         Raises:
-            CheckpointError: On every rank, if one of them failed; an existing checkpoint at
-                ``path`` is intact.
+            CheckpointError: On every rank, if any rank failed. An existing checkpoint at ``path``
+                is intact.
         """
         if self._trainer.state.status == TrainerStatus.INTERRUPTED:
             if not self._interrupted_together():
@@ -159,27 +160,27 @@ class Checkpoints:
             self._log_stall()
 
     def check_folders(self) -> None:
-        """Check that Hugging Face folders can be written, if that is wanted.
+        """Check that Hugging Face folders can be written, if requested.
 
         Raises:
-            ConfigError: If no model came from a folder.
+            ConfigError: If no model was loaded from a folder.
         """
         if self._options.checkpoint.also_save_hf is not None:
             self._folders.prepare()
 
     def finish_fit(self) -> None:
-        """Write the folder of the last checkpoint, if that is wanted; all ranks call this."""
+        """Write the folder of the last checkpoint, if requested. All ranks call this."""
         if self._options.checkpoint.also_save_hf == "end":
             self._folders.write_last(self._context.axis("world"))
 
     def _exports(self) -> bool:
-        """Whether the checkpoint that is saved now gets a folder at once."""
+        """Whether the checkpoint about to be saved gets a folder at once."""
         when = self._options.checkpoint.also_save_hf
         is_over = self._trainer.state.status == TrainerStatus.FINISHED
         return when == "every" or (when == "end" and is_over)
 
     def _info(self, rest: Mapping[str, Any], part: Part) -> dict[str, Any]:
-        """Return what the manifest says of the run."""
+        """Return the manifest's description of the run."""
         info = {
             "layout": asdict(self._context.layout),
             "consumed_samples": self._progress.consumed_samples,
@@ -206,8 +207,8 @@ class Checkpoints:
         return self._ranks.all_interrupted(state)
 
     def _forget_batch(self) -> None:
-        """Take back the count of a batch that an exception ended before it was trained on, so that
-        it comes again.
+        """Take back the count of a batch whose training an exception prevented, so that the batch
+        is read again.
         """
         progress: Any = self._trainer.fit_loop.epoch_loop.batch_progress.total
         if progress.processed < progress.ready and self._progress.forget(progress.ready):
@@ -215,12 +216,12 @@ class Checkpoints:
                 sampler.undo_advance()
 
     def save_local(self, path: str, folder: str, part: Part) -> None:
-        """Write every rank's part to its node's own disk and the next node's, and the pointer
-        ``path``; in the background.
+        """In the background, write every rank's part to the disks of the rank's node and of the
+        next node, and write the pointer ``path``.
 
         Raises:
-            CheckpointError: On every rank, if this save, or the one before, failed on one of them;
-                older copies are intact.
+            CheckpointError: On every rank, if this save, or the save before, failed on any rank.
+                Older copies are intact.
         """
         tensors, rest, copies = self._divide(trainer_state(self._trainer), part)
         tensors += self._module_state(part).tied_shards() + copies
@@ -242,14 +243,14 @@ class Checkpoints:
 
     @property
     def _sharding(self) -> dict[str, Any]:
-        """Settings that determine which rank holds which shard."""
+        """Settings that map shards to ranks."""
         sharding = {**asdict(self._context.layout), "data_parallel": self._options.data_parallel}
         return {**sharding, "main_params": True} if self._main_shards() else sharding
 
     def _divide(
         self, checkpoint: dict[str, Any], part: Part
     ) -> tuple[list[TensorShards], dict[str, Any], list[TensorShards]]:
-        """Return what this rank holds of the tensors, the rest, and tied copies of entries."""
+        """Return this rank's tensors, the rest of the dict, and tied copies of entries."""
         self._share_buffers()
         write_kept(self._module, checkpoint)
         compares, self._has_saved = not self._has_saved, True
@@ -295,14 +296,14 @@ class Checkpoints:
     # ----------------------------------------------------------------------------------------- load
 
     def load(self, path: str, part: Part) -> dict[str, Any]:
-        """Return Lightning's checkpoint; all ranks call this.
+        """Return Lightning's checkpoint. All ranks call this.
 
-        ``state_dict`` has the names and shapes of one device, of tensors that are read later
-        (:meth:`load_model`), and so are optimizer states (:meth:`load_optimizers`), into the
-        tensors of module and optimizers. Other tensors are this rank's part.
+        ``state_dict`` has the names and shapes of the full model. :meth:`load_model` reads the
+        values into the module later. :meth:`load_optimizers` reads the optimizer states into the
+        optimizers later. All other tensors are this rank's part.
 
         Raises:
-            CheckpointError: On every rank: for what is misshaped or damaged.
+            CheckpointError: On every rank: for misshaped or damaged tensors.
         """
         self.saver.finish()
         module, state, world = self._module, self._module_state(part), self._context.axis("world")
@@ -327,11 +328,10 @@ class Checkpoints:
         return checkpoint
 
     def load_model(self, checkpoint: Mapping[str, Any], part: Part, *, strict: bool) -> None:
-        """Load the module from ``checkpoint["state_dict"]``, as hooks have left it; all ranks call
-        this.
+        """Load the module from ``checkpoint["state_dict"]``, as left by hooks. All ranks call this.
 
         Raises:
-            CheckpointError: On every rank: for what is missing, unexpected, misshaped or damaged.
+            CheckpointError: On every rank: for missing, unexpected, misshaped or damaged tensors.
         """
         given: Mapping[str, Any] = checkpoint["state_dict"]
         state = self._module_state(part)
@@ -346,7 +346,7 @@ class Checkpoints:
         self._module.load_state_dict({**others, **local}, strict=strict)
 
     def _fitted(self, source: CheckpointSource, part: Part) -> CheckpointSource:
-        """Wrap the source to resize vocabulary tensors, if that is wanted."""
+        """Wrap the source to resize vocabulary tensors, if requested."""
         shapes = self._module_state(part).vocabulary_shapes()
         return fit_vocabulary(
             source, shapes, self._context, resize=self._options.checkpoint.resize_vocabulary
@@ -355,17 +355,17 @@ class Checkpoints:
     def load_optimizers(
         self, checkpoint: Mapping[str, Any], views: Sequence[DistributedOptimizer], part: Part
     ) -> None:
-        """Read the optimizer states into the optimizers' tensors; all ranks call this.
+        """Read the optimizer states into the optimizers' tensors. All ranks call this.
 
         Raises:
-            CheckpointError: On every rank, if none is being loaded or it has not the states of
-                these optimizers.
+            CheckpointError: On every rank, if no checkpoint is being loaded, or the checkpoint
+                lacks the states of these optimizers.
         """
         source = self._source
         if source is None:
             raise CheckpointError("no checkpoint is being loaded.")
         states, world = checkpoint["optimizer_states"], self._context.axis("world")
-        # A plain file numbers the parameters of optimizers, which exist by now.
+        # A plain file numbers the parameters of optimizers. The optimizers exist by now.
         if self._is_plain and states:
             merged = self._merged_groups(views, part)
             order = [[name for group in groups for name in group["params"]] for groups in merged]
@@ -374,7 +374,7 @@ class Checkpoints:
             )
             states = source.state()["optimizer_states"]
             together(world, "loading the optimizers", lambda: _check_sizes(merged, states))
-        if not states and views:  # as Lightning has it: the states were left out on purpose
+        if not states and views:  # as in Lightning: states left out on purpose
             rank_zero_warn(
                 "the checkpoint has no optimizer states: the optimizers begin with none."
             )
@@ -391,7 +391,7 @@ class OptimizerHandle(dict[str, Any]):
 
     Args:
         optimizer: The user's optimizer.
-        view: The optimizer as checkpoints see it.
+        view: The optimizer in the form of checkpoints.
     """
 
     def __init__(self, optimizer: Optimizer, view: DistributedOptimizer) -> None:
@@ -430,7 +430,9 @@ def _load_optimizer(
 def _check_optimizers(
     views: Sequence[DistributedOptimizer], saved: Sequence[Mapping[str, Any]]
 ) -> None:
-    """Check that no optimizer, and no parameter of one, would silently begin without state."""
+    """Check that no optimizer, and no parameter of an optimizer, would silently begin without
+    state.
+    """
     if len(views) != len(saved):
         raise CheckpointError(
             f"the checkpoint holds the states of {len(saved)} optimizers, and the model has "
@@ -455,7 +457,7 @@ def _check_optimizers(
 def _check_sizes(
     groups: Sequence[Sequence[Mapping[str, Any]]], saved: Sequence[Mapping[str, Any]]
 ) -> None:
-    """Check the sizes of the groups of a plain file, which numbers parameters group by group."""
+    """Check group sizes against a plain file. A plain file numbers parameters group by group."""
     for mine, state in zip(groups, saved, strict=True):
         now = [len(group["params"]) for group in mine]
         then = [len(group["params"]) for group in state["param_groups"]]

@@ -12,21 +12,21 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 
 def announces_unfreezing(trainer: pl.Trainer) -> bool:
-    """Return whether a ``BaseFinetuning`` callback will train what is frozen now."""
+    """Return whether a ``BaseFinetuning`` callback will unfreeze parameters later."""
     callbacks: list[pl.Callback] = vars(trainer)["callbacks"]  # set from another class
     return any(isinstance(callback, BaseFinetuning) for callback in callbacks)
 
 
 def unfreeze_again(module: pl.LightningModule, added: Iterable[Tensor]) -> None:
-    """Make parameters trainable that a ``BaseFinetuning`` callback had unfrozen when the checkpoint
-    was saved.
+    """Unfreeze parameters again after a resume, if a ``BaseFinetuning`` callback had unfrozen the
+    parameters before the save.
 
-    The callback restores the parameter groups that it added, and leaves their parameters frozen, as
-    its ``setup`` has made them.
+    The callback restores the added parameter groups, but leaves the parameters of the groups
+    frozen, as its ``setup`` has made the parameters.
 
     Args:
         module: The LightningModule.
-        added: Tensors that came into the optimizers' groups since they were made.
+        added: Tensors added to the optimizers' groups since the optimizers were made.
     """
     trainer: pl.Trainer = module.trainer
     callbacks: list[pl.Callback] = vars(trainer)["callbacks"]  # set from another class

@@ -1,4 +1,4 @@
-"""Keep the global batch of a run that resumes on another number of data-parallel ranks."""
+"""Keep the global batch of a run resumed on another number of data-parallel ranks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ from megatron_lightning.strategies.lightning_internals import training_loaders
 
 
 def step_size(trainer: pl.Trainer, num_replicas: int) -> StepSize | None:
-    """Return the global batch of this run; None: its loader does not say, or there are several."""
+    """Return the global batch of this run. None: several loaders, or a loader without a batch
+    size.
+    """
     loaders = training_loaders(trainer)
     batch_size = getattr(loaders[0], "batch_size", None) if len(loaders) == 1 else None
     if not isinstance(batch_size, int):
@@ -28,15 +30,16 @@ def keep_global_batch(
     *,
     is_sized_by_launcher: bool,
 ) -> None:
-    """Accumulate more or fewer batches where the launcher has changed the number of ranks.
+    """Accumulate more or fewer batches if the launcher has changed the number of ranks.
 
-    Sizes that the user sets hold: another global batch than the checkpoint's is a warning.
+    Sizes set by the user hold. If the global batch then differs from the checkpoint's, a warning
+    says so.
 
     Args:
-        trainer: Is about to train.
-        before: Of the checkpoint's run; None: unknown, or there is none.
+        trainer: The Trainer, about to train.
+        before: Global batch of the checkpoint's run. None: unknown, or no checkpoint.
         num_replicas: Data-parallel ranks.
-        is_sized_by_launcher: Whether torchrun has said how many ranks there are.
+        is_sized_by_launcher: Whether torchrun has set the number of ranks.
 
     Raises:
         ConfigError: If no whole number of batches keeps the global batch.
@@ -64,7 +67,7 @@ def keep_global_batch(
 
 
 def _rescale_progress(trainer: pl.Trainer, batches: int, before: int) -> None:
-    """Count the batches of the pass that are done as this run counts them: steps end at multiples.
+    """Convert the count of finished batches to this run's accumulation. Steps end at multiples.
 
     A save at the end of a batch has not counted this batch as completed.
     """

@@ -14,20 +14,20 @@ from megatron_lightning.checkpoint.format.storage import is_folder
 
 
 class ShardedCheckpointIO(TorchCheckpointIO):
-    """Reads checkpoint directories of any layout as well as plain files; saves plain files.
+    """Reads checkpoint directories of any layout as well as plain files. Saves plain files.
 
-    It lets a Trainer without :class:`MegatronStrategy` continue, test or predict from what the
-    strategy saved.
+    A Trainer without :class:`MegatronStrategy` can then continue, test or predict from checkpoints
+    of the strategy.
     """
 
     def load_checkpoint(
         self, path: Any, map_location: Any = None, weights_only: bool | None = None
     ) -> dict[str, Any]:
         """Return the full checkpoint, with tensors on the CPU if ``path`` is a directory or the URL
-        of one.
+        of a directory.
 
-        A plain file is read as plain data wherever it is, unless ``weights_only=False`` says that
-        it is trusted.
+        A plain file is read as plain data from any place, unless ``weights_only=False`` declares
+        the file trusted.
 
         Raises:
             CheckpointError: If the directory is incomplete or damaged.
@@ -45,20 +45,20 @@ class ShardedCheckpointIO(TorchCheckpointIO):
 
 
 def complete_io(io: CheckpointIO | None) -> CheckpointIO:
-    """Return what reads and writes plain files: a plugin of the user's own, or ours, also inside
-    Lightning's wrappers.
+    """Return a plugin for plain files: the user's own, or ours, also inside of Lightning's
+    wrappers.
     """
     if io is None:
         return ShardedCheckpointIO()
     if hasattr(io, "checkpoint_io"):
-        io.checkpoint_io = ShardedCheckpointIO()  # of the wrappers, those with another one keep it
+        io.checkpoint_io = ShardedCheckpointIO()  # wrappers of another plugin keep theirs
     return io
 
 
 def users_io(io: CheckpointIO | None) -> CheckpointIO | None:
-    """Return a checkpoint plugin of the user's own; None: checkpoints are sharded directories.
+    """Return a checkpoint plugin of the user's own. None: checkpoints are sharded directories.
 
-    Lightning's ``AsyncCheckpointIO`` around no other asks for sharded directories that are written
+    Lightning's ``AsyncCheckpointIO`` without an inner plugin asks for sharded directories, written
     in the background.
     """
     inner = io

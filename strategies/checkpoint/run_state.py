@@ -1,8 +1,8 @@
 """State of a run beside module and optimizers: samples consumed, positions in the data, random
 states.
 
-It is stored under ``"megatron_lightning"`` in Lightning's dict. All of it but random states and
-states of data loaders is the same on every rank.
+The state is stored under ``"megatron_lightning"`` in Lightning's dict. Except for random states and
+states of data loaders, the state is the same on every rank.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from megatron_lightning.strategies.step.dataloaders import training_samplers
 
 
 class RunState:
-    """Write the state of a run into checkpoints, and restore it.
+    """Write the state of a run into checkpoints, and restore the state.
 
     Args:
         context: Groups of this rank.
@@ -53,12 +53,12 @@ class RunState:
         self._positions: list[dict[str, Any]] = []
         self._repeats_validation = False
         self.step_size: dict[str, Any] | None = None
-        """Global batch of the run that this one resumes; None: there is none, or unknown."""
+        """Global batch of the resumed run. None: unknown, or no resumed run."""
 
     def write_to(
         self, checkpoint: Mapping[str, Any], module: pl.LightningModule, part: Part
     ) -> dict[str, Any]:
-        """Return ``checkpoint`` with the state of the run; all ranks call this.
+        """Return ``checkpoint`` with the state of the run. All ranks call this.
 
         Raises:
             CheckpointError: If metrics of several replicas have persistent states.
@@ -93,15 +93,15 @@ class RunState:
         return {**checkpoint, OWN: state}
 
     def read_from(self, checkpoint: dict[str, Any], module: pl.LightningModule) -> None:
-        """Remove our entry from a checkpoint, and resume from it if this run trains.
+        """Remove our entry from a checkpoint, and resume from the entry if this run trains.
 
         Raises:
-            CheckpointError: If loaders have states of their own, and there are not as many replicas
-                as saved them; if metrics of several replicas have persistent states.
+            CheckpointError: If loaders have states of their own and the number of replicas has
+                changed. If metrics of several replicas have persistent states.
         """
         context = self._context
         check_persistent_states(module, context.dp_cp.size)
-        own = checkpoint.pop(OWN, None)  # hooks see the dict that they know from one device
+        own = checkpoint.pop(OWN, None)  # hooks see the dict of one device
         if own is None or module.trainer.state.fn != TrainerFn.FITTING:
             return
         check_progress(own)
@@ -130,15 +130,15 @@ class RunState:
                 context.rng.load_state_dict(own["layer_streams"].get(place, {}))
 
     def restore_random_state(self) -> None:
-        """Draw the random numbers that the run which saved the checkpoint would have drawn next."""
+        """Draw the next random numbers of the run that saved the checkpoint."""
         self._streams().restore(*self._random_states)
 
     def restore_position(self, trainer: pl.Trainer) -> None:
-        """Continue the pass over the data that the checkpoint was saved in; called when training
+        """Continue the pass over the data from the checkpoint's position. Called when training
         starts.
         """
         if not self._positions:
-            # It drew its random numbers before the loaders of the next epoch drew theirs.
+            # The save drew random numbers before the loaders of the next epoch did.
             if self._repeats_validation:
                 self.restore_random_state()
             return
@@ -150,7 +150,7 @@ class RunState:
             )
         for sampler, position in zip(samplers, self._positions, strict=False):
             sampler.load_state_dict(position)
-        # By workers that fetch ahead, before the position was known.
+        # Workers fetched ahead before the position was known.
         if any(sampler.started for sampler in samplers):
             restart_fetching(trainer)
         self._positions = []
@@ -169,7 +169,7 @@ def _place_among_experts(context: ParallelContext) -> str:
 def _epoch_finished(checkpoint: Mapping[str, Any]) -> bool:
     """Whether Lightning's loops will begin a new pass over the data."""
     progress = checkpoint.get("loops", {}).get("fit_loop", {}).get("epoch_loop.batch_progress", {})
-    # An exception may end the last batch before it is trained on.
+    # An exception may end the last batch before its training.
     current = progress.get("current", {})
     return bool(progress.get("is_last_batch", False)) and current.get("processed") == current.get(
         "ready"
