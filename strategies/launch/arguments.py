@@ -1,5 +1,5 @@
-"""The arguments of ``fit``, ``validate``, ``test`` and ``predict``, which a launcher sees before
-Lightning reads them.
+"""The arguments of ``fit``, ``validate``, ``test`` and ``predict`` in the launcher, before
+Lightning reads the arguments.
 
 ``ckpt_path="last"``: Lightning looks for local files only, so the URL of a checkpoint in an object
 store replaces "last". A local path is checked before any process is started.
@@ -27,8 +27,8 @@ from megatron_lightning.strategies.lightning_internals import checkpoint_folder
 def checked_arguments(
     trainer: pl.Trainer | None, args: tuple[Any, ...], kwargs: Mapping[str, Any], hooks: LaunchHooks
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Check what can be checked before a process is started; return the arguments, with "last"
-    resolved.
+    """Check the arguments as far as possible before a process is started. Return the arguments,
+    with "last" resolved.
 
     Raises:
         ConfigError, MissingCheckpointError: If module, data or checkpoint cannot be used.
@@ -45,8 +45,8 @@ def checked_arguments(
 def with_last_checkpoint(
     trainer: pl.Trainer | None, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments with the newest URL instead of "last", if one of the Trainer's callbacks
-    has saved to one.
+    """Return the arguments with the newest URL instead of "last", if a callback of the Trainer has
+    saved to a URL.
     """
     given = (*args, *kwargs.values())
     if trainer is None or not any(isinstance(value, str) and value == "last" for value in given):
@@ -63,7 +63,7 @@ def with_last_checkpoint(
 
 
 def check_checkpoint_path(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
-    """Check that the ``ckpt_path`` among the arguments exists, and return it; keywords such as
+    """Check that the ``ckpt_path`` among the arguments exists. Return the path. Keywords such as
     "best" and object stores are left for later.
     """
     given = kwargs.get(
@@ -80,7 +80,9 @@ def check_checkpoint_path(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> s
 def data_module_of(
     args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> pl.LightningDataModule | None:
-    """Return the data module among the arguments; the Trainer knows it only after the launch."""
+    """Return the data module among the arguments. The Trainer knows the data module only after the
+    launch.
+    """
     given = (*args, *kwargs.values())
     return next(
         (argument for argument in given if isinstance(argument, pl.LightningDataModule)), None
@@ -88,9 +90,7 @@ def data_module_of(
 
 
 def _found(trainer: pl.Trainer) -> Iterator[tuple[str, float]]:
-    """Yield (path or URL, when it was saved) of every committed checkpoint that a callback calls
-    its last.
-    """
+    """Yield (path or URL, time of the save) of every committed "last" checkpoint of a callback."""
     for callback in trainer.checkpoint_callbacks:
         if not isinstance(callback, ModelCheckpoint):
             continue

@@ -1,5 +1,5 @@
-"""Classification of Lightning's exceptions: failures of one rank, or stops that all ranks have
-agreed on.
+"""Classification of Lightning's exceptions: failures of one rank, or stops agreed on by all
+ranks.
 """
 
 from __future__ import annotations
@@ -13,36 +13,39 @@ from megatron_lightning.resilience.failure import FailureWatch
 from megatron_lightning.strategies.launch.out_of_memory import explain_out_of_memory
 from megatron_lightning.strategies.lightning_internals import TunerExit, refuses_settings
 
-_TERMINATED = 128 + signal.SIGTERM  # exit code, as shells have it
+_TERMINATED = 128 + signal.SIGTERM  # exit code of shells
 
 
 class AgreedStop(SIGTERMException):
-    """All ranks end the run here and know it: none has failed, and none waits for another."""
+    """All ranks end the run here in agreement: no rank has failed, and no rank waits for
+    another.
+    """
 
 
 def is_explained(error: BaseException) -> bool:
-    """Return whether the message of ``error`` is all that a user needs."""
+    """Return whether the message of ``error`` tells a user everything."""
     return isinstance(error, (*EXPLAINED, SpikeError)) or refuses_settings(error)
 
 
 def report_failure(
     watch: FailureWatch | None, error: BaseException, *, prints_traceback: bool = True
 ) -> bool:
-    """Report to the other ranks that this one fails, unless all ranks leave the run with the same
+    """Report this rank's failure to the other ranks, unless all ranks leave the run with the same
     exception.
 
     Args:
-        watch: Of this rank; None: there are no others.
-        error: Why it fails.
-        prints_traceback: Whether this process is the one to print it; False: its starter does.
+        watch: Failure watch of this rank. None: no other ranks exist.
+        error: Reason of the failure.
+        prints_traceback: Whether this process prints the traceback. False: the starting process
+            prints.
 
     Returns:
-        Whether it fails only because another rank has.
+        Whether this rank fails only because another rank has failed.
     """
     explain_out_of_memory(error)
     if watch is None or isinstance(error, AgreedStop | TunerExit):
         return False
-    # Code None is success, with which an agent waits for the other nodes.
+    # Code None means success: an agent would wait for the other nodes.
     if isinstance(error, SIGTERMException):
         error.code = _TERMINATED
     follows = watch.report(error, explained=is_explained(error), prints_traceback=prints_traceback)

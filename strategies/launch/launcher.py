@@ -21,13 +21,13 @@ def make_launcher(
     num_processes: int,
     num_nodes: int,
 ) -> ScriptLauncher | WorkerLauncher:
-    """Return the launcher for ``start_method``; the processes of torchrun and Slurm are taken as
-    they are.
+    """Return the launcher for ``start_method``. The processes of torchrun and Slurm are used
+    unchanged.
 
     Args:
-        strategy: Whose ranks are to be started.
-        start_method: How, if there are several and nobody has.
-        hooks: What the launcher calls.
+        strategy: The strategy of the ranks to start.
+        start_method: Start method for several ranks without an external launcher.
+        hooks: Functions for the launcher to call.
         num_processes: Ranks of this node.
         num_nodes: Nodes of the job.
 
@@ -41,7 +41,7 @@ def make_launcher(
             "the strategy has no cluster environment. Give it to a Trainer before it is used."
         )
     starts = num_processes * num_nodes > 1 and not environment.creates_processes_externally
-    # Lightning refuses it, too, and advises another strategy.
+    # Lightning refuses too, but advises another strategy.
     if starts and start_method != "fork" and (hasattr(sys, "ps1") or sys.flags.interactive):
         raise ConfigError(
             f"start_method={start_method!r} starts each of the {num_processes * num_nodes} ranks "

@@ -1,4 +1,4 @@
-"""Advice at the device's out-of-memory error, with the numbers of that moment."""
+"""Advice at the device's out-of-memory error, with current numbers."""
 
 from __future__ import annotations
 
@@ -10,16 +10,17 @@ from megatron_lightning.errors import add_note
 
 _GIB = 2**30
 _FRAGMENTED = 0.1
-"""Share of the device's memory that is reserved and not allocated, from which on the allocator's
-segments are worth changing."""
+"""Share of the device's memory, reserved but not allocated, above which other allocator segments
+help.
+"""
 
 
 def memory_advice(*, allocated: int, reserved: int, total: int, is_expandable: bool) -> str:
-    """Return what fills the memory of a device, and what to set.
+    """Return advice about a full device: the users of memory, and the setting to change.
 
     Args:
         allocated: Bytes of tensors.
-        reserved: Bytes that the allocator holds.
+        reserved: Bytes held by the allocator.
         total: Bytes of the device.
         is_expandable: Whether the allocator's segments can grow.
     """
@@ -39,7 +40,7 @@ def memory_advice(*, allocated: int, reserved: int, total: int, is_expandable: b
 
 
 def explain_out_of_memory(error: BaseException) -> None:
-    """Add advice to an out-of-memory error of this rank's GPU; other errors stay as they are."""
+    """Add advice to an out-of-memory error of this rank's GPU. Other errors stay unchanged."""
     if not isinstance(error, torch.OutOfMemoryError) or not torch.cuda.is_available():
         return
     settings = f"{os.getenv('PYTORCH_ALLOC_CONF', '')},{os.getenv('PYTORCH_CUDA_ALLOC_CONF', '')}"

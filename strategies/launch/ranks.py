@@ -1,8 +1,8 @@
 """A process among the ranks of the job: process groups, collectives, and the watch for failures of
-others.
+other ranks.
 
-Values that differ between ranks differ along the data-parallel axis only, so that is the default
-group; decisions are taken by the whole world.
+Values differ between ranks along the data-parallel axis only, so the data-parallel group is the
+default group. The full world takes decisions.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ from megatron_lightning.strategies import lightning_internals as internals
 
 
 class ProcessGroups:
-    """Groups of one process; they outlive a run, and are left out of a pickle.
+    """Groups of one process. Groups outlive a run, and are left out of a pickle.
 
     Args:
         layout: Sizes of the parallel axes.
-        backend: Backend of torch.distributed; None: gloo on CPU, NCCL (and gloo for CPU tensors) on
+        backend: Backend of torch.distributed. None: gloo on CPU, NCCL (and gloo for CPU tensors) on
             CUDA.
         timeout: Limit of a collective.
-        context_options: How queries meet the keys of other context-parallel ranks.
+        context_options: Communication of attention between context-parallel ranks.
         nccl_options: Options of the communicators on GPUs, by the name of the group.
     """
 
@@ -67,9 +67,9 @@ class ProcessGroups:
         self._separated = False  # replicas draw random numbers of their own
         self.streams = ReplicaStreams(self._device)
         """Random streams of steps, and of hooks outside of steps."""
-        self._is_alone = False  # an exception took this rank out of step with the others
+        self._is_alone = False  # after an exception on this rank alone
         self.failure_watch: FailureWatch | None = None
-        """Ends this rank when another one fails; None outside a run and on one rank."""
+        """Ends this rank after a failure of another rank. None outside a run and on one rank."""
 
     def __reduce__(self) -> tuple[object, ...]:
         return (
@@ -97,8 +97,8 @@ class ProcessGroups:
         Args:
             environment: Knows the ranks.
             world_size: Ranks of the job.
-            device: Of this rank.
-            write_logs: Called before this process is ended because another one failed.
+            device: Device of this rank.
+            write_logs: Called before another rank's failure ends this process.
 
         Returns:
             Whether groups were created.
@@ -110,7 +110,7 @@ class ProcessGroups:
         if world_size > 1 and environment is not None:
             self._join_world(environment, world_size)
             if self._context is not None and self._context.axis("world").is_broken:
-                self._context = None  # of a run that an exception on all ranks has ended
+                self._context = None  # of a run ended by an exception on all ranks
                 self._is_alone = False
             unblock = None
             if restarts_in_process():
@@ -119,7 +119,7 @@ class ProcessGroups:
             self.failure_watch.start()
         if self._context is not None:
             return False
-        # What users draw from here on is what one device would draw, whatever the start method.
+        # From here on users draw the numbers of one device, under every start method.
         is_alone = world_size == 1
         states = internals.random_states(include_cuda=False)
         internals.set_random_states(states if is_alone else _broadcast(states))
@@ -145,8 +145,9 @@ class ProcessGroups:
     def _join_world(self, environment: ClusterEnvironment, world_size: int) -> None:
         """Create the default process group, unless an earlier Trainer has.
 
-        A program may catch an exception that all ranks met, and that broke their connections, and
-        train again. The job's store is still the same then, so each group has a number of its own.
+        A program may catch an exception of all ranks, after the exception has broken the
+        connections, and train again. The job's store is still the same then, so each group has a
+        number of its own.
         """
         if not dist.is_initialized():
             rank, size = environment.global_rank(), environment.world_size()
@@ -173,11 +174,13 @@ class ProcessGroups:
             self.streams.separate(self.context.dp.rank, self.context.dp.size)
 
     def current_watch(self) -> FailureWatch | None:
-        """Return what ends this rank when another one fails; None outside a run and on one rank."""
+        """Return the watch for ending this rank after a failure of another rank. None outside a run
+        and on one rank.
+        """
         return self.failure_watch
 
     def abort(self) -> None:
-        """Break this rank's connections, so that no rank waits for it."""
+        """Break this rank's connections, so that no rank waits for this rank."""
         if restarts_in_process() and "MASTER_PORT" in os.environ:
             cut_connections(int(os.environ["MASTER_PORT"]))
             if self._device.type != "cuda":
@@ -185,7 +188,7 @@ class ProcessGroups:
         compat.abort_process_groups()
 
     def stop_watching(self) -> None:
-        """End a run: failures of others no longer end this process."""
+        """End a run. Failures of other ranks no longer end this process."""
         if self.failure_watch is not None:
             self.failure_watch.stop()
             self.failure_watch = None
@@ -213,8 +216,8 @@ class ProcessGroups:
 
     @property
     def are_several(self) -> bool:
-        """Whether to communicate with other ranks; a Trainer of one device ignores those that an
-        earlier one started.
+        """Whether to communicate with other ranks. A Trainer of one device ignores ranks started by
+        an earlier Trainer.
         """
         return self._context is not None and self._context.world_size > 1 and dist.is_initialized()
 
@@ -231,7 +234,7 @@ class ProcessGroups:
         """Reduce over the data-parallel ranks, for the world too: ranks of one replica hold the
         same value.
 
-        The mean of integers is not an integer: rounded, it would shift what is logged with a
+        The mean of integers is not an integer: rounding would shift values logged with a
         ``batch_size``.
         """
         group = self.data_group if is_default(group) else group
@@ -253,13 +256,13 @@ class ProcessGroups:
 
         Args:
             tensor: This rank's value [...], of the same shape on every rank.
-            group: Communicator of the user's own; None, and the world: the data-parallel ranks.
-            sync_grads: Whether a rank's gradient is the sum of all ranks' gradients of its value,
-                as a loss over the samples of all ranks needs it; otherwise the values have no
-                gradient.
+            group: Communicator of the user's own. None, and the world: the data-parallel ranks.
+            sync_grads: Whether a rank's gradient is the sum of all ranks' gradients of the rank's
+                value, as needed by a loss over the samples of all ranks. Otherwise the values have
+                no gradient.
 
         Returns:
-            The values [ranks, ...]; where there is one rank in all, ``tensor``.
+            The values [ranks, ...]. On a single rank, ``tensor``.
 
         Raises:
             ConfigError: If context-parallel ranks have different values.
@@ -276,8 +279,8 @@ class ProcessGroups:
             return gather_sequence(tensor.unsqueeze(0), axis, 0)
 
     def _check_equal_over_context(self, tensor: Tensor) -> None:
-        """Refuse a value that is another one on each context-parallel rank, since which ones count
-        is not known; a collective of these ranks.
+        """Refuse a value that differs between context-parallel ranks, since the ranks to count are
+        unknown. A collective of the context-parallel ranks.
         """
         sharing = self.context.cp
         if sharing.size == 1:
@@ -294,15 +297,15 @@ class ProcessGroups:
 
     @property
     def data_parallel_group(self) -> dist.ProcessGroup | None:
-        """Communicator of the ranks that read other samples; it exists for a rank that is the only
-        one, too, since torch.distributed understands None as the world. None in one process.
+        """Communicator of the ranks with other samples. Exists on a single data-parallel rank too,
+        since torch.distributed understands None as the world. None in one process.
         """
         return self.context.dp.process_group or self._alone
 
     @property
     def data_group(self) -> dist.ProcessGroup | None:
-        """The data- and context-parallel ranks, whose values outside of steps differ; None before
-        the groups exist, and for one.
+        """The data- and context-parallel ranks, with different values outside of steps. None before
+        the groups exist, and for a single rank.
         """
         return None if self._context is None else self._context.dp_cp.process_group
 
@@ -317,18 +320,18 @@ class ProcessGroups:
     def all_interrupted(self, state: str, within_s: float = 3.0) -> bool:
         """Return whether every rank calls this with the same ``state`` within ``within_s`` seconds.
 
-        No collective, so that none can hang. An exception on one rank leaves it alone with what
-        callbacks do about exceptions, and the others end seconds after its report; Ctrl-C reaches
-        all ranks. From a negative answer on :meth:`barrier` does not wait.
+        Not a collective, so that no rank can hang. After an exception on one rank only, callbacks
+        handle the exception on this rank alone, and the other ranks end seconds after the report.
+        Ctrl-C reaches all ranks. After a negative answer, :meth:`barrier` no longer waits.
         """
         arrived = 0
-        if restarts_in_process():  # the last checkpoint is what the next run continues from
+        if restarts_in_process():  # the next run continues from the last checkpoint
             self._is_alone = True
             return False
-        if not dist.is_initialized():  # a run that failed has taken the connections down
+        if not dist.is_initialized():  # a failed run has taken the connections down
             self._is_alone = True
             return False
-        with suppress(dist.DistError):  # rank 0, which keeps the store, has ended
+        with suppress(dist.DistError):  # rank 0, host of the store, has ended
             store = compat.default_store()
             attempt = store.add(f"megatron_lightning/interrupted/{self.context.rank}", 1)
             key = f"megatron_lightning/interrupted/attempt/{attempt}/{state}"
@@ -341,7 +344,7 @@ class ProcessGroups:
 
 
 def is_default(group: Any) -> bool:
-    """Whether ``group`` is the default process group, or None, by which users mean it."""
+    """Whether ``group`` is the default process group, or None in its place."""
     return group is None or group == dist.group.WORLD
 
 
@@ -368,8 +371,8 @@ def _unconnected(
 
 
 def _all_reduce(tensor: Tensor, group: dist.ProcessGroup, op: Any = None) -> Tensor:
-    """Reduce in place, by default to the sum. Lightning's own function calls a barrier first, in
-    which hosts would wait in every step that logs with ``sync_dist``.
+    """Reduce in place, by default to the sum. Lightning's own function calls a barrier first. Hosts
+    would wait there in every step with ``sync_dist`` logging.
     """
     dist.all_reduce(tensor, dist.ReduceOp.SUM if op is None else op, group=group)
     return tensor

@@ -24,29 +24,29 @@ MakeRun = Callable[[], Any]
 
 
 def run_with_restarts(make_run: MakeRun, restarts: Restarts | None = None) -> Any:
-    """Call ``make_run()`` on every rank, and once more after an exception on any of them.
+    """Call ``make_run()`` on every rank, and again after an exception on any rank.
 
-    ``make_run`` makes *everything* it uses anew, Trainer, strategy, module, data module, callbacks
-    and loggers, and either fits or returns a function that does. ``ckpt_path="last"`` makes each
-    run continue from the newest checkpoint or local copy:
+    ``make_run`` creates *everything* anew, Trainer, strategy, module, data module, callbacks and
+    loggers, and either fits or returns a function for fitting. ``ckpt_path="last"`` makes each run
+    continue from the newest checkpoint or local copy:
 
-        def make_run():
-            trainer = Trainer(strategy=MegatronStrategy(...), callbacks=[ModelCheckpoint(...)])
-            return partial(trainer.fit, MyModule(), MyData(), ckpt_path="last")
+        def make_run(): trainer = Trainer(strategy=MegatronStrategy(...),
+        callbacks=[ModelCheckpoint(...)]) return partial(trainer.fit, MyModule(), MyData(),
+        ckpt_path="last")
 
         run_with_restarts(make_run, Restarts(in_process=3))
 
-    A failing rank wakes the others, which may wait in a collective, by cutting its connections.
-    All leave their run, destroy their process groups, meet, and start. An error about settings, a
-    stop on request and Ctrl-C end the job. So does a process that is killed: all others end, and
-    torchrun, Slurm or another launcher starts the job again.
+    A failing rank cuts its connections, and so wakes other ranks waiting in a collective. All ranks
+    leave the run, destroy the process groups, meet, and start again. An error about settings, a
+    stop on request and Ctrl-C end the job. A killed process also ends the job: all other processes
+    end, and torchrun, Slurm or another launcher starts the job again.
 
     Args:
         make_run: The factory.
-        restarts: How often; None: never.
+        restarts: Number of restarts. None: no restarts.
 
     Returns:
-        What the last run returned.
+        Result of the last run.
     """
     limit, kept = (restarts or Restarts()).in_process, list[compat.Store | None]()
     for attempt in range(limit + 1):
@@ -63,12 +63,12 @@ def run_with_restarts(make_run: MakeRun, restarts: Restarts | None = None) -> An
                             Meeting(compat.held_store(), attempt, 0).cancel()
                     raise
                 if has_ranks:
-                    # Rank 0 serves the store where no agent does: until the last reference ends.
+                    # Without an agent, rank 0 serves the store until the last reference ends.
                     kept.append(_leave(attempt))
                     if kept[-1] is None:  # a process is gone
                         replace_traceback(error)
                         raise SystemExit(FAILED) from None
-                error.__traceback__ = None  # its frames hold the failed run
+                error.__traceback__ = None  # frames of the traceback hold the failed run
                 what = type(error).__name__
             run = None
             gc.collect()
@@ -92,7 +92,7 @@ def _leave(attempt: int) -> compat.Store | None:
     """Leave a failed run: destroy the process groups and meet the other ranks.
 
     Returns:
-        The job's store, to be kept until the next run has connected; None: not all came.
+        The job's store, to be kept until the next run has connected. None: not all came.
     """
     store, world_size = compat.held_store(), dist.get_world_size()
     meeting = Meeting(store, attempt, world_size)

@@ -1,7 +1,7 @@
-"""One log over the restarts of a run: loggers continue where the resumed run continues.
+"""One log over the restarts of a run: loggers continue at the step of the resumed run.
 
 Lightning gives every start a new version. Its CSVLogger deletes the file of an equal version, and
-rows of steps that are trained again would come twice.
+rows of steps trained again would appear twice.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from lightning.pytorch.loggers import CSVLogger, Logger
 
 from megatron_lightning.strategies.lightning_internals import set_version
 
-_KEPT = "metrics.csv.before"  # what was logged before this start, until training starts
+_KEPT = "metrics.csv.before"  # rows logged before this start, until training starts
 
 
 def describe_loggers(loggers: Sequence[Logger]) -> list[dict[str, Any]]:
-    """Return what :func:`resume_logs` needs of each logger, as plain values."""
+    """Return plain values about each logger, for :func:`resume_logs`."""
     found = []
     for logger in loggers:
         version = logger.version
@@ -33,11 +33,11 @@ def describe_loggers(loggers: Sequence[Logger]) -> list[dict[str, Any]]:
 def resume_logs(
     loggers: Sequence[Logger], recorded: Sequence[Mapping[str, Any]], *, is_first_rank: bool
 ) -> None:
-    """Make loggers continue the logs of an earlier start, before they create anything.
+    """Make loggers continue the logs of an earlier start, before the loggers create anything.
 
     Args:
         loggers: The Trainer's.
-        recorded: By :func:`describe_loggers`; empty: only logs of an equal version continue.
+        recorded: Result of :func:`describe_loggers`. Empty: only logs of an equal version continue.
         is_first_rank: Whether this process will write.
     """
     left = list(recorded)
@@ -52,23 +52,23 @@ def resume_logs(
 
 
 def drop_later_rows(loggers: Sequence[Logger], step: int) -> None:
-    """Continue logs at ``step``: rows of later steps belong to a run that was interrupted."""
+    """Continue logs at ``step``. Rows of later steps belong to an interrupted run."""
     for logger in loggers:
         if isinstance(logger, CSVLogger):
             _restore_rows(logger, step)
         experiment: Any = getattr(logger, "experiment", None)
-        # TensorBoard hides what an earlier file has from that step on.
+        # TensorBoard hides an earlier file's values from this step on.
         if step > 0 and hasattr(experiment, "purge_step") and hasattr(experiment, "all_writers"):
             experiment.close()
             experiment.purge_step = step
 
 
 def _keep_rows(folder: Path) -> None:
-    """Put the file aside, which the logger would delete."""
+    """Put aside the log file, before the logger deletes the file."""
     file, kept = folder / "metrics.csv", folder / _KEPT
     if not file.is_file():
         return
-    if kept.is_file():  # a start that ended before it trained
+    if kept.is_file():  # after a start without training
         _write(kept, [*_read(kept), *_read(file)])
         file.unlink()
     else:

@@ -50,10 +50,10 @@ class ScriptLauncher(SubprocessScriptLauncher):
     """Runs the current command once more for every other rank of this node.
 
     Args:
-        environment: Knows the ranks and whether their processes exist.
+        environment: Knows the ranks and whether all processes exist.
         num_processes: Ranks of this node.
         num_nodes: Nodes of the job.
-        hooks: What it calls.
+        hooks: Functions to call.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class ScriptLauncher(SubprocessScriptLauncher):
         self._hooks = hooks
         self._watch: ChildWatch | None = None
         self._failed = False
-        self._is_started = False  # by the main process, which has the job's exit code
+        self._is_started = False  # by the main process, owner of the job's exit code
         self._interrupted = False
 
     def __getstate__(self) -> dict[str, Any]:
@@ -75,7 +75,7 @@ class ScriptLauncher(SubprocessScriptLauncher):
 
     @property
     def is_interactive_compatible(self) -> bool:
-        """Whether a notebook may use it: only if there is nothing to start."""
+        """Whether a notebook may use this launcher: only with a single process."""
         return self.num_processes * self.num_nodes == 1
 
     def launch(
@@ -85,11 +85,12 @@ class ScriptLauncher(SubprocessScriptLauncher):
         trainer: pl.Trainer | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Start the other ranks if nobody has, then call ``function`` in this one.
+        """Start the other ranks unless an external launcher has, then call ``function`` in this
+        rank.
 
         Raises:
-            ConfigError: If the module or the command cannot be run this way; before any process is
-                started.
+            ConfigError: If the module or the command cannot be run this way. Raised before any
+                process is started.
         """
         args, kwargs = checked_arguments(trainer, args, kwargs, self._hooks)
         self.cluster_environment.validate_settings(
@@ -113,11 +114,11 @@ class ScriptLauncher(SubprocessScriptLauncher):
             raise
 
     def _leave(self, error: BaseException) -> None:
-        """Report this failure to the other ranks, before callbacks and loggers take their time over
-        it.
+        """Report this failure to the other ranks, before slow handlers of callbacks and loggers
+        run.
 
         Raises:
-            PeerFailure: If it fails because another rank has.
+            PeerFailure: If this rank fails only because another rank has failed.
         """
         watch = self._hooks.failure_watch()
         follows = report_failure(watch, error)
@@ -132,18 +133,18 @@ class ScriptLauncher(SubprocessScriptLauncher):
                 raise peer from None
             return
         if watch is not None:
-            # Collecting torch's objects takes a second; others would wait.
+            # Collecting torch's objects takes a second. Other ranks would wait.
             compat.at_end_of_main_thread(gc.freeze)
         if self._watch is not None:
-            self._watch.stop()  # this process exits by itself, and then ends the others
+            self._watch.stop()  # this process exits by itself, and then ends the other processes
         if follows:
             if self.cluster_environment.creates_processes_externally:
                 time.sleep(LINGER_S)
             raise PeerFailure(1) from None
 
     def kill(self, signum: Any) -> None:
-        """Send a signal to the other ranks of this node; those are no failures that would end this
-        process.
+        """Send a signal to the other ranks of this node. Ranks ended by the signal do not count as
+        failures.
 
         Raises:
             SystemExit: With the code of an interruption after Ctrl-C: Lightning calls this last,
@@ -151,7 +152,7 @@ class ScriptLauncher(SubprocessScriptLauncher):
         """
         if self._watch is not None:
             self._watch.stop()
-        # They are exiting already, since this one reported its failure.
+        # The other ranks are exiting already, since this rank reported the failure.
         if signum == signal.SIGKILL:
             wait_for(self._children(), GRACE_S)
         super().kill(signum)
@@ -190,8 +191,8 @@ class ScriptLauncher(SubprocessScriptLauncher):
         self._child_failed(self.cluster_environment.node_rank() * self.num_processes, how)
 
     def _child_failed(self, rank: int, how: str) -> None:
-        """Report a failed process to the user and all ranks, unless a rank has reported why before
-        it ended.
+        """Report a failed process to the user and all ranks, unless a rank has reported the reason
+        before the process ended.
         """
         watch = self._hooks.failure_watch()
         if watch is not None:
@@ -200,12 +201,12 @@ class ScriptLauncher(SubprocessScriptLauncher):
             print_failure(rank, how)
 
     def _join(self, watch: ChildWatch) -> None:
-        """Wait until the other ranks finish the script; they would be ended as soon as this process
-        is gone.
+        """Wait until the other ranks finish the script. The end of this process would also end the
+        other ranks.
         """
         children, failed = self._children(), self._failed
         wait_for(children, GRACE_S if failed else _JOIN_S)
         child_failed = watch.announce()
         kill(children)
         if child_failed and not failed:
-            end_process(self._hooks.write_logs)  # with an exit code that says so
+            end_process(self._hooks.write_logs)  # with the exit code of a failure

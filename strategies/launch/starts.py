@@ -1,8 +1,9 @@
-"""Starts of one run: how many there were, from which step each went on, and which logs it writes.
+"""Starts of one run: the number of starts, the first step of each start, and the logs of each
+start.
 
-Rank 0 keeps the file ``starts.json`` in ``default_root_dir``. A start from a checkpoint that
-Lightning finds by itself (``ckpt_path="last"``, or Slurm's requeue) is a restart of the same run;
-any other start begins a new record.
+Rank 0 keeps the file ``starts.json`` in ``default_root_dir``. A start from a checkpoint found by
+Lightning itself (``ckpt_path="last"``, or Slurm's requeue) is a restart of the same run. Any other
+start begins a new record.
 """
 
 from __future__ import annotations
@@ -29,12 +30,14 @@ from megatron_lightning.strategies.launch.run_logs import (
 from megatron_lightning.strategies.lightning_internals import next_logged_step
 
 RECORD = "starts.json"
-_BEAT_S = 10.0  # between two notes of the step that a start has reached
+_BEAT_S = 10.0  # between two notes of the reached step
 _STARTS_WITHOUT_PROGRESS = 3  # two restarts
 
 
 class Starts:
-    """Record of the starts of a run; belongs to the strategy, and can be pickled with it."""
+    """Record of the starts of a run. Belongs to the strategy, and can be pickled with the
+    strategy.
+    """
 
     def __init__(self) -> None:
         self._is_restart = False
@@ -44,7 +47,7 @@ class Starts:
 
     @property
     def number(self) -> int:
-        """Starts of this run, the current one included; known on rank 0 from the start of training
+        """Starts of this run, the current one included. Known on rank 0 from the start of training
         on.
         """
         return len(self._record.get("starts", ()))
@@ -52,7 +55,9 @@ class Starts:
     def prepare(
         self, trainer: pl.Trainer, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> None:
-        """Continue the logs of the run that a ``fit`` resumes; before loggers create anything."""
+        """Continue the logs of the run resumed by a ``fit``. Called before loggers create
+        anything.
+        """
         path = kwargs.get("ckpt_path", next((a for a in args if isinstance(a, str)), None))
         fits = trainer.state.fn == TrainerFn.FITTING
         self._is_restart = fits and (
@@ -66,10 +71,10 @@ class Starts:
         resume_logs(trainer.loggers, recorded, is_first_rank=is_first)
 
     def begin(self, trainer: pl.Trainer) -> None:
-        """Record this start and continue its logs; when training starts.
+        """Record this start and continue the logs of the run. Called when training starts.
 
         Raises:
-            NoProgressError: If a launcher starts this run again and again, and it gets no further.
+            NoProgressError: If a launcher starts this run again and again without progress.
         """
         if not trainer.is_global_zero:
             return
@@ -99,7 +104,7 @@ class Starts:
         _check_progress(starts)
 
     def beat(self, trainer: pl.Trainer) -> None:
-        """Note the step that this start has reached, every ten seconds."""
+        """Note the step reached by this start, every ten seconds."""
         if self._path is None or time.monotonic() - self._beat_s < _BEAT_S:
             return
         self._beat_s = time.monotonic()
@@ -122,7 +127,7 @@ class Starts:
 
 
 def _check_progress(starts: list[dict[str, Any]]) -> None:
-    """Check that one of the last restarts has come further than the start before them."""
+    """Check that a recent restart has come further than the start before the restarts."""
     last = starts[-_STARTS_WITHOUT_PROGRESS:]
     if len(last) < _STARTS_WITHOUT_PROGRESS or not all(s["automatic"] for s in last[1:]):
         return

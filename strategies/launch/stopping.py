@@ -1,8 +1,8 @@
 """Stops on request: all ranks end a run after the same step, saved.
 
-A request is a signal to any rank, a file, or a time on rank 0's clock. Handlers of signals only
-record them: inside a collective a handler that saves or communicates would wait forever. Ranks
-agree at the end of every optimizer step and of every batch of an evaluation.
+A request is a signal to any rank, a file, or a time on rank 0's clock. Handlers only record
+signals: inside a collective, saving or communicating in a handler would wait forever. Ranks agree
+at the end of every optimizer step and of every batch of an evaluation.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ from megatron_lightning.strategies.lightning_internals import (
 )
 
 RECORD = "stopped.json"
-_FILE_POLL_S = 1.0  # between two looks for the stop file, which may be on a shared file system
+_FILE_POLL_S = 1.0  # between two looks for the stop file, often on a shared file system
 
 
 class Reason(IntEnum):
-    """Why a run is to stop; of several reasons the largest holds."""
+    """Why a run is to stop. Of several reasons the largest holds."""
 
     NONE = 0
     EXIT_AFTER = 1
@@ -55,30 +55,31 @@ class Reason(IntEnum):
 
 
 Save = Callable[[pl.Trainer, Reason], str | None]
-"""Saves a checkpoint on all ranks and returns its path; None: there is nothing to save."""
+"""Saves a checkpoint on all ranks and returns the path. None: nothing to save."""
 
 
 def save_for_requeue(trainer: pl.Trainer, reason: Reason) -> str:
-    """Save ``hpc_ckpt_<n>.ckpt``, from which Lightning resumes by itself."""
+    """Save ``hpc_ckpt_<n>.ckpt``. Lightning resumes from this file by itself."""
     path = requeue_path(trainer)
     trainer.save_checkpoint(path)
     return path
 
 
 class StopOnRequest(pl.Callback):
-    """End a run on all ranks when one of them is asked to.
+    """End a run on all ranks after a request to any rank.
 
     The file ``stopped.json`` in ``default_root_dir`` records the reason, the checkpoint and the
-    step; the next fit removes it. The strategy adds this callback under Slurm, for the requeue
-    signal; :class:`megatron_lightning.callbacks.RescueCheckpoint` has one for all requests.
+    step. The next fit removes it. The strategy adds this callback under Slurm, for the requeue
+    signal. :class:`megatron_lightning.callbacks.RescueCheckpoint` has a callback for all requests.
 
     Args:
         save: Saves when a fit stops.
         handles_sigterm: Whether SIGTERM is a request.
         handles_requeue: Whether Slurm's requeue signal is a request.
-        stop_file: File whose existence is a request; it is removed when the run has stopped.
+        stop_file: File whose existence is a request. Removed when the run has stopped.
         exit_after: Time from the start of the run to a stop, by rank 0's clock.
-        exit_code: Exit code of the processes; under torchrun it is 0 (``exit_codes.py``).
+        exit_code: Exit code of the processes. Under torchrun the exit code is 0
+            (``exit_codes.py``).
     """
 
     def __init__(
@@ -126,7 +127,7 @@ class StopOnRequest(pl.Callback):
         batch: Any,
         batch_idx: int,
     ) -> None:
-        """Save and end if there is a request; a collective on every optimizer step.
+        """Save and end if there is a request. A collective on every optimizer step.
 
         Raises:
             AgreedStop: On every rank.
@@ -135,8 +136,8 @@ class StopOnRequest(pl.Callback):
             self._end_if_requested(trainer)
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Install the signal handlers, and agree with the other ranks on the batches that all of
-        them have.
+        """Install the signal handlers, and agree with the other ranks on the batches common to all
+        ranks.
         """
         self._install_handlers(trainer)
         self._num_batches = _fewest_batches(trainer)
@@ -152,7 +153,7 @@ class StopOnRequest(pl.Callback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        """Save and end if there is a request; a collective on every batch that all ranks have.
+        """Save and end after a request. A collective on every batch common to all ranks.
 
         Raises:
             AgreedStop: On every rank.
@@ -190,7 +191,7 @@ class StopOnRequest(pl.Callback):
     # -------------------------------------------------------------------------------------- signals
 
     def record_signal(self, signum: int, frame: FrameType | None = None) -> None:
-        """Record a signal; for use as its handler."""
+        """Record a signal. For use as a signal handler."""
         received = Reason.SIGTERM if signum == signal.SIGTERM else Reason.REQUEUE
         self._received = max(self._received, received)
 
@@ -205,7 +206,7 @@ class StopOnRequest(pl.Callback):
             self._previous[signum] = signal.signal(signum, self.record_signal)
 
     def restore_handlers(self) -> None:
-        """Restore the handlers that were replaced."""
+        """Restore the replaced handlers."""
         for signum, handler in self._previous.items():
             signal.signal(signum, handler)
         self._previous = {}
@@ -231,7 +232,7 @@ class StopOnRequest(pl.Callback):
             if reason is Reason.REQUEUE:
                 _requeue()
         requeue = requeue_signal(trainer)
-        if requeue is not None:  # a second one would kill the process before it has ended
+        if requeue is not None:  # a second signal would kill the process too early
             ignore_after_run(trainer, requeue)
         raise AgreedStop(code)
 
@@ -250,7 +251,7 @@ class StopOnRequest(pl.Callback):
 
 
 def requeue_signal(trainer: pl.Trainer) -> int | None:
-    """Return the signal by which Slurm asks this job to save and queue again; None: it does not."""
+    """Return Slurm's signal for saving and requeueing this job. None: Slurm sends no signal."""
     environment = connector_of(trainer).cluster_environment
     if not isinstance(environment, SLURMEnvironment) or not environment.auto_requeue:
         return None
@@ -260,7 +261,7 @@ def requeue_signal(trainer: pl.Trainer) -> int | None:
 def handle_requeue(trainer: pl.Trainer, undo: ExitStack) -> None:
     """Save and requeue by agreement when Slurm's signal comes, instead of Lightning's handler.
 
-    A callback of the user's that stops on request does it, or one that is added for this run.
+    The user's own callback for stops on request does so, or a callback added for this run.
     """
     if requeue_signal(trainer) is None:
         return
@@ -275,8 +276,8 @@ def handle_requeue(trainer: pl.Trainer, undo: ExitStack) -> None:
 
 
 def largest_of_ranks(trainer: pl.Trainer, value: int) -> int:
-    """Return the largest ``value`` of all ranks; a collective of hosts, which wait for no device
-    where the backend allows that.
+    """Return the largest ``value`` of all ranks. A collective between hosts, without waiting for a
+    device if the backend allows.
     """
     if trainer.world_size == 1 or not dist.is_initialized():
         return int(value)
@@ -308,7 +309,9 @@ def _record_path(trainer: pl.Trainer) -> Path:
 
 
 def _write_record(trainer: pl.Trainer, reason: Reason, checkpoint: str | None, code: int) -> None:
-    """Record a stop for scripts, which may not see the exit code (torchrun's own is another)."""
+    """Record a stop for scripts. Scripts may not see the exit code, since torchrun exits with its
+    own code.
+    """
     record = {
         "reason": reason.name.lower(),
         "checkpoint": checkpoint,
@@ -323,7 +326,7 @@ def _write_record(trainer: pl.Trainer, reason: Reason, checkpoint: str | None, c
 
 
 def _requeue() -> None:
-    """Make Slurm end this job and queue it again, as an element of its array if it is one."""
+    """Make Slurm end this job and queue the job again, as an array element for array jobs."""
     job = os.environ.get("SLURM_JOB_ID", "")
     if "SLURM_ARRAY_JOB_ID" in os.environ:
         job = f"{os.environ['SLURM_ARRAY_JOB_ID']}_{os.environ['SLURM_ARRAY_TASK_ID']}"

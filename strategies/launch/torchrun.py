@@ -1,4 +1,4 @@
-"""Sizes of a job that torchrun has started, where the user has set none."""
+"""Sizes of a job started by torchrun, as far as the user has set no sizes."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from megatron_lightning.strategies.lightning_internals import trainer_sizes
 
 
 def sizes_of_torchrun(environment: ClusterEnvironment | None) -> tuple[int, int] | None:
-    """Return (processes of a node, nodes) as torchrun says; None: the user's sizes hold.
+    """Return torchrun's (processes of a node, nodes). None: the user's sizes hold.
 
-    ``devices="auto"`` is as many as torchrun started. ``num_nodes=1``, Lightning's default, is as
-    many as torchrun has, with ``devices="auto"`` and with those of one of several processes a
-    node: an elastic job has other numbers after each restart. ``devices=1`` is a Trainer that runs
-    beside the job.
+    ``devices="auto"`` means torchrun's number of processes. ``num_nodes=1``, Lightning's default,
+    means torchrun's number of nodes, both with ``devices="auto"`` and with ``devices`` equal to
+    torchrun's several processes a node: an elastic job has other numbers after each restart.
+    ``devices=1`` is a Trainer running beside the job.
     """
     given = trainer_sizes()
     local, nodes = (os.environ.get(name) for name in ("LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE"))

@@ -1,5 +1,5 @@
-"""Run every rank of this node as a worker process, spawned or forked from this one, which is none
-of them.
+"""Run every rank of this node as a worker process, spawned or forked from this process. This
+process itself is no rank.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ class WorkerLauncher(MultiProcessingLauncher):
     and under pytest.
 
     Args:
-        strategy: Lightning's base class reads its sizes, and reads and writes the module's weights
-            through it.
+        strategy: Lightning's base class reads sizes from the strategy, and reads and writes the
+            module's weights through the strategy.
         start_method: ``"spawn"`` or ``"fork"``.
-        hooks: What it calls.
+        hooks: Functions to call.
     """
 
     def __init__(
@@ -57,13 +57,13 @@ class WorkerLauncher(MultiProcessingLauncher):
         trainer: pl.Trainer | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Start the workers, wait for them, and return what rank 0 returned.
+        """Start the workers, wait for all workers, and return the result of rank 0.
 
         Raises:
-            ConfigError: If the module cannot be run this way; before any process is started. Errors
-                of workers whose message suffices are raised here as they were raised there.
+            ConfigError: If the module cannot be run this way. Raised before any process is started.
+                A worker's error with a sufficient message is raised here unchanged.
             torch.multiprocessing.ProcessRaisedException: With a worker's traceback.
-            torch.multiprocessing.ProcessExitedException: For a worker that was killed.
+            torch.multiprocessing.ProcessExitedException: For a killed worker.
             KeyboardInterrupt: If this process or a worker was interrupted.
         """
         if restarts_in_process():
@@ -94,8 +94,8 @@ class WorkerLauncher(MultiProcessingLauncher):
                 self._reports = None
 
     def _collect_rank_zero_results(self, trainer: pl.Trainer, results: Any) -> Any:
-        """Send the weights of all ranks to the process that started them, not those of its first
-        worker alone.
+        """Send the weights of all ranks to the starting process, not only the first worker's
+        weights.
         """
         output = super()._collect_rank_zero_results(trainer, results)
         if trainer.state.fn == TrainerFn.FITTING:
@@ -131,23 +131,23 @@ class WorkerLauncher(MultiProcessingLauncher):
                     process_idx, trainer, function, args, kwargs, return_queue, *more
                 )
             except AgreedStop as stop:
-                # A code of its own would be a worker's failure, which ends the others.
+                # Another exit code would count as a failure and end the other workers.
                 self._strategy.teardown()
                 self._hooks.write_logs()
                 if self._reports is not None:
                     self._reports.write(process_idx, stop)
                 if process_idx == 0:
                     return_queue.put(None)  # the starter waits for a result
-            # The Trainer's own handling of it stays in the process that started this one.
+            # The Trainer's own handling stays in the starting process.
             except BaseException as error:
                 self._leave(process_idx, error)
                 raise
 
     def _leave(self, local_rank: int, error: BaseException) -> None:
-        """Report this failure to the other ranks, and break the connections that they wait on.
+        """Report this failure to the other ranks, and break the connections of waiting ranks.
 
         Raises:
-            PeerFailure: If it fails because another rank has.
+            PeerFailure: If this rank fails only because another rank has failed.
         """
         watch = self._hooks.failure_watch()
         if watch is None:
