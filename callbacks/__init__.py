@@ -1,4 +1,4 @@
-"""Installed as megatron_lightning.callbacks; always import it by that name."""
+"""Installed as megatron_lightning.callbacks. Always import it by that name."""
 
 # A second copy of these classes would fail isinstance checks.
 if __name__ != "megatron_lightning.callbacks":

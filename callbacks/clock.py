@@ -1,4 +1,4 @@
-"""Clocks of the monitors: of the training, on whichever device it runs, and of their own hooks."""
+"""Clocks of the monitors: for the training, on any device, and for the monitors' own hooks."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ Mark = float | torch.cuda.Event
 class Clock:
     """Marks moments of the training and returns the seconds between them.
 
-    A GPU works behind the host. There a moment is an event in its stream, which costs no waiting;
-    :meth:`wait` waits until the device has come to one.
+    A GPU works behind the host. On a GPU, a moment is an event in the GPU's stream, recorded
+    without waiting. :meth:`wait` waits until the device has reached a moment.
 
     Args:
         device: Where the training runs.
@@ -26,7 +26,7 @@ class Clock:
         self._device = device
 
     def mark(self) -> Mark:
-        """Return the moment at which the device has done what it was given so far."""
+        """Mark the moment at which the device has finished all work submitted so far."""
         if self._device.type != "cuda":
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
@@ -39,16 +39,16 @@ class Clock:
             mark.synchronize()
 
     def seconds(self, begin: Mark, end: Mark) -> float:
-        """Return the seconds between two moments to which the device has come."""
+        """Return the seconds between two moments already reached by the device."""
         if isinstance(begin, float) or isinstance(end, float):
             return float(end) - float(begin)  # type: ignore[arg-type]
         return float(begin.elapsed_time(end)) / 1e3
 
 
 class OwnTime:
-    """Time that a callback spends in its hooks, beside the time of the training, on the host.
+    """Time of a callback in its hooks, beside the time of the training, on the host.
 
-    Waiting for a GPU does not count: it is the training's.
+    Waiting for a GPU counts as training.
     """
 
     def __init__(self) -> None:
@@ -74,7 +74,7 @@ class OwnTime:
 
     @contextmanager
     def counted(self) -> Iterator[None]:
-        """Around what a hook does."""
+        """Enter around the work of a hook."""
         begin = time.perf_counter()
         try:
             yield
@@ -92,7 +92,7 @@ class OwnTime:
 
     @property
     def share(self) -> float:
-        """Share of the training that went into the hooks; 0 before any training."""
+        """Share of the training time spent in the hooks. 0 before any training."""
         self._add_training()
         return self.seconds / self._training_s if self._training_s > 0 else 0.0
 

@@ -1,4 +1,4 @@
-"""Say at the end of a fit what it has done, and how to go on."""
+"""Report at the end of a fit: results, and the next command."""
 
 from __future__ import annotations
 
@@ -17,12 +17,13 @@ from megatron_lightning.callbacks.counting import num_data_ranks, num_samples, n
 class ClosingSummary(pl.Callback):
     """Print time, speed, checkpoints and the next command when a fit ends or is interrupted.
 
-    The command line adds it to ``fit``. Samples and tokens are those of this start, over all ranks.
+    The command line adds this callback to ``fit``. Samples and tokens count from this start, over
+    all ranks.
     """
 
     def __init__(self) -> None:
         self.text = ""
-        """What was printed; "": nothing."""
+        """The printed text. "": nothing printed."""
         self._start_s = 0.0
         self._first_step = 0
         self._samples = 0
@@ -47,13 +48,13 @@ class ClosingSummary(pl.Callback):
         self._tokens += num_tokens(trainer, pl_module, batch, None)
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Print the summary of a fit that has finished."""
+        """Print the summary of a finished fit."""
         self._print(trainer, "finished")
 
     def on_exception(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
     ) -> None:
-        """Print the summary of a fit that has ended early."""
+        """Print the summary of a fit ended early."""
         if self._start_s:
             self._print(trainer, f"ended early ({type(exception).__name__})")
 
@@ -79,7 +80,7 @@ class ClosingSummary(pl.Callback):
 
 
 def next_command(argv: list[str], is_finished: bool, checkpoint: str) -> str:
-    """Return the command line to run next: to validate a checkpoint, or to resume; "": unknown.
+    """Return the command line to run next: to validate a checkpoint, or to resume. "": unknown.
 
     Args:
         argv: Of this process.
@@ -98,7 +99,7 @@ def next_command(argv: list[str], is_finished: bool, checkpoint: str) -> str:
 
 
 def _checkpoints(trainer: pl.Trainer) -> tuple[str, str]:
-    """Return the best and the newest checkpoint that callbacks have saved; "": none."""
+    """Return the best and the newest checkpoint saved by callbacks. "": none."""
     saved = [c for c in trainer.checkpoint_callbacks if isinstance(c, ModelCheckpoint)]
     best = next((c.best_model_path for c in saved if c.best_model_path and c.monitor), "")
     steps = [(vars(c).get("_last_global_step_saved", 0), c) for c in saved if c.last_model_path]

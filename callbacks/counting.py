@@ -20,20 +20,20 @@ _USUAL_ENTRIES = ("tokens", "input_ids")
 
 
 def num_samples(batch: Any) -> int:
-    """Return the samples of this rank's batch; 1 for a batch without tensors."""
+    """Return the samples of this rank's batch. 1 for a batch without tensors."""
     return batch_size_of(batch) or 1
 
 
 def num_tokens(
     trainer: pl.Trainer, module: pl.LightningModule, batch: Any, entry: str | None
 ) -> int:
-    """Return the tokens of this rank's batch, padding included; 0 if they are not known.
+    """Return the tokens of this rank's batch, padding included. 0 if unknown.
 
     Args:
         trainer: The Trainer.
         module: Declares ``sequence_dims``, or the data module does.
         batch: The batch.
-        entry: Entry of the batch with one element for each token; None: samples times the declared
+        entry: Entry of the batch with one element for each token. None: samples times the declared
             sequence length, or else the elements of ``tokens`` or ``input_ids``.
 
     Raises:
@@ -65,7 +65,7 @@ def num_tokens(
 
 
 def transformer_config(module: pl.LightningModule) -> TransformerConfig | None:
-    """Return the sizes of the module's model; None: it is of another kind."""
+    """Return the sizes of the module's model. None: a model of another kind."""
     for part in module.modules():
         config = getattr(part, "config", None)
         if isinstance(config, TransformerConfig):
@@ -82,7 +82,7 @@ def num_data_ranks(trainer: pl.Trainer) -> int:
 
 
 def values_of_ranks(trainer: pl.Trainer, values: Sequence[float]) -> list[list[float]]:
-    """Return the values of every rank, in rank order and the same on all; a collective."""
+    """Return the values of every rank, in rank order and the same on all. A collective."""
     strategy = trainer.strategy
     own = torch.tensor([list(values)], dtype=torch.float64)
     if trainer.world_size == 1:
@@ -99,8 +99,8 @@ def log_values(
     prefix: str,
     progress_bar: Sequence[str] = (),
 ) -> None:
-    """Give values that are the same on every rank to the loggers, to ``trainer.callback_metrics``
-    and to the progress bar.
+    """Give values, equal on every rank, to the loggers, to ``trainer.callback_metrics`` and to the
+    progress bar.
 
     ``LightningModule.log`` would cost some tenths of a millisecond a value, and round counts of
     tokens to fp32.
@@ -108,8 +108,8 @@ def log_values(
     Args:
         trainer: The Trainer, at the end of an optimizer step.
         values: Value by name.
-        prefix: What comes before the name; the progress bar, which is narrow, shows names alone.
-        progress_bar: Names of the values that the progress bar shows.
+        prefix: Text before the name. The narrow progress bar shows names alone.
+        progress_bar: Names of the values shown by the progress bar.
     """
     named = {prefix + name: value for name, value in values.items()}
     for logger in trainer.loggers:

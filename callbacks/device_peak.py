@@ -1,4 +1,4 @@
-"""Peak speed of this rank's device, to which MFU relates: from the table, or measured."""
+"""Peak speed of this rank's device, the base of MFU: from the table, or measured."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ class DevicePeak(NamedTuple):
 
     flops_per_s: float
     source: str
-    """Where the number comes from, for logs."""
+    """Source of the number, for logs."""
 
 
 def device_peak(device: torch.device, precision: Precision) -> DevicePeak:
-    """Return the peak of a device for the number format in which a precision multiplies: its data
-    sheet's, or a measured one for CPUs and GPUs that the table lacks.
+    """Return the peak of a device for a precision's number format: from the data sheet, or measured
+    for CPUs and for GPUs missing in the table.
     """
     kind = _kind(device, precision)
     if device.type == "cuda":
@@ -50,8 +50,8 @@ def device_peak(device: torch.device, precision: Precision) -> DevicePeak:
 
 @torch.no_grad()
 def measured_peak(device: torch.device, dtype: torch.dtype) -> float:
-    """Return the speed of products of square matrices that take at least 10 ms, in FLOP/s, the best
-    of three; takes about 0.1 s on a CPU.
+    """Return the speed of square matrix multiplications of at least 10 ms, in FLOP/s, the best of
+    three. Takes about 0.1 s on a CPU.
     """
     size = _SMALLEST
     while True:
@@ -62,7 +62,7 @@ def measured_peak(device: torch.device, dtype: torch.dtype) -> float:
 
 
 def _seconds_of_product(size: int, device: torch.device, dtype: torch.dtype) -> float:
-    # No random numbers, which the training's would follow; equal ones would flatter a GPU's clock.
+    # Not random: that would shift the training's draws. Not equal: that would flatter a GPU's clock.
     left = torch.arange(size * size, device=device).sin().reshape(size, size).to(dtype)
     right, result = left.t().contiguous(), torch.empty_like(left)
     times = []

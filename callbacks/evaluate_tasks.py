@@ -16,24 +16,24 @@ from megatron_lightning.strategies.texts import find_codec, text_engine
 
 class EvaluateTasks(pl.Callback):
     """Evaluate the model on tasks of lm-evaluation-harness at each validation, or every so many
-    optimizer steps, with the weights as they are and on every layout.
+    optimizer steps, with the current weights and on every layout.
 
     Values are logged as ``task/metric``, so that ``ModelCheckpoint(monitor="hellaswag/acc")`` and
-    early stopping see them, and a table is printed. The training goes on as if there had been none.
+    early stopping see the values. A table is printed. An evaluation leaves the training unchanged.
 
     Args:
         tasks: Names of tasks and groups of tasks.
-        every_n_steps: Optimizer steps from one evaluation to the next; None: at each validation.
-        limit: Documents of each task, or below 1 their share; None: all.
-        num_fewshot: Examples before each document; None: as the task says.
+        every_n_steps: Optimizer steps from one evaluation to the next. None: at each validation.
+        limit: Documents of each task, or below 1 the share of documents. None: all.
+        num_fewshot: Examples before each document. None: as set by the task.
         apply_chat_template: Whether documents go through the chat template.
         include_path: Folder with YAML files of tasks of your own.
-        confirm_run_unsafe_code: Whether tasks may run code that the model has written.
-        tokenizer_model: The tokenizer; None: the one that came with the model, or the data
+        confirm_run_unsafe_code: Whether tasks may run code written by the model.
+        tokenizer_model: The tokenizer. None: the tokenizer saved with the model, or the data
             module's.
         tokenizer_type: sentencepiece or huggingface.
         prefix: Before the names of values.
-        options: Sizes of the engine; None: the defaults.
+        options: Sizes of the engine. None: the defaults.
 
     Raises:
         ConfigError: If a value cannot work, or the harness is not installed.

@@ -9,12 +9,13 @@ from megatron_lightning.layers.moe.layer import MoELayer
 
 
 class ExpertLoadMonitor(pl.Callback):
-    """Log the tokens that chose each expert, as ``tokens_per_expert/path of the layer/number``:
-    summed over a batch (in evaluation, with ``val_`` or ``test_`` before the name, over all
-    batches) and all ranks, equal on each, and with those that are dropped.
+    """Log the tokens per expert, as ``tokens_per_expert/path of the layer/number``: summed over a
+    batch and all ranks, equal on every rank, with dropped tokens included. In evaluation, ``val_``
+    or ``test_`` stands before the name, and the sum is over all batches.
 
-    That is a number for every expert of every layer; without this callback, ``expert_load`` sums
-    them up in one number a layer. Under Lightning's own strategies each rank counts its own tokens.
+    The logs get a number for every expert of every layer. Without this callback, ``expert_load``
+    sums up each layer in a single number. Under Lightning's own strategies each rank counts its own
+    tokens.
     """
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

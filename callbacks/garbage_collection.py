@@ -15,14 +15,14 @@ from megatron_lightning.strategies.lightning_internals import is_accumulating
 class GarbageCollection(pl.Callback):
     """Collect garbage after every ``every_n_steps`` optimizer steps, and at no other time of a fit.
 
-    Python collects when a rank has made enough objects: every rank in another step, and in each of
-    them all ranks wait for the one that collects.
+    Python collects when a rank has made enough objects. Every rank then collects in another step,
+    and in each of these steps all ranks wait for the collecting rank.
 
     Args:
         every_n_steps: Optimizer steps between two collections.
 
     Raises:
-        ConfigError: If it is not a positive number.
+        ConfigError: If ``every_n_steps`` is not a positive number.
     """
 
     def __init__(self, every_n_steps: int = 100) -> None:
@@ -48,7 +48,7 @@ class GarbageCollection(pl.Callback):
         batch: Any,
         batch_idx: int,
     ) -> None:
-        """Collect if it is time; by the step, so that all ranks do."""
+        """Collect if due. The step decides, so that all ranks collect together."""
         if not is_accumulating(trainer) and trainer.global_step % self.every_n_steps == 0:
             gc.collect()
             self.collections += 1

@@ -1,4 +1,4 @@
-"""Log the global gradient norm: one number for the full model on every layout."""
+"""Log the global gradient norm: a single number for the full model on every layout."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from megatron_lightning.strategies.megatron import MegatronStrategy
 class GradientNormMonitor(pl.Callback):
     """Log the 2-norm of all gradients before clipping, once an optimizer step.
 
-    Under :class:`MegatronStrategy` it is the norm over all axes, without double counting; under
-    another strategy the norm of this rank's gradients. Where steps may be skipped (``16-mixed``,
-    ``non_finite="skip"``), ``skipped_steps`` counts them.
+    Under :class:`MegatronStrategy` the norm spans all axes, without double counting. Under another
+    strategy the norm is of this rank's gradients. If steps may be skipped (``16-mixed``,
+    ``non_finite="skip"``), ``skipped_steps`` counts skipped steps.
 
     Args:
         name: Key of the norm in the logs.
         groups: Log the norm of every parameter group too, as ``name/group``, if there are several.
-        zeros: Log how many elements of the gradients are zero, as ``name_zeros``; reads all
+        zeros: Log the number of zero elements in the gradients, as ``name_zeros``. Reads all
             gradients once more.
     """
 
@@ -37,7 +37,7 @@ class GradientNormMonitor(pl.Callback):
     def on_before_optimizer_step(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
     ) -> None:
-        """Compute and log the norms; a collective under MegatronStrategy."""
+        """Compute and log the norms. A collective under MegatronStrategy."""
         strategy = trainer.strategy
         values: dict[str, Any] = {}
         if isinstance(strategy, MegatronStrategy):
@@ -66,7 +66,7 @@ class GradientNormMonitor(pl.Callback):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any
     ) -> None:
-        """Log the number of skipped steps, for which no optimizer hook runs."""
+        """Log the number of skipped steps. No optimizer hook runs for a skipped step."""
         if isinstance(trainer.strategy, MegatronStrategy) and trainer.strategy.may_skip_steps:
             pl_module.log(
                 "skipped_steps", float(trainer.strategy.skipped_steps), on_step=True, on_epoch=False

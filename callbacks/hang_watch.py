@@ -1,4 +1,4 @@
-"""Say which rank holds the others up when a batch takes far longer than any before."""
+"""Report the rank that blocks the other ranks when a batch takes far longer than any before."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ Action = Literal["print", "stop"]
 
 
 class HangWatch(pl.Callback):
-    """Print where every rank is when no batch ends for ``factor`` times the longest batch, and stop
-    the job if told so.
+    """Print the position of every rank when no batch ends for ``factor`` times the longest batch,
+    and stop the job on request.
 
     The stacks of all ranks, ranks of one stack together, come from a thread of each rank through
-    the job's store, while the main threads are blocked; torch's flight recorder adds which ranks
-    are behind in a process group. Nothing is installed, and no signal is sent.
+    the job's store, while the main threads are blocked. Torch's flight recorder adds the ranks
+    behind in a process group. Nothing is installed, and no signal is sent.
 
-    The first batch of training and of validation (connections, compilation), saves, and what lies
-    between training and validation have no limit. A batch in which a rank compiles is none that
-    hangs.
+    The first batch of training and of validation (connections, compilation), saves, and the time
+    between training and validation have no limit. A batch with compilation on a rank never counts
+    as a hang.
 
     Args:
         factor: Multiple of the longest batch of training, or of validation.
-        at_least: Time that is never too long.
-        action: ``print``, or ``stop``: all ranks end with exit code 1, and a launcher that starts
-            the job again resumes it.
+        at_least: Lower limit of the allowed time.
+        action: ``print``, or ``stop``: all ranks end with exit code 1, and a restarting launcher
+            resumes the job.
 
     Raises:
         ConfigError: If a value cannot be used.
@@ -56,13 +56,13 @@ class HangWatch(pl.Callback):
         self.at_least = at_least
         self.action = action
         self.hangs: list[Hang] = []
-        """Hangs that this rank has printed."""
+        """Hangs printed by this rank."""
         self._monitor: HangMonitor | None = None
         self._own = OwnTime()
 
     @property
     def overhead(self) -> float:
-        """Share of the time of training that went into the hooks."""
+        """Share of the training time spent in the hooks."""
         return self._own.share
 
     def __getstate__(self) -> dict[str, Any]:
@@ -165,13 +165,13 @@ class HangWatch(pl.Callback):
             self._monitor = None
 
     def _found(self, trainer: pl.Trainer, hang: Hang) -> None:
-        """Follow a hang; called from the monitor's thread of one rank."""
+        """Follow a hang. Called from the monitor's thread of one rank."""
         self.hangs.append(hang)
         if self.action == "print":
             return
         strategy = trainer.strategy
         watch = strategy.ranks.failure_watch if isinstance(strategy, MegatronStrategy) else None
-        if watch is not None:  # its threads end the other ranks
+        if watch is not None:  # threads of the watch end the other ranks
             watch.report_child(
                 hang.suspects[0] if hang.suspects else trainer.global_rank, "it hangs"
             )

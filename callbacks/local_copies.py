@@ -14,20 +14,20 @@ from megatron_lightning.strategies.megatron import MegatronStrategy
 
 
 class LocalCopyCheckpoint(ModelCheckpoint):
-    """Save every rank's state to its node's own disk, with a copy on the next node;
-    ``ckpt_path="last"`` finds it.
+    """Save every rank's state to its node's own disk, with a copy on the next node.
+    ``ckpt_path="last"`` finds the copies.
 
     A small file, ``local.ckpt``, on the shared file system lists the places of the copies. A run of
-    the same layout resumes from the newest copy of which every rank's part is on some node, so one
-    of two neighboring nodes may be lost; a run of another layout, from the newest copy that is
-    complete on every node; otherwise, from the newest checkpoint beside that file. The two newest
-    copies are kept.
+    the same layout resumes from the newest copy with every rank's part on any node, so a node may
+    be lost if both its neighbors survive. A run of another layout resumes from the newest copy
+    complete on every node. Otherwise, a run resumes from the newest checkpoint beside
+    ``local.ckpt``. The two newest copies are kept.
 
     Args:
-        folder: Folder on each node's own disk, where ``{node_rank}`` represents the node's number.
+        folder: Folder on each node's own disk, with ``{node_rank}`` for the node's number.
         every_n_train_steps: Optimizer steps between two copies.
         every_n_minutes: Minutes between two copies, instead.
-        dirpath: Shared folder of ``local.ckpt``; None: as for ``ModelCheckpoint``.
+        dirpath: Shared folder of ``local.ckpt``. None: as for ``ModelCheckpoint``.
     """
 
     CHECKPOINT_NAME_LAST = "local"
@@ -75,7 +75,7 @@ class LocalCopyCheckpoint(ModelCheckpoint):
             )
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Save nothing: a run that ended normally needs no copies."""
+        """Save nothing, since a normally ended run needs no copies."""
 
     def _save_checkpoint(self, trainer: pl.Trainer, filepath: str) -> None:
         strategy = trainer.strategy

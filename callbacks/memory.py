@@ -1,4 +1,4 @@
-"""Log the memory of the ranks beside what the plan predicts."""
+"""Log the memory of the ranks beside the plan's prediction."""
 
 from __future__ import annotations
 
@@ -34,25 +34,26 @@ _GIB = 2**30
 
 
 class MemoryMonitor(pl.Callback):
-    """Log the memory of the rank that has the most, and which one it is, beside the prediction.
+    """Log the memory and the number of the rank with the most memory, beside the prediction.
 
     | key after ``memory/`` | value, in GiB |
     |---|---|
-    | ``allocated_gib``, ``reserved_gib`` | GPU: of tensors, and what torch's allocator holds, now |
+    | ``allocated_gib``, ``reserved_gib`` | GPU: of tensors now, and held by torch's allocator now |
     | ``peak_gib`` | GPU: most bytes of tensors since the start of the process |
-    | ``resident_gib``, ``peak_resident_gib`` | CPU: memory of the process, its libraries included |
+    | ``resident_gib``, ``peak_resident_gib`` | CPU: memory of the process, libraries included |
     | ``peak_rank`` | rank with the highest peak |
-    | ``predicted_gib`` | ``planning.memory`` of that rank |
+    | ``predicted_gib`` | ``planning.memory`` of ``peak_rank`` |
 
-    Each is the largest of all ranks, and the same on every rank. The prediction counts tensors, so
-    that on the CPU it is compared with the growth of a process, not with its size. It is known for
-    models with a :class:`TransformerConfig` under :class:`MegatronStrategy`.
+    Each value is the maximum over all ranks, and the same on every rank. The prediction counts
+    tensors. On the CPU the prediction is therefore compared with the growth of a process, not with
+    the size. The prediction exists for models with a :class:`TransformerConfig` under
+    :class:`MegatronStrategy`.
 
-    :attr:`overhead` is the share of training time that went into the monitor's hooks. A GPU is not
-    waited for but in the exchange of the values.
+    :attr:`overhead` is the share of training time spent in the monitor's hooks. Only the exchange
+    of the values waits for a GPU.
 
     Args:
-        every_n_steps: Optimizer steps between two values; None: the Trainer's
+        every_n_steps: Optimizer steps between two values. None: the Trainer's
             ``log_every_n_steps``.
         each_rank: Log every rank's values too, as ``memory/peak_gib/rank_3``.
         tokens: Entry of the batch with one element for each token, as for
@@ -80,7 +81,7 @@ class MemoryMonitor(pl.Callback):
 
     @property
     def overhead(self) -> float:
-        """Share of the time since the first step that went into the hooks."""
+        """Share of the time since the first step spent in the hooks."""
         return self._own.share
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -163,7 +164,7 @@ class MemoryMonitor(pl.Callback):
         return self._plans[key]
 
     def _predicted_bytes(self, trainer: pl.Trainer, plan: Memory | None) -> int:
-        """Return the prediction for this rank; 0: there is none."""
+        """Return the prediction for this rank. 0: no prediction."""
         if plan is None or not isinstance(trainer.strategy, MegatronStrategy):
             return 0
         return plan.ranks[trainer.strategy.context.pp.rank].total_bytes
@@ -183,7 +184,7 @@ class MemoryMonitor(pl.Callback):
 def _planned(
     trainer: pl.Trainer, module: pl.LightningModule, samples: int, tokens: int
 ) -> Memory | None:
-    """Return the plan of this training; None: the model or the precision has no formulas."""
+    """Return the plan of this training. None: the model or the precision has no formulas."""
     strategy, config = trainer.strategy, transformer_config(module)
     if config is None or not isinstance(strategy, MegatronStrategy):
         return None
@@ -213,7 +214,7 @@ def _planned(
 
 
 def memory_of(device: torch.device) -> Mapping[str, int]:
-    """Return the bytes that this process has on a device, by what they are; the last is a peak."""
+    """Return the bytes of this process on a device, by kind. The last value is a peak."""
     if device.type == "cuda":
         return {
             "allocated": torch.cuda.memory_allocated(device),
@@ -224,12 +225,12 @@ def memory_of(device: torch.device) -> Mapping[str, int]:
     if status.exists():
         fields = dict(line.split(":", 1) for line in status.read_text().splitlines() if ":" in line)
         if "VmRSS" in fields and "VmHWM" in fields:
-            # Unlike getrusage's, this peak does not include that of the process that forked it.
+            # Unlike getrusage's, this peak excludes the peak of the forking process.
             kib = {name: int(fields[name].split()[0]) for name in ("VmRSS", "VmHWM")}
             resident, peak = (kib[name] * 1024 for name in ("VmRSS", "VmHWM"))
             # The kernel updates both in batches of pages.
             return {"resident": resident, "peak_resident": max(resident, peak)}
-    import resource  # Windows does not have it
+    import resource  # missing on Windows
 
     unit = 1 if sys.platform == "darwin" else 1024
     return {"peak_resident": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit}

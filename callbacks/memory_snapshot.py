@@ -1,4 +1,4 @@
-"""Keep the history of a GPU's allocations for the moment at which its memory is full."""
+"""Keep the history of a GPU's allocations for an out-of-memory error."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from megatron_lightning.resilience.failure import print_message
 class MemorySnapshot(pl.Callback):
     """Write ``oom_rank_<n>.pickle`` when a rank's GPU runs out of memory.
 
-    Drop the file on https://docs.pytorch.org/memory_viz. It shows every block and the line that
-    allocated it. Recording costs about a microsecond an allocation. CPUs record nothing.
+    Drop the file on https://docs.pytorch.org/memory_viz. The page shows every block with the
+    allocating line. Recording costs about a microsecond an allocation. CPUs record nothing.
 
     Args:
-        dirpath: Folder; None: ``memory`` in the Trainer's ``default_root_dir``.
-        max_entries: Allocations and releases that are kept.
+        dirpath: Folder. None: ``memory`` in the Trainer's ``default_root_dir``.
+        max_entries: Allocations and releases to keep.
 
     Raises:
         ConfigError: If ``max_entries`` is not a positive number.

@@ -19,15 +19,15 @@ from megatron_lightning.strategies.megatron import MegatronStrategy
 class PipelineTimeline(pl.Callback):
     """Write the timeline of one training step, ``rank_0.jsonl`` and so on, a file for each rank.
 
-    Every line is one action, see :mod:`megatron_lightning.pipeline.schedules.trace`. The ranks of a
+    Every line is an action, see :mod:`megatron_lightning.pipeline.schedules.trace`. The ranks of a
     pipeline start their clocks together, right before the step. ``megatron-lightning schedule
     --trace DIR`` draws the files.
 
     Args:
-        dirpath: Folder of the files; None: ``pipeline_timeline`` in the Trainer's
+        dirpath: Folder of the files. None: ``pipeline_timeline`` in the Trainer's
             ``default_root_dir``.
-        step: Training batch to record, counted over the fit; the first ones are slower than the
-            others.
+        step: Training batch to record, counted over the fit. The first batches are slower than
+            later batches.
     """
 
     def __init__(self, dirpath: str | None = None, step: int = 10) -> None:
@@ -51,7 +51,7 @@ class PipelineTimeline(pl.Callback):
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Start the clocks of a pipeline's ranks together; a collective in the recorded step."""
+        """Start the clocks of a pipeline's ranks together. A collective in the recorded step."""
         if self._seen == self.step and isinstance(trainer.strategy, MegatronStrategy):
             strategy = trainer.strategy
             self._timeline = Timeline(strategy.context.device)

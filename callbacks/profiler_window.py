@@ -26,8 +26,8 @@ class ProfilerWindow(pl.Callback):
     Args:
         first_step: First optimizer step to record, counted from 0 over resumes.
         num_steps: Steps to record.
-        ranks: Ranks that record; None: all.
-        dirpath: Folder; None: ``profile`` in the Trainer's ``default_root_dir``.
+        ranks: Recording ranks. None: all.
+        dirpath: Folder. None: ``profile`` in the Trainer's ``default_root_dir``.
         shapes: Whether shapes of tensors are recorded.
         memory: Whether allocations are recorded.
         stacks: Whether the Python stack of every operator is recorded.
@@ -86,7 +86,9 @@ class ProfilerWindow(pl.Callback):
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Begin to record in the first step of the window, also where a resumed run enters it."""
+        """Begin to record in the first step of the window, also for a resumed run inside of the
+        window.
+        """
         step = trainer.global_step
         is_within = self.first_step <= step < self.first_step + self.num_steps
         records = self.ranks is None or trainer.global_rank in self.ranks
@@ -117,13 +119,13 @@ class ProfilerWindow(pl.Callback):
             self._end(trainer)
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Write the file of a window that training has left early."""
+        """Write the file of a window left early by the end of training."""
         self._end(trainer)
 
     def on_exception(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
     ) -> None:
-        """Write what was recorded until then."""
+        """Write the recording up to the exception."""
         self._end(trainer)
 
     def _end(self, trainer: pl.Trainer) -> None:

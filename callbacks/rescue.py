@@ -21,37 +21,39 @@ from megatron_lightning.strategies.megatron import MegatronStrategy
 
 
 class RescueCheckpoint(ModelCheckpoint):
-    """Keep one checkpoint, ``rescue.ckpt``, to resume from after an interruption;
-    ``ckpt_path="last"`` finds it.
+    """Keep one checkpoint, ``rescue.ckpt``, to resume from after an interruption.
+    ``ckpt_path="last"`` finds this checkpoint.
 
-    It may be used with other ``ModelCheckpoint`` callbacks; ``"last"`` is the newest of all. A
-    complete save replaces the one before.
+    Works beside other ``ModelCheckpoint`` callbacks. ``"last"`` is the newest checkpoint of all
+    callbacks. A complete save replaces the one before.
 
-    * SIGTERM, as Slurm, Kubernetes and torchrun send it before they end a job, to any rank: all
+    * SIGTERM to any rank, as sent by Slurm, Kubernetes and torchrun before the end of a job: all
       ranks finish the optimizer step or the batch of validation, save, and end with ``AgreedStop``,
-      a ``SIGTERMException`` that is no rank's failure. A resumed run repeats an interrupted
+      a ``SIGTERMException`` that counts as no rank's failure. A resumed run repeats an interrupted
       validation. The sanity check, ``validate``, ``test`` and ``predict`` end without a save.
-      Lightning's own handling of the signal, which communicates inside the handler, is off.
-    * Slurm's requeue signal (``SLURMEnvironment``; SIGUSR1): all ranks save ``hpc_ckpt_<n>.ckpt``
-      in ``default_root_dir``, from which Lightning resumes by itself; rank 0 requeues the job, and
-      all end.
-    * A stop file, or ``exit_after``, the time that this run may take: as SIGTERM.
-    * An exception on all ranks, Ctrl-C among them: they save. An exception on only some ranks
-      cannot be saved (the others hold the rest of the model); the last timed save remains.
+      Lightning's own handling of the signal, with communication inside of the handler, is off.
+    * Slurm's requeue signal (``SLURMEnvironment``, SIGUSR1): all ranks save ``hpc_ckpt_<n>.ckpt``
+      in ``default_root_dir``. Lightning resumes from this file by itself. Rank 0 requeues the job,
+      and all ranks end.
+    * A stop file, or ``exit_after``, the time limit of this run: as SIGTERM.
+    * An exception on all ranks, including Ctrl-C: all ranks save. After an exception on only a part
+      of the ranks nothing can be saved (the other ranks hold the rest of the model). The last timed
+      save remains.
     * Every ``every_n_minutes``, by rank 0's clock.
 
     Args:
-        dirpath: Folder; None: as for ``ModelCheckpoint``.
-        every_n_minutes: Minutes between two timed saves; None: no timed saves.
+        dirpath: Folder. None: as for ``ModelCheckpoint``.
+        every_n_minutes: Minutes between two timed saves. None: no timed saves.
         on_sigterm: Whether to save on SIGTERM and on Slurm's requeue signal.
         on_exception: Whether to save on an exception.
-        stop_file: File that stops the run once it exists (``touch STOP``), within about a second
-            and a step; it is removed then. None: there is none.
-        exit_after: Time after which the run stops, by rank 0's clock, counted from its start; None:
+        stop_file: File that stops the run once the file exists (``touch STOP``), within about a
+            second and a step. The file is then removed. None: no stop file.
+        exit_after: Time after which the run stops, by rank 0's clock, counted from the start. None:
             no limit.
-        exit_code: Exit code of a run that has stopped on request and saved: 75 tells a scheduler
-            to start the same command again. Under torchrun, which takes every other code for a
-            failure, it is 0. ``stopped.json`` in ``default_root_dir`` says the reason in any case.
+        exit_code: Exit code of a run after a stop on request and a save: 75 tells a scheduler to
+            start the same command again. Under torchrun the exit code is 0, since torchrun takes
+            every other code for a failure. ``stopped.json`` in ``default_root_dir`` always holds
+            the reason.
     """
 
     CHECKPOINT_NAME_LAST = "rescue"
@@ -89,7 +91,7 @@ class RescueCheckpoint(ModelCheckpoint):
             enable_version_counter=False,
         )
         self.stopping: StopOnRequest | None = None
-        """Ends the run on request; None: only exceptions and the clock save."""
+        """Ends the run on request. None: only exceptions and the clock save."""
         if on_sigterm or stop_file is not None or exit_after is not None:
             self.stopping = StopOnRequest(
                 self._save_for_stop,
@@ -121,13 +123,13 @@ class RescueCheckpoint(ModelCheckpoint):
         batch: Any,
         batch_idx: int,
     ) -> None:
-        """Save if it is time or there is a request to stop; a collective on every optimizer step.
+        """Save if a save is due or a stop is requested. A collective on every optimizer step.
 
         Raises:
             AgreedStop: On every rank, after saving.
         """
         if is_accumulating(trainer):
-            return  # half of an optimizer step: its gradients are not part of a checkpoint
+            return  # half of an optimizer step: checkpoints hold no gradients
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
         self._before_evaluation = _streams(trainer).states()
         if self.stopping is not None:
@@ -139,8 +141,8 @@ class RescueCheckpoint(ModelCheckpoint):
             self.stopping.restore_handlers()
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Install the signal handlers, and agree with the other ranks on the batches that all of
-        them have.
+        """Install the signal handlers, and agree with the other ranks on the batches common to all
+        ranks.
         """
         if self.stopping is not None:
             self.stopping.on_validation_start(trainer, pl_module)
@@ -156,8 +158,7 @@ class RescueCheckpoint(ModelCheckpoint):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        """Save and end if there is a request to stop; a collective on every batch that all ranks
-        have.
+        """Save and end after a request to stop. A collective on every batch common to all ranks.
 
         Raises:
             AgreedStop: On every rank.
@@ -180,11 +181,11 @@ class RescueCheckpoint(ModelCheckpoint):
     def on_save_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Make a run that resumes from an interrupted validation repeat it."""
+        """Make a run resumed from an interrupted validation repeat the validation."""
         if self._repeats_validation:
             progress = type(trainer.fit_loop.epoch_loop.val_loop.batch_progress)()
             progress.increment_ready()
-            # Lightning returns to a validation that was in its first step.
+            # Lightning returns to a validation interrupted in the first step.
             progress.increment_started()
             checkpoint["loops"]["fit_loop"]["epoch_loop.val_loop.batch_progress"] = (
                 progress.state_dict()
@@ -210,7 +211,7 @@ class RescueCheckpoint(ModelCheckpoint):
         return self.stopping is not None and self.stopping.in_validation
 
     def _save_for_stop(self, trainer: pl.Trainer, reason: Reason) -> str | None:
-        """Save where the next start looks; return the path."""
+        """Save to the path sought by the next start. Return the path."""
         if self._repeats_validation:
             _streams(trainer).restore(*self._before_evaluation)
         if reason is Reason.REQUEUE:
@@ -221,7 +222,7 @@ class RescueCheckpoint(ModelCheckpoint):
 
 
 def _streams(trainer: pl.Trainer) -> ReplicaStreams:
-    """Return the random streams of this rank; with a strategy of Lightning's there is one."""
+    """Return the random streams of this rank. Lightning's strategies have a single stream."""
     if isinstance(trainer.strategy, MegatronStrategy):
         return trainer.strategy.ranks.streams
     return ReplicaStreams(trainer.strategy.root_device)

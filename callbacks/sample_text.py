@@ -1,4 +1,4 @@
-"""Text that the model writes while it is trained, in every logger."""
+"""Text written by the model during training, in every logger."""
 
 from __future__ import annotations
 
@@ -22,28 +22,28 @@ from megatron_lightning.strategies.texts import find_codec, text_engine
 class SampleText(pl.Callback):
     """Continue prompts after each validation, or every so many optimizer steps, and log the texts.
 
-    The texts are those of one device on every layout, and the training goes on as if there had been
-    none: losses are bit-equal, and memory is given back. Data-parallel ranks share the prompts.
+    On every layout the texts equal the texts of one device. Writing leaves the training unchanged:
+    losses are bit-equal, and memory is freed. Data-parallel ranks share the prompts.
 
     Texts go to TensorBoard, Weights & Biases, MLflow, Comet and Neptune as text, beside a
     CSVLogger's metrics into ``texts.jsonl``, and without a logger to the terminal.
 
     Args:
         prompts: Texts to continue.
-        every_n_steps: Optimizer steps from one writing to the next; None: after each validation.
+        every_n_steps: Optimizer steps between two writings. None: after each validation.
         max_new_tokens: Tokens added to each prompt, at most.
-        temperature: Divides the logits; 0 always takes the most likely token.
-        top_k: Choose among this many of the most likely tokens; None: all.
-        top_p: Choose among the most likely tokens that together have this probability.
+        temperature: Divides the logits. 0 always takes the most likely token.
+        top_k: Choose among this many of the most likely tokens. None: all.
+        top_p: Choose among the most likely tokens with this probability in total.
         seed: Seed of the draws, the same each time.
-        stop: Strings that end a text.
+        stop: Strings at the end of a text.
         num_samples: Texts of each prompt.
-        chat: Whether each prompt is a user's message that goes through the chat template.
-        tokenizer_model: The tokenizer; None: the one that came with the model, or the data
+        chat: Whether each prompt is a user's message for the chat template.
+        tokenizer_model: The tokenizer. None: the tokenizer saved with the model, or the data
             module's.
         tokenizer_type: sentencepiece or huggingface.
         name: Name in the loggers.
-        options: Sizes of the engine; None: the defaults.
+        options: Sizes of the engine. None: the defaults.
 
     Raises:
         ConfigError: If a value cannot work.
@@ -140,7 +140,7 @@ class SampleText(pl.Callback):
     def _continued(
         self, engine: Any, codec: Codec, prompts: Sequence[tuple[int, list[int]]]
     ) -> dict[int, list[str]]:
-        """Return the texts of some prompts by their index, each with its own seeds."""
+        """Return the texts of a group of prompts by prompt index, each with its own seeds."""
         rows = engine.generate(
             [ids for _, ids in prompts],
             self._sampling,
@@ -166,7 +166,7 @@ class SampleText(pl.Callback):
 
 
 def log_texts(logger: Logger, name: str, pairs: Sequence[tuple[str, str]], step: int) -> bool:
-    """Give prompts and their texts to a logger; return whether it takes text."""
+    """Give prompts with texts to a logger. Return whether the logger takes text."""
     run: Any = getattr(logger, "experiment", None)
     plain = "\n\n".join(f"{prompt}{text}" for prompt, text in pairs)
     writers: dict[str, Callable[[], object]] = {
@@ -189,7 +189,7 @@ def log_texts(logger: Logger, name: str, pairs: Sequence[tuple[str, str]], step:
 
 
 def _as_markdown(pairs: Sequence[tuple[str, str]]) -> str:
-    """Return prompts and texts as indented blocks, in which nothing is markup."""
+    """Return prompts and texts as indented blocks, without markup inside of a block."""
     blocks = [f"{prompt}⟶{text}" for prompt, text in pairs]
     return "\n\n---\n\n".join("    " + block.replace("\n", "\n    ") for block in blocks)
 

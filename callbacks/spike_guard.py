@@ -24,31 +24,32 @@ _NAMES = ("loss", "gradient norm")
 
 
 class SpikeGuard(pl.Callback):
-    """Compare the loss and the gradient norm of every step, before the update, with those of the
-    last steps.
+    """Compare the loss and the gradient norm of every step, before the update, with the values of
+    the last steps.
 
-    A step is a spike if one of the two lies more than ``sigma`` standard deviations above the mean
-    of the last ``window`` steps (OLMo's rule, upper side only), or is not finite. The loss is the
-    mean over micro-batches, accumulated batches and all ranks, and the norm the one before
-    clipping, so that every rank decides alike. ``spikes`` is logged, the number so far.
+    A step is a spike if the loss or the norm lies more than ``sigma`` standard deviations above the
+    mean of the last ``window`` steps (OLMo's rule, upper side only), or is not finite. The loss is
+    the mean over micro-batches, accumulated batches and all ranks. The norm is the norm before
+    clipping. Every rank therefore decides alike. The number of spikes so far is logged as
+    ``spikes``.
 
     * ``warn``: the step is taken.
-    * ``skip``: weights, optimizer state and schedules stay as they are; ``max_skips`` in a row end
+    * ``skip``: weights, optimizer state and schedules stay unchanged. ``max_skips`` in a row end
       the run with an error, since the level has changed.
-    * ``stop``: the run ends with an error and exit code 1. The next start that resumes, with this
-      callback, passes over the samples of the ``skip_steps`` steps that end with the spike, as
-      far as they lie behind its checkpoint: those samples are consumed and not trained on.
+    * ``stop``: the run ends with an error and exit code 1. The next resuming start with this
+      callback passes over the samples of ``skip_steps`` steps up to the spike, as far as the
+      samples lie behind the checkpoint. Skipped samples are consumed without training.
 
     The values of the window are kept in checkpoints. The verdict needs a small collective, and the
     host waits for the gradients of the step.
 
     Args:
-        window: Steps that a step is compared with.
+        window: Number of last steps to compare with.
         sigma: Standard deviations above the mean.
         min_steps: Steps before the first comparison.
-        action: What to do.
-        max_skips: Skipped steps in a row that are accepted.
-        skip_steps: Steps whose samples the start after a stop passes over.
+        action: Response to a spike.
+        max_skips: Skipped steps accepted in a row.
+        skip_steps: Number of steps to pass over after a stop.
 
     Raises:
         ConfigError: If a value cannot be used.
@@ -89,9 +90,9 @@ class SpikeGuard(pl.Callback):
         self.max_skips = max_skips
         self.skip_steps = skip_steps
         self.judges_updates = True
-        """Whether the strategy asks it about updates."""
+        """Whether the strategy asks this callback about updates."""
         self.skip_samples: list[list[int]] = []
-        """Ranges of samples that this start passes over."""
+        """Ranges of samples passed over by this start."""
         self.spikes = 0
         """Spikes so far, over resumes."""
         self._values: tuple[deque[float], deque[float]] = (
@@ -104,7 +105,7 @@ class SpikeGuard(pl.Callback):
 
     @property
     def overhead(self) -> float:
-        """Share of the time of training that went into the comparison."""
+        """Share of the training time spent in the comparison."""
         return self._own.share
 
     # --------------------------------------------------------------------------------------- resume
@@ -140,7 +141,7 @@ class SpikeGuard(pl.Callback):
     def on_load_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Read which samples a fit that resumes after a stop passes over."""
+        """Read the samples to pass over in a fit resumed after a stop."""
         record = _record_path(trainer)
         if trainer.state.fn == TrainerFn.FITTING and record.is_file():
             self.skip_samples = json.loads(record.read_text())["skip_samples"]
@@ -154,14 +155,14 @@ class SpikeGuard(pl.Callback):
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Record where the step begins in the data."""
+        """Record the step's first position in the data."""
         if batch_idx % trainer.accumulate_grad_batches == 0 and isinstance(
             trainer.strategy, MegatronStrategy
         ):
             self._steps.append(trainer.strategy.consumed_samples)
 
     def allows_update(self, trainer: pl.Trainer, loss: float, gradient_norm: float) -> bool:
-        """Return whether the optimizer may step; the strategy asks.
+        """Return whether the optimizer may step. The strategy asks.
 
         Raises:
             SpikeError: On every rank, if the run is to stop.
@@ -186,7 +187,7 @@ class SpikeGuard(pl.Callback):
         return self._respond(trainer, f"step {trainer.global_step}: {' and '.join(found)}")
 
     def _spike(self, name: str, value: float, values: deque[float]) -> str:
-        """Return how a value is a spike; "": it is none."""
+        """Describe why a value is a spike. "": the value is no spike."""
         if not math.isfinite(value):
             return f"{name} {value}"
         if len(values) < self.min_steps:
@@ -221,7 +222,7 @@ class SpikeGuard(pl.Callback):
         )
 
     def _record(self, trainer: pl.Trainer) -> list[int]:
-        """Write which samples the next start passes over, and return them."""
+        """Record the samples to pass over at the next start. Return these samples."""
         strategy = trainer.strategy
         consumed = strategy.consumed_samples if isinstance(strategy, MegatronStrategy) else 0
         begin = list(self._steps)[-self.skip_steps :]

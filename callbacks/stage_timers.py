@@ -1,4 +1,4 @@
-"""Times of forwards and backwards on every rank: the stages' own, and ranks that fall behind."""
+"""Times of forwards and backwards on every rank: per stage, and for ranks that fall behind."""
 
 from __future__ import annotations
 
@@ -25,31 +25,31 @@ _PHASES = ("forward", "backward", "other")
 
 
 class StageTimers(pl.Callback):
-    """Log the seconds that ranks compute in a step, the least and the most over all ranks.
+    """Log the seconds of computation in a step, the minimum and maximum over all ranks.
 
     | key after ``stage/`` | value |
     |---|---|
     | ``forward_min``, ``forward_max`` | forwards of all micro-batches of a step |
-    | ``backward_min``, ``backward_max`` | backwards, those of weights alone included |
+    | ``backward_min``, ``backward_max`` | backwards, including backwards of weights alone |
     | ``other_min``, ``other_max`` | the rest: waits for other ranks, reductions, the optimizer |
 
     An action of a pipeline counts from the arrival of its message. On a GPU times are the device's.
-    Only batches of logging steps (``log_every_n_steps``) are measured, and only there a GPU is
-    waited for.
+    Only batches of logging steps (``log_every_n_steps``) are measured, and only a measurement waits
+    for a GPU.
     """
 
     _prefix = "stage/"
 
     def __init__(self) -> None:
         self.timeline: Timeline | None = None
-        """Records the batch at hand; None: it is not measured."""
+        """Records the current batch. None: no measurement."""
         self._own = OwnTime()
         self._batch: dict[str, Mark] = {}  # marks of the batch at hand
         self._seconds = [0.0] * len(_PHASES)  # of the batches of the step at hand
 
     @property
     def overhead(self) -> float:
-        """Share of the time of training that went into the hooks."""
+        """Share of the training time spent in the hooks."""
         return self._own.share
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -83,7 +83,9 @@ class StageTimers(pl.Callback):
     def on_before_backward(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor
     ) -> None:
-        """Mark the backward of Lightning's own step, without what ranks do together behind it."""
+        """Mark the backward of Lightning's own step, without the collectives behind the
+        backward.
+        """
         if self.timeline is None or not loss.requires_grad:
             return
         marks = self._batch
@@ -102,7 +104,7 @@ class StageTimers(pl.Callback):
         batch: Any,
         batch_idx: int,
     ) -> None:
-        """Add the batch's times; log at the end of the step."""
+        """Add the batch's times. Log at the end of the step."""
         strategy = trainer.strategy
         if self.timeline is None or not isinstance(strategy, MegatronStrategy):
             return
@@ -140,21 +142,21 @@ class StageTimers(pl.Callback):
 
 
 class StragglerMonitor(StageTimers):
-    """Log which rank computes slowest beside ranks of equal work, and warn of one that stays slow.
+    """Log the slowest rank among ranks of equal work, and warn of a rank that stays slow.
 
     | key after ``straggler/`` | value |
     |---|---|
-    | ``rank`` | the rank whose forwards and backwards take longest, relative to its peers |
-    | ``slowdown`` | its time divided by the median of its peers |
+    | ``rank`` | the rank with the longest forwards and backwards, relative to its peers |
+    | ``slowdown`` | time of the rank, divided by the median of its peers |
 
-    Peers are the ranks of one pipeline rank, which hold equal stages. Times are means over the last
-    ``window`` logging steps, measured as by :class:`StageTimers`: without waits for messages,
-    reductions and hooks. Collectives inside of a step, of tensor-parallel layers or of
-    ``self.log(on_step=True, sync_dist=True)``, slow all ranks that take part.
+    Peers are all ranks with the same pipeline rank, and so with equal stages. Times are means over
+    the last ``window`` logging steps, measured as by :class:`StageTimers`: without waits for
+    messages, reductions and hooks. Collectives inside of a step, of tensor-parallel layers or of
+    ``self.log(on_step=True, sync_dist=True)``, slow all participating ranks.
 
     Args:
         window: Logging steps to average over.
-        slowdown: Slowdown from which on a rank is warned of, once for each rank.
+        slowdown: Slowdown above which a warning is issued, once for each rank.
 
     Raises:
         ConfigError: If a value cannot be used.

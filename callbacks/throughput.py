@@ -49,10 +49,10 @@ _NAMES = (
 
 @dataclass
 class _Step:
-    """One optimizer step on this rank."""
+    """An optimizer step on this rank."""
 
     spans: list[tuple[Mark, Mark]] = field(default_factory=list)
-    """Time of its batches, without what came between them."""
+    """Time of the step's batches, without the time between batches."""
     samples: int = 0
     tokens: int = 0
     flops: float = 0.0
@@ -65,36 +65,36 @@ class ThroughputMonitor(pl.Callback):
     |---|---|
     | ``step_time`` | seconds of an optimizer step |
     | ``samples_per_second``, ``tokens_per_second`` | of all ranks together |
-    | ``tokens_per_second_per_device`` | that, divided by the number of ranks |
+    | ``tokens_per_second_per_device`` | ``tokens_per_second`` divided by the number of ranks |
     | ``tflops_per_device`` | FLOPs of the model (``planning.flops``), in TFLOP/s of a rank |
-    | ``mfu`` | that, divided by the peak of the device for the precision's number format |
+    | ``mfu`` | model FLOP/s divided by the device's peak for the precision's number format |
     | ``consumed_samples``, ``consumed_tokens`` | since the start of training, over resumes |
     | ``time_to_finish_s`` | seconds until ``max_steps`` or ``max_epochs``, pauses included |
 
-    Values are means over the last ``window`` steps and over all ranks, the same on every rank. Time
-    is that of the batches of a step (waiting for data included) without validation and saves. The
-    first step, which connects and compiles, is left out. Each sample and token counts once, padding
-    included, however many ranks share it. Attention is counted over full samples, also where they
-    pack several documents.
+    Values are means over the last ``window`` steps and over all ranks, the same on every rank. The
+    time of a step covers the batches of the step (waiting for data included) without validation and
+    saves. The first step connects and compiles, and is left out. Each sample and token counts once,
+    padding included, for any number of ranks sharing the sample. Attention is counted over full
+    samples, also for samples packed from several documents.
 
-    The peak is the dense one of the GPU's data sheet (``planning.peaks``). For CPUs, and for GPUs
-    that are not listed, products of matrices are measured in the first step on all ranks at once,
-    for about 0.1 s. FLOPs are known for models with a :class:`TransformerConfig`; for others, set
+    The peak is the dense peak of the GPU's data sheet (``planning.peaks``). For CPUs, and for
+    unlisted GPUs, matrix multiplications are measured in the first step on all ranks at once, for
+    about 0.1 s. FLOPs are known for models with a :class:`TransformerConfig`. For other models, set
     ``flops_per_token``, or set ``flops_per_batch`` on the LightningModule: FLOPs, forward and
-    backward, of the full model for the batch of one data-parallel rank.
+    backward, of the full model for the batch of a data-parallel rank.
 
-    :attr:`overhead` is the share of training time that went into the monitor's hooks. A GPU is
-    waited for at logging steps only.
+    :attr:`overhead` is the share of training time spent in the monitor's hooks. Only logging steps
+    wait for a GPU.
 
     Args:
         window: Number of optimizer steps to average over.
-        tokens: Entry of the batch with one element for each token; None: the sequence dim that
-            ``sequence_dims`` of the module or data module declares, or else the entry ``tokens`` or
+        tokens: Entry of the batch with one element for each token. None: the sequence dim declared
+            by ``sequence_dims`` of the module or data module, or else the entry ``tokens`` or
             ``input_ids``.
-        flops_per_token: FLOPs of a token, forward and backward; None: by the model.
-        peak_tflops: Peak of one device in TFLOP/s; None: by the table, or measured.
-        progress_bar: Values that the progress bar shows, under their keys without ``throughput/``,
-            which would fill it.
+        flops_per_token: FLOPs of a token, forward and backward. None: by the model.
+        peak_tflops: Peak of a device in TFLOP/s. None: by the table, or measured.
+        progress_bar: Values shown by the progress bar, under keys without ``throughput/``, since
+            the prefix would fill the bar.
 
     Raises:
         ConfigError: If a number is not positive, or the progress bar is to show an unknown value.
@@ -136,7 +136,7 @@ class ThroughputMonitor(pl.Callback):
 
     @property
     def overhead(self) -> float:
-        """Share of the time since the first step that went into the hooks."""
+        """Share of the time since the first step spent in the hooks."""
         return self._own.share
 
     # --------------------------------------------------------------------------------------- resume
@@ -165,7 +165,7 @@ class ThroughputMonitor(pl.Callback):
         self._peak: DevicePeak | None = None
         self._steps.clear()
         self._open = _Step()
-        self._from: Mark | None = None  # when the batch at hand began; None: in the first step
+        self._from: Mark | None = None  # begin of the current batch, None: in the first step
         self._interrupted = False
         self._ended_s = self._paused_s = 0.0
         self._num_steps = 0
@@ -205,7 +205,7 @@ class ThroughputMonitor(pl.Callback):
         batch: Any,
         batch_idx: int,
     ) -> None:
-        """Count the batch; at logging steps, log."""
+        """Count the batch. At logging steps, log."""
         with self._own.counted():
             self._count(trainer, pl_module, batch)
             ends_step, is_first = not is_accumulating(trainer), self._from is None
@@ -244,7 +244,7 @@ class ThroughputMonitor(pl.Callback):
         self._new = [self._new[0] + samples, self._new[1] + tokens]
 
     def _flops(self, module: pl.LightningModule, samples: int, tokens: int) -> float:
-        """Return the FLOPs of this rank's batch, of the full model; 0 if they are not known."""
+        """Return the FLOPs of this rank's batch, of the full model. 0 if unknown."""
         if self.flops_per_token is not None:
             return self.flops_per_token * tokens
         given = getattr(module, "flops_per_batch", None)
@@ -286,7 +286,7 @@ class ThroughputMonitor(pl.Callback):
     # --------------------------------------------------------------------------------------- values
 
     def _values(self, trainer: pl.Trainer) -> dict[str, float]:
-        """Return what is logged; a collective."""
+        """Return the values to log. A collective."""
         spans = [span for step in self._steps for span in step.spans]
         own: list[float] = [
             sum(self._clock.seconds(*span) for span in spans),
@@ -328,7 +328,7 @@ class ThroughputMonitor(pl.Callback):
         return values
 
     def _remaining_steps(self, trainer: pl.Trainer) -> float | None:
-        """Return how many more steps the fit takes; None: that is open."""
+        """Return the number of steps left in the fit. None: unknown."""
         done = trainer.global_step - self._first_global_step
         if self._total_steps is None or done <= 0:
             return None
@@ -341,7 +341,7 @@ SpeedMonitor = ThroughputMonitor
 
 
 def _total_steps(trainer: pl.Trainer) -> int | None:
-    """Return ``global_step`` at the end of the fit; None: it is open."""
+    """Return ``global_step`` at the end of the fit. None: unknown."""
     try:
         total = trainer.estimated_stepping_batches
     except MisconfigurationException:  # accumulation changes between epochs
