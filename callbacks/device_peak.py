@@ -62,7 +62,7 @@ def measured_peak(device: torch.device, dtype: torch.dtype) -> float:
 
 
 def _seconds_of_product(size: int, device: torch.device, dtype: torch.dtype) -> float:
-    # Not random: that would shift the training's draws. Not equal: that would flatter a GPU's clock.
+    # Random numbers would shift the training's draws. Equal numbers would flatter a GPU's clock.
     left = torch.arange(size * size, device=device).sin().reshape(size, size).to(dtype)
     right, result = left.t().contiguous(), torch.empty_like(left)
     times = []

@@ -30,9 +30,9 @@ def run_with_restarts(make_run: MakeRun, restarts: Restarts | None = None) -> An
     loggers, and either fits or returns a function for fitting. ``ckpt_path="last"`` makes each run
     continue from the newest checkpoint or local copy:
 
-        def make_run(): trainer = Trainer(strategy=MegatronStrategy(...),
-        callbacks=[ModelCheckpoint(...)]) return partial(trainer.fit, MyModule(), MyData(),
-        ckpt_path="last")
+        def make_run():
+            trainer = Trainer(strategy=MegatronStrategy(...), callbacks=[ModelCheckpoint(...)])
+            return partial(trainer.fit, MyModule(), MyData(), ckpt_path="last")
 
         run_with_restarts(make_run, Restarts(in_process=3))
 
