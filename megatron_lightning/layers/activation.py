@@ -13,8 +13,10 @@ from megatron_lightning.config import TransformerConfig
 
 
 class _SwiGLU(torch.autograd.Function):
-    """Keeps its input only: backward computes the activated gate again, and writes the gradients of
-    gate and up where the layer before reads them as one.
+    """SwiGLU that saves only the input.
+
+    Backward recomputes the activated gate, and writes the gradients of gate and up into one tensor,
+    as the previous layer reads them.
     """
 
     @staticmethod
@@ -49,7 +51,7 @@ class SwiGLU(nn.Module):
 
 
 def build_activation(config: TransformerConfig) -> nn.Module:
-    """Return the activation between two linear layers; a gated one halves the width."""
+    """Return the activation between two linear layers. A gated activation halves the width."""
     if config.gated:
         return SwiGLU()
     return nn.GELU("tanh" if config.activation == "gelu_tanh" else "none")

@@ -1,16 +1,16 @@
-"""Low-rank adapters (LoRA, https://arxiv.org/abs/2106.09685), as children of the layers that they
-adapt.
+"""Low-rank adapters (LoRA, https://arxiv.org/abs/2106.09685), as children of the adapted layers.
 
 With x [..., in] and h = A x [..., r], an adapted layer returns y + scale B h. The layer keeps its
-class, its parameters' names, and its own computation (an engine, quantized products): a forward
-hook adds what the child ``adapters`` computes.
+class, parameter names and computation (an engine, quantized GEMMs). A forward hook adds the output
+of the child ``adapters``.
 
     q_proj.weight                        [out, in], frozen
     q_proj.adapters.all.lora_A.weight    [r, in]
     q_proj.adapters.all.lora_B.weight    [out, r]
 
-A layer whose weight consists of several matrices (query, key and value; gate and up) has one
-adapter for all rows, or one for each matrix: ``linear_qkv.adapters.q``, ``.k``, ``.v``.
+A layer may fuse several matrices in a weight (query, key and value, or gate and up). Such a layer
+has one adapter for all rows, or an adapter for each matrix: ``linear_qkv.adapters.q``, ``.k``,
+``.v``.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class LowRankAdapter(nn.Module):
         self.scale = scale
 
     def forward(self, x: Tensor, *counts: Tensor) -> Tensor:
-        """Map x [..., in] to [..., out]; ``counts`` [E]: rows of each expert."""
+        """Map x [..., in] to [..., out]. ``counts`` [E]: rows of each expert."""
         out: Tensor = self.lora_B(self.lora_A(self.dropout(x), *counts), *counts)
         return out * self.scale
 
@@ -63,13 +63,13 @@ class LowRankAdapter(nn.Module):
 
 
 class Adapters(Attachment):
-    """The adapters of one layer: of all its rows, or of each of its matrices.
+    """The adapters of a layer: one for all rows, or one for each matrix.
 
     Args:
         parts: Name -> adapter.
-        path: Path of the layer in the full model, from which the initial values follow.
-        num_groups: Query groups of a fused projection, in whose rows the matrices alternate; 0:
-            they follow each other.
+        path: Path of the layer in the full model. Seeds the initial values.
+        num_groups: Query groups of a fused projection with interleaved matrices. 0: the matrices
+            follow each other.
     """
 
     def __init__(
@@ -77,10 +77,10 @@ class Adapters(Attachment):
     ) -> None:
         super().__init__()
         self.enabled = True
-        """False: the layer computes without its adapters."""
+        """False: the layer computes without adapters."""
         self.num_groups = num_groups
         self.initial: dict[str, Tensor] = {}
-        """Name of a parameter -> values that it begins with, in the place of drawn ones."""
+        """Parameter name -> initial values that replace random ones."""
         self._seed = path
         for name, part in parts.items():
             self.add_module(name, part)
@@ -96,9 +96,10 @@ class Adapters(Attachment):
         return {name: child for name, child in children if isinstance(child, LowRankAdapter)}
 
     def init_weights(self, name: str, tensor: Tensor) -> None:
-        """Fill the full parameter ``name``: A uniform in ±1/sqrt(in), as ``nn.Linear`` and ``peft``
-        draw it, by a generator that is seeded from the name; B zero. Loaded adapters have values of
-        their own.
+        """Fill the full parameter ``name``.
+
+        A is uniform in ±1/sqrt(in), like in ``nn.Linear`` and ``peft``, from a generator seeded by
+        the name. B is zero. Loaded adapters use ``initial`` instead.
         """
         if name in self.initial:
             tensor.copy_(self.initial[name])
@@ -114,7 +115,7 @@ class Adapters(Attachment):
         tensor.copy_(values.uniform_(-bound, bound, generator=draws))
 
     def forward(self, x: Tensor, *counts: Tensor) -> Tensor:
-        """Map the layer's input x [..., in] to what is added to its output [..., out]."""
+        """Map the layer's input x [..., in] to the addition to the layer's output [..., out]."""
         parameter = next(self.parameters())
         if x.dtype != parameter.dtype and not torch.is_autocast_enabled(x.device.type):
             x = x.to(parameter.dtype)
@@ -129,10 +130,10 @@ class Adapters(Attachment):
 
 
 def attach(layer: nn.Module, adapters: Adapters) -> None:
-    """Make ``adapters`` a child of ``layer`` whose result is added to the layer's output.
+    """Make ``adapters`` a child of ``layer``, and add the child's result to the layer's output.
 
     Raises:
-        ConfigError: If the layer has adapters, or another attribute of that name.
+        ConfigError: If the layer has adapters, or another attribute of the same name.
     """
     if hasattr(layer, _CHILD):
         raise ConfigError(
@@ -155,7 +156,7 @@ def detach(layer: nn.Module) -> None:
 def add_adapters(
     layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor
 ) -> Tensor:
-    """Forward hook of an adapted layer: add what its adapters compute."""
+    """Forward hook of an adapted layer: add the output of the adapters."""
     adapters = adapters_of(layer)
     if adapters is None or not adapters.enabled:
         return output
@@ -164,13 +165,13 @@ def add_adapters(
 
 
 def adapters_of(layer: nn.Module) -> Adapters | None:
-    """Return the adapters of a layer; None: it has none."""
+    """Return the adapters of a layer, or None."""
     child = layer._modules.get(_CHILD)
     return child if isinstance(child, Adapters) else None
 
 
 def adapted_layers(module: nn.Module) -> dict[str, Adapters]:
-    """Return path of a layer -> its adapters, of all adapted layers in ``module``."""
+    """Return layer path -> adapters, for all adapted layers in ``module``."""
     found = ((path, adapters_of(layer)) for path, layer in module.named_modules())
     return {path: adapters for path, adapters in found if adapters is not None}
 

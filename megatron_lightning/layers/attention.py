@@ -1,8 +1,8 @@
 """Self-attention with a fused projection, grouped queries and rotary positions.
 
 Shapes: ``s`` sequence, ``b`` batch, ``h`` hidden, ``n`` query heads, ``g`` query groups, ``d`` head
-dim. Under tensor parallelism ``n`` and ``g`` are the rank's own; they are read from the tensor
-shapes, so that no count needs rewriting.
+dim. Under tensor parallelism ``n`` and ``g`` count the rank's heads. The code reads both from
+tensor shapes, so no count needs rewriting.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from megatron_lightning.layers.sequence_info import SequenceInfo
 
 
 class CoreAttention(nn.Module):
-    """Scaled dot product attention: torch's fused kernels, or over the context-parallel ranks that
-    the style ``ContextAttention`` has bound.
+    """Scaled dot product attention, by torch's fused kernels or over the context-parallel ranks
+    bound by the style ``ContextAttention``.
 
     Args:
         dropout: Dropout probability of the attention weights.
         in_fp32: Compute scores, softmax and context in fp32, under autocast as well.
-        backend: Kernels of torch that compute it; "auto": torch chooses.
+        backend: Torch's kernels to use. "auto": torch chooses.
     """
 
     engine: Engine | None = None
-    """Computes attention over the sequences that it takes."""
+    """Computes attention over the sequences accepted by :meth:`Engine.takes`."""
 
     def __init__(
         self, dropout: float, *, in_fp32: bool = False, backend: AttentionBackend = "auto"
@@ -47,11 +47,11 @@ class CoreAttention(nn.Module):
         self.in_fp32 = in_fp32
         self.backend = backend
         self.exchange: ContextBackend | None = None
-        """Attention over the ranks that share a sequence; None: every rank has all of it."""
+        """Attention over the ranks that share a sequence. None: every rank has full sequences."""
         self.cp_comm_type: str | None = None
         """Name of the exchange."""
         self.takes_parts = True
-        """Whether inputs are this rank's parts of sequences now, where ranks share them."""
+        """Whether inputs are currently this rank's sequence shards, if ranks share sequences."""
 
     def forward(
         self,
@@ -64,18 +64,18 @@ class CoreAttention(nn.Module):
         """Map queries [s, b, n, d], keys [s, b, g, d] and values [s, b, g, e] to contexts [s, b,
         n*e].
 
-        Where d and e differ, the smaller ones are padded with zeros: kernels that keep the
-        log-sum-exp of the scores, or do not store the scores, take heads of one size.
+        If d and e differ, zeros pad the smaller heads. Kernels that save the log-sum-exp of the
+        scores, or do not store the scores, take heads of one size.
 
         Args:
             q: Queries.
-            k: Keys; of new tokens, with ``sequence.cache``.
-            v: Values; None, with ``sequence.cache`` only: the keys.
-            sequence: What sees what; None: causal.
-            scale: Factor of the scores; None: d^-1/2.
+            k: Keys. With ``sequence.cache``: keys of new tokens.
+            v: Values. None, only with ``sequence.cache``: the keys serve as values.
+            sequence: Visibility of keys. None: causal.
+            scale: Factor of the scores. None: d^-1/2.
 
         Raises:
-            ConfigError: If the backend cannot compute it.
+            ConfigError: If the backend cannot compute the attention.
         """
         sequence = sequence or SequenceInfo()
         scale = q.shape[3] ** -0.5 if scale is None else scale
@@ -103,8 +103,10 @@ class CoreAttention(nn.Module):
         cache: CacheStep,
         scale: float,
     ) -> Tensor:
-        """Return contexts [T, 1, n*e] of new tokens over their requests' keys; ``v`` None: the
-        keys. Ranks do not share the row, and dropout is for training.
+        """Return contexts [T, 1, n*e] of new tokens over the keys of their requests.
+
+        If ``v`` is None, keys serve as values. Ranks do not share the row, and dropout is only for
+        training.
 
         Raises:
             ConfigError: If queries would see later keys, or documents share a request.
@@ -147,17 +149,19 @@ class CoreAttention(nn.Module):
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _attend_in_stream(self, *inputs: Tensor, **arguments: Any) -> Tensor:
-        """Do as :func:`attend`. No graph may change a generator's state, and one that draws what is
-        dropped by itself would hold all scores.
+        """Call :func:`attend` outside of graphs.
+
+        No graph may change a generator's state, and a graph that draws the dropout mask itself
+        would hold all scores.
         """
         with self.dropout.stream():
             return attend(*inputs, **arguments)
 
     def check_positions(self, sequence: SequenceInfo | None) -> None:
-        """Check that a rank knows which positions it holds.
+        """Check that a rank knows the positions of its tokens.
 
         Raises:
-            ConfigError: If ranks share the sequence, and its positions are not given.
+            ConfigError: If ranks share the sequence, and no positions are passed.
         """
         if self.exchange is not None and (sequence is None or sequence.position_ids is None):
             raise ConfigError(
@@ -188,12 +192,12 @@ def _with_equal_heads(*tensors: Tensor) -> list[Tensor]:
 class SelfAttention(nn.Module):
     """Projection to queries, keys and values, attention, projection back.
 
-    The rows of ``linear_qkv`` are grouped per query group: its n/g query heads, its key head, its
+    The rows of ``linear_qkv`` are ordered by query group: n/g query heads, the key head and the
     value head, each of d rows.
 
     Args:
         config: Sizes.
-        rotary: The model's rotary embedding; None: positions of another kind.
+        rotary: The model's rotary embedding. None: positions of another kind.
     """
 
     def __init__(self, config: TransformerConfig, rotary: RotaryEmbedding | None) -> None:
@@ -220,13 +224,13 @@ class SelfAttention(nn.Module):
         self.linear_proj = nn.Linear(projected, config.hidden_size, bias=config.add_bias_linear)
 
     def forward(self, hidden: Tensor, sequence: SequenceInfo | None = None) -> Tensor:
-        """Map [s, b, h] to [s, b, h]; ``sequence`` None: causal, at positions 0 to s-1.
+        """Map [s, b, h] to [s, b, h]. ``sequence`` None: causal, at positions 0 to s-1.
 
-        The input may be a sequence shard: the full length is known only after the projection has
-        gathered it.
+        The input may be a sequence shard. The full length is known only after the projection
+        gathers the sequence.
 
         Raises:
-            ConfigError: If ranks share the sequence, and its positions are not given.
+            ConfigError: If ranks share the sequence, and no positions are passed.
         """
         self.core_attention.check_positions(sequence)
         positions = None if sequence is None else sequence.position_ids
@@ -244,7 +248,9 @@ class SelfAttention(nn.Module):
         return out
 
     def _projected(self, hidden: Tensor) -> list[Tensor]:
-        """Return queries [s, b, g, n/g, d], keys and values [s, b, g, 1, d]: views of one."""
+        """Return queries [s, b, g, n/g, d], keys and values [s, b, g, 1, d] as views of one
+        tensor.
+        """
         mixed = self.linear_qkv(hidden)
         mixed = mixed.view(*mixed.shape[:2], -1, self.heads_per_group + 2, self.head_dim)
         return list(mixed.split([self.heads_per_group, 1, 1], dim=3))

@@ -1,5 +1,4 @@
-"""Attention on one device by torch's kernels: those that torch chooses for the inputs, or those
-that the user names.
+"""Attention on one device by torch's kernels, chosen by torch or named by the user.
 
 Shapes: queries [b, n, s, d], keys and values [b, g, s, d].
 """
@@ -27,8 +26,9 @@ _KERNELS: Mapping[AttentionBackend, SDPBackend] = {
     "math": SDPBackend.MATH,
 }
 KeyMask = Tensor | Literal["causal"] | None
-"""Which keys a query sees: [s, t] booleans; as many keys as queries, and none of a later position;
-None: all."""
+"""Visible keys of each query: [s, t] booleans. "causal": as many keys as queries, and no later key
+is visible. None: all keys.
+"""
 _NO_KERNEL = re.compile("No (available kernel|viable backend)")
 _NO_REASON = re.compile("not used because|runtime disabled", re.IGNORECASE)
 _ORIGIN = re.compile(r"\s*\(Triggered internally.*", re.DOTALL)
@@ -47,7 +47,7 @@ def attend(
     """Return the contexts [b, n, s, d].
 
     Raises:
-        ConfigError: If the named backend cannot compute them.
+        ConfigError: If the named backend cannot compute the contexts.
     """
     arguments: dict[str, Any] = {"dropout_p": dropout_p, "is_causal": causal, "scale": scale}
     grouped = q.shape[1] != k.shape[1]
@@ -76,7 +76,7 @@ def attend_masked(
         q: [b, n, s, d].
         k: [b, g, t, d].
         v: [b, g, t, e].
-        mask: Which keys a query sees.
+        mask: Visible keys of each query.
         scale: Factor of the scores.
     """
     heads, groups, length = q.shape[1], k.shape[1], q.shape[2]
@@ -99,11 +99,11 @@ def chosen_backend(
     dropout_p: float,
     causal: bool,
 ) -> str:
-    """Return the name of the kernels that :func:`attend` runs; "default" where torch does not tell
-    what it chooses.
+    """Return the name of the kernels run by :func:`attend`, or "default" if torch does not report
+    its choice.
 
     Raises:
-        ConfigError: If the named backend cannot compute it, with torch's reasons.
+        ConfigError: If the named backend cannot compute the attention. Carries torch's reasons.
     """
     arguments: dict[str, Any] = {"dropout_p": dropout_p, "is_causal": causal}
     chosen, reasons = _choice(q, k, v, backend, arguments)
@@ -122,7 +122,7 @@ def chosen_backend(
 def _choice(
     q: Tensor, k: Tensor, v: Tensor, backend: AttentionBackend, arguments: Mapping[str, Any]
 ) -> tuple[str | None, list[str]]:
-    """Return the kernels that torch takes, None if there are none, and its reasons."""
+    """Return the kernels chosen by torch, or None if there are none, and torch's reasons."""
     only: AbstractContextManager[None] = (
         nullcontext() if backend == "auto" else sdpa_kernel(_KERNELS[backend])
     )

@@ -1,7 +1,7 @@
-"""Change the class of a user's module in place: the object, its hooks and attributes stay.
+"""Change the class of a user's module in place. The object, its hooks and attributes stay.
 
-A class that knows more than ``nn.Linear`` (a marker, say) is kept as a second base, so that
-``isinstance`` answers as before.
+A class richer than ``nn.Linear`` (a marker, for example) stays as a second base, so ``isinstance``
+answers as before.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
 
 def change_class(module: nn.Module, kind: type[ModuleT], **attributes: Any) -> ModuleT:
-    """Make ``module`` compute as a ``kind``, in place, and set ``attributes``; return it.
+    """Make ``module`` compute as a ``kind``, in place, set ``attributes``, and return the module.
 
-    It stays an instance of its own class.
+    The module stays an instance of its original class.
 
     Raises:
-        ShardingError: If the module has one of the attributes already, which is the user's.
+        ShardingError: If the user already set one of the attributes on the module.
     """
     taken = [name for name in attributes if name in vars(module)]
     if taken:
@@ -43,7 +43,10 @@ def change_class(module: nn.Module, kind: type[ModuleT], **attributes: Any) -> M
 
 @contextmanager
 def changed_class(module: nn.Module, kind: type[ModuleT], **attributes: Any) -> Iterator[ModuleT]:
-    """Change ``module`` as :func:`change_class` does; a ShardingError in the block undoes it."""
+    """Change ``module`` like :func:`change_class`.
+
+    A ShardingError in the block restores the module.
+    """
     own, before = type(module), dict(vars(module))
     changed = change_class(module, kind, **attributes)
     try:
@@ -55,10 +58,10 @@ def changed_class(module: nn.Module, kind: type[ModuleT], **attributes: Any) -> 
         raise
 
 
-# One class for each pair: compiled graphs are kept by class.
+# One class for each pair of classes, because compiled graphs are cached by class.
 @cache
 def _joined(kind: Any, own: Any) -> Any:
-    """Return a class that computes as ``kind`` and is an ``own``, too."""
+    """Return a class that computes as ``kind`` and also is a subclass of ``own``."""
 
     def reduce(self: nn.Module, protocol: Any) -> tuple[Any, ...]:  # found by no name
         _, _, *state = super(joined, self).__reduce_ex__(protocol)

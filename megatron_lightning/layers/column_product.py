@@ -1,4 +1,4 @@
-"""The product of a column-parallel layer, with its collectives overlapped."""
+"""The GEMMs of a column-parallel layer, with overlapped collectives."""
 
 from __future__ import annotations
 
@@ -19,12 +19,14 @@ from megatron_lightning.parallel.context import AxisGroup
 
 
 class ColumnProduct(torch.autograd.Function):
-    """Linear on the copied (or gathered) input forward; the input's gradient all-reduced (or
-    reduce-scattered) backward.
+    """Linear layer on the copied (or gathered) input in forward.
 
-    The input is gathered as an operand. Where backward keeps the shard of it, it gathers that again
-    while the input's gradient is computed, whose reduction then overlaps with the weight's
-    gradient; a deferred weight gradient gathers when it is computed.
+    The input's gradient is all-reduced (or reduce-scattered) in backward.
+
+    The input is gathered as an operand. If backward holds only the shard, the operand is gathered
+    again while the input's gradient is computed. The reduction of the input's gradient then
+    overlaps with the weight gradient. A deferred weight gradient gathers the operand when the
+    gradient is computed.
     """
 
     @staticmethod

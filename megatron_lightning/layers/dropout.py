@@ -1,6 +1,4 @@
-"""Dropout that draws from a named random stream where its input differs between the ranks of a
-replica.
-"""
+"""Dropout from a named random stream, for inputs that differ between the ranks of a replica."""
 
 from __future__ import annotations
 
@@ -14,10 +12,10 @@ from megatron_lightning.parallel.rng import RngStreams
 
 
 class Dropout(nn.Module):
-    """Dropout from torch's default generator, or from a named stream once a plan has set it.
+    """Dropout from torch's default generator, or from a named stream set by a plan.
 
     Args:
-        p: Probability of a zero; 0 makes this the identity.
+        p: Probability of a zero. 0 makes the layer the identity.
     """
 
     def __init__(self, p: float) -> None:
@@ -37,17 +35,18 @@ class Dropout(nn.Module):
         return self.streams is not None and bool(self.active_p)
 
     def stream(self) -> AbstractContextManager[None]:
-        """Return a context in which draws come from the right stream."""
+        """Return a context that draws from the right stream."""
         if self.streams is None or not self.active_p:
             return nullcontext()
         return self.streams.fork(self.stream_name)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return ``x`` with dropped entries; any shape."""
+        """Return ``x`` with dropped entries. Any shape."""
         if not self.active_p:
             return x
         if self.streams is not None and torch.compiler.is_compiling():
-            # A generator is no part of a graph; which entries are kept is the same as below.
+            # A generator cannot be part of a graph. The mask equals the mask of the eager path
+            # below.
             kept = self.streams.draw_kept(x, self.p, self.stream_name)
             return torch.where(kept, x / (1.0 - self.p), 0.0)
         with self.stream():

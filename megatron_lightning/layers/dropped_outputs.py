@@ -1,9 +1,9 @@
-"""Outputs of cheap modules that are computed again in backward, where another layer saves them.
+"""Recompute outputs of cheap modules in backward, instead of saving them for another layer.
 
-A norm or an activation function costs little, and its output is kept for backward by the layer that
-takes it as an input. In what the forward of the module's parent saves, a recipe takes the place of
-such an output: the module's forward and its inputs, which are saved in any case. Parameters, names
-and the graph stay as they are.
+A norm or an activation function costs little, and the next layer saves the output as its input. A
+recipe replaces the output in the tensors saved by the parent's forward. The recipe holds the
+module's forward and inputs, and the inputs are saved in any case. Parameters, names and the graph
+stay unchanged.
 """
 
 from __future__ import annotations
@@ -23,9 +23,7 @@ from megatron_lightning.layers.wrapped_methods import Forward, replace_attribute
 
 
 def drop_output(module: nn.Module, path: str) -> None:
-    """Store a recipe instead of the output of the submodule ``path`` in what its parent's forward
-    saves.
-    """
+    """Save a recipe instead of the output of the submodule ``path`` in the parent's forward."""
     parent = module.get_submodule(path.rpartition(".")[0])
     dropping: _Dropping | None = parent.__dict__.get("_dropped_outputs")
     if dropping is None:
@@ -54,7 +52,7 @@ class _Recipe:
     forward: Forward
     inputs: tuple[_Packed, ...]
     versions: tuple[tuple[Tensor, int], ...]
-    """Inputs that are kept as they are, and their versions."""
+    """Inputs saved without hooks, and their versions."""
     autocast: tuple[str, bool, torch.dtype]
     view: tuple[Sequence[int], Sequence[int], int] | None = None
     """Size, stride and offset of the saved view of the output."""
@@ -72,10 +70,9 @@ class _Recipe:
 
 
 class _DroppedOutputs:
-    """Recipes of the outputs that are alive in one forward of the modules' parent, by memory
-    location.
+    """Recipes of the live outputs in one forward of the modules' parent, by memory location.
 
-    Surrounding hooks, such as those of an offloaded parent, get all other tensors.
+    Surrounding hooks, such as hooks of an offloaded parent, get all other tensors.
     """
 
     def __init__(self) -> None:
@@ -83,8 +80,8 @@ class _DroppedOutputs:
         self._outer = saved_tensors_hooks_in_force()
 
     def record(self, output: Tensor, forward: Forward, inputs: Sequence[Tensor]) -> None:
-        """Record the recipe of ``output`` while it is alive."""
-        # A view of something larger, which others may keep.
+        """Record the recipe of ``output`` for the lifetime of ``output``."""
+        # A view of a larger tensor, possibly saved by another layer.
         if output.untyped_storage().nbytes() != output.nbytes:
             return
         device, place = output.device.type, _place(output)
@@ -95,12 +92,13 @@ class _DroppedOutputs:
             () if self._outer else tuple((value, value._version) for value in values),
             (device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)),
         )
-        # Its memory may be reused afterwards.
+        # The memory may be reused afterwards.
         weakref.finalize(output, self._recipes.pop, place, None)
 
     def pack(self, tensor: Tensor) -> _Packed | _Recipe:
-        """Return the recipe of a dropped output, or of a view of it; any other tensor as the
-        surrounding hooks pack it.
+        """Return the recipe of a dropped output, or of a view of a dropped output.
+
+        Surrounding hooks pack any other tensor.
         """
         recipe = self._recipes.get(_place(tensor))
         if recipe is None:
@@ -120,8 +118,9 @@ def _place(tensor: Tensor) -> tuple[Any, ...]:
 
 
 class _Dropping:
-    """Wrappers that drop outputs inside one module; copies of the module start without the state of
-    a running forward.
+    """Wrappers that drop outputs inside one module.
+
+    Copies of the module start without the state of a running forward.
     """
 
     def __init__(self) -> None:
@@ -132,7 +131,7 @@ class _Dropping:
 
     def around(self, forward: Forward, /, *args: Any, **kwargs: Any) -> Any:
         """Run the parent's forward."""
-        # The compiler decides what to keep.
+        # The compiler chooses the saved tensors.
         if not torch.is_grad_enabled() or torch.compiler.is_compiling():
             return forward(*args, **kwargs)
         outputs = _DroppedOutputs()
@@ -144,7 +143,7 @@ class _Dropping:
             self._running.pop()
 
     def computed(self, forward: Forward, /, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's forward and record its output."""
+        """Run the module's forward and record the output."""
         output = forward(*args, **kwargs)
         if (
             self._running

@@ -20,11 +20,11 @@ from megatron_lightning.parallel.spec import ShardSpec
 
 
 def local_ids(ids: Tensor, start: int, num_rows: int, group: AxisGroup) -> tuple[Tensor, Tensor]:
-    """Return the ids [...] relative to this rank's rows, 0 for those of other ranks, and a mask of
-    the latter.
+    """Return the ids [...] relative to this rank's rows, with 0 for ids of other ranks, and a mask
+    of the ids of other ranks.
 
-    Ids outside the vocabulary stay as they are on the nearest rank, so that the look-up there fails
-    as on one device.
+    Ids outside the vocabulary stay unchanged on the nearest rank, so that the look-up fails like on
+    one device.
     """
     local = ids - start
     outside = torch.zeros_like(local, dtype=torch.bool)
@@ -36,17 +36,18 @@ def local_ids(ids: Tensor, start: int, num_rows: int, group: AxisGroup) -> tuple
 
 
 class VocabParallelEmbedding(nn.Embedding):
-    """Embedding whose rows are split over the ranks; if these do not divide the vocabulary, the
-    last ones hold fewer rows.
+    """Embedding with rows split over the ranks.
+
+    If the ranks do not divide the vocabulary, the last ranks hold fewer rows.
 
     Args:
         num_embeddings: Entries of the full vocabulary.
         embedding_dim: Size of a vector.
         group: The tensor-parallel ranks.
-        padding_idx: Entry that gets no gradient.
+        padding_idx: Entry without a gradient.
         sequence_parallel: Return a shard of the output along the sequence.
         sequence_dim: Dim of the sequence.
-        device: Where the parameter lives.
+        device: Device of the parameter.
         dtype: Type of the parameter.
 
     Raises:
@@ -81,14 +82,14 @@ class VocabParallelEmbedding(nn.Embedding):
 
     @classmethod
     def from_embedding(cls, embedding: nn.Embedding, **options: Any) -> VocabParallelEmbedding:
-        """Make ``embedding`` this rank's rows of itself, in place, and return it.
+        """Reduce ``embedding`` to this rank's rows, in place, and return the embedding.
 
-        Its hooks, attributes and parameter object stay; ``options`` are keywords of the
+        Hooks, attributes and the parameter object stay. ``options`` are keywords of the
         constructor.
 
         Raises:
-            ShardingError: If it uses an option that has no parallel form, or cannot be split; it is
-                unchanged then.
+            ShardingError: If the embedding uses an option without a parallel form, or cannot be
+                split. The embedding is then unchanged.
         """
         check_replaceable(embedding, (nn.Embedding,), cls.__name__)
         _check_options(embedding)
@@ -104,7 +105,7 @@ class VocabParallelEmbedding(nn.Embedding):
         take_shards(self, self, {"weight": spec})
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Map ids [...] to vectors [..., h], or to this rank's sequence shard of them."""
+        """Map ids [...] to vectors [..., h], or to this rank's sequence shard of the vectors."""
         local, outside = local_ids(ids, self.start, self.weight.shape[0], self.group)
         padding = None if self.padding_idx is None else self.padding_idx - self.start
         if padding is not None and not 0 <= padding < self.weight.shape[0]:
@@ -132,12 +133,12 @@ def _rows_spec(embedding: nn.Embedding, group: AxisGroup) -> ShardSpec:
 def shard_vocabulary(
     embedding: nn.Embedding, *, group: AxisGroup, sequence_parallel: bool, sequence_dim: int
 ) -> nn.Embedding:
-    """Replace the weight of an embedding that has a forward of its own (a scaled one) by this
-    rank's rows, in place.
+    """Replace the weight of an embedding with a custom forward (scaled, for example) by this rank's
+    rows, in place.
 
-    Its forward must map each id alone. It runs on local ids, and what it makes of those of other
-    ranks is dropped, as in :class:`VocabParallelEmbedding`; the gradients of other parameters (of a
-    norm) are partial sums.
+    The forward must map each id separately. The forward runs on local ids, and the outputs for ids
+    of other ranks are dropped, like in :class:`VocabParallelEmbedding`. The gradients of other
+    parameters (of a norm) are partial sums.
     """
     spec = _rows_spec(embedding, group)
     partial = {
@@ -161,7 +162,7 @@ def shard_vocabulary(
 
 
 class _OwnRows:
-    """Hooks around the forward of an embedding that holds one rank's rows."""
+    """Hooks around the forward of an embedding with one rank's rows."""
 
     def __init__(self, group: AxisGroup, start: int, rows: int, sequence_dim: int | None) -> None:
         self._group = group
@@ -182,7 +183,7 @@ class _OwnRows:
 
 
 class SequenceParallelEmbedding(nn.Embedding):
-    """Embedding that every rank holds in full and looks up for its sequence shard only (learned
+    """Replicated embedding that each rank evaluates only for its sequence shard (learned
     positions).
     """
 
@@ -194,10 +195,10 @@ class SequenceParallelEmbedding(nn.Embedding):
     def from_embedding(
         cls, embedding: nn.Embedding, *, group: AxisGroup, sequence_dim: int
     ) -> SequenceParallelEmbedding:
-        """Change ``embedding`` in place, and return it.
+        """Change ``embedding`` in place, and return the embedding.
 
         Raises:
-            ShardingError: If it uses an option that has no parallel form.
+            ShardingError: If the embedding uses an option without a parallel form.
         """
         _check_options(embedding)
         spec = ShardSpec.replicated(embedding.weight.shape, partial_over=(group.name,))
@@ -206,6 +207,9 @@ class SequenceParallelEmbedding(nn.Embedding):
         )
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Map ids [s, ...] to vectors [s / ranks, ..., h]; of one dim, that is the sequence's."""
+        """Map ids [s, ...] to vectors [s / ranks, ..., h].
+
+        The dim of one-dimensional ids is the sequence.
+        """
         dim = min(self.sequence_dim, ids.dim() - 1)
         return F.embedding(scatter(ids, self.group, dim), self.weight, self.padding_idx)

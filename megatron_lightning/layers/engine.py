@@ -1,7 +1,7 @@
-"""Computation of a layer by a module of another library.
+"""Compute a layer by a module of another library.
 
-The layer keeps its parameters, names and checkpoints; an engine, set on ``layer.engine``, computes
-its forward and backward with them. Copies of a layer have none, and compute by themselves.
+The layer keeps its parameters, names and checkpoints. An engine, set on ``layer.engine``, computes
+forward and backward with the layer's parameters. Copies of a layer have no engine.
 """
 
 from __future__ import annotations
@@ -13,16 +13,17 @@ from torch import Tensor
 
 
 class Engine(Protocol):
-    """Computes one layer."""
+    """Computes a layer."""
 
     checkpoint: Callable[..., Any] | None
-    """Computes a function again in backward that runs the layer, with the arguments of torch's
-    ``checkpoint``; None: torch's does."""
+    """Checkpoint function for recomputed code around the layer, with the arguments of torch's
+    ``checkpoint``. None: torch's function.
+    """
 
     def takes(self, x: Tensor, *args: Any) -> bool:
-        """Return whether it computes these inputs; if not, the layer does."""
+        """Return whether the engine computes these inputs. If not, the layer computes."""
         ...
 
     def __call__(self, x: Tensor, *args: Any) -> Tensor:
-        """Map the layer's inputs to its output."""
+        """Map the layer's inputs to the layer's output."""
         ...

@@ -1,5 +1,4 @@
-"""Products of activations with weights: all of them, for every layer, and the only ones that a
-precision may replace.
+"""GEMMs of activations with weights, for every layer. A precision replaces only these GEMMs.
 
 A linear layer Y = X W^T has three products,
 
@@ -7,22 +6,22 @@ A linear layer Y = X W^T has three products,
     input_grad   dX = dY W        contracts the output's features
     weight_grad  dW = dY^T X      contracts the tokens
 
-and owns a :class:`Gemm`, which computes them. The gemm first makes an *operand* of each tensor,
-then multiplies operands; in between, layers gather operands, keep them for backward and defer
-products of them, without looking inside:
+and owns a :class:`Gemm` to compute them. The gemm first makes an *operand* of each tensor, then
+multiplies operands. In between, layers gather operands, save them for backward and defer GEMMs
+without looking inside:
 
     x --operand--> (data, scales) --gather--> (data, scales) --forward--> y
                           `--- kept, gathered again --------> weight_grad
 
-Here an operand is the tensor itself. A quantizing gemm makes codes and scales of it, so that a
-gather sends codes; it inherits from :class:`Gemm`, is assigned to ``layer.gemm``, and holds what a
-layer's scaling needs from step to step. Where scales lie along the contracted dim, the two
-products of one tensor need two operands (``two_sided = False``): the second is made by
-``transposed=True``, of the tensor that the first was made of. Then a gather may send the tensor
-itself, once, instead of two operands (``gathers_codes = False``).
+Here an operand is the tensor itself. A quantizing gemm makes quantized data and scales, so that a
+gather sends quantized data. A quantizing gemm inherits from :class:`Gemm`, is assigned to
+``layer.gemm``, and holds the layer's scaling state across steps. If scales lie along the contracted
+dim, the two GEMMs of a tensor need two operands (``two_sided = False``). ``transposed=True`` makes
+the second operand from the same tensor. A gather may then send the tensor once instead of two
+operands (``gathers_codes = False``).
 
-With ``counts`` [E] the products are *grouped*: the weight is [E, out, in], one matrix an expert,
-and the tokens, sorted by expert, are divided as ``counts`` says.
+With ``counts`` [E] the GEMMs are *grouped*: the weight is [E, out, in], one matrix an expert, and
+``counts`` gives the tokens of each expert in the sorted batch.
 """
 
 from __future__ import annotations
@@ -44,20 +43,22 @@ Role = Literal["input", "weight", "output_grad"]
 
 
 class SequenceAxis(NamedTuple):
-    """Ranks that share a sequence, and its dim."""
+    """Ranks that share a sequence, and the sequence dim."""
 
     group: AxisGroup
     dim: int
 
 
 class Operand(NamedTuple):
-    """A tensor in the form in which products take it."""
+    """A tensor in the form used by GEMMs."""
 
     data: Tensor
-    """The tensor, or codes of its values."""
+    """The tensor, or its quantized data."""
     scales: Tensor | None = None
-    """Factors of the codes: with the dims of the data, and gathered with them; or without dims, and
-    equal on all ranks."""
+    """Scales of the quantized data, with the dims of the data and gathered with the data.
+
+    Scales without dims are equal on all ranks.
+    """
 
     def gather_start(self, axis: SequenceAxis) -> Operand:
         """Begin to concatenate the ranks' operands along the sequence."""
@@ -68,7 +69,10 @@ class Operand(NamedTuple):
         return self._map(lambda x: finish(x, *axis))
 
     def gather(self, axis: SequenceAxis | None) -> Operand:
-        """Concatenate the ranks' operands along the sequence; without an axis, return this one."""
+        """Concatenate the ranks' operands along the sequence.
+
+        Without an axis, return the operand.
+        """
         return self if axis is None else self.gather_start(axis).finish(axis)
 
     def _map(self, change: Callable[[Tensor], Tensor]) -> Operand:
@@ -79,20 +83,21 @@ class Operand(NamedTuple):
 
 
 class Gemm:
-    """The products of one layer by torch's own kernels, in the dtype of the activations.
+    """The GEMMs of one layer by torch's kernels, in the dtype of the activations.
 
     Args:
-        one_by_one: Whether grouped products multiply experts one by one, also where there is a
-            kernel for all of them.
+        one_by_one: Loop over experts instead of calling a grouped GEMM.
     """
 
     two_sided: bool = True
-    """Whether one operand of a tensor serves both products that the tensor is in."""
+    """Whether a tensor needs only one operand for both of its GEMMs."""
     gathers_codes: bool = True
-    """Whether operands are made before they are gathered, instead of after. If not, the products
-    take operands without scales, too, and quantize them."""
+    """Whether operands are made before the gather, instead of after.
+
+    If False, GEMMs also take operands without scales, and quantize them.
+    """
     differentiable: ClassVar[bool] = True
-    """Whether the gradients are those that autograd derives from ``F.linear``."""
+    """Whether the gradients equal autograd's gradients of ``F.linear``."""
 
     def __init__(self, *, one_by_one: bool = False) -> None:
         self.one_by_one = one_by_one
@@ -110,9 +115,9 @@ class Gemm:
         Args:
             tensor: Input [..., in], weight [out, in] or [E, out, in], or gradient of the output
                 [..., out].
-            role: Which of them.
-            transposed: For the product that contracts another dim than the last: ``weight_grad`` of
-                an input or of the output's gradient, ``input_grad`` of a weight.
+            role: Place of the tensor in the GEMMs.
+            transposed: Whether the GEMM contracts a dim other than the last: ``weight_grad`` for an
+                input or the output's gradient, ``input_grad`` for a weight.
             counts: Tokens of each expert [E], for grouped products.
         """
         return Operand(tensor)
@@ -120,10 +125,10 @@ class Gemm:
     def gather_first(
         self, tensor: Tensor, axis: SequenceAxis | None
     ) -> tuple[Tensor, SequenceAxis | None]:
-        """Gather ``tensor``, unless its operands are to be gathered.
+        """Gather ``tensor``, unless the gemm gathers operands.
 
         Returns:
-            What to make operands of, and the axis along which they are still to be gathered.
+            The tensor to make operands from, and the remaining axis to gather operands along.
         """
         if axis is None or self.gathers_codes:
             return tensor, axis
@@ -132,8 +137,9 @@ class Gemm:
     def forward(
         self, x: Operand, weight: Operand, bias: Tensor | None = None, counts: Tensor | None = None
     ) -> Tensor:
-        """Return X W^T + b: [..., in], [out, in] -> [..., out]; grouped, without a bias: [t, in],
-        [E, out, in] -> [t, out].
+        """Return X W^T + b: [..., in], [out, in] -> [..., out].
+
+        Grouped, without a bias: [t, in], [E, out, in] -> [t, out].
         """
         dtype = x.data.dtype
         w = weight.data.to(dtype)
@@ -142,15 +148,17 @@ class Gemm:
         return F.linear(x.data, w, None if bias is None else bias.to(dtype))
 
     def input_grad(self, grad: Operand, weight: Operand, counts: Tensor | None = None) -> Tensor:
-        """Return dY W: [..., out], [out, in] -> [..., in]; grouped: [t, out], [E, out, in] -> [t,
-        in].
+        """Return dY W: [..., out], [out, in] -> [..., in].
+
+        Grouped: [t, out], [E, out, in] -> [t, in].
         """
         w = weight.data.to(grad.data.dtype)
         return grad.data.matmul(w) if counts is None else self._grouped(grad.data, w, counts)
 
     def weight_grad(self, grad: Operand, x: Operand, counts: Tensor | None = None) -> Tensor:
-        """Return dY^T X: [..., out], [..., in] -> [out, in]; grouped: [t, out], [t, in] -> [E, out,
-        in], with zeros for an expert without tokens.
+        """Return dY^T X: [..., out], [..., in] -> [out, in].
+
+        Grouped: [t, out], [t, in] -> [E, out, in], with zeros for an expert without tokens.
         """
         left, right = rows(grad.data).t(), rows(x.data)
         return left.matmul(right) if counts is None else self._grouped(left, right, counts)
@@ -161,8 +169,9 @@ class Gemm:
         return result
 
     def add_weight_grad(self, total: Tensor | None, grad: Operand, x: Operand) -> Tensor:
-        """Return ``total`` [out, in] plus dY^T X, added in place, or dY^T X where it is None; in
-        fp32 or wider.
+        """Return ``total`` [out, in] plus dY^T X, added in place, or dY^T X if ``total`` is None.
+
+        The sum is in fp32 or wider.
         """
         if total is None:
             product = self.weight_grad(grad, x)
@@ -181,7 +190,7 @@ def rows(x: Tensor) -> Tensor:
 
 
 class WeightOwner(Protocol):
-    """Receives the weight's gradient of a layer whose weight has no edge in the graph."""
+    """Receives the weight gradient of a layer whose weight has no edge in the graph."""
 
     def deliver(self, grad: Operand, x: Operand, counts: Tensor | None) -> None:
         """Compute ``weight_grad`` of these operands, now or later."""
@@ -198,17 +207,17 @@ def product(
     counts: Tensor | None = None,
     scatter: SequenceAxis | None = None,
 ) -> Tensor:
-    """Return X W^T + b with its gradients.
+    """Return X W^T + b with gradients.
 
     Args:
         x: Input [..., in].
         weight: [out, in], or with ``counts`` [E, out, in].
-        bias: [out]; None with ``counts`` or ``scatter``.
+        bias: [out]. None with ``counts`` or ``scatter``.
         gemm: Products of the layer.
-        owner: Receives the weight's gradient; None: autograd does.
+        owner: Receives the weight gradient. None: autograd receives the gradient.
         counts: Tokens of each expert [E].
-        scatter: Reduce-scatter the output along the sequence. Its gradient is gathered as an
-            operand.
+        scatter: Reduce-scatter the output along the sequence. The output's gradient is gathered as
+            an operand.
     """
     if gemm.differentiable and owner is None and counts is None and scatter is None:
         return F.linear(x, weight, bias)
@@ -220,19 +229,22 @@ def product(
 def by_heads(x: Tensor, weight: Tensor) -> Tensor:
     """Return x [s, b, n, i] times a matrix for each head, ``weight`` [n, i, o]: [s, b, n, o].
 
-    For evaluation: latent attention reads its up projection this way, and no precision replaces it.
+    Only for evaluation. Latent attention reads its up projection with this function, and no
+        precision replaces the multiplication.
     """
     return torch.einsum("sbni,nio->sbno", x, weight.to(x.dtype))
 
 
 def autocast(x: Tensor, weight: Tensor, gemm: Gemm, owner: object | None) -> tuple[Tensor, Tensor]:
-    """Cast to the dtype of autocast, where it is on: backward of a custom Function runs without it.
+    """Cast to autocast's dtype if autocast is on, because backward of a custom Function runs
+    without autocast.
 
-    The gemm casts a weight with an owner, so that its gradient has the parameter's dtype, and one
-    that it quantizes, so that it sees the same tensor again and backward keeps no copy of it.
+    The gemm casts a weight with an owner, so that the gradient has the parameter's dtype. The gemm
+    also casts a weight that it quantizes, so that it sees the same tensor again and backward keeps
+    no copy.
 
     Raises:
-        ConfigError: If the model has cast its activations to the dtype of such a weight.
+        ConfigError: If the model casts its activations to the dtype of a quantized weight.
     """
     if is_quantized(x.dtype):
         raise ConfigError(
@@ -249,13 +261,13 @@ def autocast(x: Tensor, weight: Tensor, gemm: Gemm, owner: object | None) -> tup
 
 
 def is_quantized(dtype: torch.dtype) -> bool:
-    """Return whether tensors of a dtype are codes, whose values need scales."""
+    """Return whether tensors of a dtype are quantized data and need scales."""
     return dtype.is_floating_point and dtype.itemsize == 1
 
 
 class _Product(torch.autograd.Function):
-    """X W^T + b forward, optionally reduce-scattered; the products of the (gathered) gradient
-    backward.
+    """X W^T + b forward, optionally reduce-scattered. Backward multiplies the (gathered)
+    gradient.
     """
 
     @staticmethod
@@ -310,8 +322,8 @@ class _Product(torch.autograd.Function):
 # ------------------------------------------------------------------------------------------ grouped
 
 
-# An operator, since the shape of its result needs no values: a loop cannot be traced, and torch's
-# own kernel is traced for bf16 only.
+# An operator, since the shape of the result needs no values. The loop cannot be traced, and torch's
+# kernel is traced only for bf16.
 @torch.library.custom_op(
     "megatron_lightning::grouped_mm",
     mutates_args=(),

@@ -1,10 +1,10 @@
-"""Keys and values of earlier tokens, so that a generating model computes new tokens only.
+"""Cache keys and values of earlier tokens, so that a generating model computes only new tokens.
 
 A step is one ragged row [1, T]: the new tokens of all requests side by side, each with its
-position, and padding behind. Only attention treats requests apart. A *slot* keeps the key and the
-value of one token in one layer. Slot 0 belongs to no request: padding is written there.
+position, and padding behind. Only attention separates requests. A *slot* stores the key and the
+value of one token in one layer. Slot 0 belongs to no request and receives padding.
 
-Shapes: ``T`` tokens of a step, ``r`` requests, ``k`` tokens whose logits are wanted, ``n`` query
+Shapes: ``T`` tokens of a step, ``r`` requests, ``k`` tokens with requested logits, ``n`` query
 heads, ``g`` key heads, ``d`` size of a query and key head, ``e`` size of a value head, ``L`` keys
 of one request.
 """
@@ -25,7 +25,7 @@ Slots = slice | Tensor
 
 
 class Span(NamedTuple):
-    """The tokens of one request in a step."""
+    """The tokens of a request in a step."""
 
     first: int
     """Index of the first token in the row."""
@@ -53,23 +53,23 @@ class Pages(NamedTuple):
 
 
 class AttentionForm(NamedTuple):
-    """How queries see keys in one layer."""
+    """Visibility of keys and form of the scores in a layer."""
 
     scale: float
     """Factor of the scores."""
     window: int | None = None
-    """How many positions back a query sees beside its own; None: all."""
+    """Earlier positions visible to a query. None: all."""
     in_fp32: bool = False
     """Whether scores and contexts are computed in fp32."""
 
 
 class KeyStore:
-    """Keys and values of one layer; heads and dtype are the layer's own.
+    """Keys and values of one layer, with the heads and the dtype of the layer.
 
     Args:
         num_slots: Number of tokens.
         keys: [T, g, d] keys of the first step.
-        values: [T, g, e] its values; None: a value is the key, as latents are.
+        values: [T, g, e] values of the first step. None: keys serve as values (latents).
     """
 
     def __init__(self, num_slots: int, keys: Tensor, values: Tensor | None) -> None:
@@ -80,7 +80,7 @@ class KeyStore:
 
     @property
     def bytes_per_slot(self) -> int:
-        """Bytes that one token takes."""
+        """Bytes of a token."""
         pools = {id(pool): pool for pool in (self.keys, self.values)}
         return sum(pool[0].numel() * pool.element_size() for pool in pools.values())
 
@@ -110,17 +110,17 @@ class KeyCache:
     when the cache is.
 
     Args:
-        num_slots: Tokens that fit, slot 0 included.
+        num_slots: Number of tokens, including slot 0.
     """
 
     def __init__(self, num_slots: int) -> None:
         self.num_slots = num_slots
         self.stores: dict[nn.Module, KeyStore] = {}
-        """Attention module -> its store."""
+        """Attention module -> store."""
 
     @property
     def bytes_per_slot(self) -> int:
-        """Bytes that one token takes in all layers of this rank that have computed."""
+        """Bytes of a token in all layers that have computed on this rank."""
         return sum(store.bytes_per_slot for store in self.stores.values())
 
     def store(self, module: nn.Module, keys: Tensor, values: Tensor | None) -> KeyStore:
@@ -132,20 +132,20 @@ class KeyCache:
 
 @dataclass(frozen=True, eq=False)
 class CacheStep:
-    """What layers have to know of the requests in one step."""
+    """Requests of one step, as seen by layers."""
 
     cache: KeyCache
-    """Where keys are kept."""
+    """Stores of all layers."""
     slots: Tensor
     """[T] slot of each token."""
     spans: Sequence[Span]
     """The requests, in the order of their tokens."""
     kept: Tensor
-    """[k] tokens whose logits are wanted."""
+    """[k] tokens with requested logits."""
     copies: Sequence[tuple[slice, slice]] = ()
     """Slots to copy to other slots before anything is read."""
     pages: Pages | None = None
-    """The spans as pages, where a kernel takes pages; None: there is no such kernel."""
+    """The spans as pages, for a paged kernel. None: no kernel takes pages."""
 
     def attend(
         self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor | None, form: AttentionForm
@@ -153,10 +153,10 @@ class CacheStep:
         """Keep the keys and values of new tokens, and return their contexts [T, 1, n, e].
 
         Args:
-            module: The attention module, which has a store of its own.
+            module: The attention module. Each module has a separate store.
             q: [T, 1, n, d] queries.
             k: [T, 1, g, d] keys.
-            v: [T, 1, g, e] values; None: the keys.
+            v: [T, 1, g, e] values. None: keys serve as values.
             form: How queries see keys.
         """
         keys, values = k[:, 0], None if v is None else v[:, 0]
@@ -171,7 +171,7 @@ class CacheStep:
 
 
 def _by_spans(step: CacheStep, store: KeyStore, q: Tensor, form: AttentionForm) -> Tensor:
-    """Return contexts of queries [T, n, d], one request at a time."""
+    """Return contexts of queries [T, n, d], request by request."""
     contexts = []
     for first, count, slots, num_keys in step.spans:
         hidden = 0  # keys that no query of the span sees
@@ -187,7 +187,7 @@ def _by_spans(step: CacheStep, store: KeyStore, q: Tensor, form: AttentionForm) 
 def _attend_span(
     q: Tensor, keys: Tensor, values: Tensor, mask: KeyMask, form: AttentionForm
 ) -> Tensor:
-    """Return contexts [count, n, e] of queries [count, n, d] of one request."""
+    """Return contexts [count, n, e] of queries [count, n, d] in a request."""
     dtype = torch.float32 if form.in_fp32 else q.dtype
     inputs = [x.to(dtype).transpose(0, 1)[None] for x in (q, keys, values)]
     with torch.autocast(q.device.type, enabled=False):
@@ -203,7 +203,7 @@ def _behind(slots: Slots, num_hidden: int) -> Slots:
 
 
 def _mask(count: int, num_keys: int, window: int | None, device: torch.device) -> KeyMask:
-    """Return which of ``num_keys`` keys the last ``count`` positions see."""
+    """Return the mask of ``num_keys`` keys for the last ``count`` positions."""
     narrow = window is not None and num_keys > window + 1
     if count == 1 and not narrow:
         return None
@@ -218,7 +218,7 @@ def _mask(count: int, num_keys: int, window: int | None, device: torch.device) -
 def _by_pages(step: CacheStep, store: KeyStore, q: Tensor, form: AttentionForm) -> Tensor:
     """Return contexts of queries [T, n, d] by flash attention over pages.
 
-    ``num_splits=1`` makes a request independent of its neighbors.
+    ``num_splits=1`` makes a request independent of other requests.
     """
     from torch.nn.attention.varlen import varlen_attn
 

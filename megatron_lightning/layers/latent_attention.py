@@ -1,21 +1,21 @@
 """Multi-head latent attention (https://arxiv.org/abs/2405.04434, section 2.1): queries, keys and
-values are computed from latents that are narrower than all heads together.
+values are computed from latents narrower than all heads together.
 
 Shapes: ``s`` sequence, ``b`` batch, ``h`` hidden, ``n`` heads, ``d`` channels of a query or key
-head without a position, ``r`` rotated ones, ``e`` size of a value head.
+head without a position, ``r`` rotated channels, ``e`` size of a value head.
 
     hidden --- linear_q_down_proj --- q_layernorm --- linear_q_up_proj ----- n (d | r)  queries
        |
        +------ linear_kv_down_proj -+- kv_layernorm - linear_kv_up_proj ---- n (d | e)  keys, values
                                     +- shared_key -------------------------- r          key
 
-Rows of the weights are in the order of Megatron-Core and of DeepSeek's checkpoints: the channels of
-a head without a position come first, and of the rotated ones two neighbors are a pair. After the
-rotation the first channels of all pairs stand before the second ones, in queries and keys alike.
+Weight rows follow Megatron-Core and DeepSeek's checkpoints: the channels of a head without a
+position come first, and two neighboring rotated channels form a pair. After the rotation the first
+channels of all pairs precede the second channels, in queries and keys alike.
 
-Under tensor parallelism latents and the shared key are computed on every rank, under sequence
-parallelism for the rank's tokens only. ``linear_q_up_proj``, ``linear_kv_up_proj`` and
-``shared_key`` gather them, and sum their gradients, as each rank has some of the heads.
+Under tensor parallelism every rank computes latents and the shared key. Under sequence parallelism
+a rank computes only its tokens. ``linear_q_up_proj``, ``linear_kv_up_proj`` and ``shared_key``
+gather latents and sum gradients, because each rank has only part of the heads.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class LatentAttention(nn.Module):
             mla.kv_lora_rank, n * (mla.qk_head_dim + mla.v_head_dim), bias=False
         )
         self.shared_key = nn.Identity()
-        """Where the key that all heads share enters the heads of a rank."""
+        """Point of entry of the shared key into the heads of a rank."""
         self.rotary = rotary
         self.scale = mla.q_head_dim**-0.5 * score_factor(config.rope_scaling)
         self.core_attention = CoreAttention(
@@ -71,17 +71,18 @@ class LatentAttention(nn.Module):
         self.linear_proj = nn.Linear(n * mla.v_head_dim, h, bias=False)
 
     def forward(self, hidden: Tensor, sequence: SequenceInfo | None = None) -> Tensor:
-        """Map [s, b, h] to [s, b, h]; ``sequence`` None: causal, at positions 0 to s-1.
+        """Map [s, b, h] to [s, b, h]. ``sequence`` None: causal, at positions 0 to s-1.
 
-        The input may be a sequence shard: the full length is known only after the projections have
-        gathered it.
+        The input may be a sequence shard. The full length is known only after the projections
+        gather the sequence.
 
         Raises:
-            ConfigError: If ranks share the sequence, and its positions are not given.
+            ConfigError: If ranks share the sequence, and no positions are passed.
         """
         mla = self.mla
         self.core_attention.check_positions(sequence)
-        # With adapters the up projection is more than its weight: then heads are kept, not latents.
+        # With adapters the up projection is more than the weight. The cache then stores heads
+        # instead of latents.
         is_plain = not any(True for _ in self.linear_kv_up_proj.children())
         if sequence is not None and sequence.cache is not None and is_plain:
             return self._forward_cached(hidden, sequence)
@@ -110,11 +111,11 @@ class LatentAttention(nn.Module):
         return out
 
     def _forward_cached(self, hidden: Tensor, sequence: SequenceInfo) -> Tensor:
-        """Do as :meth:`forward` for new tokens of requests, whose latents and shared keys are kept.
+        """Run :meth:`forward` for new tokens of requests, with cached latents and shared keys.
 
-        A slot keeps one latent and one rotated key for all heads together. The up projection is
-        *absorbed*: its rows for keys move the queries into the latent space, its rows for values
-        bring the context out (DeepSeek-V2, https://arxiv.org/abs/2405.04434, section 2.1.2).
+        A slot stores one latent and one rotated key for all heads together. The up projection is
+        *absorbed*: the rows for keys map queries into the latent space, and the rows for values map
+        the context back (DeepSeek-V2, https://arxiv.org/abs/2405.04434, section 2.1.2).
         """
         mla, core = self.mla, self.core_attention
         q_sbnd, q_sbnr = torch.split(

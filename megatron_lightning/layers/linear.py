@@ -1,4 +1,4 @@
-"""Linear layers whose weight is split over the tensor-parallel ranks
+"""Linear layers with weights split over the tensor-parallel ranks
 (https://arxiv.org/abs/1909.08053), with sequence parallelism (https://arxiv.org/abs/2205.05198).
 
 With X the input, rank i computes in a column-parallel layer Y_i = X W_i^T (rows of W are split) and
@@ -41,8 +41,8 @@ Self = TypeVar("Self", bound="_ParallelLinear")
 
 
 class AdaptableLinear(Splittable, nn.Linear):
-    """An ``nn.Linear`` whose products, engine and backward can be replaced; a layer becomes one by
-    :func:`make_adaptable`.
+    """An ``nn.Linear`` with replaceable GEMMs, engine and backward. :func:`make_adaptable` converts
+    a layer.
     """
 
     def forward(self, x: Tensor) -> Tensor:
@@ -53,12 +53,13 @@ class AdaptableLinear(Splittable, nn.Linear):
 
 
 LINEAR: tuple[type[nn.Module], ...] = (nn.Linear, AdaptableLinear, OutputLinear)
-"""Classes that compute x W^T + b, and nothing else."""
+"""Classes that only compute x W^T + b."""
 
 
 def make_adaptable(layer: nn.Module) -> None:
-    """Give a plain ``nn.Linear`` what quantized layers and those with a split backward need, in
-    place; other modules stay as they are.
+    """Prepare a plain ``nn.Linear`` for quantization or a split backward, in place.
+
+    Other modules stay unchanged.
     """
     if type(layer) is nn.Linear:
         change_class(layer, AdaptableLinear)
@@ -80,7 +81,7 @@ class _ParallelLinear(Splittable, nn.Linear, ABC):
     """
 
     split: ClassVar[tuple[str, ...]]
-    """Names of the parameters that are split."""
+    """Names of the split parameters."""
     group: AxisGroup
     sequence_parallel: bool = False
     sequence_dim: int = 0
@@ -88,12 +89,13 @@ class _ParallelLinear(Splittable, nn.Linear, ABC):
 
     @classmethod
     def check(cls, linear: nn.Module, **options: Any) -> None:
-        """Check that ``linear`` can become such a layer, and loses nothing by it; ``options`` are
-        keywords of the constructor.
+        """Check that ``linear`` can become a parallel layer without losing behavior.
+
+        ``options`` are keywords of the constructor.
 
         Raises:
-            ShardingError: If it is another module, has a forward of its own or a weight that is
-                computed, or a hook would see a shard.
+            ShardingError: If ``linear`` is another kind of module, has a custom forward or a
+                computed weight, or a hook would see a shard.
         """
         check_replaceable(linear, LINEAR, cls.__name__)
         check_hooks(linear, cls.__name__, list(cls._shards(**options)))
@@ -102,18 +104,17 @@ class _ParallelLinear(Splittable, nn.Linear, ABC):
     @classmethod
     @abstractmethod
     def _shards(cls, **options: Any) -> Iterator[Side]:
-        """Yield the sides at which a rank sees a shard."""
+        """Yield the sides with sharded activations."""
 
     @classmethod
     def from_linear(cls: type[Self], linear: nn.Linear, **options: Any) -> Self:
-        """Make ``linear`` this rank's shard of itself, in place, and return it.
+        """Reduce ``linear`` to this rank's shard, in place, and return the layer.
 
-        Its hooks, attributes and parameter objects stay; ``options`` are keywords of the
-        constructor.
+        Hooks, attributes and parameter objects stay. ``options`` are keywords of the constructor.
 
         Raises:
-            ShardingError: If the weight cannot be split evenly, or :meth:`check` finds something;
-                the layer is unchanged then.
+            ShardingError: If the weight cannot be split evenly, or :meth:`check` fails. The layer
+                is then unchanged.
         """
         cls.check(linear, **options)
         with changed_class(linear, cls, **options) as layer:
@@ -127,12 +128,12 @@ class _ParallelLinear(Splittable, nn.Linear, ABC):
 
     @property
     def sequence_axis(self) -> SequenceAxis | None:
-        """Ranks and dim along which activations are sequence shards; None: they are not."""
+        """Ranks and dim of sequence-sharded activations. None: activations are not sharded."""
         return SequenceAxis(self.group, self.sequence_dim) if self.sequence_parallel else None
 
     @abstractmethod
     def _specs(self, bias: bool) -> dict[str, ShardSpec]:
-        """Return the shard specs of the weight and, if there is one, the bias."""
+        """Return the shard specs of the weight and the optional bias."""
 
     def extra_repr(self) -> str:
         """Return the global sizes."""
@@ -143,8 +144,8 @@ class _ParallelLinear(Splittable, nn.Linear, ABC):
 
 
 class ColumnParallelLinear(_ParallelLinear):
-    """Linear layer whose output features are split over the ranks: x [..., in] -> this rank's shard
-    of [..., out].
+    """Linear layer with output features split over the ranks: x [..., in] -> this rank's shard of
+    [..., out].
 
     Args:
         in_features: Size of the input.
@@ -154,10 +155,10 @@ class ColumnParallelLinear(_ParallelLinear):
         sequence_parallel: The input is a sequence shard, and is gathered.
         sequence_dim: Dim of the sequence.
         gather_output: Return the full output on every rank.
-        copy_input: Sum the input's gradient over the ranks; False where the caller has done it
+        copy_input: Sum the input's gradient over the ranks. False if the caller sums
             (``copy_to_axis``).
-        num_blocks: Equal blocks stacked in the output that are each split (2 for a fused gate and
-            up projection).
+        num_blocks: Equal stacked blocks in the output, each split (2 for a fused gate and up
+            projection).
         device: Device of the parameters.
         dtype: Dtype of the parameters.
 
@@ -233,30 +234,33 @@ class ColumnParallelLinear(_ParallelLinear):
             y = ColumnProduct.apply(x, weight, self.bias, self.gemm, owner, self.group, axis)  # type: ignore[no-untyped-call]
         if not self.gather_output or self.group.size == 1:
             return y
-        # Contiguous and no view, as from a plain layer: models write into it.
+        # Contiguous and no view, like the output of a plain layer, because models write into the
+        # output.
         return gather(y, self.group, -1, self.out_features).contiguous()
 
     def full_input(self, kept: Operand) -> Operand:
-        """Gather the input again under sequence parallelism, where each rank keeps its shard."""
+        """Gather the input again under sequence parallelism, because backward keeps only the rank's
+        shard.
+        """
         return kept.gather(self.sequence_axis)
 
 
 class SharedGroupsLinear(ColumnParallelLinear):
-    """Projection to keys or values where ranks outnumber the query groups: x [..., in] -> [..., (n
-    + m) d].
+    """Projection to keys or values with more ranks than query groups: x [..., in] -> [..., (n + m)
+    d].
 
-    The rows are split evenly, as in every column-parallel layer, and so are gradients and
-    checkpoints; the result is gathered, and each rank takes n query heads of d channels, if there
-    are any, and the m heads that its group shares: key and value of a fused projection, one of them
-    of a separate one. Backward, the ranks that share a group sum these heads' gradients, as
-    Megatron-Core's ``SelfAttention`` does.
+    Rows, gradients and checkpoints are split evenly, as in every column-parallel layer. The output
+    is gathered, and each rank takes n query heads (possibly none) of d channels and the m shared
+    heads of the rank's group. A fused projection shares key and value, and a separate projection
+    shares only one of the two. In backward, ranks with the same group sum the gradients of the
+    shared heads, as Megatron-Core's ``SelfAttention`` does.
 
     Args:
         in_features: Size of the input.
-        out_features: Size of the full output: of each query group its query heads, then its shared
+        out_features: Size of the full output: for each query group the query heads, then the shared
             heads.
-        num_groups: Query groups; a divisor of the number of ranks.
-        heads_per_group: Query heads of a group that are fused with the shared ones.
+        num_groups: Query groups, a divisor of the number of ranks.
+        heads_per_group: Query heads of a group that are fused with the shared heads.
         shared_per_group: Shared heads of a group.
         options: As for :class:`ColumnParallelLinear`.
     """
@@ -277,7 +281,7 @@ class SharedGroupsLinear(ColumnParallelLinear):
         self.shared_per_group = shared_per_group
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map [..., in] to this rank's query heads and the heads that its group shares."""
+        """Map [..., in] to this rank's query heads and the shared heads of the rank's group."""
         mixed = gather_sequence(super().forward(x), self.group, -1)
         ranks = self.group.size // self.num_groups
         heads, (group, index) = self.heads_per_group // ranks, divmod(self.group.rank, ranks)
@@ -288,15 +292,17 @@ class SharedGroupsLinear(ColumnParallelLinear):
 
 
 class VocabParallelLinear(ColumnParallelLinear, OutputLinear):
-    """Column-parallel output layer for any vocabulary; if the ranks do not divide it, the last ones
-    hold fewer rows.
+    """Column-parallel output layer for any vocabulary.
+
+    If the ranks do not divide the vocabulary, the last ranks hold fewer rows.
     """
 
     def forward(
         self, x: Tensor, targets: Tensor | None = None, loss: CrossEntropy | None = None
     ) -> Tensor:
-        """Map x [..., in] to logits [..., out / ranks], or [..., out] with ``gather_output``; with
-        a loss of such logits, to losses [...] for ``targets`` [...].
+        """Map x [..., in] to logits [..., out / ranks], or [..., out] with ``gather_output``.
+
+        With a loss, map x to losses [...] for ``targets`` [...].
         """
         if targets is None or loss is None:
             return super().forward(x)
@@ -314,8 +320,8 @@ class VocabParallelLinear(ColumnParallelLinear, OutputLinear):
 
 
 class RowParallelLinear(_ParallelLinear):
-    """Linear layer whose input features are split over the ranks: this rank's shard of x [..., in]
-    -> [..., out].
+    """Linear layer with input features split over the ranks: this rank's shard of x [..., in] ->
+    [..., out].
 
     Args:
         in_features: Size of the full input.
@@ -324,7 +330,7 @@ class RowParallelLinear(_ParallelLinear):
         bias: Whether a bias is added, after the reduction.
         sequence_parallel: Return a sequence shard of the output.
         sequence_dim: Dim of the sequence.
-        input_is_parallel: The input is this rank's shard already; False: it is full, and is split
+        input_is_parallel: The input is this rank's shard. False: the input is full, and is split
             here.
         device: Device of the parameters.
         dtype: Dtype of the parameters.

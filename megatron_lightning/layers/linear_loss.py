@@ -1,18 +1,18 @@
-"""Output layer and loss as one, which never hold the logits of all tokens.
+"""Output layer and loss, fused so that the logits of all tokens never exist at once.
 
-The logits of n tokens over a vocabulary of v entries are often the largest tensor of a step (with
-their gradient and the softmax's output, three of them, in fp32). Here they exist for a chunk of
-tokens at a time:
+The logits of n tokens over a vocabulary of v entries are often the largest tensor of a step. With
+the gradient and the softmax's output there are three, all in fp32. Here only a chunk of tokens has
+logits at a time:
 
-    forward     Y = X W^T of a chunk; a few numbers a token are kept, and combined over the
+    forward     Y = X W^T of a chunk. A few numbers a token are kept, and combined over the
                 tensor-parallel ranks for all chunks at once (one maximum, one sum)
-    backward    Y once more, dY of the losses' gradient, dX = dY W, and dW is summed over chunks
+    backward    Y again, dY of the losses' gradient, dX = dY W, and dW is summed over chunks
 
-That is a fourth product beside three. It could be saved if the gradient were computed in forward,
-which needs the losses' gradient before there is one: a scalar loss has it, losses of tokens, which
-the step masks and weighs, do not. Where the vocabulary is small beside the hidden size, the logits
-weigh little beside the activations of a layer, and are kept: three products, and chunks that stay
-in the processor's cache.
+Recomputing Y costs a fourth GEMM beside three. Computing the gradient in forward would save the
+fourth GEMM, but needs the losses' gradient in forward. The gradient of a scalar loss is known, but
+the gradient of token losses depends on the step's masks and weights. If the vocabulary is small
+beside the hidden size, the logits weigh little beside the activations of a layer, and are kept:
+three GEMMs, and chunks that fit the processor's cache.
 """
 
 from __future__ import annotations
@@ -35,17 +35,19 @@ from megatron_lightning.parallel.collectives import (
 )
 
 _MOST_KEPT = 8
-"""Logits of a token that are kept, in units of the hidden size; a transformer layer keeps 17 to 34
-(https://arxiv.org/abs/2205.05198, section 4.1)."""
+"""Largest kept logits of a token, in units of the hidden size.
+
+A transformer layer keeps 17 to 34 (https://arxiv.org/abs/2205.05198, section 4.1).
+"""
 _SMALLEST_CHUNK, _SMALL_CHUNK, _FEWEST_CHUNKS = 16, 128, 4
 
 
 def chunk_tokens(num_tokens: int, hidden_size: int) -> int:
     """Return the tokens of a chunk.
 
-    Half of the hidden size: its logits then are half as large as the weight, and each product
-    computes enough for each weight that it reads. Of few tokens a quarter, so that the chunk, too,
-    is small beside all logits.
+    A chunk has half as many tokens as the hidden size: the logits are then half as large as the
+    weight, and a GEMM has enough work for each weight read. A small batch is divided into quarters,
+    so that a chunk stays small beside all logits.
     """
     longest = min(
         max(_SMALL_CHUNK, hidden_size // 2),
@@ -57,18 +59,18 @@ def chunk_tokens(num_tokens: int, hidden_size: int) -> int:
 
 @dataclass(frozen=True)
 class Head:
-    """How an output layer and its loss are computed."""
+    """Settings of an output layer and loss."""
 
     gemm: Gemm
     vocabulary: Vocabulary
     axis: SequenceAxis | None
-    """Ranks and dim along which the input is a shard; None: it is full."""
+    """Ranks and dim of a sharded input. None: the input is full."""
     reduces_input: bool
     """Whether the input's gradient is summed over the ranks here."""
     chunk_tokens: int | None = None
-    """Tokens of a chunk; None: see :func:`chunk_tokens`."""
+    """Tokens of a chunk. None: see :func:`chunk_tokens`."""
     keep_logits: bool | None = None
-    """Whether backward has the logits of forward; None: if the vocabulary is small."""
+    """Whether backward reuses the logits of forward. None: if the vocabulary is small."""
 
     def chunks(self, x: Tensor) -> list[slice]:
         """Return the chunks of the tokens of ``x`` [n, h]."""
@@ -83,7 +85,7 @@ class Head:
         return self.keep_logits
 
     def reduce(self, grad: Tensor) -> Tensor:
-        """Reduce the gradient of the full input to that of the layer's input."""
+        """Reduce the gradient of the full input to the gradient of the layer's input."""
         if self.axis is not None:
             return finish(reduce_scatter_start(grad, *self.axis), *self.axis)
         group = self.vocabulary.group
@@ -91,8 +93,9 @@ class Head:
 
 
 class _LinearLoss(torch.autograd.Function):
-    """Losses of X W^T + b, chunk by chunk, forward; the chunks' gradients backward, where the
-    weight's is summed in fp32.
+    """Forward: losses of X W^T + b, chunk by chunk.
+
+    Backward: gradients of the chunks, with the weight gradient summed in fp32.
     """
 
     @staticmethod
@@ -179,10 +182,10 @@ def linear_losses(
     """Return the losses [...] in fp32 of the logits x W^T + b for ``targets`` [...].
 
     Args:
-        x: Input [..., h], a shard of the sequence where the head has an axis.
+        x: Input [..., h], or a sequence shard if the head has an axis.
         weight: [r, h], this rank's rows of the vocabulary.
         bias: [r].
-        targets: Ids of the full vocabulary, one for each vector of the full input.
+        targets: Ids of the full vocabulary, for each vector of the full input.
         head: How.
     """
     x, weight = autocast(x, weight, head.gemm, None)
@@ -192,22 +195,28 @@ def linear_losses(
 
 
 class TakesLoss:
-    """A layer whose ``forward(x, targets, loss)`` returns losses; without the last two, logits."""
+    """A layer whose ``forward(x, targets, loss)`` returns losses.
+
+    Without ``targets`` and ``loss``, forward returns logits.
+    """
 
     gemm: Gemm
 
 
 class OutputLinear(TakesLoss, Splittable, nn.Linear):
-    """An output layer, which returns logits or, without holding all of them, losses.
+    """An output layer that returns logits or losses. Losses never need all logits at once.
 
-    The weight's gradient of losses is computed with the input's, also under a pipeline schedule
-    that defers those of other layers: it takes the logits' gradient, which exists once.
+    The weight gradient of losses is computed together with the input's gradient, even under a
+    pipeline schedule with deferred weight gradients, because the logits' gradient exists only once.
     """
 
     def forward(
         self, x: Tensor, targets: Tensor | None = None, loss: CrossEntropy | None = None
     ) -> Tensor:
-        """Map x [..., h] to logits [..., v]; with a loss, to losses [...] for ``targets`` [...]."""
+        """Map x [..., h] to logits [..., v].
+
+        With a loss, map x to losses [...] for ``targets`` [...].
+        """
         if targets is None or loss is None:
             return linear(x, self, self.bias)
         head = Head(self.gemm, loss.vocabulary(self.out_features), None, False)
@@ -217,9 +226,9 @@ class OutputLinear(TakesLoss, Splittable, nn.Linear):
 def token_losses(x: Tensor, targets: Tensor, layer: nn.Module, loss: nn.Module) -> Tensor:
     """Return the losses [...] of an output layer's logits for ``targets`` [...].
 
-    Modules that others have put in the place of a model's own get what they expect: the layer its
-    input, the loss the logits and the targets. So do layers that a recipe quantizes: chunks would
-    have scales of their own, and enter a history one by one.
+    User modules in place of the model's modules get the usual arguments: the layer gets the input,
+    and the loss gets logits and targets. Quantized layers are called likewise, because chunks would
+    have separate scales and separate entries in the amax history.
     """
     fused = (
         isinstance(layer, TakesLoss)

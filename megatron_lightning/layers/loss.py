@@ -1,18 +1,18 @@
-"""Token losses: plain cross entropy, and the vocabulary-parallel one, which never gathers the
+"""Token losses: plain cross entropy, and vocabulary-parallel cross entropy without a gather of the
 logits.
 
-With x the logits of a token, t its target, and sums over the vocabulary of v entries,
+With x the logits of a token, t the target, and sums over the vocabulary of v entries,
 
     lse    = log sum_i exp(x_i)
     loss   = lse - (1 - e) x_t - e mean_i(x_i) + z lse^2
     d x_i  = (1 + 2 z lse) exp(x_i - lse) - (1 - e) [i = t] - e / v
 
 where e is the label smoothing, as in ``F.cross_entropy``, and z the weight of the z-loss (PaLM,
-https://arxiv.org/abs/2204.02311, section 5), which keeps lse near 0. The parallel form follows
+https://arxiv.org/abs/2204.02311, section 5). The z-loss keeps lse near 0. The parallel form follows
 Megatron-LM (https://arxiv.org/abs/1909.08053, section 3): each rank reduces its part of the
-vocabulary to a few numbers a token, which the tensor-parallel ranks combine. All arithmetic is in
-fp32 (fp64 for logits of fp64); backward keeps the logits in their own dtype and two numbers a
-token. ``layers.linear_loss`` uses the same functions on chunks of tokens.
+vocabulary to a few numbers a token, and the tensor-parallel ranks combine the numbers. All
+arithmetic is in fp32 (fp64 for logits of fp64). Backward keeps the logits in their original dtype
+and two numbers a token. ``layers.linear_loss`` uses the same functions on chunks of tokens.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from megatron_lightning.parallel.context import AxisGroup
 from megatron_lightning.parallel.spec import shard_range
 
 ALONE = AxisGroup("tp", (0,), 0, None)
-"""Group of a rank that has the whole vocabulary."""
+"""Group of a rank with the full vocabulary."""
 
 
 class CrossEntropy(nn.Module):
-    """Per-token cross entropy in fp32; a plan swaps it for the vocabulary-parallel one.
+    """Per-token cross entropy in fp32. A plan replaces the class by the vocabulary-parallel class.
 
     Args:
-        ignore_index: Target whose loss and gradient are zero.
-        label_smoothing: Share of the target's probability that all entries share.
-        z_loss: Weight of the squared log-sum-exp, which is added to the loss.
+        ignore_index: Target with zero loss and gradient.
+        label_smoothing: Probability moved from the target to all entries.
+        z_loss: Weight of the squared log-sum-exp added to the loss.
     """
 
     def __init__(
@@ -75,8 +75,9 @@ class CrossEntropy(nn.Module):
 
 
 class VocabParallelCrossEntropy(CrossEntropy):
-    """:class:`CrossEntropy` for logits whose last dim is split over the ranks; see
-    :func:`vocab_parallel_cross_entropy`.
+    """:class:`CrossEntropy` for logits with the last dim split over the ranks.
+
+    See :func:`vocab_parallel_cross_entropy`.
     """
 
     def __init__(
@@ -96,11 +97,11 @@ class VocabParallelCrossEntropy(CrossEntropy):
     def from_loss(
         cls, loss: CrossEntropy, group: AxisGroup, vocab_size: int
     ) -> VocabParallelCrossEntropy:
-        """Change the loss of full logits in place, and return it."""
+        """Change the loss of full logits in place, and return the loss."""
         return change_class(loss, cls, group=group, vocab_size=vocab_size)
 
     def vocabulary(self, size: int) -> Vocabulary:
-        """Return how losses of this rank's logits are computed; ``size`` is the full extent."""
+        """Return the settings for losses of this rank's logits. ``size`` is the full extent."""
         return Vocabulary(self.group, size, self.ignore_index, self.label_smoothing, self.z_loss)
 
     def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
@@ -116,16 +117,17 @@ def vocab_parallel_cross_entropy(
     vocab_size: int | None = None,
     ignore_index: int = -100,
 ) -> Tensor:
-    """Return the cross entropy of every token in fp32, from logits whose last dim is split over the
+    """Return the cross entropy of every token in fp32, from logits with the last dim split over the
     ranks.
 
     Args:
         logits: [..., v / ranks] this rank's logits.
         targets: [...] ids of the full vocabulary.
         group: The tensor-parallel ranks.
-        vocab_size: Size of the full vocabulary, where the last ranks hold less than the others;
+        vocab_size: Size of the full vocabulary, if the last ranks hold fewer entries. None: all
+            ranks hold equally many.
             None: all hold the same.
-        ignore_index: Target whose loss and gradient are zero.
+        ignore_index: Target with zero loss and gradient.
 
     Returns:
         [...] losses, equal on every rank.
@@ -138,7 +140,7 @@ def vocab_parallel_cross_entropy(
 
 
 class Targets(NamedTuple):
-    """Targets of n tokens, for a rank that has some rows of the vocabulary."""
+    """Targets of n tokens, relative to a rank's rows of the vocabulary."""
 
     ids: Tensor
     """[n], relative to the rank's first row."""
@@ -148,16 +150,18 @@ class Targets(NamedTuple):
     """[n], whether loss and gradient are zero."""
 
     def part(self, tokens: slice) -> Targets:
-        """Return those of some of the tokens."""
+        """Return the targets of a range of tokens."""
         return Targets(*(tensor[tokens] for tensor in self))
 
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """A vocabulary whose rows ranks share, and the loss over it; n tokens, r rows on this rank."""
+    """A vocabulary with rows split over ranks, and the loss over the vocabulary. n tokens, r rows
+    on this rank.
+    """
 
     group: AxisGroup
-    """Ranks that share it."""
+    """Ranks that share the vocabulary."""
     size: int
     """Entries of the full vocabulary."""
     ignore_index: int = -100
@@ -173,11 +177,13 @@ class Vocabulary:
         return Targets(*local_ids(ids, start, num_rows, self.group), ignored)
 
     def terms(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """Return what the loss needs of this rank's ``logits`` [n, r], [k, n]: their log-sum-exp,
-        and less that, the logit of ``targets`` [n] and, for smoothed labels, the sum of all.
+        """Return the terms of the loss [k, n] for this rank's ``logits`` [n, r]: the log-sum-exp.
+
+        Relative to the log-sum-exp, also the logit of ``targets`` [n] and, for smoothed labels, the
+        sum of all logits.
         """
         log_p = logits.log_softmax(-1, dtype=_wide(logits.dtype))
-        # Less their maxima, not any two entries, which may be far larger than the difference.
+        # Subtract maxima, not any two entries. Entries may be far larger than the difference.
         terms = [logits.amax(-1) - log_p.amax(-1), log_p.gather(-1, targets[:, None]).squeeze(-1)]
         if self.label_smoothing:
             terms.append(log_p.sum(-1))
@@ -230,7 +236,7 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 
 class _Loss(torch.autograd.Function):
-    """Losses forward, with a few numbers a token reduced over the ranks; backward is local."""
+    """Forward: losses, with a few numbers a token reduced over the ranks. Backward is local."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor, vocabulary: Vocabulary) -> Tensor:

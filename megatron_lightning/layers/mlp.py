@@ -10,16 +10,17 @@ from megatron_lightning.layers.engine import Engine
 
 
 class MLP(nn.Module):
-    """Two linear layers around an activation; with a gate, ``linear_fc1`` is one [2f, h] weight,
-    the gate's rows first.
+    """Two linear layers around an activation.
+
+    With a gate, ``linear_fc1`` is one [2f, h] weight, with the gate's rows first.
 
     Args:
         config: Sizes.
-        ffn_size: Width (f); None: the config's.
+        ffn_size: Width (f). None: the config's width.
     """
 
     engine: Engine | None = None
-    """Computes the layer and the norm before it, which then returns its input."""
+    """Computes the layer and the preceding norm. The norm module then returns its input."""
 
     def __init__(self, config: TransformerConfig, ffn_size: int | None = None) -> None:
         super().__init__()

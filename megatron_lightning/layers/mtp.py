@@ -1,21 +1,20 @@
-"""Multi-token prediction: layers behind the last one that predict tokens further ahead
-(DeepSeek-V3, https://arxiv.org/abs/2412.19437, section 2.2), with the module names of
-Megatron-Core.
+"""Multi-token prediction: layers after the last layer predict tokens further ahead (DeepSeek-V3,
+https://arxiv.org/abs/2412.19437, section 2.2), with the module names of Megatron-Core.
 
-Shapes: ``s`` sequence, ``b`` batch, ``h`` hidden, D depths. Depth k = 1 … D continues from the
-depth before; depth 0 is the model, behind its final norm. For token t_i and hidden state h_i,
+Shapes: ``s`` sequence, ``b`` batch, ``h`` hidden, D depths. Depth k = 1 … D continues from depth
+k-1. Depth 0 is the model, after the final norm. For token t_i and hidden state h_i,
 
     h_i^k = final_layernorm(layer(eh_proj [enorm(Emb(t_{i+k})) ; hnorm(h_i^{k-1})]))
     L_k   = mean over i of the loss of the shared output layer on h_i^k for the label of i + k
 
-and the training loss gets factor / D times the sum of the L_k. A mean is over the labels of a
-micro-batch that count; those beyond the end of a row, or of a document in it, do not. The hidden
-states of all depths pass the output layer side by side, as further samples: it is called once, is
-shared with the model by being it, and its losses are computed in chunks.
+and the training loss gets factor / D times the sum of the L_k. A mean covers the counted labels of
+a micro-batch. Labels beyond the end of a row, or of a document in a row, do not count. The hidden
+states of all depths pass through the model's output layer side by side, as additional samples: the
+layer is called once, and computes the losses in chunks.
 
-In evaluation and generation the layers return what they are given.
+In evaluation and generation the layers return their input.
 
-Logged: ``mtp_1_loss``, … , the L_k, and ``mtp_loss``, which the training loss gets.
+Logged: ``mtp_1_loss``, … , the L_k, and ``mtp_loss``, the addition to the training loss.
 """
 
 from __future__ import annotations
@@ -36,22 +35,23 @@ from megatron_lightning.parallel.sequence import SequencePart
 from megatron_lightning.parallel.sequence_exchange import gather_parts
 
 IGNORED = -100
-"""Label of a position that has no loss."""
+"""Label of a position without a loss."""
 
 
 class TokenShift(nn.Module):
-    """Shift of sequences by one position to the left, also where ranks share them: each sends the
-    first entry of its chunks.
+    """Shift of sequences by one position to the left.
+
+    If ranks share sequences, each rank sends the first entry of its chunks.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.context_group: AxisGroup = ALONE
-        """Ranks that share sequences; the style ``ContextGroup`` sets them."""
+        """Ranks that share sequences, set by the style ``ContextGroup``."""
 
     def forward(self, x: Tensor, fill: int, documents: Documents | None = None) -> Tensor:
-        """Return for every position of ``x`` [b, s] the entry of the next one in its document;
-        ``fill``: where there is none. A collective of the ranks that share sequences.
+        """Return for every position of ``x`` [b, s] the next entry of the same document, or
+        ``fill`` at the end. A collective of the ranks that share sequences.
         """
         group = self.context_group
         part = SequencePart(group.rank, group.size)
@@ -66,12 +66,12 @@ class TokenShift(nn.Module):
 
 
 class MultiTokenPredictionLayer(nn.Module):
-    """One depth: joins the hidden states of the depth before with the embeddings of later tokens.
+    """One depth: joins the hidden states of the previous depth with the embeddings of later tokens.
 
     Args:
         config: Sizes.
-        embedding: Embedding of tokens, whose parameters are those of the model's.
-        transformer_layer: The layer that sees what is joined.
+        embedding: Embedding of tokens, with parameters shared with the model.
+        transformer_layer: The layer applied to the joined states.
     """
 
     def __init__(
@@ -94,12 +94,12 @@ class MultiTokenPredictionLayer(nn.Module):
         position_ids: Tensor | None = None,
         sequence: SequenceInfo | None = None,
     ) -> Tensor:
-        """Map [s, b, h] to [s, b, h]; in evaluation, to itself.
+        """Map [s, b, h] to [s, b, h]. In evaluation, return the input.
 
         Args:
             hidden: Of the depth before.
-            tokens: [b, s], those that this depth adds.
-            position_ids: [b or 1, s], theirs, where positions are embedded.
+            tokens: [b, s], the tokens added by this depth.
+            position_ids: [b or 1, s] positions of ``tokens``, if positions are embedded.
             sequence: Positions and visible keys of ``hidden``.
         """
         if not self.training:
@@ -113,7 +113,7 @@ class MultiTokenPredictionLayer(nn.Module):
 
 
 class MultiTokenLoss(nn.Module):
-    """Adds the losses of all depths to the training loss, and logs them.
+    """Adds the losses of all depths to the training loss, and logs the losses.
 
     Args:
         scaling_factor: Weight of the mean over the depths.
@@ -124,22 +124,22 @@ class MultiTokenLoss(nn.Module):
         self.scaling_factor = scaling_factor
         self.report = StepReport()
         self.context_group: AxisGroup = ALONE
-        """Ranks that share sequences; the style ``ContextGroup`` sets them."""
+        """Ranks that share sequences, set by the style ``ContextGroup``."""
 
     def forward(
         self, output: Tensor, losses: Tensor | None = None, targets: Tensor | None = None
     ) -> Tensor:
-        """Return ``output``, whose backward starts that of the losses.
+        """Return ``output`` with the backward of the losses attached.
 
         Args:
-            output: What the model returns.
-            losses: [D, b, s] losses of the depths; None: there are none.
+            output: Output of the model.
+            losses: [D, b, s] losses of the depths, or None.
             targets: [D, b, s] their labels.
         """
         if losses is None or targets is None:
             return output
         kept, group = targets != IGNORED, self.context_group
-        # Each of the ranks that share sequences weighs the loss of all of them by its own items.
+        # Each rank of a shared sequence weighs the loss of the full sequence by local items.
         sums = copy_to_axis(reduce_from_axis((losses * kept).sum((1, 2)), group), group)
         counts = all_reduce(kept.sum((1, 2)).to(sums.dtype), group)
         means = sums / counts.clamp(min=1)
@@ -150,10 +150,10 @@ class MultiTokenLoss(nn.Module):
 
 
 class MultiTokenPrediction(nn.Module):
-    """The layers of all depths, keyed by their number, and what comes before and behind them.
+    """The layers of all depths, keyed by number, with the preceding shift and the final loss.
 
     Args:
-        layers: One for each depth.
+        layers: One layer for each depth.
         scaling_factor: Weight of the losses' mean over the depths.
     """
 
@@ -163,8 +163,10 @@ class MultiTokenPrediction(nn.Module):
         self.layers = nn.ModuleDict({str(depth): layer for depth, layer in enumerate(layers)})
         self.loss = MultiTokenLoss(scaling_factor)
         self.layers_at_once = 1
-        """Number of layers that one call of :meth:`run_layers` runs; above 1 they are recomputed
-        together."""
+        """Number of layers in a call of :meth:`run_layers`.
+
+        Above 1, the layers are recomputed together.
+        """
 
     def forward(
         self,
@@ -179,13 +181,13 @@ class MultiTokenPrediction(nn.Module):
         Args:
             hidden: [s, b, h], behind the final norm.
             tokens: [b, s].
-            labels: [b, s] next tokens; None: they follow from the tokens.
-            position_ids: [b or 1, s], where positions are embedded.
+            labels: [b, s] next tokens. None: derived from the tokens.
+            position_ids: [b or 1, s], if positions are embedded.
             sequence: Positions and visible keys.
 
         Returns:
-            Hidden states of depth 0 to D as further samples [s, (1 + D) b, h], and the labels of
-            depth 1 to D [D, b, s]; in evaluation ``hidden`` and None.
+            Hidden states of depth 0 to D as additional samples [s, (1 + D) b, h], and the labels of
+            depth 1 to D [D, b, s]. In evaluation: ``hidden`` and None.
         """
         layers, states = list(self.layers.values()), [hidden]
         inputs: list[tuple[Tensor, Tensor | None]] = [(tokens, position_ids)] * len(layers)
@@ -206,8 +208,9 @@ class MultiTokenPrediction(nn.Module):
         inputs: Sequence[tuple[Tensor, Tensor | None]],
         sequence: SequenceInfo,
     ) -> list[Tensor]:
-        """Return the hidden states behind each of some of the layers; ``inputs`` are their tokens
-        and positions.
+        """Return the hidden states after each of the given layers.
+
+        ``inputs`` holds tokens and positions of each layer.
         """
         states = []
         for layer, (tokens, position_ids) in zip(layers, inputs, strict=True):

@@ -16,7 +16,7 @@ from megatron_lightning.parallel.context import AxisGroup
 
 
 class _RMSNorm(torch.autograd.Function):
-    """RMSNorm for CPUs, where torch's is made of ten kernels and keeps two tensors.
+    """RMSNorm for CPUs. Torch's CPU version runs ten kernels and keeps two tensors.
 
         y = x r w            r = (mean(x^2) + eps)^-1/2
         dx = r (dy w - x r^2 mean(dy w x))          dw = sum(dy x r) over tokens
@@ -61,8 +61,8 @@ class RMSNorm(nn.RMSNorm):
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float | None) -> Tensor:
-    """Return RMSNorm of x [..., size]: torch's fused kernel on a GPU, what a compiler fuses in its
-    graph, and our own function on a CPU.
+    """Return RMSNorm of x [..., size]: torch's fused kernel on a GPU, a compiler-fused graph, or
+    our function on a CPU.
     """
     is_plain = type(x) is Tensor and eps is not None
     if x.device.type != "cpu" or not is_plain or torch.compiler.is_compiling():
@@ -72,8 +72,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float | None) -> Tensor:
 
 
 class MixedRMSNorm(RMSNorm):
-    """RMSNorm of an input that is more precise than the weight: computed in the input's dtype,
-    returned in the weight's.
+    """RMSNorm of an input more precise than the weight, computed in the input's dtype and returned
+    in the weight's dtype.
     """
 
     def forward(self, x: Tensor) -> Tensor:
@@ -82,9 +82,7 @@ class MixedRMSNorm(RMSNorm):
 
 
 class MixedLayerNorm(nn.LayerNorm):
-    """LayerNorm of an input that is more precise than the weight; dtypes as in
-    :class:`MixedRMSNorm`.
-    """
+    """LayerNorm of an input more precise than the weight. Dtypes as in :class:`MixedRMSNorm`."""
 
     def forward(self, input: Tensor) -> Tensor:
         """Normalize [..., size]."""
@@ -97,25 +95,27 @@ class MixedLayerNorm(nn.LayerNorm):
 
 
 class HeadsRMSNorm(RMSNorm):
-    """RMSNorm over all heads of a token, of which a rank has some; ranks may share them, each
-    equally often (:class:`SharedGroupsLinear`).
+    """RMSNorm over all heads of a token, with heads split over ranks.
 
-    Every rank has the full weight and uses the part of its heads; the gradient is a partial sum.
+    Ranks may share heads, each head equally often (:class:`SharedGroupsLinear`).
+
+    Every rank holds the full weight and uses the rows of its heads. The gradient is a partial sum.
     """
 
     group: AxisGroup
-    """Ranks over which the heads are split."""
+    """Ranks that split the heads."""
 
     @classmethod
     def from_norm(cls, norm: nn.RMSNorm, group: AxisGroup) -> HeadsRMSNorm:
-        """Change the norm over all heads in place, and return it."""
+        """Change the norm over all heads in place, and return the norm."""
         return change_class(norm, cls, group=group)
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalize the heads [..., width] of this rank."""
         width, group = x.shape[-1], self.group
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        # Each rank's heads use the mean, so that its gradient is a sum over the ranks as well.
+        # The heads of every rank use the mean, so the gradient of the mean is also a sum over
+        # ranks.
         total = reduce_from_axis(wide.square().mean(-1, keepdim=True), group)
         mean = copy_to_axis(total, group) / group.size
         num_parts = self.weight.numel() // width

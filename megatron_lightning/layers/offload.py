@@ -1,8 +1,8 @@
-"""Offload of the tensors that a module saves for backward to the host's memory.
+"""Offload tensors saved for backward to host memory.
 
-Copies run on a stream of their own, from and to pinned memory, and overlap with the computation: to
-the host as soon as a tensor is saved, back when backward unpacks it. Parameters and small tensors
-stay on the device; on the CPU all tensors stay.
+Copies run on a separate stream, between the device and pinned memory, and overlap with the
+computation. A tensor is copied to the host when saved, and back when backward unpacks the tensor.
+Parameters and small tensors stay on the device. On the CPU all tensors stay.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class _OnHost:
     stream: torch.cuda.Stream
 
     def fetch(self) -> Tensor:
-        """Return the tensor on its device, ready for the current stream."""
+        """Return the tensor on the original device, ready for the current stream."""
         current = torch.cuda.current_stream(self.device)
         with torch.cuda.stream(self.stream):
             tensor = self.values.to(self.device, non_blocking=True)
@@ -35,8 +35,9 @@ class _OnHost:
 
 
 def offloaded(forward: Callable[..., Any], /, *args: Any, min_bytes: int, **kwargs: Any) -> Any:
-    """Run ``forward``, a method of a module or a wrapper of one; tensors of ``min_bytes`` that it
-    saves go to the host.
+    """Run ``forward``, a method of a module or a wrapper around a method.
+
+    Saved tensors of at least ``min_bytes`` go to the host.
     """
     device = next(
         (value.device for value in args if isinstance(value, Tensor)), torch.device("cpu")
@@ -68,8 +69,8 @@ def offloaded(forward: Callable[..., Any], /, *args: Any, min_bytes: int, **kwar
 
 
 def _parameters(forward: Any) -> list[nn.Parameter]:
-    """Return the parameters of the module whose method is innermost in ``forward``."""
-    # Partials of wrappers; the wrapped method is args[0].
+    """Return the parameters of the module with the innermost method in ``forward``."""
+    # Partials of wrappers. The wrapped method is args[0].
     while hasattr(forward, "args") and hasattr(forward, "func"):
         forward = forward.args[0]
     owner = getattr(forward, "__self__", None)

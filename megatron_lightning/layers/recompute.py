@@ -1,20 +1,20 @@
-"""Activation recomputation and offload for any model, by the paths of its modules.
+"""Activation recomputation and offload for any model, by module paths.
 
-Three ways to keep less for backward (https://arxiv.org/abs/1604.06174; selective:
+Three ways to keep less for backward (https://arxiv.org/abs/1604.06174, selective recomputation:
 https://arxiv.org/abs/2205.05198):
 
-- *checkpointing* a module, or a run of layers: only its inputs are kept, and its forward runs again
-  in backward;
-- *dropping the output* of a norm or an activation function (``dropped_outputs``): a layer that
-  saves it for backward stores a recipe instead. (Checkpointing such a module would gain nothing:
-  the next layer saves the output as its own input.);
-- *offloading* the tensors that a module saves to the host's memory (``offload``).
+- *checkpointing* a module, or a run of layers: only inputs are kept, and the forward runs again in
+  backward.
+- *dropping the output* of a norm or an activation function (``dropped_outputs``): the layer that
+  saves the output for backward stores a recipe instead. (Checkpointing a norm would gain nothing,
+  because the next layer saves the output as its input.)
+- *offloading* saved tensors to host memory (``offload``).
 
-Each wraps ``forward`` on the module itself (``wrapped_methods``), so that names, parameters, hooks
-and checkpoints stay as they are. The second forward draws the same random numbers, from the default
-generator and from the named streams, under the autocast of the first. It runs once per backward
-with every schedule: a deferred weight gradient has its inputs already. Losses and gradients are
-bit-equal to those without.
+Each way wraps ``forward`` on the module (``wrapped_methods``), so names, parameters, hooks and
+checkpoints stay unchanged. The second forward draws the same random numbers, from the default
+generator and from the named streams, under the autocast of the first forward. Each backward runs
+the second forward once with every schedule, because a deferred weight gradient has its inputs
+already. Losses and gradients are bit-equal to a run without recomputation.
 """
 
 from __future__ import annotations
@@ -58,17 +58,17 @@ def apply_recompute(
     *,
     stages: Sequence[Sequence[str]] = (),
 ) -> None:
-    """Apply recomputation and offload to the modules that ``options`` names; replaces what an
-    earlier call has applied.
+    """Apply recomputation and offload to the modules named by ``options``, and replace the effects
+    of an earlier call.
 
     Args:
         module: The full module, or this rank's part, parallelized.
         options: Modules, and how each keeps less.
-        stages: Paths of the units of each pipeline stage that this rank holds; empty: the module is
-            one stage.
+        stages: Paths of the units of each pipeline stage on this rank. Empty: the module is one
+            stage.
 
     Raises:
-        ConfigError: If layers are to be recomputed together that no container runs together.
+        ConfigError: If a group of recomputed layers spans several containers.
     """
     remove_recompute(module)
     if options.recompute_granularity == "selective":
@@ -98,7 +98,7 @@ def check_patterns(module: nn.Module, options: RecomputeOptions) -> None:
     """Check, on the full module, that every name and pattern matches a module.
 
     Raises:
-        ConfigError: Naming the one that does not.
+        ConfigError: Names the first pattern without a match.
     """
     requested = {"offload_modules": options.offload_modules}
     if options.recompute_granularity == "selective":
@@ -148,13 +148,15 @@ def _similar(pattern: str, module: nn.Module) -> str:
 
 
 def recomputed_forward(module: nn.Module) -> Forward | None:
-    """Return what ``module`` runs again in backward in place of its forward; None: nothing."""
+    """Return the function that ``module`` runs again in backward instead of its forward, or
+    None.
+    """
     wrapped = wrapped_forward(module)
     return wrapped.args[0] if wrapped is not None and wrapped.func is _checkpointed else None
 
 
 def replace_recomputed(module: nn.Module, forward: Forward) -> None:
-    """Run ``forward`` in place of :func:`recomputed_forward`, which ``module`` has."""
+    """Run ``forward`` in place of :func:`recomputed_forward`, if ``module`` is recomputed."""
     wrapped = wrapped_forward(module)
     if wrapped is not None:
         replace_wrapped_forward(
@@ -171,7 +173,7 @@ def draws_from_streams(module: nn.Module) -> bool:
 
 
 def _outermost(module: nn.Module, names: Sequence[str]) -> Iterator[str]:
-    """Yield the paths that match, without those inside another one."""
+    """Yield the matching paths, without paths inside another match."""
     expanded = [
         pattern
         for name in names
@@ -204,8 +206,9 @@ def _checkpointed(
     children: Sequence[nn.Module],
     **kwargs: Any,
 ) -> Any:
-    """Run ``forward`` and keep only its inputs; ``drawing``: the modules in it that have named
-    random streams; ``children``: all modules in it.
+    """Run ``forward`` and keep only the inputs.
+
+    ``drawing``: the submodules with named random streams. ``children``: all submodules.
     """
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
@@ -221,7 +224,7 @@ def _checkpointed(
     return _replayed(forward, streams, args, kwargs)
 
 
-# torch.compile traces a checkpoint into the compiled layer, but no contexts of it.
+# torch.compile traces a checkpoint into the compiled layer, but not the checkpoint's contexts.
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _replayed(
     forward: Forward, streams: RngStreams, args: tuple[Any, ...], kwargs: Mapping[str, Any]
@@ -232,9 +235,10 @@ def _replayed(
 
 
 def _with_distinct(forward: Forward, args: tuple[Any, ...]) -> tuple[Forward, tuple[Any, ...]]:
-    """Return a function that runs ``forward`` on the distinct values of ``args``, and those values.
+    """Return a function that runs ``forward`` on the distinct values of ``args``, and the distinct
+    values.
 
-    Saved-tensor hooks around a checkpoint return a tensor for each that was saved, so that query,
+    Saved-tensor hooks around a checkpoint return a separate tensor for each saved tensor. Query,
     key and value would no longer be one tensor, and attention would take another path in the second
     forward.
     """
@@ -277,7 +281,7 @@ def _checkpoint_layers(
 
 
 def _containers(layers: Sequence[str]) -> Iterator[str]:
-    """Yield the paths of the modules that hold the lists of these layers."""
+    """Yield the paths of the modules that hold the layer lists."""
     yield from dict.fromkeys(path.rpartition(".")[0].rpartition(".")[0] for path in layers)
 
 

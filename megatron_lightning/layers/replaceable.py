@@ -1,8 +1,8 @@
-"""Check that a parallel layer may take the place of a module's own computation.
+"""Check that a parallel layer may replace a module's computation.
 
-What a user attaches to a module stays: it is the same object afterwards, of another class. What
-would be dropped, or would hand a rank's shard to a hook that expects the full tensor, is refused.
-In the messages ``target`` is the parallel class, or the style, that the module cannot become.
+User attachments stay, because the object stays and only its class changes. A replacement is refused
+if it would drop an attachment, or hand a rank's shard to a hook that expects the full tensor. In
+the messages ``target`` is the parallel class or the style.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ Side = Literal["input", "output"]
 
 
 def check_replaceable(module: nn.Module, plain: Collection[type[nn.Module]], target: str) -> None:
-    """Check that ``module`` computes as one of the classes ``plain`` does, from its own weight.
+    """Check that ``module`` computes like one of the classes ``plain``, from a weight parameter.
 
     Raises:
-        ShardingError: If it is of another class, has a forward of its own, or a weight that is
-            computed from other parameters.
+        ShardingError: If the module is of another class, has a custom forward, or computes the
+            weight from other parameters.
     """
     kind = type(module)
     if not isinstance(module, tuple(plain)):
@@ -55,7 +55,7 @@ def check_forward(module: nn.Module, plain: Collection[type[nn.Module]], target:
     """Check that ``module`` has the forward of one of the classes ``plain``.
 
     Raises:
-        ShardingError: If it has one of its own.
+        ShardingError: If the module has a custom forward.
     """
     if has_own_forward(module, plain):
         where = "this module" if "forward" in vars(module) else f"class {type(module).__qualname__}"
@@ -80,15 +80,15 @@ def has_computed_weight(module: nn.Module) -> bool:
 
 
 def check_hooks(module: nn.Module, target: str, shards: Collection[str]) -> None:
-    """Check that no hook of the user's would see a shard of the input or the output.
+    """Check that no user hook would see a shard of the input or the output.
 
     Args:
         module: The module with the hooks.
-        target: What the module is to become, for the message.
-        shards: What a rank has a shard of, or a gradient of that is a partial sum.
+        target: Class or style of the replacement, for the message.
+        shards: Sides with sharded activations or partial gradients on a rank.
 
     Raises:
-        ShardingError: If one would.
+        ShardingError: If a hook would see a shard.
     """
     after = [hook for hook in module._forward_hooks.values() if hook is not add_adapters]
     seen = {
@@ -111,7 +111,7 @@ def check_parameter_hooks(module: nn.Module, *names: str) -> None:
     """Check that no hook would be called with a shard of a parameter's gradient.
 
     Raises:
-        ShardingError: If one would.
+        ShardingError: If a hook would be called with a shard.
     """
     for name in names:
         check_gradient_hooks(name, module._parameters.get(name))

@@ -22,7 +22,7 @@ def inverse_frequencies(
     scaling: RopeScaling | None = None,
     device: torch.device | None = None,
 ) -> Tensor:
-    """Return the angles [r/2] by which one position turns the channels, in fp32."""
+    """Return the angles [r/2] that rotate the channels per position, in fp32."""
     exponents = torch.arange(0, rotary_dim, 2, dtype=torch.float32, device=device) / rotary_dim
     frequencies = 1.0 / base**exponents
     if scaling is None:
@@ -46,8 +46,8 @@ def _kept_by_turns(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
 def _kept_by_channel(
     frequencies: Tensor, rotary_dim: int, base: float, scaling: RopeScaling
 ) -> Tensor:
-    """Return YaRN's weights [r/2] of the original frequencies: linear in the channel between those
-    that turn ``beta_fast`` and ``beta_slow`` times.
+    """Return YaRN's weights [r/2] of the original frequencies: linear in the channel between the
+    channels with ``beta_fast`` and ``beta_slow`` turns.
     """
 
     def channel(turns: float) -> float:
@@ -63,7 +63,7 @@ def _kept_by_channel(
 
 
 def concentration_factor(scaling: RopeScaling | None) -> float:
-    """Return the factor of cosines and sines by which YaRN sharpens attention (section 3.4)."""
+    """Return YaRN's factor of cosines and sines that sharpens attention (section 3.4)."""
     if scaling is None or scaling.rope_type != "yarn":
         return 1.0
     log = 0.1 * math.log(scaling.factor)
@@ -71,8 +71,10 @@ def concentration_factor(scaling: RopeScaling | None) -> float:
 
 
 def score_factor(scaling: RopeScaling | None) -> float:
-    """Return the factor of the scores of latent attention by which YaRN sharpens all channels, not
-    only rotated ones (``yarn_get_mscale`` of DeepSeek's models, squared for query and key).
+    """Return YaRN's score factor for latent attention.
+
+    The factor sharpens all channels, not only rotated channels (``yarn_get_mscale`` of DeepSeek's
+    models, squared for query and key).
     """
     if scaling is None or scaling.rope_type != "yarn":
         return 1.0
@@ -80,13 +82,13 @@ def score_factor(scaling: RopeScaling | None) -> float:
 
 
 class RotaryEmbedding(nn.Module):
-    """Cosines and sines of the positions; without parameters and buffers, so that nothing needs
+    """Cosines and sines of the positions, without parameters and buffers, so that nothing needs
     materializing.
 
     Args:
         rotary_dim: Rotated channels of a head, even.
         base: Base of the frequencies.
-        scaling: Scaling of the frequencies for longer sequences; None: none.
+        scaling: Scaling of the frequencies for longer sequences, or None.
     """
 
     def __init__(self, rotary_dim: int, base: float, scaling: RopeScaling | None = None) -> None:
@@ -99,7 +101,7 @@ class RotaryEmbedding(nn.Module):
     def forward(
         self, length: int, like: Tensor, position_ids: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Return cosines and sines in ``like``'s dtype and on its device, each [s, b or 1, r/2].
+        """Return cosines and sines with the dtype and device of ``like``, each [s, b or 1, r/2].
 
         The positions are 0 to ``length`` - 1, or ``position_ids`` [b, s] for packed or shifted
         sequences.
@@ -111,8 +113,8 @@ class RotaryEmbedding(nn.Module):
             return self._table(torch.arange(length, device=like.device)[:, None], like)
         key = (length, like.device, like.dtype)
         if self._last is None or self._last[0] != key:
-            # Lightning validates in inference mode; a table made there could not be used in
-            # training afterwards.
+            # Lightning validates in inference mode. A table made in inference mode could not be
+            # used in training afterwards.
             with torch.inference_mode(False):
                 self._last = (
                     key,
@@ -128,27 +130,27 @@ class RotaryEmbedding(nn.Module):
 
 
 def _sequence_dim(x: Tensor) -> int:
-    """Return where the sequence of queries, keys or values [s, b, ..., d] lies in memory.
+    """Return the memory dim of the sequence in queries, keys or values [s, b, ..., d].
 
-    On a CPU the sequence of a head is contiguous: elementwise loops run over its positions, two
-    nested dims at a time, and half of a head alone is a short one. A GPU's kernels read, and return
-    contexts, batch-first.
+    On a CPU the sequence of a head is contiguous. Elementwise loops run over the sequence and half
+    of a head, two nested dims at a time. Half of a head alone is a short loop. A GPU's kernels
+    read, and return contexts, batch-first.
     """
     return -2 if x.device.type == "cpu" else 1
 
 
 def attention_layout(x: Tensor) -> Tensor:
-    """Return values [s, b, ..., d] in memory as rotated queries and keys are, so that what they
-    were a view of need not be kept.
+    """Return values [s, b, ..., d] in the memory layout of rotated queries and keys, so that the
+    tensor behind the view can be freed.
     """
     dim = _sequence_dim(x)
     return x if torch.compiler.is_compiling() else x.movedim(0, dim).contiguous().movedim(dim, 0)
 
 
 class _Rotation(torch.autograd.Function):
-    """Turned pairs of channels, written once, in the layout that attention kernels read fastest.
+    """Rotated pairs of channels, written once in the fastest layout for attention kernels.
 
-    Its gradient is the rotation by the negative angle.
+    The gradient is the rotation by the negative angle.
     """
 
     @staticmethod
@@ -173,12 +175,13 @@ class _Rotation(torch.autograd.Function):
 
 
 def apply_rotary(x: Tensor, cosines: Tensor, sines: Tensor, *, interleaved: bool = False) -> Tensor:
-    """Return queries or keys ``x`` [s, b, ..., d] with the first r channels rotated; cosines and
-    sines are [s, b or 1, r/2].
+    """Return queries or keys ``x`` [s, b, ..., d] with the first r channels rotated.
 
-    A frequency turns a pair of channels: i and i + r/2, or, ``interleaved``, 2i and 2i + 1. The
-    result has the pairs at i and i + r/2 in both cases, which changes no product of a query and a
-    key.
+    Cosines and sines are [s, b or 1, r/2].
+
+    A frequency rotates a pair of channels: i and i + r/2, or, ``interleaved``, 2i and 2i + 1. The
+    result has the pairs at i and i + r/2 in both cases. The order of channels does not change any
+    product of a query and a key.
     """
     shape = (*cosines.shape[:2], *(1,) * (x.ndim - 3), cosines.shape[2])
     cosines, sines = cosines.view(shape), sines.view(shape)

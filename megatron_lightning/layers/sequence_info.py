@@ -1,4 +1,4 @@
-"""Positions and visible keys of a batch of sequences, as one argument of attention."""
+"""Positions and visible keys of a batch of sequences, as a single argument of attention."""
 
 from __future__ import annotations
 
@@ -18,16 +18,18 @@ class SequenceInfo:
     """Positions and visible keys of a batch of sequences."""
 
     position_ids: Tensor | None = None
-    """[b or 1, s] positions of the queries; None: 0 to s-1."""
+    """[b or 1, s] positions of the queries. None: 0 to s-1."""
     causal: bool = True
     """Whether a query sees the keys of no later position."""
     window: int | None = None
-    """How many positions back a causal query sees beside its own; None: all."""
+    """Earlier positions visible to a causal query. None: all."""
     documents: Documents | None = None
-    """Documents of the full rows, which do not see each other; None: a row is one."""
+    """Documents of the full rows, invisible to each other. None: each row is a document."""
     cache: CacheStep | None = None
-    """Requests whose new tokens the row holds, and where their earlier keys are kept; None: the
-    batch is whole sequences."""
+    """Requests with new tokens in the row, and the cache of earlier keys.
+
+    None: the batch holds full sequences.
+    """
 
     def __post_init__(self) -> None:
         if self.window is not None and not self.causal:
@@ -38,5 +40,7 @@ class SequenceInfo:
 
     @property
     def is_plain(self) -> bool:
-        """Whether torch's attention can do it: all positions, or those before."""
+        """Whether torch's attention supports the visibility: all positions, or only earlier
+        positions.
+        """
         return self.window is None and self.documents is None

@@ -18,9 +18,8 @@ def split_backwards(root: nn.Module, store: WeightGradients) -> tuple[list[str],
     """Make all linear layers in ``root`` defer their weight gradients to ``store``.
 
     Returns:
-        Names of the modules that do, and of the other modules with matrices of their own: layers of
-        other kinds, and subclasses of ``nn.Linear``, whose forward may be anything. Embeddings are
-        in neither list.
+        Names of the deferring modules, and of other modules with matrix parameters: layers of other
+        kinds, and subclasses of ``nn.Linear`` with any forward. Embeddings are in neither list.
     """
     split, others = [], []
     for name, module in present_modules(root):
@@ -44,8 +43,8 @@ def join_backwards(root: nn.Module) -> None:
 
 
 def hide_quantized(layers: Iterable[Splittable], store: WeightGradients) -> None:
-    """Hide weights that are kept as codes from compiled graphs, which would round their gradients
-    to the dtype of the codes; again whenever their memory has changed.
+    """Hide quantized weights from compiled graphs, because a graph would round gradients to the
+    dtype of the quantized data. Repeat whenever the weights' memory changes.
     """
     for layer in layers:
         if layer.hidden_weight is None:

@@ -1,13 +1,13 @@
-"""Linear layers with a split backward: the input's gradient at once, the weight's when the pipeline
-schedule runs it.
+"""Linear layers with a split backward: the input's gradient at once, the weight gradient when the
+pipeline schedule asks.
 
-:mod:`megatron_lightning.pipeline.weight_gradients` describes the deferred products. Layers that can
-defer theirs are :class:`Splittable`; :mod:`megatron_lightning.layers.split_backward` makes the
-layers of a model do so.
+:mod:`megatron_lightning.pipeline.weight_gradients` describes the deferred GEMMs. Layers with
+deferrable GEMMs are :class:`Splittable`. :mod:`megatron_lightning.layers.split_backward` makes the
+layers of a model defer.
 
 Compiled layers defer, too. A traced backward is fixed, so its graph calls an operator that the
-compiler neither looks into, nor drops, nor reorders with others of its kind: it takes the two
-operands of the weight's gradient out of the graph. The rest of the layer, its products and
+compiler neither inspects, nor drops, nor reorders with similar operators. The operator takes the
+two operands of the weight gradient out of the graph. The rest of the layer, with GEMMs and
 collectives, is traced as usual.
 """
 
@@ -28,7 +28,7 @@ from megatron_lightning.pipeline.weight_gradients import WeightGradients
 
 
 class Splittable:
-    """A layer y = x W^T whose weight's gradient can be deferred."""
+    """A layer y = x W^T with a deferrable weight gradient."""
 
     weight: Tensor
     gemm: Gemm = Gemm()
@@ -39,15 +39,15 @@ class Splittable:
     """Set while gradients may be deferred."""
 
     def full_input(self, kept: Operand) -> Operand:
-        """Return the operand that the weight was multiplied with, from what was kept of it."""
+        """Return the full input operand of the GEMM from the saved operand ``kept``."""
         return kept
 
 
 @dataclass(frozen=True)
 class Owner:
-    """The parameter of a layer, hidden from autograd; its gradient is delivered here.
+    """The parameter of a layer, hidden from autograd. Receives the parameter's gradient.
 
-    With an edge to it in the graph, the parameter's hooks would fire without a gradient.
+    With an autograd edge to the parameter, the parameter's hooks would fire without a gradient.
     """
 
     parameter: nn.Parameter
@@ -63,15 +63,16 @@ class Owner:
 
 
 class HiddenWeight:
-    """The weight of one layer for a compiled graph: values without an edge to the parameter, and a
-    number that identifies it.
+    """The weight of one layer for a compiled graph: values without an edge to the parameter, and an
+    identifying number.
 
-    Copies and pickles of the layer have None in its place: they are no part of the pipeline.
+    Copies and pickles of the layer hold None instead, because copies do not belong to the pipeline.
 
     Args:
         layer: The layer.
         store: Receives the gradient.
-        defers: Whether it may be deferred; if not, the weight is hidden from compiled graphs only.
+        defers: Whether the gradient may be deferred. If not, the weight is only hidden from
+            compiled graphs.
     """
 
     def __init__(self, layer: Splittable, store: WeightGradients, *, defers: bool = True) -> None:
@@ -79,10 +80,14 @@ class HiddenWeight:
         self.store = store
         self.defers = defers
         self.number = torch.tensor(id(self), device="cpu")
-        """A tensor, so that layers of one shape share one graph; on the CPU, where it is read."""
+        """A tensor, so that layers of equal shape share a graph.
+
+        On the CPU, because the CPU reads the number.
+        """
         self.value = layer.weight.detach()
-        """The parameter's values, detached outside of the graph, whose inputs with a gradient all
-        have an edge."""
+        """The parameter's values, detached outside of the graph, because every graph input with a
+        gradient has an edge.
+        """
         _HIDDEN[id(self)] = self
         store.holders.add(self)
 
@@ -90,7 +95,7 @@ class HiddenWeight:
         return type(None), ()
 
     def renew(self) -> None:
-        """Read the parameter again, whose memory may have changed."""
+        """Read the parameter again after its memory may have changed."""
         layer = self._layer()
         if layer is not None:
             self.value = layer.weight.detach()
@@ -127,7 +132,7 @@ def _defer_weight_gradient(  # noqa: PLR0917 (operators are called by position)
     """Deliver copies of the operands: the compiler may reuse their memory as soon as this returns.
 
     Raises:
-        PipelineError: If a CUDA graph is recorded, which replays the layer's kernels only.
+        PipelineError: If a CUDA graph is recorded, because a CUDA graph replays only kernels.
     """
     if grad.is_cuda and torch.cuda.is_current_stream_capturing():
         raise PipelineError(
@@ -157,11 +162,11 @@ never_drop(torch.ops.megatron_lightning.defer_weight_gradient.default)
 
 
 def hide(x: Tensor, layer: Splittable) -> tuple[Tensor, Owner | HiddenWeight | None]:
-    """Return the weight that ``layer`` uses on input ``x``, and the owner of its gradient if that
-    can be deferred.
+    """Return the weight for ``layer`` on input ``x``, and the owner of the weight gradient if the
+    gradient can be deferred.
 
-    It cannot if autograd would not reach the layer without an edge to the weight, or if the weight
-    is computed from others (such as by weight norm).
+    The gradient cannot be deferred if autograd would not reach the layer without an edge to the
+    weight, or if the weight is computed from others (such as by weight norm).
     """
     weight, hidden = layer.weight, layer.hidden_weight if torch.is_grad_enabled() else None
     is_compiling = torch.compiler.is_compiling()
@@ -191,8 +196,10 @@ def linear(
     counts: Tensor | None = None,
     scatter: SequenceAxis | None = None,
 ) -> Tensor:
-    """Map x [..., in] to x W^T + b [..., out] with the layer's weight, whose gradient can be
-    deferred; ``counts`` and ``scatter`` as for :func:`~megatron_lightning.layers.gemm.product`.
+    """Map x [..., in] to x W^T + b [..., out] with the layer's weight.
+
+    The weight gradient can be deferred. ``counts`` and ``scatter`` as for
+    :func:`~megatron_lightning.layers.gemm.product`.
     """
     weight, owner = hide(x, layer)
     return product(x, weight, bias, layer.gemm, owner=owner, counts=counts, scatter=scatter)

@@ -1,25 +1,26 @@
 """Reports of layers to the step: auxiliary losses, and values to log or to count.
 
-A layer that reports has a :class:`StepReport` as a child and calls it in its forward, on whatever
-pipeline stage it is. One step minimizes, with w the weight that the main loss of a micro-batch has
-(its items, or its share of the samples),
+A reporting layer has a :class:`StepReport` as a child and calls the report in its forward, on any
+pipeline stage. With w the weight of a micro-batch in the main loss (its items, or its share of the
+samples), a step minimizes
 
     sum over data and context ranks and micro-batches of  w (main loss + sum of reported losses)
 
-divided by the sum of w. A reported loss does not travel to the main loss. Its gradient begins at an
-activation of the layer: :meth:`StepReport.loss` returns the activation through an identity whose
-backward passes its gradient on, and gives the reported loss the gradient that the main loss of the
-same micro-batch has. That is read in backward (:class:`LossScale`), when it is known on every
-stage: items, accumulation and the scale of fp16 are in it.
+divided by the sum of w. A reported loss does not travel to the main loss. The gradient of a
+reported loss begins at an activation of the layer: :meth:`StepReport.loss` returns the activation
+through an identity. The identity's backward passes the activation's gradient on, and gives the
+reported loss the gradient of the main loss of the same micro-batch. :class:`LossScale` is read in
+backward, when every stage knows the gradient of the main loss. Items, accumulation and the scale of
+fp16 are included.
 
-What a rank passes in holds for its own tokens on data- and context-parallel ranks. Over
-tensor-parallel ranks the mean is logged, and losses are equal. Where a loss is of tokens that
-several ranks hold, each passes in the full loss, summed from parts: over tensor-parallel ranks by
-``reduce_from_axis`` (backward: identity), over context-parallel ones by
-``copy_to_axis(reduce_from_axis(part, cp), cp)`` (backward: all-reduce, since each of them weighs
-the loss by itself).
+A rank reports values of its own tokens on data- and context-parallel ranks. Over tensor-parallel
+ranks the log takes the mean, and losses are equal. If a loss covers tokens of several ranks, each
+rank reports the full loss, summed from parts: over tensor-parallel ranks by ``reduce_from_axis``
+(backward: identity), over context-parallel ranks by ``copy_to_axis(reduce_from_axis(part, cp),
+cp)`` (backward: all-reduce, since each context-parallel rank weighs the loss separately).
 
-A recomputation runs a forward again inside of backward: it attaches and does not record.
+A recomputation runs a forward again inside of backward. The second forward attaches losses and
+    records nothing.
 """
 
 from __future__ import annotations
@@ -40,15 +41,16 @@ _OF_VECTORS = ("peak", "each")
 
 
 class Key(NamedTuple):
-    """A name under which layers report, and how their reports become one number."""
+    """Name of a report, and reduction of the reports to one number."""
 
     name: str
     kind: Kind
-    """loss: sum over layers of the means over micro-batches; mean: over all reports; sum; peak:
-    largest element of a layer's sum over their mean, and the largest of the layers' peaks; each:
-    every element of a layer's sum."""
+    """loss: sum over layers of the means over micro-batches. mean: over all reports. sum: sum of
+    all reports. peak: largest element of a layer's sum over the mean element, and the largest of
+    the layers' peaks. each: every element of a layer's sum.
+    """
     layer: str = ""
-    """Path of the one layer that is meant; empty: all."""
+    """Path of a single layer. Empty: all layers."""
     size: int = 1
     """Elements of a report."""
 
@@ -66,7 +68,7 @@ class LossScale:
         self.is_followed = False  # the main loss exists: later reports belong to another one
 
     def follow(self, loss: Tensor) -> None:
-        """Take over the gradient that arrives at ``loss``."""
+        """Record the gradient that arrives at ``loss``."""
 
         def note(gradient: Tensor) -> None:
             self.value = gradient.detach()
@@ -77,21 +79,21 @@ class LossScale:
 
 
 class CurrentMicrobatch:
-    """The micro-batch whose forward or backward runs; all reports of a run share one object.
+    """The micro-batch in forward or backward. All reports of a run share one object.
 
-    Copies, of modules that are copied or pickled, belong to no run.
+    Copied or pickled modules hold a fresh object that belongs to no run.
     """
 
     def __init__(self, *, is_bound: bool = False, records: bool = True) -> None:
         self.is_bound = is_bound
         """Whether a strategy sets the scales and logs the values."""
         self.records = records
-        """Whether reports are recorded; not in forwards that are only analyzed."""
+        """Whether reports are recorded. False in forwards for analysis."""
         self.index = 0
         self.loss_scale = LossScale()
 
     def scale_of_reports(self) -> LossScale:
-        """Return the scale for a loss that is reported now."""
+        """Return the scale for a loss reported now."""
         if self.loss_scale.is_followed and not compat.is_in_backward():
             self.loss_scale = LossScale()
         return self.loss_scale
@@ -101,7 +103,7 @@ class CurrentMicrobatch:
 
 
 class _Recorded:
-    """Reports of one layer since they were read; a copy of the module begins without."""
+    """Reports of one layer since the last read. A copy of the module starts empty."""
 
     def __init__(self) -> None:
         self.sums: dict[Key, dict[int, tuple[Tensor, int]]] = {}  # and number, by micro-batch
@@ -113,8 +115,10 @@ class _Recorded:
 
 
 class _Attach(torch.autograd.Function):
-    """Forward: return the activation. Backward: pass its gradient on, and start that of the loss
-    with the scale of the main loss.
+    """Forward: return the activation.
+
+    Backward: pass the activation's gradient on, and start the gradient of the loss with the scale
+    of the main loss.
     """
 
     @staticmethod
@@ -131,10 +135,10 @@ class _Attach(torch.autograd.Function):
 
 
 class StepReport(nn.Module):
-    """Reports of a layer to the step; a child of the layer, without parameters.
+    """Reports of a layer to the step. A child of the layer, without parameters.
 
-    It works alone as well: in plain PyTorch losses have the scale 1, and in plain Lightning
-    :func:`log_reports` does the rest.
+    The report also works alone: in plain PyTorch losses have the scale 1, and in plain Lightning
+    :func:`log_reports` scales and logs.
 
     Args:
         per_layer: Whether every layer's number is logged too, as ``name/path of the layer``.
@@ -148,15 +152,15 @@ class StepReport(nn.Module):
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def loss(self, name: str, value: Tensor, activation: Tensor) -> Tensor:
-        """Add ``value`` to the loss of the micro-batch, and log it.
+        """Add ``value`` to the loss of the micro-batch, and log the value.
 
         Args:
-            name: Key of the log; losses of several layers are summed.
-            value: One number, times its coefficient, in fp32 where the activation is less precise.
+            name: Key of the log. Losses of several layers are summed.
+            value: A number, times the coefficient, in fp32 if the activation is less precise.
             activation: Any tensor on the way to the main loss.
 
         Returns:
-            The activation, to be used in its place: without it the loss has no gradient.
+            The activation to use instead of ``activation``. Otherwise the loss has no gradient.
         """
         self._record(Key(name, "loss"), value)
         if not (torch.is_grad_enabled() and value.requires_grad):
@@ -169,31 +173,32 @@ class StepReport(nn.Module):
         self, name: str, value: Tensor, reduce: Literal["mean", "sum", "peak", "each"] = "mean"
     ) -> None:
         """Log a number, averaged or summed over micro-batches, layers, and data- and
-        context-parallel ranks; means are weighted as losses are.
+        context-parallel ranks. Means are weighted like losses.
 
-        With ``peak``, ``value`` is a vector of numbers that are not negative, such as the tokens of
-        each expert. Over micro-batches and ranks, tensor-parallel ones as well, it is summed; what
-        is logged is the largest element over the mean of all, of each layer and, under the name
-        alone, of the layer where it is largest. With ``each``, ``value`` is a vector, too, and its
-        elements are summed as one number is, and logged as ``name/path of the layer/index``.
+        With ``peak``, ``value`` is a vector of non-negative numbers, such as the tokens of each
+        expert. The vector is summed over micro-batches and all ranks, including tensor-parallel
+        ranks. The log holds the largest element over the mean element, for each layer and, under
+        the name alone, for the layer with the largest peak. With ``each``, ``value`` is also a
+        vector. Each element is summed like a single number, and logged as ``name/path of the
+        layer/index``.
         """
         self._record(Key(name, reduce), value)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def count(self, name: str, value: Tensor) -> None:
-        """Add a tensor to :attr:`counts` in training; it is neither logged nor exchanged."""
+        """Add a tensor to :attr:`counts` in training. Counts are neither logged nor exchanged."""
         if self.training and self.is_recorded:
             counts, value = self.counts, value.detach()
             counts[name] = counts[name] + value if name in counts else value.clone()
 
     @property
     def counts(self) -> dict[str, Tensor]:
-        """Sums over micro-batches and batches, on this rank, until someone clears them."""
+        """Sums over micro-batches and batches, on this rank, until a reader clears the sums."""
         return self._recorded.counts
 
     @property
     def is_recorded(self) -> bool:
-        """Whether what is reported now counts: not in a recomputation."""
+        """Whether current reports count. False in a recomputation."""
         return self.microbatch.records and not compat.is_in_backward()
 
     def _record(self, key: Key, value: Tensor) -> None:
@@ -216,23 +221,21 @@ class StepReport(nn.Module):
         of_key[index] = (value if before is None else before + value, number + 1)
 
     def take(self) -> dict[Key, dict[int, tuple[Tensor, int]]]:
-        """Return the sums that were recorded, and of how many reports, by micro-batch; forget
-        them.
-        """
+        """Return and clear the recorded sums, with the number of reports, by micro-batch."""
         sums, self._recorded.sums = self._recorded.sums, {}
         return sums
 
 
 def find_reports(module: nn.Module) -> dict[str, StepReport]:
-    """Return the reports in what this rank holds of ``module``, by path."""
+    """Return the reports in this rank's part of ``module``, by path."""
     return {p: child for p, child in present_modules(module) if isinstance(child, StepReport)}
 
 
 def add_up(
     reports: Mapping[str, StepReport], weights: Sequence[float | Tensor]
 ) -> dict[Key, Tensor]:
-    """Return for every key [size + 1] numbers: the sum of the reports, weighted where it is for a
-    mean, and the sum of their weights. The reports are forgotten.
+    """Return for every key [size + 1] numbers: the sum of the reports (weighted for a mean), and
+    the sum of the weights. Clears the reports.
 
     Args:
         reports: Reports by path.
@@ -263,7 +266,7 @@ def reduced(totals: Mapping[Key, Tensor], weight: Any) -> dict[Key, Tensor]:
 
     Args:
         totals: As in :func:`add_up`, over all ranks.
-        weight: Sum of the weights of all micro-batches; 0 where nothing counts.
+        weight: Sum of the weights of all micro-batches. 0 if nothing counts.
     """
     numbers: dict[Key, Tensor] = {}
     peaks: dict[str, list[Tensor]] = {}
@@ -293,7 +296,7 @@ _MARK = "_megatron_reports"  # on a LightningModule, the micro-batch that a stra
 
 
 def bind(module: nn.Module, microbatch: CurrentMicrobatch) -> Callable[[], None]:
-    """Bind the reports in ``module`` to a strategy, which reads them; return the undo."""
+    """Bind the reports in ``module`` to a strategy that reads them. Return the undo function."""
     reports = find_reports(module).values()
     vars(module)[_MARK] = microbatch
     for report in reports:
@@ -318,16 +321,16 @@ def is_bound(module: nn.Module) -> bool:
 def log_reports(
     module: nn.Module, loss: Tensor | None = None, *, prefix: str = "", **options: Any
 ) -> None:
-    """Log what the layers reported since the last call, and give their losses the scale that
-    ``loss`` has in its backward.
+    """Log the layers' reports since the last call, and scale reported losses like ``loss`` in its
+    backward.
 
-    Call it in every step of a LightningModule whose layers report, so that it trains under any of
-    Lightning's strategies: with accumulated batches, and with a loss scale. Under MegatronStrategy,
-    which does both itself, it does nothing.
+    Call the function in every step of a LightningModule with reporting layers, so that the module
+    trains under any of Lightning's strategies, with accumulated batches and a loss scale. Under
+    MegatronStrategy the function does nothing, because the strategy scales and logs.
 
     Args:
         module: The LightningModule.
-        loss: The loss that is returned, in training.
+        loss: The returned training loss.
         prefix: Put before the names, such as ``"val_"``.
         options: Further arguments of ``self.log``.
     """

@@ -1,7 +1,7 @@
-"""Parallel linear layers y = x W + b whose weight is [in, out], as GPT-2 stores it.
+"""Parallel linear layers y = x W + b with a weight [in, out], as GPT-2 stores weights.
 
-They are those of :mod:`megatron_lightning.layers.linear` with the dims of the weight exchanged, so
-that checkpoints keep its names and shapes.
+The layers equal the layers of :mod:`megatron_lightning.layers.linear` with the weight's dims
+exchanged, so that checkpoints keep GPT-2's names and shapes.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class _TransposedLinear(nn.Module):
     weight: nn.Parameter
     bias: nn.Parameter | None
     gemm: Gemm = Gemm()
-    """Products of the layer, whose weight is the transposed parameter."""
+    """GEMMs of the layer. Their weight is the transposed parameter."""
     group: AxisGroup
     shard_specs: dict[str, ShardSpec]
 
@@ -34,7 +34,7 @@ class _TransposedLinear(nn.Module):
     def _change(
         cls: type[Self], source: nn.Module, weight: ShardSpec, bias: ShardSpec, group: AxisGroup
     ) -> Self:
-        """Make ``source`` this rank's shard of itself, in place, and return it."""
+        """Reduce ``source`` to this rank's shard, in place, and return the layer."""
         layer = change_class(source, cls, group=group)
         specs = {"weight": weight, "bias": bias}
         if "bias" not in layer._parameters:
@@ -56,20 +56,20 @@ class _TransposedLinear(nn.Module):
 
 
 class TransposedColumnParallelLinear(_TransposedLinear):
-    """Layer whose output features are split over the ranks: x [..., in] -> this rank's shard of
-    [..., out].
+    """Layer with output features split over the ranks: x [..., in] -> this rank's shard of [...,
+    out].
     """
 
     @classmethod
     def from_layer(
         cls, source: nn.Module, *, group: AxisGroup, num_blocks: int = 1
     ) -> TransposedColumnParallelLinear:
-        """Change the full layer ``source`` in place, and return it.
+        """Change the full layer ``source`` in place, and return the layer.
 
         Args:
             source: The full layer.
             group: The tensor-parallel ranks.
-            num_blocks: Equal blocks stacked in the output that are each split.
+            num_blocks: Equal stacked blocks in the output, each split.
 
         Raises:
             ShardingError: If the output cannot be split evenly.
@@ -90,13 +90,13 @@ class TransposedColumnParallelLinear(_TransposedLinear):
 
 
 class TransposedRowParallelLinear(_TransposedLinear):
-    """Layer whose input features are split over the ranks: this rank's shard of x [..., in] ->
-    [..., out].
+    """Layer with input features split over the ranks: this rank's shard of x [..., in] -> [...,
+    out].
     """
 
     @classmethod
     def from_layer(cls, source: nn.Module, *, group: AxisGroup) -> TransposedRowParallelLinear:
-        """Change the full layer ``source`` in place, and return it.
+        """Change the full layer ``source`` in place, and return the layer.
 
         Raises:
             ShardingError: If the input cannot be split evenly.

@@ -1,8 +1,8 @@
-"""Wrappers around the methods of a module, and other attributes of it, which can be taken back.
+"""Removable wrappers around methods and other attributes of a module.
 
-They are attributes of the instance, and the methods stay those of its class: names, parameters and
+Wrappers are attributes of the instance, and the methods of the class stay. Names, parameters and
 hooks do not change, and the module can be copied and pickled. A wrapper is called with the method,
-or with what an earlier wrapper has made of it, before the method's own arguments.
+or with an earlier wrapper's result, before the method's arguments.
 """
 
 from __future__ import annotations
@@ -21,15 +21,16 @@ Forward = Callable[..., Any]
 
 
 def wrap(module: nn.Module, name: str, wrapper: Callable[..., Any]) -> None:
-    """Wrap a method of ``module``; earlier wrappers run inside this one."""
+    """Wrap a method of ``module``. Earlier wrappers run inside the new wrapper."""
     if name != "forward":
         replace_attribute(module, name, partial(wrapper, getattr(module, name)))
         return
     attributes = module.__dict__
     own = module.forward if name in attributes else MethodType(_own_forward, module)
     attributes[_WRAPPED] = partial(wrapper, attributes.get(_WRAPPED, own))
-    # torch.compile recognizes the forward of an instance by the function of a bound method, which
-    # all modules share here, and anything else by its identity: a graph for each module.
+    # torch.compile recognizes the forward of an instance by the function of a bound method. All
+    # modules share the function here. Any other callable is recognized by identity, and would need
+    # a graph for each module.
     replace_attribute(module, name, MethodType(forward, module))
 
 
@@ -52,21 +53,22 @@ def restore(module: nn.Module) -> None:
 
 
 def wrapped_forward(module: nn.Module) -> partial[Any] | None:
-    """Return the outermost wrapper of the module's forward, with what it is called with; None:
-    there is none.
+    """Return the outermost wrapper of the module's forward with the wrapper's arguments, or
+    None.
     """
     wrapped: partial[Any] | None = module.__dict__.get(_WRAPPED)
     return wrapped
 
 
 def replace_wrapped_forward(module: nn.Module, wrapped: partial[Any]) -> None:
-    """Replace what :func:`wrapped_forward` returns, which is not None."""
+    """Replace the result of :func:`wrapped_forward`. The result must not be None."""
     module.__dict__[_WRAPPED] = wrapped
 
 
 def _own_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """Run the forward of the class that a module has now: plain linear layers become others when
-    they are quantized or defer gradients.
+    """Run the forward of a module's current class.
+
+    Plain linear layers change class when quantized or deferring gradients.
     """
     return type(self).forward(self, *args, **kwargs)
 
@@ -75,7 +77,8 @@ _own_forward.__name__ = "forward"  # by which pickles take it: they find that of
 
 
 def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """Run the wrapped forward of a module. Pickles take it by its name, and find the module's
-    own.
+    """Run the wrapped forward of a module.
+
+    Pickles look the function up by name, and find the module's forward.
     """
     return self.__dict__[_WRAPPED](*args, **kwargs)

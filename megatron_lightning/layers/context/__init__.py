@@ -1,1 +1,1 @@
-"""Attention over sequences that are divided over ranks: one backend a file."""
+"""Attention over sequences sharded over ranks. Each file holds one backend."""

@@ -1,16 +1,16 @@
-"""The ways in which queries meet the keys of other ranks, by Megatron-Core's names.
+"""Communication between queries and the keys of other ranks, by Megatron-Core's names.
 
-*Gathered keys*: every rank has the keys and values of the whole sequence while it computes, and its
-own queries. One all-gather in forward. Only the rank's parts are saved, so backward gathers again,
-and its gradients of all keys are reduce-scattered, summed in fp32
-(https://arxiv.org/abs/2407.21783, section 3.3.2).
+*Gathered keys*: every rank keeps its queries and all-gathers the keys and values of the full
+sequence in forward. Only the rank's shards are saved, so backward gathers again. Backward
+reduce-scatters the gradients of all keys, summed in fp32 (https://arxiv.org/abs/2407.21783, section
+3.3.2).
 
 *Exchanged heads* (https://arxiv.org/abs/2309.14509): an all-to-all gives every rank more of the
-sequence for some heads, and another one gives the outputs back. One level: all c ranks exchange,
-and each attends to whole sequences. Two levels (https://arxiv.org/abs/2405.07719): groups of a
-neighbors exchange, and c / a ranks, one of each group, pass keys and values around a ring. The
-parts of a neighbors, joined, are a part of a split over c / a ranks (``c`` chunk of the sequence, 4
-ranks):
+sequence for fewer heads. A second all-to-all returns the outputs. One level: all c ranks exchange,
+and each rank attends to full sequences. Two levels (https://arxiv.org/abs/2405.07719): groups of a
+neighbors exchange, and c / a ranks, one from each group, pass keys and values around a ring. The
+joined shards of a neighbors equal a shard of a split over c / a ranks (``c`` chunk of the sequence,
+4 ranks):
 
     rank      0      1      2      3          a = 2: ranks 0, 1    ranks 2, 3
     split     c0 c7  c1 c6  c2 c5  c3 c4             c0 c1 c6 c7   c2 c3 c4 c5
@@ -110,12 +110,12 @@ _attend = differentiable("gathered_attention", _Gathered())
 
 
 class ExchangedAttention:
-    """Attention of a rank's share of the heads, over whole sequences or parts of them.
+    """Attention of a rank's share of the heads, over full sequences or shards.
 
     Args:
-        inner: Ranks that exchange parts of the sequence for heads: all context-parallel ones, or
+        inner: Ranks that exchange sequence shards for heads: all context-parallel ranks, or
             neighbors.
-        outer: Ranks that hold the other parts for the same heads; None: there are none.
+        outer: Ranks with the other sequence shards of the same heads. None: there are none.
     """
 
     def __init__(self, inner: AxisGroup, outer: AxisGroup | None = None) -> None:
@@ -136,9 +136,9 @@ class ExchangedAttention:
         d].
 
         Raises:
-            ShardingError: If the query heads do not divide over the ranks that exchange them.
+            ShardingError: If the query heads do not divide over the exchanging ranks.
         """
-        # Where the ranks do not divide the key heads, some ranks share one.
+        # If the number of ranks does not divide the key heads, several ranks share a key head.
         copies = lcm(k.shape[1], self.group.size) // k.shape[1]
         if copies > 1:
             k, v = k.repeat_interleave(copies, 1), v.repeat_interleave(copies, 1)
@@ -147,7 +147,7 @@ class ExchangedAttention:
 
 
 class ContextBackend(Protocol):
-    """Attention of ranks that share sequences."""
+    """Attention of ranks with shared sequences."""
 
     def __call__(
         self,

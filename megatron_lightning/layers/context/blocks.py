@@ -1,10 +1,10 @@
-"""Which blocks of queries and keys a kernel computes.
+"""Plan the blocks of queries and keys that a kernel computes.
 
-Queries and keys are *spans*: runs of consecutive positions, in order and of any place in the
-sequence. A pair of spans is visible, invisible or cut by the diagonal or the edge of a window; a
-window is walked in pieces of its own length, so that no mask is larger than a piece and the keys
-that it sees. Documents that share a row have blocks of their own, and so the work is the sum of the
-squares of their lengths.
+Queries and keys are *spans*: runs of consecutive positions, in order, anywhere in the sequence. A
+pair of spans is visible, invisible, or cut by the diagonal or the edge of a window. The plan walks
+a window in pieces of the window's length, so that no mask is larger than a piece and the visible
+keys of the piece. Documents that share a row have separate blocks, so the work is the sum of the
+squared lengths.
 """
 
 from __future__ import annotations
@@ -21,17 +21,18 @@ _LEAST_PIECE = 128
 
 @dataclass(frozen=True)
 class Block:
-    """Local queries and keys between which attention is computed at once."""
+    """Local queries and keys for one kernel call."""
 
     queries: slice
     keys: slice
     mask: Literal["none", "causal", "band"] = "none"
-    """``band``: query i sees key j where ``0 <= i + shift - j``, and ``<= window`` if there is
-    one."""
+    """``band``: query i sees key j where ``0 <= i + shift - j``, and ``<= window`` if a window is
+    set.
+    """
     shift: int = 0
     window: int | None = None
     row: int | None = None
-    """Row of the batch; None: all."""
+    """Row of the batch. None: all rows."""
 
     @property
     def rows(self) -> slice:
@@ -42,12 +43,12 @@ class Block:
 def visible_blocks(
     queries: Sequence[range], keys: Sequence[range], sequence: SequenceInfo
 ) -> list[Block]:
-    """Return the blocks in which every visible pair of a query and a key is exactly once.
+    """Return blocks that cover every visible pair of a query and a key exactly once.
 
     Args:
         queries: Spans of the local queries.
         keys: Spans of the keys.
-        sequence: What sees what.
+        sequence: Visibility of keys.
     """
     causal, window, documents = sequence.causal, sequence.window, sequence.documents
     if documents is None:
@@ -73,8 +74,8 @@ def visible_blocks(
 def _inside(spans: Sequence[range], document: range) -> tuple[list[range], int]:
     """Return the parts of ``spans`` in a document, and the local index of the first.
 
-    The parts are adjacent: a document that reaches from one span to the next has the end of the one
-    and the beginning of the other.
+    The parts are adjacent. A document that reaches from one span to the next covers the end of the
+    first span and the beginning of the second.
     """
     found: list[range] = []
     start, first = 0, 0
@@ -94,13 +95,13 @@ def _moved(local: slice, by: int) -> slice:
 def blocks(
     queries: Sequence[range], keys: Sequence[range], *, causal: bool, window: int | None
 ) -> list[Block]:
-    """Return the blocks of rows of one document.
+    """Return the blocks of rows with one document.
 
     Args:
         queries: Spans of the local queries.
         keys: Spans of the keys.
         causal: Whether a query sees no later key.
-        window: Positions back that a causal query sees beside its own; None: all.
+        window: Earlier positions visible to a causal query. None: all.
     """
     whole = Block(slice(0, sum(map(len, queries))), slice(0, sum(map(len, keys))))
     if not causal:
@@ -130,7 +131,9 @@ def _pieces(queries: Sequence[range], window: int | None) -> Iterator[tuple[rang
 def _block(
     piece: range, start: int, span: range, key_start: int, window: int | None
 ) -> Block | None:
-    """Return the visible part of a pair, without keys that no query sees; None: there is none."""
+    """Return the visible part of a pair, without keys invisible to all queries, or None if nothing
+    is visible.
+    """
     first = span.start if window is None else max(span.start, piece.start - window)
     stop = min(span.stop, piece.stop)
     if stop <= first:
@@ -145,9 +148,7 @@ def _block(
 
 
 def _merged(found: Sequence[Block]) -> list[Block]:
-    """Join neighbors that are visible as a whole: keys of the same queries, then queries of the
-    same keys.
-    """
+    """Join fully visible neighbors: keys of equal queries first, then queries of equal keys."""
     result = list(found)
     for by in ("keys", "queries"):
         source, result = result, []

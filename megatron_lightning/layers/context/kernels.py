@@ -1,9 +1,9 @@
-"""Attention of one block on one device, with the log-sum-exp of its scores, forward and backward.
+"""Attention of one block on one device, with the log-sum-exp of the scores, forward and backward.
 
-Shapes: queries [b, n, s, d], keys and values [b, g, t, d], log-sum-exps [b, n, s]. These are the
-fused kernels behind ``scaled_dot_product_attention``, whose public form keeps the log-sum-exp to
-itself. Backward takes the *final* output and log-sum-exp of a query, over all of its blocks: the
-gradients of the blocks then add up to those of the full attention
+Shapes: queries [b, n, s, d], keys and values [b, g, t, d], log-sum-exps [b, n, s]. The kernels are
+the fused kernels behind ``scaled_dot_product_attention``, because the public function hides the
+log-sum-exp. Backward takes the *final* output and log-sum-exp of a query, over all blocks of the
+query. The gradients of the blocks then add up to the gradients of full attention
 (https://arxiv.org/abs/2205.14135, section 3.1 and appendix B.2).
 """
 
@@ -39,19 +39,25 @@ class Output(NamedTuple):
 
 
 class Kernel(Protocol):
-    """Attention of one block."""
+    """Attention kernel for one block."""
 
     name: str
     """For messages."""
 
     def forward(self, inputs: Inputs, block: Block, scale: float) -> Output:
-        """Return the output; its log-sum-exp is -inf where a query sees no key of the block."""
+        """Return output and log-sum-exp.
+
+        The log-sum-exp is -inf for a query without a visible key.
+        """
         ...
 
     def backward(
         self, grad: Tensor, inputs: Inputs, output: Output, block: Block, scale: float
     ) -> Inputs:
-        """Return the block's part of the gradients; ``output`` is the final one of its queries."""
+        """Return the block's part of the gradients.
+
+        ``output`` is the final output of the queries.
+        """
         ...
 
 
@@ -96,7 +102,7 @@ class _Cuda:
 
 
 class _CudaFlash:
-    """Flash attention; heads of a group use repeated keys."""
+    """Flash attention. Heads of a group use repeated keys."""
 
     name = "flash attention of CUDA"
 
@@ -172,7 +178,7 @@ class _CpuFlash:
 
 
 class _MemoryEfficient:
-    """The kernel of CUDA that takes a mask; heads of a group use repeated keys."""
+    """CUDA's kernel with a mask. Heads of a group use repeated keys."""
 
     name = "memory-efficient attention of CUDA"
 
@@ -220,8 +226,9 @@ class _MemoryEfficient:
 
 
 class _Math:
-    """Matrix products and a softmax, in fp32 for inputs in half precision; the scores of a block
-    are stored while it is computed, and computed again in backward.
+    """Matrix products and a softmax, in fp32 for half-precision inputs.
+
+    The scores of a block are stored only during the computation, and recomputed in backward.
     """
 
     name = "matrix products and a softmax"
@@ -252,7 +259,7 @@ class _Math:
         )
 
     def _scores(self, inputs: Inputs, block: Block, scale: float) -> Tensor:
-        """Return the scores [b, n, s, t], -inf where a query does not see a key."""
+        """Return the scores [b, n, s, t], with -inf for invisible keys."""
         q, k, _ = inputs
         wide = torch.float64 if q.dtype == torch.float64 else torch.float32
         scores = (q.to(wide) * scale) @ _per_query_head(k, q).to(wide).mT
@@ -281,7 +288,7 @@ def _sum_heads(grad: Tensor, heads: int) -> Tensor:
 
 
 def _mask(block: Block, q: Tensor) -> Tensor | None:
-    """Return the additive mask of a block [s, t]; None: it has none."""
+    """Return the additive mask of a block [s, t], or None without a mask."""
     if block.mask != "band":
         return None
     num_keys = block.keys.stop - block.keys.start
@@ -290,14 +297,14 @@ def _mask(block: Block, q: Tensor) -> Tensor | None:
     visible = back >= 0
     if block.window is not None:
         visible &= back <= block.window
-    # Kernels of CUDA read rows that begin at multiples of 16 elements.
+    # CUDA's kernels read rows aligned to 16 elements.
     padded = num_keys + -num_keys % 16
     mask = torch.zeros(len(visible), padded, dtype=q.dtype, device=q.device)[:, :num_keys]
     return mask.masked_fill_(~visible, -torch.inf)
 
 
 def _without_blind(log_sum: Tensor, mask: Tensor | None) -> Tensor:
-    """Set the log-sum-exp of queries that see no key of the block; kernels return 0 there."""
+    """Set the log-sum-exp of queries without a visible key to -inf. Kernels return 0 there."""
     if mask is None:
         return log_sum
     return log_sum.masked_fill((mask == -torch.inf).all(1), -torch.inf)

@@ -1,5 +1,5 @@
-"""Attention of full sequences on one rank, where torch's own has no form for it: windows, documents
-that share a row.
+"""Attention of full sequences on one rank in forms unknown to torch's public function: windows, and
+documents that share a row.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ _HALF = (torch.bfloat16, torch.float16)
 
 
 class LocalAttention:
-    """Attention without other ranks: documents on CUDA by flash attention for lengths that vary,
-    all else block by block.
+    """Attention without other ranks. Documents on CUDA use flash attention for variable lengths.
+
+    All other inputs are computed block by block.
     """
 
     def __init__(self) -> None:

@@ -19,7 +19,7 @@ from megatron_lightning.parallel.context import AxisGroup
 
 @dataclass(frozen=True)
 class Sharing:
-    """The ranks that share a sequence, and how its attention is computed."""
+    """The ranks that share a sequence, and the settings of the attention."""
 
     group: AxisGroup
     sequence: SequenceInfo
@@ -51,7 +51,7 @@ class Merged:
             self.add(block, self._kernel.forward(inputs, block, self._scale))
 
     def add(self, block: Block, output: Output) -> None:
-        """Merge what a block has given for its queries."""
+        """Merge the output of a block for the block's queries."""
         out, log_sum = output
         earlier = self.log_sum[block.rows, :, block.queries]
         whole = self.out[block.rows, :, block.queries]
@@ -96,5 +96,5 @@ class Gradients:
 
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which parts are summed."""
+    """Return the dtype for sums of partial results."""
     return torch.float64 if dtype == torch.float64 else torch.float32

@@ -1,15 +1,15 @@
-"""Ring attention: keys and values travel from rank to rank while each computes with what it has.
+"""Ring attention: keys and values travel from rank to rank while each rank computes.
 
-Every rank keeps its queries. In c steps the keys and values of all c ranks pass by; the next ones
-travel while the present ones are used, so that at most two parts are held beside the rank's own.
-Outputs of the steps are merged by the log-sum-exps of their scores (https://arxiv.org/abs/2310.01889,
-section 3):
+Every rank keeps its queries. In c steps the keys and values of all c ranks pass by. The next keys
+travel while the present keys are used, so a rank holds at most two shards beside its own. Outputs
+of the steps are merged by the log-sum-exps of the scores (https://arxiv.org/abs/2310.01889, section
+3):
 
     lse = log(exp(lse_1) + exp(lse_2))        out = out_1 exp(lse_1 - lse) + out_2 exp(lse_2 - lse)
 
 Only the rank's queries, keys, values, output and log-sum-exps are saved. In backward the keys and
-values pass by again, and the sums of their gradients follow them one step behind, in fp32, until
-they have come home:
+values pass by again. The sums of their gradients follow one step behind, in fp32, until they reach
+the owner:
 
     step        0         1             2               ...  c-1
     rank r has  kv(r)     kv(r-1)       kv(r-2)              kv(r+1)
@@ -38,7 +38,7 @@ class RingAttention:
     """Attention between the queries of a rank and the keys of all ranks of a group.
 
     Args:
-        group: The context-parallel ranks; one rank: attention of full sequences.
+        group: The context-parallel ranks. One rank: attention of full sequences.
     """
 
     def __init__(self, group: AxisGroup) -> None:
@@ -61,7 +61,9 @@ class RingAttention:
 
 
 class _Passing:
-    """A tensor on its way to the next rank, and that of the rank before on its way here."""
+    """A tensor in flight to the next rank, and the previous rank's tensor in flight to this
+    rank.
+    """
 
     def __init__(self, tensor: Tensor, group: AxisGroup) -> None:
         self._received = torch.empty_like(tensor)
@@ -82,8 +84,8 @@ class _Passing:
 
 
 def _steps(keys_and_values: Tensor, sharing: Sharing) -> Iterator[tuple[Tensor, list[Block]]]:
-    """Yield the keys and values [2, b, g, s, d] of every rank, the own ones first, and the blocks
-    in which the rank's queries see them.
+    """Yield the keys and values [2, b, g, s, d] of every rank, beginning with this rank, and the
+    blocks visible to the rank's queries.
     """
     group, sequence = sharing.group, sharing.sequence
     full = keys_and_values.shape[3] * group.size

@@ -1,8 +1,8 @@
 """Attention over several blocks as one differentiable operation, in eager mode and in graphs.
 
-In eager mode it is an autograd function. ``torch.compile`` cannot trace it: messages between ranks,
-and blocks that follow from the documents of a batch. There it is an operator that the compiler does
-not look into, which takes plain values: communicators by name, documents as a tensor, so that
+Eager mode uses an autograd function. ``torch.compile`` cannot trace messages between ranks, nor
+blocks that depend on the documents of a batch. Compiled code calls an operator that is opaque to
+the compiler. The operator takes plain values (communicators by name, documents as a tensor), so
 graphs do not depend on them.
 """
 
@@ -64,7 +64,7 @@ class _Attend(torch.autograd.Function):
 
 def differentiable(name: str, attention: Attention) -> Callable[..., Tensor]:
     """Return a function of (inputs, group, sequence, scale, backend) that computes ``attention``
-    with its gradients; ``name``: of its operator.
+    with gradients. ``name`` names the operator.
     """
     operator = _operator(name, attention)
 

@@ -1,4 +1,4 @@
-"""Mixture of experts: which experts a token is sent to, and how they are kept balanced."""
+"""Mixture of experts: routing of tokens to experts, and balancing of the experts."""
 
 from megatron_lightning.layers.moe.balance import balance_experts
 from megatron_lightning.layers.moe.layer import MoELayer

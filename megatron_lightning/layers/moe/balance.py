@@ -1,8 +1,8 @@
-"""Balance of the experts from one optimizer step to the next.
+"""Balance the experts from one optimizer step to the next.
 
-The bias of an expert (``router_enable_expert_bias``) follows the tokens that chose it in all
-forwards of a step, on all ranks and in all micro-batches and accumulated batches; a recomputation
-does not count. The counts of ``global_aux_loss`` begin anew with each step.
+The bias of an expert (``router_enable_expert_bias``) follows the number of tokens routed to the
+expert in all forwards of a step, on all ranks and in all micro-batches and accumulated batches.
+Recomputation does not count. The counts of ``global_aux_loss`` restart with each step.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from megatron_lightning.parallel.absent import present_modules
 
 
 class ExpertBalance:
-    """End of an optimizer step in all layers of experts that this rank holds.
+    """End of an optimizer step for all expert layers on this rank.
 
     Args:
         module: The model.
-        sum_counts: Returns the sum of a tensor over the ranks that hold the same layers and other
-            tokens, the same on each.
+        sum_counts: Returns the sum of a tensor over the ranks with the same layers and other
+            tokens, equal on each rank.
     """
 
     def __init__(self, module: nn.Module, sum_counts: Callable[[Tensor], Tensor]) -> None:
@@ -39,16 +39,17 @@ class ExpertBalance:
 
     @property
     def needs_all_ranks(self) -> bool:
-        """Whether losses of this rank depend on the tokens of others."""
+        """Whether losses of this rank depend on the tokens of other ranks."""
         return any("global_aux_loss" in m.router.moe.auxiliary_losses for m in self._layers)
 
     @torch.no_grad()
     def end_step(self, *, stepped: bool) -> None:
-        """Move the biases by the tokens since the last call, and forget these; a collective if
-        layers have biases.
+        """Update the biases from the tokens since the last call, and reset the counts.
+
+        A collective if layers have biases.
 
         Args:
-            stepped: Whether the optimizer has changed the parameters; if not, biases stay.
+            stepped: Whether the optimizer has changed the parameters. If not, biases stay.
         """
         biased = []
         for layer in self._layers:
@@ -68,13 +69,13 @@ class ExpertBalance:
 
 @contextmanager
 def balance_experts(module: Any, optimizer: Any) -> Iterator[None]:
-    """Around an optimizer's step: afterwards the experts' biases follow, under any of Lightning's
-    strategies, unless a gradient scaler has skipped the step. Under MegatronStrategy, which does it
-    itself, it does nothing.
+    """Wrap an optimizer's step and update the experts' biases afterwards, under any of Lightning's
+    strategies. A step skipped by a gradient scaler changes no bias. Under MegatronStrategy the
+    context does nothing, because the strategy updates the biases.
 
     Args:
         module: A LightningModule with layers of experts.
-        optimizer: What steps.
+        optimizer: The stepping optimizer.
 
     Raises:
         ConfigError: If a loss needs the tokens of other ranks.

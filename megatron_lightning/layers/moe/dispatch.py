@@ -1,27 +1,27 @@
-"""Bring tokens to the ranks that hold their experts, and the outputs back.
+"""Bring tokens to the ranks of their experts, and the outputs back.
 
 Shapes: ``t`` tokens of this rank, ``h`` hidden, ``E`` experts, ``L`` = E / ep experts of a rank,
-``n`` rows (a token that one expert computes), ``G`` ranks of the group: ep x etp of them, of which
-each ``etp`` neighbors hold parts of the same experts.
+``n`` rows (a token for one expert), ``G`` = ep x etp ranks of the group. Each ``etp`` neighbors
+hold shards of the same experts.
 
-An exchange has three steps, so that a layer can do other work while the numbers of rows travel:
+An exchange has three steps, so that a layer can do other work while the row counts travel:
 
     exchange = dispatcher.begin(order)        numbers of rows are on their way
     x, counts = exchange.dispatch(tokens)     [n, h] rows of this rank's experts, sorted; [L]
     y = exchange.combine(experts(x, counts))  [t, h] sums over a token's experts
 
-Each dispatcher gives the same result; they differ in what they send:
+All dispatchers give the same result. They differ in communication:
 
     LocalDispatch      nothing: all experts are here
     AllToAllDispatch   rows to the ranks of their experts and back: twice n h in forward
     AllGatherDispatch  all tokens to all ranks, and sums back: t h (G - 1) each way
 
-With etp above 1 a row goes to all ranks that hold a part of its expert, and the partial outputs are
-added up where they return: as many bytes as an all-to-all over ep and a gather over etp.
+With etp above 1 a row goes to all ranks with a shard of the row's expert, and the partial outputs
+are summed at the source rank: as many bytes as an all-to-all over ep and a gather over etp.
 
-Rows are sorted by expert, and within one by token. The rows of a token are summed where they lie,
-always in the order of its experts, so that results are bit-equal from run to run. Adding rows into
-tokens would be atomic on GPUs, in any order.
+Rows are sorted by expert, then by token. The rows of a token are summed in place, always in the
+order of the token's experts, so that results are bit-equal between runs. Adding rows into tokens
+would be atomic on GPUs, in any order.
 """
 
 from __future__ import annotations
@@ -42,26 +42,26 @@ from megatron_lightning.parallel.context import AxisGroup
 
 @dataclass(frozen=True)
 class TokenOrder:
-    """The rows that experts compute."""
+    """The rows to compute by experts."""
 
     tokens: Tensor
     """[n] token of every row."""
     experts: Tensor
-    """[n] its expert."""
+    """[n] expert of every row."""
     counts: Tensor
     """[E] rows of every expert."""
     by_token: Tensor
     """[n] the rows in the order of their tokens."""
     first: Tensor
-    """[t] where a token's rows begin in ``by_token``."""
+    """[t] first row of each token in ``by_token``."""
 
     @classmethod
     def of(cls, chosen: Tensor, num_choices: int | None) -> TokenOrder:
         """Return the rows of ``chosen`` [t, E].
 
         Args:
-            chosen: Which experts compute a token.
-            num_choices: How many these are for every token; None: it differs.
+            chosen: Whether an expert computes a token.
+            num_choices: Number of experts of every token. None: the number varies.
         """
         if num_choices is None:
             experts, tokens = chosen.t().nonzero(as_tuple=True)
@@ -91,7 +91,7 @@ class TokenOrder:
         return sums
 
     def weights(self, probs: Tensor) -> Tensor:
-        """Map weights [t, E] to those of the rows [n, 1]."""
+        """Map weights [t, E] to the weights of the rows [n, 1]."""
         return probs[self.tokens, self.experts][:, None]
 
 
@@ -136,10 +136,10 @@ class Exchange(Protocol):
 
 
 class Dispatcher(Protocol):
-    """Exchanges tokens among the ranks that hold experts."""
+    """Exchanges tokens among the ranks of the experts."""
 
     def begin(self, routing: Routing, num_choices: int | None) -> Exchange:
-        """Begin an exchange; ``num_choices``: experts of every token, None if they differ."""
+        """Begin an exchange. ``num_choices``: experts of every token, None if the number varies."""
         ...
 
 
@@ -150,7 +150,7 @@ def _weighted(outputs: Tensor, weights: Tensor) -> Tensor:
 
 
 class LocalDispatch:
-    """Dispatch where all experts are on this rank."""
+    """Dispatch with all experts on this rank."""
 
     def begin(self, routing: Routing, num_choices: int | None) -> Exchange:
         """See :class:`Dispatcher`."""
@@ -188,10 +188,10 @@ class _RankDispatch:
 
 
 class AllToAllDispatch(_RankDispatch):
-    """Dispatch that sends every row to the ranks of its expert."""
+    """Dispatch that sends every row to the ranks of the row's expert."""
 
     def begin(self, routing: Routing, num_choices: int | None) -> Exchange:
-        """See :class:`Dispatcher`; a collective."""
+        """See :class:`Dispatcher`. A collective."""
         order = TokenOrder.of(routing.chosen, num_choices)
         return _AllToAllExchange(order, routing.probs, self.group, self.num_parts)
 
@@ -202,7 +202,8 @@ class _AllToAllExchange:
         self._probs = probs
         self._group = group
         self._parts = num_parts
-        # [G, L]: how many rows this rank sends to every other, and gets from it, for each expert.
+        # [G, L]: number of rows that this rank sends to, and gets from, every other rank, for each
+        # expert.
         owners = order.counts.view(group.size // num_parts, 1, -1)
         self._sent = owners.expand(-1, num_parts, -1).reshape(group.size, -1).contiguous()
         self._received = torch.empty_like(self._sent)
@@ -273,7 +274,7 @@ class _AllToAll(torch.autograd.Function):
 
 
 class _Permute(torch.autograd.Function):
-    """``rows[order]`` of a permutation; its backward writes every row once."""
+    """``rows[order]`` of a permutation. Backward writes every row once."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, order: Tensor) -> Tensor:
@@ -290,13 +291,13 @@ class _Permute(torch.autograd.Function):
 
 
 class AllGatherDispatch(_RankDispatch):
-    """Dispatch that gives all tokens to all ranks; each computes those of its experts."""
+    """Dispatch that gives all tokens to all ranks. Each rank computes the tokens of its experts."""
 
     def begin(self, routing: Routing, num_choices: int | None) -> Exchange:
-        """See :class:`Dispatcher`; a collective."""
+        """See :class:`Dispatcher`. A collective."""
         places = self.group.size // self.num_parts
         experts = slice(*_range(routing.chosen.shape[1], places, self.group.rank // self.num_parts))
-        # Ranks with fewer tokens send further ones, which choose no expert.
+        # Ranks with fewer tokens send padding tokens without an expert.
         num_tokens = torch.tensor(len(routing.chosen), device=routing.chosen.device)
         padded = int(all_reduce(num_tokens, self.group, "max"))
         chosen = _padded(routing.chosen.to(torch.uint8), padded)

@@ -1,8 +1,8 @@
-"""The experts of a layer: feed-forward networks whose weights are stacked, [E, out, in].
+"""The experts of a layer: feed-forward networks with stacked weights [E, out, in].
 
-Shapes: ``n`` rows (a token that one expert computes), sorted by expert; ``E`` experts, ``h``
-hidden, ``f`` width of an expert. Products of all experts are one grouped product (MegaBlocks,
-https://arxiv.org/abs/2211.15841, without its padding).
+Shapes: ``n`` rows (a token for one expert), sorted by expert, ``E`` experts, ``h`` hidden, ``f``
+width of an expert. A grouped GEMM computes all experts (MegaBlocks,
+https://arxiv.org/abs/2211.15841, without MegaBlocks' padding).
 """
 
 from __future__ import annotations
@@ -24,8 +24,7 @@ class GroupedLinear(Splittable, nn.Module):
         in_features: Width of the input.
         out_features: Width of the output.
         bias: Whether each has a bias.
-        one_by_one: Whether they are multiplied one by one, instead of by one kernel where there is
-            one.
+        one_by_one: Loop over experts instead of calling a grouped GEMM.
     """
 
     def __init__(
@@ -45,7 +44,7 @@ class GroupedLinear(Splittable, nn.Module):
         nn.init.normal_(self.weight, std=0.02)
 
     def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
-        """Map rows [n, in] to [n, out]; ``counts`` [E]: how many each expert has."""
+        """Map rows [n, in] to [n, out]. ``counts`` [E]: rows of each expert."""
         if self.engine is not None and self.engine.takes(rows, counts):
             return self.engine(rows, counts)
         out = linear(rows, self, None, counts=counts)
@@ -63,8 +62,9 @@ class GroupedLinear(Splittable, nn.Module):
 
 
 class Experts(nn.Module):
-    """Two grouped layers around an activation; with a gate, ``linear_fc1`` is [E, 2f, h], the
-    gate's rows first.
+    """Two grouped layers around an activation.
+
+    With a gate, ``linear_fc1`` is [E, 2f, h], with the gate's rows first.
 
     Args:
         config: Sizes.
@@ -85,7 +85,7 @@ class Experts(nn.Module):
         self.linear_fc2 = GroupedLinear(num_experts, f, h, **options)
 
     def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
-        """Map rows [n, h] to [n, h]; ``counts`` [E]: how many each expert has."""
+        """Map rows [n, h] to [n, h]. ``counts`` [E]: rows of each expert."""
         inner = self.activation(self.linear_fc1(rows, counts))
         out: Tensor = self.linear_fc2(inner, counts)
         return out

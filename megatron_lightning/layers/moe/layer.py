@@ -1,20 +1,20 @@
-"""A feed-forward layer of experts: each token is computed by a few of them.
+"""A feed-forward layer of experts. A few experts compute each token.
 
-Shapes: ``s`` sequence, ``b`` batch, ``h`` hidden, ``t`` = s b tokens, ``n`` rows (a token that one
-expert computes).
+Shapes: ``s`` sequence, ``b`` batch, ``h`` hidden, ``t`` = s b tokens, ``n`` rows (a token for one
+expert).
 
 Logged, for each layer (``name/path of the layer``) and under the name alone:
 
-    aux_loss, seq_aux_loss, global_aux_loss, z_loss   times their coefficients; alone: summed
-    expert_load   tokens of the busiest expert over the mean of all, 1 if balanced, with those that
-                  are dropped, over a batch and all ranks; alone: the largest of the layers
-    drop_rate     share of the choices that were dropped, where experts have a capacity; alone: mean
+    aux_loss, seq_aux_loss, global_aux_loss, z_loss   times their coefficients. Alone: summed
+    expert_load   tokens of the busiest expert over the mean of all, 1 if balanced, with dropped
+                  tokens, over a batch and all ranks. Alone: the largest of the layers
+    drop_rate     share of dropped choices, if experts have a capacity. Alone: mean
 
 and with ``logs_tokens``, for each expert of each layer (``tokens_per_expert/path/number``), the
-tokens that chose it, over a batch and all ranks.
+number of tokens routed to the expert, over a batch and all ranks.
 
-Compiled, a layer is several graphs: router, experts and shared experts. What stands between them
-runs uncompiled, since it depends on the data, waits for other ranks, or reports to the step.
+A compiled layer is several graphs: router, experts and shared experts. The code in between runs
+uncompiled, since it depends on the data, waits for other ranks, or reports to the step.
 """
 
 from __future__ import annotations
@@ -41,15 +41,14 @@ from megatron_lightning.parallel.context import ALONE, AxisGroup
 
 
 class GlobalCounts:
-    """Tokens per expert of the optimizer step so far, for one layer, as ``global_aux_loss`` needs
-    them in the forward.
+    """Tokens per expert in the optimizer step so far, for one layer and ``global_aux_loss``.
 
-    They are summed over the data-parallel ranks and over the micro-batches so far, as in
-    Megatron-Core. A layer counts when its forward runs first. A recomputation gets what the first
-    forward of its micro-batch got.
+    The counts are summed over the data-parallel ranks and over the micro-batches so far, as in
+    Megatron-Core. A layer counts only in the first forward. A recomputation gets the counts of the
+    first forward of the micro-batch.
 
     Args:
-        report: The layer's, which knows the micro-batch.
+        report: The layer's report. The report knows the micro-batch.
     """
 
     def __init__(self, report: StepReport) -> None:
@@ -61,15 +60,15 @@ class GlobalCounts:
     def reset(self) -> None:
         """Begin an optimizer step."""
         self._sum: Tensor | None = None
-        # By micro-batch: its mark, how often the layer has run, and what it got.
+        # By micro-batch: its mark, the number of runs of the layer, and the returned sum.
         self._given: dict[int, tuple[LossScale, int, Tensor]] = {}
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, counts: Tensor) -> Tensor:
-        """Add ``counts`` [E] of one micro-batch, and of all data-parallel ranks; return the sum.
+        """Add ``counts`` [E] of a micro-batch and of all data-parallel ranks. Return the sum.
 
         Raises:
-            ConfigError: In the recomputation of a layer that runs several times in a micro-batch.
+            ConfigError: In the recomputation of a layer with several runs in a micro-batch.
         """
         microbatch = self._report.microbatch
         if not self._report.is_recorded:
@@ -90,7 +89,7 @@ class GlobalCounts:
 
 
 TOKENS_PER_EXPERT = "tokens_per_expert"
-"""Count of a layer's report: [E] tokens of this rank that chose an expert."""
+"""Count in a layer's report: [E] tokens of this rank routed to each expert."""
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -104,12 +103,12 @@ def _dispatch(exchange: Exchange, own: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class SharedExperts(MLP):
-    """Experts that see every token, as one feed-forward layer.
+    """Shared experts for every token, as one feed-forward layer.
 
     Args:
         config: Sizes.
-        ffn_size: Their width together.
-        gated_output: Whether their output is multiplied by a learned gate.
+        ffn_size: Total width of the shared experts.
+        gated_output: Whether a learned gate multiplies the output.
     """
 
     def __init__(self, config: TransformerConfig, ffn_size: int, *, gated_output: bool) -> None:
@@ -125,7 +124,7 @@ class SharedExperts(MLP):
 class MoELayer(nn.Module):
     """Router, experts and shared experts.
 
-    It is plain: all experts are on this rank until the style ``ExpertParallel`` gives it another
+    The layer is plain: all experts are on this rank until the style ``ExpertParallel`` sets another
     dispatcher.
 
     Args:
@@ -145,11 +144,14 @@ class MoELayer(nn.Module):
         self.global_counts = self.router.global_counts = GlobalCounts(self.report)
         self.dispatcher: Dispatcher = LocalDispatch()
         self.replicas: AxisGroup = ALONE
-        """Ranks with the same tokens, of which each dispatches a part."""
+        """Ranks with the same tokens. Each rank dispatches a part."""
         self.sharing: tuple[AxisGroup, AxisGroup] = (ALONE, ALONE)
-        """Tensor- and context-parallel ranks that hold other tokens of the same sequences."""
+        """Tensor- and context-parallel ranks with other tokens of the same sequences."""
         self.logs_tokens = False
-        """Whether the tokens of every expert are logged; the callback ExpertLoadMonitor sets it."""
+        """Whether the layer logs the tokens of every expert.
+
+        The callback ExpertLoadMonitor sets the flag.
+        """
         self._num_choices = moe.router_topk if moe.expert_capacity_factor is None else None
 
     @torch.compiler.disable(recursive=False)  # type: ignore[no-untyped-call, untyped-decorator]
@@ -168,18 +170,18 @@ class MoELayer(nn.Module):
     def _combine(
         self, exchange: Exchange, outputs: Tensor, routing: Routing, hidden: Tensor
     ) -> Tensor:
-        """Return the sums [s, b, h] over the tokens' experts, which carry the losses."""
+        """Return the sums [s, b, h] over the tokens' experts. The result carries the losses."""
         return self._full(self._report(routing, exchange.combine(outputs)), hidden)
 
     def _report(self, routing: Routing, out: Tensor) -> Tensor:
-        """Report a routing; return the activation, which carries its losses."""
+        """Report a routing. Return the activation with the losses attached."""
         report, counts = self.report, routing.tokens_per_expert
         for loss in routing.losses:
             out = report.loss(loss.name, self._total(loss), out)
         report.count(TOKENS_PER_EXPERT, counts)
         report.value("expert_load", counts, "peak")
         if self.logs_tokens:
-            # The mean over tensor-parallel ranks is logged, and each has tokens of its own.
+            # The log averages over tensor-parallel ranks, and each rank has different tokens.
             tensor_size = self.sharing[0].size * self.replicas.size
             report.value(TOKENS_PER_EXPERT, counts * tensor_size, "each")
         if self.router.moe.expert_capacity_factor is not None:
@@ -188,8 +190,8 @@ class MoELayer(nn.Module):
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _own(self, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return this rank's tokens [s, b, h], or of replicated ones its part [t, 1, h]; and which
-        of them are padding, if any.
+        """Return this rank's tokens [s, b, h], or the rank's part [t, 1, h] of replicated tokens,
+        and an optional mask of padding tokens.
 
         Raises:
             ConfigError: For gradients of replicated tokens.
@@ -217,10 +219,10 @@ class MoELayer(nn.Module):
         return out.view(hidden.shape)
 
     def _total(self, loss: RouterLoss) -> Tensor:
-        """Return a loss over all tokens of the sequences, of which each rank has a part.
+        """Return a loss over all tokens of the sequences, summed over ranks with parts.
 
-        Over tensor-parallel ranks, whose gradients of the router are added up, and over
-        context-parallel ones, which weigh their losses each by itself.
+        Tensor-parallel ranks add up the gradients of the router, and context-parallel ranks each
+        weigh their loss separately.
         """
         tensor, context = self.sharing
         total = reduce_from_axis(loss.weighted, tensor)

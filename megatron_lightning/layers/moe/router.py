@@ -1,23 +1,24 @@
-"""The router of a mixture of experts: which experts a token is sent to, with which weights, and the
-losses that balance the experts.
+"""The router of a mixture of experts: the experts of each token, the weights of the experts, and
+the balancing losses.
 
 Shapes: ``s`` sequence, ``b`` batch, ``h`` hidden, ``t`` tokens (s b), ``E`` experts, ``k`` experts
 of a token. Three sets of numbers per token and expert are kept apart:
 
-    logits   the router's product
-    scores   softmax, sigmoid or sqrt(softplus) of the logits; experts are chosen by them (plus a
-             bias), and losses use all of them, divided by their sum
+    logits   the router's GEMM
+    scores   softmax, sigmoid or sqrt(softplus) of the logits. Scores plus a bias choose
+             the experts. Losses use all scores, divided by their sum
     probs    weights of the chosen experts' outputs, 0 for all others
 
-The balancing loss is E sum_e f_e P_e with f_e the fraction of choices that fall on expert e and P_e
-the mean score of e (Switch Transformer, https://arxiv.org/abs/2101.03961, section 2.2; per sequence
-in DeepSeek-V2, https://arxiv.org/abs/2405.04434, section 2.2.3; over the global batch in
+The balancing loss is E sum_e f_e P_e with f_e the fraction of choices for expert e and P_e the mean
+score of e (Switch Transformer, https://arxiv.org/abs/2101.03961, section 2.2. Per sequence:
+DeepSeek-V2, https://arxiv.org/abs/2405.04434, section 2.2.3. Over the global batch:
 https://arxiv.org/abs/2501.11873). f counts the best k scores, without bias, groups and capacity. A
-rank that holds some of the tokens computes its part: mean scores of its own tokens over the number
-of all tokens, with counts of all; parts add up to the loss. With ``global_aux_loss``, f is of the
-data-parallel ranks and micro-batches of the optimizer step so far, and P of one micro-batch: like
-the main loss, this one is averaged over them. (Megatron-Core divides P by the tokens of all
-data-parallel ranks and averages as well, so that its coefficient shrinks with their number.)
+rank with part of the tokens computes a partial loss: the summed scores of local tokens over the
+number of all tokens, with counts of all tokens. Partial losses add up to the loss. With
+``global_aux_loss``, f covers the data-parallel ranks and micro-batches of the optimizer step so
+far, and P covers one micro-batch. Like the main loss, ``global_aux_loss`` is averaged over
+data-parallel ranks and micro-batches. (Megatron-Core divides P by the tokens of all data-parallel
+ranks and also averages, so the coefficient shrinks with the number of ranks.)
 """
 
 from __future__ import annotations
@@ -40,8 +41,9 @@ ChooseExperts = Callable[[Tensor, MoEConfig], Tensor]
 
 
 def choose_experts(scores: Tensor, moe: MoEConfig) -> Tensor:
-    """Return the indices [t, k] of the best experts by ``scores`` [t, E]; with groups, of the best
-    ones in the best groups.
+    """Return the indices [t, k] of the best experts by ``scores`` [t, E].
+
+    With groups, choose only from the best groups.
     """
     k, groups, group_topk = moe.router_topk, moe.router_num_groups, moe.router_group_topk
     if groups is not None and group_topk is not None:
@@ -59,21 +61,21 @@ def route(
     *,
     choose: ChooseExperts = choose_experts,
 ) -> tuple[Tensor, Tensor]:
-    """Send every token to its experts, up to their capacity.
+    """Route every token to experts, up to the experts' capacity.
 
     Scores are computed in fp32, or in fp64 for fp64 logits.
 
     Args:
         logits: [t, E] outputs of the router's product.
         moe: The layer's configuration.
-        expert_bias: [E] numbers that are added to the scores when experts are chosen.
-        choose: Function of the scores [t, E], with bias, and ``moe``; returns the indices of the
+        expert_bias: [E] numbers added to the scores for the choice of experts.
+        choose: Function of the scores [t, E], with bias, and ``moe``. Returns the indices of the
             chosen experts [t, k].
 
     Returns:
-        Probabilities [t, E] in the dtype of ``logits``, 0 except for chosen experts; and whether an
-        expert is chosen, [t, E]. With ``pad_expert_input_to_capacity`` further tokens of
-        probability 0 are marked as chosen, so that every expert has min(capacity, t) of them.
+        Probabilities [t, E] in the dtype of ``logits``, 0 except for chosen experts, and whether an
+        expert is chosen, [t, E]. With ``pad_expert_input_to_capacity`` additional tokens of
+        probability 0 are marked as chosen, so that every expert has min(capacity, t) tokens.
     """
     return _limit(*_assign(logits, moe, expert_bias, choose), moe)
 
@@ -114,10 +116,10 @@ def _assign(
 
 
 def _limit(probs: Tensor, chosen: Tensor, moe: MoEConfig) -> tuple[Tensor, Tensor]:
-    """Drop tokens above the experts' capacity, and fill experts up to it if configured.
+    """Drop tokens above the experts' capacity, and fill experts up to the capacity if configured.
 
-    The queue of an expert has its chosen tokens first, by probability or position, then all others;
-    of equal ones, earlier tokens come first. topk does not keep the order of equal values.
+    The queue of an expert holds chosen tokens first, by probability or position, then all other
+    tokens. Equal tokens keep their order. topk does not keep the order of equal values.
     """
     capacity = expert_capacity(len(probs), moe)
     if capacity is None:
@@ -131,7 +133,7 @@ def _limit(probs: Tensor, chosen: Tensor, moe: MoEConfig) -> tuple[Tensor, Tenso
 
 
 def expert_capacity(num_tokens: int, moe: MoEConfig) -> int | None:
-    """Return how many of ``num_tokens`` tokens one expert takes at most; None: all that it gets."""
+    """Return the capacity of one expert for ``num_tokens`` tokens. None: unlimited."""
     if moe.expert_capacity_factor is None:
         return None
     # In Megatron-Core's order of operations, as a product may lie just above an integer.
@@ -146,14 +148,15 @@ def auxiliary_loss(
     *,
     kind: LoadBalancing | None = None,
 ) -> Tensor:
-    """Return a balancing loss times its coefficient, averaged over the sequences if there are more.
+    """Return a balancing loss times the coefficient, averaged over the sequences if there are
+    several.
 
     Args:
-        scores: [t, E] or [s, b, E] scores of this rank's tokens, whose sum over the experts is 1.
-        tokens_per_expert: [E] or [b, E] how many tokens have an expert among their best k, over all
-            ranks whose parts of the loss are added up.
+        scores: [t, E] or [s, b, E] scores of this rank's tokens. The scores of a token sum to 1.
+        tokens_per_expert: [E] or [b, E] number of tokens with an expert among their best k, over
+            all ranks with partial losses.
         moe: The layer's configuration.
-        kind: Type whose coefficient is used; needed where several are configured.
+        kind: Type that names the coefficient. Required if several types are configured.
     """
     coefficients = moe.auxiliary_losses
     if kind is None and len(coefficients) > 1:
@@ -168,9 +171,9 @@ def auxiliary_loss(
 def _imbalance(
     scores: Tensor, tokens_per_expert: Tensor, moe: MoEConfig, over: Tensor | None = None
 ) -> Tensor:
-    """Return the balancing loss without coefficient; 1 if all experts are used equally.
+    """Return the balancing loss without coefficient. The loss is 1 if all experts are used equally.
 
-    ``over``: counts of more tokens than those of ``scores``, for the fractions.
+    ``over``: counts for the fractions, over more tokens than ``scores``.
     """
 
     def num_choices(counts: Tensor) -> Tensor:
@@ -182,7 +185,7 @@ def _imbalance(
 
 
 def z_loss(logits: Tensor, moe: MoEConfig) -> Tensor:
-    """Return the mean of logsumexp^2 over ``logits`` [t, E] times its coefficient (ST-MoE,
+    """Return the mean of logsumexp^2 over ``logits`` [t, E] times the coefficient (ST-MoE,
     https://arxiv.org/abs/2202.08906, section 3).
     """
     squares = _wide(logits).logsumexp(dim=-1).square()
@@ -192,10 +195,10 @@ def z_loss(logits: Tensor, moe: MoEConfig) -> Tensor:
 @torch.no_grad()
 def updated_expert_bias(expert_bias: Tensor, tokens_per_expert: Tensor, moe: MoEConfig) -> Tensor:
     """Return ``expert_bias`` [..., E] raised for experts with less than the mean number of tokens
-    and lowered for those with more (https://arxiv.org/abs/2408.15664).
+    and lowered for experts with more (https://arxiv.org/abs/2408.15664).
 
     Args:
-        expert_bias: Biases of the last step; not changed.
+        expert_bias: Biases of the last step. Not changed.
         tokens_per_expert: [..., E] tokens of the whole optimizer step, over all ranks.
         moe: The layer's configuration.
     """
@@ -214,7 +217,7 @@ def _scores(logits: Tensor, moe: MoEConfig) -> Tensor:
         return logits.softmax(dim=-1)
     if moe.router_score_function == "sigmoid":
         return logits.sigmoid()
-    # The slope of the root is infinite at 0, to which softplus underflows.
+    # The slope of the root is infinite at 0, and softplus underflows to 0.
     return F.softplus(logits).clamp(min=torch.finfo(logits.dtype).tiny).sqrt()
 
 
@@ -234,7 +237,7 @@ class RouterLoss:
     name: str
     """aux_loss, seq_aux_loss, global_aux_loss or z_loss."""
     value: Tensor
-    """[] this rank's part of the loss, without coefficient; differentiable."""
+    """[] this rank's part of the loss, without coefficient. Differentiable."""
     coefficient: float
     """Factor of the value in the total loss."""
 
@@ -246,25 +249,25 @@ class RouterLoss:
 
 @dataclass(frozen=True)
 class Routing:
-    """Result of a router; tokens in the order of ``hidden.flatten(0, 1)``."""
+    """Result of a router. Tokens are in the order of ``hidden.flatten(0, 1)``."""
 
     probs: Tensor
-    """[t, E] weights of the experts' outputs; differentiable."""
+    """[t, E] weights of the experts' outputs. Differentiable."""
     chosen: Tensor
-    """[t, E] tokens that an expert computes, padding to its capacity included."""
+    """[t, E] tokens computed by each expert, including padding to the capacity."""
     tokens_per_expert: Tensor
-    """[E] this rank's tokens that chose an expert, dropped ones included."""
+    """[E] this rank's tokens routed to each expert, including dropped tokens."""
     num_dropped: Tensor
-    """[] choices of this rank's tokens that were dropped."""
+    """[] dropped choices of this rank's tokens."""
     losses: tuple[RouterLoss, ...]
-    """The losses; none in evaluation."""
+    """The losses. Empty in evaluation."""
 
 
 class Router(nn.Module):
-    """A product with ``weight`` [E, h], and the routing by its outputs.
+    """A GEMM with ``weight`` [E, h], and routing by the logits.
 
     The module is plain. For ranks that share tokens, a plan sets ``streams``, ``sum_counts`` and
-    ``global_counts``. Each call returns what it counted, and stores nothing.
+    ``global_counts``. Each call returns its counts, and stores nothing.
 
     Args:
         hidden_size: Width of the tokens (h).
@@ -275,7 +278,7 @@ class Router(nn.Module):
 
     expert_bias: Tensor | None
     gemm: Gemm = Gemm()
-    """Product of the router, in its own dtype."""
+    """GEMM of the router, in the router's dtype."""
 
     def __init__(
         self,
@@ -294,19 +297,25 @@ class Router(nn.Module):
         self.register_buffer("expert_bias", bias if moe.router_enable_expert_bias else None)
         self.equal_buffers = ("expert_bias",)  # over ranks: it follows the counts of all
         self.is_exact = False
-        """Whether each token gets the experts that it chooses, as in generated text: neither
-        capacity nor forced balancing, which make a token depend on its neighbors."""
+        """Whether each token gets its chosen experts, as in generated text, without capacity and
+        forced balancing. Both would make a token depend on other tokens.
+        """
         self.streams: RngStreams | None = None
         self.stream_name = "model-parallel-rng"
         self.sum_counts: Callable[[Tensor], Tensor] = _same
-        """Sum of counts [b, E] over the ranks that hold other tokens of the same sequences; returns
-        a new tensor."""
+        """Sum of counts [b, E] over the ranks with other tokens of the same sequences.
+
+        Returns a new tensor.
+        """
         self.global_counts: Callable[[Tensor], Tensor] = _same
-        """Counts [E] of the optimizer step so far, over all ranks, from those of a micro-batch."""
+        """Map counts [E] of a micro-batch to counts of the optimizer step so far, over all
+        ranks.
+        """
 
     def forward(self, hidden: Tensor, is_padding: Tensor | None = None) -> Routing:
-        """Route the tokens of ``hidden`` [s, b, h]; those with ``is_padding`` [s, b] count neither
-        in the losses nor in the numbers of tokens.
+        """Route the tokens of ``hidden`` [s, b, h].
+
+        Tokens with ``is_padding`` [s, b] count neither in the losses nor in the numbers of tokens.
         """
         moe = self.moe
         logits_sbE = self._logits(hidden)
@@ -314,7 +323,8 @@ class Router(nn.Module):
         bias = None if self.expert_bias is None else self.expert_bias.detach()
         probs, wanted = _assign(logits, moe, bias, self.choose)
         counted = wanted if is_padding is None else wanted & ~is_padding.reshape(-1, 1)
-        # Padding takes no capacity; without one it has as many experts as other tokens.
+        # Padding takes no capacity. Without a capacity, padding has as many experts as other
+        # tokens.
         has_capacity = moe.expert_capacity_factor is not None and not self.is_exact
         if has_capacity:
             probs, chosen = _limit(probs, counted, moe)
@@ -329,7 +339,7 @@ class Router(nn.Module):
         )
 
     def _stream(self) -> AbstractContextManager[None]:
-        """Return a context in which draws come from the right stream."""
+        """Return a context that draws from the right stream."""
         return nullcontext() if self.streams is None else self.streams.fork(self.stream_name)
 
     def _logits(self, hidden: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Styles of a :class:`ShardingPlan`: rules that replace or mark one module of a plain model for
+"""Styles of a :class:`ShardingPlan`: rules that replace or mark a module of a plain model for
 tensor parallelism.
 """
 

@@ -1,4 +1,4 @@
-"""How styles divide the adapters of a layer, ours and those of ``peft``.
+"""Division of a layer's adapters by styles, for our adapters and ``peft``'s.
 
 With h = A x [..., r]:
 
@@ -8,8 +8,8 @@ With h = A x [..., r]:
     row-parallel     A takes the style of W, so that h is reduced, or reduce-scattered; B is full.
                      The gradient of B is a partial sum under sequence parallelism.
 
-A fused layer has an adapter for all rows, divided as W is, or one for each matrix in W, divided as
-the matrix alone would be.
+A fused layer has an adapter for all rows, divided like W, or an adapter for each matrix in W,
+divided like the separate matrix.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ class Factors(NamedTuple):
     """One adapter of a layer."""
 
     part: str
-    """Name of the matrix in the layer's weight; "all": all rows."""
+    """Name of the matrix in the layer's weight. "all": all rows."""
     lora_A: nn.Module
     lora_B: nn.Module
     dropout: Dropout
 
 
 def factors_of(module: nn.Module) -> list[Factors]:
-    """Return the adapters of a layer, or of the layer that a wrapper of ``peft`` wraps.
+    """Return the adapters of a layer, or of the layer inside a ``peft`` wrapper.
 
     Raises:
         ShardingError: If the wrapper holds something else than the two factors of LoRA.
@@ -72,7 +72,7 @@ def _peft_factors(module: nn.Module) -> Iterator[Factors]:
     for name, lora_A in module.lora_A.named_children():  # type: ignore[union-attr]
         before = dropouts._modules.get(name)
         if not isinstance(before, Dropout):
-            # In place of torch's, which draws equal numbers for all shards.
+            # Replaces torch's dropout, because torch's draws equal numbers for all shards.
             dropouts[name] = Dropout(getattr(before, "p", 0.0))
         yield Factors(ALL_ROWS, lora_A, module.lora_B[name], dropouts[name])  # type: ignore[index,arg-type]
 
@@ -88,12 +88,12 @@ def divide_column(
     """Divide the adapters of a column-parallel layer.
 
     Args:
-        module: The layer, or a wrapper of it.
-        style_of: Name of a part -> style of its B.
+        module: The layer, or a wrapper around the layer.
+        style_of: Name of a part -> style of the part's B.
         context: Groups of this rank.
         plan: The plan.
-        copies_input: Whether the layer sums its input's gradient; False inside a
-            ``ParallelInput`` region.
+        copies_input: Whether the layer sums its input's gradient. False inside a ``ParallelInput``
+            region.
     """
     shards_tokens = plan.is_sequence_parallel(context) and copies_input
     for part in factors_of(module):
@@ -111,7 +111,7 @@ def divide_row(
     *,
     splits_input: bool = False,
 ) -> None:
-    """Divide the adapters of a row-parallel layer; ``splits_input``: the input is full."""
+    """Divide the adapters of a row-parallel layer. ``splits_input``: the input is full."""
     for part in factors_of(module):
         style.apply(part.lora_A, context, plan)
         if plan.is_sequence_parallel(context):
@@ -127,8 +127,8 @@ def divide_experts(
     *,
     divides_output: bool,
 ) -> None:
-    """Divide the adapters of experts: both factors over ``ep``, and over ``etp`` the factor that
-    has the divided features. The gradient of the other is a partial sum over ``etp``.
+    """Divide the adapters of experts: both factors over ``ep``, and the factor with the divided
+    features over ``etp``. The gradient of the other factor is a partial sum over ``etp``.
     """
     for part in factors_of(module):
         divided, whole = part.lora_A, part.lora_B
@@ -141,8 +141,9 @@ def divide_experts(
 
 
 def divide_tokens(module: nn.Module, context: ParallelContext, plan: ShardingPlan) -> None:
-    """Divide the adapters of a full layer, which sees sequence shards under sequence
-    parallelism.
+    """Divide the adapters of a full layer.
+
+    Under sequence parallelism the layer sees sequence shards.
     """
     shards_tokens = plan.is_sequence_parallel(context)
     for part in factors_of(module):
@@ -153,7 +154,7 @@ def divide_tokens(module: nn.Module, context: ParallelContext, plan: ShardingPla
 
 
 def partial_over(module: nn.Module, group: AxisGroup) -> nn.Module:
-    """Declare the gradients of a full layer partial sums over the ranks of ``group``; return it."""
+    """Declare the gradients of a full layer partial sums over ``group``. Return the layer."""
     own = module.named_parameters(recurse=False)
     module.shard_specs = {  # type: ignore[assignment]
         n: ShardSpec.replicated(p.shape, partial_over=(group.name,)) for n, p in own
@@ -162,8 +163,8 @@ def partial_over(module: nn.Module, group: AxisGroup) -> nn.Module:
 
 
 def draw_from_stream(dropout: Dropout, context: ParallelContext, *, sharded: bool) -> None:
-    """Let a dropout draw from a stream of the rank, where its input differs between the ranks of a
-    replica; ``sharded``: between tensor-parallel ranks.
+    """Let a dropout draw from a stream of the rank, if the input differs between the ranks of a
+    replica. ``sharded``: the input differs between tensor-parallel ranks.
     """
     if sharded or context.cp.size > 1:
         dropout.streams = context.rng

@@ -16,7 +16,7 @@ ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
 
 def keep(module: nn.Module, group: AxisGroup, *split: str) -> nn.Module:
-    """Return ``module`` for a group of one rank; its parameters ``split`` are recorded as
+    """Return ``module`` for a group of one rank, with the parameters ``split`` recorded as
     sharded.
     """
     own = module.named_parameters(recurse=False)
@@ -36,7 +36,7 @@ def expect(module: nn.Module, kind: type[ModuleT], style: str) -> ModuleT:
     """Return ``module`` as a ``kind``.
 
     Raises:
-        ShardingError: If it is none.
+        ShardingError: If the module is another kind.
     """
     if not isinstance(module, kind):
         check_replaceable(module, (kind,), style)
@@ -46,8 +46,9 @@ def expect(module: nn.Module, kind: type[ModuleT], style: str) -> ModuleT:
 def layer_options(
     context: ParallelContext, plan: ShardingPlan, *, shards: bool = True
 ) -> dict[str, Any]:
-    """Return the constructor keywords of all parallel layers; ``shards``: they gather or return
-    sequence shards.
+    """Return the constructor keywords of all parallel layers.
+
+    ``shards``: the layers gather or return sequence shards.
     """
     return {
         "group": context.tp,

@@ -1,4 +1,4 @@
-"""Styles of modules that see a rank's part of the sequence (context parallelism)."""
+"""Styles of modules that see a sequence shard (context parallelism)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from megatron_lightning.parallel.sharding import ShardingPlan, Style
 
 @dataclass(frozen=True)
 class ContextGroup:
-    """A module with an attribute ``context_group``, the ranks that share its sequences."""
+    """A module with an attribute ``context_group``: the ranks with shards of the same sequences."""
 
     splits = False
 
@@ -25,7 +25,7 @@ class ContextGroup:
         """Set the attribute.
 
         Raises:
-            ShardingError: If the module has none.
+            ShardingError: If the module has no such attribute.
         """
         if not hasattr(module, "context_group"):
             raise ShardingError(
@@ -38,14 +38,14 @@ class ContextGroup:
 
 @dataclass(frozen=True)
 class ContextAttention:
-    """A :class:`CoreAttention`, or attention of ``transformers``, whose queries see the keys of all
+    """A :class:`CoreAttention`, or attention of ``transformers``, with keys from all
     context-parallel ranks.
     """
 
     cp_comm_type: ContextExchange | None = None
-    """How they meet these keys; None: as ``ContextOptions`` says for all."""
+    """Context-parallel communication. None: the default of ``ContextOptions``."""
     also: Style | None = None
-    """Another style of the same module, which is applied first."""
+    """Another style of the same module, applied first."""
 
     @property
     def splits(self) -> bool:

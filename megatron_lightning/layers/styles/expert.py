@@ -1,5 +1,5 @@
-"""Styles of layers of experts: experts are divided over the ranks of ``ep``, and the width of each
-over those of ``etp``.
+"""Styles of layers of experts: experts are divided over ``ep``, and the width of each expert over
+``etp``.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from megatron_lightning.parallel.spec import ShardSpec
 
 @dataclass(frozen=True)
 class ExpertParallel:
-    """A :class:`MoELayer` whose tokens are sent to the ranks of their experts.
+    """A :class:`MoELayer` that sends tokens to the ranks of their experts.
 
-    Weights: those of its children, by styles of their own. Input and output: sequence shards, or
-    without sequence parallelism replicated tokens, of which each rank dispatches a part.
+    Weights: weights of the children, by separate styles. Input and output: sequence shards. Without
+    sequence parallelism tokens are replicated, and each rank dispatches a part.
     """
 
     splits = False
@@ -37,7 +37,7 @@ class ExpertParallel:
     """See :class:`~megatron_lightning.parallel.sharding.ShardingPlan`."""
 
     def apply(self, module: nn.Module, context: ParallelContext, plan: ShardingPlan) -> nn.Module:
-        """Give the layer its ranks, in place."""
+        """Set the layer's ranks, in place."""
         layer = expect(module, MoELayer, "ExpertParallel")
         group, moe = context.axis("etp-ep"), layer.router.moe
         if group.size > 1:
@@ -51,9 +51,9 @@ class ExpertParallel:
 
 @dataclass(frozen=True)
 class ExpertRouter:
-    """A :class:`Router` of tokens that are divided over tensor-parallel ranks.
+    """A :class:`Router` of tokens divided over tensor-parallel ranks.
 
-    Weight: replicated; its gradient is a partial sum, of this rank's tokens.
+    Weight: replicated. The gradient is a partial sum over this rank's tokens.
     """
 
     splits = False
@@ -62,7 +62,7 @@ class ExpertRouter:
     """See :class:`~megatron_lightning.parallel.sharding.ShardingPlan`."""
 
     def apply(self, module: nn.Module, context: ParallelContext, plan: ShardingPlan) -> nn.Module:
-        """Give the router its ranks, in place."""
+        """Set the router's ranks, in place."""
         layer = expect(module, Router, "ExpertRouter")
         spec = ShardSpec.replicated(layer.weight.shape, partial_over=("tp",))
         layer.shard_specs = {"weight": spec}  # type: ignore[assignment]
@@ -75,15 +75,15 @@ class ExpertRouter:
 
 @dataclass(frozen=True)
 class ExpertLinear:
-    """A :class:`GroupedLinear` of some of the experts, of each of which it holds a part.
+    """Local experts of a :class:`GroupedLinear`.
 
-    Weight: [E, out, in], experts over ``ep``, and one dim over ``etp``.
+    Weight: [E, out, in], experts sharded over ``ep``, and one dim of each expert over ``etp``.
     """
 
     dim: int
-    """Dim that ``etp`` divides: 1, the output's features, or 2, the input's."""
+    """Dim divided by ``etp``: 1, the output's features, or 2, the input's features."""
     num_blocks: int = 1
-    """Equal blocks stacked in it that are each split (2 for gate and up)."""
+    """Equal stacked blocks in ``dim``, each split (2 for gate and up)."""
 
     def apply(self, module: nn.Module, context: ParallelContext, plan: ShardingPlan) -> nn.Module:
         """Take this rank's shards, in place."""

@@ -1,7 +1,7 @@
-"""Styles of modules that stay as they are and hold shards of their own parameters.
+"""Styles of unchanged modules with sharded parameters.
 
-The module's forward must take its sizes from its parameters and activations, not from attributes of
-the full model, unless the plan's ``attributes`` rewrite these.
+The module's forward must take sizes from parameters and activations, not from attributes of the
+full model, unless the plan's ``attributes`` rewrite the attributes.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from megatron_lightning.parallel.spec import Shape, ShardSpec
 
 @dataclass(frozen=True)
 class Split:
-    """How one parameter is split over the tensor-parallel ranks."""
+    """Split of a parameter over the tensor-parallel ranks."""
 
     dim: int = 0
-    """Dim that is split; negative ones count from the last."""
+    """Split dim. Negative dims count from the last."""
     blocks: int = 1
-    """Equal blocks stacked along it that are each split (2 for fused gates and up projections)."""
+    """Equal stacked blocks along the dim, each split (2 for fused gates and up projections)."""
     uneven: bool = False
     """The ranks may hold unequal shares of dim 0, as of a vocabulary."""
 
@@ -43,12 +43,12 @@ class Split:
 class ParameterShards:
     """A module that uses shards of its parameters (attention sinks, a bias of each head's scores).
 
-    Weights: split as said; the others stay full. Input and output are left alone, in backward too:
-    what the module makes of a shard belongs to this rank's heads or features.
+    Weights: split by ``splits``, all others full. Input and output are unchanged, in backward too:
+    the result of a shard belongs to this rank's heads or features.
     """
 
     splits: Mapping[str, Split]
-    """Name of a parameter of the module itself -> its split."""
+    """Name of a direct parameter of the module -> its split."""
 
     def apply(self, module: nn.Module, context: ParallelContext, plan: ShardingPlan) -> nn.Module:
         """Replace the parameters by shards, in place."""
@@ -58,16 +58,16 @@ class ParameterShards:
 
 @dataclass(frozen=True)
 class TensorParallelExperts:
-    """A module of experts, each of which is split over the ranks, as a feed-forward layer is.
+    """A module of experts, each expert split over the ranks like a feed-forward layer.
 
     Weights: split as said (fused gates and up projections by output, down projections by input).
-    Input: all floating-point arguments (hidden states, routing weights) are replicated; their
-    gradients are all-reduced. Output: partial sums, all-reduced; the gradient passes unchanged. A
-    bias that each rank would add to the sum is refused.
+    Input: all floating-point arguments (hidden states, routing weights) are replicated, and their
+    gradients all-reduced. Output: partial sums, all-reduced. The gradient passes unchanged. A bias
+    that each rank would add to the sum is refused.
     """
 
     splits: Mapping[str, Split]
-    """Name of a parameter of the module itself -> its split."""
+    """Name of a direct parameter of the module -> its split."""
 
     def apply(self, module: nn.Module, context: ParallelContext, plan: ShardingPlan) -> nn.Module:
         """Shard the parameters, and enter and leave the parallel region around the forward."""
@@ -99,7 +99,7 @@ class CopyArguments:
     def __call__(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the arguments, whose gradients will be all-reduced."""
+        """Return the arguments. Backward all-reduces their gradients."""
         return map_tensors(args, self._copy), map_tensors(kwargs, self._copy)
 
     def _copy(self, x: Tensor) -> Tensor:
@@ -107,8 +107,8 @@ class CopyArguments:
 
 
 def shard_parameters(module: nn.Module, splits: Mapping[str, Split], group: AxisGroup) -> None:
-    """Replace parameters of ``module`` by this rank's shards, and declare the specs of all of its
-    own.
+    """Replace parameters of ``module`` by this rank's shards, and declare the specs of all direct
+    parameters.
     """
     missing = [name for name in splits if module._parameters.get(name) is None]
     if missing:

@@ -1,5 +1,5 @@
-"""Styles that enter or leave the tensor-parallel region, or that of sequence shards, at a module,
-whose parameters stay full.
+"""Styles that enter or leave the tensor-parallel region, or the sequence-sharded region, at a
+module with full parameters.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class ParallelInput:
     splits = False
 
     argument: str = "hidden_states"
-    """Name of the input, where it is not the first positional argument."""
+    """Name of the input, if not the first positional argument."""
 
     def apply(self, module: nn.Module, context: ParallelContext, plan: ShardingPlan) -> nn.Module:
         """Copy (or gather) the input before the module's forward."""
@@ -50,8 +50,9 @@ class ParallelInput:
 
 @dataclass(frozen=True)
 class ShardSequence:
-    """The first module whose activations, under sequence parallelism, are sequence shards: its
-    input is scattered.
+    """The first module with sequence-sharded activations under sequence parallelism.
+
+    The input is scattered.
     """
 
     splits = False
@@ -59,7 +60,7 @@ class ShardSequence:
     shards_sequence = True
 
     argument: str = "hidden_states"
-    """Name of the input, where it is not the first positional argument."""
+    """Name of the input, if not the first positional argument."""
 
     def apply(self, module: nn.Module, context: ParallelContext, plan: ShardingPlan) -> nn.Module:
         """Scatter the input before the module's forward."""
@@ -74,8 +75,8 @@ class ShardSequence:
 class ReduceOutput:
     """A module whose output is a partial sum on each rank.
 
-    Weights: full, or split by styles of their own. Input: left alone. Output: all-reduced; the
-    gradient passes unchanged.
+    Weights: full, or split by other styles. Input: unchanged. Output: all-reduced. The gradient
+    passes unchanged.
     """
 
     splits = False
@@ -89,17 +90,17 @@ class ReduceOutput:
 
 @dataclass(frozen=True)
 class CopyOutput:
-    """A replicated module whose last output channels go into every rank's heads as they are.
+    """A replicated module whose last output channels enter every rank's heads unchanged.
 
-    In multi-head latent attention the position part of the compressed keys does; the channels
-    before it pass a column-parallel layer, which sums their gradient itself. Weights, input and
+    An example is the position part of the compressed keys in multi-head latent attention. The
+    earlier channels pass a column-parallel layer that sums their gradient. Weights, input and
     forward: unchanged. Backward: the gradient of the last channels is all-reduced.
     """
 
     splits = False
 
     channels: int
-    """Number of those channels."""
+    """Number of the last channels."""
 
     def apply(self, module: nn.Module, context: ParallelContext, plan: ShardingPlan) -> nn.Module:
         """Sum these channels' gradients over the ranks."""
@@ -110,16 +111,16 @@ class CopyOutput:
     def divide_adapters(
         self, module: nn.Module, context: ParallelContext, plan: ShardingPlan
     ) -> None:
-        """Leave the adapters full: the output's gradient is summed behind them."""
+        """Leave the adapters full: the output's gradient is summed after the adapters."""
 
 
 @dataclass(frozen=True)
 class ShareInput:
-    """A module inside a region whose outputs are summed over the ranks, which computes the same on
-    every rank (an expert that returns its input).
+    """A module inside a region with summed outputs that computes the same on every rank (an expert
+    that returns its input).
 
-    Weights: none. Input: divided by the number of ranks, so that the sum has it once; so is the
-    gradient. Output: left alone.
+    Weights: none. Input: divided by the number of ranks, so that the sum holds the input once. The
+        gradient is also divided. Output: unchanged.
     """
 
     splits = False
@@ -132,12 +133,12 @@ class ShareInput:
 
 
 def reduce_output(module: nn.Module, group: AxisGroup) -> None:
-    """All-reduce the tensors that ``module`` returns."""
+    """All-reduce the tensors returned by ``module``."""
     module.register_forward_hook(_Reduce(group))
 
 
 def map_tensors(value: T, change: Callable[[Tensor], Tensor]) -> T:
-    """Return ``value`` with every tensor in it changed; tuples, lists and dicts are looked into."""
+    """Return ``value`` with every tensor changed, including tensors in tuples, lists and dicts."""
     if isinstance(value, Tensor):
         return change(value)  # type: ignore[return-value]
     if type(value) in (tuple, list):

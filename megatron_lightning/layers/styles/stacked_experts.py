@@ -1,7 +1,7 @@
-"""Style of a module of stacked experts that has a router of its own, as in ``transformers`` 5.
+"""Style of a module of stacked experts with a separate router, as in ``transformers`` 5.
 
 Shapes: ``t`` tokens of this rank, ``h`` hidden, ``k`` experts of a token, ``E`` experts, ``n`` rows
-(a token that one expert computes).
+(a token for one expert).
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ from megatron_lightning.parallel.spec import ShardSpec
 
 @dataclass(frozen=True)
 class DispatchedExperts:
-    """A module of experts that is called with tokens [t, h], the indices [t, k] of each token's
-    experts and their weights [t, k], and returns weighted sums [t, h].
+    """A module of experts, called with tokens [t, h], expert indices [t, k] and expert weights [t,
+    k]. The module returns weighted sums [t, h].
 
-    Weights: every parameter is [E, ...], experts over ``ep``. Input: this rank's tokens, sent to
-    the ranks of their experts; there the module's own forward computes each row by one expert of
-    weight 1. Tokens that tensor-parallel ranks have in common are divided among them. Output: the
-    weighted sums of the tokens.
+    Weights: every parameter is [E, ...], with experts over ``ep``. Input: this rank's tokens, sent
+    to the ranks of their experts. On the receiving rank the module's forward computes each row by
+    one expert of weight 1. Tensor-parallel ranks divide replicated tokens among themselves. Output:
+    the weighted sums of the tokens.
     """
 
     def check(self, module: nn.Module, layout: ParallelLayout, plan: ShardingPlan) -> None:
         """Check that the layout divides the experts of a full module.
 
         Raises:
-            ShardingError: If the module has no stacked experts, they do not divide, or each would
-                be split.
+            ShardingError: If the module has no stacked experts, the experts do not divide, or each
+                expert would be split.
         """
         _check_stacked(module)
         num_experts = int(module.num_experts)  # type: ignore[arg-type]
@@ -81,7 +81,7 @@ class DispatchedExperts:
 
 
 def _check_stacked(module: nn.Module) -> None:
-    """Check that ``module`` has experts in the first dim of every parameter."""
+    """Check that the first dim of every parameter is the experts."""
     num_experts, shapes = getattr(module, "num_experts", None), {}
     for name, parameter in module.named_parameters():
         shapes[name] = tuple(parameter.shape)
@@ -97,12 +97,12 @@ def _check_stacked(module: nn.Module) -> None:
 
 
 class _ExchangeTokens:
-    """Hooks around one module; they belong to the same call.
+    """Hooks around one module, for the same call.
 
     Args:
         dispatcher: Sends rows to the ranks of their experts.
         num_experts: Experts of all ranks.
-        replicas: Ranks with the same tokens, of which each dispatches a part.
+        replicas: Ranks with the same tokens. Each rank dispatches a part.
         names: Names of the arguments of the module's forward.
     """
 
@@ -124,12 +124,15 @@ class _ExchangeTokens:
     def send(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
-        """Replace the arguments by the rows of this rank's experts, one choice of weight 1 each."""
+        """Replace the arguments by the rows of this rank's experts, each with one choice of weight
+        1.
+        """
         hidden, index, weights = (*args, *(kwargs[name] for name in self._names[len(args) : 3]))
         self._num_tokens = len(hidden)
         hidden, index, weights = self._own(hidden), self._own(index), self._own(weights)
         routing, num_choices = self._routing(index, weights), index.shape[1]
-        # A table from tokens to experts may name one twice (DeepSeek-V4). Waits for the device.
+        # A table from tokens to experts may name an expert twice (DeepSeek-V4). Waits for the
+        # device.
         is_distinct = bool((routing.chosen.sum(1) == num_choices).all())
         exchange = self._dispatcher.begin(routing, num_choices if is_distinct else None)
         rows, counts = exchange.dispatch(hidden)
@@ -138,8 +141,8 @@ class _ExchangeTokens:
         experts = torch.arange(len(counts), device=rows.device)
         experts = experts.repeat_interleave(counts, output_size=len(rows))[:, None]
         if not len(rows):
-            # Without any, the forward may not use the weights, and backward would not come here:
-            # it exchanges tokens on all ranks.
+            # Without rows, the forward may not use the weights, and backward would skip the
+            # exchange of tokens with the other ranks.
             rows, experts = F.pad(rows, (0, 0, 0, 1)), F.pad(experts, (0, 0, 0, 1))
         return (rows, experts, torch.ones_like(experts, dtype=weights.dtype)), {}
 
@@ -152,8 +155,9 @@ class _ExchangeTokens:
         return gather(own, self._replicas, 0)[: self._num_tokens]
 
     def _own(self, x: Tensor) -> Tensor:
-        """Return this rank's part [t / n, ...] of what the replicas have in common; the last token
-        is repeated until all have equally many.
+        """Return this rank's part [t / n, ...] of a tensor replicated over the replicas.
+
+        The last token is repeated until all parts have equal length.
         """
         missing = -len(x) % self._replicas.size
         return scatter(torch.cat([x, x[-1:].expand(missing, -1)]) if missing else x, self._replicas)

@@ -1,11 +1,11 @@
 """Styles of linear layers, norms and dropout under tensor and sequence parallelism.
 
-Over one rank a module of any class stays as it is; only its specs record the axis.
+With one rank a module of any class stays unchanged, and only the specs record the axis.
 
-A model whose modules each handle their own input and output (``GPTModel``) names a style for every
-linear layer. One whose attention reads the shape of its input (Hugging Face) enters the parallel
-region once, before the attention (:class:`ParallelInput`), and its column-parallel layers leave the
-input alone (``copy_input=False``).
+A model with self-contained modules (``GPTModel``) names a style for every linear layer. A model
+whose attention reads the shape of its input (Hugging Face) enters the parallel region once, before
+the attention (:class:`ParallelInput`). Column-parallel layers then leave the input unchanged
+(``copy_input=False``).
 """
 
 from __future__ import annotations
@@ -49,10 +49,9 @@ class ColumnParallel:
     """``nn.Linear`` -> :class:`ColumnParallelLinear`."""
 
     num_blocks: int = 1
-    """Equal blocks stacked in the output that are each split (2 for a fused gate and up
-    projection)."""
+    """Equal stacked blocks in the output, each split (2 for a fused gate and up projection)."""
     num_heads: int | None = None
-    """Heads, or query groups, of the output, none of which may be split."""
+    """Heads, or query groups, of the output. No head may be split."""
     copy_input: bool = True
     """False inside a :class:`ParallelInput` region."""
     gather_output: bool = False
@@ -62,7 +61,7 @@ class ColumnParallel:
         """Check that the layer can be divided.
 
         Raises:
-            ShardingError: If it cannot.
+            ShardingError: If the layer cannot be divided.
         """
         ColumnParallelLinear.check(
             module,
@@ -103,29 +102,29 @@ class ColumnParallel:
 
 @dataclass(frozen=True)
 class QueryKeyValue:
-    """A fused projection to queries, keys and values, grouped per query group -> a column-parallel
-    one.
+    """A fused projection to queries, keys and values, ordered by query group -> a column-parallel
+    layer.
 
-    Ranks that outnumber the query groups share them: see :class:`SharedGroupsLinear`. The attention
-    around it then has fewer query heads per group, which the plan's ``attributes`` rewrite
-    (:func:`local_heads_per_group`).
+    If ranks outnumber the query groups, ranks share groups: see :class:`SharedGroupsLinear`. The
+    surrounding attention then has fewer query heads per group, and the plan's ``attributes``
+    rewrite the number (:func:`local_heads_per_group`).
     """
 
     num_query_groups: int
     """Key and value heads of the full model."""
     heads_per_group: int
-    """Query heads that share one of them."""
+    """Query heads that share a key and value head."""
 
     def check(self, module: nn.Module, layout: ParallelLayout, plan: ShardingPlan) -> None:
         """Check that the layer can be divided.
 
         Raises:
-            ShardingError: If it cannot.
+            ShardingError: If the layer cannot be divided.
         """
         self._column(layout).check(module, layout, plan)
 
     def _column(self, layout: ParallelLayout) -> ColumnParallel:
-        """Return the style of the layer, but for groups that ranks share."""
+        """Return the style of the layer, unless ranks share groups."""
         groups, size = self.num_query_groups, layout.tp
         shares = _shares_groups(groups, size) and self.heads_per_group % (size // groups) == 0
         return ColumnParallel(num_heads=None if shares else groups)
@@ -147,7 +146,9 @@ class QueryKeyValue:
     def divide_adapters(
         self, module: nn.Module, context: ParallelContext, plan: ShardingPlan
     ) -> None:
-        """Divide the adapters of the layer: one, or one each of queries, keys and values."""
+        """Divide the adapters of the layer: a single adapter, or an adapter each for queries, keys
+        and values.
+        """
         shared, column = KeyOrValue(self.num_query_groups), self._column(context.layout)
         parts: dict[str, Style] = {ALL_ROWS: self, "q": column, "k": shared, "v": shared}
         divide_column(module, parts.__getitem__, context, plan, copies_input=True)
@@ -158,10 +159,11 @@ class QueryKeyValue:
 
 @dataclass(frozen=True)
 class KeyOrValue:
-    """A separate projection to keys or to values -> a column-parallel one; that to queries is a
-    :class:`ColumnParallel`.
+    """A separate projection to keys or to values -> a column-parallel layer.
 
-    Ranks that outnumber the heads share them, as for :class:`QueryKeyValue`.
+    The projection to queries is a :class:`ColumnParallel`.
+
+    If ranks outnumber the heads, ranks share heads, as for :class:`QueryKeyValue`.
     """
 
     num_query_groups: int
@@ -173,12 +175,12 @@ class KeyOrValue:
         """Check that the layer can be divided.
 
         Raises:
-            ShardingError: If it cannot.
+            ShardingError: If the layer cannot be divided.
         """
         self._column(layout).check(module, layout, plan)
 
     def _column(self, layout: ParallelLayout) -> ColumnParallel:
-        """Return the style of the layer, but for heads that ranks share."""
+        """Return the style of the layer, unless ranks share heads."""
         groups = self.num_query_groups
         heads = None if _shares_groups(groups, layout.tp) else groups
         return ColumnParallel(num_heads=heads, copy_input=self.copy_input)
@@ -212,7 +214,7 @@ def _shares_groups(num_query_groups: int, num_ranks: int) -> bool:
 def local_heads_per_group(
     num_query_groups: int, heads_per_group: int, context: ParallelContext
 ) -> int:
-    """Return the query heads per group on a rank, given those of the full model."""
+    """Return the query heads per group on a rank, from the full model's number."""
     return heads_per_group // max(1, context.tp.size // num_query_groups)
 
 
@@ -221,13 +223,13 @@ class RowParallel:
     """``nn.Linear`` -> :class:`RowParallelLinear`."""
 
     split_input: bool = False
-    """The input is replicated, and each rank takes its features of it."""
+    """The input is replicated, and each rank takes its features."""
 
     def check(self, module: nn.Module, layout: ParallelLayout, plan: ShardingPlan) -> None:
         """Check that the layer can be divided.
 
         Raises:
-            ShardingError: If it cannot.
+            ShardingError: If the layer cannot be divided.
         """
         RowParallelLinear.check(
             module,
@@ -255,8 +257,9 @@ class RowParallel:
 
 @dataclass(frozen=True)
 class SequenceParallel:
-    """A module that maps each token alone (a norm): on sequence shards its parameters' gradients
-    are partial sums.
+    """A module that maps each token separately (a norm).
+
+    On sequence shards the gradients of its parameters are partial sums.
     """
 
     splits = False
@@ -267,15 +270,16 @@ class SequenceParallel:
         """Check that an embedding can be looked up for a shard of the sequence.
 
         Raises:
-            ShardingError: If it cannot.
+            ShardingError: If the look-up is not possible.
         """
         if layout.sp and isinstance(module, nn.Embedding):
             check_replaceable(module, EMBEDDING, "SequenceParallel")
             check_hooks(module, "SequenceParallel", ("output",))
 
     def apply(self, module: nn.Module, context: ParallelContext, plan: ShardingPlan) -> nn.Module:
-        """Declare the gradients partial; learned positions are looked up for the rank's sequence
-        shard only.
+        """Declare the gradients partial.
+
+        Learned positions are looked up only for the rank's sequence shard.
         """
         if not plan.is_sequence_parallel(context):
             return module
@@ -295,8 +299,9 @@ class SequenceParallel:
 
 @dataclass(frozen=True)
 class HeadParallel:
-    """A module that maps each head alone (a query or key norm): on a rank's heads its gradients are
-    partial sums.
+    """A module that maps each head separately (a query or key norm).
+
+    On a rank's heads its gradients are partial sums.
     """
 
     splits = False
@@ -310,7 +315,7 @@ class HeadParallel:
 class HeadsNorm:
     """An ``nn.RMSNorm`` over all heads of queries or keys -> :class:`HeadsRMSNorm`.
 
-    Weight: full; its gradient is a partial sum, of this rank's heads.
+    Weight: full. The gradient is a partial sum over this rank's heads.
     """
 
     splits = False
@@ -319,13 +324,13 @@ class HeadsNorm:
         """Check that the norm can be replaced.
 
         Raises:
-            ShardingError: If it cannot.
+            ShardingError: If the norm cannot be replaced.
         """
         check_replaceable(module, (nn.RMSNorm, RMSNorm, MixedRMSNorm), "HeadsNorm")
         check_hooks(module, "HeadsNorm", ("input", "output"))
 
     def apply(self, module: nn.Module, context: ParallelContext, plan: ShardingPlan) -> nn.Module:
-        """Return the norm whose mean is over the heads of all ranks."""
+        """Return the norm with a mean over the heads of all ranks."""
         if context.tp.size == 1:
             return module
         self.check(module, context.layout, plan)
@@ -335,8 +340,9 @@ class HeadsNorm:
 
 @dataclass(frozen=True)
 class StreamDropout:
-    """A ``Dropout`` whose input differs between the ranks, and which draws from a stream of the
-    rank.
+    """A ``Dropout`` with inputs that differ between ranks.
+
+    The layer draws from a stream of the rank.
     """
 
     splits = False

@@ -1,4 +1,4 @@
-"""Our attention as one of the implementations between which models of ``transformers`` choose.
+"""Our attention as an attention implementation for models of ``transformers``.
 
 Their attention modules look a function up by the name in their configuration
 (https://huggingface.co/docs/transformers/attention_interface). Ours calls a :class:`CoreAttention`
@@ -18,20 +18,22 @@ from megatron_lightning.layers.sequence_info import Documents, SequenceInfo
 NAME = "megatron_lightning"
 _CORE = "core_attention"
 _UNSUPPORTED = ("softcap", "s_aux")
-"""Arguments of attention that change its scores."""
+"""Arguments of attention that change the scores."""
 
 
 def looks_attention_up(module: nn.Module) -> bool:
-    """Return whether a module is attention of ``transformers`` that looks its function up."""
+    """Return whether a module is attention of ``transformers`` with a function looked up by
+    name.
+    """
     return hasattr(module, "is_causal") and hasattr(
         getattr(module, "config", None), "_attn_implementation"
     )
 
 
 def put_core(module: nn.Module) -> CoreAttention:
-    """Put our attention into an attention module of ``transformers``, and return it.
+    """Put our attention into an attention module of ``transformers``, and return the new module.
 
-    The model's other attention, whose configuration it shares, has to be given one as well.
+    All attention modules of the model share a configuration, so every attention module needs ours.
     """
     from transformers import AttentionInterface, AttentionMaskInterface
 
@@ -84,7 +86,7 @@ def _attend(  # noqa: PLR0917 (called by transformers)
 def _no_mask(
     *, attention_mask: Tensor | None = None, use_vmap: bool = False, **_: Any
 ) -> Tensor | None:
-    """Return no mask: what a query sees follows from positions.
+    """Return no mask: visibility follows from positions.
 
     Raises:
         ConfigError: If the model or the batch asks for more.

@@ -1,4 +1,4 @@
-"""Styles of linear layers whose weight is stored as [in, out] (``Conv1D`` of GPT-2)."""
+"""Styles of linear layers with a weight stored as [in, out] (``Conv1D`` of GPT-2)."""
 
 from __future__ import annotations
 
@@ -28,19 +28,18 @@ from megatron_lightning.parallel.sharding import ShardingPlan
 class TransposedColumnParallel:
     """y = x W + b, W [in, out] -> :class:`TransposedColumnParallelLinear`.
 
-    Weight: columns (dim 1) split. Input: replicated, its gradient all-reduced. Output: this rank's
-    features. Bias: split.
+    Weight: columns (dim 1) split. Input: replicated, with all-reduced gradient. Output: this rank's
+        features. Bias: split.
     """
 
     num_blocks: int = 1
-    """Equal blocks stacked in the output that are each split (3 for a fused query, key and
-    value)."""
+    """Equal stacked blocks in the output, each split (3 for a fused query, key and value)."""
 
     def check(self, module: nn.Module, layout: ParallelLayout, plan: ShardingPlan) -> None:
         """Check that the layer can be divided.
 
         Raises:
-            ShardingError: If it cannot.
+            ShardingError: If the layer cannot be divided.
         """
         _check(module, "TransposedColumnParallel")
         check_hooks(module, "TransposedColumnParallel", ("output",))
@@ -58,7 +57,7 @@ class TransposedColumnParallel:
     def divide_adapters(
         self, module: nn.Module, context: ParallelContext, plan: ShardingPlan
     ) -> None:
-        """Divide the adapters of the layer, whose factors are plain linear layers."""
+        """Divide the adapters of the layer. The factors are plain linear layers."""
         column = ColumnParallel(num_blocks=self.num_blocks)
         divide_column(module, lambda _: column, context, plan, copies_input=True)
 
@@ -67,7 +66,7 @@ class TransposedColumnParallel:
 class TransposedRowParallel:
     """y = x W + b, W [in, out] -> :class:`TransposedRowParallelLinear`.
 
-    Weight: rows (dim 0) split. Input: this rank's features. Output: all-reduced; the gradient
+    Weight: rows (dim 0) split. Input: this rank's features. Output: all-reduced. The gradient
     passes unchanged. Bias: full, added after the reduction.
     """
 
@@ -75,7 +74,7 @@ class TransposedRowParallel:
         """Check that the layer can be divided.
 
         Raises:
-            ShardingError: If it cannot.
+            ShardingError: If the layer cannot be divided.
         """
         _check(module, "TransposedRowParallel")
         check_hooks(module, "TransposedRowParallel", ("input",))
@@ -91,12 +90,12 @@ class TransposedRowParallel:
     def divide_adapters(
         self, module: nn.Module, context: ParallelContext, plan: ShardingPlan
     ) -> None:
-        """Divide the adapters of the layer, whose factors are plain linear layers."""
+        """Divide the adapters of the layer. The factors are plain linear layers."""
         divide_row(module, RowParallel(), context, plan)
 
 
 def _keep(module: nn.Module, group: AxisGroup, **dims: int) -> nn.Module:
-    """Return ``module`` for a group of one rank; its parameters are recorded as sharded."""
+    """Return ``module`` for a group of one rank, with parameters recorded as sharded."""
     own = {
         name: Split(dim) for name, dim in dims.items() if module._parameters.get(name) is not None
     }
@@ -112,7 +111,7 @@ def _check(module: nn.Module, style: str) -> None:
             f"Conv1D, and the plan points it at a {type(module).__name__}. Correct the pattern, or "
             "give this module another style."
         )
-    # Its class says what it computes: one of its own, not one derived from another layer.
+    # The class that defines the forward must be a direct nn.Module, not derived from another layer.
     owner = next(kind for kind in type(module).__mro__ if "forward" in vars(kind))
     if owner.__bases__ != (nn.Module,):
         check_forward(module, (owner.__bases__[0],), style)

@@ -1,4 +1,4 @@
-"""Styles of what has a vocabulary in a dim: embeddings, output layers, logits and their loss."""
+"""Styles of modules with a vocabulary dim: embeddings, output layers, logits and losses."""
 
 from __future__ import annotations
 
@@ -37,17 +37,20 @@ class VocabParallel:
     """
 
     shard_sequence: bool = True
-    """Under sequence parallelism the embedding returns a sequence shard; False: the model scatters
-    it later."""
+    """Under sequence parallelism the embedding returns a sequence shard.
+
+    False: the model scatters the output later.
+    """
     gather_output: bool = False
     """The output layer returns the logits of the full vocabulary on every rank."""
 
     def check(self, module: nn.Module, layout: ParallelLayout, plan: ShardingPlan) -> None:
-        """Check that the module can be divided. A forward of an embedding's own is called with the
-        rank's ids.
+        """Check that the module can be divided.
+
+        An embedding's custom forward is called with the rank's ids.
 
         Raises:
-            ShardingError: If it cannot.
+            ShardingError: If the module cannot be divided.
         """
         sharded = is_sharded(layout, plan)
         if not isinstance(module, nn.Embedding):
@@ -57,7 +60,7 @@ class VocabParallel:
             return
         if has_computed_weight(module) or "forward" in vars(module):
             check_replaceable(module, EMBEDDING, "VocabParallel")
-        # What a forward of its own makes of other ranks' ids is dropped after it.
+        # The output of a custom forward for other ranks' ids is dropped afterwards.
         own_forward = has_own_forward(module, EMBEDDING)
         shards = ["input"] if own_forward else []
         shards += ["output"] if own_forward or (sharded and self.shard_sequence) else []
@@ -108,9 +111,7 @@ class GatherLogits:
 
 @dataclass(frozen=True)
 class VocabParallelLoss:
-    """:class:`CrossEntropy` -> :class:`VocabParallelCrossEntropy`, which takes the logits'
-    shards.
-    """
+    """:class:`CrossEntropy` -> :class:`VocabParallelCrossEntropy`, for sharded logits."""
 
     splits = False
 
