@@ -1,4 +1,4 @@
-"""End or restart of all processes of a job when one fails: reports of a rank's failure, process
+"""End or restart of all processes of a job after a failure: reports of a rank's failure, process
 watches, worker processes, hangs, and exit codes.
 """
 

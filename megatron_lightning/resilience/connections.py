@@ -1,7 +1,7 @@
-"""Wake a main thread that waits in gloo for ranks that no longer answer.
+"""Wake a main thread waiting in gloo for dead ranks.
 
 gloo's ``abort`` and ``shutdown`` wake nobody (torch 2.13). A wait ends with an error as soon as the
-connection under it is shut down, which any thread of the process may do.
+underlying connection is shut down. Any thread of the process may shut down connections.
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ from contextlib import suppress
 
 
 def cut_connections(keep_port: int) -> int:
-    """Shut down the TCP connections of this process, but those of one port; return how many.
+    """Shut down the TCP connections of this process, except connections of a given port. Return the
+    number of connections shut down.
 
     Args:
-        keep_port: Port of the job's store, which outlives the ranks' connections.
+        keep_port: Port of the job's store. The store outlives the ranks' connections.
     """
     count = 0
     for connection in _connections():

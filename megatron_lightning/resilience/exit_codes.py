@@ -1,7 +1,7 @@
-"""Exit codes of a job's processes: one table for launchers and schedulers.
+"""Exit codes of a job's processes, for launchers and schedulers.
 
-torchrun takes every code but 0 for a failure and starts the job again. A stop that was asked for
-ends with 0 there, and the file ``stopped.json`` says that the run is not finished.
+torchrun takes every code but 0 for a failure and starts the job again. So a requested stop under
+torchrun ends with 0, and the file ``stopped.json`` marks the run as unfinished.
 """
 
 from __future__ import annotations
@@ -9,19 +9,19 @@ from __future__ import annotations
 import os
 
 FINISHED = 0
-"""The run has done all it was to do."""
+"""The run is complete."""
 FAILED = 1
 """A rank failed, or a monitor stopped the run."""
 WRONG_CONFIGURATION = 2
-"""A setting, an input or a checkpoint cannot work; the same command will fail again."""
+"""A setting, an input or a checkpoint cannot work. The same command will fail again."""
 RERUN_EQUAL = 16
-"""A step that went wrong gave the same values again; as Megatron-LM's code."""
+"""A wrong step gave the same values again. Equal to Megatron-LM's code."""
 RERUN_DIFFERS = 17
-"""A step that went wrong gave other values again, as broken hardware does; as Megatron-LM's."""
+"""A wrong step gave other values again, a sign of broken hardware. Equal to Megatron-LM's code."""
 STOPPED = 75
 """Stopped on request and saved: start the same command to resume (EX_TEMPFAIL of sysexits.h)."""
 INTERRUPTED = 130
-"""Ctrl-C, as shells report it."""
+"""Ctrl-C, with the code of shells."""
 
 
 def under_torchrun() -> bool:
@@ -30,5 +30,5 @@ def under_torchrun() -> bool:
 
 
 def code_of_stop(requested: int = STOPPED) -> int:
-    """Return the exit code of a stop that was asked for, under the launcher of this process."""
+    """Return the exit code of a requested stop, under the launcher of this process."""
     return FINISHED if under_torchrun() else requested

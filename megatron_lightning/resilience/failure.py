@@ -1,16 +1,18 @@
-"""End of the job when one rank fails; reports go through the job's key-value store, never through a
+"""End the job when a rank fails. Reports go through the job's key-value store, never through a
 collective.
 
-A rank that raises writes a report under one key of the store; the first report stays, because later
-ones are mostly its consequences. Every rank polls that key from a thread. A rank that finds another
-rank's report, or loses the store, prints it and ends its own process after a grace period, because
-it may be blocked in a collective that never finishes and that no Python exception can reach.
+A rank with an exception writes a report under a common key of the store. The first report stays,
+because later reports are mostly consequences of the first. Every rank polls the key from a thread.
+On another rank's report, or after losing the store, a rank prints the report and ends the process
+after a grace period. Ending the process is necessary because the main thread may be blocked in a
+collective: the collective never finishes, and no Python exception can reach the main thread.
 Loggers and exit handlers still run, in another thread.
 
-A rank that loses its connection to another one first looks for the cause. If no rank reports any,
-it starts a liveness check: every rank answers from its thread, and one that does not (its process
-was killed, or its node is gone) is named. SIGTERM starts a check as well, from the thread: torchrun
-sends it to the ranks that are left when one has died, and they may wait for that one forever.
+A rank with a lost connection first looks for the cause. If no rank reports a cause, the rank starts
+a liveness check: every rank answers from the rank's thread. A rank without an answer (a killed
+process, or a lost node) is named. SIGTERM starts a check as well, from the thread: torchrun sends
+SIGTERM to the remaining ranks after a rank has died, and the remaining ranks may wait for the dead
+rank forever.
 """
 
 from __future__ import annotations
@@ -41,7 +43,7 @@ _FAILURE = "failure"
 _ALARM = "alarm"  # set with a failure and to start a liveness check: the one key that is polled
 # All ranks ask one store: at most about a thousand requests a second.
 _STORE_SECONDS_PER_RANK = 1e-3
-_DEAD_GRACE_S = 1.0  # for a main thread that waits for a dead rank, which few errors reach
+_DEAD_GRACE_S = 1.0  # for a main thread waiting for a dead rank, reached by few errors
 _WAKE_S = 10.0  # for a main thread that was woken to raise
 _END_S = 2.0  # for logs and exit handlers, when the main thread hangs
 _LOST = (
@@ -52,7 +54,7 @@ _LOST = (
     "remote process exited",
     "imed out",
 )
-# A path in gloo's source is in each of its messages; its errors have no class of their own.
+# A path of gloo's source is in each gloo message. gloo's errors have no separate class.
 _GLOO = "gloo/"
 _NUMBERS = re.compile(r"\d+")
 _UNCAUGHT = "_megatron_uncaught"  # on an exception: what is printed in place of its traceback
@@ -62,7 +64,7 @@ class PeerFailure(SystemExit):
     """Exit with code 1 and without a message: another rank failed and has printed why."""
 
     is_final = False
-    """Whether that rank's process is gone, so that no run can follow in these processes."""
+    """Whether the other rank's process is gone. Then no run can follow in these processes."""
 
 
 @dataclass(frozen=True)
@@ -70,27 +72,27 @@ class Failure:
     """Report of a rank's failure."""
 
     rank: int
-    """Global rank; -1: the store was lost."""
+    """Global rank. -1: the store was lost."""
     host: str
     summary: str
-    """One line: the exception, or how the process ended."""
+    """One line: the exception, or the way the process ended."""
     details: str = ""
-    """Traceback; empty for a killed process, an interruption, and an exception whose message
-    suffices."""
+    """Traceback. Empty for a killed process, an interruption, and an exception with a sufficient
+    message."""
     position: str = ""
-    """Position in the pipeline schedule; empty outside a schedule."""
+    """Position in the pipeline schedule. Empty outside a schedule."""
     interrupted: bool = False
-    """Whether Ctrl-C or SIGINT stopped it."""
+    """Whether Ctrl-C or SIGINT stopped the rank."""
     explained: bool = False
     """Whether the message suffices without a traceback."""
     printed: bool = False
-    """Whether the failing rank itself prints it, for all ranks of its node."""
+    """Whether the failing rank itself prints the failure, for all ranks of the rank's node."""
     gone: bool = False
     """Whether the rank's process no longer exists, or the store is lost."""
 
     @property
     def headline(self) -> str:
-        """One line that names the rank and the reason."""
+        """One line with the rank and the reason."""
         if self.rank < 0:
             return self.summary
         where = f" at {self.position}" if self.position else ""
@@ -100,7 +102,7 @@ class Failure:
 
     @property
     def text(self) -> str:
-        """The headline, first and last where there is a traceback to read between."""
+        """The headline. With a traceback, the headline comes before and after the traceback."""
         return (
             f"{self.headline}\n{self.details}{_named(self.headline)}"
             if self.details
@@ -115,7 +117,7 @@ class Failure:
 
     @classmethod
     def of(cls, rank: int, exception: BaseException, *, explained: bool = False) -> Failure:
-        """Describe ``exception``, raised on ``rank``; ``explained``: its message suffices without a
+        """Describe ``exception``, raised on ``rank``. ``explained``: the message suffices without a
         traceback.
         """
         summary = "".join(traceback.format_exception_only(exception)).strip()
@@ -132,8 +134,8 @@ class Failure:
 def end_process(write_logs: Callable[[], object]) -> NoReturn:
     """End this process with exit code 1, even if its main thread is blocked.
 
-    ``write_logs`` and the exit handlers run in another thread, for two seconds at most: they may
-    block, too.
+    ``write_logs`` and the exit handlers run in another thread, for two seconds at most, because
+    both may block, too.
     """
 
     def finish() -> None:
@@ -148,7 +150,7 @@ def end_process(write_logs: Callable[[], object]) -> NoReturn:
 
 
 def print_message(text: str) -> None:
-    """Print to standard error in one write, since all ranks may print at once."""
+    """Print to standard error in a single write, since all ranks may print at once."""
     print(f"{_named(text)}\n", end="", file=sys.stderr, flush=True)
 
 
@@ -157,7 +159,9 @@ def _named(text: str) -> str:
 
 
 def replace_traceback(exception: BaseException, text: str = "") -> None:
-    """Print ``text`` instead of a traceback if ``exception`` ends this process; "": nothing."""
+    """Print ``text`` instead of a traceback if ``exception`` ends this process. "": print
+    nothing.
+    """
     vars(exception)[_UNCAUGHT] = text
     previous = sys.excepthook
     if getattr(previous, _UNCAUGHT, False):
@@ -177,30 +181,31 @@ def replace_traceback(exception: BaseException, text: str = "") -> None:
 
 
 def is_printed(exception: BaseException) -> bool:
-    """Return whether all that is to be said of ``exception`` has been printed by a rank."""
+    """Return whether a rank has already printed everything about ``exception``."""
     return vars(exception).get(_UNCAUGHT) == ""
 
 
 class FailureWatch:
-    """Thread that ends this process when another rank failed, and reports this rank's failure to
-    the others.
+    """Thread to end this process after another rank's failure, and to report this rank's failure to
+    all other ranks.
 
-    Every rank creates one after the default process group exists, starts it, and stops it at the
-    end of the run. Watches of one process group are numbered, so that a failure which all ranks
-    survived does not end their next run.
+    Every rank creates a watch after the default process group exists, starts the watch, and stops
+    the watch at the end of the run. Watches of a process group are numbered: a failure survived by
+    all ranks does not end the next run.
 
     Args:
-        store: Key-value store of the job; None: the default process group's, like the rank and the
-            world size.
+        store: Key-value store of the job. None: the default process group's store, rank and world
+            size.
         rank: This process's global rank.
         world_size: Ranks of the job.
         poll_s: Seconds between two polls, for up to some hundred ranks.
-        grace_s: Seconds that the main thread has to raise an error of its own before the process is
-            ended, and again to unwind if the error is only the loss of another rank.
-        liveness_s: Seconds that the ranks have to answer a liveness check.
+        grace_s: Seconds for the main thread to raise an error before the process is ended, and
+            again to unwind if the error is only the loss of another rank.
+        liveness_s: Seconds for the ranks to answer a liveness check.
         write_logs: Called before this process is ended.
-        unblock: Wakes a main thread that waits for other ranks, to start another run in this
-            process; None: the process is ended instead, as it is when a rank's process is gone.
+        unblock: Wakes a main thread waiting for other ranks, to start another run in this process.
+            None: the process is ended instead. The process is ended in any case if a rank's process
+            is gone.
     """
 
     def __init__(
@@ -227,9 +232,9 @@ class FailureWatch:
         self._write_logs = write_logs
         self._unblock = unblock
         self.is_final = False
-        """Whether the failure that this rank has followed is the end of a process."""
+        """Whether the failure followed by this rank is the end of a process."""
         self._answered = False  # the liveness check
-        self._follows = False  # this rank fails because it lost another one
+        self._follows = False  # this rank fails because of a lost rank
         self._leaving = threading.Event()  # the main thread has raised, or the run has ended
         self._stopped = threading.Event()
         self._announced = threading.Lock()
@@ -242,7 +247,7 @@ class FailureWatch:
         self._thread.start()
 
     def stop(self) -> None:
-        """Stop watching; a no-op when stopped already."""
+        """Stop watching. No-op when stopped already."""
         self._stopped.set()
         self._leaving.set()
         if self._thread.is_alive() and self._thread is not threading.current_thread():
@@ -258,25 +263,26 @@ class FailureWatch:
         explained: bool = False,
         prints_traceback: bool = True,
     ) -> bool:
-        """Report this rank's failure to the other ranks, and print which failure came first; the
-        caller ends this process.
+        """Report this rank's failure to the other ranks, and print the first failure. The caller
+        ends this process.
 
-        The rank that failed first prints one traceback, or one line if that suffices, now, since it
-        may be ended before Python does. A rank of the same node that fails with the same error, or
-        by the loss of that rank, prints nothing.
+        The first failing rank prints a single traceback, or one line if sufficient. The rank prints
+        at once, since the process may be ended before Python prints. A rank of the same node prints
+        nothing after the same error, or after losing the first rank.
 
         Args:
-            exception: Cause; an attribute ``pipeline_position`` becomes part of the report.
-            explained: Whether its message suffices, so that no rank prints a traceback.
-            prints_traceback: Whether this process is the one to print it; False: its starter does.
+            exception: Cause. An attribute ``pipeline_position`` becomes part of the report.
+            explained: Whether the message suffices. Then no rank prints a traceback.
+            prints_traceback: Whether this process prints the traceback. False: the starter of this
+                process prints.
 
         Returns:
-            Whether the exception is only the loss of the connection to a rank that failed before.
+            Whether the exception is only the loss of the connection to an earlier failed rank.
         """
         lost = self._follows = _is_lost_connection(exception)
         self._leaving.set()
         if lost and threading.current_thread() is threading.main_thread():
-            # A handler could wait for ranks that are gone.
+            # A handler could wait for dead ranks.
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
         failure = Failure.of(self._rank, exception, explained=explained)
         first = (self._find_cause() if lost else None) or self._publish(failure)
@@ -303,14 +309,14 @@ class FailureWatch:
         return lost and first.rank != self._rank
 
     def report_child(self, rank: int, summary: str) -> None:
-        """Report that the process of another rank of this node ended, and print which failure came
-        first.
-        """
+        """Report the end of another rank's process on this node, and print the first failure."""
         failure = Failure(rank, socket.gethostname(), summary, gone=True)
         self._announce(self._publish(failure), "ending the job")
 
     def _publish(self, failure: Failure) -> Failure:
-        """Write ``failure`` unless there is a report already; return the report in the store."""
+        """Write ``failure`` unless the store has a report already. Return the report in the
+        store.
+        """
         try:
             first = self._store.compare_set(_FAILURE, "", json.dumps(asdict(failure)))
             self._store.set(_ALARM, "1")
@@ -319,9 +325,7 @@ class FailureWatch:
             return self._lost_store(error)
 
     def _poll(self, *, answering: bool = False) -> Failure | None:
-        """Return the reported failure, if there is one; if ``answering``, answer a liveness
-        check.
-        """
+        """Return the reported failure, if any. If ``answering``, answer a liveness check."""
         try:
             if not self._store.check([_ALARM]):
                 return None
@@ -350,8 +354,8 @@ class FailureWatch:
         )
 
     def _find_cause(self) -> Failure | None:
-        """Wait for the cause of a lost connection, in the main thread; None: all ranks are alive,
-        and none reports any.
+        """Wait for the cause of a lost connection, in the main thread. None: all ranks are alive,
+        and no rank reports a cause.
         """
         deadline = time.monotonic() + self._liveness_s
         own = str(self._rank).encode()
@@ -363,7 +367,7 @@ class FailureWatch:
                 if self._store.add("alive", 0) == self._world_size:
                     return None
                 late_s = time.monotonic() - deadline
-                if late_s > 0 and is_first:  # only one rank reads the list
+                if late_s > 0 and is_first:  # only a single rank reads the list
                     dead = self._find_dead()
                     return None if dead is None else self._publish(dead)
                 if late_s > self._liveness_s:
@@ -373,7 +377,7 @@ class FailureWatch:
             return self._lost_store(error)
 
     def _find_dead(self) -> Failure | None:
-        """Return the failure of the ranks that have not answered, if there are any."""
+        """Return the failure of the ranks without an answer, if any."""
         absent = [
             rank for rank in range(self._world_size) if not self._store.check([f"alive/{rank}"])
         ]
@@ -390,7 +394,7 @@ class FailureWatch:
         )
 
     def _look_for_dead(self) -> None:
-        """Run a liveness check from the watch's thread, and report the ranks that do not answer."""
+        """Run a liveness check from the watch's thread, and report the ranks without an answer."""
         deadline = time.monotonic() + self._liveness_s
         with suppress(RuntimeError):  # the store has ended, as the next poll finds
             self._store.set(_ALARM, "1")
@@ -429,7 +433,9 @@ class FailureWatch:
             return
 
     def _wake(self, failure: Failure) -> None:
-        """Wake the main thread, which leaves its run; end the process if it does not."""
+        """Wake the main thread, to leave the run. End the process if the main thread does not
+        leave.
+        """
         self._announce(failure, f"rank {self._rank} leaves its run to start again")
         if self._unblock is not None and not self._leaving.wait(self._poll_s):
             self._unblock()
@@ -437,8 +443,8 @@ class FailureWatch:
             end_process(self._write_logs)
 
     def _announce(self, failure: Failure, consequence: str, *, shows_own: bool = False) -> None:
-        """Print ``failure`` once, unless the failing rank does on this node; only one rank prints
-        its traceback.
+        """Print ``failure`` once, unless the failing rank prints on this node. Only a single rank
+        prints the failing rank's traceback.
         """
         if not self._announced.acquire(blocking=False):
             return
@@ -452,10 +458,10 @@ class FailureWatch:
 
 
 def _is_lost_connection(exception: BaseException | None) -> bool:
-    """Return whether an exception or one of its causes means that another rank is gone, by the
-    backends' messages.
+    """Return whether an exception or a cause of the exception means the loss of another rank, by
+    the backends' messages.
 
-    The same words in another library's error, such as a DataLoader that timed out, do not mean it.
+    The same words in another library's error, such as a timeout of a DataLoader, do not count.
     """
     while exception is not None:
         text = str(exception)

@@ -1,5 +1,5 @@
-"""Find a rank that holds the others up: a thread of each rank publishes the rank's position through
-the job's store when no batch ends in time, and one rank prints all positions.
+"""Find a rank that blocks other ranks. When no batch ends in time, a thread of each rank publishes
+the rank's position through the job's store, and a single rank prints all positions.
 """
 
 from __future__ import annotations
@@ -27,25 +27,25 @@ _STORE_SECONDS_PER_RANK = 1e-3
 
 @dataclass(frozen=True)
 class Hang:
-    """A hang as one rank has found it."""
+    """A hang, seen from a rank."""
 
     headline: str
-    """One line: which rank saw it, and how long nothing ended."""
+    """One line with the observing rank and the time without the end of a batch."""
     text: str
     """Positions of all ranks."""
     suspects: list[int]
-    """Ranks that the others wait for."""
+    """Ranks awaited by all other ranks."""
 
 
 class HangMonitor:
-    """Thread that looks at how long the batch at hand has taken.
+    """Thread to measure the duration of the current batch.
 
     Args:
-        rank: This process's.
+        rank: Rank of this process.
         world_size: Ranks of the job.
-        factor: Multiple of the longest batch that is too long.
-        at_least_s: Seconds that are never too long.
-        on_hang: Called on one rank, from the thread, after the hang is printed.
+        factor: Multiple of the longest batch counted as a hang.
+        at_least_s: Shortest duration of a hang, in seconds.
+        on_hang: Called on a single rank, from the thread, after the hang is printed.
     """
 
     def __init__(
@@ -80,19 +80,21 @@ class HangMonitor:
         self._thread.start()
 
     def stop(self) -> None:
-        """Stop watching; a no-op when stopped already."""
+        """Stop watching. No-op when stopped already."""
         self._stopped.set()
         if self._thread.is_alive() and self._thread is not threading.current_thread():
             self._thread.join()
 
     def begin(self, activity: str) -> None:
-        """Begin a batch, unless one has begun; the first one of an activity may take any time."""
+        """Begin a batch, unless a batch has begun. The first batch of an activity may take any
+        time.
+        """
         if self._since is None or self._activity != activity:
             self._activity = activity
             self._since = time.monotonic() if activity in self._longest_s else None
 
     def end(self, activity: str, step: int) -> None:
-        """End a batch; the next one begins."""
+        """End a batch, and begin the next batch."""
         now, longest = time.monotonic(), self._longest_s.get(activity)
         if longest is None:
             self._longest_s[activity] = 0.0
@@ -101,12 +103,12 @@ class HangMonitor:
         self._activity, self._step, self._since, self._patience = activity, step, now, 1
 
     def pause(self) -> None:
-        """Let pass what takes its own time, such as a save, until the next batch begins."""
+        """Ignore the time of other work, such as a save, until the next batch begins."""
         self._since = None
 
     @property
     def limit_s(self) -> float:
-        """Seconds after which a batch hangs; infinite while nothing is due."""
+        """Seconds after which a batch counts as a hang. Infinite while nothing is due."""
         if self._since is None:
             return math.inf
         longest = self._longest_s.get(self._activity, 0.0)
@@ -129,7 +131,7 @@ class HangMonitor:
             return  # the store has ended, and so does the job
 
     def _answer(self, late_s: float) -> None:
-        """Publish this rank's position; one rank reads all."""
+        """Publish this rank's position. A single rank reads all positions."""
         number = self._alarms
         own = Position(
             self._rank, self._step, self._activity or "its first batch", late_s, main_stack(),
@@ -148,7 +150,9 @@ class HangMonitor:
             self._on_hang(hang)
 
     def _read(self, number: int) -> Hang | None:
-        """Return what all ranks say; None: one compiles, and the others wait for it."""
+        """Return the hang from the positions of all ranks. None: a rank compiles, and all other
+        ranks wait.
+        """
         keys = {rank: f"position/{number}/{rank}" for rank in range(self._world_size)}
         deadline = time.monotonic() + _ANSWER_S
         while not self._store.check(list(keys.values())) and time.monotonic() < deadline:

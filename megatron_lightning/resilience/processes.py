@@ -1,5 +1,5 @@
-"""Watches that end processes together: a starter watches its processes, and each process watches
-its starter.
+"""Watches to end processes together: a starter watches the started processes, and each process
+watches the starter.
 """
 
 from __future__ import annotations
@@ -24,12 +24,13 @@ _POLL_S = 0.2
 
 @dataclass(frozen=True)
 class Child:
-    """One started process."""
+    """A started process."""
 
     rank: int
     pid: int
     exit_code: Callable[[], int | None]
-    """Returns its exit code, or minus the signal that killed it; None while it runs."""
+    """Returns the process's exit code, or minus the number of the killing signal. None while the
+    process runs."""
 
     def describe_end(self, code: int) -> str:
         """Return how the process ended."""
@@ -56,18 +57,19 @@ def kill(children: Sequence[Child]) -> None:
 
 
 def print_failure(rank: int, how: str) -> None:
-    """Print which rank failed."""
+    """Print the failed rank."""
     print_message(f"rank {rank} failed: {how}; ending the job")
 
 
 class ChildWatch(threading.Thread):
-    """Thread that ends all children when one of them fails.
+    """Thread to end all children after the failure of a child.
 
     Args:
-        children: Returns the processes to watch; empty before they are started.
-        on_failure: Called once with the failed rank and how it ended, before the others are ended.
-        end: Called last, to end this process as well unless the watch was stopped; None: it is no
-            rank.
+        children: Returns the processes to watch. Empty before the start of the processes.
+        on_failure: Called once with the failed rank and a description of the end, before all other
+            processes are ended.
+        end: Called last, to end this process as well unless the watch was stopped. None: this
+            process is no rank.
     """
 
     def __init__(
@@ -89,7 +91,7 @@ class ChildWatch(threading.Thread):
         self._stopped.set()
 
     def run(self) -> None:
-        """Poll until all have ended with code 0 or one has failed."""
+        """Poll until all children have ended with code 0, or a child has failed."""
         while not self._stopped.wait(_POLL_S):
             children = self._children()
             if self.announce():
@@ -107,10 +109,11 @@ class ChildWatch(threading.Thread):
                 return
 
     def announce(self) -> bool:
-        """Announce the child that failed, once; return whether there is one.
+        """Announce the failed child, once. Return whether any child failed.
 
-        Of several, one that a signal killed or interrupted is the cause: the others lost it and
-        raised. Only SIGTERM is a consequence: workers get it when another one has failed.
+        Of several failed children, a child killed or interrupted by a signal is the cause: all
+        other children lost a connection and raised. Only SIGTERM is a consequence: workers receive
+        SIGTERM after the failure of another worker.
         """
         ended = [(child, child.exit_code()) for child in self._children()]
         failed = [(child, code) for child, code in ended if code]
@@ -124,8 +127,8 @@ class ChildWatch(threading.Thread):
 
 
 class ParentWatch(threading.Thread):
-    """Thread that ends this process when its starter has ended; calls ``on_end`` with a message,
-    and ``write_logs``.
+    """Thread to end this process after the end of the starter. The thread calls ``on_end`` with a
+    message, and ``write_logs``.
     """
 
     def __init__(

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from megatron_lightning import compat
 from megatron_lightning.errors import ConfigError
 
-_VARIABLE = "MEGATRON_LIGHTNING_RESTART"  # of the attempts that another one may follow
+_VARIABLE = "MEGATRON_LIGHTNING_RESTART"  # of attempts with a possible next attempt
 _MEET_S = 60.0  # ranks leave a run within seconds of each other
 _POLL_S = 0.02
 
@@ -25,7 +25,7 @@ class Restarts:
     """
 
     in_process: int = 0
-    """Restarts after exceptions; a process that was killed is its launcher's to start again."""
+    """Restarts after exceptions. Only the launcher can start a killed process again."""
 
     def __post_init__(self) -> None:
         if self.in_process < 0:
@@ -41,14 +41,14 @@ def restarts_in_process() -> bool:
 
 
 def is_restarted() -> bool:
-    """Whether this run follows a failed one in the same processes."""
+    """Whether this run follows a failed run in the same processes."""
     return os.environ.get(_VARIABLE, "0") != "0"
 
 
 @contextmanager
 def attempt_in_process(number: int, *, is_last: bool) -> Iterator[None]:
-    """Around a run: failures of other ranks wake this process instead of ending it, unless it is
-    the last attempt.
+    """Context of a run: failures of other ranks wake this process instead of ending the process,
+    except in the last attempt.
     """
     os.environ.pop(_VARIABLE, None)  # the starter's, in a process that it has started
     if not is_last:
@@ -63,7 +63,7 @@ class Meeting:
     """Meeting of all ranks after a failed run, over the job's store.
 
     Args:
-        store: The job's; the process that serves it keeps it.
+        store: The job's store, kept alive by the serving process.
         attempt: Number of the failed run.
         world_size: Ranks of the job.
     """
@@ -73,11 +73,11 @@ class Meeting:
         self._world_size = world_size
 
     def cancel(self) -> None:
-        """Tell the others that this rank will not come."""
+        """Tell all other ranks that this rank will not come."""
         self._store.set("cancelled", "1")
 
     def wait(self) -> bool:
-        """Wait for all ranks; return whether they came."""
+        """Wait for all ranks. Return whether all ranks came."""
         deadline = time.monotonic() + _MEET_S
         arrived = self._store.add("arrived", 1)
         while arrived < self._world_size:

@@ -1,8 +1,8 @@
-"""Signals that arrive while the main thread is blocked in a collective.
+"""Receive signals while the main thread is blocked in a collective.
 
-Python runs a signal's handler in the main thread, between two of its instructions: never inside a
-collective. The C part of the interpreter writes the signal's number into a file descriptor at once
-(``signal.set_wakeup_fd``), where another thread reads it.
+Python runs a signal's handler in the main thread, between two Python instructions, so never inside
+a collective. The C part of the interpreter writes the signal's number into a file descriptor at
+once (``signal.set_wakeup_fd``). Another thread reads the file descriptor.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ import threading
 
 
 class SignalPipe:
-    """Pipe of the numbers of the signals that this process receives and has a handler for."""
+    """Pipe of the numbers of received signals with a handler."""
 
     def __init__(self) -> None:
         self._reads = self._writes = -1
 
     def open(self) -> None:
-        """Begin to receive; a no-op outside the main thread, and where another library listens."""
+        """Begin to receive. No-op outside the main thread, and if another library listens."""
         if threading.current_thread() is not threading.main_thread() or self._writes >= 0:
             return
         self._reads, self._writes = os.pipe()
         for end in (self._reads, self._writes):
             os.set_blocking(end, False)
         previous = signal.set_wakeup_fd(self._writes, warn_on_full_buffer=False)
-        if previous >= 0:  # asyncio's, which runs callbacks by it
+        if previous >= 0:  # asyncio's, needed for callbacks
             signal.set_wakeup_fd(previous)
             self._close_ends()
 

@@ -1,8 +1,9 @@
-"""Where a rank is: the stack of its main thread and its last collectives, also while it is blocked.
+"""The position of a rank: the stack of the main thread and the last collectives, even of a blocked
+rank.
 
 A thread can read the main thread's stack at any time: waits of gloo and NCCL release the
-interpreter. torch's flight recorder numbers the collectives of every process group; a rank with a
-smaller number than another one of the group is behind.
+interpreter. torch's flight recorder numbers the collectives of every process group. A rank with a
+smaller number than another rank of the group is behind.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ _INNERMOST = 8  # frames in which a wait is looked for
 
 @dataclass(frozen=True)
 class Position:
-    """Position of one rank."""
+    """Position of a rank."""
 
     rank: int
     step: int
@@ -40,7 +41,8 @@ class Position:
     stack: list[str]
     """Frames of the main thread, the innermost first."""
     collectives: dict[str, tuple[int, str]] = field(default_factory=dict)
-    """Process group -> number of its collectives that this rank has begun, and the last one."""
+    """Process group -> number of the group's collectives begun by this rank, and the last
+    collective."""
 
     @property
     def waits(self) -> bool:
@@ -58,7 +60,7 @@ class Position:
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> Position:
-        """Return the position that :meth:`as_dict` described."""
+        """Return the position described by :meth:`as_dict`."""
         collectives = {
             name: (int(n), str(last)) for name, (n, last) in values["collectives"].items()
         }
@@ -79,7 +81,9 @@ def main_stack() -> list[str]:
 
 
 def last_collectives() -> dict[str, tuple[int, str]]:
-    """Return, by process group, how many collectives this rank has begun, and the last one."""
+    """Return, by process group, the number of collectives begun by this rank, and the last
+    collective.
+    """
     last: dict[str, tuple[int, str]] = {}
     for record in compat.flight_records():
         number = int(record.get("collective_seq_id") or 0)
@@ -92,7 +96,9 @@ def last_collectives() -> dict[str, tuple[int, str]]:
 
 
 def describe(positions: Sequence[Position], silent: Sequence[int], num_frames: int = 6) -> str:
-    """Return who hangs where: ranks of one stack together, those that wait for nobody first."""
+    """Return the stacks of the hanging ranks. Ranks with equal stacks are grouped, and ranks
+    without a wait come first.
+    """
     groups: dict[tuple[bool, str, tuple[str, ...]], list[Position]] = defaultdict(list)
     for position in positions:
         key = (position.waits, position.activity, tuple(position.stack[:num_frames]))
@@ -113,14 +119,14 @@ def describe(positions: Sequence[Position], silent: Sequence[int], num_frames: i
 
 
 def suspects(positions: Sequence[Position], silent: Sequence[int]) -> list[int]:
-    """Return the ranks that the others wait for, as far as stacks and collectives show it."""
+    """Return the ranks awaited by other ranks, as far as stacks and collectives show."""
     working = [position.rank for position in positions if not position.waits]
     late = {rank for ranks in _late(positions).values() for rank in ranks}
     return [*silent, *([rank for rank in working if rank in late] or working)]
 
 
 def _late(positions: Sequence[Position]) -> dict[str, list[int]]:
-    """Return, by process group, the ranks that have begun fewer collectives than another one."""
+    """Return, by process group, the ranks with fewer begun collectives than another rank."""
     late = {}
     for name, ranks in _by_group(positions).items():
         most = max(number for number, _ in ranks.values())
@@ -137,7 +143,7 @@ def _by_group(positions: Sequence[Position]) -> dict[str, dict[int, tuple[int, s
 
 
 def _behind(positions: Sequence[Position]) -> list[str]:
-    """Return a line for every process group of which some ranks have begun fewer collectives."""
+    """Return a line for every process group with ranks behind."""
     lines, groups = [], _by_group(positions)
     for name, late in sorted(_late(positions).items(), key=lambda item: item[0].rpartition("/")[2]):
         ahead, (most, last) = max(groups[name].items(), key=lambda item: item[1][0])

@@ -1,4 +1,4 @@
-"""Worker processes, one per rank, of a process that is no rank itself: started, watched, and ended
+"""Worker processes, one per rank, of a starter without a rank: started, watched, and ended
 together.
 """
 
@@ -26,11 +26,11 @@ from megatron_lightning.resilience.processes import (
 
 
 def run_workers(function: Callable[..., object], args: tuple[Any, ...], num_workers: int) -> None:
-    """Call ``function(rank, *args)`` in spawned processes, and wait for all of them.
+    """Call ``function(rank, *args)`` in spawned processes, and wait for all processes.
 
     Raises:
         torch.multiprocessing.ProcessRaisedException: With a worker's traceback.
-        torch.multiprocessing.ProcessExitedException: For a worker that was killed.
+        torch.multiprocessing.ProcessExitedException: For a killed worker.
         KeyboardInterrupt: If this process or a worker was interrupted.
     """
     processes: list[BaseProcess] = []
@@ -51,14 +51,14 @@ def watched_workers(
     processes: Callable[[], Sequence[BaseProcess]],
     on_failure: Callable[[int, str], None] = print_failure,
 ) -> Iterator[None]:
-    """Watch workers while a block starts them through torch and waits for them.
+    """Watch workers while a block starts workers through torch and waits.
 
-    When one fails, its rank and failure are printed and the others are ended; when the block
-    raises, all are ended.
+    After a failure, the failed rank and the failure are printed, and all other workers are ended.
+    If the block raises, all workers are ended.
 
     Args:
-        processes: Returns the workers by rank; empty before they are started.
-        on_failure: Called once with the failed rank and how it ended.
+        processes: Returns the workers by rank. Empty before the start.
+        on_failure: Called once with the failed rank and a description of the end.
 
     Raises:
         KeyboardInterrupt: If a worker was interrupted.
@@ -83,7 +83,7 @@ def watched_workers(
         raise
     except BaseException as error:
         if isinstance(error, KeyboardInterrupt):
-            wait_for(children(), GRACE_S)  # Ctrl-C reached them, too
+            wait_for(children(), GRACE_S)  # Ctrl-C reached the workers, too
         # Processes() is empty before all are started.
         for child in set(multiprocessing.active_children()) - others:
             child.kill()
@@ -96,19 +96,19 @@ def watched_workers(
 
 @contextmanager
 def worker_process(write_logs: Callable[[], object] = lambda: None) -> Iterator[None]:
-    """Run a block as a worker: it ends with its starter, after ``write_logs``, and with
-    ``INTERRUPTED`` on Ctrl-C.
+    """Run a block as a worker. The worker ends together with the starter, after ``write_logs``, and
+    with ``INTERRUPTED`` on Ctrl-C.
     """
     ParentWatch(os.getppid(), print_message, write_logs).start()
     try:
         yield
     except KeyboardInterrupt:
-        raise SystemExit(INTERRUPTED) from None  # torch would end it with exit code 0
+        raise SystemExit(INTERRUPTED) from None  # torch would end the worker with exit code 0
 
 
 def _exit_code_of(process: BaseProcess) -> Callable[[], int | None]:
-    """Return a function that reads a worker's exit code without reaping it, which the main thread
-    does.
+    """Return a function to read a worker's exit code without reaping the worker: the main thread
+    reaps.
     """
 
     def exit_code() -> int | None:
