@@ -1,5 +1,5 @@
-"""Exceptions of this package. Every message states what was found, why it cannot work, and what to
-set.
+"""Exceptions of this package. Every message states the finding, the reason for the failure, and the
+setting to change.
 """
 
 from __future__ import annotations
@@ -16,19 +16,17 @@ class MegatronLightningError(Exception):
 
 
 class ConfigError(MegatronLightningError, ValueError):
-    """A setting, or a combination of settings, that cannot work; raised before any process group
-    exists if possible.
+    """A setting, or a combination of settings, beyond the abilities of this package. Raised before
+    any process group exists if possible.
     """
 
 
 class DataError(MegatronLightningError, ValueError):
-    """Input data that cannot be read; the message names the file and, where there is one, the
-    line.
-    """
+    """Unreadable input data. The message names the file and, if known, the line."""
 
 
 class CheckpointError(MegatronLightningError, RuntimeError):
-    """A checkpoint that is missing, incomplete, damaged, or does not fit the model."""
+    """A missing, incomplete, damaged or unfitting checkpoint."""
 
 
 class MissingCheckpointError(CheckpointError, FileNotFoundError):
@@ -44,11 +42,11 @@ class MissingCheckpointError(CheckpointError, FileNotFoundError):
 
 
 class ShardingError(MegatronLightningError, RuntimeError):
-    """A parameter or module that contradicts its declared sharding."""
+    """A parameter or module in contradiction to the declared sharding."""
 
     @classmethod
     def drifted(cls, names: Sequence[str], axis: str, ranks: Sequence[int]) -> ShardingError:
-        """Return the error for tensors that ranks replicate and that have drifted apart."""
+        """Return the error for replicated tensors with different values on different ranks."""
         more = f" and {len(names) - 5} more" if len(names) > 5 else ""
         return cls(
             f"{len(names)} tensor(s) that the {axis} ranks {list(ranks)} replicate have other "
@@ -61,33 +59,35 @@ class ShardingError(MegatronLightningError, RuntimeError):
 
 
 class PipelineError(MegatronLightningError, RuntimeError):
-    """A step that a pipeline cannot run; the message names rank, stage, action and micro-batch."""
+    """A step not runnable by a pipeline. The message names rank, stage, action and micro-batch."""
 
 
 class RecomputeError(MegatronLightningError, RuntimeError):
-    """An activation whose recomputation differs."""
+    """An activation with a differing recomputation."""
 
 
 class NonFiniteError(MegatronLightningError, FloatingPointError):
-    """A loss or gradient that is infinite or NaN; the message names the rank, the parameter and the
+    """An infinite or NaN loss or gradient. The message names the rank, the parameter and the
     micro-batch.
     """
 
 
 class SpikeError(MegatronLightningError, RuntimeError):
-    """A loss or gradient norm far above those of the last steps, at which a run was to stop."""
+    """A loss or gradient norm far above the last steps, as a reason to stop the run."""
 
 
 class NoProgressError(MegatronLightningError, RuntimeError):
-    """A run that its launcher starts again and again, and that fails before any new step."""
+    """A run restarted again and again by the launcher, and failing before any new step."""
 
 
 EXPLAINED = (ConfigError, DataError, CheckpointError, NoProgressError)
-"""Errors whose message is all that a user needs: printed as one line, without a traceback."""
+"""Errors with a sufficient message: printed as one line, without a traceback."""
 
 
 def add_note(error: BaseException, note: str) -> None:
-    """Add a note to an error, which its traceback shows; Python 3.10 has none and logs it."""
+    """Add a note to an error, shown by the traceback. Python 3.10 has no notes and logs the
+    note.
+    """
     if sys.version_info >= (3, 11):
         error.add_note(note)
     else:

@@ -48,7 +48,7 @@ def check_options(
 
 
 def check_data_parallel_mode(data_parallel: str) -> None:
-    """Check that data-parallel ranks share in a way that is known."""
+    """Check that the data-parallel mode is known."""
     if data_parallel not in get_args(DataParallel):
         raise ConfigError(
             f'data_parallel is {data_parallel!r}, which is unknown. Set it to "ddp", "zero1" or '
@@ -57,7 +57,7 @@ def check_data_parallel_mode(data_parallel: str) -> None:
 
 
 def resolve_compile(compile: str | None, options: CompileOptions | None) -> CompileOptions | None:
-    """Return how blocks are compiled; None: they are not."""
+    """Return the options of compiled blocks. None: blocks are not compiled."""
     if compile is not None and compile not in get_args(CompileScope):
         raise ConfigError(
             f'compile is {compile!r}, which is unknown. Set it to "block", which compiles each of '
@@ -72,7 +72,9 @@ def resolve_compile(compile: str | None, options: CompileOptions | None) -> Comp
 
 
 def check_compiled_shards(data_parallel: str, num_shards: int, schedule: str) -> None:
-    """Check that compiled blocks whose weight gradients ``schedule`` defers keep their weights."""
+    """Check that compiled blocks with weight gradients deferred by ``schedule`` keep the block's
+    weights.
+    """
     if data_parallel == "fsdp" and num_shards > 1:
         raise ConfigError(
             f'compile="block", pipeline_schedule="{schedule}", which defers weight gradients, and '
@@ -131,8 +133,8 @@ def check_data_parallel(grid: RankGrid, data_parallel: str, options: DataParalle
 
 
 def check_process_groups(backend: str | None, timeout_s: float) -> None:
-    """Check that process groups have a timeout and a backend for CPU tensors, with which ranks
-    compare weights and plans.
+    """Check that process groups have a timeout and a backend for CPU tensors. Ranks compare weights
+    and plans on CPU tensors.
     """
     if not isinstance(timeout_s, int | float) or not 0 < timeout_s < float("inf"):
         raise ConfigError(
@@ -149,7 +151,7 @@ def check_process_groups(backend: str | None, timeout_s: float) -> None:
 
 
 def check_accumulation(num_batches: int) -> None:
-    """Check the number of batches of an optimizer step, by which Lightning's loop divides."""
+    """Check the number of batches of an optimizer step. Lightning's loop divides by the number."""
     if num_batches < 1:
         raise ConfigError(
             f"accumulate_grad_batches is {num_batches}; it must be a positive integer. Set it to 1 "
@@ -172,8 +174,8 @@ def check_model_layout(
         layout: Sizes of the parallel axes.
         world_size: Number of ranks.
         sequence_length: Tokens of a training sample, if known.
-        explicit_stages: Whether the user lists the layers of every stage, of which some may have
-            none.
+        explicit_stages: Whether the user lists the layers of every stage. A listed stage may have
+            no layers.
     """
     layout.data_parallel_size(world_size)
     _check_tensor(config, layout)
@@ -301,7 +303,7 @@ def check_trained_experts(config: TransformerConfig, layout: ParallelLayout) -> 
 
 
 def check_vocabulary(config: TransformerConfig, num_ids: int | None) -> None:
-    """Check that the model has a row for each of the ``num_ids`` ids of the data; None: unknown."""
+    """Check that the model has a row for each of the ``num_ids`` ids of the data. None: unknown."""
     if num_ids is not None and num_ids > config.vocab_size:
         raise ConfigError(
             f"the data's vocab_size={num_ids} (their tokenizer's, unless it is set) is above the "
@@ -311,11 +313,11 @@ def check_vocabulary(config: TransformerConfig, num_ids: int | None) -> None:
 
 
 def check_sequence_length(length: int, num_ranks: int, tensor_ranks: int, name: str) -> None:
-    """Check that a sequence can be divided over ``num_ranks`` context-parallel ranks, and its parts
-    over ``tensor_ranks`` (1: without sequence parallelism).
+    """Check that a sequence can be divided over ``num_ranks`` context-parallel ranks, and the parts
+    of the sequence over ``tensor_ranks`` (1: without sequence parallelism).
 
     Raises:
-        ConfigError: Naming the nearest lengths that work.
+        ConfigError: Naming the nearest valid lengths.
     """
     step = lcm(2 * num_ranks, num_ranks * tensor_ranks)
     if num_ranks > 1 and length % step:
@@ -329,10 +331,10 @@ def check_sequence_length(length: int, num_ranks: int, tensor_ranks: int, name: 
 
 
 def check_levels(options: ContextOptions, num_ranks: int) -> None:
-    """Check that the levels of "a2a+p2p" are those of ``num_ranks`` context-parallel ranks.
+    """Check that the levels of "a2a+p2p" multiply to ``num_ranks`` context-parallel ranks.
 
     Raises:
-        ConfigError: Naming the nearest sizes that work.
+        ConfigError: Naming the nearest valid sizes.
     """
     sizes = options.hierarchical_context_parallel_sizes
     if sizes is None or prod(sizes) == num_ranks:
@@ -349,7 +351,7 @@ def check_levels(options: ContextOptions, num_ranks: int) -> None:
 def check_exchanged_heads(
     config: TransformerConfig, layout: ParallelLayout, options: ContextOptions
 ) -> None:
-    """Check that the heads of a tensor-parallel rank divide over the ranks that exchange them."""
+    """Check that the heads of a tensor-parallel rank divide over the head-exchanging ranks."""
     heads = config.num_attention_heads // layout.tp
     for exchange in options.exchanges:
         size = options.num_exchanging(exchange, layout.cp)
@@ -370,7 +372,7 @@ _KERNELS: Mapping[str, tuple[AttentionBackend, ...]] = {
     "cuda": ("flash", "cudnn", "efficient", "math"),
 }
 _HALF_ONLY: tuple[AttentionBackend, ...] = ("flash", "cudnn")
-"""Kernels of GPUs that do not take fp32."""
+"""GPU kernels without fp32 support."""
 _WIDE = ("None", "32", "32-true", "64", "64-true")
 
 
@@ -381,14 +383,14 @@ def check_attention_backend(
     device: str,
     precision: str | int | None,
 ) -> None:
-    """Check that a device has the kernels of attention that the model names, and that they take
-    what the options say; torch knows the rest.
+    """Check that a device has the model's attention kernels, and that the kernels support the
+    options. torch checks the rest.
 
     Args:
         config: The model.
-        num_context_ranks: Ranks that share a sequence.
-        device: Type of the device; for others than CPUs and CUDA nothing is known.
-        precision: The Trainer's.
+        num_context_ranks: Ranks of a sequence.
+        device: Type of the device. Only CPUs and CUDA are checked.
+        precision: Precision of the Trainer.
     """
     backend, known = config.attention_backend, _KERNELS.get(device, ())
     if backend == "auto" or not known:

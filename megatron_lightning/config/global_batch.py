@@ -1,5 +1,5 @@
-"""The global batch: samples of an optimizer step over all data-parallel ranks, kept when a run goes
-on with another number of them.
+"""The global batch: samples of an optimizer step over all data-parallel ranks, unchanged when a run
+continues with another number of ranks.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from megatron_lightning.errors import ConfigError
 
 
 def replica_batch_size(global_batch_size: int, num_replicas: int, accumulated: int = 1) -> int:
-    """Return the samples of a batch on one data-parallel rank.
+    """Return the samples of a batch on a data-parallel rank.
 
     Args:
         global_batch_size: Samples of an optimizer step over all data-parallel ranks.
@@ -19,7 +19,7 @@ def replica_batch_size(global_batch_size: int, num_replicas: int, accumulated: i
         accumulated: Batches of an optimizer step.
 
     Raises:
-        ConfigError: If they do not divide it.
+        ConfigError: If ranks and batches do not divide the global batch.
     """
     parts = num_replicas * accumulated
     if global_batch_size % parts:
@@ -33,12 +33,12 @@ def replica_batch_size(global_batch_size: int, num_replicas: int, accumulated: i
 
 @dataclass(frozen=True)
 class StepSize:
-    """What makes up the global batch of a run."""
+    """The factors of a run's global batch."""
 
     num_replicas: int
     """Data-parallel ranks."""
     batch_size: int
-    """Samples of a batch on one of them."""
+    """Samples of a batch on a data-parallel rank."""
     accumulated: int
     """Batches of an optimizer step."""
 
@@ -55,11 +55,11 @@ class StepSize:
         )
 
     def accumulated_as(self, before: StepSize) -> int | None:
-        """Return the batches of a step that keep the global batch of ``before``; None: they need
-        not change, or the user has changed the batch.
+        """Return the batches per step to keep the global batch of ``before``. None: no change is
+        needed, or the user has changed the batch.
 
         Raises:
-            ConfigError: If no whole number of batches keeps it.
+            ConfigError: If no whole number of batches keeps the global batch.
         """
         is_user = (self.batch_size, self.accumulated) != (before.batch_size, before.accumulated)
         if is_user or self.num_replicas == before.num_replicas:

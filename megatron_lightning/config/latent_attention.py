@@ -1,7 +1,7 @@
 """Sizes of multi-head latent attention (https://arxiv.org/abs/2405.04434, section 2.1).
 
-Names are those of Megatron-Core's ``MLATransformerConfig``. Those of DeepSeek's checkpoints differ:
-``qk_head_dim`` is their ``qk_nope_head_dim``, and ``qk_pos_emb_head_dim`` their
+Names follow Megatron-Core's ``MLATransformerConfig``. DeepSeek's checkpoints use other names:
+``qk_head_dim`` is DeepSeek's ``qk_nope_head_dim``, and ``qk_pos_emb_head_dim`` DeepSeek's
 ``qk_rope_head_dim``.
 """
 
@@ -20,13 +20,13 @@ class LatentAttentionConfig:
     """Ranks of the latents and sizes of the heads."""
 
     q_lora_rank: int | None = 512
-    """Width of the latent that queries are computed from; None: from the hidden states."""
+    """Width of the latent of the queries. None: queries are computed from the hidden states."""
     kv_lora_rank: int = 512
-    """Width of the latent that keys and values are computed from."""
+    """Width of the latent of keys and values."""
     qk_head_dim: int = 128
     """Channels of a query or key head without a position."""
     qk_pos_emb_head_dim: int = 64
-    """Rotated channels of a query head, and of the one key that all heads share; even."""
+    """Rotated channels of a query head, and of the single key shared by all heads. Even."""
     v_head_dim: int = 128
     """Size of a value head."""
 
@@ -47,8 +47,8 @@ class LatentAttentionConfig:
         return self.qk_head_dim + self.qk_pos_emb_head_dim
 
     def num_parameters(self, hidden_size: int, num_heads: int, *, norms: int) -> int:
-        """Return the number of parameters of one layer's attention; ``norms``: those of a channel
-        of a latent in its norm.
+        """Return the number of parameters of a layer's attention. ``norms``: parameters per channel
+        in the norm of a latent.
         """
         rank, heads = self.q_lora_rank, num_heads * self.q_head_dim
         queries = hidden_size * heads

@@ -1,8 +1,9 @@
 """Kinds of transformer layers: ours by name, a user's by class path. No torch here.
 
 Three read-only mappings have a kind as key: ``models.transformer.LAYERS`` builds a layer,
-``models.blueprint.LAYER_WEIGHTS`` names its weights, ``planning.activations.LEDGERS`` lists what
-its operations keep. A user's kind is the class path of a class with these three as static methods:
+``models.blueprint.LAYER_WEIGHTS`` names the layer's weights, ``planning.activations.LEDGERS`` lists
+the memory kept by the layer's operations. A user's kind is the class path of a class with three
+static methods:
 
     build(config, rotary) -> nn.Module       its forward(hidden [s, b, h], sequence) -> [s, b, h]
     weights(config) -> tuple[Weight, ...]    in registration order
@@ -23,12 +24,12 @@ _T = TypeVar("_T")
 
 
 def entry_of(kind: str, entries: Mapping[str, _T], method: str) -> _T:
-    """Return the entry of a kind in one of the three mappings.
+    """Return the entry of a kind in any of the three mappings.
 
     Args:
         kind: A key, or the class path of a user's kind.
         entries: The mapping.
-        method: Method of a user's class that stands for an entry.
+        method: Method of a user's class in place of an entry.
     """
     return entries[kind] if kind in entries else cast("_T", getattr(_load(kind), method))
 
@@ -37,7 +38,7 @@ def check_pattern(pattern: Sequence[str], num_layers: int) -> None:
     """Check ``TransformerConfig.layer_pattern``.
 
     Raises:
-        ConfigError: If it has not one kind for each layer, or a kind is unknown.
+        ConfigError: If the number of kinds differs from the number of layers, or a kind is unknown.
     """
     if len(pattern) != num_layers:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""Values of Megatron's options that this package leaves out."""
+"""Values of Megatron's options not supported by this package."""
 
 from __future__ import annotations
 
@@ -33,5 +33,5 @@ LEFT_OUT: Mapping[tuple[str, str], str] = {
         f"{_KITCHEN} Set it to auto, or to emulation, which runs every recipe on any device."
     ),
 }
-"""Option and value -> why, and what to set. The command line shows it, too, whose parser knows an
-option's choices only."""
+"""Option and value -> the reason, and the setting to use instead. The command line shows the text,
+too, because the parser knows only the choices of an option."""

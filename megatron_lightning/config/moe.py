@@ -1,7 +1,7 @@
 """Configuration of mixture-of-experts layers: router, experts and token dispatch. No torch here.
 
-Names are Megatron-Core's less their prefix ``moe_``. Notation: ``t`` tokens, ``E`` experts, ``k``
-experts that a token is sent to (``router_topk``).
+Names are Megatron-Core's without the prefix ``moe_``. Notation: ``t`` tokens, ``E`` experts, ``k``
+experts per token (``router_topk``).
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def _check_choice(name: str, value: object, choices: Sequence[str]) -> None:
 
 
 def _is_number(value: object) -> bool:
-    """Whether ``value`` is a finite number that is not negative."""
+    """Whether ``value`` is a finite, non-negative number."""
     return (
         isinstance(value, (int, float))
         and not isinstance(value, bool)
@@ -62,65 +62,67 @@ class MoEConfig:
     num_experts: int
     """Experts of a layer (E), over all ranks."""
     router_topk: int = 2
-    """Experts that every token is sent to (k)."""
+    """Experts per token (k)."""
     router_score_function: ScoreFunction = "softmax"
     """Function from logits to scores. Sigmoid and sqrtsoftplus (the root of softplus) score every
-    expert by itself; the scores of a token's k experts are divided by their sum, if k is above
-    1."""
+    expert separately. The scores of a token's k experts are divided by the sum of the k scores, if
+    k is above 1."""
     router_pre_softmax: bool = False
-    """Softmax over all experts before the k are chosen; otherwise over the k chosen ones. Without
-    meaning for other score functions."""
+    """Softmax over all experts before the choice of k experts. Otherwise softmax over the k chosen
+    experts. Without meaning for other score functions."""
     router_topk_scaling_factor: float | None = None
-    """Factor of the probabilities; None: 1."""
+    """Factor of the probabilities. None: 1."""
     router_num_groups: int | None = None
-    """Groups of consecutive experts for group-limited routing; None: no groups."""
+    """Groups of consecutive experts for group-limited routing. None: no groups."""
     router_group_topk: int | None = None
-    """Groups that a token's experts are chosen from: those with the largest sums of their
-    router_topk // router_group_topk best scores."""
+    """Groups to choose a token's experts from: the groups with the largest sums of the router_topk
+    // router_group_topk best scores."""
     router_dtype: RouterDtype = "fp32"
     """Dtype of the router's product, scores and probabilities, under autocast as well."""
     router_load_balancing_type: LoadBalancing | Sequence[LoadBalancing] = "aux_loss"
-    """Where tokens are balanced over the experts by an auxiliary loss: in a micro-batch (aux_loss),
-    in each sequence (seq_aux_loss) or in the global batch (global_aux_loss). A list combines them;
-    none: no loss."""
+    """Scope of the auxiliary loss to balance tokens over the experts: a micro-batch (aux_loss),
+    each sequence (seq_aux_loss) or the global batch (global_aux_loss). A list combines several
+    losses. none: no loss."""
     aux_loss_coeff: float | Sequence[float] = 0.0
-    """Coefficient of the auxiliary loss, for example 1e-2; a list of types needs a list. 0: no
+    """Coefficient of the auxiliary loss, for example 1e-2. A list of types needs a list. 0: no
     loss."""
     z_loss_coeff: float | None = None
-    """Coefficient of the loss that keeps logits small, for example 1e-3; None: no loss."""
+    """Coefficient of the loss to keep logits small, for example 1e-3. None: no loss."""
     router_enable_expert_bias: bool = False
-    """Balance without a loss: every expert has a bias, which is added to the scores when experts
-    are chosen, but not to the probabilities, and follows the tokens of each optimizer step."""
+    """Balance without a loss, by a bias of every expert. The bias is added to the scores for the
+    choice of experts, but not to the probabilities, and follows the tokens of each optimizer
+    step."""
     router_bias_update_rate: float = 1e-3
-    """Change of an expert's bias in one optimizer step."""
+    """Change of an expert's bias per optimizer step."""
     router_force_load_balancing: bool = False
     """Choose experts by random logits, for benchmarks."""
     input_jitter_eps: float | None = None
-    """In training, multiply the router's input by random factors between 1 - eps and 1 + eps; None:
+    """In training, multiply the router's input by random factors between 1 - eps and 1 + eps. None:
     no jitter."""
     expert_capacity_factor: float | None = None
-    """An expert takes at most this multiple of its fair share of a rank's tokens, t k / E; the
-    others are dropped. None: no token is dropped."""
+    """An expert takes at most this multiple of a fair share of a rank's tokens, t k / E. Further
+    tokens are dropped. None: no token is dropped."""
     token_drop_policy: DropPolicy = "probs"
-    """Drop the tokens with the lowest probabilities, or the last ones of the micro-batch."""
+    """Drop the tokens with the lowest probabilities, or the last tokens of the micro-batch."""
     pad_expert_input_to_capacity: bool = False
-    """Fill every expert up to its capacity with tokens of probability 0, so that shapes do not
-    depend on the routing."""
+    """Fill every expert up to the capacity with tokens of probability 0. Shapes then do not depend
+    on the routing."""
     ffn_hidden_size: int | None = None
-    """Width of one expert; None: the model's ffn_hidden_size."""
+    """Width of an expert. None: the model's ffn_hidden_size."""
     shared_expert_intermediate_size: int | None = None
-    """Width of the shared experts together, which see every token; None: no shared expert."""
+    """Width of the shared experts together. Shared experts see every token. None: no shared
+    expert."""
     shared_expert_gate: bool = False
     """Multiply the shared experts' output by a learned sigmoid gate."""
     layer_freq: int | Sequence[int] = 1
-    """Layers with experts: every n-th one, starting with the first, or a list with 1 (experts) or 0
-    (dense) for each layer."""
+    """Layers with experts: every n-th layer, starting with the first, or a list with 1 (experts) or
+    0 (dense) for each layer."""
     token_dispatcher_type: TokenDispatcher = "alltoall"
-    """How tokens reach the ranks of their experts: every row is sent to its rank (alltoall), or all
-    rows to all ranks (allgather)."""
+    """Way of tokens to the ranks of the experts: every row is sent to the expert's rank (alltoall),
+    or all rows to all ranks (allgather)."""
     grouped_gemm: bool = True
-    """Multiply all experts of a rank by one kernel where torch has one for the device and dtype,
-    and one by one elsewhere. False: always one by one, with the same weights."""
+    """Multiply all experts of a rank by a single grouped GEMM if torch has a kernel for the device
+    and dtype. Otherwise, or if False, loop over the experts, with the same weights."""
 
     def __post_init__(self) -> None:
         for name in ("router_load_balancing_type", "aux_loss_coeff", "layer_freq"):
@@ -272,7 +274,7 @@ class MoEConfig:
         """Return the kind of each of a model's ``num_layers`` layers.
 
         Raises:
-            ConfigError: If ``layer_freq`` is a list for another number of layers.
+            ConfigError: If ``layer_freq`` is a list of another length.
         """
         freq = self.layer_freq
         if isinstance(freq, int):
@@ -286,7 +288,7 @@ class MoEConfig:
 
     @property
     def auxiliary_losses(self) -> Mapping[LoadBalancing, float]:
-        """Coefficients of the auxiliary losses that are not 0, by type."""
+        """Nonzero coefficients of the auxiliary losses, by type."""
         types = _as_tuple(self.router_load_balancing_type)
         values = _as_tuple(self.aux_loss_coeff)
         return {kind: float(value) for kind, value in zip(types, values, strict=False) if value}

@@ -18,30 +18,29 @@ class DataParallelOptions:
     """Sharding and communication of gradients and optimizer state over the data-parallel ranks."""
 
     bucket_size: int | None = None
-    """Elements at which a gradient bucket closes and its reduction may start; None: Megatron's
-    max(40e6, 1e6 per data-parallel rank), and no more than an eighth of the parameters, so that
-    small models overlap as well."""
+    """Elements of a full gradient bucket, ready for the reduction. None: Megatron's max(40e6, 1e6
+    per data-parallel rank), but no more than an eighth of the parameters, to let small models
+    overlap as well."""
     grad_reduce_in_bf16: bool = False
-    """Send gradients as bf16, half the bytes; they are accumulated over micro-batches in fp32 all
-    the same."""
+    """Send gradients as bf16, half the bytes. The accumulation over micro-batches stays in fp32."""
     num_distributed_optimizer_instances: int = 1
-    """Groups of neighboring ranks into which the data-parallel ranks are split: zero1 and fsdp
-    shard inside a group (a node) and keep a replica in each of the others (hybrid sharding)."""
+    """Number of groups of neighboring ranks among the data-parallel ranks: zero1 and fsdp shard
+    inside a group (a node), and every group keeps a replica (hybrid sharding)."""
     overlap_param_gather: bool = False
-    """Gather the parameters that zero1 has stepped beside the next forward instead of inside the
-    step. Code that reads weights between the two (a callback, the module's own hooks, a step before
-    it calls the layer) sees old ones."""
+    """Gather the parameters stepped by zero1 during the next forward instead of inside the step.
+    Code reading weights between step and forward (a callback, the module's hooks, a step before the
+    call of the layer) sees old weights."""
     optimizer_cpu_offload: bool = False
     """Keep the optimizer's state and master weights in host memory, and step there."""
     moments_dtype: MomentsDtype = "fp32"
-    """Dtype of the optimizer's moments between the steps; the step itself computes in fp32."""
+    """Dtype of the optimizer's moments between the steps. The step itself computes in fp32."""
     reshard_after_forward: bool | None = None
-    """fsdp: release a unit's full parameters between forward and backward (ZeRO-3) and gather them
-    again; None: where a step is one micro-batch. With micro-batches they are otherwise gathered
-    once a step (ZeRO-2)."""
+    """fsdp: release a unit's full parameters between forward and backward, and gather again
+    (ZeRO-3). None: only if a step has a single micro-batch. With several micro-batches parameters
+    are otherwise gathered once a step (ZeRO-2)."""
     reduce_every_microbatch: bool = False
-    """fsdp: reduce-scatter gradients after every micro-batch, so that full gradients are never
-    kept, instead of once a step."""
+    """fsdp: reduce-scatter gradients after every micro-batch instead of once a step. Full gradients
+    are then never kept."""
 
     def __post_init__(self) -> None:
         check_counts(self, "bucket_size", "num_distributed_optimizer_instances")
@@ -50,16 +49,17 @@ class DataParallelOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class ContextOptions:
-    """Attention over sequences that are divided over ranks, with Megatron-Core's names."""
+    """Attention over sequences sharded over ranks, with Megatron-Core's names."""
 
     cp_comm_type: ContextExchange | list[ContextExchange] = "p2p"
-    """How queries meet the keys of other ranks: "p2p" passes keys and values around the ranks (ring
-    attention), "all_gather" gathers them, "a2a" exchanges parts of the sequence for heads
-    (Ulysses), "a2a+p2p" does so among neighbors and passes keys and values around their groups. A
-    list has one entry for each attention module of the full model, in order."""
+    """Context-parallel communication: "p2p" passes keys and values around the ranks (ring
+    attention), "all_gather" gathers keys and values, "a2a" exchanges parts of the sequence for
+    heads (Ulysses), "a2a+p2p" exchanges heads among neighbors and passes keys and values around the
+    groups of neighbors. A list has an entry for each attention module of the full model, in
+    order."""
     hierarchical_context_parallel_sizes: list[int] | None = None
-    """Ranks of the two levels of "a2a+p2p": neighbors that exchange heads, and groups of them in a
-    ring; their product is context_parallel_size. None: there are no levels."""
+    """Ranks of the two levels of "a2a+p2p": neighbors to exchange heads, and groups of neighbors in
+    a ring. The product is context_parallel_size. None: no levels."""
 
     def __post_init__(self) -> None:
         for name in self.exchanges:
@@ -93,7 +93,7 @@ class ContextOptions:
         return tuple(dict.fromkeys(given if isinstance(given, list) else [given]))
 
     def num_exchanging(self, exchange: ContextExchange, num_ranks: int) -> int:
-        """Return how many of ``num_ranks`` context-parallel ranks divide the heads among them."""
+        """Return the number of context-parallel ranks, among ``num_ranks``, to divide the heads."""
         if exchange == "a2a+p2p" and self.hierarchical_context_parallel_sizes is not None:
             return self.hierarchical_context_parallel_sizes[0]
         return num_ranks if exchange == "a2a" else 1
@@ -106,26 +106,26 @@ class PipelineOptions:
     """
 
     units: list[str] | None = None
-    """Path patterns of the units between which the model may be divided, in the order in which one
-    forward calls them; None: the model's own, or else they are found."""
+    """Path patterns of the units of the pipeline split, in the order of calls in a forward. None:
+    the model's declared units, or units found by a search."""
     pipeline_model_parallel_layout: str | list[list[str]] | None = None
     """Layers of every stage in Megatron's notation, such as "Et*3|(tt|)*29,mL", or as lists of
-    "embedding", "decoder", "mtp" and "loss"; None: layers are spread evenly."""
+    "embedding", "decoder", "mtp" and "loss". None: layers are spread evenly."""
     num_layers_in_first_pipeline_stage: int | None = None
-    """Layers of the first pipeline rank, all of its chunks together; None: like the others."""
+    """Layers of the first pipeline rank, all chunks together. None: like the other ranks."""
     num_layers_in_last_pipeline_stage: int | None = None
-    """Layers of the last pipeline rank, all of its chunks together; None: like the others."""
+    """Layers of the last pipeline rank, all chunks together. None: like the other ranks."""
     account_for_embedding_in_pipeline_split: bool = False
     """Count the embedding as a layer when layers are spread."""
     account_for_loss_in_pipeline_split: bool = False
     """Count output layer and loss as a layer when layers are spread."""
     microbatch_group_size_per_vp_stage: int | None = None
-    """Micro-batches that visit a model chunk in one go, for the interleaved schedule; None: as few
-    as possible."""
+    """Micro-batches in a row through the same model chunk, for the interleaved schedule. None: as
+    few as possible."""
     variable_seq_lengths: bool = False
     """Whether micro-batches of equal shapes may still differ in the shapes between stages, or in
-    whether these take a gradient: steps that trim a batch by its values, layers frozen within an
-    epoch. Every message then carries its shapes."""
+    the gradients between stages. Examples: steps trimming a batch by the batch's values, layers
+    frozen within an epoch. Every message then carries the shapes."""
     explicit_steps: bool = False
     """Whether steps get full batches and call ``run_pipeline(self, fn, batch)`` to run ``fn`` on
     each micro-batch, instead of being run once for each."""

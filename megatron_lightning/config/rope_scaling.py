@@ -1,8 +1,9 @@
-"""Rotary frequencies for longer sequences than those of the pretraining, by Llama 3's rule
+"""Rotary frequencies for sequences longer than in the pretraining, by Llama 3's rule
 (https://arxiv.org/abs/2407.21783) or YaRN (https://arxiv.org/abs/2309.00071).
 
-Both look at the turns that a channel makes over the original length: below a lower bound its
-frequency is divided by ``factor``, above an upper bound kept, and in between interpolated.
+Both rules look at the turns of a channel over the original length: below a lower bound the
+channel's frequency is divided by ``factor``, above an upper bound kept, and in between
+interpolated.
 """
 
 from __future__ import annotations
@@ -32,9 +33,9 @@ class RopeScaling:
     rope_type: RopeType
     """Rule: llama3 interpolates over the turns, yarn over the channels."""
     factor: float
-    """Divisor of the low frequencies, 1 or more; Megatron's default for llama3 is 8."""
+    """Divisor of the low frequencies, 1 or more. Megatron's default for llama3 is 8."""
     original_max_position_embeddings: int
-    """Longest sequence of the pretraining in tokens; Megatron's default is 8192 for llama3 and 4096
+    """Longest sequence of the pretraining in tokens. Megatron's default is 8192 for llama3 and 4096
     for yarn."""
     low_freq_factor: float = 1.0
     """llama3: lower bound, in turns."""
@@ -48,7 +49,7 @@ class RopeScaling:
     """yarn: cosines and sines are multiplied by (0.1 x mscale x ln(factor) + 1) / (0.1 x
     mscale_all_dim x ln(factor) + 1)."""
     mscale_all_dim: float = 0.0
-    """yarn: see mscale; with latent attention, scores are multiplied by (0.1 x mscale_all_dim x
+    """yarn: see mscale. With latent attention, scores are multiplied by (0.1 x mscale_all_dim x
     ln(factor) + 1)^2 as well."""
     correction_range_round_to_int: bool = True
     """yarn: widen the interpolated range to whole channels."""

@@ -22,17 +22,15 @@ class LossScaleOptions:
     """Dynamic loss scaling of ``16-mixed``, with Megatron's rule and defaults."""
 
     initial_scale: float = 2.0**32
-    """Scale of the first step; it falls in the first steps, by their overflows, to one that
-    fits."""
+    """Scale of the first step. Overflows of the first steps lower the scale to a fitting value."""
     growth_interval: int = 1000
-    """Steps without overflow after which the scale is raised."""
+    """Steps without overflow before the scale is raised."""
     growth_factor: float = 2.0
-    """Factor by which it is raised."""
+    """Factor of a raise."""
     backoff_factor: float = 0.5
-    """Factor by which it is lowered after an overflow."""
+    """Factor of the scale after an overflow."""
     hysteresis: int = 2
-    """Overflows that are skipped before the scale is lowered; the count restarts when the scale is
-    raised."""
+    """Overflows before the scale is lowered. The count restarts when the scale is raised."""
     min_scale: float = 1.0
     """The scale is never lowered below this."""
 
@@ -61,28 +59,28 @@ class CheckpointOptions:
     """Options of saving and loading checkpoints."""
 
     async_save: bool = False
-    """Copy the state to host memory and write it in the background during training. The copy takes
-    as much memory as the rank writes. The next save, and the end of training, wait until it is
-    committed."""
+    """Copy the state to host memory and write the copy in the background during training. The copy
+    takes as much memory as the rank writes. The next save, and the end of training, wait for the
+    commit."""
     on_save_error: SaveErrorAction = "raise"
-    """"raise" ends training when a checkpoint cannot be saved; "warn" continues, and older ones are
-    kept until one can."""
+    """"raise" ends training when a checkpoint cannot be saved. "warn" continues, and keeps older
+    checkpoints until a save succeeds."""
     resize_vocabulary: bool = False
-    """Load checkpoints whose vocabulary is padded to another size than the model's: of embedding
-    and output layer (what the sharding plan calls ``VocabParallel``) and of their optimizer states,
-    rows beyond the model's are left out, and missing ones are zeros, with a warning. False: another
+    """Load checkpoints with a vocabulary padded to another size than the model's, with a warning.
+    In embedding and output layer (``VocabParallel`` in the sharding plan) and in the optimizer
+    states of both, rows beyond the model's are left out, and missing rows are zeros. False: another
     size is an error."""
 
     also_save_hf: FolderSaves | None = None
     """Write the weights as a Hugging Face folder, too, into the directory ``hugging_face`` of the
-    checkpoint: into every checkpoint, or into the last of a fit and those that are saved after it
-    ("end"). Needs a model that came from a folder. The folder is read from the checkpoint's files
-    after they are committed, with ``async_save`` in the background."""
+    checkpoint: into every checkpoint ("every"), or into the last checkpoint of a fit and all later
+    checkpoints ("end"). Needs a model from a folder. The folder is written from the checkpoint's
+    files after the commit, with ``async_save`` in the background."""
 
     adapters_only: bool = False
-    """Save adapters (and ``modules_to_save``) with their optimizer states, and not the frozen
-    weights of the models that LoRA was applied to. The checkpoint says what it leaves out, and
-    which base it belongs to; any layout loads it beside the same base."""
+    """Save adapters (and ``modules_to_save``) with the optimizer states of both, and not the frozen
+    weights of the models with LoRA. The checkpoint records the omitted weights and the base. Any
+    layout loads the checkpoint beside the same base."""
 
     def __post_init__(self) -> None:
         if self.adapters_only and self.also_save_hf is not None:
@@ -105,10 +103,10 @@ class CompileOptions:
     mode: CompileMode = "default"
     """"max-autotune-no-cudagraphs" times several kernels for each product."""
     dynamic: bool | None = None
-    """Whether sizes are symbols from the first graph on; False: a graph for each shape; None: from
+    """Whether sizes are symbols from the first graph on. False: a graph for each shape. None: from
     the second shape on."""
     fullgraph: bool = False
-    """Whether a block that cannot be traced as one graph is an error."""
+    """Whether a block not traceable as a single graph is an error."""
 
     def __post_init__(self) -> None:
         if self.mode in ("reduce-overhead", "max-autotune"):
@@ -127,8 +125,8 @@ class CompileOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class RecomputeOptions:
-    """Activations that are recomputed in the backward pass or offloaded to the host, with
-    Megatron's names.
+    """Activations to recompute in the backward pass or to offload to the host, with Megatron's
+    names.
     """
 
     recompute_granularity: Literal["selective", "full"] | None = None
@@ -138,14 +136,14 @@ class RecomputeOptions:
     of module paths. Of norms and activation functions the output is dropped, of other modules all
     saved tensors but their inputs."""
     recompute_method: Literal["uniform", "block"] | None = None
-    """Full: keep the input of every n layers (uniform), or recompute n layers of each stage one by
-    one (block)."""
+    """Full: keep the input of every n layers (uniform), or recompute n layers of each stage layer
+    by layer (block)."""
     recompute_num_layers: int | None = None
     """Full: the number n of layers."""
     recompute_layers: Sequence[str] = ("**.layers.*", "layers.*")
     """Patterns of the paths of the layers."""
     offload_modules: Sequence[str] = ()
-    """Names or patterns, as above, of modules whose saved tensors are kept in host memory."""
+    """Names or patterns, as above, of modules with saved tensors in host memory."""
     offload_min_bytes: int = 1 << 20
     """Smaller tensors stay on the device."""
 

@@ -1,7 +1,7 @@
 """Sizes and choices of a transformer.
 
-Names are Megatron-Core's where it has them. Notation of the package's model files: ``s`` sequence,
-``b`` batch, ``h`` hidden, ``n`` attention heads, ``g`` query groups, ``d`` head dim
+Names are Megatron-Core's, if Megatron-Core has the option. Notation of the package's model files:
+``s`` sequence, ``b`` batch, ``h`` hidden, ``n`` attention heads, ``g`` query groups, ``d`` head dim
 (``kv_channels``), ``f`` feed-forward size, ``v`` vocabulary.
 """
 
@@ -51,15 +51,15 @@ class TransformerConfig:
     num_attention_heads: int
     """Query heads (n)."""
     vocab_size: int
-    """Entries of the vocabulary (v); any size."""
+    """Entries of the vocabulary (v), of any size."""
     max_sequence_length: int = 2048
-    """Longest sequence in tokens; the number of learned positions."""
+    """Longest sequence in tokens, and the number of learned positions."""
     num_query_groups: int | None = None
-    """Key and value heads (g); None: one for each query head; 1: multi-query attention."""
+    """Key and value heads (g). None: a head for each query head. 1: multi-query attention."""
     kv_channels: int | None = None
-    """Size of one head (d); None: hidden_size / num_attention_heads."""
+    """Size of a head (d). None: hidden_size / num_attention_heads."""
     ffn_hidden_size: int | None = None
-    """Width of the feed-forward layer (f); None: 4 x hidden_size."""
+    """Width of the feed-forward layer (f). None: 4 x hidden_size."""
     normalization: Normalization = "RMSNorm"
     """Kind of the norms."""
     norm_placement: NormPlacement = "pre"
@@ -72,76 +72,77 @@ class TransformerConfig:
     rotary_base: float = 10000.0
     """Base of the rotary frequencies (theta)."""
     rotary_percent: float = 1.0
-    """Part of each head that is rotated."""
+    """Rotated part of each head."""
     rope_scaling: RopeScaling | None = None
-    """Rotary frequencies for longer sequences (Llama 3.1, YaRN); None: as rotary_base gives
-    them."""
+    """Rotary frequencies for longer sequences (Llama 3.1, YaRN). None: frequencies of
+    rotary_base."""
     activation: Activation = "swiglu"
-    """Feed-forward activation; swiglu is gated: linear_fc1 holds gate and up, gate first; gelu_tanh
+    """Feed-forward activation. swiglu is gated: linear_fc1 holds gate and up, gate first. gelu_tanh
     is GPT-2's."""
     add_bias_linear: bool = False
     """Whether the linear layers (but not the output layer) have a bias."""
     add_qkv_bias: bool = False
-    """Whether linear_qkv has a bias even where the other linear layers have none (Qwen2)."""
+    """Whether linear_qkv has a bias even if the other linear layers have none (Qwen2)."""
     qk_layernorm: bool = False
-    """Normalize every query and key head before the rotation (Qwen3); with mla, the latents of
-    queries and of keys and values (DeepSeek)."""
+    """Normalize every query and key head before the rotation (Qwen3). With mla, normalize the
+    latents of queries and of keys and values (DeepSeek)."""
     qk_layernorm_per_head: bool = True
-    """False: with qk_layernorm, one norm over all heads of the queries and one over those of the
-    keys (OLMoE)."""
+    """False: with qk_layernorm, a norm over all heads of the queries and a norm over all heads of
+    the keys (OLMoE)."""
     share_embeddings_and_output_weights: bool = False
     """Whether the output layer uses the word embedding's weight (tied)."""
     hidden_dropout: float = 0.0
-    """Dropout of the embedding's and of each block's output before it joins the residual stream."""
+    """Dropout of the embedding's and of each block's output before joining the residual stream."""
     attention_dropout: float = 0.0
     """Dropout of the attention probabilities."""
     window_size: tuple[int, int] | None = None
-    """Sliding window of attention: positions before a query's own that it sees, and positions after
-    it, which have to be 0; None: all positions before."""
+    """Sliding window of attention: visible positions before a query's position, and visible
+    positions after (must be 0). None: all positions before."""
     fp32_residual_connection: bool = False
-    """Keep the residual stream, from the embedding to the last norm, in fp32 where the weights are
-    bf16 or fp16."""
+    """Keep the residual stream, from the embedding to the last norm, in fp32 with weights in bf16
+    or fp16."""
     attention_softmax_in_fp32: bool = False
-    """Compute attention scores, softmax and context in fp32; torch's fused kernels already sum the
+    """Compute attention scores, softmax and context in fp32. torch's fused kernels already sum the
     softmax in fp32."""
     attention_backend: AttentionBackend = "auto"
-    """Kernels of attention, by torch's names: auto lets torch choose among those that take the
-    inputs; another one is used or refused. A CPU has flash and math."""
+    """Kernels of attention, by torch's names. auto lets torch choose among the kernels for the
+    inputs. Any other kernel is used or refused. A CPU has flash and math."""
     softmax_scale: float | None = None
-    """Factor of attention scores before the softmax; None: kv_channels^-1/2."""
+    """Factor of attention scores before the softmax. None: kv_channels^-1/2."""
     embedding_multiplier: float = 1.0
     """Factor of the word embeddings (Granite)."""
     residual_multiplier: float = 1.0
-    """Factor of each block's output before it joins the residual stream (Granite)."""
+    """Factor of each block's output before joining the residual stream (Granite)."""
     logits_scaling: float = 1.0
     """Divisor of the logits (Granite)."""
     logits_in_fp32: bool = False
-    """Return logits in fp32; the losses are computed in fp32 in any case."""
+    """Return logits in fp32. The losses are computed in fp32 in any case."""
     label_smoothing: float = 0.0
-    """Share of the target's probability that all entries of the vocabulary share in the losses, as
+    """Share of the target's probability spread over all entries of the vocabulary in the losses, as
     in torch's cross entropy."""
     z_loss: float = 0.0
-    """Weight of the squared log-sum-exp of the logits, which is added to the losses and keeps
-    logits small (PaLM: 1e-4)."""
+    """Weight of the squared log-sum-exp of the logits, added to the losses to keep logits small
+    (PaLM: 1e-4)."""
     mla: LatentAttentionConfig | None = None
-    """Latent attention in every layer (DeepSeek-V2); None: attention with heads of kv_channels."""
+    """Latent attention in every layer (DeepSeek-V2). None: attention with heads of kv_channels."""
     moe: MoEConfig | None = None
-    """Experts in the place of some or all feed-forward layers; None: there are none."""
+    """Experts in place of feed-forward layers, in all layers or a subset. None: no experts."""
     layer_pattern: Sequence[str] | None = None
     """Kind of every layer: dense, expert, or the class path of a user's kind
     (``config/layer_kinds.py``). None: as moe.layer_freq says."""
     mtp_num_layers: int | None = None
-    """Layers of multi-token prediction behind the last layer and of its kind: depth k predicts, in
-    training, one token k positions beyond the next (DeepSeek-V3); None: there are none."""
+    """Layers of multi-token prediction behind the last layer, of the last layer's kind. In
+    training, depth k predicts a token k positions beyond the next token (DeepSeek-V3). None: no
+    such layers."""
     mtp_loss_scaling_factor: float = 0.1
-    """Weight of the losses of multi-token prediction, averaged over its layers, in the training
-    loss."""
+    """Weight of the losses of multi-token prediction, averaged over the predicting layers, in the
+    training loss."""
     init_method_std: float = 0.02
-    """Standard deviation of the initial weights; linear_proj and linear_fc2 use it divided by
+    """Standard deviation of the initial weights. linear_proj and linear_fc2 divide the value by
     sqrt(2 x num_layers)."""
     init_seed: int = 1234
-    """Seed of the initial weights, which depend on it and on the parameter's name only, not on the
-    layout."""
+    """Seed of the initial weights. Initial weights depend only on the seed and on the parameter's
+    name, not on the layout."""
 
     def __post_init__(self) -> None:
         check_counts(self, *_COUNTS)
@@ -206,7 +207,7 @@ class TransformerConfig:
             )
 
     def _restore(self, name: str, kind: type[Any]) -> None:
-        """Make a group of options of the plain values that a checkpoint holds of it."""
+        """Rebuild a nested config from a checkpoint's dict."""
         given = getattr(self, name)
         if isinstance(given, Mapping):
             known = [field.name for field in fields(kind)]
@@ -328,14 +329,14 @@ class TransformerConfig:
 
     @property
     def head_dim(self) -> int:
-        """Size of one query or key head (d)."""
+        """Size of a query or key head (d)."""
         if self.mla is not None:
             return self.mla.q_head_dim
         return self.kv_channels or self.hidden_size // self.num_attention_heads
 
     @property
     def heads_per_group(self) -> int:
-        """Query heads that share one key/value head."""
+        """Query heads per key/value head."""
         return self.num_attention_heads // self.query_groups
 
     @property
@@ -350,7 +351,7 @@ class TransformerConfig:
 
     @property
     def qk_norm_sizes(self) -> tuple[int, int]:
-        """Widths of the norms of queries and of keys; 0: there are none."""
+        """Widths of the norms of queries and of keys. 0: no norms."""
         heads = (self.num_attention_heads, self.query_groups)
         q, k = (1, 1) if self.qk_layernorm_per_head else heads
         return (q * self.head_dim, k * self.head_dim) if self.qk_layernorm else (0, 0)
@@ -371,7 +372,7 @@ class TransformerConfig:
 
     @property
     def num_predicting_layers(self) -> int:
-        """Layers of multi-token prediction (D); 0: there are none."""
+        """Layers of multi-token prediction (D). 0: no such layers."""
         return self.mtp_num_layers or 0
 
     @property
@@ -381,13 +382,13 @@ class TransformerConfig:
 
     @property
     def expert_ffn_size(self) -> int:
-        """Width of one expert."""
+        """Width of an expert."""
         given = None if self.moe is None else self.moe.ffn_hidden_size
         return given or self.ffn_size
 
     @property
     def rotary_dim(self) -> int:
-        """Channels of a head that are rotated."""
+        """Rotated channels of a head."""
         if self.mla is not None:
             return self.mla.qk_pos_emb_head_dim
         return int(self.head_dim * self.rotary_percent)
@@ -399,8 +400,8 @@ class TransformerConfig:
 
     @property
     def qkv_rows(self) -> int:
-        """Rows of the fused linear_qkv weight: per query group its query heads, one key and one
-        value head.
+        """Rows of the fused linear_qkv weight. Each query group has the query heads, a key head and
+        a value head.
         """
         return self.query_groups * (self.heads_per_group + 2) * self.head_dim
 

@@ -1,4 +1,4 @@
-"""Checks that the options share."""
+"""Checks shared by the options."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def check_counts(options: object, *names: str) -> None:
     """Check that fields are positive integers, or None.
 
     Raises:
-        ConfigError: Naming one that is not.
+        ConfigError: Naming a field with another value.
     """
     for name in names:
         value = getattr(options, name)
@@ -28,7 +28,7 @@ def check_kind(name: str, value: object, kind: type) -> None:
     """Check that a value is an object of a class, such as a group of options.
 
     Raises:
-        ConfigError: If it is not.
+        ConfigError: If the value is of another class.
     """
     if not isinstance(value, kind):
         raise ConfigError(
@@ -37,10 +37,10 @@ def check_kind(name: str, value: object, kind: type) -> None:
 
 
 def check_choice(name: str, value: object, choices: Sequence[str]) -> None:
-    """Check that a value is one of those that are known.
+    """Check that a value is among the known choices.
 
     Raises:
-        ConfigError: If it is not.
+        ConfigError: If the value is unknown.
     """
     if value not in choices:
         raise ConfigError(
