@@ -1,4 +1,4 @@
-"""Pipeline parallelism: schedules as data, a validator, and one executor that runs them."""
+"""Pipeline parallelism: schedules as data, a validator, and an executor of schedules."""
 
 from megatron_lightning._lazy import lazy_attributes
 

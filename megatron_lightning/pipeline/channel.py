@@ -1,15 +1,16 @@
 """Point-to-point messages between the stages of a pipeline.
 
-A *message* is what one stage sends to the next (outputs) or to the one before (their gradients):
-several tensors, of shapes that the receiver must know to post its buffers.
+A *message* travels from a stage to the next (outputs) or to the previous stage (gradients of
+outputs). A message holds several tensors, and the receiver must know the tensors' shapes to post
+buffers.
 
-NCCL ignores tags, matches messages by order alone and runs all traffic of a pair of ranks on one
-stream of a communicator, where a receive posted early would block a later send. Every (direction in
-the model, direction along the pp ranks) therefore has a process group of its own. gloo matches by
-tag and order.
+NCCL ignores tags, matches messages by order alone and runs all traffic of a pair of ranks on a
+single stream of a communicator, so that a receive posted early would block a later send. Every
+(direction in the model, direction along the pp ranks) therefore has a process group of its own.
+gloo matches by tag and order.
 
-A forward message whose shapes the receiver cannot know is preceded by a header: its length, and the
-metadata of the tensors with a note of the program as JSON.
+If the receiver cannot know the shapes of a forward message, a header precedes the message: the
+header's length, and the metadata of the tensors with a note of the program as JSON.
 """
 
 from __future__ import annotations
@@ -28,24 +29,24 @@ from megatron_lightning.parallel.context import ParallelContext
 from megatron_lightning.pipeline.message_plan import Message
 from megatron_lightning.pipeline.schedules.actions import Placement
 
-# Messages received ahead on a channel: one in transfer, one ready for the next action.
+# Messages received ahead on a channel: the first in transfer, the second ready for the next action.
 _NUM_AHEAD = 2
 
 
 class StageTensors(tuple[Tensor, ...]):
-    """Tensors from one stage to the next, with a note of the program about them."""
+    """Tensors from a stage to the next, with a note of the program about the tensors."""
 
     note: str
 
     def __new__(cls, tensors: Iterable[Tensor] = (), note: str = "") -> StageTensors:
-        """Make one of ``tensors``."""
+        """Make a value from ``tensors``."""
         made = super().__new__(cls, tensors)
         made.note = note
         return made
 
 
 class TensorMeta(NamedTuple):
-    """Metadata that a receiver needs to post a buffer."""
+    """Metadata for posting a receive buffer."""
 
     dtype: torch.dtype
     requires_grad: bool
@@ -61,14 +62,14 @@ class Boundary(NamedTuple):
 
     tensors: tuple[TensorMeta, ...]
     note: str = ""
-    """The note of the program that sends it."""
+    """The note of the sending program."""
 
     def __str__(self) -> str:
         return ", ".join(map(str, self.tensors)) or "nothing"
 
 
 def describe(tensors: tuple[Tensor, ...], *, backward: bool) -> Boundary:
-    """Return the metadata of a stage's outputs; no tensor takes a gradient in a step without
+    """Return the metadata of a stage's outputs. No tensor takes a gradient in a step without
     backward.
     """
     metas = [TensorMeta(t.dtype, backward and t.requires_grad, tuple(t.shape)) for t in tensors]
@@ -76,7 +77,7 @@ def describe(tensors: tuple[Tensor, ...], *, backward: bool) -> Boundary:
 
 
 def encode_header(boundary: Boundary, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return the length of a header, an int64, and its bytes."""
+    """Return the length of a header, an int64, and the header's bytes."""
     tensors = [
         [str(dtype).removeprefix("torch."), requires_grad, shape]
         for dtype, requires_grad, shape in boundary.tensors
@@ -87,7 +88,7 @@ def encode_header(boundary: Boundary, device: torch.device) -> tuple[Tensor, Ten
 
 
 def decode_header(content: Tensor) -> Boundary:
-    """Return the metadata in the bytes that :func:`encode_header` wrote."""
+    """Return the metadata in the bytes written by :func:`encode_header`."""
     tensors, note = json.loads(bytes(content.tolist()))
     metas = [
         TensorMeta(getattr(torch, dtype), requires_grad, tuple(shape))
@@ -97,9 +98,10 @@ def decode_header(content: Tensor) -> Boundary:
 
 
 class Transport:
-    """The process groups of a pipeline, and sends and receives on them by pp rank.
+    """The process groups of a pipeline, with sends and receives by pp rank.
 
-    Creating it is collective over the pipeline group; a pipeline of one rank creates nothing.
+    Creating a transport is collective over the pipeline group. A pipeline of a single rank creates
+    nothing.
 
     Args:
         context: Groups of this rank.
@@ -130,7 +132,7 @@ class Transport:
                 towards = "up" if source < destination else "down"
                 name = f"pp-{'forward' if forward else 'backward'}-{towards}"
                 group = context.new_process_group(context.pp.ranks, name)
-                if group is not None:  # None for a group of one rank, which has no edges
+                if group is not None:  # None for a group of a single rank, without edges
                     self.groups[key] = group
 
     def group(self, forward: bool, source: int, destination: int) -> dist.ProcessGroup:
@@ -138,10 +140,10 @@ class Transport:
         return self.groups[forward, source < destination]
 
     def warm_up(self) -> None:
-        """Exchange one number on every channel, so that communicators exist before the first step.
+        """Exchange a number on every channel, so that communicators exist before the first step.
 
-        All ranks walk the channels in one order: creating a communicator blocks both ends, and any
-        other order could close a circle of ranks that wait for one another.
+        All ranks walk the channels in the same order: creating a communicator blocks both ends, and
+        any other order could close a circle of waiting ranks.
         """
         for forward, source, destination in self._edges:
             number = torch.zeros(1, device=self.device)
@@ -156,10 +158,12 @@ def _real(tensor: Tensor) -> Tensor:
 
 
 class BoundaryBook(Protocol):
-    """Record of the metadata that messages have."""
+    """Record of the metadata of messages."""
 
     def expected(self, message: Message) -> Boundary | None:
-        """Return the metadata of a message; None: not known before its header, or not yet."""
+        """Return the metadata of a message. None: not known before the message's header, or not
+        yet.
+        """
         ...
 
     def record(self, message: Message, boundary: Boundary) -> None:
@@ -168,7 +172,7 @@ class BoundaryBook(Protocol):
 
 
 class Inbox:
-    """Messages that arrive on one directed channel during a step, received in the order of
+    """Messages that arrive on a directed channel during a step, received in the order of
     ``expected``.
 
     Receives of ``_NUM_AHEAD`` messages are posted ahead, so that data arrives while the stage
@@ -177,7 +181,7 @@ class Inbox:
     Args:
         transport: The process groups.
         forward: Direction in the model.
-        peer: Pipeline rank that sends.
+        peer: Sending pipeline rank.
         expected: Messages, in the order of arrival.
         book: Record of their metadata.
     """
@@ -198,7 +202,7 @@ class Inbox:
         self._posted: deque[tuple[tuple[Tensor, ...], list[dist.Work]]] = deque()
 
     def refill(self) -> None:
-        """Post receives for messages whose shapes are known."""
+        """Post receives for messages with known shapes."""
         while self._expected and len(self._posted) < _NUM_AHEAD:
             boundary = self._book.expected(self._expected[0])
             if boundary is None:
@@ -206,7 +210,7 @@ class Inbox:
             self._post(boundary)
 
     def take(self) -> tuple[Tensor, ...]:
-        """Wait for the next message; return its tensors."""
+        """Wait for the next message. Return the message's tensors."""
         if not self._posted:
             message = self._expected[0]
             boundary = self._book.expected(message)
@@ -239,22 +243,22 @@ class _Sent(NamedTuple):
     """An in-flight message."""
 
     position: int
-    """Position of the action that takes it, in the receiver's list."""
+    """Position of the receiving action, in the receiver's list."""
     tensors: list[Tensor]
     works: list[dist.Work]
 
 
 class Outbox:
-    """Messages sent to one pp rank during a step, kept alive until they are delivered.
+    """Messages sent to a pp rank during a step, kept alive until delivery.
 
     gloo's sends complete only when waited for. A message therefore also counts as delivered when
-    the receiver has sent the result of a later action: both positions are in the schedule. Where
-    nothing comes back, as in validation, the oldest ones are waited for when more than
+    the receiver has sent the result of a later action: both positions are in the schedule. If
+    nothing comes back, as in validation, the outbox waits for the oldest messages when more than
     :attr:`Message.ahead` are in flight.
 
     Args:
         transport: The process groups.
-        peer: Pipeline rank that receives.
+        peer: Receiving pipeline rank.
     """
 
     def __init__(self, transport: Transport, peer: int) -> None:
@@ -263,7 +267,7 @@ class Outbox:
         self._sent: dict[bool, deque[_Sent]] = {True: deque(), False: deque()}
 
     def send(self, message: Message, tensors: Iterable[Tensor]) -> None:
-        """Send the tensors of one message."""
+        """Send the tensors of a message."""
         queue, sent = self._sent[message.forward], _Sent(message.peer_position, [], [])
         _drop_delivered(queue, 0, message.ahead)
         group = self._transport.group(message.forward, self._transport.pp_rank, self._peer)
@@ -275,7 +279,7 @@ class Outbox:
             queue.append(sent)
 
     def release(self, position: int) -> None:
-        """Release delivered messages, given that the receiver has come to ``position`` of its
+        """Release messages delivered to a receiver that has reached ``position`` of the receiver's
         actions.
         """
         for queue in self._sent.values():
@@ -289,7 +293,7 @@ class Outbox:
 
 
 def _drop_delivered(queue: deque[_Sent], position: int, ahead: int) -> None:
-    """Drop messages delivered to a receiver that has reached ``position``; wait for the oldest
+    """Drop messages delivered to a receiver that has reached ``position``. Wait for the oldest
     beyond ``ahead`` messages.
     """
     while queue and (

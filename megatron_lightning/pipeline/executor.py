@@ -1,5 +1,5 @@
-"""Run a schedule's table on this rank. The executor decides nothing: order is the table's,
-computation the program's; messages and memory are those of a :class:`PipelineRun`.
+"""Run a schedule's table on this rank. The executor decides nothing: the table determines the
+order, the program the computation, and a :class:`PipelineRun` messages and memory.
 """
 
 from __future__ import annotations
@@ -30,19 +30,21 @@ class Observer(Protocol):
     """Observer of the actions of a rank."""
 
     def begin(self, action: Action) -> None:
-        """Observe the start of an action, whose message has arrived."""
+        """Observe the start of an action, after the action's message has arrived."""
         ...
 
     def end(self, action: Action, outputs: tuple[Tensor, ...] | Tensor | None) -> None:
         """Observe the end of an action and a forward's outputs: tensors for the next stage, or the
-        loss; else None.
+        loss. None for other actions.
         """
         ...
 
 
 @dataclass(frozen=True)
 class PipelinePosition:
-    """Position of an error in a pipeline run; the error carries it as ``pipeline_position``."""
+    """Position of an error in a pipeline run. The error carries the position as
+    ``pipeline_position``.
+    """
 
     rank: int
     """Global rank."""
@@ -62,9 +64,9 @@ class KnownBoundaries:
     """Shapes of the messages between stages, by signature."""
 
     boundaries: dict[BoundaryKey, Boundary] = field(default_factory=dict)
-    """Metadata of the tensors that stages receive."""
+    """Metadata of the tensors received by stages."""
     numbers: dict[Hashable, int] = field(default_factory=dict)
-    """Numbers of the signatures, which may be slow to compare."""
+    """Numbers of the signatures, since signatures may be slow to compare."""
 
     def forget(self) -> None:
         """Drop all, on all ranks of the pipeline together: the next run sends headers again."""
@@ -73,9 +75,9 @@ class KnownBoundaries:
 
 
 class PipelineExecutor:
-    """Executor of schedules on the pipeline of one context.
+    """Executor of schedules on the pipeline of a context.
 
-    Creating it is collective over the pipeline group.
+    Creating an executor is collective over the pipeline group.
 
     Args:
         context: Groups of this rank.
@@ -88,7 +90,7 @@ class PipelineExecutor:
         self.transport = Transport(context, placement)
         self._known = KnownBoundaries()
         self.weight_gradients = WeightGradients()
-        """Store in which layers defer the gradients of their weights while a backward is split."""
+        """Store for deferred weight gradients while a backward is split."""
         self.observers: list[Observer] = []
         """Observers of the actions, called in this order."""
         self._plans: dict[tuple[int, bool], tuple[Schedule, Plan]] = {}
@@ -120,16 +122,16 @@ class PipelineExecutor:
         asks_when_due: bool = False,
         known: KnownBoundaries | None = None,
     ) -> None:
-        """Run one schedule.
+        """Run a schedule.
 
         Args:
             schedule: A valid table on this executor's placement.
-            program: Computation of the stages; called in the order of the table.
-            backward: Whether to run backwards; False runs the table's forwards alone, in their
-                order.
-            asks_when_due: Whether the signature of a micro-batch is asked when its action is due:
-                it may follow from results of earlier micro-batches. False: all are asked now.
-            known: Shapes of messages that earlier runs of such a program have learned; None: of
+            program: Computation of the stages, called in the order of the table.
+            backward: Whether to run backwards. False runs the table's forwards alone, in order.
+            asks_when_due: Whether to ask for the signature of a micro-batch only when the
+                micro-batch's action is due: the signature may follow from results of earlier
+                micro-batches. False: all signatures are asked for now.
+            known: Shapes of messages learned by earlier runs of the same program. None: shapes of
                 trainings. All ranks of the pipeline pass the same.
 
         Raises:
@@ -175,7 +177,7 @@ class PipelineExecutor:
                         run.backward(planned, received)
                 for observer in self.observers:
                     observer.end(action, outputs)
-                outputs = None  # the graph keeps the values that backward needs
+                outputs = None  # the graph keeps the values needed by backward
             run.finish()
         except Exception as error:
             self.weight_gradients.clear()
@@ -185,7 +187,9 @@ class PipelineExecutor:
             raise
 
     def _plan(self, schedule: Schedule, backward: bool) -> Plan:
-        """Return this rank's plan, cached with its table, so that the table's id stays its own."""
+        """Return this rank's plan, cached with the plan's table, so that no other table gets the
+        same id.
+        """
         key = (id(schedule), backward)
         if key not in self._plans:
             table = schedule if backward else forward_only(schedule)
@@ -194,6 +198,6 @@ class PipelineExecutor:
 
 
 def _locate(error: Exception, position: PipelinePosition) -> None:
-    """Add the position to an error, whose type stays."""
+    """Add the position to an error, and keep the error's type."""
     vars(error)["pipeline_position"] = position
     add_note(error, str(position))

@@ -1,4 +1,4 @@
-"""Checks of steps that call the pipeline themselves."""
+"""Checks of steps with explicit pipeline calls."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class ExplicitCalls:
         self._count = 0
 
     def begin(self) -> str:
-        """Count a call and return the name of the step; refuse a second call that would train."""
+        """Count a call and return the name of the step. Refuse a second call that would train."""
         self._count += 1
         if self._trains and self._count > 1:
             raise PipelineError(
@@ -30,7 +30,7 @@ class ExplicitCalls:
         return self._hook
 
     def check(self, output: Any) -> Any:
-        """Return the step's output; refuse a training step without a call, or with a graph that
+        """Return the step's output. Refuse a training step without a call, or with a graph that
         would get no backward.
         """
         loss = output.get("loss") if isinstance(output, Mapping) else output

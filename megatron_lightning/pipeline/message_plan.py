@@ -1,4 +1,4 @@
-"""One pp rank's part of a schedule: its actions, with all their messages looked up in advance. No
+"""A pp rank's part of a schedule: the rank's actions, with all messages looked up in advance. No
 torch here.
 """
 
@@ -12,37 +12,37 @@ from typing import NamedTuple
 from megatron_lightning.pipeline.schedules.actions import SENDS_GRADIENT, Action, Kind, Schedule
 from megatron_lightning.pipeline.schedules.simulate import simulate
 
-_SLACK = 2  # messages; stages are never as even as on paper
+_SLACK = 2  # messages. Stages are never as even as on paper
 
 
 class Message(NamedTuple):
-    """Tensors between two neighboring stages, as one of the two ends sees them."""
+    """Tensors between two neighboring stages, seen from either end."""
 
     forward: bool
     """Direction in the model: outputs go forward, their gradients backward."""
     stage: int
-    """Stage that takes them."""
+    """Stage that takes the tensors."""
     microbatch: int
     peer: int | None
-    """Pipeline rank at the other end; None: both stages are here."""
+    """Pipeline rank at the other end. None: both stages are here."""
     peer_position: int
     """Position, in the peer's list, of the action at the other end."""
     tag: int
-    """Unique among the messages of one direction in the run."""
+    """Unique among the messages of a direction in the run."""
     ahead: int = 0
     """For the sender: how many earlier messages of the channel may still be in flight."""
 
 
 class Planned(NamedTuple):
-    """Action with the messages that it takes and gives; None at the ends of the pipeline and for
-    weight gradients.
+    """Action with the taken and the given message. None at the ends of the pipeline and for weight
+    gradients.
     """
 
     action: Action
     takes: Message | None
     gives: Message | None
     completes: bool
-    """Whether the gradients of the action's stage are complete after it."""
+    """Whether the gradients of the action's stage are complete after the action."""
 
 
 @dataclass(frozen=True)
@@ -52,13 +52,13 @@ class Plan:
     actions: tuple[Planned, ...]
     """Actions in the order of execution."""
     received: Mapping[tuple[bool, int], Sequence[Message]]
-    """(direction in the model, peer) -> messages that arrive on that channel, in order."""
+    """(direction in the model, peer) -> messages that arrive on the channel, in order."""
     peers: Set[int]
-    """Pipeline ranks that exchange messages with this one."""
+    """Pipeline ranks that exchange messages with this rank."""
 
 
 def plan_of(schedule: Schedule, pp_rank: int) -> Plan:
-    """Return the actions of one pp rank with their messages."""
+    """Return the actions of a pp rank with the actions' messages."""
     messages, own = _Messages(schedule, pp_rank), schedule.actions[pp_rank]
     last_of_stage = {
         action.stage: action
@@ -79,7 +79,7 @@ def plan_of(schedule: Schedule, pp_rank: int) -> Plan:
 
 
 class _Messages:
-    """The messages of one pp rank's actions, which are asked for in their order."""
+    """The messages of a pp rank's actions, to be asked for in the actions' order."""
 
     def __init__(self, schedule: Schedule, pp_rank: int) -> None:
         self._schedule = schedule
@@ -88,7 +88,7 @@ class _Messages:
         self._taken_at: dict[tuple[bool, int], list[float]] = {}
 
     def of(self, action: Action) -> tuple[Message | None, Message | None]:
-        """Return what an action takes, and what it gives."""
+        """Return the messages that an action takes and gives."""
         stage, kind, microbatch = action
         if kind is Kind.WEIGHT_GRADIENT:
             return None, None
@@ -101,7 +101,7 @@ class _Messages:
     def _message(
         self, forward: bool, taker: int, peer_stage: int, microbatch: int
     ) -> Message | None:
-        """Return the message that stage ``taker`` takes; None: it or the other end is no stage."""
+        """Return the message that stage ``taker`` takes. None: either end is no stage."""
         placement = self._schedule.placement
         if min(taker, peer_stage) < 0 or max(taker, peer_stage) >= placement.num_stages:
             return None
@@ -116,7 +116,7 @@ class _Messages:
         )
 
     def _position(self, forward: bool, stage: int, microbatch: int) -> int:
-        """Return the position, on its rank, of the action at the other end of a message."""
+        """Return the position, on the peer rank, of the action at the other end of a message."""
         kinds, positions = (Kind.FORWARD,) if forward else SENDS_GRADIENT, self._schedule.positions
         return next(
             positions[action]
@@ -125,10 +125,10 @@ class _Messages:
         )
 
     def _bounded(self, gives: Message, action: Action) -> Message:
-        """Limit the earlier messages in flight: as many as in the simulation, and some more.
+        """Limit the earlier messages in flight: as many as in the simulation, plus a slack.
 
-        A sender that waits for one beyond waits for an action that starts earlier in the
-        simulation, so there is no circle.
+        A sender beyond the limit waits for an action with an earlier start in the simulation, so
+        there is no circle.
         """
         if gives.peer is None:
             return gives

@@ -1,16 +1,17 @@
-"""One pass of a schedule on this rank: its messages, and the memory between forward and backward.
+"""A pass of a schedule on this rank: messages, and memory between forward and backward.
 
-Receives are posted a little ahead, and sends wait only where more would be in flight than the
-schedule foresees. A stage's output is released once it is sent, since its backward needs the graph
-(through a gradient edge) and not the values; buffers live from the message to the backward of one
+Receives are posted a little ahead, and sends wait only if more would be in flight than the schedule
+foresees. A stage's output is released after sending, since the stage's backward needs the graph
+(through a gradient edge) and not the values. Buffers live from the message to the backward of a
 micro-batch, whatever the number of micro-batches.
 
-A split backward walks the graph once, in its first half (I); layers that can defer the gradients of
-their weights do so, and the second half (W) computes them. Others are computed in the first half.
+A split backward walks the graph once, in the first half (I). Layers able to defer weight gradients
+do so, and the second half (W) computes the deferred gradients. Other weight gradients are computed
+in the first half.
 
-Shapes may differ from micro-batch to micro-batch. The program gives each one a *signature*, equal
-on all stages; the first message of a signature on a boundary carries a header, later ones are
-received into buffers of the known shapes.
+Shapes may differ from micro-batch to micro-batch. The program gives each micro-batch a *signature*,
+equal on all stages. The first message of a signature on a boundary carries a header. Later messages
+are received into buffers of the known shapes.
 """
 
 from __future__ import annotations
@@ -49,42 +50,45 @@ class StageProgram(Protocol):
     def forward(
         self, stage: int, microbatch: int, received: StageTensors | None
     ) -> tuple[Tensor, ...] | Tensor | None:
-        """Run one stage on one micro-batch.
+        """Run a stage on a micro-batch.
 
         Args:
             stage: Global stage.
             microbatch: Index in the step.
-            received: Outputs of the stage before, which may be modified in place; None on stage 0.
+            received: Outputs of the stage before, safe to modify in place. None on stage 0.
 
         Returns:
-            The tensors for the next stage, with a note if they are :class:`StageTensors`; on the
-            last stage the scalar to back-propagate, or None.
+            The tensors for the next stage, with a note in :class:`StageTensors`. On the last stage
+            the scalar to back-propagate, or None.
         """
         ...
 
     def recomputing(self, stage: int, microbatch: int) -> AbstractContextManager[None]:
-        """Return the context for the backward of a stage, which may recompute its forward."""
+        """Return the context for the backward of a stage, since a backward may recompute the
+        forward.
+        """
         ...
 
     def signature(self, microbatch: int) -> Hashable:
-        """Return a key of the shapes and dtypes between stages; equal on all stages."""
+        """Return a key of the shapes and dtypes between stages, equal on all stages."""
         ...
 
     def completing(self, stage: int) -> AbstractContextManager[None]:
         """Return the context for the action that completes the gradients of ``stage`` in this run.
 
-        Gradients that appear inside are final, and so are all of the stage's after it: their
-        reduction may start.
+        Gradients that appear inside are final, and all of the stage's gradients are final after the
+        context: reduction may start.
         """
         ...
 
 
 class Signatures:
-    """Numbers of the micro-batches' signatures in one run.
+    """Numbers of the micro-batches' signatures in a run.
 
     Args:
-        number_of: Returns the number of a micro-batch's signature; called once for each.
-        known: Micro-batches whose signatures are asked now.
+        number_of: Returns the number of a micro-batch's signature. Called once for each
+            micro-batch.
+        known: Micro-batches with signatures to ask for now.
     """
 
     def __init__(self, number_of: Callable[[int], int], known: Iterable[int]) -> None:
@@ -94,12 +98,12 @@ class Signatures:
             self.ask(microbatch)
 
     def ask(self, microbatch: int) -> None:
-        """Ask the signature of a micro-batch, unless it is known."""
+        """Ask for the signature of a micro-batch, unless known."""
         if microbatch not in self._numbers:
             self._numbers[microbatch] = self._number_of(microbatch)
 
     def get(self, microbatch: int) -> int | None:
-        """Return the number of a signature; None: it is not known yet."""
+        """Return the number of a signature. None: not known yet."""
         return self._numbers.get(microbatch)
 
 
@@ -119,28 +123,27 @@ class _Entrance(torch.autograd.Function):
 
 @dataclass(slots=True)
 class _InFlight:
-    """State of one micro-batch on a stage from its forward to its backward."""
+    """State of a micro-batch on a stage from forward to backward."""
 
     inputs: tuple[Tensor, ...]
     """Received tensors that take a gradient."""
     edges: tuple[GradientEdge, ...]
-    """Nodes of the graph that the gradients of the outputs enter; the outputs themselves are
-    released."""
+    """Graph nodes for the gradients of the outputs. The outputs themselves are released."""
     output_gradients: Boundary
-    """Metadata of the gradients that the next stage will send."""
+    """Metadata of the gradients from the next stage."""
     seed: tuple[Tensor, ...] = ()
     """Gradient of the loss itself, on the last stage."""
 
 
 class PipelineRun:
-    """One run of a plan; also the :class:`BoundaryBook` of its inboxes.
+    """A run of a plan, and the :class:`BoundaryBook` of the run's inboxes.
 
     Args:
         plan: Actions and messages of this rank.
         program: Computation of the stages.
         signatures: Numbers of the micro-batches' signatures.
         transport: Process groups of the pipeline.
-        boundaries: Known metadata of the tensors that stages receive; the run adds to it.
+        boundaries: Known metadata of the tensors received by stages. The run adds metadata.
         weight_gradients: Store of deferred weight gradients.
         backward: Whether the plan has backwards.
     """
@@ -184,10 +187,10 @@ class PipelineRun:
     def forward(
         self, planned: Planned, received: tuple[Tensor, ...] | None
     ) -> tuple[Tensor, ...] | Tensor | None:
-        """Run a stage on the tensors it received, and send its outputs."""
+        """Run a stage on the received tensors, and send the outputs."""
         stage, _, microbatch = planned.action
-        # Only inputs that take a gradient are kept; the others live as long as the graph needs
-        # them.
+        # Keep only inputs that take a gradient. Other inputs live as long as the graph needs the
+        # inputs.
         inputs: tuple[Tensor, ...] = ()
         given: StageTensors | None = None
         if received is not None:
@@ -214,7 +217,7 @@ class PipelineRun:
         if self._backward:
             self._in_flight[stage, microbatch] = flight
             if planned.gives is not None and planned.gives.peer is not None:
-                # The shapes of its gradients are known now.
+                # The shapes of the message's gradients are known now.
                 self._inboxes[False, planned.gives.peer].refill()
         return outputs
 
@@ -256,7 +259,9 @@ class PipelineRun:
     def _with_header(
         self, message: Message, boundary: Boundary, tensors: tuple[Tensor, ...]
     ) -> tuple[Tensor, ...]:
-        """Put a header before the first message of a signature; check that later ones match it."""
+        """Put a header before the first message of a signature. Check that later messages match the
+        header.
+        """
         key = self._key(message.stage, message.microbatch)
         is_new = key not in self._boundaries
         known = self._boundaries.setdefault(key, boundary)
@@ -275,8 +280,8 @@ class PipelineRun:
         return tensors
 
     def backward(self, planned: Planned, received: tuple[Tensor, ...] | None) -> None:
-        """Compute the gradients of a stage's inputs from those of its outputs and send them (B, I);
-        compute the deferred gradients of its weights (B, W).
+        """Compute the gradients of a stage's inputs from the gradients of the stage's outputs and
+        send the gradients (B, I). Compute the deferred weight gradients (B, W).
         """
         stage, kind, microbatch = planned.action
         if kind is not Kind.WEIGHT_GRADIENT:
@@ -298,14 +303,16 @@ class PipelineRun:
             self._weight_gradients.compute((stage, microbatch))
 
     def _send(self, message: Message, tensors: tuple[Tensor, ...]) -> None:
-        """Send tensors to the stage that takes them, which may be on this rank."""
+        """Send tensors to the stage that takes the tensors, possibly on this rank."""
         if message.peer is None:
             self._local[message[:3]] = tuple(tensor.detach() for tensor in tensors)
         else:
             self._outboxes[message.peer].send(message, tensors)
 
     def take(self, message: Message | None) -> tuple[Tensor, ...] | None:
-        """Wait for a message and post the receives behind it; None if an action takes none."""
+        """Wait for a message and post the receives behind the message. None if an action takes
+        none.
+        """
         if message is None:
             return None
         if message.peer is None:
@@ -322,8 +329,8 @@ class PipelineRun:
         return stage, self._backward, -1 if number is None else number  # -1: no boundary's
 
     def expected(self, message: Message) -> Boundary | None:
-        """Return the metadata of a message; None: not known before its header, or before its
-        stage's forward.
+        """Return the metadata of a message. None: not known before the message's header, or before
+        the stage's forward.
         """
         if message.forward:
             return self._boundaries.get(self._key(message.stage, message.microbatch))

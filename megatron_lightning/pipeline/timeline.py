@@ -1,8 +1,8 @@
 """Record when each action of a pipeline run was executed, to compare with the simulated schedule.
 
-Starts are taken when an action's message has arrived, so that waiting shows as idle time. On a CUDA
-device the times are the device's (events on the stream that computes), elsewhere the clock's. Times
-are seconds since :meth:`Timeline.restart`; ranks that restart together, after a barrier, have
+An action starts when the action's message has arrived, so that waiting shows as idle time. On a
+CUDA device the times are the device's (events on the computing stream), elsewhere the clock's.
+Times are seconds since :meth:`Timeline.restart`. Ranks that restart together, after a barrier, have
 comparable times.
 """
 
@@ -20,7 +20,7 @@ class Timeline:
     """Observer of a :class:`PipelineExecutor`: records when each action ran.
 
     Args:
-        device: Where the stages compute.
+        device: Device of the stages.
     """
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
@@ -28,7 +28,7 @@ class Timeline:
         self.restart()
 
     def restart(self) -> None:
-        """Clear the record; times count from here."""
+        """Clear the record. Times count from here."""
         self._marks: list[tuple[Action, Any, Any]] = []
         self._zero = self._start = self._now()
 
@@ -41,7 +41,7 @@ class Timeline:
         self._marks.append((action, self._start, self._now()))
 
     def intervals(self) -> list[tuple[Action, float, float]]:
-        """Return every action with its start and end in seconds, in order; waits for the device."""
+        """Return every action with start and end in seconds, in order. Waits for the device."""
         if self._cuda:
             torch.cuda.synchronize()
         return [
@@ -50,7 +50,7 @@ class Timeline:
         ]
 
     def _now(self) -> Any:
-        """Return a mark: seconds, or an event on the stream that computes."""
+        """Return a mark: seconds, or an event on the computing stream."""
         if not self._cuda:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]

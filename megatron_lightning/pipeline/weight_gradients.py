@@ -1,9 +1,9 @@
 """Deferred weight gradients: the second half of a split backward.
 
-The backward of a linear layer Y = X W^T has two independent products: dX = dY W, which the stage
-before waits for, and dW = dY^T X, which nobody waits for ("Zero Bubble Pipeline Parallelism",
-https://arxiv.org/abs/2401.10241, section 2). While a store collects, layers give it the second
-product as a function; the store calls it at the scheduled action.
+The backward of a linear layer Y = X W^T has two independent GEMMs: dX = dY W, awaited by the stage
+before, and dW = dY^T X, awaited by no stage ("Zero Bubble Pipeline Parallelism",
+https://arxiv.org/abs/2401.10241, section 2). While a store collects, layers hand the second GEMM to
+the store as a function. The store calls the function at the scheduled action.
 
 The graph is walked once, in the first half, so custom functions, collectives and recomputed
 activations run once. A product enters autograd at the parameter itself: hooks fire, and gradients
@@ -29,7 +29,7 @@ _Product = tuple[nn.Parameter, Callable[[], Tensor]]
 
 
 class Holder(Protocol):
-    """Object that refers to the memory of a parameter from step to step."""
+    """Object with a reference to the memory of a parameter from step to step."""
 
     def renew(self) -> None:
         """Read the parameter's memory again."""
@@ -37,7 +37,7 @@ class Holder(Protocol):
 
 
 class WeightGradients:
-    """Store of the products that the layers of one rank have deferred."""
+    """Store of the GEMMs deferred by the layers of a rank."""
 
     def __init__(self) -> None:
         self._deferred: dict[Key, deque[_Product]] = {}
@@ -46,14 +46,14 @@ class WeightGradients:
         """Objects to renew when a run begins."""
 
     def __deepcopy__(self, memo: object) -> WeightGradients:
-        # Modules that refer to the store are copied by callbacks (weight averaging); the store is
-        # not.
+        # Callbacks copy modules with references to the store (weight averaging). The store is not
+        # copied.
         return self
 
     @contextmanager
     def collect(self, key: Key) -> Iterator[None]:
-        """Defer the weight gradients of one stage and micro-batch, whose backward runs inside,
-        until :meth:`compute`.
+        """Defer the weight gradients of a stage and micro-batch until :meth:`compute`. The backward
+        runs inside the block.
         """
         self._open = self._deferred[key] = deque()
         try:
@@ -62,13 +62,13 @@ class WeightGradients:
             self._open = None
 
     def begin(self) -> None:
-        """Begin a run, before its first forward."""
+        """Begin a run, before the run's first forward."""
         for holder in self.holders:
             holder.renew()
 
     def deliver(self, parameter: nn.Parameter, product: Callable[[], Tensor]) -> None:
-        """Defer the gradient of ``parameter`` that ``product`` returns; outside of a split
-        backward, compute it.
+        """Defer the gradient of ``parameter`` returned by ``product``. Outside of a split backward,
+        compute the gradient.
         """
         if self._open is None:
             torch.autograd.backward(parameter, product())
@@ -76,7 +76,7 @@ class WeightGradients:
             self._open.append((parameter, product))
 
     def compute(self, key: Key) -> None:
-        """Compute the deferred gradients of one stage and micro-batch, in the order of their
+        """Compute the deferred gradients of a stage and micro-batch, in the order of the
         backward.
         """
         products = self._deferred.pop(key)
@@ -84,10 +84,10 @@ class WeightGradients:
             parameter, product = products.popleft()
             with torch.no_grad():
                 gradient = product()
-            del product  # releases its activations before the next one is computed
+            del product  # releases the activations before the next gradient is computed
             compat.run_backward((parameter,), (gradient,))
 
     def clear(self) -> None:
-        """Drop everything, after a run that failed."""
+        """Drop everything, after a failed run."""
         self._deferred.clear()
         self._open = None

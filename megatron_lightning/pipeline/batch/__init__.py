@@ -1,1 +1,1 @@
-"""A batch in a pipeline run: micro-batches, parts of sequences, and what all stages learn of it."""
+"""A batch in a pipeline run: micro-batches, parts of sequences, and values sent to all stages."""

@@ -1,8 +1,8 @@
-"""Broadcast small nested values from the last stage of a pipeline to its other stages, once a step.
+"""Broadcast small nested values from the last stage of a pipeline to the other stages, once a step.
 
-A value is split into its numbers and the rest (names, keyword arguments, structure). The numbers
-travel as one float64 tensor. The rest changes rarely: it is sent when it is new, and cached under
-its hash. Tensors with dims follow one by one.
+A value is split into numbers and the rest (names, keyword arguments, structure). The numbers travel
+as a float64 tensor. The rest changes rarely. A new rest is sent, and cached under a hash. Tensors
+with dims follow separately.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.parallel.context import AxisGroup
 
-_MAX_CACHED = 64  # structures; outputs with texts have a new one in every step
+_MAX_CACHED = 64  # structures. Outputs with texts have a new structure in every step
 
 
 class _Number:
-    """Placeholder of a number in the structure: how to make it from a float64."""
+    """Placeholder of a number in the structure: how to make the number from a float64."""
 
     def __init__(self, value: Tensor | float) -> None:
         self.dtype = value.dtype if isinstance(value, Tensor) else type(value)
@@ -34,7 +34,7 @@ class _Number:
 
 
 class _Array:
-    """Placeholder of a tensor with dims in the structure, whose bytes follow."""
+    """Placeholder of a tensor with dims in the structure. The tensor's bytes follow."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.shape = tensor.shape
@@ -46,13 +46,13 @@ def _is_number(leaf: Any) -> bool:
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:
-    """Return a contiguous tensor's memory; backends support few dtypes."""
+    """Return a contiguous tensor's memory, since backends support few dtypes."""
     return tensor.view(-1).view(torch.uint8)
 
 
 def _stacked(numbers: Sequence[Tensor | float], device: torch.device) -> Tensor:
-    """Return plain numbers and tensors of one element as one tensor, with one copy to the device
-    for all plain ones.
+    """Return plain numbers and tensors of a single element as one tensor, with one copy to the
+    device for all plain numbers.
     """
     plain = [0.0 if isinstance(number, Tensor) else float(number) for number in numbers]
     stacked = torch.tensor(plain, dtype=torch.float64, device=device)
@@ -74,7 +74,7 @@ def _packed(structure: Any) -> bytes:
 
 
 class StageBroadcast:
-    """Broadcast of nested values from pp rank 0, where the last stage is."""
+    """Broadcast of nested values from pp rank 0, the rank of the last stage."""
 
     def __init__(self, pipeline: AxisGroup, device: torch.device) -> None:
         self._pipeline = pipeline
@@ -82,9 +82,9 @@ class StageBroadcast:
         self._structures: dict[int, bytes] = {}
 
     def __call__(self, value: tuple[Any, ...], *, without: int | None = None) -> Any:
-        """Return the last stage's ``value`` (there unchanged); other stages pass anything.
+        """Return the last stage's ``value`` (there unchanged). Other stages pass anything.
 
-        ``without``: Index of an entry whose tensors with dims are None on the other stages.
+        ``without``: Index of an entry. Tensors with dims in the entry are None on the other stages.
         """
         if self._pipeline.size == 1:
             return value
@@ -138,7 +138,7 @@ class StageBroadcast:
         return tree_map_only(_Array, self._receive_tensor, value)
 
     def _receive_numbers(self, count: int) -> Iterator[tuple[Tensor, float]]:
-        """Return each number as a tensor and as a plain one."""
+        """Return each number as a tensor and as a plain number."""
         if not count:
             return iter(())
         numbers = self._broadcast(torch.empty(count, dtype=torch.float64, device=self._device))
@@ -150,7 +150,7 @@ class StageBroadcast:
         return tensor
 
     def _cache(self, key: int, packed: bytes) -> None:
-        """Keep the newest structures; all stages drop the same ones."""
+        """Keep the newest structures. All stages drop the same structures."""
         self._structures[key] = packed
         if len(self._structures) > _MAX_CACHED:
             del self._structures[next(iter(self._structures))]

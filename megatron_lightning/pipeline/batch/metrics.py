@@ -1,9 +1,9 @@
-"""Synchronize torchmetrics objects: over the data-parallel ranks, and under a pipeline from the
-last stage, which updates them, so that every rank computes the same value.
+"""Synchronize torchmetrics objects, so that every rank computes the same value: over the
+data-parallel ranks, and under a pipeline from the last stage, the only stage with updates.
 
-Metrics are looked for among the attributes of the module and of callbacks, in dicts, lists and
-plain objects, too. A metric that is not found, such as a local variable, synchronizes by the
-default of torchmetrics, which is replaced during the run.
+The search for metrics covers the attributes of the module and of callbacks, including dicts, lists
+and plain objects. A metric outside of the search, such as a local variable, synchronizes by the
+default function of torchmetrics. The run replaces the default function.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _MOST_ENTRIES = 256  # a vocabulary is not searched
 
 @dataclass(frozen=True)
 class _Gather:
-    """Gather of one metric's states (torchmetrics' ``dist_sync_fn``)."""
+    """Gather of a metric's states (torchmetrics' ``dist_sync_fn``)."""
 
     sync: MetricSync
     path: str
@@ -53,7 +53,7 @@ class MetricSync:
     Args:
         module: The LightningModule.
         context: Groups of this rank.
-        callbacks: Return the callbacks as they are now.
+        callbacks: Return the current callbacks.
     """
 
     def __init__(
@@ -66,9 +66,10 @@ class MetricSync:
         self._context = context
         self._callbacks = callbacks
         self.in_step = False
-        """Whether a pipelined step runs, where only the last stage reaches the metrics."""
+        """Whether a pipelined step runs, so that only the last stage reaches the metrics."""
         self.in_steps: set[str] = set()
-        """Metrics that steps have updated, of a part of each sequence where ranks share them."""
+        """Metrics updated in steps. Where ranks share sequences, the updates are of a part of each
+        sequence."""
         self._metrics: dict[str, Metric] = {}
         self._torchmetrics = vars(torchmetrics.metric)
         self._default = self._torchmetrics["gather_all_tensors"]
@@ -78,7 +79,7 @@ class MetricSync:
             self._torchmetrics["gather_all_tensors"] = self.gather
 
     def find(self) -> None:
-        """Look for metrics again: hooks make new ones."""
+        """Look for metrics again, since hooks make new metrics."""
         self._metrics = dict(_metrics_of(self._module, self._callbacks()))
         if self._context.world_size == 1:
             return
@@ -98,9 +99,9 @@ class MetricSync:
     ) -> list[Tensor]:
         """Return the states of all data-parallel ranks (torchmetrics' ``dist_sync_fn``).
 
-        Ranks of one replica that hold equal states count once: tensor-parallel ranks always,
-        context-parallel ranks where hooks updated the metric, with whole batches. A ``group``
-        passed by the user is used unchanged.
+        Ranks of a replica with equal states count once: tensor-parallel ranks always,
+        context-parallel ranks if hooks updated the metric, with whole batches. A ``group`` passed
+        by the user is used unchanged.
         """
         if group is not None and group != dist.group.WORLD:
             return gather_all_tensors(state, group)
@@ -117,7 +118,7 @@ class MetricSync:
 
     @contextmanager
     def restored(self) -> Generator[None, None, None]:
-        """Inside the block metrics are updated, and have their states of before after it."""
+        """Restore the metrics' previous states after the block, which may update the metrics."""
         kept = [
             (vars(metric), dict(vars(metric)), _states(metric)) for metric in self._metrics.values()
         ]
@@ -129,12 +130,12 @@ class MetricSync:
                 attributes.update(states)
 
     def begin_step(self) -> None:
-        """Record which metrics were updated before a step."""
+        """Record the number of updates of each metric before a step."""
         self._before = {path: metric._update_count for path, metric in self._metrics.items()}
 
     def counts(self) -> dict[str, list[int]]:
-        """Return each metric's number of updates and the lengths of its lists after a step, for
-        :meth:`follow` on other stages.
+        """Return each metric's number of updates and the lengths of the metric's lists after a
+        step, for :meth:`follow` on other stages.
         """
         counts = {
             path: [metric._update_count, *map(len, _lists(metric).values())]
@@ -150,9 +151,9 @@ class MetricSync:
     def follow(self, counts: Mapping[str, Sequence[int]]) -> None:
         """Mark this stage's metrics as updated like the last stage's.
 
-        An updated metric drops its cached value, so that all ranks take part in the next
-        ``compute``. Its lists get as many (empty) entries as the last stage's, since torchmetrics
-        gathers entry by entry.
+        An updated metric drops the cached value, so that all ranks take part in the next
+        ``compute``. The metric's lists get as many (empty) entries as the last stage's lists, since
+        torchmetrics gathers entry by entry.
         """
         self._mark_updated(counts)
         for path, metric in self._metrics.items():
@@ -167,8 +168,8 @@ class MetricSync:
 
 
 def check_persistent_states(module: nn.Module, num_replicas: int) -> None:
-    """Refuse persistent metric states, of which a checkpoint holds one, where each of several
-    replicas has its own.
+    """Refuse persistent metric states with several replicas. Each replica has a state of its own,
+    and a checkpoint holds only a single state.
     """
     if num_replicas == 1:
         return
@@ -186,7 +187,7 @@ def check_persistent_states(module: nn.Module, num_replicas: int) -> None:
 
 
 def _metrics_of(module: nn.Module, callbacks: Iterable[object]) -> Iterator[tuple[str, Metric]]:
-    """Yield the metrics of a module and of callbacks, with a path that is equal on all ranks."""
+    """Yield the metrics of a module and of callbacks, with a path equal on all ranks."""
     seen: set[int] = set()
     for path, child in module.named_modules():
         if isinstance(child, Metric):
@@ -201,7 +202,7 @@ def _metrics_of(module: nn.Module, callbacks: Iterable[object]) -> Iterator[tupl
 
 
 def _inside(value: Any, path: str, seen: set[int], depth: int = 0) -> Iterator[tuple[str, Metric]]:
-    """Yield the metrics in an attribute that were not seen."""
+    """Yield the metrics in an attribute that are not in ``seen``."""
     if isinstance(value, str | bytes | int | float | Tensor | type(None)) or id(value) in seen:
         return
     seen.add(id(value))
@@ -225,7 +226,7 @@ def _inside(value: Any, path: str, seen: set[int], depth: int = 0) -> Iterator[t
 
 
 def _is_users(value: object) -> bool:
-    """Whether an object with attributes is of a class that is no library's."""
+    """Whether an object with attributes is of a class outside of the libraries."""
     kind = type(value)
     return hasattr(value, "__dict__") and kind.__module__.partition(".")[0] not in _LIBRARIES
 
@@ -240,9 +241,7 @@ def _states(metric: Metric) -> dict[str, Any]:
 
 
 def _lists(metric: Metric) -> dict[str, list[Tensor]]:
-    """Return a metric's states that are lists; one that was concatenated already has no entries to
-    gather.
-    """
+    """Return a metric's list states. A list already concatenated has no entries to gather."""
     names = [name for name, default in metric._defaults.items() if isinstance(default, list)]
     return {
         name: entries if isinstance(entries := getattr(metric, name), list) else []

@@ -22,7 +22,7 @@ _OTHER_BATCHES = (
 
 
 def batch_size_of(batch: Any) -> int | None:
-    """Return the size of dim 0 of the first tensor in ``batch``, or else of its first list of plain
+    """Return the size of dim 0 of the first tensor in ``batch``, or else of the first list of plain
     values (None: neither).
     """
     sizes = [tensor.shape[0] for tensor in tensors_of(batch) if tensor.ndim] or [
@@ -40,7 +40,7 @@ def tensors_of(batch: Any) -> Iterator[Tensor]:
 
 
 def kinds_of(batch: Any) -> Hashable:
-    """Return the names in a batch, and the dtypes and numbers of dims of its tensors."""
+    """Return the names in a batch, and the dtypes and numbers of dims of the batch's tensors."""
     names = tuple(map(str, batch)) if isinstance(batch, Mapping) else ()
     return names, tuple((tensor.dtype, tensor.ndim) for tensor in tensors_of(batch))
 
@@ -56,10 +56,10 @@ def _lists_of(batch: Any) -> Iterator[Sequence[Any]]:
 
 
 def split_batch(batch: Any, micro_batch_size: int | None) -> list[Any]:
-    """Split ``batch`` into micro-batches; None: one.
+    """Split ``batch`` into micro-batches. None: a single micro-batch.
 
-    Tensors whose dim 0 has the batch size, and lists and tuples of as many plain values, are split;
-    everything else goes to every micro-batch as it is. The last micro-batch is smaller if the size
+    Split are tensors with the batch size in dim 0, and lists and tuples of as many plain values.
+    Everything else goes to every micro-batch unchanged. The last micro-batch is smaller if the size
     does not divide.
 
     Raises:
@@ -80,15 +80,15 @@ def split_batch(batch: Any, micro_batch_size: int | None) -> list[Any]:
 def merge_outputs(  # noqa: PLR0911 (one line a type)
     outputs: Sequence[Any], weights: Sequence[float | Tensor], sizes: Sequence[int | None] = ()
 ) -> Any:
-    """Merge the outputs of one step's micro-batches.
+    """Merge the outputs of a step's micro-batches.
 
-    Scalars are averaged with ``weights`` (an entry named ``num_items`` is summed), other tensors
-    and arrays are concatenated on dim 0, lists of plain values or with an entry for each sample are
-    joined; nested structures are merged entry by entry. A value that is the same for all stays as
-    it is.
+    Scalars are averaged with ``weights`` (an entry named ``num_items`` is summed). Other tensors
+    and arrays are concatenated on dim 0. Lists of plain values, and lists with an entry for each
+    sample, are joined. Nested structures are merged entry by entry. A value equal in all outputs
+    stays unchanged.
 
     Args:
-        outputs: Output of the step for each micro-batch; None: nothing.
+        outputs: Output of the step for each micro-batch. None: no output.
         weights: Weight of each in a mean.
         sizes: Samples of each, if known.
     """
@@ -127,8 +127,8 @@ def merge_outputs(  # noqa: PLR0911 (one line a type)
 
 
 def _are_by_sample(outputs: Sequence[Any], sizes: Sequence[int | None]) -> bool:
-    """Return whether lists hold an entry for each sample: texts, other values, or tensors of one
-    sample each.
+    """Return whether lists hold an entry for each sample: texts, other values, or tensors of a
+    single sample each.
 
     A list may have as many entries as a micro-batch has samples by chance. Scalars, tensors of a
     full micro-batch and tensors of several kinds therefore count as results of the step at fixed
@@ -155,7 +155,7 @@ def _are_by_sample(outputs: Sequence[Any], sizes: Sequence[int | None]) -> bool:
 
 
 def weighted_mean(values: Sequence[Tensor], weights: Sequence[float | Tensor]) -> Tensor:
-    """Return the mean of scalars, weighted; zero where nothing weighs anything."""
+    """Return the weighted mean of scalars. Zero if all weights are zero."""
     stacked = torch.stack(list(values))
     stacked = stacked if stacked.is_floating_point() else stacked.float()
     if all(isinstance(weight, int | float) for weight in weights) and len(set(weights)) == 1:
@@ -166,8 +166,8 @@ def weighted_mean(values: Sequence[Tensor], weights: Sequence[float | Tensor]) -
 
 
 def _is_list_of(leaf: Any, size: int) -> bool:
-    """Return whether these are plain values, one for each sample; torch's collate function leaves
-    texts as lists or tuples.
+    """Return whether ``leaf`` holds plain values, one for each sample. torch's collate function
+    leaves texts as lists or tuples.
     """
     plain = isinstance(leaf, list | tuple) and not hasattr(leaf, "_fields")
     return (
@@ -186,7 +186,7 @@ def _children(batch: Any) -> list[Any]:
 
 
 def _field_names(value: Any) -> list[str]:
-    """Return the fields of a dataclass object; none for any other value."""
+    """Return the fields of a dataclass object. Empty for any other value."""
     return (
         [field.name for field in fields(value)]
         if is_dataclass(value) and not isinstance(value, type)
@@ -195,8 +195,8 @@ def _field_names(value: Any) -> list[str]:
 
 
 def _with_fields(value: Any, values: Mapping[str, Any]) -> Any:
-    """Return a copy of a dataclass object, frozen or not, without its ``__init__``, which may
-    compute fields itself.
+    """Return a copy of a dataclass object, frozen or not, without calling ``__init__``, which may
+    compute fields.
     """
     made = copy.copy(value)
     for name, item in values.items():
@@ -205,7 +205,7 @@ def _with_fields(value: Any, values: Mapping[str, Any]) -> Any:
 
 
 def _select(batch: Any, size: int, samples: slice) -> Any:
-    """Return the samples of one micro-batch from a batch of ``size``."""
+    """Return the samples of a micro-batch from a batch of ``size``."""
     select = partial(_select, size=size, samples=samples)
     if (isinstance(batch, Tensor) and batch.ndim and batch.shape[0] == size) or _is_list_of(
         batch, size

@@ -1,11 +1,11 @@
-"""Send what a step changes on a module, such as ``self.correct += n``, from the last stage to all
+"""Send a step's changes to a module, such as ``self.correct += n``, from the last stage to all
 stages.
 
-Hooks at the end of an epoch, which usually read such values, run on all ranks. In a step only the
-last stage reaches the code after the pipelined call. The plain values among the attributes of the
-LightningModule, of submodules outside of the pipeline's units and of plain objects that they hold
-are recorded before a pipeline run and compared after it. The last stage's changes are applied on
-the other stages: a stage that ran the code before the call has made the same ones, or a part.
+Hooks at the end of an epoch usually read such values, and run on all ranks. In a step only the last
+stage reaches the code after the pipelined call. Plain values are recorded before a pipeline run and
+compared after the run: attributes of the LightningModule, of submodules outside of the pipeline's
+units, and of plain objects in the attributes. The other stages apply the last stage's changes. A
+stage that ran the code before the call has already made all or a part of the changes.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ _LIBRARIES = frozenset({"torch", "torchmetrics", "transformers", "megatron_light
 
 @dataclass(frozen=True)
 class Place:
-    """Path of a module, name of its attribute, and keys and attributes inside of it."""
+    """Path of a module, name of an attribute, and keys and attributes inside of the attribute."""
 
     path: tuple[Any, ...]
     text: str
-    """The place as code writes it."""
+    """The place as written in code."""
 
     @classmethod
     def of_module(cls, path: str) -> Place:
@@ -60,11 +60,11 @@ class Place:
 
 
 class Change(NamedTuple):
-    """Change that a step made at one place."""
+    """Change of a step at a single place."""
 
     kind: str
     """``set``, ``fill`` (the same tensor or container with other contents), ``extend`` (a list),
-    ``delete``, or ``replace`` (entries of a large list or dict, which are not sent)."""
+    ``delete``, or ``replace`` (entries of a large list or dict, not sent)."""
     place: Place
     value: Any
 
@@ -74,9 +74,9 @@ class ModuleState:
 
     Args:
         module: The LightningModule.
-        base: The library's class that it extends, whose attributes are not the user's.
-        units: Modules whose attributes stay on their stage.
-        stages: Stages of this rank, each of which runs the step.
+        base: The extended class of the library. Attributes of the class are not the user's.
+        units: Modules with attributes that stay on the module's stage.
+        stages: Stages of this rank. Each stage runs the step.
         device: This rank's device.
     """
 
@@ -109,7 +109,7 @@ class ModuleState:
         """Record the values before a pipeline run.
 
         Args:
-            undone: Whether :meth:`undo` restores them after the run.
+            undone: Whether :meth:`undo` restores the values after the run.
         """
         self._of_stages.clear()
         self._kept.clear()
@@ -117,8 +117,8 @@ class ModuleState:
         self._before = self._record(copies=undone or len(self._stages) > 1)
 
     def enter(self, stage: int) -> None:
-        """Give a stage the values that its own forwards left: each stage of this rank runs the
-        code before the call for each micro-batch.
+        """Restore the values left by a stage's own forwards. Each stage of this rank runs the code
+        before the call for each micro-batch.
         """
         if stage == self._stage:
             return
@@ -138,10 +138,10 @@ class ModuleState:
         self._of_stages.clear()
 
     def _record(self, *, copies: bool) -> dict[str, Items]:
-        """Return the values as they are now, by the path of their module.
+        """Return the current values, by the path of the module.
 
         Args:
-            copies: Whether to copy tensors, so that they can be restored.
+            copies: Whether to copy tensors, to allow restoring.
         """
         recording = Recording(copies, self._run, self._kept)
         records = {}
@@ -151,7 +151,7 @@ class ModuleState:
         return records
 
     def _restore(self, records: dict[str, Items]) -> None:
-        """Restore the values that were recorded, with copies."""
+        """Restore values recorded with copies."""
         for path, values in self._values():
             owner, record = vars(self._modules[path]), records[path]
             for name in values.keys() - record.entries.keys():
@@ -184,8 +184,8 @@ class ModuleState:
         return sent, unsent
 
     def changed_paths(self) -> set[tuple[Any, ...]]:
-        """Return where something has changed since :meth:`begin`: path of a module, attribute, keys
-        inside of it.
+        """Return the places of changes since :meth:`begin`: path of a module, attribute, keys
+        inside of the attribute.
         """
         return {
             change.place.path
@@ -194,7 +194,7 @@ class ModuleState:
         }
 
     def tensors(self) -> list[Tensor]:
-        """Return the tensors among the values as they are now, and buffers."""
+        """Return the tensors among the current values, and buffers."""
         records = self._record(copies=False).values()
         buffers = [module._buffers.values() for module in self._modules.values()]
         return [
@@ -203,7 +203,7 @@ class ModuleState:
         ]
 
     def apply(self, changes: Sequence[Change]) -> None:
-        """Make the last stage's changes on this stage, in place of its own."""
+        """Make the last stage's changes on this stage, replacing the stage's own changes."""
         for kind, place, value in changes:
             container = self._at(place.path[:-1])
             if container is not MISSING:
@@ -226,7 +226,7 @@ class ModuleState:
             vars(container)[key] = value
 
     def _at(self, path: tuple[Any, ...]) -> Any:
-        """Return the object or container at ``path``; ``MISSING`` if this stage has none."""
+        """Return the object or container at ``path``. ``MISSING`` if this stage has none."""
         current: Any = self._modules.get(path[0], MISSING)
         for key in path[1:]:
             current = _entry(current, key)
@@ -271,7 +271,9 @@ def _entry(container: Any, key: Any) -> Any:
 
 
 def _takes(current: Any, value: Any) -> bool:
-    """Return whether a tensor or container can hold the contents of one on the last stage."""
+    """Return whether a tensor or container can hold the contents of the last stage's tensor or
+    container.
+    """
     if isinstance(current, Tensor):
         is_writable = torch.is_inference_mode_enabled() or not current.is_inference()
         return is_writable and current.shape == value.shape
@@ -290,7 +292,7 @@ def _entry_changes(
 
 
 def _changes(before: Record, value: Any, place: Place) -> Iterator[Change]:
-    """Yield what changed between a record and the value that is now at its place."""
+    """Yield the changes between a record and the current value at the same place."""
     if not isinstance(before, Items) or before.container is not value:
         if is_changed(before, value):
             yield Change("fill" if is_refilled(before, value) else "set", place, value)

@@ -1,7 +1,7 @@
-"""Plain values that a step leaves on a module, in a form in which they can be sent to other ranks.
+"""Plain values that a step leaves on a module, in a form for sending to other ranks.
 
-Tensors, numbers, strings and containers of them are sent. An object of another class is not:
-unpickling would run its code.
+Tensors, numbers, strings and containers of plain values are sent. An object of another class is
+not, since unpickling would run the class's code.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ _SEQUENCES = (list, tuple, set, frozenset, deque)
 _MAPPINGS = (dict, OrderedDict, defaultdict, Counter)
 _FACTORIES = (None, int, float, bool, str, list, dict, set)
 _EXACT = 2**53
-"""Largest integer up to which float64, in which numbers are sent, holds every integer."""
+"""Largest integer up to which float64, the dtype of sent numbers, holds every integer."""
 
 
 class _Sent(NamedTuple):
-    """Tensor on its way to other ranks."""
+    """Tensor in transit to other ranks."""
 
     tensor: Tensor
     place: str
-    """``device``: the rank's device; ``cpu``; or ``numpy``: an array."""
+    """``device``: the rank's device. ``cpu``. Or ``numpy``: an array."""
 
 
 class _Whole:
-    """Value that is sent as it is: an integer that float64 does not hold."""
+    """Value sent unchanged: an integer that float64 cannot hold."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
@@ -56,8 +56,8 @@ def is_atom(value: Any) -> bool:
 
 
 def is_plain(value: Any) -> bool:
-    """Return whether ``value`` can be sent: atoms, dense tensors, arrays, and containers of
-    them.
+    """Return whether ``value`` can be sent: atoms, dense tensors, arrays, and containers of plain
+    values.
     """
     if is_atom(value):
         return True
@@ -75,7 +75,7 @@ def is_plain(value: Any) -> bool:
 
 
 def equal_atoms(first: Any, second: Any) -> bool:
-    """Return whether two atoms are the same value; NaN equals NaN."""
+    """Return whether two atoms are the same value. NaN equals NaN."""
     if first is second:
         return True
     if type(first) is not type(second):
@@ -85,13 +85,13 @@ def equal_atoms(first: Any, second: Any) -> bool:
 
 
 def packed(value: Any) -> Any:
-    """Return a plain value with its tensors detached and marked with their places."""
+    """Return a plain value with detached tensors, marked with the tensors' places."""
     return tree_map(_pack, value)
 
 
 def _pack(leaf: Any) -> Any:
     if isinstance(leaf, Tensor):
-        # Numbers travel as real ones.
+        # Numbers travel as real numbers.
         sent = leaf.detach().reshape(-1, 1) if leaf.is_complex() and not leaf.ndim else leaf
         return _Sent(sent.detach(), "cpu" if leaf.device.type == "cpu" else "device")
     if isinstance(leaf, np.ndarray) and leaf.dtype.kind in "biufc":
@@ -102,7 +102,7 @@ def _pack(leaf: Any) -> Any:
 
 
 def unpacked(value: Any, device: torch.device) -> Any:
-    """Return the value that :func:`packed` was given, with tensors of this rank's own."""
+    """Return the value given to :func:`packed`, with tensors of this rank's own."""
 
     def restored(leaf: Any) -> Any:
         if isinstance(leaf, _Whole):
@@ -112,7 +112,7 @@ def unpacked(value: Any, device: torch.device) -> Any:
         if leaf.place.startswith("numpy"):
             array = leaf.tensor.cpu().numpy()
             return array.copy() if int(leaf.place[5:]) else array.reshape(()).copy()
-        # A number that was received is a view of all of them.
+        # A received number is a view of the tensor of all numbers.
         tensor = leaf.tensor.to("cpu" if leaf.place == "cpu" else device, copy=True)
         return tensor.reshape(()) if tensor.is_complex() and tensor.shape == (1, 1) else tensor
 

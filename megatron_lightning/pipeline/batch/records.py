@@ -1,8 +1,10 @@
-"""Records of the values on a module, to compare them after a step and to restore them.
+"""Records of the values on a module, to compare with the values after a step and to restore the
+values.
 
 Tensors are compared by identity and version, arrays, sets and numbers by value, lists and dicts
-entry by entry. Of a list or dict of more than ``MOST_ENTRIES`` added entries are found. Whether
-others were replaced is looked up in some runs, so that a run costs no more than a small list.
+entry by entry. In a list or dict of more than ``MOST_ENTRIES`` entries, only added entries are
+found in every run. Replaced entries are looked up in a fraction of the runs, so that a run costs no
+more than a small list.
 """
 
 from __future__ import annotations
@@ -26,9 +28,9 @@ from megatron_lightning.pipeline.batch.plain_values import equal_atoms, is_atom
 MOST_ENTRIES = 4096
 _PLAIN = frozenset({bool, int, float, complex, str, bytes, type(None)})
 _MANY = 64
-"""Entries from which on tensors in a list or dict are compared together."""
+"""Smallest number of entries for comparing tensors in a list or dict together."""
 _DEPTH = 4
-"""Objects inside of objects that are searched."""
+"""Depth of the search in nested objects."""
 _LIBRARIES = frozenset(
     [
         "datasets",
@@ -56,34 +58,36 @@ _CODE = (
 )
 
 MISSING = object()
-"""Takes the place of a value that does not exist."""
+"""Placeholder of a missing value."""
 
 Record = Any
-"""An atom itself, or one of the classes of this module."""
+"""An atom itself, or an object of a class in this module."""
 
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """A value that is compared by identity."""
+    """A value compared by identity."""
 
     value: Any
 
     def is_changed(self, value: Any) -> bool:
-        """Return whether another value took its place."""
+        """Return whether another value took the place of the recorded value."""
         return value is not self.value
 
 
 @dataclass(frozen=True, slots=True)
 class KeptTensor:
-    """A tensor and its version; an inference tensor has none and is compared with a copy."""
+    """A tensor and the tensor's version. An inference tensor has no version and is compared with a
+    copy.
+    """
 
     reference: Any
-    """The tensor, or a weak reference where it is not restored."""
+    """The tensor, or a weak reference if the tensor is never restored."""
     version: int
     copy: Tensor | None
 
     def is_changed(self, value: Any) -> bool:
-        """Return whether another value took its place, or it was written into."""
+        """Return whether another value took the tensor's place, or the tensor was written into."""
         if value is not self.tensor or not isinstance(value, Tensor):
             return True
         if value.is_inference():
@@ -92,7 +96,7 @@ class KeptTensor:
 
     @property
     def tensor(self) -> Tensor | None:
-        """The tensor, if it still exists."""
+        """The tensor, if still alive."""
         found: Tensor | None = (
             self.reference if isinstance(self.reference, Tensor) else self.reference()
         )
@@ -101,13 +105,15 @@ class KeptTensor:
 
 @dataclass(frozen=True, slots=True)
 class Copied:
-    """An array, a set or a deque, and a copy of what it held."""
+    """An array, a set or a deque, and a copy of the contents."""
 
     value: Any
     copy: Any
 
     def is_changed(self, value: Any) -> bool:
-        """Return whether another value took its place, or its contents differ."""
+        """Return whether another value took the place of the recorded value, or the contents
+        differ.
+        """
         if value is not self.value:
             return True
         if isinstance(value, np.ndarray):
@@ -121,20 +127,20 @@ class Copied:
 
 @dataclass(frozen=True, slots=True)
 class Items:
-    """A list, tuple, dict or object and the records of its entries."""
+    """A list, tuple, dict or object and the records of the entries."""
 
     container: Any
     entries: dict[Any, Record]
-    """None of a list or dict that is too large."""
+    """Empty for a list or dict that is too large."""
     length: int
     versions: dict[Any, int] | None = None
-    """Versions of tensors among the entries, which are the values themselves; None: the entries are
-    records."""
+    """Versions of tensors among the entries, when the entries are the values themselves. None: the
+    entries are records."""
     large: Items | None = None
-    """The values in a list or dict that is too large, in a run that looks them up."""
+    """The values in a list or dict that is too large, in a run with a look-up."""
 
     def is_same(self, values: dict[Any, Any]) -> bool:
-        """Return whether entries that are recorded as values are the same, without a loop."""
+        """Return whether entries recorded as values are the same, without a loop."""
         if self.versions is None or len(values) != len(self.entries):
             return False
         same = all(map(operator.is_, values.values(), self.entries.values()))
@@ -148,7 +154,7 @@ class Items:
         return not self.large.is_same(dict(itertools.islice(pairs, self.length)))
 
     def entry(self, key: Any) -> Record:
-        """Return the record of an entry; ``MISSING`` if there was none."""
+        """Return the record of an entry. ``MISSING`` without a record."""
         record = self.entries.get(key, MISSING)
         if self.versions and isinstance(record, Tensor):
             return KeptTensor(record, self.versions[key], None)
@@ -157,20 +163,20 @@ class Items:
 
 @dataclass(frozen=True, slots=True)
 class Recording:
-    """One pass over the values of a module."""
+    """A pass over the values of a module."""
 
     copies: bool
-    """Whether tensors are copied, so that they can be restored."""
+    """Whether tensors are copied, to allow restoring."""
     run: int = 0
-    """Number of the run, which decides whether large lists and dicts are looked up."""
+    """Number of the run, which decides whether to look up large lists and dicts."""
     kept: dict[int, KeptTensor] = field(default_factory=dict)
-    """Tensors that the run has copied, by id; one that has not changed is not copied again."""
+    """Tensors copied by the run, by id. An unchanged tensor is not copied again."""
     seen: set[int] = field(default_factory=set)
-    """Ids of containers that were recorded elsewhere, each of which is searched once."""
+    """Ids of containers already recorded, since each container is searched once."""
 
 
 def attributes_of(value: Any, foreign: Collection[str] = ()) -> dict[str, Any]:
-    """Return the attributes of an object that are no code, without the ``foreign`` ones."""
+    """Return the attributes of an object without code and without the ``foreign`` attributes."""
     own = vars(value)
     names = [name for name in own if name not in foreign] if foreign else own
     return {name: own[name] for name in names if not isinstance(own[name], _CODE)}
@@ -181,12 +187,12 @@ def make_record(value: Any, recording: Recording, depth: int = 0) -> Record:
 
     Args:
         value: The value.
-        recording: The pass that it belongs to.
+        recording: The pass over the module's values.
         depth: Number of objects around the value.
     """
     if is_atom(value):
         return value
-    if isinstance(value, Tensor):  # parameters, which lists may hold, are left alone
+    if isinstance(value, Tensor):  # parameters in lists are left alone
         return _of_tensor(value, recording) if type(value) is Tensor else Kept(value)
     if id(value) in recording.seen or not _is_searched(value, depth):
         return Kept(value)
@@ -207,7 +213,9 @@ def make_record(value: Any, recording: Recording, depth: int = 0) -> Record:
 
 
 def _of_large(value: Any, run: int) -> Items | None:
-    """Return the values in a large list or dict in one run of several; None in the others."""
+    """Return the values in a large list or dict in a fraction of the runs. None in the other
+    runs.
+    """
     if isinstance(value, tuple) or run % (len(value) // MOST_ENTRIES + 1):
         return None
     items = dict(value) if isinstance(value, dict) else dict(enumerate(value))
@@ -215,7 +223,7 @@ def _of_large(value: Any, run: int) -> Items | None:
 
 
 def _versions(items: dict[Any, Any]) -> dict[Any, int]:
-    """Return the versions of tensors; empty if there are none."""
+    """Return the versions of tensors. Empty without tensors."""
     if Tensor not in set(map(type, items.values())):
         return {}
     return {
@@ -241,7 +249,8 @@ def _of_tensor(value: Tensor, recording: Recording) -> KeptTensor:
 def _is_searched(value: Any, depth: int) -> bool:
     if isinstance(value, list | tuple | dict | set | deque | np.ndarray):
         return True
-    own = getattr(value, "__dict__", None)  # a class, or what stands for one, has no dict
+    # a class, or an object representing a class, has no dict
+    own = getattr(value, "__dict__", None)
     if isinstance(value, (nn.Module, *_CODE)) or depth >= _DEPTH or not isinstance(own, dict):
         return False
     return type(value).__module__.partition(".")[0] not in _LIBRARIES
@@ -256,7 +265,7 @@ def _entries(value: Any) -> dict[Any, Any]:
 
 
 def tensors_in(record: Record) -> Iterator[Tensor]:
-    """Yield the recorded tensors that still exist."""
+    """Yield the recorded tensors still alive."""
     if isinstance(record, Tensor):
         yield record
     elif isinstance(record, KeptTensor) and record.tensor is not None:
@@ -269,7 +278,7 @@ def tensors_in(record: Record) -> Iterator[Tensor]:
 
 
 def is_changed(before: Record, value: Any) -> bool:
-    """Return whether a value differs from its record, other than in the entries of a container."""
+    """Return whether a value differs from the record, other than in the entries of a container."""
     if isinstance(before, Kept | KeptTensor | Copied):
         return before.is_changed(value)
     if isinstance(before, Items) or not is_atom(value) or before is MISSING:
@@ -278,14 +287,16 @@ def is_changed(before: Record, value: Any) -> bool:
 
 
 def is_refilled(before: Record, value: Any) -> bool:
-    """Return whether the recorded tensor, array, set or deque is still at its place."""
+    """Return whether the recorded tensor, array, set or deque is still in place."""
     if isinstance(before, KeptTensor):
         return before.tensor is value
     return isinstance(before, Copied) and before.value is value
 
 
 def restored(record: Record) -> Any:
-    """Return the recorded value; containers, tensors and objects hold again what they held."""
+    """Return the recorded value. Containers, tensors and objects hold the recorded contents
+    again.
+    """
     if isinstance(record, KeptTensor):
         return _restored_tensor(record)
     if isinstance(record, Copied):
@@ -308,7 +319,7 @@ def _restored_tensor(record: KeptTensor) -> Tensor | None:
 
 
 def refill(value: Any, contents: Any) -> None:
-    """Write the contents of a tensor or container of one kind into another."""
+    """Write the contents of a tensor or container into another of the same kind."""
     if isinstance(value, Tensor):
         with torch.no_grad():
             value.copy_(contents)

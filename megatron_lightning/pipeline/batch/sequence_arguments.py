@@ -1,5 +1,5 @@
-"""Arguments of the parallel module that a rank's part of a sequence needs: positions that do not
-begin at 0, documents that begin on other ranks.
+"""Arguments of the parallel module for a rank's part of a sequence: positions with a start other
+than 0, and documents that begin on other ranks.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from megatron_lightning.parallel.sharding import ShardingPlan
 
 
 class SequenceArguments:
-    """Adds arguments to a call of the parallel module; a collective where rows hold documents.
+    """Adds arguments to a call of the parallel module. A collective if rows hold documents.
 
     Args:
         group: The context-parallel ranks.
@@ -38,7 +38,7 @@ class SequenceArguments:
         self._device = device
 
     def __call__(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the arguments that replace those of a call, or are missing there.
+        """Return the arguments to replace in a call, or to add to the call.
 
         Args:
             given: Arguments of the call, by name.
@@ -57,7 +57,7 @@ class SequenceArguments:
         return replaced
 
     def _documents(self, given: Mapping[str, Any]) -> Documents | None:
-        """Return the documents of the full rows; None: the call names none."""
+        """Return the documents of the full rows. None: the call names no documents."""
         plan = self._plan
         if plan.packed_positions:
             positions = given.get(plan.positions or "")

@@ -1,7 +1,7 @@
 """Divide the sequences of a batch over the context-parallel ranks.
 
-Which entries hold a sequence is declared (``sequence_dims`` of the LightningModule or its
-datamodule), never guessed.
+The user declares the entries with sequences (``sequence_dims`` of the LightningModule or the
+datamodule). Entries are never guessed.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from megatron_lightning.parallel.sequence import SequencePart
 from megatron_lightning.rules import check_sequence_length
 
 IGNORED_LABEL = -100
-"""Target that losses leave out, as torch's do."""
+"""Target ignored by losses, as in torch."""
 
 
 class SequenceSplit:
     """Splits batches along their sequences.
 
     Args:
-        part: What this rank holds.
+        part: This rank's part of the sequences.
         dims: Key of a batch (index, for a tuple or list) -> dim of the sequence.
-        tensor_ranks: Tensor-parallel ranks over which activations divide the sequence further; 1:
-            they do not.
+        tensor_ranks: Tensor-parallel ranks that divide the sequence of activations further. 1: no
+            further division.
     """
 
     def __init__(self, part: SequencePart, dims: Mapping[Any, int], tensor_ranks: int = 1) -> None:
@@ -39,8 +39,8 @@ class SequenceSplit:
         """Return the rank's part of a batch.
 
         Raises:
-            ConfigError: If the batch has none of the declared entries, one is no sequence, or their
-                lengths differ or do not divide.
+            ConfigError: If the batch has none of the declared entries, an entry is no sequence, or
+                the entries' lengths differ or do not divide.
         """
         self.length(batch)
         if isinstance(batch, Mapping):
@@ -52,7 +52,9 @@ class SequenceSplit:
         return type(batch)(*values) if hasattr(batch, "_fields") else type(batch)(values)
 
     def parts(self, part: Any) -> list[tuple[Tensor, int]]:
-        """Return the tensors of a split batch that hold sequences, with the dims of these."""
+        """Return the tensors with sequences in a split batch, and the sequence dim of each
+        tensor.
+        """
         return [(tensor, self.dims[key]) for key, tensor in self._declared(part).items()]
 
     def part_length(self, part: Any) -> int:
@@ -75,7 +77,7 @@ class SequenceSplit:
         return length
 
     def masks(self, batch: Any) -> str | None:
-        """Return the declared entry that leaves positions out of the loss; None: there is none."""
+        """Return the declared entry that leaves positions out of the loss. None: no such entry."""
         for name, value in self._declared(batch).items():
             if name == "loss_mask":
                 return "a loss_mask"

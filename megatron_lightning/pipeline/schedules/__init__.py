@@ -1,9 +1,9 @@
-"""Pipeline schedules as data: pure functions of sizes that return tables. No torch here.
+"""Pipeline schedules as data: pure functions from sizes to tables. No torch here.
 
-Each generator names its paper. All of them place the last stage on pp rank 0 (see
-:class:`~megatron_lightning.pipeline.schedules.actions.Placement`). A table is proven by
-:func:`megatron_lightning.pipeline.schedules.simulate.validate` and run by the executor, which
-decides nothing.
+Each generator names the paper. All generators place the last stage on pp rank 0 (see
+:class:`~megatron_lightning.pipeline.schedules.actions.Placement`).
+:func:`megatron_lightning.pipeline.schedules.simulate.validate` proves a table. The executor runs
+the table, and decides nothing.
 """
 
 from megatron_lightning.pipeline.schedules.choice import (

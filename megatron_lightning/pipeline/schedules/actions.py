@@ -3,7 +3,7 @@ here.
 
 Notation of this package: P pipeline ranks ("pp rank" p), S stages of the model in order (s), M
 micro-batches (m). A *stage* is a position in the model, a *pp rank* a position in the pipeline
-group; a :class:`Placement` maps one to the other.
+group. A :class:`Placement` maps stages to pp ranks.
 """
 
 from __future__ import annotations
@@ -18,26 +18,26 @@ from megatron_lightning.errors import ConfigError
 
 
 class Kind(str, Enum):
-    """Kind of work on one micro-batch."""
+    """Kind of work on a micro-batch."""
 
     FORWARD = "F"
     BACKWARD = "B"
     INPUT_GRADIENT = "I"
-    """First half of a split backward: the gradient of the stage's input, which the stage before
-    waits for."""
+    """First half of a split backward: the gradient of the stage's input, needed by the stage
+    before."""
     WEIGHT_GRADIENT = "W"
-    """Second half of a split backward: the gradient of the stage's weights, which nobody waits
-    for."""
+    """Second half of a split backward: the gradient of the stage's weights, needed by no other
+    stage."""
 
     __hash__ = str.__hash__  # Enum's own is Python code, and tables are looked up by action
 
 
 SENDS_GRADIENT = (Kind.BACKWARD, Kind.INPUT_GRADIENT)
-"""Kinds after which the stage before can do its own backward."""
+"""Kinds that allow the stage before to do its own backward."""
 
 
 class Action(NamedTuple):
-    """One unit of work of one stage; its text form is ``2F0``: stage 2, forward, micro-batch 0."""
+    """One unit of work of a stage. The text form is ``2F0``: stage 2, forward, micro-batch 0."""
 
     stage: int
     kind: Kind
@@ -60,9 +60,10 @@ class Action(NamedTuple):
 
 @dataclass(frozen=True)
 class Placement:
-    """Map from stages to the pipeline ranks that hold them.
+    """Map from stages to pipeline ranks.
 
-    The last stage is always on pp rank 0, so that global rank 0, whose loggers write, has the loss.
+    The last stage is always on pp rank 0, so that global rank 0, the rank that writes logs, has the
+    loss.
     """
 
     pp_ranks: tuple[int, ...]
@@ -105,13 +106,13 @@ class Placement:
         return max(self.pp_ranks) + 1
 
     def stages_of(self, pp_rank: int) -> tuple[int, ...]:
-        """Return the stages of one pp rank, ascending."""
+        """Return the stages of a pp rank, ascending."""
         return tuple(stage for stage, holder in enumerate(self.pp_ranks) if holder == pp_rank)
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """Order of work of one pipeline run, as a table."""
+    """Order of work of a pipeline run, as a table."""
 
     name: str
     """Name in messages."""
@@ -122,7 +123,7 @@ class Schedule:
 
     @cached_property
     def positions(self) -> dict[Action, int]:
-        """Position of every action in its pp rank's list."""
+        """Position of every action in the list of the action's pp rank."""
         return {
             action: position for actions in self.actions for position, action in enumerate(actions)
         }
@@ -133,7 +134,7 @@ class Schedule:
         return any(action.kind is Kind.WEIGHT_GRADIENT for row in self.actions for action in row)
 
     def __str__(self) -> str:
-        """One line a pp rank: ``0: 1F0 1B0 …``."""
+        """A line for each pp rank: ``0: 1F0 1B0 …``."""
         return "\n".join(
             f"{pp_rank}: {' '.join(map(str, actions))}"
             for pp_rank, actions in enumerate(self.actions)

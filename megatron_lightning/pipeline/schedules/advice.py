@@ -1,4 +1,4 @@
-"""Advice on pipelines that are idle for much of the time."""
+"""Advice on pipelines with much idle time."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from megatron_lightning.pipeline.schedules.simulate import simulate
 
 
 def advice_on_full_batches(num_ranks: int) -> str:
-    """Return what a pipeline costs whose batches are not split into micro-batches."""
+    """Return the cost of a pipeline without micro-batches."""
     return (
         "micro_batch_size is not set: each batch runs as one micro-batch, and the pipeline of "
         f"{num_ranks} ranks is idle {(num_ranks - 1) / num_ranks:.0%} of the time. Set "
@@ -16,8 +16,8 @@ def advice_on_full_batches(num_ranks: int) -> str:
 
 
 def advice_on_few_microbatches(schedule: ScheduleChoice, num_microbatches: int) -> str | None:
-    """Return what a batch costs that has fewer micro-batches than the pipeline has ranks; None if
-    it has enough, or is one.
+    """Return the cost of a batch with fewer micro-batches than pipeline ranks. None if there are
+    enough micro-batches, or just one.
     """
     ranks = schedule.placement.num_ranks
     if not 1 < num_microbatches < ranks or isinstance(schedule.generator, FixedTable):

@@ -22,8 +22,7 @@ from megatron_lightning.pipeline.schedules.tables import (
 from megatron_lightning.pipeline.schedules.zero_bubble import zb_h1, zbv
 
 Generator = Callable[[int, int, int], Schedule]
-"""A function of (pipeline ranks, micro-batches, chunks on each pipeline rank) that returns a
-table."""
+"""A function from (pipeline ranks, micro-batches, chunks on each pipeline rank) to a table."""
 
 SCHEDULES: Mapping[str, Generator] = MappingProxyType(
     {"gpipe": gpipe, "1f1b": one_f_one_b, "interleaved": interleaved, "zb-h1": zb_h1, "zbv": zbv}
@@ -33,7 +32,7 @@ SCHEDULES: Mapping[str, Generator] = MappingProxyType(
 
 @dataclass(frozen=True)
 class ScheduleChoice:
-    """A schedule for one pipeline, for any number of micro-batches."""
+    """A schedule for a pipeline, for any number of micro-batches."""
 
     name: str
     reason: str
@@ -61,7 +60,7 @@ class ScheduleChoice:
         """Return the proven table for ``num_microbatches``.
 
         Raises:
-            ConfigError: If the schedule cannot run that many, or is invalid.
+            ConfigError: If the schedule cannot run this number of micro-batches, or is invalid.
         """
         if num_microbatches < 1:
             raise ConfigError(
@@ -79,10 +78,10 @@ class ScheduleChoice:
         return schedule
 
     def table_or_sweep(self, num_microbatches: int) -> Schedule:
-        """Return the table for ``num_microbatches``, or :func:`sweep` where the schedule cannot run
-        that many.
+        """Return the table for ``num_microbatches``. If the schedule cannot run the number, return
+        :func:`sweep`.
 
-        The last batch of the data may be smaller than those that a table was written for.
+        The last batch of the data may be smaller than the batches that a table was written for.
         """
         try:
             return self.table(num_microbatches)
@@ -90,8 +89,8 @@ class ScheduleChoice:
             return sweep(self.placement, num_microbatches)
 
     def forward_table(self, num_microbatches: int) -> Schedule:
-        """Return only the forwards, for any number of micro-batches, as validation and prediction
-        run them.
+        """Return only the forwards, for any number of micro-batches, for validation and
+        prediction.
         """
         return forward_only(self.table_or_sweep(num_microbatches))
 
@@ -105,14 +104,14 @@ def resolve(
 ) -> ScheduleChoice:
     """Return the schedule of a user's ``pipeline_schedule`` for a layout.
 
-    ``"auto"`` is 1F1B with one chunk on each pipeline rank and interleaved 1F1B with several.
+    ``"auto"`` is 1F1B with a single chunk on each pipeline rank and interleaved 1F1B with several.
 
     Args:
         spec: A key of :data:`SCHEDULES`, ``"auto"``, a CSV file, the class path of a
             :data:`Generator`, or rows of actions.
         num_ranks: Pipeline ranks.
         num_chunks: Model chunks on each pipeline rank.
-        microbatch_group_size: Micro-batches that visit a chunk in one go, for the interleaved
+        microbatch_group_size: Micro-batches that pass a chunk in one go, for the interleaved
             schedule.
 
     Raises:
@@ -153,8 +152,8 @@ def make_schedule(
     num_chunks: int = 1,
     microbatch_group_size: int | None = None,
 ) -> Schedule:
-    """Return the proven table of a schedule; the arguments are :func:`resolve`'s and the number of
-    micro-batches.
+    """Return the proven table of a schedule. The arguments are the arguments of :func:`resolve` and
+    the number of micro-batches.
     """
     choice = resolve(
         name,
@@ -166,7 +165,7 @@ def make_schedule(
 
 
 def forward_only(schedule: Schedule) -> Schedule:
-    """Return the forwards of a schedule in their order, as validation and prediction run them."""
+    """Return the forwards of a schedule in order, for validation and prediction."""
     actions = tuple(
         tuple(action for action in row if action.kind is Kind.FORWARD) for row in schedule.actions
     )
@@ -176,8 +175,8 @@ def forward_only(schedule: Schedule) -> Schedule:
 def _sample(
     label: str, generator: Generator, num_ranks: int, num_chunks: int, num_microbatches: int | None
 ) -> Schedule:
-    """Return one table of a schedule, which shows its placement and proves a schedule of the user's
-    own.
+    """Return a sample table of a schedule, which shows the placement and proves a schedule of the
+    user's own.
     """
     num_stages = num_ranks * num_chunks
     if isinstance(generator, FixedTable):

@@ -1,5 +1,5 @@
 """The command ``megatron-lightning schedule``: table, time, bubble and memory of a schedule before
-it runs. No torch here.
+the run. No torch here.
 """
 
 from __future__ import annotations
@@ -33,8 +33,7 @@ def describe_schedule(
     trace: str | None = None,
     output: str | None = None,
 ) -> str:
-    """Show a pipeline schedule: table, bubble and memory; with ``output`` also a picture and a
-    trace for Chrome's viewer.
+    """Show a pipeline schedule: table, bubble, memory, and with ``output`` a picture and a trace.
 
     Args:
         ranks: Pipeline ranks.
@@ -42,19 +41,19 @@ def describe_schedule(
         chunks: Model chunks on each pipeline rank.
         schedule: "gpipe", "1f1b", "interleaved", "zb-h1", "zbv", "auto", a CSV file, or the class
             path of a function.
-        microbatch_group_size: Micro-batches that visit a chunk in one go, for the interleaved
+        microbatch_group_size: Micro-batches that pass a chunk in one go, for the interleaved
             schedule.
-        forward: Time of a micro-batch's forward on the layers of one pipeline rank, split over its
-            chunks; several numbers: on every stage.
+        forward: Time of a micro-batch's forward on the layers of a pipeline rank, split over the
+            rank's chunks. Several numbers: on every stage.
         input_gradient: Time of the gradient of the input, likewise.
         weight_gradient: Time of the gradient of the weights, likewise.
         communication: Time of a message between two ranks.
-        compare: Show all schedules side by side, with your own; ``interleaved`` with ``chunks`` (or
-            2).
-        trace: Directory of an executed timeline, to compare with the simulated one; nothing else is
-            needed then.
-        output: Directory for the picture (SVG and PNG) and the Chrome trace; without it nothing is
-            written.
+        compare: Show all schedules side by side, with your own schedule. ``interleaved`` with
+            ``chunks`` (or 2).
+        trace: Directory of an executed timeline, to compare with the simulated timeline. No other
+            option is needed then.
+        output: Directory for the picture (SVG and PNG) and the Chrome trace. Without a directory
+            nothing is written.
     """
     if trace is not None:
         return _executed(read_trace(trace), trace, output)
@@ -105,8 +104,8 @@ def _tables(
 
 
 def _costs(times: Sequence[Sequence[float]], communication: float, placement: Placement) -> Costs:
-    """Return costs from the times of F, I and W: one number for the layers of a pipeline rank, or
-    one for every stage.
+    """Return costs from the times of F, I and W: a number for the layers of a pipeline rank, or a
+    number for every stage.
     """
     share = placement.num_ranks / placement.num_stages
     forward, input_gradient, weight_gradient = (
@@ -201,7 +200,7 @@ def _compared(
 
 
 def _executed(trace: Trace, source: str, output: str | None) -> str:
-    """Compare an executed run with the simulation of its table with the mean times of its
+    """Compare an executed run with the simulation of the run's table under the mean times of the
     actions.
     """
     schedule, costs = trace.schedule, trace.costs()
@@ -268,8 +267,8 @@ def _idle(schedule: Schedule, simulation: Simulation, step_time: float) -> float
 
 
 def _write(panels: Sequence[Panel], folder: str | None, name: str, unit: str = "") -> Sequence[str]:
-    """Write picture and Chrome trace to ``folder``, if there is one; return the lines that name the
-    files.
+    """Write picture and Chrome trace to ``folder``, if given. Return the lines with the names of
+    the files.
     """
     if folder is None:
         return []
@@ -296,7 +295,7 @@ def _percent(share: float) -> str:
 
 
 def _aligned(rows: Sequence[Sequence[str]]) -> Iterable[str]:
-    """Return the rows as lines, the first column aligned left, the others right."""
+    """Return the rows as lines, the first column aligned left, the other columns right."""
     widths = [
         max(len(row[column]) for row in rows if column < len(row))
         for column in range(max(map(len, rows)))

@@ -1,8 +1,8 @@
 """Closed formulas of a schedule's cost, from the papers, to compare the simulation with. No torch
 here.
 
-Notation: P pipeline ranks, V chunks on each, M micro-batches, N micro-batches of a group; F, B, I
-and W are the times of one action on one chunk, equal on all stages; messages take no time. Tests
+Notation: P pipeline ranks, V chunks on each, M micro-batches, N micro-batches of a group. F, B, I
+and W are the times of an action on a chunk, equal on all stages. Messages take no time. Tests
 compare every formula with the simulation.
 """
 
@@ -21,21 +21,20 @@ class Expected(NamedTuple):
     step_time: float
     formula: str
     peak_in_flight: tuple[int, ...]
-    """For each pp rank: the most (stage, micro-batch) activations it holds at once."""
+    """For each pp rank: the most (stage, micro-batch) activations held at once."""
 
 
 def expected(schedule: Schedule, costs: Costs, group_size: int | None = None) -> Expected | None:
-    """Return the cost of a schedule by its formula.
+    """Return the cost of a schedule by the schedule's formula.
 
     Args:
-        schedule: A table of one of the named generators.
+        schedule: A table from a named generator.
         costs: Times of the actions.
         group_size: N of the interleaved schedule.
 
     Returns:
-        None where there is no closed form: a user's own table, stages of unequal cost, messages
-        that take time, a last group below P, or (zero bubble) numbers that the paper's derivation
-        excludes.
+        None without a closed form: a user's own table, stages of unequal cost, messages with a
+        duration, a last group below P, or (zero bubble) numbers excluded by the paper's derivation.
     """
     num_stages = schedule.placement.num_stages
     durations = costs.durations(num_stages)

@@ -1,7 +1,7 @@
 """GPipe and the one-forward-one-backward schedules, plain and interleaved. No torch here.
 
 Notation: P pipeline ranks, V model chunks on each, M micro-batches of a pipeline run, N
-micro-batches that visit a chunk in one go; stage s of the P * V stages.
+micro-batches that pass a chunk in one go, stage s of the P * V stages.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from megatron_lightning.pipeline.schedules.simulate import validate
 
 
 def gpipe(num_ranks: int, num_microbatches: int, num_chunks: int = 1) -> Schedule:
-    """Return the schedule that runs all forwards, then all backwards.
+    """Return the schedule of all forwards, then all backwards.
 
     Huang et al., "GPipe: Efficient Training of Giant Neural Networks using Pipeline Parallelism"
-    (arXiv:1811.06965), section 2.3; with several chunks it is the breadth-first schedule of
-    Lamy-Poirier, "Breadth-First Pipeline Parallelism" (arXiv:2211.05953), section 4. The backwards
-    run in the order of the forwards, so that gradients are summed in the order of one process.
-    Bubble (P-1)/(MV+P-1); every micro-batch's activations are alive at once.
+    (arXiv:1811.06965), section 2.3. With several chunks the schedule is the breadth-first schedule
+    of Lamy-Poirier, "Breadth-First Pipeline Parallelism" (arXiv:2211.05953), section 4. The
+    backwards run in the order of the forwards, so that gradients are summed in the order of a
+    single process. Bubble (P-1)/(MV+P-1). Every micro-batch's activations are alive at once.
     """
     return sweep(
         Placement.loop(num_ranks, num_chunks),
@@ -60,13 +60,12 @@ def sweep(
 
 
 def one_f_one_b(num_ranks: int, num_microbatches: int, num_chunks: int = 1) -> Schedule:
-    """Return the schedule that warms up with forwards, then alternates one forward and one
-    backward.
+    """Return the schedule that warms up with forwards, then alternates a forward and a backward.
 
     PipeDream-Flush of Narayanan et al., "Memory-Efficient Pipeline-Parallel DNN Training"
-    (arXiv:2006.09503), section 3.1; schedule 1 of "Efficient Large-Scale Language Model Training on
-    GPU Clusters Using Megatron-LM" (arXiv:2104.04473), section 2.2.1. GPipe's bubble, but stage s
-    holds at most P-s micro-batches' activations.
+    (arXiv:2006.09503), section 3.1. Schedule 1 of "Efficient Large-Scale Language Model Training on
+    GPU Clusters Using Megatron-LM" (arXiv:2104.04473), section 2.2.1. The bubble is GPipe's, but
+    stage s holds at most P-s micro-batches' activations.
     """
     if num_chunks != 1:
         raise ConfigError(
@@ -79,8 +78,8 @@ def one_f_one_b(num_ranks: int, num_microbatches: int, num_chunks: int = 1) -> S
 
     def actions_of(stage: int) -> tuple[Action, ...]:
         forward, backward = (stage, Kind.FORWARD), (stage, Kind.BACKWARD)
-        # One more forward for every stage that the first micro-batch still has to pass before its
-        # gradient returns.
+        # One more forward for every later stage, since the first micro-batch still has to pass the
+        # later stages before the gradient returns.
         warmup = min(num_ranks - 1 - stage, num_microbatches)
         steady = num_microbatches - warmup
         return count_microbatches(
@@ -95,21 +94,22 @@ def one_f_one_b(num_ranks: int, num_microbatches: int, num_chunks: int = 1) -> S
 def interleaved(
     num_ranks: int, num_microbatches: int, num_chunks: int = 1, group_size: int | None = None
 ) -> Schedule:
-    """Return the 1F1B schedule in which each pp rank holds V chunks and groups of N micro-batches
-    visit them in turn.
+    """Return the 1F1B schedule with V chunks on each pp rank, passed in turn by groups of N
+    micro-batches.
 
     Schedule 2 of Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters
     Using Megatron-LM" (arXiv:2104.04473), section 2.2.2, with Megatron-Core's group size N. The
-    bubble is V times smaller than 1F1B's; the first stages' pp rank holds up to 2(P-1)+(V-1)N+1
-    activations of a chunk, V times smaller than those of all chunks. One chunk is 1F1B.
+    bubble is V times smaller than 1F1B's. The first stages' pp rank holds up to 2(P-1)+(V-1)N+1
+    activations of a chunk, and a chunk's activation is V times smaller than the activation of all
+    chunks. With a single chunk the schedule is 1F1B.
 
     Args:
         num_ranks: P.
         num_microbatches: M.
         num_chunks: V.
-        group_size: N, at least P; the last group may be smaller, but a last one of several below P
-            can lead to a deadlock and is refused where it does. None: the smallest N that leaves no
-            such group.
+        group_size: N, at least P. The last group may be smaller. With several groups, a last group
+            below P can lead to a deadlock, and a deadlock is refused. None: the smallest N without
+            such a group.
     """
     if num_chunks == 1:
         if group_size is not None:
@@ -133,14 +133,15 @@ def interleaved(
         for microbatch in range(start, min(start + size, num_microbatches))
     ]
 
-    def actions_of(stage: int) -> tuple[Action, ...]:  # of the pp rank whose first stage this is
+    def actions_of(stage: int) -> tuple[Action, ...]:  # of the pp rank with this first stage
         forwards = [Action(stage + chunk * num_ranks, Kind.FORWARD, m) for chunk, m in visits]
         backwards = [
             Action(stage + (num_chunks - 1 - chunk) * num_ranks, Kind.BACKWARD, m)
             for chunk, m in visits
         ]
-        # Two more forwards for every stage behind this one, since the last chunk's gradient has to
-        # travel back through all pp ranks; and all earlier chunks of a group before its last chunk.
+        # Two more forwards for every stage behind this stage, since the last chunk's gradient has
+        # to travel back through all pp ranks. Also all earlier chunks of a group before the group's
+        # last chunk.
         warmup = min(2 * (num_ranks - 1 - stage) + (num_chunks - 1) * size, len(visits))
         steady = chain.from_iterable(zip(forwards[warmup:], backwards, strict=False))
         return (*forwards[:warmup], *steady, *backwards[len(visits) - warmup :])
@@ -158,8 +159,8 @@ def smallest_group_size(num_ranks: int, num_microbatches: int) -> int:
 
 
 def groups_fill(num_ranks: int, num_microbatches: int, group_size: int) -> bool:
-    """Return whether every group has at least P micro-batches, unless there is only one: the
-    interleaved schedule then runs, as fast as its formula says.
+    """Return whether every group has at least P micro-batches, or there is only a single group: the
+    interleaved schedule then runs, as fast as the formula says.
     """
     tail = num_microbatches % group_size
     return tail == 0 or tail >= num_ranks or num_microbatches < group_size
@@ -171,7 +172,7 @@ def _fitting_sizes(num_ranks: int, num_microbatches: int) -> list[int]:
 
 
 def _check_groups(schedule: Schedule, group_size: int) -> None:
-    """Refuse a last group below P where it leads to a deadlock; some such tables run."""
+    """Refuse a last group below P that leads to a deadlock. Not every such table does."""
     num_ranks, num_microbatches = schedule.placement.num_ranks, schedule.num_microbatches
     if groups_fill(num_ranks, num_microbatches, group_size):
         return

@@ -1,8 +1,8 @@
 """Balanced partition of a model's units into stages. No torch here.
 
-A *unit* is a path in the pipelined module (``"embed"``, ``"layers.3"``) that is never split;
-``pipeline_units()`` lists them in the order of the forward. A unit's weight is its share of a
-stage's time.
+A *unit* is a path in the pipelined module (``"embed"``, ``"layers.3"``) that is never split.
+``pipeline_units()`` lists the units in the order of the forward. A unit's weight is the unit's
+share of a stage's time.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ def unit_names(units: Sequence[Unit]) -> tuple[str, ...]:
 
 
 def is_layer(name: str) -> bool:
-    """Return whether a unit is a layer of a list: the last segment of its path is its number."""
+    """Return whether a unit is a layer of a list: the last segment of the path is a number."""
     return name.rpartition(".")[2].isdigit()
 
 
 def unit_weights(units: Sequence[Unit]) -> tuple[float, ...]:
     """Return the weight of every unit.
 
-    Without a weight of its own, a layer of a list (see :func:`is_layer`) weighs 1 and any other
-    unit 0; if all are 0, every unit weighs 1.
+    Without a given weight, a layer of a list (see :func:`is_layer`) weighs 1 and any other unit 0.
+    If all weights are 0, every unit weighs 1.
     """
     weights = []
     for unit in units:
@@ -47,14 +47,15 @@ def unit_weights(units: Sequence[Unit]) -> tuple[float, ...]:
 def partition_units(
     units: Sequence[Unit], num_stages: int, allows: Callable[[int], bool] = lambda _: True
 ) -> tuple[tuple[str, ...], ...]:
-    """Partition the units into contiguous stages of weights as equal as possible; return the unit
+    """Partition the units into contiguous stages with weights as equal as possible. Return the unit
     paths of each stage.
 
-    A stage begins only with a unit whose index ``allows`` it.
+    A stage begins only with a unit if ``allows`` accepts the unit's index.
 
-    The heaviest stage is as light as possible; among such partitions the weights differ least (in
-    squares), and among those the earlier stages get more: 10 layers on 4 stages are 3, 3, 2, 2.
-    Units without weight stay with the unit before them, leading ones with the first stage.
+    The heaviest stage is as light as possible. Among the remaining partitions the weights differ
+    least (in squares), and then the earlier stages get more: 10 layers on 4 stages are 3, 3, 2, 2.
+    Units without weight stay with the unit before, leading units without weight with the first
+    stage.
     """
     names, weights = unit_names(units), unit_weights(units)
     repeated = next((name for name in names if names.count(name) > 1), None)
@@ -62,7 +63,7 @@ def partition_units(
         raise ConfigError(
             f"the units list {repeated!r} twice; a unit runs on one stage. List it once."
         )
-    # Units between which no stage may begin are one block.
+    # Units are a block if no stage may begin between the units.
     weighing: list[float] = []
     begins: list[bool] = []
     for index, weight in enumerate(weights):
@@ -102,8 +103,8 @@ def _balanced_counts(weights: Sequence[float], num_parts: int) -> list[int]:
     total = len(weights)
     limit = _lightest_limit(sums, num_parts)
     infinity = float("inf")
-    # cost[i]: least sum of squares of the parts that cover weights[i:]; count[k][i]: how many the
-    # first of k parts takes.
+    # cost[i]: least sum of squares of the parts that cover weights[i:]. count[k][i]: number of
+    # weights that the first of k parts takes.
     cost = [infinity] * total + [0.0]
     counts: list[list[int]] = []
     for _ in range(num_parts):
@@ -125,8 +126,8 @@ def _balanced_counts(weights: Sequence[float], num_parts: int) -> list[int]:
 
 
 def _lightest_limit(sums: Sequence[float], num_parts: int) -> float:
-    """Return the least possible weight of the heaviest of ``num_parts`` contiguous parts, none of
-    them empty.
+    """Return the least possible weight of the heaviest of ``num_parts`` contiguous, non-empty
+    parts.
     """
     total = len(sums) - 1
     heaviest = [float("inf")] * total + [0.0]

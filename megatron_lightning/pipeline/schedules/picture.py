@@ -1,8 +1,9 @@
 """Draw timelines of a pipeline run: as SVG text, as a PNG image, as a trace for Chrome's viewer. No
 torch here.
 
-One row a pipeline rank, one bar an action, labeled with its micro-batch. The color shows the model
-chunk, its shade the kind: forward light, backward (or input gradient) middle, weight gradient dark.
+A row for each pipeline rank, a bar for each action, labeled with the micro-batch. The color shows
+the model chunk. The shade shows the kind: forward light, backward (or input gradient) middle,
+weight gradient dark.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ Anchor = Literal["start", "middle", "end"]
 
 @dataclass(frozen=True)
 class Panel:
-    """One timeline of a picture."""
+    """A timeline of a picture."""
 
     title: str
     placement: Placement
@@ -64,7 +65,7 @@ class Bar(NamedTuple):
 
 
 class Text(NamedTuple):
-    """A line of text whose middle is at y, in pixels."""
+    """A line of text with the middle at y, in pixels."""
 
     x: float
     y: float
@@ -84,7 +85,7 @@ class Scene:
 
 
 def draw(panels: Sequence[Panel], unit: str = "") -> Scene:
-    """Lay timelines out below each other, all on one scale.
+    """Lay out timelines from top to bottom, all with the same scale.
 
     Args:
         panels: The timelines.
@@ -142,7 +143,7 @@ def svg(scene: Scene) -> str:
 
 
 def write_png(scene: Scene, path: Path) -> None:
-    """Write the scene as a PNG image, at twice its size where that is not too large."""
+    """Write the scene as a PNG image, at twice the size unless that is too large."""
     from PIL import Image, ImageDraw, ImageFont
 
     factor = 2 if scene.width <= _WIDEST / 2 else 1

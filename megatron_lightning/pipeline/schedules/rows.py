@@ -1,5 +1,5 @@
-"""A pp rank's row of a schedule as a sequence of words (stage and kind), whose micro-batches follow
-by counting.
+"""A pp rank's row of a schedule as a sequence of words (stage and kind). Micro-batches follow by
+counting.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ Word = tuple[int, Kind]
 
 
 def count_microbatches(words: Iterable[Word], num_microbatches: int) -> tuple[Action, ...]:
-    """Number the n-th appearance of each word as micro-batch n; drop words beyond the last
+    """Number the n-th appearance of each word as micro-batch n. Drop words beyond the last
     micro-batch.
 
     A schedule is thus written once, for as many micro-batches as fill the pipeline, and is right

@@ -1,10 +1,10 @@
-"""Validate and simulate a schedule: completeness, order of messages, deadlock; time of a run, idle
-share, memory.
+"""Validate and simulate a schedule: completeness, order of messages, deadlock, and time of a run,
+idle share, memory.
 
-Three properties are proven of a table. Every (stage, micro-batch) has one forward and one backward
-(full, or split in two), on the pp rank that holds the stage. On every directed channel (forward or
-backward messages from one pp rank to another) the receiver takes messages in the order the sender
-produces them, since NCCL matches them by order alone. No pp rank waits for an action that can never
+Validation proves three properties of a table. First, every (stage, micro-batch) has a forward and a
+backward (full, or split in two), on the stage's pp rank. Second, on every directed channel (forward
+or backward messages from a pp rank to another) the receiver takes messages in the order of sending,
+since NCCL matches messages by order alone. Third, no pp rank waits for an action that can never
 run.
 """
 
@@ -22,7 +22,7 @@ Channel = tuple[str, int, int]
 """Direction in the model ("forward" or "backward"), sending and receiving pp rank."""
 
 PerStage = float | tuple[float, ...]
-"""One number for all stages, or one for each."""
+"""A number for all stages, or a number for each stage."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,19 +30,19 @@ class Costs:
     """Time and memory of the actions of every stage, in any units."""
 
     forward: PerStage = 1.0
-    """F: forward of one micro-batch."""
+    """F: forward of a micro-batch."""
     input_gradient: PerStage = 1.0
     """I: gradient of the stage's input."""
     weight_gradient: PerStage = 1.0
     """W: gradient of the stage's weights."""
     backward: PerStage | None = None
-    """B: full backward; None: I and W together."""
+    """B: full backward. None: I and W together."""
     communication: float = 0.0
-    """From the end of an action to the arrival of its message on another pp rank; the sender does
-    not wait."""
+    """From the end of an action to the arrival of the action's message on another pp rank. The
+    sender does not wait."""
     activation: PerStage = 1.0
-    """Memory that a stage holds of one micro-batch from its forward to the end of its backward (W,
-    where it is split)."""
+    """Memory that a stage holds of a micro-batch from the forward to the end of the backward (W of
+    a split backward)."""
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -79,13 +79,13 @@ class Simulation:
     """Cost of a run of a schedule, in the units of the :class:`Costs`."""
 
     step_time: float
-    """From the first action's start to the last one's end."""
+    """From the first action's start to the last action's end."""
     bubble: float
     """Idle share of all pp ranks' time, 0 to 1."""
     peak_in_flight: tuple[int, ...]
-    """For each pp rank: the most (stage, micro-batch) activations it holds at once."""
+    """For each pp rank: the most (stage, micro-batch) activations held at once."""
     peak_activations: tuple[float, ...]
-    """For each pp rank: the most memory it holds in activations."""
+    """For each pp rank: the most memory held in activations."""
     spans: Mapping[Action, tuple[float, float]]
     """Start and end of every action."""
 
@@ -94,8 +94,8 @@ def validate(schedule: Schedule) -> None:
     """Prove that a table can run.
 
     Raises:
-        ConfigError: If an action is missing, repeated, out of range or on the wrong pp rank; if a
-            channel's messages are received in another order than sent; if a pp rank waits forever
+        ConfigError: If an action is missing, repeated, out of range or on the wrong pp rank. If a
+            channel's messages are received in another order than sent. If a pp rank waits forever
             (the message names both actions).
     """
     _check_complete(schedule)
@@ -104,12 +104,12 @@ def validate(schedule: Schedule) -> None:
 
 
 def simulate(schedule: Schedule, costs: Costs | None = None) -> Simulation:
-    """Simulate a table: every action starts as soon as its pp rank is free and its messages have
-    arrived.
+    """Simulate a table: every action starts as soon as the pp rank is free and the action's
+    messages have arrived.
 
     Args:
         schedule: The table.
-        costs: Costs of the actions; None: F, I and W one unit each, B two, messages nothing.
+        costs: Costs of the actions. None: F, I and W a unit each, B two, messages nothing.
     """
     costs = costs or Costs()
     spans = _execute(schedule, costs)
@@ -192,8 +192,8 @@ def _check_complete(schedule: Schedule) -> None:
 
 
 def _check_channels(schedule: Schedule) -> None:
-    """Compare the order in which each channel's messages, named by the action that receives them,
-    are sent and received.
+    """Compare the order of sending and of receiving each channel's messages. The receiving action
+    names a message.
     """
     sent: dict[Channel, list[tuple[int, int]]] = defaultdict(list)
     received: dict[Channel, list[tuple[int, int]]] = defaultdict(list)
@@ -220,9 +220,7 @@ def _check_channels(schedule: Schedule) -> None:
 
 
 def _execute(schedule: Schedule, costs: Costs) -> dict[Action, tuple[float, float]]:
-    """Return start and end of each action; a pp rank resumes when the action that it waits for is
-    done.
-    """
+    """Return start and end of each action. A pp rank resumes when the awaited action is done."""
     spans: dict[Action, tuple[float, float]] = {}
     holders, num_stages = schedule.placement.pp_ranks, schedule.placement.num_stages
     durations, communication = costs.durations(num_stages), costs.communication
@@ -267,7 +265,7 @@ def _execute(schedule: Schedule, costs: Costs) -> dict[Action, tuple[float, floa
 
 
 def _needs(action: Action, present: set[Action], num_stages: int) -> tuple[Action, ...]:
-    """Return the actions that must be done before this one."""
+    """Return the prerequisites of an action."""
     stage, kind, microbatch = action
     if kind is Kind.FORWARD:
         return (Action(stage - 1, kind, microbatch),) if stage > 0 else ()

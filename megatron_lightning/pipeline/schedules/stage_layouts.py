@@ -1,7 +1,7 @@
 """Partition of a model into stages by the user's options. No torch here.
 
 A *layout* is Megatron's notation, stage by stage: ``Et*3|(tt|)*29,mL``. ``E`` is the embedding,
-``t`` a transformer layer, ``m`` a layer of multi-token prediction, ``L`` output layer and loss;
+``t`` a transformer layer, ``m`` a layer of multi-token prediction, ``L`` output layer and loss.
 ``|`` ends a stage, ``x*n`` and ``(…)*n`` repeat, commas and spaces mean nothing. Stage v * P + r is
 chunk v of Megatron's pipeline rank r, as in the interleaved schedule.
 """
@@ -29,14 +29,14 @@ KINDS: Mapping[str, str] = MappingProxyType(
 """Megatron's names of layer types by the letters of a layout."""
 
 Layout = tuple[tuple[str, ...], ...]
-"""For each stage the kinds of its layers, values of :data:`KINDS`."""
+"""For each stage the kinds of the stage's layers, values of :data:`KINDS`."""
 
 
 def parse_layout(layout: str | Sequence[Sequence[str]]) -> Layout:
     """Return the kinds of layers of each stage.
 
     Args:
-        layout: In Megatron's notation, or the lists of names that it represents.
+        layout: In Megatron's notation, or the equivalent lists of names.
 
     Raises:
         ConfigError: If a letter or name is unknown, if embedding and loss are not first and last,
@@ -83,7 +83,8 @@ def split_units(
     allows: Callable[[int], bool] = lambda _: True,
 ) -> tuple[tuple[str, ...], ...]:
     """Return the unit paths of every stage, by the options or else balanced by
-    :func:`partition_units`, which begins a stage only with a unit whose index ``allows`` it.
+    :func:`partition_units`. A balanced stage begins only with a unit if ``allows`` accepts the
+    unit's index.
     """
     kinds = [_kind(name) for name in unit_names(units)]
     num_layers, num_predicting = kinds.count("decoder"), kinds.count("mtp")
@@ -164,8 +165,8 @@ def _check_layout(
 
 
 def _by_slots(units: Sequence[Unit], layout: Layout) -> tuple[tuple[str, ...], ...]:
-    """Put each layer on the next place of its kind; units before the layers on the first stage,
-    behind them on the last, and others with the layer before them.
+    """Put each layer on the next place of the layer's kind. Units before the layers go to the first
+    stage, units behind the layers to the last, and other units to the stage of the layer before.
     """
     names = unit_names(units)
     kinds = [_kind(name) for name in names]
@@ -188,7 +189,7 @@ def _by_slots(units: Sequence[Unit], layout: Layout) -> tuple[tuple[str, ...], .
 def _uneven_counts(
     num_layers: int, placement: Placement, first: int | None, last: int | None
 ) -> list[int]:
-    """Return the layers of each stage where the first or the last pipeline rank takes a given
+    """Return the layers of each stage if the first or the last pipeline rank takes a given
     number.
     """
     ranks, chunks = placement.num_ranks, placement.num_stages // placement.num_ranks
@@ -229,14 +230,14 @@ def _uneven_counts(
 
 
 def _head(names: Sequence[str]) -> int:
-    """Return the index of the unit that predicts: the last one outside of multi-token prediction,
-    whose losses come behind it.
+    """Return the index of the predicting unit: the last unit outside of multi-token prediction. The
+    losses of multi-token prediction come behind the unit.
     """
     return max(index for index, name in enumerate(names) if not is_predicting(name))
 
 
 def _counted(units: Sequence[Unit], options: PipelineOptions) -> list[tuple[str, float]]:
-    """Return the units with weights; embedding and loss weigh as much as a layer where the options
+    """Return the units with weights. Embedding and loss weigh as much as a layer if the options
     count them.
     """
     names, weights = unit_names(units), list(unit_weights(units))

@@ -1,9 +1,10 @@
 """The user's own schedules: rows of text, in Python, in YAML or in a CSV file, and functions. No
 torch here.
 
-One row a pipeline rank, actions in order of execution: ``1F0 1B0``; separated by spaces or, in a
-file, commas. Cells may be empty, so that the tables which PyTorch's pipeline schedules print are
-valid too; those have the first stage on the first row, and are reversed (see :class:`Placement`).
+A row for each pipeline rank, with actions in order of execution: ``1F0 1B0``, separated by spaces
+or, in a file, commas. Cells may be empty, so that tables printed by PyTorch's pipeline schedules
+are valid, too. PyTorch's tables have the first stage on the first row, and are reversed (see
+:class:`Placement`).
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from megatron_lightning.pipeline.schedules.actions import Action, Kind, Placemen
 
 @dataclass(frozen=True)
 class OwnFunction:
-    """Generator of the user's; its errors name it and its arguments."""
+    """Generator from the user's function. Errors name the function and the arguments."""
 
     class_path: str
     function: Callable[[int, int, int], object]
@@ -56,12 +57,12 @@ class OwnFunction:
 
 @dataclass(frozen=True)
 class FixedTable:
-    """Generator of one table, for one number of ranks, chunks and micro-batches."""
+    """Generator of a single table, for a fixed number of ranks, chunks and micro-batches."""
 
     schedule: Schedule
 
     def __call__(self, num_ranks: int, num_microbatches: int, num_chunks: int = 1) -> Schedule:
-        """Return the table, if it is for these numbers."""
+        """Return the table. The numbers must be the table's numbers."""
         schedule = self.schedule
         placement = schedule.placement
         asked = (num_ranks, num_chunks * num_ranks, num_microbatches)
@@ -83,16 +84,16 @@ class FixedTable:
 
 
 def read_rows(name: str, rows: Sequence[str], places: Sequence[str] | None = None) -> Schedule:
-    """Return the table that is written in ``rows``.
+    """Return the table written in ``rows``.
 
     Args:
         name: Name of the table in messages.
-        rows: For each pipeline rank its actions, separated by spaces or commas.
-        places: Names of the rows in messages; None: "row 1" and so on.
+        rows: For each pipeline rank the rank's actions, separated by spaces or commas.
+        places: Names of the rows in messages. None: "row 1" and so on.
 
     Raises:
         ConfigError: If a word is no action, a row is empty, a stage is on two rows, the stages are
-            not numbered from 0, or the last one is on neither the first nor the last row.
+            not numbered from 0, or the last stage is on neither the first nor the last row.
     """
     places = places or [f"row {number}" for number in range(1, len(rows) + 1)]
     table = [_read_row(name, place, row) for place, row in zip(places, rows, strict=True)]
@@ -136,7 +137,7 @@ def _read_row(name: str, place: str, text: str) -> tuple[Action, ...]:
 
 
 def read_csv(path: str) -> Schedule:
-    """Return the table of a CSV file, one line a pipeline rank."""
+    """Return the table of a CSV file, a line for each pipeline rank."""
     try:
         with Path(path).open(encoding="utf-8", newline="") as file:
             reader = csv.reader(file)
@@ -151,5 +152,5 @@ def read_csv(path: str) -> Schedule:
 
 
 def write_csv(schedule: Schedule) -> str:
-    """Return a table as the text of a CSV file that :func:`read_csv` reads."""
+    """Return a table as the text of a CSV file for :func:`read_csv`."""
     return "".join(",".join(map(str, row)) + "\n" for row in schedule.actions)

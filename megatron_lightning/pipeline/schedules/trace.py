@@ -1,9 +1,9 @@
-"""Executed timeline of a pipeline run as files of JSON lines, one for each rank. No torch here.
+"""Executed timeline of a pipeline run as files of JSON lines, a file for each rank. No torch here.
 
 A line is ``{"rank": 3, "stage": 1, "action": "F", "microbatch": 0, "start_s": 0.0123, "end_s":
-0.0312}``: the global rank, its action (see
-:class:`~megatron_lightning.pipeline.schedules.actions.Kind`) and when it ran, in seconds since a
-moment common to all ranks.
+0.0312}``: the global rank, the rank's action (see
+:class:`~megatron_lightning.pipeline.schedules.actions.Kind`) and the times of the action, in
+seconds since a moment common to all ranks.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ PATTERN = "*.jsonl"
 
 
 class Executed(NamedTuple):
-    """One executed action."""
+    """An executed action."""
 
     rank: int
     action: Action
@@ -34,12 +34,12 @@ class Executed(NamedTuple):
 
 @dataclass(frozen=True)
 class Trace:
-    """Actions that the ranks of one pipeline executed in one run."""
+    """Actions executed by the ranks of a pipeline in a run."""
 
     schedule: Schedule
-    """The actions as they were executed."""
+    """The actions in the order of execution."""
     spans: Mapping[Action, tuple[float, float]]
-    """Start and end of every action in seconds; the first starts at 0."""
+    """Start and end of every action in seconds. The first action starts at 0."""
     ranks: tuple[int, ...]
     """Global rank of each pipeline rank."""
 
@@ -82,10 +82,10 @@ def trace_lines(executed: Iterable[Executed]) -> str:
 def read_trace(directory: str) -> Trace:
     """Return the trace of the first of a job's pipelines.
 
-    Of ranks that have the same stages (tensor- and data-parallel ones), the lowest is read.
+    Among ranks with the same stages (tensor- and data-parallel ranks), the lowest rank is read.
 
     Raises:
-        ConfigError: If there is no such directory, or no trace in it.
+        ConfigError: If there is no such directory, or no trace in the directory.
         DataError: If a file holds something else, or the ranks are no full pipeline.
     """
     files = sorted(Path(directory).glob(PATTERN))

@@ -1,6 +1,6 @@
 """Schedules that split the backward and fill idle time with weight gradients. No torch here.
 
-Notation: P pipeline ranks, M micro-batches; F forward, I gradient of the input, W gradient of the
+Notation: P pipeline ranks, M micro-batches, F forward, I gradient of the input, W gradient of the
 weights. The papers write B for our I, and call B + W our B.
 """
 
@@ -12,11 +12,11 @@ from megatron_lightning.pipeline.schedules.rows import count_microbatches
 
 
 def zb_h1(num_ranks: int, num_microbatches: int, num_chunks: int = 1) -> Schedule:
-    """Return 1F1B with split backwards, in which later stages defer more weight gradients.
+    """Return 1F1B with split backwards and more deferred weight gradients on later stages.
 
     ZB-H1 of Qi et al., "Zero Bubble Pipeline Parallelism" (arXiv:2401.10241), section 2.1. Stage s
     defers s weight gradients, so that every stage holds at most P micro-batches' activations,
-    1F1B's maximum. Each pp rank idles (P-1)(F+I-W), a third of 1F1B's (P-1)(F+I+W) where the three
+    1F1B's maximum. Each pp rank idles (P-1)(F+I-W), a third of 1F1B's (P-1)(F+I+W) if the three
     take equally long.
     """
     if num_chunks != 1:
@@ -46,10 +46,10 @@ def zb_h1(num_ranks: int, num_microbatches: int, num_chunks: int = 1) -> Schedul
 def zbv(num_ranks: int, num_microbatches: int, num_chunks: int = 2) -> Schedule:
     """Return the schedule of two chunks on each pp rank, placed up the pp ranks and down again.
 
-    ZB-V of Qi et al., "Zero Bubble Pipeline Parallelism" (arXiv:2401.10241), section 6, for F, I
-    and W that take equally long. The first and the last stage share pp rank 0, so a micro-batch's
-    backward begins where its forward ended. Each pp rank idles (P-1)F of a chunk, at M of 2P-1 or
-    more, and holds at most 2P activations of a chunk, 1F1B's maximum.
+    ZB-V of Qi et al., "Zero Bubble Pipeline Parallelism" (arXiv:2401.10241), section 6, for equal
+    F, I and W. The first and the last stage share pp rank 0, so a micro-batch's backward begins on
+    the rank of the end of the forward. Each pp rank idles (P-1)F of a chunk, at M of 2P-1 or more,
+    and holds at most 2P activations of a chunk, 1F1B's maximum.
     """
     if num_chunks != 2:
         raise ConfigError(

@@ -1,1 +1,1 @@
-"""Stages of a module: units, what crosses boundaries, and calls of a rank's part."""
+"""Stages of a module: units, boundary crossing, and calls of a rank's part."""

@@ -1,25 +1,25 @@
-"""Run the user's step on one pipeline stage, without a change to any forward.
+"""Run the user's step on a pipeline stage, without a change to any forward.
 
 Every stage runs the user's own step and the pipelined module's own forward on the real batch. The
-calls of its units are intercepted:
+stage intercepts the calls of the module's units:
 
-    unit before the stage    returns what was received, in the structure of the real output, or a
-                             placeholder: NaN of the real shape, where nothing depends on it
-    unit of the stage        runs; what later stages use of its output is kept to be sent
+    unit before the stage    returns the received tensors, in the structure of the real output, or a
+                             placeholder, if nothing depends on the output: NaN of the real shape
+    unit of the stage        runs, and keeps outputs used by later stages to be sent
     first unit behind it     is not entered: the step is unwound
 
-Code between two units thus runs on both of their stages and only counts on the later one. On the
-last stage the rest of the forward and of the step runs. Before the call of the module all stages
-compute the same.
+Code between two units thus runs on the stages of both units and only counts on the later stage. On
+the last stage the rest of the forward and of the step runs. Before the call of the module all
+stages compute the same.
 
-Random numbers between units are equal on all stages, as each forward is seeded at its entry. Units
-draw only where they run: each from a seed of its own, which leaves the generator between units as
-it is, and which a recomputation uses again.
+Random numbers between units are equal on all stages, since each forward is seeded at the start. A
+unit draws only on the unit's own stage, from a seed of the unit's own. The unit's seed leaves the
+generator between units unchanged, and a recomputation uses the seed again.
 
-A boundary carries the output of the unit before it and whatever earlier output is still used behind
-it (``dependencies``). The first micro-batch of every kind of call runs twice: once without values
-to learn that (:class:`CallFacts`), and then for real, where the NaN of the placeholders must reach
-nothing.
+A boundary carries the output of the unit before the boundary, and every earlier output still used
+behind the boundary (``dependencies``). The first micro-batch of every kind of call runs twice: once
+without values to learn the dependencies (:class:`CallFacts`), and then for real, when the NaN of
+the placeholders must reach nothing.
 """
 
 from __future__ import annotations
@@ -66,18 +66,18 @@ class StageExit(BaseException):
 
 
 class StageCrossing:
-    """Interception of the pipelined module and its units, for one pipeline run.
+    """Interception of the pipelined module and the module's units, for a pipeline run.
 
     Args:
         hook: Name of the user's step, for messages.
-        partition: The pipelined module and its stages.
+        partition: The pipelined module and the module's stages.
         context: Groups of this rank.
         facts: Facts about this kind of call.
-        run_stage: Called with a stage, its forward and the forward's arguments; runs it with its
-            parameters gathered.
+        run_stage: Called with a stage, the stage's forward and the forward's arguments. Runs the
+            forward with gathered parameters.
         reached: Called with the micro-batch, right before the stage runs.
         repeated: Returns the context of a forward that runs again, as a check.
-        kept: Returns the tensors that the step leaves beside its output: on attributes of the
+        kept: Returns the tensors that the step leaves outside of the output: on attributes of the
             module, and logged.
     """
 
@@ -109,7 +109,7 @@ class StageCrossing:
         self._analysis: CallAnalysis | None = None
         self._trace: DependencyTrace | None = None  # follows the call of a run without values
         self._tests = False
-        # Whatever depends on a placeholder is wrong, and NaN shows it.
+        # Every value that depends on a placeholder is wrong, and NaN shows the error.
         self._placeholders = Placeholders(float("nan"), context.device)
         self._recomputes = False
         self._absent = AbsentValues()
@@ -118,7 +118,7 @@ class StageCrossing:
     # ------------------------------------------------------------------------------- of the program
 
     def is_last(self, stage: int) -> bool:
-        """Return whether the step runs to its end on ``stage``."""
+        """Return whether the step runs to the end on ``stage``."""
         return stage == len(self._partition.stages) - 1
 
     @property
@@ -128,7 +128,7 @@ class StageCrossing:
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        """Intercept the module and its units inside the block."""
+        """Intercept the module and the module's units inside the block."""
         module = self._partition.module
         replica = 1_000_003 * self._context.dp.rank
         stream = "training-seeds" if self._hook == "training_step" else "evaluation-seeds"
@@ -174,12 +174,12 @@ class StageCrossing:
 
     @contextmanager
     def analyzing(self, root: nn.Module) -> Iterator[None]:
-        """Inside the block steps run without values and are left at the end of the module's
-        forward; afterwards it is known what messages have to hold. A collective of the pipeline.
-        ``root``: the LightningModule.
+        """Run steps without values inside the block, up to the end of the module's forward.
+        Afterwards the contents of messages are known. A collective of the pipeline. ``root``: the
+        LightningModule.
 
         Raises:
-            ConfigError: If state that units hand on by other ways crosses a stage boundary.
+            ConfigError: If a side channel of units crosses a stage boundary.
         """
         self._analysis = CallAnalysis(self._partition)
         with self._analysis.running(root):
@@ -191,8 +191,7 @@ class StageCrossing:
         """Learn from the end of a forward on this stage.
 
         Raises:
-            PipelineError: If the model's code writes into an output that it was not given a copy
-                of.
+            PipelineError: If the model's code writes into an output without having received a copy.
         """
         borrowed, self._stage_call.borrowed = self._stage_call.borrowed, []
         written = {unit for unit, tensor, version in borrowed if num_writes(tensor) != version}
@@ -204,7 +203,7 @@ class StageCrossing:
 
     @contextmanager
     def recomputing(self, stage: int, microbatch: int) -> Iterator[None]:
-        """Around the backward of a stage: what it recomputes calls units again, in any order."""
+        """Enclose the backward of a stage: recomputation calls units again, in any order."""
         self._stage_call = self._stage_calls.pop((stage, microbatch), self._stage_call)
         self._recomputes = True
         self._tests = False
@@ -214,10 +213,10 @@ class StageCrossing:
             self._recomputes = False
 
     def check_result(self, result: Any) -> None:
-        """Check that the step has not used a placeholder that a hook has recorded.
+        """Check that the step has not used a placeholder recorded by a hook.
 
         Raises:
-            PipelineError: If its result is NaN where those of the module are not.
+            PipelineError: If the step's result is NaN while the module's results are not.
         """
         if not self._tests:
             return
@@ -229,7 +228,7 @@ class StageCrossing:
     # -------------------------------------------------------------------------------- of the module
 
     def cross(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's forward as the stage sees it; return on the last stage only.
+        """Run the module's forward for the stage. Return on the last stage only.
 
         Raises:
             StageExit: On every other stage, with the outputs.
@@ -256,7 +255,7 @@ class StageCrossing:
         self._reached(self._microbatch)
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return what the forward returns, or the exit by which it is left."""
+        """Return the forward's output, or the exit that left the forward."""
         left: list[StageExit] = []
 
         def forward(*args: Any, **kwargs: Any) -> Any:
@@ -273,7 +272,8 @@ class StageCrossing:
                 if self._trace is not None:
                     raise StageExit(StageTensors())
             except StageExit as exit_:  # hooks of FSDP2 have to see the end of the forward
-                exit_.__traceback__ = None  # its frames hold the hooks of unfinished checkpoints
+                # the traceback's frames hold the hooks of unfinished checkpoints
+                exit_.__traceback__ = None
                 left.append(exit_)
                 return tuple(exit_.outputs)
             return output
@@ -287,7 +287,7 @@ class StageCrossing:
         """Check that NaN in the placeholders has reached nothing.
 
         Raises:
-            PipelineError: If it has.
+            PipelineError: If NaN has reached an output.
         """
         call, found = (
             self._stage_call,
@@ -311,7 +311,7 @@ class StageCrossing:
     def _call_unit(
         self, index: int, unit: nn.Module, run: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> Any:
-        """Take the place of the call of one unit."""
+        """Replace the call of a unit."""
         call = self._stage_call
         if self._recomputes:
             if index >= call.end:
@@ -321,7 +321,8 @@ class StageCrossing:
             return self._stub(index, unit, args, kwargs)
         if not call.entered:
             self._begin()
-            self._trace = None  # there is no end of a forward up to which outputs could be followed
+            # outputs can only be followed to the end of a forward, and there is none
+            self._trace = None
         if index != call.next:
             raise errors.wrong_order(self._hook, self._partition.units, index, call.next)
         call.next += 1
@@ -345,7 +346,7 @@ class StageCrossing:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        """Run a unit of this stage, and keep what is sent of its output."""
+        """Run a unit of this stage, and keep the outputs to send."""
         call, name = self._stage_call, self._partition.units[index]
         containers = Containers(args, kwargs)
         if self._trace is not None:
@@ -379,7 +380,9 @@ class StageCrossing:
 
     @contextmanager
     def _seeded(self, seed: int) -> Iterator[None]:
-        """Seed the default generators: torch's, and others that the forward draws from."""
+        """Seed the default generators: torch's generators, and other generators used by the
+        forward.
+        """
         others = seeded_host(seed) if self._facts.draws_on_host else nullcontext()
         with seeded(seed, self._context.device), others:
             yield
@@ -387,7 +390,7 @@ class StageCrossing:
     def _stub(
         self, index: int, unit: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Return what represents the output of a unit before the stage."""
+        """Return a substitute for the output of a unit before the stage."""
         call, tensors = self._stage_call, self._stage_call.received.get(index)
         structure = call.structures[index]
         if tensors is None:
@@ -409,9 +412,9 @@ class StageCrossing:
         return with_hooks(unit, args, kwargs, output)
 
     def _hand_out(self, index: int, output: Any, tensors: tuple[Tensor, ...]) -> Any:
-        """Return the output for the model's code: a copy if it is sent or was received, since a
-        recomputation needs it again, and the code writes into it, or may do so in inference mode,
-        where writes are not counted.
+        """Return the output for the model's code. A sent or received output is returned as a copy
+        if the code writes into the output, since a recomputation needs the output again. In
+        inference mode writes are not counted, so a sent output is always copied.
         """
         call = self._stage_call
         if not (index in call.sent or index in call.received or self._analysis):
@@ -423,7 +426,7 @@ class StageCrossing:
         return output
 
     def _outputs(self) -> StageTensors:
-        """Return what the next stage receives."""
+        """Return the outputs for the next stage."""
         call, facts = self._stage_call, self._facts
         self._learn()
         if call.note is None:
@@ -434,7 +437,7 @@ class StageCrossing:
             )
         tensors = () if self._analysis else (t for unit in call.carried for t in call.sent[unit])
         outputs = StageTensors(tensors, call.note)
-        call.sent = {}  # outputs are released once they are sent
+        call.sent = {}  # sent outputs are released
         return outputs
 
 

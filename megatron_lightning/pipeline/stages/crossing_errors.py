@@ -1,6 +1,6 @@
 """Errors of steps and models that a pipeline cannot run, found while a stage is crossed.
 
-A ``unit`` is its path in the pipelined module, a ``hook`` the name of the user's step.
+A ``unit`` is the unit's path in the pipelined module, a ``hook`` the name of the user's step.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def second_call(hook: str, stage: int, microbatch: int) -> PipelineError:
 
 
 def unexpected_call(hook: str, stage: int) -> PipelineError:
-    """Return the error of a call on a stage to which nothing was sent."""
+    """Return the error of a call on a stage without received outputs."""
     return PipelineError(
         f"{hook} called the pipelined module on stage {stage} and not on the stage before. Whether "
         "a step calls it must follow from the batch and its index alone."
@@ -37,7 +37,7 @@ def missing_unit(hook: str, unit: str) -> PipelineError:
 
 
 def wrong_order(hook: str, units: Sequence[str], called: int, expected: int) -> PipelineError:
-    """Return the error of a unit that is called in the place of another, or at the end."""
+    """Return the error of a unit called in the place of another unit, or at the end."""
     place = units[expected] if expected < len(units) else "the end of the forward"
     return PipelineError(
         f"{hook} called unit {units[called]!r} of the pipelined module in the place of {place!r}. "
@@ -60,9 +60,7 @@ def no_graph(unit: str) -> PipelineError:
 
 
 def changed_argument(unit: str, kind: str) -> PipelineError:
-    """Return the error of a unit that hands something on by a list or dict, which other stages
-    lack.
-    """
+    """Return the error of a unit that hands state on by a list or dict, missing on other stages."""
     return PipelineError(
         f"pipeline unit {unit!r} changes a {kind} that it was given, and units of other stages "
         "would not see it. Return what it hands on, or let the forward keep it."
@@ -79,7 +77,7 @@ def other_output(unit: str, structure: Structure, known: Structure) -> PipelineE
 
 
 def late_write(unit: str) -> PipelineError:
-    """Return the error of a write into an output of which no copy was given."""
+    """Return the error of a write into an output handed out without a copy."""
     return PipelineError(
         f"the forward writes into the output of {unit!r} in place, and did not when this kind of "
         "step ran first. Write into a copy."

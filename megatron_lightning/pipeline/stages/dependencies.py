@@ -1,19 +1,21 @@
-"""Trace data dependencies between the units of a pipelined module: which outputs reach which other
-units, and which parameters are read where.
+"""Trace data dependencies between the units of a pipelined module: outputs reaching other units,
+and the readers of each parameter.
 
-A forward runs under a dispatch mode that marks the storages of tensors (https://docs.pytorch.org/
-docs/stable/notes/extending.html, "Extending all torch API with Modes"):
+A forward runs under a dispatch mode that marks the storages of tensors
+(https://docs.pytorch.org/docs/stable/notes/extending.html, "Extending all torch API with Modes"):
 
-- the output of unit i is copied to storage of its own and marked i;
-- an operation outside of the units passes the marks of its arguments on to its results;
-- what is made or written inside unit i is marked as a *side channel* of unit i. It leaves the unit
-  by its output, which is a copy, or else by a list, an attribute or a hook;
-- a parameter is marked with its name.
+- the output of unit i is copied to new storage and marked i;
+- an operation outside of the units passes the marks of the arguments on to the results;
+- tensors made or written inside unit i are marked as a *side channel* of unit i. A side channel
+  leaves the unit by the output, a copy, or else by a list, an attribute or a hook;
+- a parameter is marked with the parameter's name.
 
-A unit *uses* the marks of its arguments and of all that its operations read. Its own side channel
-does not count. The code behind the last unit, the *epilogue*, uses what the forward returns.
+A unit *uses* the marks of the unit's arguments and of all tensors read by operations inside. A
+unit's own side channel does not count. The code behind the last unit, the *epilogue*, uses the
+tensors returned by the forward.
 
-:class:`CallFacts` keeps what all forwards of a kind have shown. :class:`StageCall` is one forward.
+:class:`CallFacts` collects the findings of all forwards of a kind. :class:`StageCall` is a single
+forward.
 """
 
 from __future__ import annotations
@@ -44,22 +46,23 @@ class Uses:
     outputs: frozenset[tuple[int, int]] = frozenset()
     """(j, i): unit i, or the epilogue, uses the output of unit j."""
     side_channels: frozenset[tuple[int, int]] = frozenset()
-    """(j, i): unit i, or the epilogue, reads what unit j has made or written and not returned."""
+    """(j, i): unit i, or the epilogue, reads a tensor made or written, but not returned, by unit
+    j."""
     parameters: frozenset[tuple[str, int]] = frozenset()
     """(name, i): unit i, or the epilogue, reads a parameter."""
     read_between: frozenset[str] = frozenset()
-    """Parameters that code between the units reads."""
+    """Parameters read by code between the units."""
     writes: frozenset[tuple[int, int]] = frozenset()
     """(j, i): unit i writes into the output of unit j in place."""
     written_between: frozenset[int] = frozenset()
-    """Units into whose output code between the units writes."""
+    """Units whose outputs code between the units writes into."""
     aliased: frozenset[tuple[int, int]] = frozenset()
-    """(j, i): the output of unit i shares memory with that of unit j, or with itself (j = i): with
-    another part, or with an argument."""
+    """(j, i): the output of unit i shares memory with the output of unit j. (i, i): the output
+    shares memory with another part of the output, or with an argument."""
 
     @classmethod
     def union(cls, parts: Sequence[Uses]) -> Uses:
-        """Return what several forwards have shown together."""
+        """Return the combined findings of several forwards."""
         return cls(
             frozenset().union(*(part.outputs for part in parts)),
             frozenset().union(*(part.side_channels for part in parts)),
@@ -71,13 +74,15 @@ class Uses:
         )
 
     def carried(self, end: int) -> tuple[int, ...]:
-        """Return the units whose outputs the stage that begins with unit ``end`` receives: the one
-        before, and earlier ones that are used at ``end`` or behind it.
+        """Return the units with outputs received by the stage that begins with unit ``end``: the
+        unit before, and earlier units used at ``end`` or behind.
         """
         return tuple(sorted({end - 1} | {j for j, i in self.outputs if j < end <= i}))
 
     def allows(self, end: int) -> bool:
-        """Return whether a stage may begin with unit ``end``: no side channel crosses it."""
+        """Return whether a stage may begin with unit ``end``: no side channel crosses the
+        boundary.
+        """
         return not any(j < end <= i for j, i in self.side_channels)
 
 
@@ -114,14 +119,15 @@ class DependencyTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def run_unit(
         self, unit: int, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Run a unit; return a marked copy of its output."""
+        """Run a unit. Return a marked copy of the unit's output."""
         self._inside.append(unit)
         try:
             given = tensors_inside((args, kwargs))
             self._use(self._of(given))
             output = run(*args, **kwargs)
             self._find_aliases(unit, given, tensors_inside(output))
-            # What happens to the copy later belongs to this unit, in whatever storage it was.
+            # Later writes into the copy belong to this unit, whatever the storage of the output
+            # was.
             output = map_tensors(torch.clone, output)
         finally:
             self._inside.pop()
@@ -140,19 +146,19 @@ class DependencyTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
             seen.add(storage)
 
     def mark_output(self, unit: int, output: Any) -> Any:
-        """Mark ``output``, in storage of its own, as that of a unit; return it."""
+        """Mark ``output``, in new storage, as the output of a unit. Return ``output``."""
         for tensor in tensors_inside(output):
             self._mark(tensor, frozenset({unit}))
         return output
 
     def end(self, output: Any) -> None:
-        """Record what the forward returned, and tensors that it left for the step elsewhere."""
+        """Record the output of the forward, and tensors left elsewhere for the step."""
         opaque = [leaf for leaf in tree_leaves(output) if hasattr(leaf, "__dict__")]
         inside = [list(vars(leaf).values()) for leaf in opaque if not isinstance(leaf, Tensor)]
         self._used.setdefault(EPILOGUE, set()).update(self._of(tensors_inside([output, inside])))
 
     def uses(self) -> Uses:
-        """Return what was recorded."""
+        """Return the recorded uses."""
         facts = [(mark, unit) for unit, marks in self._used.items() for mark in marks]
         return Uses(
             frozenset((mark, unit) for mark, unit in facts if isinstance(mark, int)),
@@ -216,27 +222,27 @@ def _storage(tensor: Tensor) -> int:
 
 @dataclass
 class CallFacts:
-    """Facts about one kind of call of the pipelined module: hook, mode, kinds of arguments."""
+    """Facts about a kind of call of the pipelined module: hook, mode, kinds of arguments."""
 
     uses: Uses | None = None
-    """Which units use which outputs; None: not known, and every output is carried."""
+    """Uses of outputs by units. None: not known, and every output is carried."""
     written: set[int] = field(default_factory=set)
-    """Units into whose outputs the model's code writes: it is given copies."""
+    """Units whose outputs the model's code writes into, so that the code receives copies."""
     left: set[Left] = field(default_factory=set)
-    """Attributes that units set on themselves in their forward."""
+    """Attributes that units set on themselves in the forward."""
     draws_on_host: bool = False
     """Whether the forward draws from Python's or NumPy's generators."""
     tested: set[int] = field(default_factory=set)
-    """Stages of this rank whose results were checked for the NaN of placeholders."""
+    """Stages of this rank with results already checked for the NaN of placeholders."""
     notes: dict[tuple[int, Hashable], tuple[str, dict[int, Structure]]] = field(
         default_factory=dict
     )
     """Structures of the outputs of the units before the end of a stage, by stage and signature."""
     received: dict[str, dict[int, Structure]] = field(default_factory=dict)
-    """Structures by the notes in which they were received."""
+    """Structures by the received notes."""
 
     def carried(self, end: int) -> tuple[int, ...]:
-        """Return the units whose outputs a message holds to the stage that begins with unit
+        """Return the units with outputs in the message to the stage that begins with unit
         ``end``.
         """
         if end == 0:
@@ -252,29 +258,32 @@ class CallFacts:
 
 @dataclass
 class StageCall:
-    """One forward of a stage on a micro-batch."""
+    """A forward of a stage on a micro-batch."""
 
     stage: int
     first: int
     end: int
     carried: Collection[int]
-    """Units whose outputs the next stage receives; empty on the last stage."""
+    """Units with outputs received by the next stage. Empty on the last stage."""
     received: Mapping[int, tuple[Tensor, ...]]
-    """Tensors of units before the stage, as far as they were sent."""
+    """Received tensors of units before the stage."""
     structures: dict[int, Structure]
     """Structures of the outputs of the units before the end of the stage."""
     note: str | None
-    """The structures for the next stage; None: own units have not run with this signature."""
+    """The structures for the next stage. None: the stage's own units have not run with this
+    signature."""
     was_called_before: bool
     """Whether the step on the stage before has called the module."""
     seed: int
-    """Seed of the forward between units, equal on all stages; a unit adds its number from 1 on."""
+    """Seed of the forward between units, equal on all stages. A unit adds a number of its own, from
+    1 on."""
     sent: dict[int, tuple[Tensor, ...]] = field(default_factory=dict)
     """Tensors of units for the next stage."""
     borrowed: list[tuple[int, Tensor, int]] = field(default_factory=list)
-    """Unit, tensor and version of what the model's code was given and may not write into."""
+    """Unit, tensor and version of outputs borrowed by the model's code, which may not write into
+    the outputs."""
     next: int = 0
-    """Index of the unit that is called next."""
+    """Index of the next called unit."""
     records: bool = False
     """Whether the forward is recorded for a backward."""
     entered: bool = False

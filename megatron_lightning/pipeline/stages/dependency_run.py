@@ -1,19 +1,19 @@
-"""Runs without values that show data dependencies between units: of the full model before it is
-divided, and of every stage before the first micro-batch of a kind of call.
+"""Find data dependencies between units by dependency runs without values: of the full model before
+the model is divided, and of every stage before the first micro-batch of a kind of call.
 
-The model is copied without its tensors and runs under :class:`FakeTensorMode`
+The model is copied without tensors and runs under :class:`FakeTensorMode`
 (https://docs.pytorch.org/docs/stable/torch.compiler_fake_tensor.html), which computes shapes and no
-values: no memory, a few times the host time of a forward, once. Models that cannot run like that in
-fp32 (kernels of grouped products) run in bf16; those whose forward branches on values run for real,
-where their weights exist.
+values: no memory, a few times the host time of a forward, once. Models that fail in a fake run in
+fp32 (kernels of grouped GEMMs) run in bf16. Models with a forward that branches on values run for
+real, if the weights exist.
 
 Example inputs are ``example_input_array`` of the LightningModule, or ``dummy_inputs`` of a
 ``transformers`` model.
 
-Before the first micro-batch of a kind of call is run, every stage runs its forward once on
-placeholders, in order, under a :class:`DependencyTrace`. What the stages have seen together says
-which outputs a boundary carries. The run of the full model also sees side channels between stages,
-but a step may call the model otherwise than the example does.
+Before the first micro-batch of a kind of call, every stage runs the forward once on placeholders,
+in order, under a :class:`DependencyTrace`. The combined findings of the stages determine the
+outputs that a boundary carries. The run of the full model also sees side channels between stages,
+but a step may call the model in another way than the example does.
 """
 
 from __future__ import annotations
@@ -50,24 +50,24 @@ _CPU = torch.device("cpu")
 
 
 class ExampleRun:
-    """Runs of a full module on its example inputs.
+    """Runs of a full module on the module's example inputs.
 
     Args:
-        root: The full LightningModule, or any module; it stays as it is.
+        root: The full LightningModule, or any module. Stays unchanged.
     """
 
     def __init__(self, root: nn.Module) -> None:
         self._root = root
 
     def calls(self, path: str) -> Calls | None:
-        """Return how often a forward calls the modules in the one at ``path``; None: there are no
-        example inputs, or no run succeeds with them.
+        """Return how often a forward calls the modules inside of the module at ``path``. None: no
+        example inputs, or no run succeeds with the inputs.
         """
         calls: Calls | None = self._try(path, _count_calls)
         return calls
 
     def uses(self, path: str, units: Sequence[str]) -> Uses | None:
-        """Return which units of the module at ``path`` use what; None: unknown."""
+        """Return the dependencies between the units of the module at ``path``. None: unknown."""
         uses: Uses | None = self._try(path, partial(_follow, units))
         return uses
 
@@ -93,7 +93,7 @@ class ExampleRun:
 
 
 def _inputs(root: nn.Module, path: str) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]] | None:
-    """Return the module to call and its arguments."""
+    """Return the module to call and the arguments."""
     module = root.get_submodule(path)
     example: Any = getattr(root, "example_input_array", None)
     if example is not None:
@@ -112,7 +112,7 @@ def _inputs(root: nn.Module, path: str) -> tuple[nn.Module, tuple[Any, ...], dic
 def _fake(
     dtype: torch.dtype, caller: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Iterator[tuple[nn.Module, Callable[[], Any]]]:
-    """Yield a copy of the module without tensors, and its call."""
+    """Yield a copy of the module without tensors, and a call of the copy."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
 
     def fake(tensor: Tensor) -> Tensor:
@@ -135,7 +135,7 @@ def _fake(
 def _real(
     caller: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Iterator[tuple[nn.Module, Callable[[], Any]]]:
-    """Yield the module itself; its buffers and the random state are restored at the end."""
+    """Yield the module itself. The buffers and the random state are restored at the end."""
     before = [(buffer, buffer.clone()) for buffer in caller.buffers()]
     device = next((parameter.device for parameter in caller.parameters()), _CPU)
     args, kwargs = tree_map_only(Tensor, lambda tensor: tensor.to(device), (args, kwargs))
@@ -181,11 +181,10 @@ def _run_unit(
 
 @contextmanager
 def intercepted(module: nn.Module, call: Callable[..., Any]) -> Iterator[None]:
-    """Replace the calls of one module, hooks included, inside the block.
+    """Replace the calls of a module, hooks included, inside the block.
 
-    ``call`` is given what the call would run, compiled or not, and the arguments. It takes the
-    place of what ``Module.compile`` sets, the one way in which ``Module.__call__`` is decided on
-    the instance.
+    ``call`` receives the original call, compiled or not, and the arguments. ``call`` is set in the
+    place used by ``Module.compile``, the only place to replace ``Module.__call__`` on an instance.
     """
     before: Callable[..., Any] | None = module.__dict__.get("_compiled_call_impl")
     module._compiled_call_impl = partial(call, before or module._call_impl)
@@ -199,56 +198,56 @@ def intercepted(module: nn.Module, call: Callable[..., Any]) -> Iterator[None]:
 
 
 class CallAnalysis:
-    """One run of all stages without values.
+    """A run of all stages without values.
 
     Args:
-        partition: The pipelined module and its stages.
+        partition: The pipelined module and the module's stages.
     """
 
     def __init__(self, partition: StagePartition) -> None:
         self._partition = partition
         self._uses: list[Uses] = []
         self.values = UnitValues()
-        """Attributes that units set on themselves in their forward."""
+        """Attributes that units set on themselves in the forward."""
         self.draws_on_host = False
 
     def follow(self) -> DependencyTrace:
-        """Return the mode under which a stage runs its forward."""
+        """Return the mode for a stage's forward."""
         return DependencyTrace(dict(nn.Module.named_parameters(self._partition.module)))
 
     def learn(self, trace: DependencyTrace) -> None:
-        """Keep what the forward of a stage has shown."""
+        """Record the findings of a stage's forward."""
         self._uses.append(trace.uses())
 
     @contextmanager
     def watching_draws(self) -> Iterator[None]:
-        """Context of a forward, which may draw from Python's or NumPy's generators."""
+        """Context of a forward that may draw from Python's or NumPy's generators."""
         before = host_state()
         yield
         self.draws_on_host |= host_state() != before
 
     @contextmanager
     def running(self, root: nn.Module) -> Iterator[None]:
-        """Context of the run: nothing is recorded, and the buffers of ``root``, which the step may
-        use, and the values on units are restored at the end.
+        """Context of the run. Nothing is recorded for a backward. The buffers of ``root``, which
+        the step may use, and the values on units are restored at the end.
         """
         with _unchanged(root), torch.no_grad():
             yield
         self.values.undo()
 
     def conclude(self, facts: CallFacts, context: ParallelContext) -> None:
-        """Write what all stages have shown to ``facts``; a collective of the pipeline.
+        """Write the findings of all stages to ``facts``. A collective of the pipeline.
 
         Raises:
-            ConfigError: If state that units hand on by other ways crosses a stage boundary.
+            ConfigError: If a side channel of units crosses a stage boundary.
         """
         partition = self._partition
-        facts.notes.clear()  # dtypes may be others than with values: autocast, fused paths
+        facts.notes.clear()  # dtypes may differ from a run with values: autocast, fused paths
         ranks = context.pp.all_gather_object((self._uses, self.values.left, self.draws_on_host))
         shown = [uses for of_rank, *_ in ranks for uses in of_rank]
         facts.left = {value for _, of_rank, _ in ranks for value in of_rank}
         facts.draws_on_host = any(draws for *_, draws in ranks)
-        # Fewer where the step calls the units itself: everything is carried then.
+        # Fewer findings than stages if the step calls the units itself: everything is carried then.
         if len(shown) == len(partition.stages):
             facts.uses = Uses.union(shown)
             starts = [first for first, _ in partition.bounds]
@@ -256,8 +255,8 @@ class CallAnalysis:
             self._check_epilogue(facts.uses, starts[-1])
 
     def _check_epilogue(self, uses: Uses, last: int) -> None:
-        """Check that the units of the last stage hand nothing on that others of their kind, on
-        earlier stages, would as well.
+        """Check that the units of the last stage have no side channel that units of the same class,
+        on earlier stages, would have as well.
         """
         units, module = self._partition.units, self._partition.module
         kinds = [type(module.get_submodule(unit)) for unit in units]
@@ -272,10 +271,10 @@ class CallAnalysis:
 
 
 def check_boundaries(uses: Uses, units: Sequence[str], starts: Sequence[int]) -> None:
-    """Check that no state that units hand on by other ways than their outputs crosses a boundary.
+    """Check that no side channel of units crosses a boundary.
 
     Args:
-        uses: What the units use.
+        uses: Uses of the units.
         units: Their paths.
         starts: The first unit of every stage.
 

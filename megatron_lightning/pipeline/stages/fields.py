@@ -1,7 +1,7 @@
-"""Named tuples and dataclasses in nested outputs, opened to dicts that torch's pytree searches and
-that travel as plain data.
+"""Named tuples and dataclasses in nested outputs, opened to dicts for torch's pytree and for
+sending as plain data.
 
-A type travels by its name: every rank has it, as all run the same code.
+A type travels by name: every rank has the type, since all ranks run the same code.
 """
 
 from __future__ import annotations
@@ -41,7 +41,9 @@ def _opened(value: Any, items: dict[str, Any]) -> dict[str, Any]:
 
 
 def closed(tree: Any) -> Any:
-    """Return a nested value that was opened as it was, without the types' ``__init__``."""
+    """Return an opened nested value in the original form, without calling the types'
+    ``__init__``.
+    """
     if type(tree) in (list, tuple):
         return type(tree)(map(closed, tree))
     if type(tree) is not dict:
@@ -59,7 +61,7 @@ def closed(tree: Any) -> Any:
 
 
 def _found(name: str) -> type | None:
-    """Return the named tuple or dataclass of this name; None: there is none on module level."""
+    """Return the named tuple or dataclass of this name. None: no such type on module level."""
     module, _, path = name.partition(":")
     found: Any = sys.modules.get(module)
     for part in path.split("."):
@@ -69,7 +71,7 @@ def _found(name: str) -> type | None:
 
 
 def map_tensors(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
-    """Return a nested value with ``function`` applied to its tensors."""
+    """Return a nested value with ``function`` applied to the tensors."""
     return closed(pytree.tree_map_only(Tensor, function, opened(tree)))
 
 

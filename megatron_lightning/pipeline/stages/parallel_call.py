@@ -1,6 +1,6 @@
 """Intercept the call of the parallel module in a step, on every layout.
 
-Under a pipeline calls outside of steps are refused; what a call does in a step is in ``crossing``.
+Under a pipeline calls outside of steps are refused. ``crossing`` handles a call in a step.
 """
 
 from __future__ import annotations
@@ -15,16 +15,17 @@ from torch import nn
 from megatron_lightning.errors import PipelineError
 
 Added = Callable[[Mapping[str, Any]], dict[str, Any]]
-"""Arguments of a call, by name -> those to add or to replace."""
+"""Arguments of a call, by name -> arguments to add or to replace."""
 
 
 class ParallelCall:
     """Forward pre-hook of the parallel module.
 
-    In a step it adds the positions of this rank's part of the sequence, where ranks share one.
+    In a step the hook adds the positions of this rank's part of the sequence, if ranks share
+    sequences.
 
-    Under a pipeline it stays after a run, as the module stays divided, and refuses calls outside of
-    steps. It is plain data, so that the module can be copied and pickled.
+    Under a pipeline the hook stays after a run, since the module stays divided, and refuses calls
+    outside of steps. The hook is plain data, so that the module can be copied and pickled.
 
     Args:
         num_ranks: Pipeline ranks that share the module's layers.
@@ -39,8 +40,8 @@ class ParallelCall:
 
     @classmethod
     def on(cls, module: nn.Module, num_ranks: int, undo: ExitStack) -> ParallelCall:
-        """Return the hook of ``module``, new or from an earlier run; with one stage ``undo``
-        removes it.
+        """Return the hook of ``module``, new or from an earlier run. With a single stage ``undo``
+        removes the hook.
         """
         call = next(
             (hook for hook in module._forward_pre_hooks.values() if isinstance(hook, cls)), None
@@ -54,7 +55,7 @@ class ParallelCall:
 
     @contextmanager
     def in_step(self) -> Iterator[None]:
-        """Context of a step, in which calls pass."""
+        """Context of a step, where calls pass."""
         self._open = True
         try:
             yield
@@ -63,9 +64,7 @@ class ParallelCall:
 
     @contextmanager
     def adding(self, added: Added) -> Iterator[None]:
-        """Context in which ``added`` is asked for arguments that a call is given beside its own or
-        in their place.
-        """
+        """Context with ``added`` asked for arguments to add to a call or to replace in a call."""
         self._added = added
         self.was_called = False
         try:
@@ -76,10 +75,10 @@ class ParallelCall:
     def __call__(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """Refuse calls outside of steps where this rank has only some of the layers.
+        """Refuse calls outside of steps on a rank with only a part of the layers.
 
         Returns:
-            The arguments with those that are added; None: they stay.
+            The arguments with additions. None: unchanged arguments.
         """
         if self._num_ranks > 1 and not self._open:
             raise PipelineError(
@@ -100,8 +99,8 @@ class ParallelCall:
 
 
 def find_parallel_module(root: nn.Module) -> nn.Module | None:
-    """Return the first submodule of ``root`` that declares units or a sharding plan; None if there
-    is none.
+    """Return the first submodule of ``root`` that declares units or a sharding plan. None without
+    such a submodule.
     """
     divided = (
         child
@@ -113,8 +112,8 @@ def find_parallel_module(root: nn.Module) -> nn.Module | None:
 
 @contextmanager
 def replaced_attribute(owner: nn.Module, name: str, value: Any) -> Iterator[None]:
-    """Set the instance attribute ``owner.name`` to ``value`` inside the block, and restore it
-    after.
+    """Set the instance attribute ``owner.name`` to ``value`` inside the block, and restore the
+    attribute afterwards.
     """
     attributes = vars(owner)
     before = attributes.get(name)

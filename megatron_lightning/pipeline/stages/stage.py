@@ -1,8 +1,8 @@
-"""Reduce a plain module to the units of one pipeline rank, in place.
+"""Reduce a plain module to the units of a pipeline rank, in place.
 
-The units of other ranks stay where they are and lose their tensors (``parallel.absent``), so that
-every module keeps its path and its index, and checkpoints, optimizers and summaries see one
-ordinary module. Parameters outside of the units stay on every rank.
+The units of other ranks stay in place and lose their tensors (``parallel.absent``). Every module
+thereby keeps path and index, and checkpoints, optimizers and summaries see an ordinary module.
+Parameters outside of the units stay on every rank.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from megatron_lightning.parallel.absent import is_absent, make_absent
 
 
 class StagePartition:
-    """The stages of one pipelined module that live on this rank.
+    """The stages of a pipelined module on this rank.
 
-    Creating it makes the units of other ranks absent.
+    Creating a partition makes the units of other ranks absent.
 
     Args:
         module: The pipelined module.
         stages: Unit paths of every stage of the pipeline, in stage order.
         own: Stages of this rank.
-        replicated_over_pp: Parameters of units that every pipeline rank keeps, since several stages
-            use them.
-        has_all_units: Whether ``module`` has all its units; False: it was reduced to the ``own``
-            stages before.
+        replicated_over_pp: Unit parameters replicated over pp, since several stages use the
+            parameters.
+        has_all_units: Whether ``module`` has all units. False: ``module`` was reduced to the
+            ``own`` stages before.
 
     Raises:
         ConfigError: If a unit does not exist or contains another.
@@ -48,10 +48,10 @@ class StagePartition:
         self.own = tuple(own)
         self.replicated_over_pp = frozenset(replicated_over_pp)
         self.units = tuple(unit for stage in self.stages for unit in stage)
-        """The units of all stages, in call order; their positions are their indices."""
+        """The units of all stages, in call order. A unit's position is the unit's index."""
         ends = [*accumulate(len(stage) for stage in self.stages)]
         self.bounds = tuple(zip([0, *ends[:-1]], ends, strict=True))
-        """Index of the first unit of every stage, and of the first one behind it."""
+        """Index of the first unit of every stage, and of the first unit behind the stage."""
         if not has_all_units:
             return
         check_units(module, self.units)
@@ -64,10 +64,10 @@ class StagePartition:
 
 def check_units(module: nn.Module, units: Sequence[str]) -> None:
     """Check that ``units``, of all stages together, are submodules, none inside another, and that
-    nothing around them is compiled.
+    no module around the units is compiled.
 
     Raises:
-        ConfigError: If they are not.
+        ConfigError: If a unit fails a check.
     """
     paths = dict(module.named_modules(remove_duplicate=False))
     first: dict[nn.Module, str] = {}

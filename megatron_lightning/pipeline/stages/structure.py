@@ -1,11 +1,11 @@
-"""Structure of what a module returns, as plain data that can be sent to another stage.
+"""Structure of a module's output, as plain data for sending to another stage.
 
-A unit returns a tensor, or tensors in nested containers with plain values beside them. A stage that
-does not run the unit rebuilds its output from the structure and the tensors that it has received.
-Nothing is pickled: a structure travels as JSON.
+A unit returns a tensor, or tensors in nested containers with plain values beside. A stage without
+the unit rebuilds the unit's output from the structure and the received tensors. Nothing is pickled:
+a structure travels as JSON.
 
-The file has two neighbors of structures, too: stubs of units that do not run on a stage, and the
-containers that a unit changes, and so hands on by another way than its output.
+The file also holds two neighbors of structures: stubs of units that do not run on a stage, and
+containers changed by a unit, a side channel beside the output.
 """
 
 from __future__ import annotations
@@ -45,16 +45,16 @@ class Structure(NamedTuple):
         return sum(isinstance(leaf, Like) for leaf in self.leaves)
 
     def build(self, tensors: Iterator[Tensor]) -> Any:
-        """Return an output of this structure that holds the next of ``tensors``."""
+        """Return an output of this structure, filled with the next of ``tensors``."""
         leaves = [next(tensors) if isinstance(leaf, Like) else leaf for leaf in self.leaves]
         return closed(pytree.tree_unflatten(leaves, self.spec))
 
 
 def flatten(output: Any, name: str) -> tuple[tuple[Tensor, ...], Structure]:
-    """Return the tensors of what the unit ``name`` returned, and its structure.
+    """Return the tensors and the structure of the output of unit ``name``.
 
     Raises:
-        PipelineError: If it holds something that cannot travel.
+        PipelineError: If the output holds a value that cannot travel.
     """
     leaves, spec = pytree.tree_flatten(opened(output))
     for leaf in leaves:
@@ -98,7 +98,7 @@ def _name(spec: pytree.TreeSpec) -> str:
 
 
 def load(text: str) -> dict[int, Structure]:
-    """Return the structures that :func:`dump` wrote."""
+    """Return the structures written by :func:`dump`."""
     return {
         int(index): Structure(pytree.treespec_loads(spec), tuple(map(_load_leaf, leaves)))
         for index, (spec, *leaves) in json.loads(text).items()
@@ -120,10 +120,10 @@ _LIBRARIES = ("torch", "megatron_lightning", "transformers", "lightning")
 
 
 class Placeholders:
-    """Memory of the shapes of outputs that were not sent; code may write into it.
+    """Memory of the shapes of outputs that were not sent. Code may write into the memory.
 
     Args:
-        value: Of floating-point tensors; others are zero.
+        value: Of floating-point tensors. Other tensors are zero.
         device: Device of the tensors.
     """
 
@@ -133,8 +133,8 @@ class Placeholders:
         self._known: dict[Like, Tensor] = {}
 
     def of(self, like: Like, *, fresh: bool = False) -> Tensor:
-        """Return a tensor; ``fresh``: in storage of its own, else one that several outputs may
-        share until something writes into it.
+        """Return a tensor. ``fresh``: in new storage. Otherwise several outputs may share the
+        tensor until code writes into the tensor.
         """
         known = None if fresh else self._known.get(like)
         if known is None or known.requires_grad or num_writes(known):
@@ -145,7 +145,7 @@ class Placeholders:
 
 
 def num_writes(tensor: Tensor) -> int:
-    """Return the number of writes into a tensor, as far as they are counted."""
+    """Return the number of writes into a tensor, as far as torch counts writes."""
     return 0 if tensor.is_inference() else tensor._version
 
 
@@ -156,7 +156,7 @@ def user_hooks(module: nn.Module) -> list[Any]:
 
 
 def hooks_inside(module: nn.Module, units: Iterable[str]) -> list[str]:
-    """Return the modules inside of units whose forward hooks run on the unit's stage only."""
+    """Return the modules inside of units with forward hooks that run on the unit's stage only."""
     return [
         f"{unit}.{path}"
         for unit in units
@@ -170,7 +170,7 @@ def _module_of(hook: Any) -> str:
 
 
 def with_hooks(unit: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-    """Run the user's forward hooks of a unit that does not run; some record outputs."""
+    """Run the user's forward hooks of a unit that does not run, since hooks may record outputs."""
     for key, hook in unit._forward_hooks.items():
         if _module_of(hook).startswith(_NOT_ON_STUBS):
             continue
@@ -186,18 +186,18 @@ def sizes(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[int]:
 
 
 class Containers:
-    """Lists, dicts and dataclasses among the arguments of a call, as they were before it."""
+    """Lists, dicts and dataclasses among the arguments of a call, recorded before the call."""
 
     def __init__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         given = [x for x in (*args, *kwargs.values()) if isinstance(x, list | dict) or _is_data(x)]
         self._before = [(container, _entries(container)) for container in given]
 
     def changed(self, output: Any, *, is_copy: bool) -> str | None:
-        """Return the type of one that the call has changed; None: there is none.
+        """Return the type of a container changed by the call. None: no change.
 
         Args:
-            output: What the call returned; a dataclass that it fills and returns is handed on.
-            is_copy: Whether it is a copy of what the call returned.
+            output: Output of the call. A dataclass that the call fills and returns is handed on.
+            is_copy: Whether ``output`` is a copy of the call's output.
         """
         for container, before in self._before:
             same = type(container) is type(output) if is_copy else container is output

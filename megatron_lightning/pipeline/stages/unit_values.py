@@ -1,9 +1,9 @@
-"""Values that units leave on themselves, such as ``self.aux_loss = ...`` in a block's forward.
+"""Values that units set on themselves, such as ``self.aux_loss = ...`` in a block's forward.
 
-Code behind the units that reads them finds those of the last stage's units; on the modules of units
-of earlier stages they are missing, or left from another micro-batch. In a run without values every
-stage sees which attributes its units change. In the steps that follow the same attributes of units
-before the last stage hold placeholders that refuse to be read.
+Code behind the units finds the values of the last stage's units. On units of earlier stages the
+values are missing, or left from another micro-batch. In a run without values every stage records
+the attributes changed by the stage's units. In later steps the same attributes of units before the
+last stage hold placeholders that refuse reads.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from megatron_lightning.pipeline.batch.module_state import ModuleState
 from megatron_lightning.pipeline.batch.records import MISSING
 
 Left = tuple[int, str, str]
-"""Index of a unit, path of a module in it, name of an attribute."""
+"""Index of a unit, path of a module in the unit, name of an attribute."""
 
 _ADVICE = (
     "The unit leaves it on itself in its forward. Return it from the unit, so that it is handed "
@@ -29,7 +29,7 @@ _ADVICE = (
 
 
 class UnitValues:
-    """Values that units of this rank leave on themselves in one run."""
+    """Values that units of this rank set on themselves in a run."""
 
     def __init__(self) -> None:
         self.left: set[Left] = set()
@@ -51,7 +51,7 @@ class UnitValues:
 
 
 class AbsentValues:
-    """Placeholders of what units before the last stage leave on themselves."""
+    """Placeholders for values that units before the last stage set on themselves."""
 
     def __init__(self) -> None:
         self._before: list[tuple[dict[str, Any], str, Any]] = []
@@ -74,7 +74,7 @@ class AbsentValues:
             owner[name] = AbsentTensor.of(torch.empty((), device="meta"), place, advice=_ADVICE)
 
     def hide(self) -> None:
-        """Set the values again that the placeholders took the place of."""
+        """Set the values replaced by placeholders again."""
         while self._before:
             owner, name, value = self._before.pop()
             if value is MISSING:

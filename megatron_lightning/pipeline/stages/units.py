@@ -1,16 +1,16 @@
-"""Find the module that a pipeline divides, and its units.
+"""Find the module to divide by a pipeline, and the module's units.
 
-*Units* are submodules that one forward of the pipelined module calls exactly once each, in order,
-each fed by the one before: embedding, blocks, norm, head. They are, in this order of preference,
+*Units* are submodules that a forward of the pipelined module calls exactly once each, in order,
+each fed by the unit before: embedding, blocks, norm, head. Units are, in this order of preference,
 
 1. named from outside (``PipelineOptions.units``);
 2. listed by the module itself (``pipeline_units()``);
-3. listed in the ``_pp_plan`` of a ``transformers`` model, where that holds a list of layers;
-4. found: the list of modules with the most parameters, called once each and in order, and all that
-   stands beside it or beside what holds it, has parameters, and is called once.
+3. listed in the ``_pp_plan`` of a ``transformers`` model, if the plan holds a list of layers;
+4. found: the list of modules with the most parameters, called once each and in order, and all
+   modules beside the list or beside the list's parents, with parameters, and called once.
 
-Calls are known from a run with example inputs (``analysis``); without one, modules count as called
-in the order in which they were registered, and the first step checks it.
+Calls are known from a run with example inputs (``analysis``). Without example inputs, modules count
+as called in the order of registration, and the first step checks the order.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ _LISTS = (nn.ModuleList, nn.ModuleDict)
 _LIBRARIES = ("lightning", "pytorch_lightning", "torch")
 
 Calls = Mapping[str, int]
-"""Path of a module -> how often a forward has called it, in the order of the first calls."""
+"""Path of a module -> number of calls in a forward, in the order of the first calls."""
 
 
 class Pipelined(NamedTuple):
-    """The module that a pipeline divides."""
+    """The module to divide by a pipeline."""
 
     path: str
     module: nn.Module
     units: tuple[Unit, ...]
-    """Paths in the module, with weights where they are not those of a plain list."""
+    """Paths in the module, with weights if the weights differ from the weights of a plain list."""
 
 
 def find_pipelined(
@@ -45,16 +45,16 @@ def find_pipelined(
     patterns: Sequence[str] = (),
     calls_of: Callable[[str], Calls | None] = lambda _: None,
 ) -> Pipelined:
-    """Return the pipelined module of ``root`` and its units.
+    """Return the pipelined module of ``root`` and the module's units.
 
     Args:
         root: The full LightningModule, or any module.
-        patterns: Path patterns of the units, in call order; empty: they are found.
-        calls_of: Returns the calls in a forward of the module at a path, by the paths in it; None:
-            unknown.
+        patterns: Path patterns of the units, in call order. Empty: the units are found.
+        calls_of: Returns the calls in a forward of the module at a path, by the paths in the
+            module. None: unknown.
 
     Raises:
-        ConfigError: If there are none, or they contradict each other.
+        ConfigError: If there are no units, or the units contradict each other.
     """
     if patterns:
         return _named(root, patterns)
@@ -77,18 +77,20 @@ def find_pipelined(
 
 
 def has_own_forward(module: nn.Module) -> bool:
-    """Return whether a module, such as a LightningModule, defines what calling it means."""
+    """Return whether a module, such as a LightningModule, defines a forward of its own."""
     return type(module).forward.__module__.partition(".")[0] not in _LIBRARIES
 
 
 def _modules_only(module: nn.Module, units: Iterable[Unit]) -> tuple[Unit, ...]:
-    """Leave out parameters and buffers, which every stage keeps."""
+    """Leave out parameters and buffers, since every stage keeps parameters and buffers outside of
+    units.
+    """
     tensors = {name for name, _ in (*module.named_parameters(), *module.named_buffers())}
     return tuple(unit for unit in units if unit_names([unit])[0] not in tensors)
 
 
 def _named(root: nn.Module, patterns: Sequence[str]) -> Pipelined:
-    """Return the modules that the patterns match, in their order."""
+    """Return the modules matched by the patterns, in the order of the patterns."""
     paths = [path for path, _ in root.named_modules() if path]
     found: list[str] = []
     for pattern in patterns:
@@ -108,7 +110,7 @@ def _named(root: nn.Module, patterns: Sequence[str]) -> Pipelined:
 
 
 def _common(paths: Sequence[str]) -> str:
-    """Return the path of the innermost module that holds all of these."""
+    """Return the path of the innermost module around all ``paths``."""
     parents = [path.split(".")[:-1] for path in paths]
     shared = []
     for segments in zip(*parents, strict=False):
@@ -119,7 +121,7 @@ def _common(paths: Sequence[str]) -> str:
 
 
 def _calling(root: nn.Module, path: str) -> str:
-    """Return the path, or that of the next module above it, whose call runs a forward."""
+    """Return ``path``, or the path of the next module above with a call that runs a forward."""
     while path and isinstance(root.get_submodule(path), _LISTS):
         path = path.rpartition(".")[0]
     return path
@@ -129,7 +131,9 @@ def _calling(root: nn.Module, path: str) -> str:
 
 
 def _planned(root: nn.Module, calls_of: Callable[[str], Calls | None]) -> Pipelined | None:
-    """Return the units of a transformers model's ``_pp_plan``; None if it has no list of layers."""
+    """Return the units of a transformers model's ``_pp_plan``. None if the plan has no list of
+    layers.
+    """
     planned = ((path, module, getattr(module, "_pp_plan", None)) for path, module in _all(root))
     path, module, plan = next((found for found in planned if found[2]), ("", root, None))
     if not plan:
@@ -160,7 +164,7 @@ def _found(root: nn.Module, calls_of: Callable[[str], Calls | None]) -> Pipeline
         if isinstance(child, (*_LISTS, nn.Sequential))
     ]
     repeated = [names for names in bodies if len({type(modules[name]) for name in names}) == 1]
-    # Where calls are unknown, a dict of different modules may be run in any order.
+    # If calls are unknown, a dict of different modules may be run in any order.
     bodies = repeated if calls is None and any(len(names) > 1 for names in repeated) else bodies
     body = max(bodies, key=lambda names: _num_parameters(modules, names), default=())
     if len(body) < 2:
@@ -171,7 +175,7 @@ def _found(root: nn.Module, calls_of: Callable[[str], Calls | None]) -> Pipeline
             "to 1."
         )
     units, parent = list(body), body[0]
-    while parent:  # what stands beside the body, and beside what holds it
+    while parent:  # modules beside the body, and beside the body's parents
         parent = parent.rpartition(".")[0]
         for name in _children(modules, parent):
             if not any(unit == name or unit.startswith(f"{name}.") for unit in units):
@@ -185,7 +189,7 @@ def _found(root: nn.Module, calls_of: Callable[[str], Calls | None]) -> Pipeline
 
 
 def _all(module: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Return all modules by all of their paths: some are reached by several."""
+    """Return all modules by all paths, since some modules have several paths."""
     return list(module.named_modules(remove_duplicate=False))
 
 
@@ -195,9 +199,7 @@ def _largest(root: nn.Module, lists: Sequence[str]) -> str:
 
 
 def _divided(root: nn.Module, path: str) -> str:
-    """Return the path of the module whose call is divided: the whole model, of which the list at
-    ``path`` is a part.
-    """
+    """Return the path of the divided module: the full model around the list at ``path``."""
     top = path.partition(".")[0]
     owners = {
         name for name, child in root.named_children() if any(True for _ in child.parameters())
@@ -208,7 +210,7 @@ def _divided(root: nn.Module, path: str) -> str:
 
 
 def _body(modules: Mapping[str, nn.Module], path: str, calls: Calls | None) -> tuple[str, ...]:
-    """Return the children of a list that have parameters and are called once each, in order."""
+    """Return the children of a list with parameters and a single call each, in order."""
     if not isinstance(modules[path], (*_LISTS, nn.Sequential)):
         return ()
     names = [name for name in _children(modules, path) if _num_parameters(modules, [name])]
@@ -223,7 +225,7 @@ def _children(modules: Mapping[str, nn.Module], path: str) -> list[str]:
 
 
 def _expanded(modules: Mapping[str, nn.Module], name: str, calls: Calls | None) -> list[str]:
-    """Return the module, or its children in place of a list that is not called itself."""
+    """Return the module, or the children of a list that is not called itself."""
     is_called = not isinstance(modules[name], _LISTS) if calls is None else name in calls
     if is_called:
         return [name]
@@ -239,8 +241,8 @@ def _ordered(
 
 
 def _num_parameters(modules: Mapping[str, nn.Module], names: Iterable[str]) -> int:
-    """Return the elements of the parameters, and of running statistics, which only one stage may
-    update.
+    """Return the number of elements of the parameters, and of running statistics, since only one
+    stage may update running statistics.
     """
     children = [child for name in names for child in modules[name].modules()]
     statistics = [c for c in children if isinstance(c, nn.modules.batchnorm._NormBase)]
@@ -252,8 +254,8 @@ def _num_parameters(modules: Mapping[str, nn.Module], names: Iterable[str]) -> i
 def _weighed(
     modules: Mapping[str, nn.Module], units: Sequence[str], body: Sequence[str]
 ) -> tuple[Unit, ...]:
-    """Return the units with their shares of the time: blocks of one kind, in this list or others,
-    weigh 1 and other units nothing; blocks of several kinds weigh as their parameters do.
+    """Return the units with shares of the time. Blocks of the same class, in this list or others,
+    weigh 1 and other units nothing. Blocks of several classes weigh as much as their parameters.
     """
     kinds = {type(modules[name]) for name in body}
     if len(kinds) == 1:
