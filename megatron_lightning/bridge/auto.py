@@ -60,13 +60,13 @@ ModelKind = Literal["transformers", "gpt"]
 
 
 class Plan(NamedTuple):
-    """How the tensors of a folder and the parameters of its model are made of each other."""
+    """Recipes between the tensors of a folder and the parameters of the folder's model."""
 
     folder: FolderTensors
     parameters: dict[str, Lazy]
     """Name in the model -> tensor made of the folder's."""
     pieces: dict[str, list[Piece]]
-    """Name in the folder -> pieces of parameters; see :func:`pieces.inverse`."""
+    """Name in the folder -> pieces of parameters. See :func:`pieces.inverse`."""
 
     def tensors(
         self, fills: Mapping[str, Fill], dtype: torch.dtype | None = None
@@ -75,7 +75,7 @@ class Plan(NamedTuple):
 
         Args:
             fills: Name in the model -> function that fills boxes of the parameter.
-            dtype: Dtype of floating tensors; None: the folder's.
+            dtype: Dtype of floating tensors. None: the folder's.
         """
         return assembled(self.folder, self.pieces, fills, dtype)
 
@@ -86,18 +86,18 @@ class AutoBridge:
     Args:
         path: The folder.
         trust_remote_code: Whether code in the folder may run.
-        attn_implementation: Attention of ``transformers``, such as "sdpa" or "eager"; None: the
+        attn_implementation: Attention of ``transformers``, such as "sdpa" or "eager". None: the
             model's default.
-        family: Rules by which ``GPTModel`` is the folder's model: a name of
-            :data:`~megatron_lightning.bridge.families.FAMILIES`, or the class path of a family of
-            your own; None: by the architecture.
-        origin: What the user calls the folder, for checkpoints; None: its path.
+        family: Rules from the folder's model to ``GPTModel``: a name of
+            :data:`~megatron_lightning.bridge.families.FAMILIES`, or the class path of a user's
+            family. None: the family of the architecture.
+        origin: The user's name of the folder, for checkpoints. None: the folder's path.
         revision: Branch, tag or commit of a Hub id.
-        kept: What a checkpoint keeps of the folder, if ``path`` has no weights.
+        kept: The folder in a checkpoint, if ``path`` has no weights.
         change: How the model differs on purpose from the folder's.
 
     Raises:
-        ConfigError: If the folder needs code of its own and ``trust_remote_code`` is False.
+        ConfigError: If the folder needs custom code and ``trust_remote_code`` is False.
     """
 
     def __init__(
@@ -121,7 +121,7 @@ class AutoBridge:
             del self.config.quantization_config
         self._trusts = trust_remote_code
         self.origin = str(path) if origin is None else origin
-        """What the user calls the folder."""
+        """The user's name of the folder."""
         self.revision = revision
         """Branch, tag or commit of a Hub id."""
         self._kept = kept
@@ -147,21 +147,21 @@ class AutoBridge:
         new_tensors: Sequence[str] = (),
         left_out: Sequence[str] = (),
     ) -> AutoBridge:
-        """Return the bridge of a folder, a Hub id, or a checkpoint that keeps its folder.
+        """Return the bridge of a folder, of a Hub id, or of a checkpoint with a folder inside.
 
         Args:
-            path: A folder, or a Hub id such as ``meta-llama/Llama-3.2-1B``. A Hub id is read from
-                the local cache if it is there. Or a checkpoint of a model that came from a folder:
-                configuration and tokenizer are the folder's, and weights the checkpoint's.
-            revision: Branch, tag or commit of the Hub id; None: main.
+            path: A folder, or a Hub id such as ``meta-llama/Llama-3.2-1B``. A cached Hub id is read
+                from the local cache. Or a checkpoint of a model from a folder: configuration and
+                tokenizer are the folder's, and weights the checkpoint's.
+            revision: Branch, tag or commit of the Hub id. None: main.
             trust_remote_code: Whether code in the folder may run.
             attn_implementation: See the class.
             family: See the class.
             architecture: Another class of ``transformers`` than the folder's, such as
                 "LlamaForSequenceClassification".
-            new_tensors: Patterns of parameters that the folder lacks, such as "score.weight". They
-                get the initial values of ``transformers``, equal on all ranks.
-            left_out: Patterns of tensors that the model lacks, such as "lm_head.weight".
+            new_tensors: Patterns of parameters missing from the folder, such as "score.weight". New
+                parameters get the initial values of ``transformers``, equal on all ranks.
+            left_out: Patterns of tensors missing from the model, such as "lm_head.weight".
 
         Raises:
             MissingCheckpointError: If there is no such folder, and the Hub has no such id.
@@ -187,14 +187,14 @@ class AutoBridge:
         reads: bool = True,
         **options: Any,
     ) -> AutoBridge:
-        """Return the bridge of the folder that a checkpoint keeps.
+        """Return the bridge of the folder in a checkpoint.
 
         Args:
             path: A checkpoint directory, plain file, or URL.
-            model: Path of the model in the checkpoint's LightningModule; None: the first model that
-                came from a folder.
-            reads: Whether weights are the checkpoint's; False: there are none, and whoever makes
-                the model loads the checkpoint into it.
+            model: Path of the model in the checkpoint's LightningModule. None: the first model from
+                a folder.
+            reads: Whether weights are the checkpoint's. False: there are no weights, and the caller
+                loads the checkpoint into the new model.
             options: See the class.
 
         Raises:
@@ -220,7 +220,7 @@ class AutoBridge:
         """Return the bridge of a folder without its weights.
 
         Args:
-            kept: What a checkpoint keeps of the folder.
+            kept: The folder as kept in a checkpoint.
             options: See the class.
 
         Raises:
@@ -233,14 +233,14 @@ class AutoBridge:
 
     @classmethod
     def from_hf_config(cls, config: Any, *, max_shard_size: str = "5GB") -> AutoBridge:
-        """Return the bridge of a model that has no folder yet, with initial weights.
+        """Return the bridge of a new model without a folder, with initial weights.
 
-        The folder that is written of the model gets file names and a model card by
-        ``huggingface_hub``, and a ``config.json`` that ``transformers`` 4 reads as well.
+        A folder written of the model gets file names and a model card from ``huggingface_hub``, and
+        a ``config.json`` readable for ``transformers`` 4 as well.
 
         Args:
-            config: Configuration of ``transformers``; ``architectures`` names the class, or it is
-                the family's causal language model.
+            config: Configuration of ``transformers``. ``architectures`` names the class. Without
+                ``architectures`` the class is the family's causal language model.
             max_shard_size: Largest file of weights in the folder.
 
         Raises:
@@ -250,7 +250,7 @@ class AutoBridge:
 
     @staticmethod
     def prepare(path: str | Path, *, revision: str | None = None) -> None:
-        """Download a Hub id into the cache, if it is not there; for ``prepare_data`` hooks.
+        """Download a missing Hub id into the cache, for ``prepare_data`` hooks.
 
         Raises:
             MissingCheckpointError: If there is no such folder, and the Hub has no such id.
@@ -260,7 +260,7 @@ class AutoBridge:
 
     @classmethod
     def can_handle(cls, path: str | Path, *, revision: str | None = None) -> bool:
-        """Return whether ``transformers`` knows the model; no weights are downloaded."""
+        """Return whether ``transformers`` knows the model, without a download of weights."""
         try:
             folder = local_folder(path, revision=revision, weights=False)
             return cls(folder).model_class is not None
@@ -269,7 +269,7 @@ class AutoBridge:
 
     @cached_property
     def model_class(self) -> Any:
-        """Class of the model: ``architectures`` of config.json, so that no part of it is left out.
+        """Class of the model: ``architectures`` of config.json, so that the model is complete.
 
         Raises:
             ConfigError: If ``transformers`` has no such class.
@@ -295,11 +295,11 @@ class AutoBridge:
 
     @cached_property
     def folder(self) -> FolderTensors:
-        """The tensors of the folder, dequantized if they are in 8 or 4 bits.
+        """The tensors of the folder, dequantized from 8 or 4 bits.
 
         Raises:
             CheckpointError: If the folder is damaged.
-            ConfigError: For quantized weights that are not read.
+            ConfigError: For an unsupported quantization method.
         """
         if self._kept is not None:
             return self._kept
@@ -309,7 +309,7 @@ class AutoBridge:
 
     @property
     def family(self) -> type[Family]:
-        """Rules by which :class:`GPTModel` is the folder's model.
+        """Rules from the folder's model to :class:`GPTModel`.
 
         Raises:
             ConfigError: If there are none.
@@ -331,7 +331,7 @@ class AutoBridge:
         """Return the configuration of :class:`GPTModel` for the folder's model.
 
         Raises:
-            ConfigError: Naming the settings of the folder that :class:`GPTModel` cannot have.
+            ConfigError: Naming the folder's settings without a counterpart in :class:`GPTModel`.
         """
         return self.gpt_folder().config
 
@@ -344,19 +344,19 @@ class AutoBridge:
     ) -> nn.Module:
         """Return the model.
 
-        In ``configure_model`` under ``MegatronStrategy`` the model is on ``meta``, and each rank
-        reads the part of the folder that it owns when the model is divided. Elsewhere the model has
-        all weights. Checkpoints of the model keep the folder's table of tensors and its other
-        files.
+        In ``configure_model`` under ``MegatronStrategy`` the model is on ``meta``. When the model
+        is divided, each rank reads the boxes of its own shards from the folder. Outside of
+        ``configure_model`` the model has all weights. Checkpoints of the model keep the folder's
+        table of tensors and the folder's other files.
 
         Args:
-            kind: "transformers": the untouched model, elsewhere what ``from_pretrained`` returns.
-                "gpt": :class:`GPTModel`, for the families that have rules.
-            config: Configuration of :class:`GPTModel` with options of training, such as dropout;
+            kind: "transformers": the untouched model. Outside of ``configure_model`` this is the
+                model of ``from_pretrained``. "gpt": :class:`GPTModel`, for families with rules.
+            config: Configuration of :class:`GPTModel` with options of training, such as dropout.
                 None: :meth:`to_config`.
-            dtype: Dtype of the parameters; None: torch's default dtype, which Lightning sets to the
-                Trainer's precision in ``configure_model``: bf16 for ``bf16-true``, fp32 for
-                ``32-true`` and ``bf16-mixed``.
+            dtype: Dtype of the parameters. None: torch's default dtype. Lightning sets the default
+                dtype to the Trainer's precision in ``configure_model``: bf16 for ``bf16-true``,
+                fp32 for ``32-true`` and ``bf16-mixed``.
 
         Raises:
             CheckpointError: If the folder does not fit the model, or is damaged.
@@ -400,11 +400,11 @@ class AutoBridge:
     def gpt_parts(
         self, config: TransformerConfig | None = None
     ) -> tuple[TransformerConfig, dict[str, Lazy], KeptFolder]:
-        """Return configuration and lazy tensors of the :class:`GPTModel`, and what its checkpoints
-        keep of the folder.
+        """Return configuration and lazy tensors of the :class:`GPTModel`, and the folder for
+        checkpoints of the model.
 
         Args:
-            config: The model; None: :meth:`to_config`.
+            config: The model. None: :meth:`to_config`.
 
         Raises:
             CheckpointError: If the folder does not fit the model, or is damaged.
@@ -438,7 +438,7 @@ class AutoBridge:
         return model
 
     def to_module(self, **options: Any) -> Any:
-        """Return a ``GPTLightningModule`` that starts from the folder.
+        """Return a ``GPTLightningModule`` initialized from the folder.
 
         Args:
             options: Options of the module: learning rate, schedule, ``config``.
@@ -452,12 +452,12 @@ class AutoBridge:
     def export_hf_weights(
         self, model: nn.Module, *, dtype: torch.dtype | None = None
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield name and values of the folder's tensors, made of a full model's parameters, one at
-        a time. ``strategy.export_hf_weights()`` does so from ranks that hold parts of the model.
+        """Yield name and values of the folder's tensors, made of a full model's parameters, tensor
+        by tensor. ``strategy.export_hf_weights()`` does so from ranks with parts of the model.
 
         Args:
             model: The model, on one device.
-            dtype: Dtype of floating tensors; None: the folder's.
+            dtype: Dtype of floating tensors. None: the folder's.
 
         Raises:
             ConfigError: If this rank holds a part of the model.
@@ -474,13 +474,13 @@ class AutoBridge:
         overwrite: bool = False,
     ) -> None:
         """Write a full model as a folder, with files, names, dtypes, configuration and tokenizer of
-        this bridge's folder. ``strategy.save_hf_pretrained(path)`` does so from ranks that hold
-        parts of the model.
+        this bridge's folder. ``strategy.save_hf_pretrained(path)`` does so from ranks with parts of
+        the model.
 
         Args:
             model: The model, on one device.
             path: The folder.
-            dtype: Dtype of floating tensors; None: the folder's.
+            dtype: Dtype of floating tensors. None: the folder's.
             overwrite: Replace an existing target.
 
         Raises:
@@ -492,7 +492,7 @@ class AutoBridge:
         write_folder(Path(path), plan.folder, tensors, overwrite=overwrite)
 
     def reference_model(self) -> nn.Module:
-        """Return the model as ``transformers`` loads it by its own, for comparisons.
+        """Return the model as loaded by ``transformers`` alone, for comparisons.
 
         Raises:
             ConfigError: If ``transformers`` cannot dequantize the folder here.
@@ -516,8 +516,8 @@ class AutoBridge:
         """Return how the folder's tensors are made of the model's parameters.
 
         Args:
-            config: The model is a :class:`GPTModel` with this configuration; None: the model that a
-                checkpoint has kept the folder for, else the untouched one.
+            config: Configuration of a :class:`GPTModel`. None: the model of the checkpoint if the
+                bridge came from a checkpoint, else the untouched model.
 
         Raises:
             CheckpointError: If the folder does not fit the model, or no way back is known.
@@ -539,10 +539,10 @@ class AutoBridge:
         return Plan(self.folder, parameters, pieces)
 
     def lazy_model(self, dtype: torch.dtype | Literal["auto"]) -> nn.Module:
-        """Return the model with lazy parameters; nothing is read.
+        """Return the model with lazy parameters, without reading values.
 
         Args:
-            dtype: Dtype of the parameters; "auto": the folder's.
+            dtype: Dtype of the parameters. "auto": the folder's.
 
         Raises:
             CheckpointError: If the folder does not fit the model, or is damaged.
@@ -553,7 +553,7 @@ class AutoBridge:
         )
 
     def keep(self, model: nn.Module) -> KeptFolder:
-        """Return what checkpoints of a lazy model keep of the folder."""
+        """Return the folder for checkpoints of a lazy model."""
         used = self._used(lazy_parameters(model))
         changed = None if self._change == UNCHANGED else self._changed_table(model)
         names = self.folder.tensors
@@ -577,7 +577,7 @@ class AutoBridge:
         return ChangedTable(added, left_out, {CONFIG: config_text(config)})
 
     def load_hf_weights(self, model: nn.Module) -> None:
-        """Read the folder's weights into a full model, such as one that was trained.
+        """Read the folder's weights into a full model, such as a trained model.
 
         Args:
             model: A model of the folder's class, or a :class:`GPTModel`, on one device.
@@ -599,10 +599,10 @@ class AutoBridge:
 
     @staticmethod
     def list_supported_models() -> list[str]:
-        """Return the classes of causal language models that the installed ``transformers`` has.
+        """Return the causal language model classes of the installed ``transformers``.
 
-        Models of every class that ``config.json`` names are trained; these are the ones that
-        :class:`HuggingFaceModule` can train.
+        Every class named by ``config.json`` can be trained. :class:`HuggingFaceModule` can train
+        the classes listed here.
         """
         from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -618,12 +618,12 @@ class AutoBridge:
         overwrite: bool = False,
         **options: Any,
     ) -> None:
-        """Write a folder's model as a checkpoint; ``megatron-lightning convert import``.
+        """Write a folder's model as a checkpoint. ``megatron-lightning convert import`` calls this.
 
         Args:
             path: A folder or a Hub id.
             checkpoint: The checkpoint directory.
-            dtype: Dtype of floating parameters; None: the folder's.
+            dtype: Dtype of floating parameters. None: the folder's.
             overwrite: Replace an existing target.
             options: See :meth:`from_hf_pretrained`.
 
@@ -642,12 +642,13 @@ class AutoBridge:
         dtype: torch.dtype | None = None,
         overwrite: bool = False,
     ) -> None:
-        """Write a checkpoint as a folder like this bridge's; ``megatron-lightning convert export``.
+        """Write a checkpoint as a folder like this bridge's. ``megatron-lightning convert export``
+        does the same.
 
         Args:
             checkpoint: A checkpoint of the folder's model, of any layout.
             path: The folder to write.
-            dtype: Dtype of floating tensors; None: the folder's.
+            dtype: Dtype of floating tensors. None: the folder's.
             overwrite: Replace an existing target.
 
         Raises:
@@ -659,17 +660,17 @@ class AutoBridge:
         write_folder(Path(path), plan.folder, plan.tensors(fills, dtype), overwrite=overwrite)
 
     def _used(self, parameters: Mapping[str, Lazy]) -> list[str]:
-        """Return the names of the folder's tensors that parameters are made of."""
+        """Return the names of the folder's tensors used by parameters."""
         return [use.name for lazy in parameters.values() for use in uses_of(self.folder, lazy)]
 
 
 def _gpt_config(model: nn.Module) -> TransformerConfig | None:
-    """Return the configuration of a :class:`GPTModel`; None: another model."""
+    """Return the configuration of a :class:`GPTModel`. None: another model."""
     return model.config if isinstance(model, GPTModel) else None
 
 
 def is_checkpoint(path: str | Path) -> bool:
-    """Return whether a path is one of our checkpoints, or a plain Lightning checkpoint."""
+    """Return whether a path is a checkpoint of ours, or a plain Lightning checkpoint."""
     if is_remote(path) or is_plain_file(path):
         return True
     return not (Path(path) / "config.json").exists() and is_committed(path)

@@ -1,5 +1,5 @@
 """``megatron-lightning convert …``: between checkpoints and Hugging Face folders, on any machine,
-without process groups; signatures are the options.
+without process groups. Signatures are the options.
 """
 
 from __future__ import annotations
@@ -43,19 +43,17 @@ def export(  # noqa: PLR0917  # every one is an option of the command line
     """Write a checkpoint of any layout as a Hugging Face folder.
 
     Args:
-        checkpoint: Checkpoint of a module that holds the folder's model, untouched or as
-            ``GPTModel``.
+        checkpoint: Checkpoint of a module with the folder's model, untouched or as ``GPTModel``.
         target: The folder to write.
-        like: Folder or Hub id whose files, names and dtypes are followed; leave it out for the one
-            that the model came from, of which the checkpoint keeps all but weights.
-        model: Path of the model in the LightningModule; leave it out for the first that came from a
-            folder.
-        dtype: Dtype of the weights; leave it out for the folder's.
+        like: Folder or Hub id with the files, names and dtypes to follow. Default: the model's
+            folder, kept in the checkpoint without weights.
+        model: Path of the model in the LightningModule. Default: the first model from a folder.
+        dtype: Dtype of the weights. Default: the folder's.
         overwrite: Replace an existing target.
         revision: Branch, tag or commit of the Hub id.
         trust_remote_code: Whether code in the folder may run.
-        family: Rules for a ``GPTModel``, by name or class path; leave it out for those that it was
-            made by, or the first family that describes it.
+        family: Rules for a ``GPTModel``, by name or class path. Default: the rules used at import,
+            or the first family describing the model.
         tokenizer: Folder or Hub id of a tokenizer, for a ``GPTModel`` trained from scratch.
 
     Raises:
@@ -87,27 +85,27 @@ def import_(  # noqa: PLR0917  # every one is an option of the command line
     trust_remote_code: bool = False,
     family: str | None = None,
 ) -> None:
-    """Write a Hugging Face folder as a checkpoint that any layout reads.
+    """Write a Hugging Face folder as a checkpoint, readable in any layout.
 
-    The checkpoint is one of a ``HuggingFaceModule`` or ``GPTLightningModule`` that has not begun:
-    start a fit from it by ``--ckpt_path``, ``--model.path`` or ``--model.init_from_hf``.
+    The checkpoint is an unstarted run of a ``HuggingFaceModule`` or ``GPTLightningModule``. Start a
+    fit from the checkpoint by ``--ckpt_path``, ``--model.path`` or ``--model.init_from_hf``.
 
     Args:
         path: The folder, or a Hub id.
         checkpoint: The checkpoint directory to write.
-        to: Names of the parameters; hf: those of the untouched model, for any family; gpt: those of
-            ``GPTModel``, for the families that have rules.
-        dtype: Dtype of the parameters; leave it out for the folder's.
+        to: Names of the parameters. hf: names of the untouched model, for any family. gpt: names of
+            ``GPTModel``, for families with rules.
+        dtype: Dtype of the parameters. Default: the folder's.
         overwrite: Replace an existing target.
         revision: Branch, tag or commit of the Hub id.
         trust_remote_code: Whether code in the folder may run.
-        family: Rules for a ``GPTModel``, by name or class path; leave it out for those of the
-            folder's architecture.
+        family: Rules for a ``GPTModel``, by name or class path. Default: the rules of the folder's
+            architecture.
 
     Raises:
         CheckpointError: If the target exists, or the folder is damaged.
-        ConfigError: If there are no rules for the folder, or the folder has settings that
-            ``GPTModel`` cannot have.
+        ConfigError: If there are no rules for the folder, or ``GPTModel`` cannot represent a
+            setting of the folder.
     """
     bridge = AutoBridge.from_hf_pretrained(
         path, revision=revision, trust_remote_code=trust_remote_code, family=family
@@ -133,16 +131,16 @@ def verify(
 
     Args:
         path: The folder, or a Hub id.
-        to: The model on the way; hf: the untouched one; gpt: ``GPTModel``.
+        to: The model on the way. hf: the untouched model. gpt: ``GPTModel``.
         revision: Branch, tag or commit of the Hub id.
         trust_remote_code: Whether code in the folder may run.
-        family: Rules for a ``GPTModel``, by name or class path; leave it out for those of the
-            folder's architecture.
+        family: Rules for a ``GPTModel``, by name or class path. Default: the rules of the folder's
+            architecture.
 
     Raises:
-        CheckpointError: Naming the tensors that differ, or the difference of the logits.
-        ConfigError: If there are no rules for the folder, or the folder has settings that
-            ``GPTModel`` cannot have.
+        CheckpointError: Naming the different tensors, or the difference of the logits.
+        ConfigError: If there are no rules for the folder, or ``GPTModel`` cannot represent a
+            setting of the folder.
     """
     bridge = AutoBridge.from_hf_pretrained(
         path, revision=revision, trust_remote_code=trust_remote_code, family=family
@@ -170,11 +168,11 @@ def verify(
 
 
 def compare(first: str, second: str) -> None:
-    """Compare the tensors of two Hugging Face folders; exit with 1 if they differ.
+    """Compare the tensors of two Hugging Face folders. Exit with 1 if the folders differ.
 
     Args:
         first: A folder.
-        second: Another one.
+        second: Another folder.
     """
     a, b = (HuggingFaceFolder(Path(path)).tensors for path in (first, second))
     rows = [f"only in {first}: {name}" for name in a if name not in b]
@@ -205,8 +203,8 @@ def _equal(first: Lazy, second: Lazy) -> bool:
 
 @torch.no_grad()
 def _logits_difference(bridge: AutoBridge, *, is_gpt: bool) -> float:
-    """Return the largest difference of logits from those of ``from_pretrained``, relative to the
-    largest logit.
+    """Return the largest difference from the logits of ``from_pretrained``, relative to the largest
+    logit.
     """
     theirs = bridge.reference_model().eval()
     if is_gpt:

@@ -12,7 +12,7 @@ from megatron_lightning.errors import ConfigError, MissingCheckpointError
 
 CONFIG = "config.json"
 _SAME_AS = MappingProxyType({"kimi_k2": "deepseek_v3"})
-"""Type of a model that ``transformers`` knows by another name only -> that name."""
+"""Model type unknown to ``transformers`` -> equivalent type known to ``transformers``."""
 
 
 def load_config(path: Path, *, trust_remote_code: bool) -> Any:
@@ -20,7 +20,7 @@ def load_config(path: Path, *, trust_remote_code: bool) -> Any:
 
     Raises:
         MissingCheckpointError: If the folder has none.
-        ConfigError: If it is damaged, or ``transformers`` does not know the model.
+        ConfigError: If the configuration is damaged, or ``transformers`` does not know the model.
     """
     from transformers import AutoConfig
 
@@ -48,7 +48,7 @@ def load_config(path: Path, *, trust_remote_code: bool) -> Any:
 
 
 def load_generation_config(path: Path) -> Any:
-    """Return the configuration of text generation; None: the folder has none."""
+    """Return the configuration of text generation. None: the folder has none."""
     from transformers import GenerationConfig
 
     file = path / "generation_config.json"
@@ -68,7 +68,7 @@ def _json_of(file: Path) -> Mapping[str, Any]:
 
 
 def config_text(config: Any) -> bytes:
-    """Return the content of config.json for a configuration that no folder has."""
+    """Return the content of a new config.json."""
     plain = json.loads(config.to_json_string(use_diff=True))
     add_rope_schema(plain)
     for other, key in config.attribute_map.items():
@@ -80,10 +80,10 @@ def config_text(config: Any) -> bytes:
 
 
 def add_rope_schema(plain: dict[str, Any]) -> None:
-    """Add rotary settings to the content of a config.json as versions before 5 read them.
+    """Add rotary settings for versions before 5 to the content of a config.json.
 
-    ``transformers`` 5 has them in ``rope_parameters``. Versions before read ``rope_theta`` and
-    ``rope_scaling``, and would silently take their defaults.
+    ``transformers`` 5 keeps rotary settings in ``rope_parameters``. Versions before 5 read
+    ``rope_theta`` and ``rope_scaling``, and would silently use default values.
     """
     rope = plain.get("rope_parameters")
     if isinstance(rope, dict) and "rope_theta" in rope:

@@ -1,4 +1,4 @@
-"""Configuration rows of models with experts: which layers have some, and how tokens are routed."""
+"""Configuration rows of models with experts: layers with experts, and token routing."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from megatron_lightning.bridge.settings import Row, Settings, UnsupportedSetting
 
 @dataclass(frozen=True)
 class SparseSteps(Row):
-    """Experts in every n-th layer (``decoder_sparse_step``) that is not listed as dense."""
+    """Experts in every n-th layer (``decoder_sparse_step``), except in layers listed as dense."""
 
     def read(self, theirs: Settings) -> Values:
-        """Return the field; a model without experts is refused."""
+        """Return the field. Models without experts are refused."""
         step, dense = theirs["decoder_sparse_step"], set(theirs.get("mlp_only_layers") or ())
         layers = range(theirs["num_hidden_layers"])
         kinds = tuple(int((i + 1) % step == 0 and i not in dense) for i in layers)
@@ -29,10 +29,10 @@ class SparseSteps(Row):
 
 @dataclass(frozen=True)
 class FirstDense(Row):
-    """Experts in all layers but the first ones (``first_k_dense_replace``)."""
+    """Experts in all layers but the first n (``first_k_dense_replace``)."""
 
     def read(self, theirs: Settings) -> Values:
-        """Return the field; a model without experts is refused."""
+        """Return the field. Models without experts are refused."""
         num_layers, num_dense = theirs["num_hidden_layers"], theirs["first_k_dense_replace"]
         if num_dense >= num_layers:
             raise UnsupportedSettingError({"first_k_dense_replace": num_dense})
@@ -45,7 +45,7 @@ class FirstDense(Row):
 
 @dataclass(frozen=True)
 class SharedExperts(Row):
-    """Width of all shared experts together, a multiple of one expert's."""
+    """Width of all shared experts together, a multiple of one expert's width."""
 
     def read(self, theirs: Settings) -> Values:
         """Return the field."""
@@ -60,18 +60,19 @@ class SharedExperts(Row):
 
 @dataclass(frozen=True)
 class Groups(Row):
-    """Groups that a token's experts are chosen from.
+    """Groups of experts for a token's choice.
 
-    A group is ranked by its best scores: ours sums as many as a token has experts in a group.
+    A group is ranked by the sum of its best scores. Ours sums as many scores as a token has experts
+    in a group.
     """
 
     num_best: int
-    """Scores of a group that the family sums."""
+    """Number of scores in the family's sum for a group."""
     switch: bool = False
     """Whether ``topk_method`` says if there are groups."""
 
     def read(self, theirs: Settings) -> Values:
-        """Return the fields; another number of best scores is refused."""
+        """Return the fields. Another number of best scores is refused."""
         groups, chosen = theirs.get("n_group"), theirs.get("topk_group")
         method = theirs.get("topk_method") if self.switch else "group_limited_greedy"
         if method == "greedy" or (groups or 1) == 1:
@@ -100,7 +101,7 @@ class NormalizedScores(Row):
     """The scores of a token's experts are divided by their sum, if there are several."""
 
     def read(self, theirs: Settings) -> Values:
-        """Return no field; other scores are refused."""
+        """Return no field. Other normalizations are refused."""
         topk, normalized = theirs["num_experts_per_tok"], theirs["norm_topk_prob"]
         if normalized != (topk > 1):
             raise UnsupportedSettingError(

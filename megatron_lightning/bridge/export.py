@@ -1,9 +1,9 @@
-"""Write Hugging Face folders: tensor by tensor, with the files, names and dtypes of the folder that
-a model came from.
+"""Write Hugging Face folders: tensor by tensor, with the files, names and dtypes of the model's
+original folder.
 
-A folder appears in one rename: files are written and flushed beside the target. Killed before the
-rename, an export leaves the old folder, or none. A file whose tensors have their dtypes keeps the
-header of its source, so that an untrained model gives equal bytes.
+A folder appears in a single rename: files are written and flushed beside the target. An export
+killed before the rename leaves the old folder, or none. A file with unchanged dtypes keeps the
+header of the source file, so that an untrained model gives equal bytes.
 """
 
 from __future__ import annotations
@@ -55,21 +55,23 @@ def write_folder(
     reads_together: torch.device | None = None,
     advance: Advance = silent,
 ) -> None:
-    """Write a folder with the files of another one and new values.
+    """Write a folder with the files of another folder and new values.
 
-    All ranks of ``group`` call this; a rank writes every ``group.size``-th file.
+    All ranks of ``group`` call this. A rank writes every ``group.size``-th file.
 
     Args:
-        target: The folder, on a file system that all ranks share.
-        like: The folder whose files, header texts and other content (configuration, tokenizer,
-            licences) the target gets.
-        tensors: Name -> tensor; as many as ``like`` has, of the same shapes.
-        overwrite: Whether an existing target is replaced; refused otherwise.
-        files: Further files by name, in the place of the folder's; None: none.
-        group: Ranks that write together.
-        reads_together: Device where boxes are read if reading one is a collective: all ranks then
-            read all tensors in one order. None: a rank reads what it writes.
-        advance: Called with the bytes that were written.
+        target: The folder, on a file system shared by all ranks.
+        like: Folder with the target's files, header texts and other content (configuration,
+            tokenizer, licences).
+        tensors: Name -> tensor, for every tensor of ``like``, in equal shapes.
+        overwrite: Whether an existing target is replaced. False: an existing target is refused.
+        files: Further files by name. They replace the folder's files of equal names. None: no
+            further files.
+        group: Ranks writing together.
+        reads_together: Device of the boxes if reading a box is a collective: all ranks then read
+            all tensors in the same order. None: a rank reads only for the files written by this
+            rank.
+        advance: Called with the number of written bytes.
 
     Raises:
         CheckpointError: On every rank: if the target exists, or a rank failed.
@@ -94,7 +96,7 @@ def write_folder(
 
 
 def _begin(target: Path, pending: Path, overwrite: bool, locks: list[int]) -> None:
-    """Make the pending folder; its lock tells a later save that it is in use."""
+    """Make the pending folder. The lock tells a later save that the folder is in use."""
     if target.exists() and not overwrite:
         raise CheckpointError(
             f"{target} exists. Name another folder, or replace this one with --overwrite."
@@ -110,7 +112,7 @@ def _write_others(
     tensors: Mapping[str, Lazy],
     files: Mapping[str, bytes],
 ) -> None:
-    """Write all files but those of the tensors."""
+    """Write all files without tensors."""
     for name, content in {**like.files.contents, **files}.items():
         (pending / name).parent.mkdir(exist_ok=True)
         write_file(pending / name, [content])
@@ -131,7 +133,7 @@ def _write(
         return
     writers: dict[str, FileWriter] = {}
     try:
-        # Files of different ranks in turns, so that all ranks write at once.
+        # Files of different ranks in turns, so that all ranks write at the same time.
         for first in range(0, len(files), group.size):
             batch = list(files)[first : first + group.size]
             writers |= {file: FileWriter(pending / file) for file in batch if file in mine}
@@ -163,7 +165,7 @@ def _finish(pending: Path, target: Path) -> None:
 
 
 def _follow_dtype(config: Path, like: FolderTensors, tensors: Mapping[str, Lazy]) -> None:
-    """Name the dtype of the tensors in config.json, if it is not the folder's."""
+    """Set the dtype in config.json if the tensors have another dtype than the folder."""
     changed = {x.dtype for name, x in tensors.items() if x.dtype != like.tensors[name].dtype}
     if not changed or not config.exists():
         return
@@ -178,7 +180,7 @@ def _follow_dtype(config: Path, like: FolderTensors, tensors: Mapping[str, Lazy]
 
 
 def _edit(path: Path, values: Mapping[str, object], group: str | None = None) -> None:
-    """Replace entries that a JSON file has."""
+    """Replace existing entries of a JSON file."""
     plain = json.loads(path.read_bytes())
     entries = plain if group is None else plain.get(group, {})
     entries.update({key: value for key, value in values.items() if key in entries})
@@ -189,7 +191,9 @@ def _edit(path: Path, values: Mapping[str, object], group: str | None = None) ->
 
 
 def _headers(like: FolderTensors, tensors: Mapping[str, Lazy]) -> dict[str, Header]:
-    """Return the headers of the files; one whose tensors have their dtypes is as in ``like``."""
+    """Return the headers of the files. A file with unchanged dtypes keeps the header of
+    ``like``.
+    """
     made = {}
     for file, header in like.headers.items():
         infos = {
@@ -219,7 +223,9 @@ def _content(
 
 
 def _commit(pending: Path, target: Path) -> None:
-    """Give a finished folder its name; an existing folder gets the name of the unfinished one."""
+    """Give a finished folder the target's name. An existing folder gets the name of the unfinished
+    folder.
+    """
     if not target.exists():
         os.rename(pending, target)
     elif not exchange(pending, target):  # no such call on this system: two renames

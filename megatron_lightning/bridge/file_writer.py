@@ -1,4 +1,4 @@
-"""Write a file in a thread: ranks that read its tensors together do not wait for a disk."""
+"""Write a file in a thread, so that ranks in a collective read do not wait for a disk."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ _AHEAD = 2  # chunks in memory
 
 
 class FileWriter:
-    """Writes chunks to a new file. An error is raised when the file is closed, and never before:
-    a rank that stopped in the middle would leave the others waiting.
+    """Writes chunks to a new file. An error is raised at the close of the file, and never before. A
+    rank stopping in the middle would leave the other ranks waiting.
 
     Args:
         path: The file.
@@ -30,7 +30,7 @@ class FileWriter:
         self._thread.start()
 
     def put(self, chunk: Chunk) -> None:
-        """Append a chunk; waits while too many are in memory."""
+        """Append a chunk. Wait while too many chunks are in memory."""
         self._chunks.put(chunk)
 
     def end(self) -> None:
@@ -40,7 +40,7 @@ class FileWriter:
         self._thread.join()
 
     def check(self) -> None:
-        """Raise the error of writing, if there was one."""
+        """Raise the error of writing, if there was an error."""
         if self._error is not None:
             raise self._error
 

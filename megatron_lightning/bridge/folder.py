@@ -1,8 +1,8 @@
-"""A Hugging Face folder as lazy tensors: its safetensors files are mapped, and only the boxes that
-are filled are read.
+"""A Hugging Face folder as lazy tensors: safetensors files are mapped, and only filled boxes are
+read.
 
-Ranks of one machine share its page cache, so each byte comes from the disk once. The folder counts
-the bytes that it reads.
+Ranks of a machine share the page cache, so each byte comes from the disk once. The folder counts
+the bytes read.
 """
 
 from __future__ import annotations
@@ -38,27 +38,27 @@ _MAX_INDEX_BYTES = 1 << 30
 
 
 class Use(NamedTuple):
-    """One use of a folder's tensor while a target on ``meta`` was filled."""
+    """A use of a folder's tensor while a target on ``meta`` was filled."""
 
     name: str
     """Name in the folder."""
     box: Box
     """Range of the folder's tensor."""
     view: Tensor
-    """Where the target has it: a strided view of the target."""
+    """Strided view of the target, at the place of the box."""
 
 
 class FolderTensors:
     """The table of a folder's tensors: names, shapes, dtypes and files, in order.
 
     Args:
-        path: The folder, or the checkpoint that keeps its table.
+        path: The folder, or the checkpoint with the folder's table.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.headers: dict[str, Header] = {}
-        """File name -> its header."""
+        """File name -> header."""
         self.tensors: dict[str, Lazy] = {}
         """Name in the folder -> tensor, by file and position."""
         self._uses: list[Use] | None = None
@@ -79,11 +79,11 @@ class FolderTensors:
             self.add(stored.name, stored.shape, stored.dtype, partial(self._read, file, stored))
 
     def add(self, name: str, shape: Shape, dtype: torch.dtype, read: Fill) -> None:
-        """Add a tensor whose values ``read`` fills in."""
+        """Add a tensor filled by ``read``."""
         self.tensors[name] = Lazy(shape, dtype, partial(self._fill, name, read))
 
     def file_of(self, name: str) -> str | None:
-        """Return the file that has a tensor."""
+        """Return the file of a tensor."""
         files = (f for f, h in self.headers.items() if any(t.name == name for t in h.tensors))
         return next(files, None)
 
@@ -105,7 +105,7 @@ class FolderTensors:
 
     @contextmanager
     def recording(self) -> Iterator[list[Use]]:
-        """Record in the block which boxes are used for targets on ``meta``, which read nothing."""
+        """Record in the block the boxes used for targets on ``meta``, without reading values."""
         uses: list[Use] = []
         self._uses = uses
         try:
@@ -115,7 +115,7 @@ class FolderTensors:
 
 
 class HuggingFaceFolder(FolderTensors):
-    """The tensors of a folder; creating it reads headers only.
+    """The tensors of a folder. Creation reads headers only.
 
     Args:
         path: The folder. A single file ``model.safetensors`` wins over an index, as in
@@ -129,7 +129,7 @@ class HuggingFaceFolder(FolderTensors):
     def __init__(self, path: Path) -> None:
         super().__init__(path)
         self.bytes_read = 0
-        """Bytes of tensors that were read so far."""
+        """Bytes of tensors read so far."""
         self._maps: dict[str, mmap.mmap] = {}
         self._stamps: dict[str, tuple[int, int, int]] = {}
         index = None if (path / SINGLE).exists() else _read_index(path)
@@ -173,13 +173,13 @@ class HuggingFaceFolder(FolderTensors):
         """Return the mapped file.
 
         Raises:
-            CheckpointError: If the file has changed since its header was read.
+            CheckpointError: If the file has changed since the header was read.
         """
         if file not in self._maps:
             with (self.path / file).open("rb") as stream:
-                # Private pages, since torch wants memory that could be written.
+                # Private pages, since torch wants writable memory.
                 self._maps[file] = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_COPY)
-        # A file that became shorter would end the process with a bus error.
+        # A shortened file would end the process with a bus error.
         if _stamp(self.path / file) != self._stamps[file]:
             raise CheckpointError(
                 f"{self.path / file} has changed while it was read. Load the folder again when "
@@ -189,7 +189,7 @@ class HuggingFaceFolder(FolderTensors):
 
 
 def _stamp(path: Path) -> tuple[int, int, int]:
-    """Return what changes when a file is written or replaced."""
+    """Return size, modification time and inode, to notice a written or replaced file."""
     try:
         status = os.stat(path)
     except OSError as error:
@@ -205,7 +205,7 @@ def _stamp(path: Path) -> tuple[int, int, int]:
 
 
 def _read_index(path: Path, name: str = INDEX) -> Mapping[str, str] | None:
-    """Return the index of a folder: name of a tensor -> file name; None: there is no index.
+    """Return the index of a folder: name of a tensor -> file name. None: there is no index.
 
     Raises:
         CheckpointError: If the index is damaged or names a path.
@@ -236,8 +236,8 @@ def _read_index(path: Path, name: str = INDEX) -> Mapping[str, str] | None:
 
 
 def _pickled(path: Path) -> dict[str, Tensor]:
-    """Return the tensors of a folder without safetensors, whose pickles are mapped and may hold
-    tensors only.
+    """Return the tensors of a folder without safetensors. Pickles are mapped and may hold tensors
+    only.
 
     Raises:
         CheckpointError: If the folder has no weights, or a pickle holds something else.
@@ -268,6 +268,6 @@ def _pickled(path: Path) -> dict[str, Tensor]:
 
 
 def _first_difference(index: Mapping[str, str], file_of: Mapping[str, str]) -> str:
-    """Return the first tensor that index and files place differently; empty: there is none."""
+    """Return the first tensor with different files in index and folder. Empty: there is none."""
     names = (*index, *file_of)
     return next((name for name in names if index.get(name) != file_of.get(name)), "")

@@ -1,4 +1,4 @@
-"""The folder of a model that came from a configuration: what ``save_pretrained`` would write."""
+"""The folder of a model from a configuration, like the output of ``save_pretrained``."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def new_folder(config: Any, max_shard_size: str = "5GB") -> KeptFolder:
 
 
 def generation_text(config: Any) -> bytes:
-    """Return the content of generation_config.json: where generated text ends."""
+    """Return the content of generation_config.json: the tokens around generated text."""
     names = ("bos_token_id", "eos_token_id", "pad_token_id")
     values = {name: getattr(config, name, None) for name in names}
     known = {name: value for name, value in values.items() if value is not None}
@@ -66,7 +66,7 @@ def generation_text(config: Any) -> bytes:
 
 
 def model_card(architecture: str) -> bytes:
-    """Return the content of README.md, with the metadata that the Hub reads."""
+    """Return the content of README.md, with metadata for the Hub."""
     from huggingface_hub import ModelCard, ModelCardData
 
     data = ModelCardData(library_name="transformers", pipeline_tag="text-generation")

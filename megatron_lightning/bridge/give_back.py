@@ -35,22 +35,22 @@ def tensors_of_checkpoint(
     family: str | None = None,
     tokenizer: str | None = None,
 ) -> tuple[FolderTensors, dict[str, Lazy]]:
-    """Return the folder that a checkpoint is written as, and its tensors, read when needed.
+    """Return the folder to write for a checkpoint, and the tensors, read when needed.
 
     Args:
         checkpoint: A checkpoint of any layout.
-        like: Folder or Hub id; None: the one that the checkpoint keeps.
-        model: Path of the model in the LightningModule; None: the first that came from a folder.
-        dtype: Dtype of floating tensors; None: the folder's.
+        like: Folder or Hub id. None: the folder in the checkpoint.
+        model: Path of the model in the LightningModule. None: the first model from a folder.
+        dtype: Dtype of floating tensors. None: the folder's.
         revision: Branch, tag or commit of the Hub id.
         trust_remote_code: Whether code in the folder may run.
-        family: Rules for a ``GPTModel``; None: those that it was made by, or the first that
-            describes it.
-        tokenizer: Folder or Hub id of a tokenizer, for a ``GPTModel`` that came from no folder.
+        family: Rules for a ``GPTModel``. None: the rules used at import, or the first family
+            describing the model.
+        tokenizer: Folder or Hub id of a tokenizer, for a ``GPTModel`` trained from scratch.
 
     Raises:
         CheckpointError: If the checkpoint is not of the folder's model.
-        ConfigError: If a ``GPTModel`` is not the folder's model, or no family describes it.
+        ConfigError: If a ``GPTModel`` is not the folder's model, or no family describes the model.
     """
     source = open_checkpoint(checkpoint)
     state = source.state()
@@ -88,10 +88,10 @@ def tensors_of_checkpoint(
 
 
 def plan_of_model(model: nn.Module) -> Plan:
-    """Return how the folder that a model came from is made of the model's parameters.
+    """Return the recipe of a model's original folder, made of the model's parameters.
 
     Args:
-        model: A model that :class:`AutoBridge` has made, or a part of it on a rank.
+        model: A model of :class:`AutoBridge`, or a part of the model on a rank.
 
     Raises:
         ConfigError: If the model did not come from a folder.
@@ -103,7 +103,7 @@ def plan_of_model(model: nn.Module) -> Plan:
             f"{type(model).__name__} did not come from a Hugging Face folder, so its names there "
             "are unknown. Make it by AutoBridge.from_hf_pretrained(path).to_model()."
         )
-    # The model runs code of its folder already, if it does.
+    # A model from remote code runs the folder's code already.
     trusts = type(model).__module__.startswith("transformers_modules")
     return AutoBridge.from_kept(folders[""], trust_remote_code=trusts).plan()
 
@@ -111,17 +111,18 @@ def plan_of_model(model: nn.Module) -> Plan:
 def save_model(
     model: nn.Module, path: Path, *, dtype: torch.dtype | None = None, overwrite: bool = False
 ) -> None:
-    """Write a full model as the folder that it came from, with its own values.
+    """Write a full model as its original folder, with the model's current values.
 
     Args:
-        model: A model that :class:`AutoBridge` has made, on one device.
+        model: A model of :class:`AutoBridge`, on one device.
         path: The folder.
-        dtype: Dtype of floating tensors; None: the folder's.
+        dtype: Dtype of floating tensors. None: the folder's.
         overwrite: Replace an existing target.
 
     Raises:
         CheckpointError: If the target exists.
-        ConfigError: If the model did not come from a folder, or this rank holds a part of it.
+        ConfigError: If the model did not come from a folder, or this rank holds only a part of the
+            model.
     """
     plan = plan_of_model(model)
     tensors = plan.tensors(fills_of_model(model, plan.parameters), dtype)
@@ -129,7 +130,7 @@ def save_model(
 
 
 def model_with_folder(module: nn.Module) -> tuple[str, nn.Module]:
-    """Return path and model of the first model in a module that came from a folder.
+    """Return path and model of a module's first model from a folder.
 
     Raises:
         ConfigError: If there is none.
@@ -144,7 +145,7 @@ def model_with_folder(module: nn.Module) -> tuple[str, nn.Module]:
 
 
 def _origin(source: CheckpointSource, checkpoint: str | os.PathLike[str]) -> tuple[str, str | None]:
-    """Return path and revision that the module recorded in a checkpoint."""
+    """Return path and revision of the folder, as recorded by the module in a checkpoint."""
     settings = source.state().get("hyper_parameters", {})
     path = settings.get("path", settings.get("init_from_hf"))
     if not isinstance(path, str):

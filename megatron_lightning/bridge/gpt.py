@@ -42,7 +42,7 @@ class GPTFolder:
         family: Rules for the folder.
         folder: The folder.
         theirs: Configuration of ``transformers``.
-        model_class: Class of ``transformers``, which says what it ignores.
+        model_class: Class of ``transformers``, with patterns of ignored tensors.
     """
 
     def __init__(
@@ -59,22 +59,22 @@ class GPTFolder:
 
     @cached_property
     def config(self) -> TransformerConfig:
-        """Our configuration, with the layers of multi-token prediction that the folder has.
+        """Our configuration, with the folder's layers of multi-token prediction.
 
         Raises:
-            ConfigError: Naming the keys whose values :class:`GPTModel` cannot have.
+            ConfigError: Naming the keys with values unknown to :class:`GPTModel`.
         """
         config = to_config(self.family, self.theirs, self.folder.path)
         return drop_missing_heads(self.family, config, self._named)
 
     def check(self, config: TransformerConfig) -> TransformerConfig:
-        """Return a user's configuration, if it describes the folder's model.
+        """Return a user's configuration after checking that the folder's model is meant.
 
-        Layers of multi-token prediction may be left out, and the longest sequence may be another
-        one where positions are not learned.
+        Layers of multi-token prediction may be left out. The longest sequence may differ unless
+        positions are learned.
 
         Raises:
-            ConfigError: Naming the fields that differ.
+            ConfigError: Naming the different fields.
         """
         expected = self.config
         if not config.num_predicting_layers:
@@ -94,7 +94,7 @@ class GPTFolder:
         """Return the parameters and saved buffers of a model, made of the folder's tensors.
 
         Raises:
-            CheckpointError: Naming tensors that are missing, misshapen or unexpected.
+            CheckpointError: Naming missing, misshapen or unexpected tensors.
         """
         path, ignored = self.folder.path, self._ignored
         if config.num_predicting_layers < self.config.num_predicting_layers:
@@ -103,22 +103,22 @@ class GPTFolder:
         return parameters(self.family, config, self._named, path=path, ignored=ignored)
 
     def check_copies(self, config: TransformerConfig) -> None:
-        """Check that tensors that repeat a parameter are equal, by their first and last rows.
+        """Compare the first and last rows of repeated tensors with the parameter.
 
         Raises:
-            CheckpointError: If they differ.
+            CheckpointError: If the rows differ.
         """
         check_copies(self.family, config, self._named, self.folder.path)
 
     def names_of_copies(self, config: TransformerConfig) -> list[str]:
-        """Return the names of tensors that repeat a parameter."""
+        """Return the names of tensors repeating a parameter."""
         short = dict(zip(self._named, self.folder.tensors, strict=True))
         return [short[name] for name in copies(self.family, config, self._named)]
 
     def pieces(
         self, config: TransformerConfig, tensors: Mapping[str, Lazy]
     ) -> dict[str, list[Piece]]:
-        """Return of which parts of a model each tensor of the folder consists.
+        """Return the parts of a model in each tensor of the folder.
 
         Args:
             config: The model.
@@ -142,11 +142,12 @@ class GPTFolder:
 def gpt_config(
     source: CheckpointSource, kept: Mapping[str, Any] | None = None
 ) -> TransformerConfig | None:
-    """Return the configuration of the :class:`GPTModel` in a checkpoint; None: it has none.
+    """Return the configuration of the :class:`GPTModel` in a checkpoint. None: there is no such
+    model.
 
     Args:
         source: The checkpoint.
-        kept: What the checkpoint keeps of the model's folder; None: nothing.
+        kept: The checkpoint's entry of the model's folder. None: there is no entry.
     """
     if kept is not None:
         config = kept.get("gpt", {}).get("config")
@@ -163,13 +164,13 @@ def build_gpt_model(
     """Return a model with the values of lazy tensors, in torch's default dtype and on torch's
     default device.
 
-    In ``configure_model`` under ``MegatronStrategy`` the model is on ``meta``, and each rank reads
-    the boxes that it owns when the model is divided.
+    In ``configure_model`` under ``MegatronStrategy`` the model is on ``meta``. When the model is
+    divided, each rank reads the boxes of its own shards.
 
     Args:
         config: The model.
         tensors: Name in the model -> lazy tensor.
-        reads: Whether values are read at all; False where a checkpoint brings all of them.
+        reads: Whether values are read at all. False if a checkpoint brings all values.
     """
     device = torch.empty(0).device
     with torch.device("meta"):
@@ -188,7 +189,7 @@ def build_gpt_model(
 
 
 def tied_names_of(config: TransformerConfig) -> dict[str, str]:
-    """Return further name -> name of the parameters of a :class:`GPTModel` that are tied."""
+    """Return further name -> name of the tied parameters of a :class:`GPTModel`."""
     with torch.device("meta"):
         model = GPTModel(config)
     return _tied_names(model)

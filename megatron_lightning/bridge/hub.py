@@ -1,4 +1,4 @@
-"""Folders and Hub ids: a local folder for each, downloaded if it is not cached."""
+"""Folders and Hub ids: a local folder for each, downloaded into the cache if missing."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ TEXTS = (
     "*.json", "*.model", "*.model.*", "*.txt", "*.jinja", "*.py", "*.md", "*.tiktoken", "*.spm",
     "*.bpe", "*.codes", "LICENSE*", "NOTICE*", "USE_POLICY*",
 )  # fmt: skip
-"""Files that hold no weights."""
+"""Files without weights."""
 # Copies of the weights in formats of other programs.
 _OTHER_FOLDERS = ("original/*", "onnx/*", "metal/*", "coreml/*", "*/onnx/*", "runs/*", ".*")
 
 
 def local_folder(path: str | Path, *, revision: str | None = None, weights: bool = True) -> Path:
-    """Return a folder, or the local snapshot of a Hub id, which is downloaded if it is not cached.
+    """Return a folder, or the local snapshot of a Hub id, downloaded if missing from the cache.
 
-    A cache without the model's weights is completed. Weights are the files that
-    :class:`HuggingFaceFolder` reads, and no copies in other formats.
+    A cache without the model's weights is completed. Only weight files for
+    :class:`HuggingFaceFolder` are downloaded, without copies in other formats.
 
     Args:
         path: A folder, or a Hub id.
-        revision: Branch, tag or commit of the Hub id; None: main.
+        revision: Branch, tag or commit of the Hub id. None: main.
         weights: Whether weights are needed.
 
     Raises:
@@ -62,7 +62,7 @@ def local_folder(path: str | Path, *, revision: str | None = None, weights: bool
 
 
 def weight_files(folder: Path) -> tuple[str, ...]:
-    """Return the files that hold a folder's weights, by its indexes; some may not exist yet."""
+    """Return a folder's weight files, by the folder's indexes. Not all files need to exist yet."""
     if not (folder / SINGLE).exists():
         for index in (INDEX, f"{PICKLE}.index.json"):
             if (folder / index).exists() and (files := _listed(folder / index)):

@@ -1,4 +1,4 @@
-"""A Hugging Face folder as a checkpoint, from which any layout reads what it owns."""
+"""A Hugging Face folder as a checkpoint, readable in any layout."""
 
 from __future__ import annotations
 
@@ -40,18 +40,19 @@ def import_folder(
     overwrite: bool = False,
     advance: Advance = silent,
 ) -> int:
-    """Write the folder's model as a checkpoint of a ``HuggingFaceModule`` that has not begun, or of
-    a ``GPTLightningModule``.
+    """Write the folder's model as a checkpoint of an unstarted ``HuggingFaceModule`` or
+    ``GPTLightningModule``.
 
-    Tensor by tensor; the checkpoint appears in one rename.
+    Tensors are written in turn. The checkpoint appears in a single rename.
 
     Args:
         bridge: The folder.
         target: The checkpoint directory.
         kind: The model: "transformers" or "gpt".
-        dtype: Dtype of floating parameters; None: the folder's.
-        overwrite: Whether an existing checkpoint is replaced; refused otherwise.
-        advance: Called with the bytes that were written.
+        dtype: Dtype of floating parameters. None: the folder's.
+        overwrite: Whether an existing checkpoint is replaced. False: an existing checkpoint is
+            refused.
+        advance: Called with the number of written bytes.
 
     Returns:
         Number of tensors.
@@ -101,8 +102,8 @@ _Parts = tuple[dict[str, Lazy], dict[str, str], dict[str, Any], KeptFolder]
 
 
 def _parts(bridge: AutoBridge, dtype: torch.dtype | None) -> _Parts:
-    """Return the tensors of the untouched model, tied name -> name, hyperparameters of its module,
-    and what its checkpoints keep of the folder.
+    """Return the tensors of the untouched model, tied name -> name, hyperparameters of the module,
+    and the folder for checkpoints.
     """
     model = bridge.lazy_model(dtype="auto" if dtype is None else dtype)
     lazies = lazy_parameters(model)
@@ -131,10 +132,10 @@ def _gpt_parts(bridge: AutoBridge, dtype: torch.dtype | None) -> _Parts:
 
 
 def state_before_training(tied: dict[str, str]) -> dict[str, Any]:
-    """Return the state of a run that has not begun.
+    """Return the state of a run before the first step.
 
     Args:
-        tied: Name of a tied copy -> name of its owner.
+        tied: Name of a tied copy -> name of the owner.
     """
     return {
         "epoch": 0,

@@ -1,9 +1,9 @@
-"""The Hugging Face folder that a model came from, as its checkpoints keep it: the table of its
-tensors (names, shapes, dtypes, files and their headers), its other files, and the values of tensors
-that the model ignores. Export and resume need no folder.
+"""A model's Hugging Face folder, as kept in checkpoints: the table of tensors (names, shapes,
+dtypes, files and headers), the other files, and the values of tensors ignored by the model. Export
+and resume need no folder.
 
-A model remembers its folder under an attribute that is no part of its state. Checkpoints have it
-under ``"hugging_face"``; see ``checkpoint.kept_files`` for the form.
+A model remembers the folder under an attribute outside of the model's state. Checkpoints keep the
+folder under ``"hugging_face"``. See ``checkpoint.kept_files`` for the form.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _ATTRIBUTE = "_kept_folder"
 
 
 class ChangedTable(NamedTuple):
-    """How the table of a model's folder differs from the table that it was made of."""
+    """Differences between a model's table and the table of the original folder."""
 
     added: dict[str, tuple[Shape, torch.dtype]]
     left_out: set[str]
@@ -44,19 +44,19 @@ class ChangedTable(NamedTuple):
 
 
 class KeptFolder(FolderTensors):
-    """A folder without the values of its tensors, except those that the model ignores.
+    """A folder without the values of the tensors, except for tensors ignored by the model.
 
     Args:
         path: The checkpoint, for messages.
-        origin: Folder or Hub id that the model came from; empty: a configuration.
+        origin: Original folder or Hub id of the model. Empty: a configuration.
         revision: Branch, tag or commit of the Hub id.
-        files: All files that hold no tensors.
-        tables: Name of a file of tensors -> its header.
-        ignored: Tensors that the model ignores by declaration -> values, or None where they were
+        files: All files without tensors.
+        tables: Name of a file of tensors -> header.
+        ignored: Tensors ignored by the model's declaration -> values, or None if the values were
             too large to travel.
-        gpt: Configuration and family of the ``GPTModel`` that was made of the folder; None: the
-            untouched model was.
-        tied: Tensor that repeats another one, as a head repeats the embedding -> the other one.
+        gpt: Configuration and family of the ``GPTModel`` made of the folder. None: the untouched
+            model was made.
+        tied: Repeating tensor, such as a tied head -> repeated tensor, such as the embedding.
     """
 
     def __init__(
@@ -75,9 +75,9 @@ class KeptFolder(FolderTensors):
         self.origin = origin
         self.revision = revision
         self.ignored = ignored
-        """Tensors that the model ignores -> values, or None."""
+        """Tensors ignored by the model -> values, or None."""
         self.gpt = gpt
-        """``config`` and ``family`` of a ``GPTModel``; None: the untouched model."""
+        """``config`` and ``family`` of a ``GPTModel``. None: the untouched model."""
         self._files = files
         self._fills: Mapping[str, Fill] = {}
         self.tied = tied
@@ -92,15 +92,15 @@ class KeptFolder(FolderTensors):
         return self._files
 
     def read_from(self, fills: Mapping[str, Fill]) -> None:
-        """Take the values of tensors from functions, such as those of a checkpoint's parameters."""
+        """Read the values of tensors from functions, such as fills of a checkpoint's parameters."""
         self._fills = fills
 
     def of_gpt(self, config: Mapping[str, Any], family: str | None) -> KeptFolder:
-        """Return the folder as that of a ``GPTModel``; values come from where they came from.
+        """Return the folder for a ``GPTModel``. Values come from the same source as before.
 
         Args:
             config: Plain values of the model's configuration.
-            family: Name or class path of the rules; None: those of the architecture.
+            family: Name or class path of the rules. None: the rules of the architecture.
         """
         made = _of_entry(
             {**self.entry, "gpt": {"config": config, "family": family}}, str(self.path)
@@ -151,7 +151,7 @@ class KeptFolder(FolderTensors):
         return HuggingFaceFolder(Path(self.origin)) if Path(self.origin).is_dir() else None
 
     def _origin_tensor(self, stored: StoredTensor) -> Lazy | None:
-        """Return a large tensor that the model ignores, if the folder is still there."""
+        """Return a large tensor ignored by the model, if the original folder still exists."""
         if stored.name not in self.ignored or self._origin_folder is None:
             return None
         found = self._origin_folder.tensors.get(stored.name)
@@ -188,14 +188,14 @@ def keep(
     changed: ChangedTable | None = None,
     tied: Mapping[str, str] = MappingProxyType({}),
 ) -> KeptFolder:
-    """Return what checkpoints keep of a folder.
+    """Return the folder for checkpoints.
 
     Args:
-        folder: The folder, or one that a checkpoint keeps.
-        used: Names of the tensors that the model reads.
-        origin: Folder or Hub id, as the user has named it.
+        folder: The folder, or a folder from a checkpoint.
+        used: Names of the tensors read by the model.
+        origin: Folder or Hub id, as named by the user.
         revision: Branch, tag or commit of the Hub id.
-        changed: Differences of the model from the folder's, if there are some.
+        changed: Differences of the model from the folder's, if there are any.
         tied: See :class:`KeptFolder`.
     """
     if isinstance(folder, KeptFolder) and changed is None:
@@ -240,12 +240,12 @@ def keep(
 
 
 def remember(model: nn.Module, folder: KeptFolder) -> None:
-    """Make a model remember its folder."""
+    """Make a model remember the folder of the model."""
     model.__dict__[_ATTRIBUTE] = folder
 
 
 def kept_folders(module: nn.Module) -> dict[str, KeptFolder]:
-    """Return path -> folder of the models in a module that remember one."""
+    """Return path -> folder of a module's models with remembered folders."""
     return {
         path: child.__dict__[_ATTRIBUTE]
         for path, child in module.named_modules()
@@ -261,7 +261,7 @@ def write_kept(module: nn.Module, checkpoint: dict[str, Any]) -> None:
 
 
 def recall(module: nn.Module, checkpoint: Mapping[str, Any]) -> None:
-    """Make the models in a module, which a checkpoint is loaded into, remember their folders."""
+    """Make the models of a loaded module remember the folders in the checkpoint."""
     known = kept_folders(module)
     for path, entry in checkpoint.get(KEPT, {}).items():
         if path not in known and isinstance(child := _child(module, path), nn.Module):
@@ -278,12 +278,12 @@ def _child(module: nn.Module, path: str) -> object:
 def read_kept(
     path: str | os.PathLike[str], model: str | None = None
 ) -> tuple[CheckpointSource, str, KeptFolder] | None:
-    """Return a checkpoint, the path of a model in its LightningModule, and the model's folder; None
-    if the checkpoint keeps none.
+    """Return a checkpoint, the path of a model in the LightningModule, and the model's folder. None
+    if the checkpoint keeps no folder.
 
     Args:
         path: A checkpoint directory, plain file, or URL.
-        model: Path of the model; None: the first model with a folder.
+        model: Path of the model. None: the first model with a folder.
 
     Raises:
         CheckpointError: If the checkpoint is damaged.
@@ -294,7 +294,7 @@ def read_kept(
 
 
 def _of_entry(entry: Mapping[str, Any], path: str) -> KeptFolder:
-    """Return the folder that a checkpoint's entry describes.
+    """Return the folder described by a checkpoint's entry.
 
     Raises:
         CheckpointError: If the entry is damaged.

@@ -1,16 +1,16 @@
-"""Tensors that are still in files.
+"""Tensors whose values are still in files.
 
-A :class:`Lazy` tensor has a shape, a dtype, and a function that fills any box of it. Moves of
+A :class:`Lazy` tensor has a shape, a dtype, and a function to fill any box of the tensor. Moves of
 elements (stack, cat, split, transpose, reshape) are recorded as moves of boxes. Loading code of
 ``transformers``, or a family's rules in plain torch, runs on lazy tensors unchanged and reads
-nothing. A box of the result is filled later from the byte ranges that it consists of.
+nothing. A box of the result is filled later from the byte ranges behind the box.
 
-Three rules for everything that is no move:
+Three rules for all operations other than moves:
 
-* An operation in place on a lazy tensor is ignored: initial values, and arithmetic on them
-  (``trunc_normal_``, and ``_init_weights`` of some families), do not replace those of a file.
-  ``convert verify`` compares logits, which shows a family whose loading code needs such an
-  operation.
+* An operation in place on a lazy tensor is ignored: initial values, and arithmetic on initial
+  values (``trunc_normal_``, and ``_init_weights`` of several families), do not replace the values
+  of a file. ``convert verify`` compares logits, and so detects a family whose loading code needs
+  such an operation.
 * ``*_like`` returns a real tensor.
 * Other operations (dequantization) are computed from full tensors, if and when somebody reads.
 """
@@ -41,7 +41,7 @@ class NoValuesError(CheckpointError):
 
 
 class Lazy(Tensor):
-    """A tensor without values, and a function that fills boxes of it.
+    """A tensor without values, with a function to fill boxes of the tensor.
 
     Args:
         shape: The tensor's shape.
@@ -66,7 +66,7 @@ class Lazy(Tensor):
         return f"Lazy({tuple(self.shape)}, {self.dtype})"
 
     def read(self, box: Box | None = None) -> Tensor:
-        """Return the values of a box; None: all."""
+        """Return the values of a box. None: all."""
         with torch.device("cpu"):  # also where models are made on meta
             values = torch.empty(self.shape if box is None else box.shape, dtype=self.dtype)
             self.fill(box or Box.full(self.shape), values)
@@ -83,7 +83,7 @@ class Lazy(Tensor):
 
 
 def _computed(func: Any, *args: Any, **kwargs: Any) -> Any:
-    """Return the result of an operation that is no move; see the module's docstring."""
+    """Return the result of an operation other than a move. See the module's docstring."""
     if func._schema.is_mutable:
         target = kwargs.get("out", args[0])
         if isinstance(target, Tensor) and not isinstance(target, Lazy):
@@ -141,7 +141,7 @@ def _same(x: Lazy, *_: Any, dtype: torch.dtype | None = None, **__: Any) -> Lazy
 
 @dataclass(frozen=True)
 class _Cast:
-    """A fill that rounds to a dtype; two of one tensor are equal."""
+    """A fill with rounding to a dtype. Two casts of the same fill are equal."""
 
     fill: Fill
     dtype: torch.dtype
@@ -288,7 +288,9 @@ def _unflatten(x: Lazy, dim: int, num_rows: int) -> Lazy:
 
 
 def _reshape(x: Lazy, shape: Sequence[int], *_: Any) -> Lazy:
-    """From the left, split off a size of the target, or merge dims until it can be split off."""
+    """From the left, split off a size of the target, or merge dims until the size can be
+    split off.
+    """
     sizes = torch.empty(x.shape, device="meta").reshape(tuple(shape)).shape
     if prod(sizes) == 0:
         return Lazy(sizes, x.dtype, lambda _, __: None)
@@ -307,9 +309,9 @@ def _pad(x: Lazy, pad: Sequence[int], value: float = 0.0) -> Any:
 
 
 def _equal(first: Tensor, second: Tensor) -> bool:
-    """Compare values row by row, such as of a head that may be tied to the embedding.
+    """Compare values row by row, such as values of a possibly tied head with the embedding.
 
-    A table without values has equal tensors as one.
+    Without values, tensors of the same fill are equal.
     """
     if isinstance(first, Lazy) and isinstance(second, Lazy) and first.fill == second.fill:
         return True

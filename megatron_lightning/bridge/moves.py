@@ -1,8 +1,8 @@
 """How a parameter of ``GPTModel`` is made of tensors of a folder: moves of elements in plain torch.
 
-A move runs on lazy tensors, so that any box of the result is read from the boxes that it consists
-of, and the way back is derived from the same record. For a folder that does not exist yet a move
-says the shapes of the folder's tensors.
+A move runs on lazy tensors, so that any box of the result is read from the source boxes of the
+result. The way back is derived from the same record. For a new folder a move returns the shapes of
+the folder's tensors.
 
 Notation: ``h`` hidden, ``n`` query heads, ``g`` query groups, ``d`` head dim, ``E`` experts.
 """
@@ -21,20 +21,20 @@ from megatron_lightning.parallel.spec import Shape
 
 
 class Move(Protocol):
-    """A parameter, made of one or several tensors."""
+    """Recipe of a parameter from several tensors."""
 
     def join(self, config: TransformerConfig, tensors: Sequence[Tensor]) -> Tensor:
         """Return the parameter."""
 
     def shapes(self, config: TransformerConfig, shape: Shape, num_sources: int) -> list[Shape]:
-        """Return the shapes of the tensors of ``num_sources`` rows' entries, for a parameter of
-        ``shape``; those of experts are all named by one entry.
+        """Return the shapes of the tensors of ``num_sources`` row entries, for a parameter of
+        ``shape``. A single entry names the tensors of all experts.
         """
 
 
 @dataclass(frozen=True)
 class Copied(Move):
-    """The tensor as it is."""
+    """The unchanged tensor."""
 
     transposed: bool = False
     """Whether matrices are stored as [inputs, outputs]."""
@@ -51,8 +51,8 @@ class Copied(Move):
 
 @dataclass(frozen=True)
 class QueryKeyValue(Move):
-    """Rows of a query group: its queries, its key, its value; theirs are all queries, all keys and
-    all values, in three tensors or one below the other in one.
+    """Rows of a query group: queries, key, value. Theirs are all queries, all keys and all values,
+    in three tensors or stacked vertically in a fused tensor.
     """
 
     transposed: bool = False
@@ -80,7 +80,7 @@ class QueryKeyValue(Move):
 
 @dataclass(frozen=True)
 class Stacked(Move):
-    """Matrices of equal size one below the other, such as gate and up."""
+    """Matrices of equal size stacked vertically, such as gate and up."""
 
     def join(self, config: TransformerConfig, tensors: Sequence[Tensor]) -> Tensor:
         """See :class:`Move`."""
@@ -93,8 +93,8 @@ class Stacked(Move):
 
 @dataclass(frozen=True)
 class Experts(Move):
-    """Matrices of every expert, stacked [E, …]; the matrices of one expert lie one below the
-    other.
+    """Matrices of every expert, stacked [E, …]. The matrices of an expert are stacked
+    vertically.
     """
 
     def join(self, config: TransformerConfig, tensors: Sequence[Tensor]) -> Tensor:

@@ -1,4 +1,4 @@
-"""Files of a folder that no source describes: names and sizes as ``huggingface_hub`` has them."""
+"""Files of a new folder: names and sizes as in ``huggingface_hub``."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ class NewFiles(NamedTuple):
     """Weight files to be written."""
 
     headers: dict[str, Header]
-    """File name -> its header."""
+    """File name -> header."""
     index_file: bytes | None
-    """Content of the index; None: there is one file."""
+    """Content of the index. None: there is a single file."""
 
 
 def header_of(tensors: Mapping[str, TensorInfo]) -> Header:
@@ -41,7 +41,7 @@ def new_files(
 
     Args:
         tensors: Name -> shape and dtype.
-        max_shard_size: Largest file, as ``save_pretrained`` takes it.
+        max_shard_size: Largest file, in the notation of ``save_pretrained``.
     """
     from huggingface_hub import split_state_dict_into_shards_factory
 

@@ -1,5 +1,5 @@
-"""A Hugging Face folder that does not exist yet, for a :class:`GPTModel` that was not started from
-one: names by a family, files as ``huggingface_hub`` has them, and a user's tokenizer.
+"""A new Hugging Face folder for a :class:`GPTModel` trained from scratch: names by a family, files
+as in ``huggingface_hub``, and a user's tokenizer.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ _MARK = "0123"  # an answer whose end shows in a chat template
 
 
 class NewFolder(FolderTensors):
-    """The table and the other files of a folder that will be written.
+    """The table and the other files of a folder to be written.
 
     Args:
         path: The checkpoint, for messages.
         family: The folder's family.
         config: The model.
         dtypes: Dtypes of the model's parameters.
-        tokenizer: Folder or Hub id of a tokenizer; None: the folder has none.
+        tokenizer: Folder or Hub id of a tokenizer. None: the folder gets no tokenizer.
 
     Raises:
         ConfigError: If the tokenizer cannot be read, or has more entries than the vocabulary.
@@ -92,7 +92,7 @@ class NewFolder(FolderTensors):
         raise CheckpointError(f"{stored.name} is in no folder yet.")  # only made, never read
 
     def _use_tokenizer(self, path: str, config: TransformerConfig) -> dict[str, bytes]:
-        """Return the files of a tokenizer; its special tokens go into the configuration."""
+        """Return the files of a tokenizer. Copy the special tokens into the configuration."""
         tokenizer, folder = _load_tokenizer(path)
         if len(tokenizer) > config.vocab_size:
             raise ConfigError(
@@ -132,7 +132,9 @@ def _load_tokenizer(path: str) -> tuple[Any, Path]:
 
 
 def end_of_turn(tokenizer: Any) -> int | None:
-    """Return the special token behind an answer in the chat template; None: there is none."""
+    """Return the special token behind an answer in the chat template. None: there is no
+    such token.
+    """
     if not getattr(tokenizer, "chat_template", None):
         return None
     turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": _MARK}]
@@ -157,19 +159,19 @@ def new_gpt_folder(
     tokenizer: str | None = None,
     dtype: torch.dtype | None = None,
 ) -> GPTFolder:
-    """Return the folder that a :class:`GPTModel` is written as.
+    """Return the folder to write for a :class:`GPTModel`.
 
     Args:
         checkpoint: The checkpoint, for messages.
         config: The model.
         stored: The checkpoint's tensors.
-        family: Name or class path of a family; None: the first that describes the model.
-        tokenizer: Folder or Hub id of a tokenizer; None: the folder has none.
-        dtype: Dtype of the parameters; None: those of the checkpoint.
+        family: Name or class path of a family. None: the first family describing the model.
+        tokenizer: Folder or Hub id of a tokenizer. None: the folder gets no tokenizer.
+        dtype: Dtype of the parameters. None: the dtypes of the checkpoint.
 
     Raises:
-        ConfigError: If no family, or not the named one, describes the model, naming the fields; or
-            if the tokenizer does not fit.
+        ConfigError: If no family, or not the named family, describes the model, naming the fields.
+            Or if the tokenizer does not fit.
     """
     chosen = family_like(config) if family is None else family_of(family)
     if family is not None and (missing := missing_fields(chosen, config)):
@@ -188,8 +190,8 @@ def new_gpt_folder(
 def _dtypes(
     config: TransformerConfig, stored: Mapping[str, TensorInfo], dtype: torch.dtype | None
 ) -> dict[str, torch.dtype]:
-    """Return the dtype of every parameter of a model: the checkpoint's, or another for floating
-    ones.
+    """Return the dtype of every parameter of a model: the checkpoint's dtype, or the requested
+    dtype for floating parameters.
     """
     found = {}
     for name, _ in saved_tensors(config):

@@ -1,7 +1,7 @@
-"""The way back: of which parts of a model's parameters each tensor of a folder consists.
+"""The way back: recipes of a folder's tensors from a model's parameters.
 
-Filling a target on ``meta`` records which boxes of the folder's tensors lie where in it, as strided
-views. Read backwards, the records say how each tensor of the folder is made of parameters. Every
+Filling a target on ``meta`` records strided views: boxes of the folder's tensors at places in the
+target. Read backwards, the records describe each tensor of the folder in terms of parameters. Every
 element of the folder is used exactly once, or an error names the tensor.
 """
 
@@ -23,7 +23,7 @@ from megatron_lightning.parallel.spec import Box, Shape
 
 
 class Piece(NamedTuple):
-    """A box of a folder's tensor, and where a parameter has it."""
+    """A box of a folder's tensor, with the place of the box in a parameter."""
 
     box: Box
     """Range of the folder's tensor."""
@@ -32,7 +32,7 @@ class Piece(NamedTuple):
     inside: Box
     """Range of the parameter."""
     dims: tuple[int, ...]
-    """Dim of the parameter -> dim of the folder's tensor; -1: of size 1."""
+    """Dim of the parameter -> dim of the folder's tensor. -1: of size 1."""
 
 
 def inverse(
@@ -41,15 +41,15 @@ def inverse(
     ignored: Iterable[str] = (),
     tied: Mapping[str, str] = MappingProxyType({}),
 ) -> dict[str, list[Piece]]:
-    """Return the pieces of every tensor of a folder that the model uses.
+    """Return the pieces of every tensor of a folder used by the model.
 
     Args:
         folder: The folder.
         parameters: Name in the model -> tensor made of the folder's.
-        ignored: Patterns of names that the model ignores by declaration. Such tensors have no
-            pieces, and are carried from folder to folder.
-        tied: Further name of a parameter in the model -> its first name. A folder may have the
-            parameter under both.
+        ignored: Patterns of names ignored by the model's declaration. Such tensors have no pieces,
+            and are carried from folder to folder.
+        tied: Further name of a parameter in the model -> first name. A folder may have the
+            parameter under both names.
 
     Raises:
         CheckpointError: If an element of a tensor is used by no parameter, or by several, or on the
@@ -80,7 +80,7 @@ def inverse(
 
 
 def uses_of(folder: FolderTensors, lazy: Lazy) -> list[Use]:
-    """Return of which boxes of a folder's tensors a lazy tensor is made.
+    """Return the boxes of a folder's tensors behind a lazy tensor.
 
     Raises:
         CheckpointError: If new values are computed on the way.
@@ -127,10 +127,10 @@ def assembled(
     """Return the folder's tensors, made of a model's parameters.
 
     Args:
-        folder: The folder whose tensors are made.
-        pieces: See :func:`inverse`; a tensor without pieces keeps the folder's values.
-        parameters: Name in the model -> function that fills boxes with its values.
-        dtype: Dtype of floating tensors; None: the folder's.
+        folder: The folder of the tensors.
+        pieces: See :func:`inverse`. A tensor without pieces keeps the folder's values.
+        parameters: Name in the model -> function to fill boxes with values of the parameter.
+        dtype: Dtype of floating tensors. None: the folder's.
     """
     made = {}
     for name, theirs in folder.tensors.items():
@@ -154,7 +154,7 @@ def _filled_by(pieces: list[Piece], parameters: Mapping[str, Fill]) -> Fill:
 
 
 def _inside(piece: Piece, common: Box, target: Tensor) -> tuple[Box, Tensor]:
-    """Return a box of the parameter, and the view of ``target`` that the box fills."""
+    """Return a box of the parameter, and the view of ``target`` to fill with the box."""
     moved = common.relative_to(piece.box.offset)
     offset, shape = [], []
     for start, dim in zip(piece.inside.offset, piece.dims, strict=True):

@@ -1,11 +1,11 @@
-"""Folders with weights in 8 or 4 bits as folders in bf16: a box is computed from the codes and
-scales that it needs.
+"""Folders with weights in 8 or 4 bits as folders in bf16: a box is computed from the quantized data
+and scales of the box.
 
 * ``fp8`` (DeepSeek): ``X.weight`` in float8 and ``X.weight_scale_inv``, one factor for each block
   of ``weight_block_size`` (https://arxiv.org/abs/2412.19437, section 3.3.2), or one for all.
 * ``mxfp4`` (gpt-oss): ``X_blocks`` and ``X_scales``, two E2M1 numbers a byte, the lower bits first,
-  and a power of two for each 32 of them (OCP Microscaling Formats 1.0, section 5.3). The folder has
-  every expert as [rows, columns], and the model as [columns, rows].
+  and a power of two for each group of 32 numbers (OCP Microscaling Formats 1.0, section 5.3). The
+  folder has every expert as [rows, columns], and the model as [columns, rows].
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from megatron_lightning.errors import CheckpointError, ConfigError
 from megatron_lightning.parallel.spec import Box, Shape
 
 METHODS = ("fp8", "mxfp4")
-"""Values of ``quant_method`` that are read."""
+"""Supported values of ``quant_method``."""
 _SCALE = "_scale_inv"
 _LEFT_OUT = (".activation_scale", ".input_scale", ".k_scale", ".v_scale", ".q_scale")
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -39,11 +39,11 @@ _GROUP = 32  # numbers of MXFP4 that share a scale
 
 
 class DequantizedFolder(FolderTensors):
-    """A quantized folder as one in bf16, with file names of its own.
+    """A quantized folder as a folder in bf16, with new file names.
 
     Args:
         folder: The quantized folder.
-        settings: ``quantization_config`` of its config.json.
+        settings: ``quantization_config`` of the folder's config.json.
 
     Raises:
         ConfigError: If the method is not read.
@@ -76,7 +76,7 @@ class DequantizedFolder(FolderTensors):
 
     @property
     def bytes_read(self) -> int:
-        """Bytes of codes and scales that were read so far."""
+        """Bytes of quantized data and scales read so far."""
         count: int = getattr(self._source, "bytes_read", 0)
         return count
 
@@ -90,7 +90,7 @@ class DequantizedFolder(FolderTensors):
 
 
 def quantization_of(config: Path) -> Mapping[str, Any] | None:
-    """Return ``quantization_config`` of a config.json; None: weights are not quantized."""
+    """Return ``quantization_config`` of a config.json. None: weights are not quantized."""
     found = json.loads(config.read_bytes()).get("quantization_config")
     return found if isinstance(found, dict) else None
 
@@ -129,7 +129,7 @@ def _fp8(folder: FolderTensors, settings: Mapping[str, Any]) -> dict[str, Lazy]:
 
 
 def _block(folder: FolderTensors, name: str, scale: Lazy, block: Any) -> Shape:
-    """Return the shape of the blocks that share a factor."""
+    """Return the shape of the blocks sharing a factor."""
     shape = tuple(folder.tensors[name].shape)
     if scale.numel() == 1:
         return shape

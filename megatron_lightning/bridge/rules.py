@@ -1,16 +1,17 @@
 """Families: how a folder of ``transformers`` describes a :class:`GPTModel`.
 
-A :class:`Family` has two tables. Its settings say fields of ``TransformerConfig`` and keys of
-config.json, both ways. Its weights say of which tensors of the folder a parameter is made. Nothing
-in a family speaks of ranks: a rank reads the boxes that it owns, since rows run on lazy tensors.
+A :class:`Family` has two tables. The settings map fields of ``TransformerConfig`` to keys of
+config.json, both ways. The weights name the folder's tensors behind each parameter. Nothing in a
+family speaks of ranks: a rank reads the boxes of local shards, since rows run on lazy tensors.
 
-A row of weights has a pattern of our names as key, in which ``*`` stands for one part of a name
-between dots, and as value the patterns of theirs, with as many ``*``, behind a :mod:`move
-<megatron_lightning.bridge.moves>` if the tensor is not taken as it is. ``#`` stands for every
-expert. Layers of multi-token prediction are layers behind the last one, with its rows.
+The key of a row of weights is a pattern of our names. ``*`` stands for a part of a name between
+dots. The value of a row is the patterns of their names, with as many ``*``. A :mod:`move
+<megatron_lightning.bridge.moves>` precedes the patterns unless the tensor is copied unchanged.
+``#`` stands for every expert. Layers of multi-token prediction count as layers behind the last
+layer, with the rows of layers.
 
-Nothing is left out in silence. A key of config.json that no row reads has to have the value that
-the family implies. A tensor that no row reads has to be one that the class ignores by declaration.
+Nothing is left out in silence. A key of config.json without a row has to have the value implied by
+the family. A tensor without a row has to be ignored by the class's declaration.
 """
 
 from __future__ import annotations
@@ -50,18 +51,18 @@ _WITHOUT_EFFECT = frozenset(
         "use_cache",
     )
 )  # fmt: skip
-"""Keys that change neither a model's parameters nor its logits; as those of every model."""
+"""Keys of every model without an effect on parameters or logits."""
 WORDS, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 _LISTED = 5
 
 
 def table(*parts: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the rows of several tables as one that is read-only; later rows win."""
+    """Return the rows of several tables as a single read-only table. Later rows win."""
     return MappingProxyType({key: row for part in parts for key, row in part.items()})
 
 
 class Family:
-    """A class of ``transformers`` models that :class:`GPTModel` computes as well."""
+    """A class of ``transformers`` models with an equivalent :class:`GPTModel`."""
 
     architecture: ClassVar[str]
     """Class in ``architectures`` of config.json."""
@@ -70,8 +71,9 @@ class Family:
     weights: ClassVar[Mapping[str, Sources]]
     """Rows of the weights."""
     copies: ClassVar[Mapping[str, str]] = MappingProxyType({})
-    """Tensor of the folder that repeats a parameter -> the parameter; ``*`` is a layer of
-    multi-token prediction."""
+    """Tensor of the folder repeating a parameter -> the parameter. ``*`` is a layer of multi-token
+    prediction.
+    """
 
 
 # ----------------------------------------------------------------------------------- configuration
@@ -86,7 +88,7 @@ def to_config(family: type[Family], theirs: Any, path: object) -> TransformerCon
         path: The folder, for messages.
 
     Raises:
-        ConfigError: Naming the keys whose values :class:`GPTModel` cannot have.
+        ConfigError: Naming the keys with values unknown to :class:`GPTModel`.
     """
     settings, ours = Settings(theirs.to_dict()), Values()
     refused: list[str] = []
@@ -110,7 +112,7 @@ def to_config(family: type[Family], theirs: Any, path: object) -> TransformerCon
 
 
 def _unread(family: type[Family], settings: Settings, config: TransformerConfig) -> list[str]:
-    """Return the keys that no row has read, and that have another value than the family implies."""
+    """Return the keys read by no row, with another value than implied by the family."""
     from transformers import PretrainedConfig
 
     implied = to_theirs(family, config).to_dict()
@@ -122,7 +124,7 @@ def _unread(family: type[Family], settings: Settings, config: TransformerConfig)
 
 
 def to_theirs(family: type[Family], config: TransformerConfig) -> Any:
-    """Return the configuration of ``transformers`` that a family says for ours."""
+    """Return a family's configuration of ``transformers`` for our configuration."""
     import transformers
 
     ours, keys = flat(config), Values()
@@ -132,7 +134,9 @@ def to_theirs(family: type[Family], config: TransformerConfig) -> Any:
 
 
 def missing_fields(family: type[Family], config: TransformerConfig) -> list[str]:
-    """Return the fields that a family's tables do not reproduce; none: they describe the model."""
+    """Return the fields not reproduced by a family's tables. Empty: the tables describe
+    the model.
+    """
     try:
         again = to_config(family, to_theirs(family, config), family.__name__)
         fields = differing(flat(config), flat(again))
@@ -161,10 +165,10 @@ def parameters(
         config: The model.
         tensors: Name in the folder, see :func:`by_full_name` -> tensor.
         path: The folder, for messages.
-        ignored: Patterns of names that the class of ``transformers`` ignores by declaration.
+        ignored: Patterns of names ignored by declaration of the class of ``transformers``.
 
     Raises:
-        CheckpointError: Naming tensors that are missing, misshapen, or that no row reads.
+        CheckpointError: Naming missing tensors, misshapen tensors, and tensors without a row.
     """
     made, used = dict[str, Lazy](), set(copies(family, config, tensors))
     missing, misshapen = list[str](), list[str]()
@@ -199,7 +203,7 @@ def parameters(
 
 
 def new_shapes(family: type[Family], config: TransformerConfig) -> dict[str, tuple[Shape, str]]:
-    """Return name and shape of each tensor that a new folder has, and our parameter in it.
+    """Return name and shape of each tensor in a new folder, and our parameter behind the tensor.
 
     Raises:
         ConfigError: If a parameter has no row.
@@ -216,7 +220,9 @@ def new_shapes(family: type[Family], config: TransformerConfig) -> dict[str, tup
 
 
 def by_full_name(tensors: Mapping[str, Lazy], prefix: str) -> dict[str, Lazy]:
-    """Return tensors by names with the prefix that a folder of the bare model lacks (GPT-2)."""
+    """Return tensors by full names: add the prefix missing from a folder of the bare
+    model (GPT-2).
+    """
     if not prefix or any(name.startswith(prefix) for name in tensors):
         return dict(tensors)
     return {prefix + name: tensor for name, tensor in tensors.items()}
@@ -225,8 +231,8 @@ def by_full_name(tensors: Mapping[str, Lazy], prefix: str) -> dict[str, Lazy]:
 def _rows(
     family: type[Family], config: TransformerConfig
 ) -> Iterator[tuple[str, Shape, Move, list[list[str]]]]:
-    """Yield name and shape of every parameter, and of which tensors it is made in which way: for
-    each pattern of the row one tensor, or one for each expert.
+    """Yield name, shape, move and source tensors of every parameter: for each pattern of the row a
+    single tensor, or a tensor for each expert.
 
     Raises:
         ConfigError: If a parameter has no row.
@@ -247,7 +253,7 @@ def _pattern(key: str) -> re.Pattern[str]:
 
 
 def _as_layer(name: str, config: TransformerConfig) -> str:
-    """Return the name of a tensor with layers of multi-token prediction behind the others."""
+    """Return the name of a tensor with layers of multi-token prediction behind the other layers."""
     if not name.startswith(PREDICTING):
         return name
     depth, _, rest = name.removeprefix(PREDICTING).partition(".")
@@ -260,7 +266,7 @@ def _as_layer(name: str, config: TransformerConfig) -> str:
 def _bound(
     sources: Sources, parts: Iterable[str], config: TransformerConfig
 ) -> tuple[Move, list[list[str]]]:
-    """Return the move of a row, and the names that each of its patterns stands for."""
+    """Return the move of a row, and the names matched by each pattern of the row."""
     entries = (sources,) if isinstance(sources, str) else sources
     move = next((entry for entry in entries if not isinstance(entry, str)), Copied())
     names = []
@@ -278,12 +284,12 @@ def _bound(
 def copies(
     family: type[Family], config: TransformerConfig, names: Iterable[str] | None = None
 ) -> dict[str, str]:
-    """Return the tensors of a folder that repeat a parameter, and the parameter.
+    """Return the tensors of a folder repeating a parameter, and the parameter.
 
     Args:
         family: The folder's family.
         config: The model.
-        names: Names in the folder; None: all that the family writes into a new folder.
+        names: Names in the folder. None: all names written by the family into a new folder.
     """
     first = config.num_layers
     layers = [str(first + depth) for depth in range(config.num_predicting_layers)]
@@ -303,7 +309,7 @@ def copies(
 def source_names(
     family: type[Family], config: TransformerConfig, names: Iterable[str]
 ) -> list[str]:
-    """Return the tensors of a folder that a model's parameters are made of, copies included."""
+    """Return the tensors of a folder used by a model's parameters, copies included."""
     rows = _rows(family, config)
     read = {name for _, _, _, sources in rows for source in sources for name in source}
     return [name for name in names if name in read | set(copies(family, config, names))]
@@ -312,8 +318,8 @@ def source_names(
 def drop_missing_heads(
     family: type[Family], config: TransformerConfig, names: Iterable[str]
 ) -> TransformerConfig:
-    """Return the configuration without layers of multi-token prediction if a folder has none of
-    them; ``transformers`` keeps the key and drops the layers.
+    """Return the configuration without layers of multi-token prediction if a folder lacks the
+    layers. ``transformers`` keeps the key and drops the layers.
     """
     if not config.num_predicting_layers:
         return config
@@ -330,10 +336,10 @@ def drop_missing_heads(
 def check_copies(
     family: type[Family], config: TransformerConfig, tensors: Mapping[str, Lazy], path: object
 ) -> None:
-    """Compare first and last rows of tensors that have to be equal.
+    """Compare first and last rows of tensors declared equal.
 
     Raises:
-        CheckpointError: If they differ.
+        CheckpointError: If the rows differ.
     """
     source = {name: names[0][0] for name, _, _, names in _rows(family, config)}
     for theirs, ours in copies(family, config, tensors).items():

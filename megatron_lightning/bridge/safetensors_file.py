@@ -1,7 +1,7 @@
 """The header of a safetensors file, checked before a byte of data is trusted.
 
 Format (https://github.com/huggingface/safetensors): an 8-byte little-endian length, a JSON header
-of that length (name -> dtype, shape, data_offsets), and the data. Data offsets count from the
+of this length (name -> dtype, shape, data_offsets), and the data. Data offsets count from the
 header's end, cover the data without gaps, and never overlap.
 """
 
@@ -38,10 +38,10 @@ class StoredTensor(NamedTuple):
 
 
 class Header(NamedTuple):
-    """The begin of a file, and the tensors that it describes by position."""
+    """The begin of a file, and the tensors described by position."""
 
     text: bytes
-    """Length and JSON, as they are in the file."""
+    """Length and JSON, as in the file."""
     tensors: tuple[StoredTensor, ...]
 
 
@@ -72,7 +72,7 @@ def parse_header(text: bytes, size: int | None, path: Path) -> Header:
 
     Args:
         text: Length and JSON.
-        size: Bytes of the file; None: the file is not here.
+        size: Bytes of the file. None: the file is not here.
         path: The file, for messages.
 
     Raises:

@@ -2,9 +2,9 @@
 
 A row works both ways.
 
-Our side of a row is flat: a nested field is named with a dot (``moe.router_topk``), sizes that
-follow from others are resolved, and ``moe.layer_freq`` has one entry for each layer.
-A row that cannot say a value on our side refuses the key by name.
+Our side of a row is flat: a nested field is named with a dot (``moe.router_topk``), sizes derived
+from other sizes are resolved, and ``moe.layer_freq`` has an entry for each layer. A row refuses, by
+name, a key with a value unknown to our side.
 """
 
 from __future__ import annotations
@@ -40,23 +40,23 @@ TRAINING = frozenset(
         "moe.grouped_gemm",
     )
 )  # fmt: skip
-"""Fields that decide how a model is trained and computed. A folder describes none of them."""
+"""Fields of training and computation. A folder describes none of these fields."""
 
 
 class UnsupportedSettingError(Exception):
-    """Keys of config.json whose values ``GPTModel`` cannot have."""
+    """Keys of config.json with values unknown to ``GPTModel``."""
 
     def __init__(self, values: Mapping[str, object]) -> None:
         super().__init__(", ".join(f"{key}={value!r}" for key, value in values.items()))
 
 
 class Settings(Mapping[str, Any]):
-    """A folder's configuration, which remembers the keys that rows have read."""
+    """A folder's configuration, with a record of the keys read by rows."""
 
     def __init__(self, values: Mapping[str, Any]) -> None:
         self._values = values
         self.seen: set[str] = set()
-        """Keys that were read."""
+        """Keys read so far."""
 
     def __getitem__(self, key: str) -> Any:
         self.seen.add(key)
@@ -70,7 +70,7 @@ class Settings(Mapping[str, Any]):
 
 
 class Row(Protocol):
-    """Some fields, and the keys that say the same."""
+    """Several fields, and the keys with the same meaning."""
 
     def read(self, theirs: Settings) -> Values:
         """Return our fields.
@@ -85,12 +85,12 @@ class Row(Protocol):
 
 @dataclass(frozen=True)
 class Same(Row):
-    """A field and a key with equal values; without the key, the field keeps its default.
+    """A field and a key with equal values. Without the key, the field keeps the default.
 
     Args:
         ours: The field.
         theirs: The key.
-        none: Their value for None; leave it out where None is no value on their side.
+        none: Their value for None. Leave ``none`` out if their side has no value for None.
     """
 
     ours: str
@@ -120,7 +120,7 @@ class Choice(Row):
     Args:
         ours: The field.
         theirs: The key.
-        words: Our word -> theirs; all others are refused.
+        words: Our word -> theirs. All other words are refused.
     """
 
     ours: str
@@ -143,14 +143,14 @@ class Choice(Row):
 
 @dataclass(frozen=True)
 class Constant(Row):
-    """A field that has one value in the family, and keys that say it."""
+    """A field with a constant value in the family, and the corresponding keys."""
 
     ours: str
     value: Any
     theirs: Mapping[str, Any] = field(default_factory=dict)
 
     def read(self, theirs: Settings) -> Values:
-        """Return the field; other values of the keys are refused."""
+        """Return the field. Other values of the keys are refused."""
         for key, expected in self.theirs.items():
             if theirs.get(key) != expected:
                 raise UnsupportedSettingError({key: theirs.get(key)})
@@ -163,7 +163,7 @@ class Constant(Row):
 
 @dataclass(frozen=True)
 class Biases(Row):
-    """Biases of all linear layers, which several keys switch together."""
+    """Biases of all linear layers, switched together by several keys."""
 
     keys: tuple[str, ...]
 
@@ -181,10 +181,10 @@ class Biases(Row):
 
 @dataclass(frozen=True)
 class KeyForEveryHead(Row):
-    """Every query head has a key and a value of its own."""
+    """Every query head has a separate key and value."""
 
     def read(self, theirs: Settings) -> Values:
-        """Return the field; shared keys are refused."""
+        """Return the field. Shared keys are refused."""
         groups = theirs.get("num_key_value_heads")
         if groups not in (None, theirs["num_attention_heads"]):
             heads = theirs["num_attention_heads"]
@@ -200,12 +200,12 @@ class KeyForEveryHead(Row):
 
 @dataclass(frozen=True)
 class Dropouts(Row):
-    """Dropout of the embedding's and the blocks' outputs, which several keys say."""
+    """Dropout of the embedding's and the blocks' outputs, set by several keys."""
 
     keys: tuple[str, ...]
 
     def read(self, theirs: Settings) -> Values:
-        """Return the field; different values are refused."""
+        """Return the field. Different values are refused."""
         values = {key: theirs.get(key) for key in self.keys}
         if len(set(values.values())) > 1:
             raise UnsupportedSettingError(values)
@@ -218,13 +218,13 @@ class Dropouts(Row):
 
 @dataclass(frozen=True)
 class Window(Row):
-    """One sliding window for all layers; theirs counts the query's own position."""
+    """A single sliding window for all layers. Theirs counts the query's own position."""
 
     switch: str | None = None
-    """Key that says whether there is a window; None: the window's own key does."""
+    """Key of the switch for the window. None: the window's own key is the switch."""
 
     def read(self, theirs: Settings) -> Values:
-        """Return the field; windows of some layers only are refused."""
+        """Return the field. Windows on only a part of the layers are refused."""
         size, kinds = theirs.get("sliding_window"), set(theirs.get("layer_types") or ())
         if self.switch is not None:
             theirs.get("max_window_layers")
@@ -252,10 +252,10 @@ class Rope(Row):
     partial: bool = False
     """Whether the family rotates a part of a head."""
     original: str | None = None
-    """Key of the longest sequence of the pretraining, if it has one of its own."""
+    """Key of the longest sequence of the pretraining, if the family has a separate key."""
 
     def read(self, theirs: Settings) -> Values:
-        """Return the fields; other rules of scaling than Llama 3's and YaRN are refused."""
+        """Return the fields. Rules of scaling other than Llama 3's and YaRN are refused."""
         rope = dict(theirs.get("rope_parameters") or {})
         if self.original is not None:
             theirs.get(self.original)
@@ -353,7 +353,7 @@ def flat(config: TransformerConfig) -> Values:
 
 
 def build_config(values: Mapping[str, Any]) -> TransformerConfig:
-    """Return the configuration of flat fields; left out ones have their defaults."""
+    """Return the configuration of flat fields. Missing fields have their defaults."""
     top: Values = {}
     for name, value in values.items():
         group, _, inner = name.rpartition(".")
@@ -365,7 +365,7 @@ def build_config(values: Mapping[str, Any]) -> TransformerConfig:
 
 
 def differing(first: Values, second: Values) -> list[str]:
-    """Return the fields that make another model; those of training do not."""
+    """Return the different fields, except for training fields."""
     names = [name for name in {**first, **second} if name not in TRAINING]
     return [name for name in names if not _equal(first.get(name), second.get(name))]
 

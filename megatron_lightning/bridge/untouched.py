@@ -1,10 +1,9 @@
 """Untouched models of ``transformers`` from a folder: the only importer of ``transformers`` here.
 
-:func:`lazy_model` runs ``from_pretrained`` on lazy tensors, so that renaming, merging, tying and
-missing tensors are what ``transformers`` makes of them, and reads nothing.
-:func:`defer_weights` moves the parameters to ``meta``, and a :class:`PendingWeights` beside the
-model remembers of which boxes of the folder they consist. :func:`read_weights` fills a rank's part
-once the module is divided.
+:func:`lazy_model` runs ``from_pretrained`` on lazy tensors and reads nothing. ``transformers``
+itself handles renamed, merged, tied and missing tensors. :func:`defer_weights` moves the parameters
+to ``meta``. A :class:`PendingWeights` beside the model remembers the boxes of the folder behind the
+parameters. :func:`read_weights` fills a rank's part after the module is divided.
 """
 
 from __future__ import annotations
@@ -32,14 +31,14 @@ _PENDING = "_pending_weights"
 
 
 class Change(NamedTuple):
-    """How a model differs on purpose from the model that a folder was saved from."""
+    """Intended differences between a model and the model saved in a folder."""
 
     architecture: str | None = None
-    """Class of ``transformers``; None: the folder's."""
+    """Class of ``transformers``. None: the folder's."""
     new_tensors: tuple[str, ...] = ()
-    """Patterns of parameters that the folder lacks."""
+    """Patterns of parameters missing from the folder."""
     left_out: tuple[str, ...] = ()
-    """Patterns of tensors that the model lacks."""
+    """Patterns of tensors missing from the model."""
 
 
 UNCHANGED = Change()
@@ -47,14 +46,14 @@ UNCHANGED = Change()
 
 
 def fits(name: str, patterns: Sequence[str]) -> bool:
-    """Return whether a name fits one of the patterns."""
+    """Return whether a name fits any of the patterns."""
     return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
 class PendingWeights:
-    """Values of a model's parameters that are still in a folder.
+    """Values of a model's parameters still in a folder.
 
-    Copies and pickles of a model hold no values: what was read is in the parameters.
+    Copies and pickles of a model hold no values: values already read are in the parameters.
 
     Args:
         tensors: Name in the model -> lazy tensor.
@@ -71,7 +70,7 @@ class PendingWeights:
 
 
 class _Deferring(TorchFunctionMode):
-    """Answer :func:`is_deferred`; every other function runs as always."""
+    """Answer :func:`is_deferred`. Every other function runs as always."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -81,13 +80,13 @@ class _Deferring(TorchFunctionMode):
 
 @contextmanager
 def deferred_weights() -> Iterator[None]:
-    """Make models in the block without values; :func:`read_weights` reads them later."""
+    """Make models in the block without values. :func:`read_weights` reads the values later."""
     with _Deferring():
         yield
 
 
 def is_deferred() -> bool:
-    """Return whether the values of models that are made now are read later."""
+    """Return whether models made now get their values later."""
     try:
         return bool(handle_torch_function(is_deferred, ()))
     except TypeError:  # torch's answer where no mode is active
@@ -98,7 +97,7 @@ def is_deferred() -> bool:
 
 
 def lazy_parameters(model: nn.Module) -> dict[str, Lazy]:
-    """Return the lazy parameters and saved buffers of a model, each once, by its first name."""
+    """Return the lazy parameters and saved buffers of a model, each once, by the first name."""
     parameters = {n: p for n, p in model.named_parameters() if isinstance(p, Lazy)}
     saved = model.state_dict()
     buffers = {n: b for n, b in model.named_buffers() if n in saved and isinstance(b, Lazy)}
@@ -116,20 +115,20 @@ def tied_parameters(model: nn.Module) -> dict[str, str]:
 def lazy_model(
     folder: FolderTensors, model_class: Any, config: Any, change: Change = UNCHANGED, **options: Any
 ) -> nn.Module:
-    """Return a model whose parameters are the lazy tensors of a folder.
+    """Return a model with the lazy tensors of a folder as parameters.
 
     Args:
         folder: The folder.
         model_class: The class of ``transformers``.
-        config: Its configuration.
-        change: Parameters that the folder lacks, and tensors that the model lacks, on purpose.
+        config: Configuration of the class.
+        change: Parameters missing from the folder, and tensors missing from the model, on purpose.
         options: Further arguments of ``from_pretrained``, such as ``dtype``.
 
     Raises:
-        CheckpointError: If the folder has not exactly the tensors that the class reads.
+        CheckpointError: If the folder's tensors are not exactly the tensors read by the class.
     """
     options |= {"config": config, "state_dict": dict(folder.tensors), "output_loading_info": True}
-    # Other shapes are an error below, which names them.
+    # Other shapes are an error below, with names.
     options["ignore_mismatched_sizes"] = True
     try:
         with _quiet():
@@ -144,11 +143,11 @@ def lazy_model(
 
 
 def defer_weights(model: nn.Module, *, reads: bool = True) -> nn.Module:
-    """Move a lazy model to ``meta``; :func:`read_weights` reads its values later.
+    """Move a lazy model to ``meta``. :func:`read_weights` reads the values later.
 
     Args:
         model: The model.
-        reads: Whether values are read at all; False where a checkpoint brings all of them.
+        reads: Whether values are read at all. False if a checkpoint brings all values.
     """
     state = model.state_dict() if reads else {}
     tensors = {name: x for name, x in state.items() if isinstance(x, Lazy)}
@@ -170,8 +169,8 @@ def defer_values(model: nn.Module, tensors: Mapping[str, Lazy]) -> None:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Hide the bar of loaded weights, since none are read, and the report of missing ones, which
-    are errors here.
+    """Hide the progress bar of loaded weights, since none are read. Hide the report of missing
+    weights, since missing weights are errors here.
     """
     from transformers.utils import logging
 
@@ -216,7 +215,7 @@ def _check(
 
 
 def saved_table(model: nn.Module) -> dict[str, tuple[Shape, torch.dtype]]:
-    """Return the tensors that ``save_pretrained`` writes of a model, by the names there."""
+    """Return the tensors written by ``save_pretrained`` of a model, by the names in the file."""
     from transformers.core_model_loading import revert_weight_conversion
 
     seen: set[int] = set()
@@ -231,8 +230,8 @@ def saved_table(model: nn.Module) -> dict[str, tuple[Shape, torch.dtype]]:
 
 
 def _absent(folder: FolderTensors, model_class: Any, config: Any) -> list[str]:
-    """Return the tensors that ``save_pretrained`` would write and the folder has not; none where
-    the folder has names of another version.
+    """Return the tensors written by ``save_pretrained`` and missing from the folder. Empty if the
+    folder has names of another version.
     """
     try:
         with torch.device("meta"):
@@ -250,7 +249,7 @@ def fill_weights(model: nn.Module) -> nn.Module:
 
 
 def _replace(model: nn.Module, make: Callable[[Lazy], Tensor]) -> None:
-    """Replace lazy parameters and buffers by others; tied parameters stay tied."""
+    """Replace lazy parameters and buffers. Tied parameters stay tied."""
     made: dict[int, nn.Parameter | Tensor] = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():
@@ -269,10 +268,10 @@ def _replace(model: nn.Module, make: Callable[[Lazy], Tensor]) -> None:
 
 
 def read_weights(module: nn.Module, part: Part, context: ParallelContext) -> int:
-    """Fill the parameters and buffers of this rank whose values are in folders.
+    """Fill this rank's parameters and buffers from folders.
 
     Returns:
-        Bytes that were read.
+        Number of bytes read.
     """
     state, num_bytes = ModuleState(module, part, context), 0
     for path, child in module.named_modules():

@@ -1,5 +1,5 @@
-"""Where the values of a model's parameters are when a folder is written: in a checkpoint, in a full
-model, or on ranks that hold parts of it.
+"""Sources of parameter values for a new folder: a checkpoint, a full model, or ranks with parts of
+the model.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from megatron_lightning.peft.merge import deltas_in, merged_fills
 def fills_of_checkpoint(
     source: CheckpointSource, names: Mapping[str, Lazy], model: str | None = None
 ) -> dict[str, Fill]:
-    """Return fills of the parameters in a checkpoint, whose boxes are read when needed.
+    """Return fills of the parameters in a checkpoint. Boxes are read when needed.
 
     Args:
         source: The checkpoint, of any layout.
-        names: Parameters by their names in the model. A LightningModule holds the model at any one
+        names: Parameters by names in the model. A LightningModule may hold the model at any single
             path.
-        model: That path; None: it is found by the names.
+        model: Path of the model in the LightningModule. None: the path is found by the names.
 
     Raises:
         CheckpointError: If a parameter is missing, or has another shape.
@@ -60,7 +60,7 @@ def fills_of_checkpoint(
 
 
 def _prefix(stored: Mapping[str, TensorInfo], names: Mapping[str, Lazy]) -> str:
-    """Return what stands before the names of the model in a checkpoint."""
+    """Return the prefix of the model's names in a checkpoint."""
     first = next(iter(names))
     found = [
         name.removesuffix(first)
@@ -100,8 +100,8 @@ def fills_of_model(model: nn.Module, names: Mapping[str, Lazy]) -> dict[str, Fil
 
 
 def fills_of_ranks(full: FullState, names: Mapping[str, Lazy]) -> dict[str, Fill]:
-    """Return fills that all ranks call together, in one order; each box is sent by the rank that
-    has it.
+    """Return fills called by all ranks together, in the same order. The rank with the box sends the
+    box.
 
     Raises:
         ConfigError: If the ranks have no parameter of a name, or of another shape.
@@ -123,11 +123,11 @@ def fills_of_ranks(full: FullState, names: Mapping[str, Lazy]) -> dict[str, Fill
 def values_of(
     tensors: Mapping[str, Lazy], device: torch.device | None = None
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield name and values of a folder's tensors, one at a time.
+    """Yield name and values of a folder's tensors, tensor by tensor.
 
     Args:
         tensors: Name -> tensor.
-        device: Where the values are; None: on the CPU.
+        device: Device of the values. None: the CPU.
     """
     for name, lazy in tensors.items():
         values = torch.empty(lazy.shape, dtype=lazy.dtype, device=device)

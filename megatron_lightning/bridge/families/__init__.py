@@ -1,4 +1,4 @@
-"""Families by name, in the order in which an export looks for the first one that fits."""
+"""Families by name, in the order of an export's search for the first fitting family."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ FAMILIES: Mapping[str, type[Family]] = MappingProxyType(
 
 
 def family_of(name: str) -> type[Family]:
-    """Return a family by its name, or by the class path of a user's.
+    """Return a family by name, or a user's family by class path.
 
     Raises:
         ConfigError: If there is no such family.
@@ -56,7 +56,7 @@ def family_for(architectures: Iterable[str], path: object) -> type[Family]:
     """Return the family of a folder's architectures.
 
     Raises:
-        ConfigError: If GPTModel knows none of them.
+        ConfigError: If GPTModel has no rules for any architecture.
     """
     names = list(architectures)
     for family in FAMILIES.values():
@@ -71,10 +71,10 @@ def family_for(architectures: Iterable[str], path: object) -> type[Family]:
 
 
 def family_like(config: TransformerConfig) -> type[Family]:
-    """Return the first family that describes a configuration of ours.
+    """Return the first family able to describe a configuration of ours.
 
     Raises:
-        ConfigError: If none does, with the fields that the nearest one lacks.
+        ConfigError: If no family does, with the fields missing from the nearest family.
     """
     missing: dict[str, list[str]] = {}
     for name, family in FAMILIES.items():

@@ -1,4 +1,4 @@
-"""DeepSeek V2 and V3 (Kimi K2 is one): latent attention, shared experts, multi-token prediction."""
+"""DeepSeek V2 and V3 (also Kimi K2): latent attention, shared experts, multi-token prediction."""
 
 from megatron_lightning.bridge import expert_settings as rows
 from megatron_lightning.bridge.families import latent

@@ -1,4 +1,4 @@
-"""Rows of latent attention, shared experts and multi-token prediction, as DeepSeek names them."""
+"""Rows of latent attention, shared experts and multi-token prediction, in DeepSeek's names."""
 
 from megatron_lightning.bridge.families.llama import OURS, THEIRS
 from megatron_lightning.bridge.families.llama import SETTINGS as LLAMA

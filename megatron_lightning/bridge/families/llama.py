@@ -1,4 +1,4 @@
-"""Llama 2 to 3.2, whose tables most families extend."""
+"""Llama 2 to 3.2. Most families extend the tables of Llama."""
 
 from typing import Any
 

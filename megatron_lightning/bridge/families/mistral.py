@@ -1,4 +1,4 @@
-"""Mistral: Llama with one sliding window for all layers."""
+"""Mistral: Llama with a single sliding window for all layers."""
 
 from megatron_lightning.bridge.families.llama import SETTINGS, WEIGHTS
 from megatron_lightning.bridge.rules import Family

@@ -1,4 +1,4 @@
-"""Phi-3 and Phi-4: Llama with queries, keys and values in one matrix, and gate and up in one."""
+"""Phi-3 and Phi-4: Llama with fused matrices for queries, keys and values, and for gate and up."""
 
 from megatron_lightning.bridge.families.llama import OURS, SETTINGS, THEIRS, WEIGHTS
 from megatron_lightning.bridge.moves import QueryKeyValue
