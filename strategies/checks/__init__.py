@@ -1,1 +1,1 @@
-"""Checks of what a user connects to the strategy."""
+"""Checks of everything a user connects to the strategy."""

@@ -1,5 +1,5 @@
-"""Kernels of attention on this rank: printed once, and refused where those that the user names
-cannot compute it.
+"""Kernels of attention on this rank: printed once, and refused if the kernels named by the user
+cannot compute the attention.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from megatron_lightning.models.transformer import GPTModel
 from megatron_lightning.parallel.context import ParallelContext
 from megatron_lightning.rules import check_attention_backend
 
-_LENGTH = 128  # of the sequences for which torch is asked
+_LENGTH = 128  # of sequences in the question to torch
 
 
 def check_named_backend(
@@ -26,10 +26,10 @@ def check_named_backend(
     num_context_ranks: int,
     trainer: pl.Trainer | None,
 ) -> None:
-    """Check the kernels that a configuration names, before any process group exists.
+    """Check the kernels named by a configuration, before any process group exists.
 
     Raises:
-        ConfigError: If the device has none, or they do not take what the options say.
+        ConfigError: If the device lacks the kernels, or the kernels do not support the options.
     """
     if trainer is None:
         return
@@ -44,7 +44,7 @@ def check_named_backend(
 def report_attention(
     module: pl.LightningModule, context: ParallelContext, precision: Precision, *, training: bool
 ) -> None:
-    """Print, on rank 0, by which kernels this rank computes attention.
+    """Print this rank's kernels of attention on rank 0.
 
     Args:
         module: The LightningModule, assembled.
@@ -53,7 +53,7 @@ def report_attention(
         training: Whether backward is needed, and weights are dropped.
 
     Raises:
-        ConfigError: If the user names kernels that torch does not have for the layers.
+        ConfigError: If torch lacks the named kernels for the layers.
     """
     dtype, device = _dtype(precision), context.device
     configs = {
@@ -92,7 +92,9 @@ def report_attention(
 def _inputs(
     config: TransformerConfig, context: ParallelContext, dtype: torch.dtype
 ) -> list[Tensor]:
-    """Return queries [1, n, s, d], keys and values [1, g, s, d] like those of a layer here."""
+    """Return queries [1, n, s, d], keys and values [1, g, s, d] in the shapes of a layer on this
+    rank.
+    """
     num_ranks, length = context.layout.tp, min(_LENGTH, config.max_sequence_length)
     heads = config.num_attention_heads // num_ranks
     groups = max(1, config.query_groups // num_ranks)

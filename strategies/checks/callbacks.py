@@ -20,17 +20,16 @@ from megatron_lightning.strategies.lightning_internals import uploads_checkpoint
 
 
 def check_checkpoint_links(trainer: pl.Trainer, *, on_save_error: str, in_background: bool) -> None:
-    """Check that there can be links where checkpoints are, and that they lead to checkpoints that
-    exist.
+    """Check that checkpoints can be linked, and that every link leads to an existing checkpoint.
 
     Args:
-        trainer: Who has the callbacks.
+        trainer: The Trainer with the callbacks.
         on_save_error: The strategy's option.
         in_background: Whether training continues while a checkpoint is written.
 
     Raises:
-        ConfigError: If ModelCheckpoint would link to an object store, or to what is not saved yet
-            and perhaps never.
+        ConfigError: If ModelCheckpoint would link to an object store, or to a checkpoint not saved
+            yet and perhaps never.
     """
     for callback in getattr(trainer, "checkpoint_callbacks", []):
         if getattr(callback, "save_last", None) != "link":
@@ -55,7 +54,7 @@ def check_checkpoint_links(trainer: pl.Trainer, *, on_save_error: str, in_backgr
 
 
 def warn_of_uploads(trainer: pl.Trainer) -> None:
-    """Warn of loggers that cannot upload checkpoint directories."""
+    """Warn of loggers unable to upload checkpoint directories."""
     for logger in trainer.loggers:
         if uploads_checkpoints(logger):
             rank_zero_warn(
@@ -75,20 +74,20 @@ def check_callbacks(
     coded: bool = False,
     copied: bool = False,
 ) -> None:
-    """Check what callbacks do to the optimizer and the weights.
+    """Check the effects of callbacks on the optimizer and the weights.
 
     Args:
-        trainer: Has the callbacks.
+        trainer: The Trainer with the callbacks.
         layout: Sizes of the parallel axes.
         data_parallel: The strategy's mode.
         num_replicas: Data-parallel ranks.
         overlapped: Whether parameters are gathered beside the next forward.
-        coded: Whether weights are kept as codes.
+        coded: Whether weights are kept as quantized data.
         copied: Whether optimizers step copies of the parameters.
 
     Raises:
-        ConfigError: If one needs full parameters where there are shards, or reads weights while
-            they are being gathered.
+        ConfigError: If a callback needs full parameters instead of shards, or reads weights in the
+            middle of a gather.
     """
     callbacks: list[pl.Callback] = getattr(trainer, "callbacks", [])
     sharded = data_parallel != "ddp" and num_replicas > 1
@@ -165,7 +164,7 @@ def _check_pruning(
 
 
 def _check_readers(callbacks: list[pl.Callback], why: str) -> None:
-    """Check that no callback reads weights that are not there."""
+    """Check that no callback reads missing weights."""
     readers = (WeightAveraging, StochasticWeightAveraging)
     reader = next(
         (c for c in callbacks if isinstance(c, readers) or getattr(c, "reads_weights", False)), None

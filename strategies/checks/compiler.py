@@ -1,4 +1,4 @@
-"""Check of the compiler that ``torch.compile`` calls, before any process group exists."""
+"""Check the compiler behind ``torch.compile``, before any process group exists."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from megatron_lightning.errors import ConfigError
 
 
 def check_compiler(options: CompileOptions, device: torch.device) -> None:
-    """Check that the backend exists, and that inductor can compile for ``device``: what it lacks
-    would be found in the first step, on every rank.
+    """Check that the backend exists, and that inductor can compile for ``device``. Without this
+    check, every rank would find missing tools in the first step.
 
     Raises:
-        ConfigError: Naming what is missing.
+        ConfigError: Names the missing tool.
     """
     known = list_backends(exclude_tags=())
     if options.backend not in known:

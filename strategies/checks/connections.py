@@ -1,9 +1,9 @@
 """Check of ``CUDA_DEVICE_MAX_CONNECTIONS``, the number of queues from the host to a GPU.
 
-With one queue kernels start in the order in which they were launched, which tensor and context
-parallel layers need to overlap: a collective that is launched before a product also gets its thread
-blocks before it. Blackwell starts kernels so by itself. The collectives of fsdp run beside the
-products of other units, and one queue would put them in line.
+With one queue, kernels start in launch order. Tensor and context parallel layers need launch order
+to overlap: a collective launched before a GEMM also gets its thread blocks before the GEMM.
+Blackwell starts kernels in launch order by itself. With fsdp, collectives run beside the GEMMs of
+other units, and a single queue would serialize both.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ _BLACKWELL = (10, 0)
 def check_connections(
     layout: ParallelLayout, data_parallel: str, capability: tuple[int, int] | None
 ) -> None:
-    """Check the variable before process groups exist; warn where it costs time.
+    """Check the variable before process groups exist. Warn of a value that costs time.
 
     Args:
         layout: Sizes of the axes.
         data_parallel: Mode of data parallelism.
-        capability: Compute capability of the GPU; None: the device is none.
+        capability: Compute capability of the GPU. None: no GPU.
 
     Raises:
         ConfigError: If fsdp has one queue.
@@ -54,7 +54,7 @@ def check_connections(
 
 
 def gpu_capability(device: torch.device) -> tuple[int, int] | None:
-    """Return the compute capability of a device; None: it is no NVIDIA GPU."""
+    """Return the compute capability of a device. None: no NVIDIA GPU."""
     if device.type != "cuda" or torch.version.hip is not None:
         return None
     return torch.cuda.get_device_capability(device)

@@ -13,8 +13,8 @@ from megatron_lightning.rules import check_model_layout, check_vocabulary
 
 
 def model_config(module: pl.LightningModule) -> TransformerConfig | None:
-    """Return the configuration of the module's GPT model: the module's ``config``, which is known
-    before the model is built, or that of the only GPTModel in it.
+    """Return the configuration of the module's GPT model: the module's ``config``, known before the
+    model is built, or the configuration of a single GPTModel in the module.
     """
     config = getattr(module, "config", None)
     if isinstance(config, TransformerConfig):
@@ -31,10 +31,10 @@ def check_config(
     *,
     explicit_stages: bool = False,
 ) -> None:
-    """Check the sizes of the module's GPT model, if it has one, against the layout and the data.
+    """Check the sizes of a GPT model in the module against the layout and the data.
 
     Raises:
-        ConfigError: Naming the numbers that do not fit.
+        ConfigError: Names the conflicting numbers.
     """
     config, length = model_config(module), getattr(data, "sequence_length", None)
     if config is not None:
@@ -52,12 +52,12 @@ def check_batches(
     data_parallel_size: int,
     data: pl.LightningDataModule | None,
 ) -> None:
-    """Check the ``batch_size`` of a data module, where it has one, and every size of its
+    """Check the ``batch_size`` of a data module, if present, and every size in the
     ``batch_size_schedule``.
 
     Raises:
-        ConfigError: If the ranks cannot split one into micro-batches of that size, or the pipeline
-            cannot run as many.
+        ConfigError: If the ranks cannot split a batch into micro-batches of the given size, or the
+            pipeline cannot run the resulting number of micro-batches.
     """
     batch_size = getattr(
         data, "batch_size", getattr(getattr(data, "hparams", None), "batch_size", None)

@@ -18,16 +18,16 @@ def check_folder_saving(
     *,
     has_plugin: bool,
 ) -> None:
-    """Check that checkpoints of this fit can have Hugging Face folders, if that is wanted.
+    """Check that checkpoints of this fit can have Hugging Face folders, if requested.
 
     Args:
         options: Options of checkpoints.
         module: The LightningModule.
-        trainer: Its Trainer.
+        trainer: The module's Trainer.
         has_plugin: Whether a plugin of the user's writes checkpoints.
 
     Raises:
-        ConfigError: For plain files, object stores, and models that came from no folder.
+        ConfigError: For plain files, object stores, and models not loaded from a folder.
     """
     if options.also_save_hf is None:
         return

@@ -1,9 +1,8 @@
-"""Checks of the LightningModule: before any process group exists as far as its layers are known
-then.
+"""Checks of the LightningModule, before any process group exists if the layers are known by then.
 
-Layers that ``configure_model`` builds are checked on every rank when it has built them. Those of
-:class:`GPTLightningModule` follow from its configuration, those of :class:`HuggingFaceModule` from
-the headers of its folder. Both are known before.
+For layers built in ``configure_model``, every rank checks after the build. The layers of
+:class:`GPTLightningModule` follow from the configuration, and the layers of
+:class:`HuggingFaceModule` from the headers of the folder. Both kinds are known before.
 """
 
 from __future__ import annotations
@@ -28,8 +27,8 @@ _LIGER_MODELS = "liger_kernel.transformers.model."
 
 
 def planned_module(module: pl.LightningModule) -> pl.LightningModule | None:
-    """Return the module with all its layers, on ``meta`` if need be; None: hooks will build what
-    cannot be known before.
+    """Return the module with all its layers, on ``meta`` if need be. None: hooks will build layers
+    unknown until then.
     """
     if not is_built_later(module):
         return module
@@ -45,8 +44,8 @@ def planned_module(module: pl.LightningModule) -> pl.LightningModule | None:
 
 
 def built_module(module: pl.LightningModule) -> pl.LightningModule:
-    """Return the module with all its layers: itself, or a copy for which ``configure_model`` has
-    been called, under ``meta`` if it can be.
+    """Return the module with all its layers: the module itself, or a copy after
+    ``configure_model``, under ``meta`` if possible.
     """
     if not is_overridden("configure_model", module):
         return module
@@ -69,17 +68,17 @@ def _configured(module: pl.LightningModule) -> pl.LightningModule:
 
 
 def is_built_later(module: pl.LightningModule) -> bool:
-    """Return whether hooks of the module may build or change its layers."""
+    """Return whether hooks of the module may build or change layers."""
     return is_overridden("configure_model", module) or is_overridden("setup", module)
 
 
 def sequence_dims_of(
     module: pl.LightningModule, data: pl.LightningDataModule | None
 ) -> Mapping[Any, int]:
-    """Return which entries of a batch hold a sequence, and in which dim.
+    """Return the entries of a batch with a sequence, and the sequence dim of each entry.
 
     Raises:
-        ConfigError: If neither the module nor its data declares it.
+        ConfigError: If neither the module nor its data declares sequence dims.
     """
     for owner in (module, data):
         dims: Mapping[Any, int] | None = getattr(owner, "sequence_dims", None)
@@ -100,7 +99,7 @@ def check_module(
     *,
     fitting: bool,
 ) -> None:
-    """Check what the LightningModule does against the layout.
+    """Check the steps of the LightningModule against the layout.
 
     Raises:
         ConfigError: For steps that a schedule of micro-batches cannot run.
@@ -135,7 +134,7 @@ def check_module(
 
 
 def check_one_backward(module: pl.LightningModule, num_replicas: int) -> None:
-    """Check that one backward pass makes a step, as FSDP2 needs it.
+    """Check that one backward pass makes a step, as required by FSDP2.
 
     Raises:
         ConfigError: For manual optimization.
@@ -154,16 +153,15 @@ def check_fused_losses(
     module: pl.LightningModule, layout: ParallelLayout, *, sharded: bool
 ) -> None:
     """Check that no forward of Liger's (https://github.com/linkedin/Liger-Kernel) computes a loss
-    from an output layer of which a rank holds a part: it reads the weight without calling the
-    layer.
+    from a sharded output layer. Liger's forward reads the weight without calling the layer.
 
     Args:
         module: The LightningModule, with all its layers.
         layout: Sizes of the axes.
-        sharded: Whether data-parallel ranks hold parts of parameters.
+        sharded: Whether data-parallel ranks hold shards of parameters.
 
     Raises:
-        ConfigError: If one does.
+        ConfigError: If a forward does so.
     """
     if layout.tp == layout.num_stages == 1 and not sharded:
         return
@@ -185,9 +183,9 @@ def check_param_groups(module: pl.LightningModule) -> None:
     :class:`GPTLightningModule`.
 
     Raises:
-        ConfigError: If they do not fit its layers.
+        ConfigError: If the table or the schedule does not fit the module's layers.
     """
     if isinstance(module, GPTLightningModule):
         check_rows(module, module.param_groups)
         if not is_overridden("configure_optimizers", module, GPTLightningModule):
-            module.configure_optimizers()  # says itself which rates contradict each other
+            module.configure_optimizers()  # raises for contradicting rates

@@ -1,7 +1,7 @@
 """Lightning has two packages with equal classes, ``lightning.pytorch`` and ``pytorch_lightning``.
 
-A class of one is none of the other's for ``isinstance``, so that a Trainer of ``pytorch_lightning``
-calls our strategy an invalid strategy name.
+For ``isinstance``, classes of the two packages are unrelated. A Trainer of ``pytorch_lightning``
+therefore calls our strategy an invalid strategy name.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def check_namespace(parts: Iterable[object]) -> None:
     """Check that callbacks, loggers and data are of the Trainer's namespace.
 
     Raises:
-        ConfigError: Naming one that is not.
+        ConfigError: Names an object of the other namespace.
     """
     for part in parts:
         kinds = [kind for kind in type(part).__mro__ if kind.__module__.split(".")[0] == _OTHER]

@@ -1,4 +1,4 @@
-"""Gradients where ``configure_optimizers`` returns None, and hooks step optimizers of their own."""
+"""Gradients for hooks with optimizers of their own, if ``configure_optimizers`` returns None."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from megatron_lightning.strategies.lightning_internals import steps_nothing
 def effective_data_parallel(
     data_parallel: DataParallel, optimizers: Sequence[object], replicas: int
 ) -> DataParallel:
-    """Return how the data-parallel ranks keep gradients: without an optimizer there is none to be
-    sharded, and hooks may step full gradients.
+    """Return the data-parallel mode of the gradients. Without an optimizer there is no optimizer to
+    shard, and hooks may step full gradients.
 
     Raises:
-        ConfigError: If the parameters themselves are sharded, of which hooks see no gradient.
+        ConfigError: If the parameters themselves are sharded. Hooks then see no gradients.
     """
     if replicas == 1 or not steps_nothing(optimizers):
         return data_parallel

@@ -1,5 +1,5 @@
-"""Checks of the Trainer's plugins for precision, checkpoints and batch norm, on ranks that hold a
-part of the model each.
+"""Checks of the Trainer's plugins for precision, checkpoints and batch norm, on ranks with a part
+of the model each.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ def check_precision(plugin: Precision | None, world_size: int) -> None:
     """Check the Trainer's precision.
 
     Raises:
-        ConfigError: If it is not known to be right for the parts of a model on several ranks.
+        ConfigError: If the precision is not known to be right for parts of a model on several
+            ranks.
     """
     precision = getattr(plugin, "precision", "32-true")
     if world_size > 1 and str(precision).startswith("transformer-engine"):
@@ -41,12 +42,11 @@ def check_precision(plugin: Precision | None, world_size: int) -> None:
 
 
 def check_recipe_of(plugin: Precision | None, module: nn.Module, layout: ParallelLayout) -> None:
-    """Check that the recipe of FP8 layers fits a full module, whose layers keep their names when
-    they are divided.
+    """Check that the recipe of FP8 layers fits a full module. Sharding keeps the names of layers.
 
     Raises:
-        ConfigError: If a pattern matches nothing, no layer is quantized, or Transformer Engine does
-            not take the size of one.
+        ConfigError: If a pattern matches nothing, no layer is quantized, or Transformer Engine
+            rejects the size of a layer.
     """
     fp8 = quantizing(plugin)
     if fp8 is None:
@@ -56,16 +56,17 @@ def check_recipe_of(plugin: Precision | None, module: nn.Module, layout: Paralle
         return
     for path, recipe in recipes.items():
         layer = module.get_submodule(path)
-        # Over tensor ranks a plain layer may become one of the vocabulary, which stays in bf16.
+        # Over tensor ranks a plain layer may become a vocabulary layer, and so stay in bf16.
         if recipe is not None and (layout.tp == 1 or type(layer) is not nn.Linear):
             check_layer(path, layer, recipe.scaling)
 
 
 def check_compiled_precision(plugin: Precision | None, data_parallel: str) -> None:
-    """Check the Trainer's precision, for blocks that are compiled.
+    """Check the Trainer's precision for compiled blocks.
 
     Raises:
-        ConfigError: If Transformer Engine computes their layers, or FSDP2 gathers codes of 8 bits.
+        ConfigError: If Transformer Engine computes the layers of the blocks, or FSDP2 gathers 8-bit
+            quantized data.
     """
     if keeps_codes(plugin) and data_parallel == "fsdp":
         raise ConfigError(
@@ -88,7 +89,7 @@ def keeps_codes(plugin: Precision | None) -> bool:
 
 
 def check_kept_codes(plugin: Precision | None, data_parallel: str) -> None:
-    """Check that weights which are to be kept as codes have main params elsewhere.
+    """Check that weights to be kept as quantized data have main params elsewhere.
 
     Raises:
         ConfigError: If every rank steps the full parameters, or FSDP2 would have to gather
@@ -114,7 +115,7 @@ def check_checkpoint_io(plugin: CheckpointIO | None, world_size: int) -> None:
     """Check the user's checkpoint plugin.
 
     Raises:
-        ConfigError: If there are several ranks, each of which has a part of the checkpoint.
+        ConfigError: With several ranks, since each rank holds a part of the checkpoint.
     """
     if plugin is not None and world_size > 1:
         raise ConfigError(
@@ -131,7 +132,7 @@ def check_layer_sync(
     """Check whether BatchNorm can see the samples of all replicas.
 
     Raises:
-        ConfigError: On devices that torch's layer is not for.
+        ConfigError: On devices without support by torch's layer.
     """
     if (
         isinstance(layer_sync, TorchSyncBatchNorm)
@@ -147,10 +148,10 @@ def check_layer_sync(
 
 
 def check_storage_options(storage_options: object) -> None:
-    """Check the options that the user gave for saving a checkpoint.
+    """Check the user's options for saving a checkpoint.
 
     Raises:
-        ConfigError: If there are any: nothing reads them.
+        ConfigError: For any option, since nothing reads options.
     """
     if storage_options is not None:
         raise ConfigError(

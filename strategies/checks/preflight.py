@@ -1,5 +1,5 @@
-"""Order of the checks: with the Trainer's construction, before the launch, when the module has its
-layers, and at setup.
+"""Order of the checks: at the Trainer's construction, before the launch, after the module's layers
+exist, and at setup.
 """
 
 from __future__ import annotations
@@ -70,11 +70,11 @@ def check_trainer(
         options: The strategy's.
         world_size: Ranks of the job.
         precision: The Trainer's plugin.
-        checkpoint_io: A plugin of the user's own; None: checkpoints are sharded directories.
+        checkpoint_io: A plugin of the user's own. None: checkpoints are sharded directories.
         device: Device of this process.
 
     Raises:
-        ConfigError: If they cannot work together.
+        ConfigError: If layout and plugins cannot work together.
     """
     grid = RankGrid(options.layout, world_size)
     check_data_parallel(grid, options.data_parallel, options.data)
@@ -96,11 +96,11 @@ def check_before_launch(
     trainer: pl.Trainer | None,
     data: pl.LightningDataModule | None,
 ) -> None:
-    """Check what is known of the module, the Trainer and the data before any process is started or
-    group created.
+    """Check the known facts about the module, the Trainer and the data before any process is
+    started or group created.
 
     Raises:
-        ConfigError: If they cannot run under the layout.
+        ConfigError: If module, Trainer and data cannot run under the layout.
     """
     if trainer is not None:
         check_namespace(
@@ -114,7 +114,7 @@ def check_before_launch(
     config = model_config(module)
     if config is not None:
         check_named_backend(config, options.layout.cp, trainer)
-    # By an earlier Trainer: its units were checked then, and some are gone.
+    # By an earlier Trainer: the units were checked then, and a part of the units is gone.
     if not is_assembled(module):
         planned = planned_module(module)
         checks.check_partition(
@@ -145,10 +145,10 @@ def check_context(
     module: pl.LightningModule,
     data: pl.LightningDataModule | None,
 ) -> None:
-    """Check what ranks that share a sequence cannot do.
+    """Check for features that ranks sharing a sequence do not support.
 
     Raises:
-        ConfigError: If it is asked for.
+        ConfigError: If such a feature is requested.
     """
     sequence_dims_of(module, data)
     config = model_config(module)
@@ -172,10 +172,11 @@ def check_layers(
     module: pl.LightningModule,
     trainer: pl.Trainer | None,
 ) -> None:
-    """Check all layers of the full module: on every rank alike, since none has taken its part yet.
+    """Check all layers of the full module. All ranks check alike, since no rank has taken its part
+    yet.
 
     Raises:
-        ConfigError: If they cannot run under the layout.
+        ConfigError: If the layers cannot run under the layout.
     """
     replicas = options.layout.data_parallel_size(world_size)
     sharded = options.data_parallel == "fsdp"
@@ -200,10 +201,11 @@ def check_layers(
 def check_at_setup(
     options: StrategyOptions, world_size: int, module: pl.LightningModule, trainer: pl.Trainer
 ) -> None:
-    """Check again what hooks may have changed, and say what the pipeline costs.
+    """Check again after hooks that may have changed the module, and report the cost of the
+    pipeline.
 
     Raises:
-        ConfigError: If it cannot run under the layout.
+        ConfigError: If the module cannot run under the layout.
     """
     _check_trained_by(options, world_size, module, trainer)
     if options.layout.pp > 1 and options.micro_batch_size is None:
@@ -250,12 +252,11 @@ def check_saving(
     *,
     in_background: bool,
 ) -> None:
-    """Check that what checkpoint callbacks will do in this fit can be done with sharded
-    directories.
+    """Check that sharded directories support the plans of checkpoint callbacks in this fit.
 
     Raises:
-        ConfigError: For links to what is not saved yet.
-        CheckpointError: For metrics whose states only one replica can have.
+        ConfigError: For links to a checkpoint not saved yet.
+        CheckpointError: For metrics with states of a single replica.
     """
     check_checkpoint_links(
         trainer, on_save_error=options.checkpoint.on_save_error, in_background=in_background
