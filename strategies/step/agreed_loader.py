@@ -1,8 +1,8 @@
-"""DataLoaders without a length, whose end the data-parallel ranks agree on.
+"""DataLoaders without a length. The data-parallel ranks agree on the end.
 
-Each rank learns only by reading on that its data have ended. It would leave the epoch while others
-begin another step, and the collectives of both would mix. So the ranks tell each other after every
-batch that they have read whether there was one: one all-reduce of a number, also with prefetching.
+A rank learns about the end of its data only by reading on. The rank would leave the epoch while
+other ranks begin another step, and the collectives of both would mix. After every read, the ranks
+therefore tell each other whether a batch came: one all-reduce of a number, also with prefetching.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class Agreement:
         what: Names the data in a message, such as ``train``.
         ranks: The data-parallel ranks.
         device: This rank's device.
-        together: Returns whether the ranks run steps together, so that all data have to end at
-            once; equal on all ranks.
+        together: Returns whether the ranks run steps together, so that the data of all ranks must
+            end at once. Equal on all ranks.
     """
 
     def __init__(
@@ -49,8 +49,8 @@ class Agreement:
         """Yield this rank's batches.
 
         Raises:
-            ConfigError: On all ranks, if the data of some have ended and those of others have not,
-                before the first batch or where ranks run steps together.
+            ConfigError: On all ranks, if the data of only a part of the ranks have ended, before
+                the first batch or if ranks run steps together.
         """
         missing = object()
         number = 0
@@ -62,12 +62,12 @@ class Agreement:
                 number += 1
                 yield batch
                 continue
-            # The first batch has collectives of its own, also where later ones have none.
+            # The first batch has collectives of its own, even if later batches have none.
             if votes > 0 and (number == 0 or self._together()):
                 self._refuse(number, has_ended=batch is missing)
             if batch is not missing:
                 yield batch
-                yield from own  # the others have ended, and do not vote
+                yield from own  # the other ranks have ended, and do not vote
             return
 
     def _refuse(self, number: int, *, has_ended: bool) -> None:
@@ -84,7 +84,7 @@ class Agreement:
 
 
 class _AgreedIterable:
-    """Iterable of a class that has no subclasses."""
+    """Iterable for loaders of a class without subclasses."""
 
     def __init__(self, loader: Iterable[Any], agreement: Agreement) -> None:
         self._loader = loader
@@ -100,8 +100,8 @@ class _AgreedIterable:
 
 
 def agreed_loader(loader: Any, agreement: Agreement) -> Any:
-    """Return a loader like ``loader``, of the same class where it is a DataLoader, whose end all
-    ranks agree on.
+    """Return a loader like ``loader``, of the same class for a DataLoader, with an end agreed on by
+    all ranks.
     """
     if isinstance(loader, _AgreedIterable) or "agreement" in getattr(loader, "__dict__", {}):
         return loader

@@ -1,11 +1,12 @@
-"""Compare what must be equal on ranks beside batches and weights: options of optimizer groups, and
+"""Compare values equal on all ranks beside batches and weights: options of optimizer groups, and
 random states of a replica.
 
-A hook or scheduler that sees other values on other ranks (a counter, a metric that is not
-synchronized) sets other learning rates there; one that draws on one rank only leaves other random
+A hook or scheduler with different inputs on different ranks (a counter, an unsynchronized metric)
+sets different learning rates. A hook with random draws on one rank only leaves different random
 states, and random masks in the next step differ. Under a pipeline the last stage's digests travel
-with the outputs of every step, and each other stage compares them with its own. All ranks compare
-at the first two batches of a run, at the first of each epoch and at the first after a validation.
+with the outputs of every step, and each other stage compares these digests with its own. All ranks
+compare at the first two batches of a run, at the first batch of each epoch and at the first batch
+after a validation.
 """
 
 from __future__ import annotations
@@ -31,10 +32,10 @@ from megatron_lightning.strategies.step.step_run import StepRun
 
 
 class Agreement(StepParticipant):
-    """Digests of one rank at the beginning of a step, and their comparison.
+    """Digests of one rank at the beginning of a step, and the comparison of digests.
 
     Args:
-        scope: What the run works on.
+        scope: The run context.
     """
 
     def __init__(self, scope: RunContext) -> None:
@@ -47,14 +48,14 @@ class Agreement(StepParticipant):
         self._options: dict[str, float] = {}
         self._digest = 0
         self._groups_of_stage = False
-        """Whether stages have other groups by design: one for each parameter, say."""
+        """Whether stages have different groups by design, such as a group for each parameter."""
         self._random = 0
 
     def begin_batch(self, batch: StepBatch) -> None:
-        """Record the state at the beginning of a batch; a collective at some training batches.
+        """Record the state at the beginning of a batch. A collective at some training batches.
 
         Raises:
-            ShardingError: If it differs between ranks.
+            ShardingError: If the state differs between ranks.
         """
         if self._context.world_size == 1:
             return
@@ -77,7 +78,7 @@ class Agreement(StepParticipant):
         """Compare the digests of the last stage with this stage's.
 
         Raises:
-            ShardingError: If they differ.
+            ShardingError: If the digests differ.
         """
         if self._context.pp.rank == 0:
             return
@@ -122,13 +123,14 @@ def _options_of(optimizers: Sequence[Optimizer]) -> Iterator[tuple[str, float]]:
 
 
 def _refuse_values_of_stages(found: Sequence[dict[str, float]], ranks: Sequence[int]) -> None:
-    """Refuse an option that has one value in all groups of each stage, and not the same one.
+    """Refuse an option with an equal value in all groups of each stage, but different values on
+    different stages.
 
-    Stages have other groups by design where these differ in number, or where an option differs
-    between the groups of a stage: rates that fall with the depth.
+    Stages have different groups by design if the number of groups differs, or if an option differs
+    between the groups of a stage, as in rates that fall with the depth.
 
     Raises:
-        ShardingError: Naming the option and its values.
+        ShardingError: Names the option and the values.
     """
     if any(options.keys() != found[0].keys() for options in found):
         return

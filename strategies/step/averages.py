@@ -1,8 +1,9 @@
-"""Find averages of a pipelined model that mix its layers, before the second batch of a fit.
+"""Find averages of a pipelined model that mix layers of different stages, before the second batch
+of a fit.
 
-A hook that averages a model by ``zip(copy.parameters(), model.parameters())`` pairs the copy's
-layers in order with those of the rank's stages. Copies that the LightningModule or a callback made
-of the full model differ between the stages after the first such hook.
+A hook for averaging a model by ``zip(copy.parameters(), model.parameters())`` pairs the copy's
+layers in order with the layers of the rank's stages. Copies of the full model, made by the
+LightningModule or a callback, differ between the stages after the first such hook.
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ from megatron_lightning.strategies.step.run_context import RunContext
 
 
 def check_averages(scope: RunContext) -> None:
-    """Check that stages hold equal copies; a collective of all ranks, with the weights gathered.
+    """Check that stages hold equal copies. A collective of all ranks, with the weights gathered.
 
     Raises:
-        ShardingError: Naming the tensors that differ, and the callbacks to use.
+        ShardingError: Names the tensors with different values, and the callbacks to use.
     """
     partition = scope.part.partition
     if partition is None:
@@ -35,7 +36,7 @@ def check_averages(scope: RunContext) -> None:
 
 
 def _copies_of(partition: StagePartition, callbacks: Iterable[pl.Callback]) -> nn.Module:
-    """Return a module whose children are full copies of the pipelined module in callbacks."""
+    """Return a module with the callbacks' full copies of the pipelined module as children."""
     found = nn.Module()
     for callback in callbacks:
         for name, value in vars(callback).items():

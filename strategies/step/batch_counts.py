@@ -1,7 +1,7 @@
-"""Numbers of batches on the ranks of a job, which steps with collectives need to be equal.
+"""Numbers of batches on the ranks of a job. Steps with collectives need equal numbers.
 
-Loaders with a length are compared when a loop begins, at no cost in a step. Loaders without one are
-compared batch by batch (``agreed_loader.py``).
+Loaders with a length are compared when a loop begins, at no cost in a step. Loaders without a
+length are compared batch by batch (``agreed_loader.py``).
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ from megatron_lightning.strategies.lightning_internals import evaluation_batches
 from megatron_lightning.strategies.options import StrategyOptions
 
 Count = int | float
-"""Batches of a loader; infinite where it has no length."""
+"""Batches of a loader. Infinite for loaders without a length."""
 
 _SHOWN = 8  # ranks in a message
 
 
 def by_rank(values: Sequence[object]) -> str:
-    """Return values of the ranks for a message, those of the first ranks in a large job."""
+    """Return values of the ranks for a message, in a large job only of the first ranks."""
     shown = [f"rank {rank}: {value}" for rank, value in enumerate(values[:_SHOWN])]
     return ", ".join(shown) + (", …" if len(values) > _SHOWN else "")
 
 
 def check_loader(loader: object, stage: RunningStage, world: AxisGroup) -> None:
-    """Compare a loader with those of the other ranks, before its loop begins; a collective.
+    """Compare a loader with the loaders of the other ranks, before the loop begins. A collective.
 
     Args:
         loader: Read by this rank.
-        stage: What for.
+        stage: Use of the loader.
         world: All ranks.
 
     Raises:
@@ -58,10 +58,10 @@ def check_loader(loader: object, stage: RunningStage, world: AxisGroup) -> None:
 
 
 def check_training(count: Count, world: AxisGroup) -> None:
-    """Compare the number of training batches of an epoch; a collective.
+    """Compare the number of training batches of an epoch. A collective.
 
     Raises:
-        ConfigError: If it differs.
+        ConfigError: If the number differs.
     """
     counts = world.all_gather_object(count)
     if len(set(counts)) > 1:
@@ -75,17 +75,17 @@ def check_training(count: Count, world: AxisGroup) -> None:
 
 
 def forwards_together(options: StrategyOptions, context: ParallelContext) -> bool:
-    """Return whether forwards are collectives of data-parallel ranks: they gather units, or send
-    tokens to experts.
+    """Return whether forwards are collectives of data-parallel ranks: forwards gather units, or
+    send tokens to experts.
     """
     return context.dp.size > 1 and (options.data_parallel == "fsdp" or context.ep.size > 1)
 
 
 class EvaluationCounts:
-    """Numbers of batches of one validation, test or prediction.
+    """Numbers of batches in a validation, test or prediction.
 
-    Where a forward is a collective of the data-parallel ranks (``fsdp``, experts), a rank with
-    fewer batches than others repeats its last batch. Otherwise ranks may have different numbers.
+    If a forward is a collective of the data-parallel ranks (``fsdp``, experts), a rank with fewer
+    batches than other ranks repeats the last batch. Otherwise ranks may have different numbers.
     """
 
     def __init__(self, world: AxisGroup, *, together: bool) -> None:
@@ -94,17 +94,17 @@ class EvaluationCounts:
         self._ends: list[tuple[int, int]] = []
         self._num_run = 0
         self.difference = ""
-        """Describes the numbers, if they differ."""
+        """Describes the numbers, if different."""
 
     def begin(self, trainer: pl.Trainer, *, repeats: bool = True) -> None:
-        """Compare the numbers before the first batch; a collective.
+        """Compare the numbers before the first batch. A collective.
 
         Args:
-            trainer: Whose loop begins.
+            trainer: The Trainer at the beginning of a loop.
             repeats: Whether a batch can be repeated.
 
         Raises:
-            ConfigError: If they differ, and ranks cannot repeat their last batch.
+            ConfigError: If the numbers differ, and ranks cannot repeat the last batch.
         """
         own = evaluation_batches(trainer)
         ranks = self._world.all_gather_object(own)
@@ -130,16 +130,16 @@ class EvaluationCounts:
         self._ends = list(zip(ends, missing, strict=True))
 
     def next(self) -> int:
-        """Count the batch that is run now; return how often it is repeated for other ranks."""
+        """Count the current batch. Return the number of repetitions for other ranks."""
         self._num_run += 1
         return sum(missing for end, missing in self._ends if end == self._num_run)
 
     def refuse(self, what: str) -> None:
-        """Refuse a collective of the data-parallel ranks in a step, if their numbers of steps
-        differ.
+        """Refuse a collective of the data-parallel ranks in a step, if the ranks have different
+        numbers of steps.
 
         Raises:
-            ConfigError: If they do.
+            ConfigError: If the numbers differ.
         """
         if self.difference:
             raise ConfigError(

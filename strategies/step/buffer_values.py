@@ -1,4 +1,4 @@
-"""Buffers that ranks hold in common, before and after the steps that write them."""
+"""Buffers held in common by ranks, before and after the steps that write the buffers."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from megatron_lightning.strategies.step.step_run import StepRun
 class BufferValues(StepParticipant):
     """Share buffers once a training batch.
 
-    Lightning's own steps share them before a batch, since a graph that awaits its backward may hold
-    them. Pipeline runs have no such graph, and share them after it.
+    Lightning's own steps share buffers before a batch, since a graph before its backward may hold
+    buffers. Pipeline runs have no such graph, and share buffers after a batch.
 
     Args:
-        buffers: Gives the same buffers to all ranks that hold them.
+        buffers: Keeps buffers equal on all ranks with the same buffer.
         at_end: Whether known buffers are shared after the batch.
     """
 
@@ -27,12 +27,12 @@ class BufferValues(StepParticipant):
         self._at_end = at_end
 
     def begin_batch(self, batch: StepBatch) -> None:
-        """Share buffers that are due before a training batch."""
+        """Share buffers due before a training batch."""
         if batch.trains:
             self._buffers.begin_batch(batch.number, only_new=self._at_end)
 
     def share(self, run: StepRun) -> tuple[str, ...]:
-        """Return the buffers that the last stage has begun to write."""
+        """Return the buffers newly written by the last stage."""
         return self._buffers.begun()
 
     def apply(self, run: StepRun, shared: Iterable[str]) -> None:
@@ -40,12 +40,12 @@ class BufferValues(StepParticipant):
         self._buffers.follow(shared)
 
     def end_batch(self, batch: StepBatch, output: Any) -> None:
-        """Share what a training batch has written."""
+        """Share the buffers written by a training batch."""
         if batch.trains and self._at_end:
             self._buffers.synchronize(compare=batch.number == 1)
 
     @contextmanager
     def rehearsed(self) -> Iterator[None]:
-        """Do not count writes of the block, which are restored."""
+        """Do not count buffer writes of the block, since the writes are undone."""
         yield
         self._buffers.forget_writes()

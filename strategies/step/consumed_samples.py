@@ -1,4 +1,4 @@
-"""Count the samples of training batches, for resuming and for schedules that go by samples."""
+"""Count the samples of training batches, for resuming and for schedules by samples."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class ConsumedSamples(StepParticipant):
     """Advance the counts of the strategy, of samplers and of schedules.
 
     Args:
-        scope: What the run works on.
+        scope: The run context.
         schedules: Learning-rate schedules that count samples.
     """
 
@@ -23,7 +23,7 @@ class ConsumedSamples(StepParticipant):
         self._schedules = schedules
 
     def begin_batch(self, batch: StepBatch) -> None:
-        """Count a training batch, unless it was counted: searches along a line repeat the step."""
+        """Count a training batch, unless already counted: line searches repeat the step."""
         if not batch.trains:
             return
         trainer, total = self._scope.module.trainer, batch.num_samples * self._scope.context.dp.size
@@ -35,7 +35,7 @@ class ConsumedSamples(StepParticipant):
                 schedule.count_samples(total)
 
     def after_update(self, *, stepped: bool) -> None:
-        """Count a skipped step, whose samples move no schedule."""
+        """Count a skipped step. The samples of the step move no schedule."""
         if not stepped:
             self._scope.progress.skipped_steps += 1
             for schedule in self._schedules:

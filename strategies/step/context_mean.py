@@ -1,4 +1,6 @@
-"""Means over the ranks that share a sequence: every one has computed those of its own tokens."""
+"""Means over the ranks that share a sequence. Every rank has computed the values of its own
+tokens.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ from megatron_lightning.parallel.context import AxisGroup
 
 
 def gather_rows(local: Tensor, group: AxisGroup) -> Tensor:
-    """Return the tensors of all ranks, concatenated on dim 0; a collective."""
+    """Return the tensors of all ranks, concatenated on dim 0. A collective."""
     if group.size == 1:
         return local
     parts = [torch.empty_like(local) for _ in range(group.size)]
@@ -25,16 +27,16 @@ def gather_rows(local: Tensor, group: AxisGroup) -> Tensor:
 
 
 def check_alike(facts: Sequence[str], hook: str, group: AxisGroup, device: torch.device) -> None:
-    """Check that ranks that share sequences have done the same, before they communicate further.
+    """Check that ranks sharing sequences have done the same, before further communication.
 
     Args:
-        facts: What a step on this rank has done, in words.
+        facts: Actions of a step on this rank, in words.
         hook: The step.
         group: The context-parallel ranks.
-        device: Of the communication.
+        device: Device of the communication.
 
     Raises:
-        ConfigError: On all ranks, if they differ.
+        ConfigError: On all ranks, if the facts differ.
     """
     if group.size == 1:
         return
@@ -53,11 +55,11 @@ def check_alike(facts: Sequence[str], hook: str, group: AxisGroup, device: torch
 
 
 def mean_over_context(output: Any, weight: Tensor, group: AxisGroup) -> Any:
-    """Return what a step returned, with its scalars averaged over the ranks of ``group``.
+    """Return the output of a step, with scalars averaged over the ranks of ``group``.
 
     Args:
-        output: Of this rank's tokens.
-        weight: What they weigh in a mean.
+        output: Output for this rank's tokens.
+        weight: Weight of this rank's tokens in a mean.
         group: The context-parallel ranks.
     """
     if group.size == 1:

@@ -1,5 +1,5 @@
-"""DataLoaders like the user's that read one data-parallel rank's part of the samples, and resume
-after a checkpoint.
+"""DataLoaders like the user's for a data-parallel rank's part of the samples, resuming after a
+checkpoint.
 """
 
 from __future__ import annotations
@@ -44,17 +44,18 @@ def resumable(
 ) -> DataLoader[Any]:
     """Return a training DataLoader like ``loader`` with a :class:`ResumableSampler`.
 
-    A loader over an iterable dataset or with a DistributedSampler of the user's own is returned as
-    it is: it shards and resumes itself. One with a class of batch sampler of the user's own is
-    split, and does not resume; with one data-parallel rank it, too, is returned as it is, as is one
-    with a sampler without length. Batches may be a :class:`ScheduledBatchSampler`.
+    A loader over an iterable dataset or with a DistributedSampler of the user's own is returned
+    unchanged, since such a loader shards and resumes itself. A loader with the user's own class of
+    batch sampler is split, and does not resume. With a single data-parallel rank such a loader is
+    returned unchanged, too, and so is a loader with a sampler without length. Batches may be a
+    :class:`ScheduledBatchSampler`.
 
     Args:
         loader: The user's.
         group: The data-parallel ranks.
-        consumed: Samples of all ranks that training has consumed so far.
+        consumed: Samples consumed by training so far, over all ranks.
         micro_batch_size: Samples of a micro-batch.
-        skipped: Samples that training passes over.
+        skipped: Samples passed over by training.
 
     Raises:
         ConfigError: If the samples cannot be split among several data-parallel ranks.
@@ -129,7 +130,7 @@ def _scheduled(
 
 
 def sampler_of(loader: object) -> ResumableSampler | None:
-    """Return the sampler that :func:`resumable` has put into a DataLoader, if it has."""
+    """Return the sampler put into a DataLoader by :func:`resumable`, if any."""
     candidates = (
         getattr(loader, "sampler", None),
         getattr(getattr(loader, "batch_sampler", None), "sampler", None),
@@ -138,16 +139,16 @@ def sampler_of(loader: object) -> ResumableSampler | None:
 
 
 def _given_batches(loader: DataLoader[Any]) -> BatchSampler | None:
-    """Return the plain BatchSampler that the user made the DataLoader with; the loader itself then
-    knows no batch size.
+    """Return the plain BatchSampler passed to the DataLoader by the user. The loader then has no
+    batch size of its own.
     """
     batches = loader.batch_sampler
     return batches if type(batches) is BatchSampler and loader.batch_size is None else None
 
 
 def _order(loader: DataLoader[Any]) -> Iterable[int]:
-    """Return the user's sampler; beside a given BatchSampler, torch puts a sequential one that
-    nothing reads.
+    """Return the user's sampler. Beside a given BatchSampler, torch puts an unused sequential
+    sampler.
     """
     given = _given_batches(loader)
     return given.sampler if given else loader.sampler
@@ -156,7 +157,7 @@ def _order(loader: DataLoader[Any]) -> Iterable[int]:
 def _with_sampler(
     loader: DataLoader[Any], sampler: Sampler[int], mode: RunningStage | None = None
 ) -> DataLoader[Any]:
-    """Return a DataLoader like ``loader`` that reads in another order."""
+    """Return a DataLoader like ``loader`` with another reading order."""
     given = _given_batches(loader)
     if given is None:
         return with_sampler(loader, sampler, mode)
@@ -171,8 +172,8 @@ def sharded_for_evaluation(
     """Return a validation, test or predict DataLoader of this data-parallel rank's share, as
     Lightning's DDP does.
 
-    For validation and test the first samples are repeated where the shares would be unequal;
-    predictions never repeat.
+    For validation and test the first samples are repeated to make the shares equal. Predictions
+    never repeat.
     """
     if (
         isinstance(loader.dataset, IterableDataset)
@@ -202,8 +203,8 @@ def _check_length(order: Iterable[int], group: AxisGroup, stage: RunningStage) -
 def _sharded_for_prediction(
     loader: DataLoader[Any], group: AxisGroup, share: dict[str, Any]
 ) -> DataLoader[Any]:
-    """Put the share inside the batch sampler: Lightning has wrapped that already, to record the
-    indices of every batch.
+    """Put the share inside the batch sampler, since Lightning has already wrapped the batch sampler
+    to record the indices of every batch.
     """
 
     def shared(order: Iterable[int]) -> Sampler[int]:
@@ -222,7 +223,7 @@ def _sharded_for_prediction(
 
 
 def training_samplers(trainer: pl.Trainer) -> list[ResumableSampler]:
-    """Return the samplers of the training data that :func:`resumable` has made."""
+    """Return the samplers of the training data made by :func:`resumable`."""
     samplers = [sampler_of(loader) for loader in training_loaders(trainer)]
     return [sampler for sampler in samplers if sampler is not None]
 
@@ -237,20 +238,20 @@ def prepared_loader(
     micro_batch_size: int | None,
     skipped: SkippedSamples | None = None,
 ) -> object:
-    """Return a loader of this data-parallel rank's share of the data, for what the Trainer does
-    now.
+    """Return a loader of this data-parallel rank's share of the data, for the Trainer's current
+    work.
 
     Args:
-        loader: What the user's module or data module returned.
-        trainer: Who reads it.
+        loader: The loader returned by the user's module or data module.
+        trainer: Reader of the loader.
         replicas: The data-parallel ranks.
         injects_samplers: Whether the Trainer may replace samplers (``use_distributed_sampler``).
-        consumed: Samples of all ranks that training has consumed so far.
+        consumed: Samples consumed by training so far, over all ranks.
         micro_batch_size: Samples of a micro-batch.
-        skipped: Samples that training passes over.
+        skipped: Samples passed over by training.
 
     Raises:
-        ConfigError: If samples are to be passed over in a loader that shards itself.
+        ConfigError: If samples are to be passed over in a loader with its own sharding.
     """
     if not isinstance(loader, DataLoader):
         _check_skipped(skipped, trainer, loader)
@@ -267,14 +268,14 @@ def prepared_loader(
     elif injects_samplers and trainer.state.stage is not None:
         loader = sharded_for_evaluation(loader, replicas, trainer.state.stage)
     if loader.worker_init_fn is None and int(os.environ.get("PL_SEED_WORKERS", "0")):
-        # Lightning would seed workers by global rank; ranks of one replica must see the same random
+        # Lightning would seed workers by global rank. Ranks of one replica must see the same random
         # transforms.
         loader.worker_init_fn = partial(pl_worker_init_function, rank=replicas.rank)
     return loader
 
 
 def skipped_samples(trainer: pl.Trainer) -> SkippedSamples:
-    """Return the samples that the data module and callbacks want to be passed over."""
+    """Return the samples to pass over, as requested by the data module and callbacks."""
     owners = [getattr(trainer, "datamodule", None), *getattr(trainer, "callbacks", [])]
     skipped = SkippedSamples()
     for owner in owners:

@@ -1,4 +1,4 @@
-"""Biases of experts, which follow the tokens of an optimizer step."""
+"""Biases of experts, updated by the tokens of an optimizer step."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class ExpertUpdates(StepParticipant):
     """Move the biases of this rank's layers of experts after every update.
 
     Args:
-        scope: What the run works on.
+        scope: The run context.
     """
 
     def __init__(self, scope: RunContext) -> None:
@@ -22,5 +22,5 @@ class ExpertUpdates(StepParticipant):
         self._balance = ExpertBalance(scope.module, partial(all_reduce, group=group))
 
     def after_update(self, *, stepped: bool) -> None:
-        """Move the biases; a collective if layers have some."""
+        """Move the biases. A collective if layers have biases."""
         self._balance.end_step(stepped=stepped)

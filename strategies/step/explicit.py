@@ -1,8 +1,8 @@
-"""Steps that call the pipeline themselves, for those that are not a function of one micro-batch.
+"""Steps that need the whole batch and call the pipeline themselves.
 
 With ``PipelineOptions(explicit_steps=True)`` a step gets its whole batch, once, on every rank.
-``run_pipeline(self, fn, batch)`` runs ``fn`` on every micro-batch on every stage, as a step is run
-otherwise, and returns on every rank what it gave for the batch.
+``run_pipeline(self, fn, batch)`` runs ``fn`` on every micro-batch on every stage, like an ordinary
+step, and returns the result for the batch on every rank.
 """
 
 from __future__ import annotations
@@ -18,22 +18,21 @@ from megatron_lightning.strategies.lightning_internals import attached_trainer
 def run_pipeline(module: pl.LightningModule, fn: Callable[[Any], Any], batch: Any) -> Any:
     """Run ``fn`` on every micro-batch of ``batch``, through the pipeline if there is one.
 
-    Where nothing is partitioned (one device, another strategy) it is ``fn(batch)``.
+    Without a partitioned module (one device, another strategy) the result is ``fn(batch)``.
 
     Args:
-        module: The LightningModule, of which this is part of a step.
-        fn: Calls the pipelined module once and returns what a step may return; called with a
-            micro-batch.
+        module: The LightningModule of the current step.
+        fn: Calls the pipelined module once and returns a step's output. Called with a micro-batch.
         batch: Nested tensors.
 
     Returns:
-        The outputs of ``fn`` put together as those of a step are: scalars are means, and in
-        training they are detached, since their backward has run. Tensors with dims are on the last
+        The outputs of ``fn``, merged like the outputs of a step: scalars are means, and in
+        training scalars are detached, since the backward has run. Tensors with dims are on the last
         stage only, except in ``predict_step``.
 
     Raises:
         ConfigError: Outside of a step, or without ``explicit_steps``.
-        PipelineError: If a training step calls it twice.
+        PipelineError: If a training step calls this function twice.
     """
     trainer = attached_trainer(module)
     run: Callable[..., Any] | None = getattr(

@@ -13,12 +13,12 @@ from megatron_lightning.strategies.step.step_run import StepRun
 
 
 class FiniteCheck(StepParticipant):
-    """Look at losses, stage outputs and gradients, and refuse the step if one is not finite.
+    """Look at losses, stage outputs and gradients, and refuse the step if a value is not finite.
 
     Args:
-        scope: What the run works on.
+        scope: The run context.
         policy: Response to a finding.
-        loss_scaling: Scale of the losses, which may let gradients overflow; None: there is none.
+        loss_scaling: Scale of the losses. Gradients may overflow under the scale. None: no scale.
     """
 
     vetoes = True
@@ -32,24 +32,24 @@ class FiniteCheck(StepParticipant):
         self._scale = None if loss_scaling is None else loss_scaling.loss_scale
         self._is_native = scope.options.is_native
         self.observer = watch
-        self._found = False  # something that is not finite, since the last optimizer step
-        self._judged = False  # by an optimizer step, since it was found
+        self._found = False  # a non-finite value since the last optimizer step
+        self._judged = False  # by an optimizer step, since the finding
         self.follow_parameters()
         scope.undo.callback(watch.detach)
 
     def follow_parameters(self) -> None:
-        """Watch the gradients of parameters that are trained now."""
+        """Watch the gradients of the currently trained parameters."""
         parameters: dict[str, Tensor] = dict(self._module.named_parameters())
         scale = self._scale
         self._watch.attach(parameters, lambda: scale is None or scale.is_lowest)
 
     def returned(self, run: StepRun, microbatch: int, loss: Tensor | None) -> None:
-        """Record the loss of Lightning's own step; pipeline runs tell their observers."""
+        """Record the loss of Lightning's own step. Pipeline runs have observers."""
         if self._is_native and loss is not None:
             self._watch.loss(loss)
 
     def after_backward(self) -> None:
-        """Look at what was recorded; a collective."""
+        """Check the recorded values. A collective."""
         self._found &= not self._judged
         self._judged = False
         self._found |= self._watch.check(self._module.trainer.global_step)
@@ -59,8 +59,8 @@ class FiniteCheck(StepParticipant):
         return not self._found
 
     def after_update(self, *, stepped: bool) -> None:
-        """Begin anew. Optimizers that a module steps itself may share one backward pass, whose
-        verdict holds for all of them.
+        """Begin anew. Optimizers stepped by the module may share a backward pass. The verdict then
+        holds for all these optimizers.
         """
         self._judged = True
         if self._module.automatic_optimization:

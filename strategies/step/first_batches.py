@@ -1,4 +1,4 @@
-"""Checks that the first batch of every loader begins, and explanations of errors in all steps."""
+"""Checks in the first batch of every loader, and explanations of errors in all steps."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from megatron_lightning.strategies.step.world_guard import WorldGuard
 
 
 class FirstBatches(StepParticipant):
-    """Compare the first batch of a loader between the ranks of a replica, and watch its step for
+    """Compare the first batch of a loader between the ranks of a replica, and watch the step for
     collectives over all ranks.
 
     Args:
-        scope: What the run works on.
+        scope: The run context.
         guard: Watches the default process group.
     """
 
@@ -40,7 +40,7 @@ class FirstBatches(StepParticipant):
 
     @contextmanager
     def around_forward(self, run: StepRun, stage: int, microbatch: int) -> Iterator[None]:
-        """Explain shapes that the sharding plan causes, and guard the first batch."""
+        """Explain shape errors caused by the sharding plan, and guard the first batch."""
         module = self._scope.module
         guarded = (
             self._guard.watching(

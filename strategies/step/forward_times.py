@@ -1,4 +1,6 @@
-"""Times of the forwards of Lightning's own step, for callbacks; a pipeline has observers."""
+"""Times of the forwards of Lightning's own step, for callbacks. Pipeline runs have observers
+instead.
+"""
 
 from __future__ import annotations
 
@@ -16,20 +18,20 @@ from megatron_lightning.strategies.step.step_run import StepRun
 
 @runtime_checkable
 class StepWatch(Protocol):
-    """Callback that records the actions of some steps."""
+    """Callback for recording the actions of selected steps."""
 
     timeline: Timeline | None
-    """Records the batch at hand; None: it is not recorded."""
+    """Records the current batch. None: no recording."""
 
 
 def step_watches(trainer: pl.Trainer) -> list[StepWatch]:
-    """Return the callbacks that record actions."""
+    """Return the callbacks for recording actions."""
     callbacks: list[object] = getattr(trainer, "callbacks", [])
     return [each for each in callbacks if isinstance(each, StepWatch)]
 
 
 class ForwardTimes(StepParticipant):
-    """Record the user's step alone, without what all ranks do together before and after it.
+    """Record the user's step alone, without the collectives before and after the step.
 
     Args:
         watches: The callbacks.

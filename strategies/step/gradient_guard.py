@@ -1,11 +1,11 @@
-"""Refuse what the user's code does to gradients of which each rank holds a part, between the end of
-a backward pass and the optimizer step: a norm of them is not the model's.
+"""Refuse code of the user that changes or measures sharded gradients between the end of a backward
+pass and the optimizer step: a norm of shards is not the model's norm.
 
-Code stands there in hooks, in an ``optimizer_step`` of the user's, in optimizers' step hooks
-and, with manual optimization, in ``training_step``. Changes are seen by identity and version of
-each ``p.grad``, not those through ``grad.data``. Code that reads is recognized by the functions
-that it mentions (``mentions.py``). Where this rank has no gradient, the read is an error
-(``withheld.py``).
+At this point the user's code runs in hooks, in an ``optimizer_step`` of the user's, in optimizers'
+step hooks and, with manual optimization, in ``training_step``. Changes are detected by identity and
+version of each ``p.grad``. Changes through ``grad.data`` are missed. Code that reads gradients is
+recognized by the names of its functions (``mentions.py``). If this rank has no gradient, a read is
+an error (``withheld.py``).
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ class _Code(NamedTuple):
 
     name: str
     names: frozenset[str]
-    """Names that it mentions."""
+    """Names mentioned in the code."""
 
 
 class _Gradient(NamedTuple):
-    """The gradient of a parameter at one time."""
+    """The gradient of a parameter at a point in time."""
 
     name: str
     parameter: nn.Parameter
@@ -63,10 +63,10 @@ class GradientGuard:
     """Compare gradients around the user's code between a backward pass and the optimizer step.
 
     Args:
-        module: The LightningModule; its Trainer has the callbacks.
-        accumulation: Has the gradients.
-        parts: What each rank holds of them, for the message; empty: full gradients, which hooks may
-            change.
+        module: The LightningModule. The module's Trainer has the callbacks.
+        accumulation: Holds the gradients.
+        parts: Description of each rank's gradient shards, for the message. Empty: full gradients.
+            Hooks may change full gradients.
         sharded: Whether ``p.grad`` is None.
     """
 
@@ -86,12 +86,12 @@ class GradientGuard:
         self._running: list[_Code] = []  # between now and the next check
         self._before: list[_Gradient] = []
         self._withheld = WithheldGradients()
-        self._reason = ""  # of what is withheld
+        self._reason = ""  # for withholding gradients
         self._warned: set[str] = set()
 
     def _parameters(self) -> list[tuple[str, nn.Parameter]]:
-        """Return all that carries gradients: the module's parameters, and what optimizers step in
-        their place.
+        """Return all holders of gradients: the module's parameters, and substitutes stepped by
+        optimizers.
         """
         own = dict(self._module.named_parameters())
         targets = self._accumulation.reducer.targets().items()
@@ -102,10 +102,10 @@ class GradientGuard:
 
     @contextmanager
     def around(self, *names: str) -> Generator[None, None, None]:
-        """Around a call of the hooks of these names; costs nothing where none is the user's.
+        """Enter around a call of the hooks of these names. Free without hooks of the user.
 
         Raises:
-            ConfigError: If one of the user's changed a gradient, or takes a norm of parts.
+            ConfigError: If a hook of the user changed a gradient, or takes a norm of shards.
         """
         self.check()
         before = self._running
@@ -115,10 +115,10 @@ class GradientGuard:
         self._begin(before)
 
     def open(self, optimizers: Sequence[object]) -> None:
-        """Watch what the user's own code does from the end of a backward pass on.
+        """Watch the user's own code from the end of a backward pass on.
 
         Raises:
-            ConfigError: If it takes a norm of parts.
+            ConfigError: If the code takes a norm of shards.
         """
         self._begin([*self._own_code(), *self._step_hooks(optimizers)] if self._parts else [])
 
@@ -127,7 +127,7 @@ class GradientGuard:
         self._begin([])
 
     def leave(self) -> None:
-        """Give gradients back: the code that would read them is over."""
+        """Restore withheld gradients after the end of the reading code."""
         self._withheld.end()
         self._reason = ""
 
@@ -142,7 +142,7 @@ class GradientGuard:
         ]
 
     def _own_code(self) -> list[_Code]:
-        """Return the module's code that calls backward and steps itself."""
+        """Return the module's own code for backward and optimizer steps."""
         module = self._module
         codes = self._hooks("optimizer_step")
         if not module.automatic_optimization:
@@ -184,12 +184,12 @@ class GradientGuard:
             self._withheld.begin(others, self._reason)
 
     def resume(self) -> None:
-        """Watch the user's code again, after ours has changed gradients in the middle of it."""
+        """Watch the user's code again, after our code has changed gradients in between."""
         self.record()
         self._withhold()
 
     def _examine(self, code: _Code) -> None:
-        """Refuse, or warn of, what code reads."""
+        """Refuse, or warn of, reads of gradients in code."""
         takes, aware = takes_norms(code.names), not code.names.isdisjoint(READ_BY_STRATEGY)
         if self._sharded and (takes or not code.names.isdisjoint(CLIPS)):
             self._reason = self._reason or (
@@ -214,7 +214,7 @@ class GradientGuard:
             rank_zero_warn(f"{code.name} reads p.grad, which {held} ({self._parts}). {_ADVICE}")
 
     def record(self) -> None:
-        """Record the gradients as they are now."""
+        """Record the current gradients."""
         if self._running:
             self._before = [
                 _Gradient(name, parameter, *_version(parameter))
@@ -224,10 +224,10 @@ class GradientGuard:
             self._before = []
 
     def check(self) -> None:
-        """Compare the gradients with those that were recorded; they may have been cleared.
+        """Compare the gradients with the recorded gradients. Cleared gradients are accepted.
 
         Raises:
-            ConfigError: If one has changed.
+            ConfigError: If a gradient has changed.
         """
         setters = [code.name for code in self._running if "set:grad" in code.names]
         if self._withheld.end() and setters:
@@ -252,7 +252,7 @@ def _version(parameter: nn.Parameter) -> tuple[Tensor | None, int]:
 
 
 def describe_parts(context: ParallelContext, data_parallel: str) -> str:
-    """Return what parts of the gradients each rank holds; empty if it holds full ones."""
+    """Describe the gradient shards of each rank. Empty for full gradients."""
     layout, replicas = context.layout, context.dp_cp.size
     sharded = (
         f', data_parallel="{data_parallel}" over {replicas}'

@@ -1,4 +1,4 @@
-"""Hints about what differs from one device and is no error, each given once a run: BatchNorm over
+"""Hints about differences from one device that are no errors, each given once a run: BatchNorm over
 parts of a batch, spectral_norm in micro-batches, and means over different numbers of labels
 (``docs/differences.md``).
 """
@@ -27,7 +27,7 @@ class StepHints(StepParticipant):
     """Looks at the training steps of a run.
 
     Args:
-        scope: What the run works on.
+        scope: The run context.
     """
 
     def __init__(self, scope: RunContext) -> None:
@@ -43,8 +43,8 @@ class StepHints(StepParticipant):
         self._advice: str | None = None
 
     def begin(self, run: StepRun) -> None:
-        """Look at the parts of a training batch, before the step may change them; a collective of
-        the data-parallel ranks in the first step.
+        """Look at the parts of a training batch, before the step may change the batch. A collective
+        of the data-parallel ranks in the first step.
         """
         if run.hook == "training_step":
             self._look(run.microbatches)
@@ -61,7 +61,7 @@ class StepHints(StepParticipant):
             self._advice = self._compare_labels(microbatches)
 
     def end_batch(self, batch: StepBatch, output: Any) -> None:
-        """Give the hint about labels, unless the step's output counts them."""
+        """Give the hint about labels, unless the step's output counts labels."""
         if not batch.trains:
             return
         advice, self._advice = self._advice, None
@@ -89,9 +89,9 @@ class StepHints(StepParticipant):
         )
 
     def _compare_labels(self, microbatches: Sequence[Any]) -> str | None:
-        """Return a hint if parts of the first batch have different numbers of labels that count."""
+        """Return a hint if parts of the first batch have different numbers of counted labels."""
         context, module = self._scope.context, self._scope.module
-        if has_count(module) or context.cp.size > 1:  # where that is checked by itself
+        if has_count(module) or context.cp.size > 1:  # checked elsewhere
             return None
         counts = [count for part in microbatches if (count := _count_labels(part)) is not None]
         kept = [number for number, _ in counts]
@@ -116,7 +116,7 @@ class StepHints(StepParticipant):
 
 
 def _with_spectral_norm(names: Sequence[str]) -> list[str]:
-    """Return the paths of modules with a spectral norm, of which ``names`` has the vectors of the
+    """Return the paths of modules with a spectral norm, given the ``names`` of the vectors of the
     power iteration.
     """
     found: dict[str, None] = {}
@@ -131,7 +131,7 @@ def _with_spectral_norm(names: Sequence[str]) -> list[str]:
 
 
 def _count_labels(batch: Any) -> tuple[int, int] | None:
-    """Return how many labels count, and how many are ignored; None: nothing looks like labels."""
+    """Return the numbers of counted and of ignored labels. None: nothing looks like labels."""
     whole = [x for x in tensors_of(batch) if x.ndim and x.dtype in (torch.int64, torch.int32)]
     named: list[Tensor] = []
     if isinstance(batch, Mapping):

@@ -1,4 +1,4 @@
-"""The comparison of what hooks of the user's see, as a participant."""
+"""Comparison of the views of the user's hooks, as a participant."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from megatron_lightning.strategies.step.run_context import RunContext
 
 
 class HookComparison(StepParticipant):
-    """Find hooks that see a shard of the rank, in the first batch after they were registered.
+    """Find hooks that see a shard of the rank, in the first batch after the hook's registration.
 
     Args:
-        scope: What the run works on.
+        scope: The run context.
     """
 
     def __init__(self, scope: RunContext) -> None:
@@ -35,10 +35,10 @@ class HookComparison(StepParticipant):
         return self._watch.paused()
 
     def after_backward(self) -> None:
-        """Compare what training has recorded."""
+        """Compare the records of training."""
         self._watch.compare()
 
     def end_batch(self, batch: StepBatch, output: Any) -> None:
-        """Compare what an evaluation has recorded."""
+        """Compare the records of an evaluation."""
         if not batch.trains:
             self._watch.compare()

@@ -1,8 +1,8 @@
-"""Values that hooks log beside the step, compared between the ranks of a replica.
+"""Values logged by hooks outside of the step, compared between the ranks of a replica.
 
-A hook that logs a norm of the weights, or a count that the last pipeline stage has kept, logs a
-rank's own value. Times and memory differ between ranks, too, and are no fault, so that there is a
-warning, once.
+A hook logging a norm of the weights, or a count kept by the last pipeline stage, logs a rank's own
+value. Times and memory also differ between ranks without a fault. A difference is therefore only a
+warning, given once.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from megatron_lightning.strategies.step.participant import StepBatch, StepPartic
 from megatron_lightning.strategies.step.run_context import RunContext
 
 _NUM_EPOCHS = 2
-"""Epochs after which nothing is compared any more."""
+"""Number of epochs with comparisons."""
 _TOLERANCE = 1e-4
-"""Relative: copies that ranks train differ in the last bits."""
+"""Relative. Copies trained by ranks differ in the last bits."""
 
 
 class HookLogs(StepParticipant):
-    """Compare what hooks log at the end of the first epochs.
+    """Compare the values logged by hooks at the end of the first epochs.
 
     Args:
-        scope: What the run works on.
+        scope: The run context.
     """
 
     def __init__(self, scope: RunContext) -> None:
@@ -46,7 +46,7 @@ class HookLogs(StepParticipant):
         original(name, value, *args, **options)
 
     def begin_batch(self, batch: StepBatch) -> None:
-        """Compare what was logged since the last epoch began."""
+        """Compare the values logged since the last epoch began."""
         if batch.trains and batch.begins_loop:
             self._compare()
         self._in_step = True
@@ -56,7 +56,7 @@ class HookLogs(StepParticipant):
         self._in_step = False
 
     def end_training(self) -> None:
-        """Compare what hooks of the last epoch logged."""
+        """Compare the values logged by hooks in the last epoch."""
         self._compare()
 
     def _compare(self) -> None:

@@ -1,5 +1,5 @@
-"""How many items a loss is the mean of, if the module counts them: returned with the loss, or from
-a method ``num_items(batch)``.
+"""Number of items in a loss's mean, if the module counts items: returned with the loss, or from a
+method ``num_items(batch)``.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ def counts_items(module: pl.LightningModule, output: Any) -> bool:
 
 
 def has_count(module: pl.LightningModule) -> bool:
-    """Return whether the module counts items by its method, before a step."""
+    """Return whether the module counts items by a method, before a step."""
     return callable(getattr(module, "num_items", None))
 
 
 def count_items(module: pl.LightningModule, batch: Any) -> Tensor | None:
-    """Return what the module's method counts, in fp32; None: it has none."""
+    """Return the count by the module's method, in fp32. None: no such method."""
     count: Callable[[Any], Any] | None = getattr(module, "num_items", None)
     return _number(module, count(batch)) if callable(count) else None
 
 
 def num_items_of(module: pl.LightningModule, batch: Any, output: Any) -> Tensor | None:
-    """Return the number of items of a step's loss, in fp32; None: the module does not count.
+    """Return the number of items of a step's loss, in fp32. None: the module does not count.
 
     Args:
         module: The module.
-        batch: Its micro-batch.
-        output: What the step returned.
+        batch: The micro-batch.
+        output: Output of the step.
     """
     if isinstance(output, Mapping) and "num_items" in output:
         return _number(module, output["num_items"])

@@ -1,9 +1,9 @@
-"""``self.log`` inside a step: captured for each micro-batch, reduced, sent to every stage and
+"""``self.log`` inside of a step: captured for each micro-batch, reduced, sent to every stage and
 replayed there.
 
 Lightning expects one call per key and batch, on every rank. A step runs once for each micro-batch,
-and only the last stage reaches the code after the model. So calls are recorded during the schedule;
-afterwards every rank makes the real call once.
+and only the last stage reaches the code after the model. Calls are therefore recorded during the
+schedule. Afterwards every rank makes the real call once.
 """
 
 from __future__ import annotations
@@ -31,22 +31,25 @@ from megatron_lightning.strategies.step.step_run import StepRun
 
 
 class LogEntry(NamedTuple):
-    """One key of a step, ready to be replayed: plain data that can be sent to another stage."""
+    """A key of a step, ready to be replayed, as plain data to be sent to another stage."""
 
     name: str
     value: Any
-    """Reduced value; for a metric object, its value in this step (of its own kind: largest,
-    smallest, sum, else mean)."""
+    """Reduced value. For a metric object, the metric's value in this step (by kind: largest,
+    smallest, sum, else mean).
+    """
     metric: str | None
-    """Path of the metric object in the LightningModule, if that is what was logged."""
+    """Path of a logged metric object in the LightningModule, if any."""
     batch_size: float | None
-    """Weight in a mean over batches: samples, or what the call named; a float where weights are."""
+    """Weight in a mean over batches: samples, or the size named by the call. A float for float
+    weights.
+    """
     options: dict[str, Any]
     """Further keyword arguments of ``self.log``."""
 
 
 class _Call(NamedTuple):
-    """One call of ``self.log``."""
+    """A call of ``self.log``."""
 
     value: Any
     """A metric's value on this micro-batch, if a metric was logged."""
@@ -57,7 +60,7 @@ class _Call(NamedTuple):
 
 
 class LogRecorder:
-    """Records ``self.log`` calls of one step."""
+    """Records ``self.log`` calls of a step."""
 
     def __init__(self, module: pl.LightningModule, sizes: Sequence[int | None]) -> None:
         self._module = module
@@ -66,11 +69,11 @@ class LogRecorder:
         self.microbatch = 0
 
     def installed(self, *, keep: bool = True) -> AbstractContextManager[None]:
-        """Inside the block, take the calls of ``module.log``, through which ``log_dict`` goes as
-        well.
+        """Inside the block, take the calls of ``module.log``. ``log_dict`` calls go through
+        ``module.log``.
 
         Args:
-            keep: Whether to record them; False where another stage does.
+            keep: Whether to record the calls. False if another stage records.
         """
         return replaced_attribute(
             self._module, "log", self._record if keep else lambda *args, **options: None
@@ -78,7 +81,7 @@ class LogRecorder:
 
     def _record(self, *args: Any, batch_size: Any = None, **options: Any) -> None:
         batch_size = batch_size.item() if isinstance(batch_size, Tensor) else batch_size
-        # An override may name them otherwise.
+        # An override may use other names.
         names = list(inspect.signature(pl.LightningModule.log).parameters)[1:]
         arguments = {**dict(zip(names, args, strict=False)), **options}
         name, value = arguments.pop("name"), arguments.pop("value")
@@ -87,28 +90,28 @@ class LogRecorder:
             arguments["reduce_fx"] = _reduction_name(name, arguments["reduce_fx"])
         metric = value if isinstance(value, Metric) else None
         value = value if metric is None else metric._forward_cache
-        if isinstance(value, Tensor):  # one element may have dims, which Lightning drops as well
+        if isinstance(value, Tensor):  # Lightning drops the dims of a single element as well
             value = value.detach().squeeze() if value.numel() == 1 else value.detach()
         self._calls.setdefault(name, []).append(
             _Call(value, batch_size, self.microbatch, arguments, metric)
         )
 
     def tensors(self) -> list[Tensor]:
-        """Return the tensors that were logged."""
+        """Return the logged tensors."""
         calls = [call.value for calls in self._calls.values() for call in calls]
         return [value for value in calls if isinstance(value, Tensor)]
 
     @property
     def names(self) -> list[str]:
-        """Keys that were logged."""
+        """Logged keys."""
         return list(self._calls)
 
     def entries(self, weights: Sequence[float | Tensor], sharing: AxisGroup) -> list[LogEntry]:
-        """Return what was recorded, reduced over the micro-batches; a collective of ``sharing``.
+        """Return the recorded values, reduced over the micro-batches. A collective of ``sharing``.
 
         Args:
-            weights: What a micro-batch weighs in a mean where the call names no ``batch_size``.
-            sharing: The ranks that hold the other parts of the sequences.
+            weights: Weight of a micro-batch in a mean for calls without ``batch_size``.
+            sharing: The ranks with the other parts of the sequences.
         """
         return [self._reduced(name, calls, weights, sharing) for name, calls in self._calls.items()]
 
@@ -142,7 +145,7 @@ class LogRecorder:
             )
             value = _REDUCTIONS[reduction](values, weight)
             if reduction == "sum" and metric is None and options.get("sync_dist"):
-                value = value / sharing.size  # each of these ranks adds its value, and has the sum
+                value = value / sharing.size  # each rank adds its value, and has the sum
         return LogEntry(
             name,
             value,
@@ -181,8 +184,8 @@ _NAMES: Mapping[Any, str] = {
 
 
 def _check_value(key: str, value: Any) -> None:
-    """Refuse what Lightning would refuse, in its words, at the line that logs it and not when all
-    micro-batches are done.
+    """Refuse values that Lightning refuses, in Lightning's words, at the logging line and not after
+    all micro-batches.
     """
     if not isinstance(value, Tensor | Number | Metric):
         raise ConfigError(
@@ -201,16 +204,16 @@ def _is_scalar(value: Any) -> bool:
 
 
 def _reduction_of(metric: Metric) -> str:
-    """Return how a metric's values on micro-batches become that on the batch; a mean is exact for
-    ratios of equal parts.
+    """Return the reduction from a metric's values on micro-batches to the value on the batch. A
+    mean is exact for ratios of equal parts.
     """
     kinds: Mapping[type[Metric], str] = {MaxMetric: "max", MinMetric: "min", SumMetric: "sum"}
     return next((name for kind, name in kinds.items() if isinstance(metric, kind)), "mean")
 
 
 def _reduction_name(key: str, reduce_fx: str | Callable[..., Any]) -> str:
-    """Return the name of a reduction, which can be sent to other stages; Lightning knows no
-    others.
+    """Return the name of a reduction, to be sent to other stages. Lightning knows no other
+    reductions.
     """
     name = (
         {"avg": "mean"}.get(reduce_fx.lower(), reduce_fx.lower())
@@ -240,7 +243,7 @@ class StepLogs(StepParticipant):
     """Take the log calls of pipelined steps, and replay them on every rank.
 
     Args:
-        scope: What the run works on.
+        scope: The run context.
     """
 
     def __init__(self, scope: RunContext) -> None:
@@ -255,16 +258,18 @@ class StepLogs(StepParticipant):
     def around_forward(
         self, run: StepRun, stage: int, microbatch: int
     ) -> AbstractContextManager[None]:
-        """Take the calls of one forward; the last stage repeats what others log before the call."""
+        """Take the calls of a forward. The last stage repeats the calls before the model from the
+        other stages.
+        """
         self._recorder.microbatch = microbatch
         return self._recorder.installed(keep=stage == run.last_stage)
 
     def end(self, run: StepRun) -> None:
-        """Say what was logged."""
+        """Report the logged keys."""
         run.facts += [f"logged {name!r}" for name in self._recorder.names]
 
     def share(self, run: StepRun) -> list[LogEntry]:
-        """Return the entries, reduced over the micro-batches; a collective of the ranks that share
+        """Return the entries, reduced over the micro-batches. A collective of the ranks sharing
         sequences.
         """
         return self._recorder.entries(run.item_weights, self._sharing)
@@ -274,12 +279,12 @@ class StepLogs(StepParticipant):
         replay(self._module, shared)
 
     def tensors(self) -> Sequence[Tensor]:
-        """Return the tensors that were logged."""
+        """Return the logged tensors."""
         return self._recorder.tensors()
 
     @contextmanager
     def rehearsed(self) -> Iterator[None]:
-        """Drop what the block logs."""
+        """Drop the log calls of the block."""
         self._recorder = LogRecorder(self._module, ())
         yield
         self._recorder = LogRecorder(self._module, ())

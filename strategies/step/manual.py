@@ -1,15 +1,16 @@
-"""Manual optimization with optimizers that step shards or copies of the module's parameters.
+"""Manual optimization with optimizers of shards or copies of the module's parameters.
 
 ``toggle_optimizer``: Lightning switches off ``requires_grad`` of the tensors in the other
-optimizers' groups. Where those are shards, autograd would compute and the ranks would reduce
-gradients that nobody wants; and a parameter of which a rank has no shard would stay on. So the
-parameters themselves follow.
+optimizers' groups. If these tensors are shards, autograd would compute and the ranks would reduce
+unwanted gradients. A parameter without a shard on a rank would stay on. The parameters themselves
+are therefore toggled as well.
 
-``zero_grad``: torch clears the gradients of the tensors in the optimizer's groups. Where those are
-copies (in host memory, or full matrices), they have gradients only during a step, and the reduced
-gradients are elsewhere. The module's clears ``p.grad``, which shards do not have.
+``zero_grad``: torch clears the gradients of the tensors in the optimizer's groups. If these tensors
+are copies (in host memory, or full matrices), the copies have gradients only during a step, and the
+reduced gradients are elsewhere. The module's ``zero_grad`` clears ``p.grad``, but shards have no
+``p.grad``.
 
-``backward``: gradients that ``manual_backward`` did not compute are not reduced.
+``backward``: gradients not computed by ``manual_backward`` are not reduced.
 """
 
 from __future__ import annotations
@@ -31,14 +32,16 @@ from megatron_lightning.strategies.step.overrides import override
 
 
 def unwrapped(optimizer: Any) -> Any:
-    """Return the user's optimizer, which Lightning hands out in a wrapper."""
+    """Return the user's optimizer inside of Lightning's wrapper."""
     return optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
 
 
 def follow_toggling(
     module: pl.LightningModule, accumulation: GradientAccumulation, undo: ExitStack
 ) -> None:
-    """Toggle the parameters that the optimizers were made for as well, until ``undo`` is closed."""
+    """Toggle the parameters behind the optimizers' shards and copies as well, until ``undo`` is
+    closed.
+    """
     off: list[nn.Parameter] = []
 
     def toggle(original: Callable[..., None], optimizer: Any) -> None:
@@ -66,8 +69,8 @@ def follow_zero_grad(
     undo: ExitStack,
     guard: GradientGuard,
 ) -> None:
-    """Clear the reduced gradients as well when the user clears those of an optimizer or the module,
-    which is no change that ``guard`` refuses, until ``undo`` is closed.
+    """Clear the reduced gradients as well when the user clears gradients of an optimizer or the
+    module, until ``undo`` is closed. ``guard`` does not refuse this change.
     """
 
     def clear(original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
@@ -76,7 +79,7 @@ def follow_zero_grad(
             target.grad = None
 
     override(module, "zero_grad", clear, undo)
-    handed_out: Any = module.optimizers()  # Lightning's wrappers; one alone is in no list
+    handed_out: Any = module.optimizers()  # Lightning's wrappers, a single wrapper without a list
     for optimizer in [*optimizers, *(handed_out if isinstance(handed_out, list) else [handed_out])]:
         if isinstance(unwrapped(optimizer), Optimizer):
             undo.callback(accumulation.view(unwrapped(optimizer)).follow_zero_grad(optimizer))
@@ -87,7 +90,7 @@ def check_reduced(module: pl.LightningModule, accumulation: GradientAccumulation
     """Check before a step that the ranks have reduced the gradients.
 
     Raises:
-        ConfigError: If parameters have gradients of this rank alone.
+        ConfigError: If parameters have unreduced gradients of this rank alone.
     """
     reducer = accumulation.reducer
     if reducer.is_finished:
@@ -105,4 +108,4 @@ def check_reduced(module: pl.LightningModule, accumulation: GradientAccumulation
 def _clear(zero_grad: Callable[..., None], guard: GradientGuard, *args: Any, **kwargs: Any) -> None:
     guard.check()
     zero_grad(*args, **kwargs)
-    guard.resume()  # gradients of one bucket share a version
+    guard.resume()  # gradients in a bucket share a version

@@ -1,5 +1,5 @@
-"""Names that a user's function mentions, in its own code and in functions of the user's that it
-calls: whether it takes norms of gradients, or reads them.
+"""Names mentioned by a user's function, in its own code and in called functions of the user: to
+find norms and reads of gradients.
 """
 
 from __future__ import annotations
@@ -17,19 +17,20 @@ from megatron_lightning.parallel.origin import is_library
 CLIPS = frozenset(
     {"clip_grad_norm_", "clip_grad_value_", "clip_grad_norm", "clip_grads_with_norm_"}
 )
-"""Functions of torch that change gradients by what one rank sees."""
+"""Functions of torch that change gradients by the view of one rank."""
 READ_BY_STRATEGY = frozenset(
     {"gradient_norm", "gradients", "gradient_group_norms", "clip_gradients", "last_grad_norm"}
 )
-"""Methods of the strategy and the module that see the gradients of all ranks."""
+"""Methods of the strategy and the module with the gradients of all ranks."""
 
 
 def mentioned(function: Callable[..., Any], owner: object = None) -> frozenset[str]:
-    """Return the names that ``function`` mentions, and ``set:NAME`` of attributes that it sets.
+    """Return the names mentioned by ``function``, and ``set:NAME`` for every attribute set by
+    ``function``.
 
     Args:
         function: A function or bound method of the user's.
-        owner: The object whose other methods it may call.
+        owner: The object with other methods that ``function`` may call.
     """
     names: set[str] = set()
     _visit(function, owner, names, set())
@@ -37,16 +38,16 @@ def mentioned(function: Callable[..., Any], owner: object = None) -> frozenset[s
 
 
 def takes_norms(names: frozenset[str]) -> bool:
-    """Whether one of ``names`` is a function of torch or Lightning that takes norms of
-    gradients, and changes none.
+    """Whether one of ``names`` is a function of torch or Lightning for norms of gradients, without
+    changes to gradients.
     """
     grad_norm = "grad_norm" in names and any("utilities" in name for name in names)
     return grad_norm or "lightning:grad_norm" in names or "get_total_norm" in names
 
 
 def edits_gradients(names: frozenset[str]) -> bool:
-    """Whether code that mentions ``names`` reads ``grad`` and calls functions that change tensors
-    in place, or sets it.
+    """Whether code mentioning ``names`` reads ``grad`` and calls functions that change tensors in
+    place, or sets ``grad``.
     """
     in_place = any(
         name.endswith("_") and not name.endswith("__") and hasattr(Tensor, name) for name in names

@@ -1,4 +1,4 @@
-"""Metrics of torchmetrics that a step updates: the other stages follow the last one."""
+"""Metrics of torchmetrics updated by a step. All other stages follow the last stage."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from megatron_lightning.strategies.step.step_run import StepRun
 
 
 class MetricStates(StepParticipant):
-    """Find metrics that hooks have made, and mark those as updated that the last stage updates.
+    """Find metrics made by hooks, and mark the metrics updated by the last stage as updated on all
+    stages.
 
     Args:
         metrics: Synchronizes the metrics of the run.
@@ -20,12 +21,12 @@ class MetricStates(StepParticipant):
         self._metrics = metrics
 
     def begin_batch(self, batch: StepBatch) -> None:
-        """Look for metrics again where hooks have run."""
+        """Look for metrics again after hooks have run."""
         if batch.begins_loop:
             self._metrics.find()
 
     def begin(self, run: StepRun) -> None:
-        """Record which metrics were updated before."""
+        """Record the metrics updated earlier."""
         self._metrics.begin_step()
 
     def share(self, run: StepRun) -> dict[str, list[int]]:

@@ -1,4 +1,6 @@
-"""What a step changes on the module outside of the pipeline's units, from the last stage to all."""
+"""Values changed on the module by a step outside of the pipeline's units, sent from the last stage
+to all stages.
+"""
 
 from __future__ import annotations
 
@@ -18,10 +20,10 @@ from megatron_lightning.strategies.step.step_run import StepRun
 
 
 class ModuleValues(StepParticipant):
-    """Send the values that the last stage's step leaves on the module.
+    """Send the values left on the module by the last stage's step.
 
     Args:
-        scope: What the run works on.
+        scope: The run context.
         partition: The pipelined module and its stages.
     """
 
@@ -40,7 +42,7 @@ class ModuleValues(StepParticipant):
     def around_forward(
         self, run: StepRun, stage: int, microbatch: int
     ) -> AbstractContextManager[None]:
-        """Give the stage the values that its own forwards left."""
+        """Give the stage the values left by the stage's own forwards."""
         self._state.enter(stage)
         return nullcontext()
 
@@ -49,7 +51,7 @@ class ModuleValues(StepParticipant):
         self._state.end()
 
     def share(self, run: StepRun) -> list[Change]:
-        """Return the changes, and warn once of values that stay on this stage."""
+        """Return the changes. Warn once of values that stay on this stage."""
         changes, unsent = self._state.changes()
         new = [place for place in unsent if place not in self._unsent]
         if new:

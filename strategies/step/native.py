@@ -1,5 +1,5 @@
-"""Lightning's own step: one stage, the whole batch as one micro-batch, backward in Lightning's
-hook.
+"""Lightning's own step: a single stage, the whole batch as a single micro-batch, backward in
+Lightning's hook.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from megatron_lightning.strategies.step.step_runner import StepRunner
 
 
 class NativeStepRunner(StepRunner):
-    """Run batches as Lightning does on one device; gradients are reduced in backward."""
+    """Run batches as Lightning does on one device. Gradients are reduced in backward."""
 
-    _last_run: StepRun | None = None  # whose backward may follow
-    _items: Tensor | None = None  # of the batch, where the module counts them and their sum matters
+    _last_run: StepRun | None = None  # its backward may follow
+    _items: Tensor | None = None  # of the batch, if the module counts items and the sum matters
 
     def training_step(self, batch: Any, *indices: Any) -> Any:
         """See the base class."""
@@ -39,9 +39,7 @@ class NativeStepRunner(StepRunner):
         return output
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        """Compute the gradients; the loss is weighted by its items, where the module counts
-        them.
-        """
+        """Compute the gradients. The loss is weighted by its items if the module counts items."""
         module, accumulation = self._scope.module, self.training.accumulation
         if not module.automatic_optimization and self._last_run is not None:
             self.participants.returned(self._last_run, 0, loss)
@@ -68,7 +66,7 @@ class NativeStepRunner(StepRunner):
 
     def _new_run(self, hook: str, batch: Any, indices: tuple[Any, ...]) -> StepRun:
         module = self._scope.module
-        # Lightning calls backward, so that the run itself has none.
+        # Lightning calls backward, so the run itself has no backward.
         return StepRun(module, hook, getattr(module, hook), [batch], indices, trains=False)
 
     def _forward(self, run: StepRun) -> Any:

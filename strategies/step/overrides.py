@@ -1,4 +1,4 @@
-"""Methods of the user: replaced on the module during a run; hooks that are the user's own."""
+"""Methods replaced on the module during a run, and hooks of the user's own."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def override(module: Any, name: str, replacement: Callable[..., Any], undo: Exit
 
 
 def users_hooks(module: pl.LightningModule, name: str) -> list[str]:
-    """Return ``Class.name`` of every hook of this name that the module or a callback has from
-    neither Lightning nor us.
+    """Return ``Class.name`` of every hook of this name on the module or a callback, except for
+    Lightning's hooks and ours.
     """
     return [f"{type(owner).__name__}.{name}" for owner, _ in users_methods(module, name)]
 

@@ -1,24 +1,24 @@
-"""Protocol of a concern that takes part in every step, and the list of all of them.
+"""Protocol of a concern that takes part in every step, and the list of all concerns.
 
-A step knows no concern by name. It works through one ordered list (``participants.py``), so that a
-new concern is a file and a line there. A participant overrides the methods that it needs:
+A step knows no concern by name. The step works through an ordered list (``participants.py``), so a
+new concern is a file and a line in the list. A participant overrides methods as needed:
 
     begin_batch(batch)                     before the user's step, on all ranks
       begin(run)                           before a run of the step on the micro-batches
-        around(run)                        all forwards; under a pipeline the backwards, too
-          around_forward(run, stage, m)    the user's step on micro-batch m, as a stage sees it
+        around(run)                        all forwards, under a pipeline also all backwards
+          around_forward(run, stage, m)    the user's step on micro-batch m, on a stage
             at_call(m)                     the step calls the pipelined module
           returned(run, m, loss)           the training step has returned
           around_backward(run, m)
         after_backward()                   of a training run: all ranks call this together
       end(run)
-      share(run) -> apply(run, shared)     what the last stage sends, and every stage applies
+      share(run) -> apply(run, shared)     the last stage sends, and every stage applies
     end_batch(batch, output)
     before_update() -> bool                gradients are reduced: may the optimizer step?
     after_update(stepped)
     end_training()                         after the last batch of a fit
 
-With manual optimization updates happen inside of the step. Explicit steps have several runs in one
+With manual optimization updates happen inside of the step. Explicit steps have several runs in a
 batch.
 """
 
@@ -37,7 +37,7 @@ from megatron_lightning.strategies.step.step_run import StepRun
 
 @dataclass(frozen=True, kw_only=True)
 class StepBatch:
-    """A batch of Lightning, before the step splits it."""
+    """A batch of Lightning, before the step splits the batch."""
 
     hook: str
     """Name of the user's step, such as ``"training_step"``."""
@@ -46,13 +46,13 @@ class StepBatch:
     loader: tuple[Any, ...] = ()
     """Index of the DataLoader, if there are several."""
     number: int = 0
-    """Number of a training batch in its epoch, from 1."""
+    """Number of a training batch in the epoch, from 1."""
     num_samples: int = 0
     """Samples of a training batch on this rank."""
     begins_loop: bool = False
     """Whether this is the first batch of an epoch or of an evaluation: hooks have run."""
     compares: bool = False
-    """Whether hooks have run that may have left other values on some ranks."""
+    """Whether hooks have run and may have left different values on different ranks."""
 
     @property
     def trains(self) -> bool:
@@ -61,19 +61,20 @@ class StepBatch:
 
 
 class StepParticipant:
-    """A concern of the steps of one run of the Trainer; every method does nothing by default."""
+    """A concern in the steps of a run of the Trainer. Every method does nothing by default."""
 
     vetoes: ClassVar[bool] = False
     """Whether :meth:`before_update` may return False. Gradients are then computed before the
-    optimizer's step, and not in its closure."""
+    optimizer's step, not in the closure of the step.
+    """
     observer: Observer | None = None
-    """Observer of the actions of a pipeline run that trains."""
+    """Observer of the actions in a training pipeline run."""
 
     def begin_batch(self, batch: StepBatch) -> None:
-        """Begin a batch; all ranks call this together."""
+        """Begin a batch. All ranks call this together."""
 
     def end_batch(self, batch: StepBatch, output: Any) -> None:
-        """End a batch, whose step returned ``output``; all ranks call this together."""
+        """End a batch, given the step's ``output``. All ranks call this together."""
 
     def begin(self, run: StepRun) -> None:
         """Begin a run of the step on the micro-batches of a batch."""
@@ -85,61 +86,61 @@ class StepParticipant:
     def around_forward(
         self, run: StepRun, stage: int, microbatch: int
     ) -> AbstractContextManager[None]:
-        """Return the context of the user's step on one micro-batch, as ``stage`` sees it."""
+        """Return the context of the user's step on a micro-batch, on ``stage``."""
         return nullcontext()
 
     def at_call(self, microbatch: int) -> None:
-        """Follow that the step of ``microbatch`` calls the pipelined module."""
+        """Take note of a call of the pipelined module in the step of ``microbatch``."""
 
     def returned(self, run: StepRun, microbatch: int, loss: Tensor | None) -> None:
-        """Follow that a training step has returned on the last stage.
+        """Take note of a training step's return on the last stage.
 
         Args:
             run: The run, with the output.
-            microbatch: Its number.
-            loss: The loss before any scaling; None: the step returned None.
+            microbatch: Number of the micro-batch.
+            loss: The loss before any scaling. None: the step returned None.
         """
 
     def around_backward(self, run: StepRun, microbatch: int) -> AbstractContextManager[None]:
-        """Return the context of the backward of one micro-batch."""
+        """Return the context of the backward of a micro-batch."""
         return nullcontext()
 
     def after_backward(self) -> None:
-        """Follow the backwards of a training run; all ranks call this together."""
+        """Follow the backwards of a training run. All ranks call this together."""
 
     def end(self, run: StepRun) -> None:
         """End a run, before values are shared."""
 
     def share(self, run: StepRun) -> Any:
-        """Return what the last stage sends to the other stages: numbers, tensors, names and
-        containers of them.
+        """Return the data sent by the last stage to the other stages: numbers, tensors, names and
+        containers.
         """
 
     def apply(self, run: StepRun, shared: Any) -> None:
-        """Apply what :meth:`share` returned on the last stage; every stage calls this."""
+        """Apply the last stage's result of :meth:`share`. Every stage calls this."""
 
     def tensors(self) -> Sequence[Tensor]:
-        """Return tensors that the step leaves behind, beside its output."""
+        """Return tensors left behind by the step, beside the output."""
         return ()
 
     def repeated(self) -> AbstractContextManager[None]:
-        """Return the context of a forward that runs again, as a check: it is not recorded."""
+        """Return the context of a forward repeated as a check, without recording."""
         return nullcontext()
 
     def rehearsed(self) -> AbstractContextManager[None]:
-        """Return the context of a run without values, before the first micro-batch of its kind:
-        the run leaves nothing.
+        """Return the context of a run without values, before the first micro-batch of a kind. The
+        run leaves nothing behind.
         """
         return nullcontext()
 
     def follow_parameters(self) -> None:
-        """Follow that parameters have become trainable, or that parameter groups have changed."""
+        """Take note of newly trainable parameters, or of changed parameter groups."""
 
     def before_update(self) -> bool:
-        """Return whether the optimizer may step; the same on all ranks.
+        """Return whether the optimizer may step. Equal on all ranks.
 
-        Gradients are reduced and not clipped yet. Optimizers that search along a line ask for
-        every evaluation of the loss.
+        Gradients are reduced and not clipped yet. Optimizers with a line search ask at every
+        evaluation of the loss.
         """
         return True
 
@@ -152,11 +153,11 @@ class StepParticipant:
         """
 
     def end_training(self) -> None:
-        """End a fit; all ranks call this together."""
+        """End a fit. All ranks call this together."""
 
 
 class Participants:
-    """The participants of a run in their order; methods nobody overrides cost nothing."""
+    """The participants of a run in order. Methods without an override cost nothing."""
 
     def __init__(self, participants: Iterable[StepParticipant]) -> None:
         everybody = tuple(participants)
@@ -172,7 +173,7 @@ class Participants:
         self.vetoes = any(each.vetoes for each in everybody)
         """Whether a participant may keep an optimizer from stepping."""
         self.observers = [each.observer for each in everybody if each.observer is not None]
-        """Observers of the actions of a pipeline run that trains."""
+        """Observers of the actions in a training pipeline run."""
 
     def begin_batch(self, batch: StepBatch) -> None:
         """See :meth:`StepParticipant.begin_batch`, as for all methods."""
@@ -234,21 +235,21 @@ class Participants:
             each.end(run)
 
     def share(self, run: StepRun) -> list[Any]:
-        """Return what the last stage sends, in the order of the participants."""
+        """Return the data sent by the last stage, in the order of the participants."""
         return [each.share(run) for each in self._overriding["share"]]
 
     def apply(self, run: StepRun, shared: Sequence[Any]) -> None:
-        """Apply what :meth:`share` returned on the last stage."""
+        """Apply the last stage's result of :meth:`share`."""
         for each, value in zip(self._overriding["share"], shared, strict=True):
             each.apply(run, value)
 
     def tensors(self) -> list[Tensor]:
-        """Return the tensors that the step leaves behind."""
+        """Return the tensors left behind by the step."""
         return [tensor for each in self._overriding["tensors"] for tensor in each.tensors()]
 
     @contextmanager
     def repeated(self) -> Iterator[None]:
-        """Around a forward that runs again."""
+        """Enter around a repeated forward."""
         with ExitStack() as contexts:
             for each in self._overriding["repeated"]:
                 contexts.enter_context(each.repeated())
@@ -268,7 +269,7 @@ class Participants:
             each.follow_parameters()
 
     def before_update(self) -> bool:
-        """Return whether the optimizer may step; every participant is asked."""
+        """Return whether the optimizer may step. Every participant is asked."""
         verdicts = [each.before_update() for each in self._overriding["before_update"]]
         return all(verdicts)
 

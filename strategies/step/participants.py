@@ -1,9 +1,9 @@
-"""The ordered list of what takes part in the steps of a run: a new concern is a line here.
+"""The ordered list of all participants in the steps of a run. A new concern is a line here.
 
-Order matters in four places. Hooks may have written buffers and weights, so that these are shared
-before batches are compared. Values and random states are those of a stage before other contexts of
-its forward are entered. Log calls are replayed after the values that they read are applied, and
-before layers log theirs. What may refuse an update is asked before anything follows the update.
+Order matters in four places. Hooks may have written buffers and weights, so both are shared before
+batches are compared. Values and random states of a stage are entered before other contexts of the
+stage's forward. Log calls are replayed after the logged values are applied, and before layers log.
+Participants with a veto are asked before other participants follow the update.
 """
 
 from __future__ import annotations
@@ -43,27 +43,27 @@ from megatron_lightning.strategies.step.written_weights import WrittenWeights
 
 @dataclass(frozen=True, kw_only=True)
 class SharedParts:
-    """Parts of a run's steps that serve outside of a step, too."""
+    """Parts of a run's steps with uses outside of a step, too."""
 
     buffers: BufferSync
-    """Gives the same buffers to all ranks that hold them."""
+    """Keeps buffers equal on all ranks with the same buffer."""
     metrics: MetricSync
     """Synchronizes metrics."""
     guard: WorldGuard
     """Watches the default process group."""
     sequence: SequenceParts | None
-    """Divides sequences; None: every rank has whole ones."""
+    """Divides sequences. None: every rank has full sequences."""
 
 
 def step_participants(
     scope: RunContext, parts: SharedParts, training: Training | None
 ) -> Iterator[StepParticipant]:
-    """Yield the participants of a run in their order.
+    """Yield the participants of a run in order.
 
     Args:
-        scope: What the run works on.
-        parts: What serves outside of steps, too.
-        training: Gradients and optimizer steps; None: the run does not fit.
+        scope: The run context.
+        parts: Parts with uses outside of steps, too.
+        training: Gradients and optimizer steps. None: the run does not fit.
     """
     partition, options = scope.part.partition, scope.options
     watch = None if training is None else _plan_watch(scope)
@@ -102,7 +102,7 @@ def step_participants(
 
 
 def _of_hooks(scope: RunContext, *, fits: bool) -> Iterator[StepParticipant]:
-    """Yield what compares the ranks of a replica where hooks of the user's have run."""
+    """Yield participants that compare the ranks of a replica after hooks of the user."""
     if scope.context.tp.size > 1:
         yield HookComparison(scope)
     if fits and scope.context.layout.replica_size > 1:
@@ -110,7 +110,7 @@ def _of_hooks(scope: RunContext, *, fits: bool) -> Iterator[StepParticipant]:
 
 
 def _plan_watch(scope: RunContext) -> PlanWatch:
-    """Return what detects faults of a sharding plan, in the first steps."""
+    """Return the detector of faults in a sharding plan, for the first steps."""
     watch = PlanWatch(scope.module, scope.part, scope.context)
     scope.undo.callback(watch.detach)
     return watch

@@ -1,7 +1,6 @@
-"""One Lightning batch as one pipeline run: the user's step runs for every micro-batch on every
-stage.
+"""A Lightning batch as a pipeline run: the user's step runs for every micro-batch on every stage.
 
-The action table says what runs when; :class:`UserProgram` says what a forward *is*. A run fills and
+The action table defines the order of work. :class:`UserProgram` defines a forward. A run fills and
 drains the pipeline once, as in PipeDream-Flush (https://arxiv.org/abs/2006.09503).
 """
 
@@ -46,11 +45,11 @@ from megatron_lightning.strategies.step.training import Training
 
 
 class PipelinedStepRunner(StepRunner):
-    """Run batches as pipeline runs, also with one stage and several micro-batches.
+    """Run batches as pipeline runs, also for a single stage with several micro-batches.
 
     Args:
-        scope: What the run works on.
-        training: Reduces gradients; None before the Trainer fits.
+        scope: The run context.
+        training: Reduces gradients. None before the Trainer fits.
         executor: Runs the action tables.
     """
 
@@ -70,7 +69,7 @@ class PipelinedStepRunner(StepRunner):
         self._facts: dict[Hashable, CallFacts] = {}
 
     def training_step(self, batch: Any, *indices: Any) -> Any:
-        """See the base class; gradients are computed here."""
+        """See the base class. Gradients are computed here."""
         if self._scope.options.pipeline.explicit_steps:
             begun = self._begin_training(batch, batch_size_of(batch) or 1)
             output = self._explicitly("training_step", batch, indices)
@@ -85,11 +84,11 @@ class PipelinedStepRunner(StepRunner):
         return output
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        """Publish the gradients that the pipeline run has computed."""
+        """Publish the gradients computed by the pipeline run."""
         self.training.accumulation.reducer.publish()
 
     def evaluate(self, hook: str, batch: Any, *indices: Any) -> Any:
-        """See the base class; every stage gets the full output of predictions."""
+        """See the base class. Every stage gets the full output of predictions."""
         begun = self._begin_evaluated(hook, batch, indices)
         if self._scope.options.pipeline.explicit_steps:
             output = self._explicitly(hook, batch, indices)
@@ -101,8 +100,8 @@ class PipelinedStepRunner(StepRunner):
         return output
 
     def _parts(self, batch: Any) -> AbstractContextManager[Any]:
-        """Return the context in which steps run on what it yields: this rank's part of the
-        sequences of a batch, where ranks share them.
+        """Return the context of steps on this rank's part of the sequences in a batch, for ranks
+        sharing sequences. The context yields the part.
         """
         return nullcontext(batch) if self._sequence is None else self._sequence.divided(batch)
 
@@ -113,7 +112,7 @@ class PipelinedStepRunner(StepRunner):
         return self._run(self._explicit.begin(), fn, self._split(batch), ())
 
     def _explicitly(self, hook: str, batch: Any, indices: tuple[Any, ...]) -> Any:
-        """Call a hook once with its batch; it says what is run on the micro-batches."""
+        """Call a hook once with its batch. The hook itself runs functions on the micro-batches."""
         self._explicit = ExplicitCalls(hook)
         try:
             return self._explicit.check(getattr(self._scope.module, hook)(batch, *indices))
@@ -121,7 +120,7 @@ class PipelinedStepRunner(StepRunner):
             self._explicit = None
 
     def _split(self, batch: Any) -> list[Any]:
-        """Split a batch, with the ``split_batch`` of the module or data module if there is one."""
+        """Split a batch, with the ``split_batch`` of the module or data module if available."""
         size = self._scope.options.micro_batch_size
         for owner in (self._scope.module, getattr(self._scope.module.trainer, "datamodule", None)):
             own: Callable[[Any, int], Sequence[Any]] | None = getattr(owner, "split_batch", None)
@@ -214,8 +213,8 @@ class PipelinedStepRunner(StepRunner):
         loader: tuple[Any, ...],
         new_run: Callable[..., StepRun],
     ) -> StageCrossing | None:
-        """Return what runs this rank's stages where the step calls the pipelined module; None with
-        one stage.
+        """Return the runner of this rank's stages for the step's call of the pipelined module. None
+        with a single stage.
         """
         partition, units = self._scope.part.partition, self._scope.part.units
         if partition is None:
@@ -247,8 +246,8 @@ class PipelinedStepRunner(StepRunner):
         return crossing
 
     def _analyze(self, crossing: StageCrossing, run: StepRun) -> None:
-        """Run the first micro-batch of a kind of step once without values, to learn what stages
-        have to send; nothing else comes of it.
+        """Run the first micro-batch of a kind of step once without values, to find the tensors to
+        send between stages. The run has no other effect.
         """
         schedule, program = self._schedule(1, backward=False), self._program(run, crossing)
         with self.participants.rehearsed():
@@ -259,8 +258,8 @@ class PipelinedStepRunner(StepRunner):
             self._executor.forget_boundaries()
 
     def _forget_shapes(self) -> None:
-        """Exchange shapes between stages again where they may have changed: callbacks freeze layers
-        between epochs.
+        """Exchange shapes between stages again after possible changes, since callbacks freeze
+        layers between epochs.
         """
         epoch = self._scope.module.trainer.current_epoch
         if self._scope.options.pipeline.variable_seq_lengths or epoch != self._epoch:
@@ -272,8 +271,8 @@ class PipelinedStepRunner(StepRunner):
     def _schedule(self, num_microbatches: int, backward: bool) -> Schedule:
         """Return the action table, proven once for each number of micro-batches.
 
-        The first training step decides whether the schedule can run; a smaller batch later, at the
-        end of the data, may not end the run, nor may one with which a resumed run begins.
+        The first training step decides whether the schedule can run. A smaller batch at the end of
+        the data must not end the run, nor must the first batch of a resumed run.
         """
         key, choice = (num_microbatches, backward), self._scope.options.schedule
         if key not in self._schedules:
@@ -295,7 +294,7 @@ class PipelinedStepRunner(StepRunner):
         return self._schedules[key]
 
     def _reduce_and_broadcast(self, run: StepRun, part_length: int) -> tuple[Any, Tensor | None]:
-        """Reduce the outputs over the micro-batches, and give them and what participants share to
+        """Reduce the outputs over the micro-batches. Give the outputs and the participants' data to
         all stages. Return output and items.
         """
         predicting, device = run.hook == "predict_step", self._scope.context.device
@@ -325,8 +324,8 @@ class PipelinedStepRunner(StepRunner):
         return output, num_items
 
     def _are_read(self, hook: str) -> bool:
-        """Whether the module or a callback, other than Lightning's own and ours, has the hook that
-        is handed the outputs.
+        """Whether the module or a callback, other than Lightning's callbacks and ours, has the hook
+        for the outputs.
         """
         name = f"on_{hook.removesuffix('_step').replace('training', 'train')}_batch_end"
         return bool(users_hooks(self._scope.module, name))
@@ -337,7 +336,7 @@ class PipelinedStepRunner(StepRunner):
 
 
 def _warn_of_hooks(partition: StagePartition) -> None:
-    """Warn of hooks whose records are on one stage only."""
+    """Warn of hooks with records on a single stage only."""
     hooked = hooks_inside(partition.module, partition.units)
     if hooked:
         rank_zero_warn(

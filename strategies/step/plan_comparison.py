@@ -10,7 +10,7 @@ from megatron_lightning.strategies.step.step_run import StepRun
 
 
 class PlanComparison(StepParticipant):
-    """Find what a sharding plan got wrong and no shape shows.
+    """Find errors of a sharding plan without an effect on shapes.
 
     Args:
         watch: Records gradients, inputs, outputs and losses.
@@ -25,5 +25,5 @@ class PlanComparison(StepParticipant):
             self._watch.loss(loss)
 
     def after_backward(self) -> None:
-        """Compare what was recorded; a collective in the first steps."""
+        """Compare the records. A collective in the first steps."""
         self._watch.compare()

@@ -1,8 +1,8 @@
-"""Refuse steps that select positions of a sequence of which the rank holds a part.
+"""Refuse steps that select positions in a rank's part of a sequence.
 
-``logits[:, :-1]`` and ``tokens[:, 1:]`` shift a part against itself: the last token of each part
-has its label on another rank, and is lost. The functions of the step are watched in its first run,
-outside of the model's call. Tensors are followed as long as the dims up to the sequence stay.
+``logits[:, :-1]`` and ``tokens[:, 1:]`` shift a part against itself: the label for the last token
+of each part is on another rank, and is lost. The functions of the step are watched in the first
+run, outside of the model's call. Tensors are followed as long as the dims up to the sequence stay.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ _BY_DIM: Mapping[str, int] = {
     **dict.fromkeys(("narrow", "select", "index_select", "cumsum", "cumprod", "flip"), 1),
     **dict.fromkeys(("diff", "roll"), 2),
 }
-"""Function that selects or mixes positions -> place of its argument ``dim``."""
+"""Function that selects or mixes positions -> place of the argument ``dim``."""
 _NAMES: Mapping[str, str] = {"flip": "dims", "roll": "dims"}
-"""Function -> keyword of the dim, where it is another than ``dim``."""
+"""Function -> keyword of the dim, if not ``dim``."""
 
 
 class PositionWatch(TorchFunctionMode):
-    """Follows the tensors of a step that hold a rank's part of the sequences.
+    """Follows the tensors with a rank's part of the sequences through a step.
 
     Args:
         hook: The step, for the message.
-        num_ranks: Ranks that share each sequence.
-        parts: Tensors of the batch, with the dims of their sequences.
+        num_ranks: Number of ranks sharing each sequence.
+        parts: Tensors of the batch, with the sequence dim of each tensor.
     """
 
     def __init__(self, hook: str, num_ranks: int, parts: list[tuple[Tensor, int]]) -> None:
@@ -44,11 +44,13 @@ class PositionWatch(TorchFunctionMode):
         self._length = min(tensor.shape[dim] for tensor, dim in parts)
         self._dims = {dim for _, dim in parts}
         self._parts = {id(tensor): (tensor, dim) for tensor, dim in parts}
-        self._depth = 0  # of calls of the models, in which no function is watched
+        self._depth = 0  # of model calls, without a watch on functions
 
     @contextmanager
     def watching(self, models: Mapping[str, nn.Module]) -> Iterator[None]:
-        """Around the step; calls of the models are left out, and give tensors to be followed."""
+        """Enter around the step. Calls of the models are left out, and return tensors to be
+        followed.
+        """
         with ExitStack() as during:
             for model in models.values():
                 pre = model.register_forward_pre_hook(self._enter, prepend=True)
@@ -65,7 +67,7 @@ class PositionWatch(TorchFunctionMode):
         self._depth += 1
 
     def _resume(self) -> None:
-        """Watch again; a stage of a pipeline unwinds the step without the hooks behind a call."""
+        """Watch again. A pipeline stage unwinds the step without the hooks after a call."""
         if self._depth:
             push_function_mode(self)
         self._depth = 0
@@ -91,7 +93,7 @@ class PositionWatch(TorchFunctionMode):
         """Call a function of the step.
 
         Raises:
-            ConfigError: If it selects positions.
+            ConfigError: If the function selects positions.
         """
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
@@ -129,7 +131,9 @@ def _dim_of(tensor: Tensor, name: str, args: Any, kwargs: Any) -> int | None:
 
 
 def _selects(tensor: Tensor, dim: int, index: Any) -> bool:
-    """Whether an index takes some positions of ``dim``. Masks select tokens, and may."""
+    """Whether an index selects among the positions of ``dim``. Masks select tokens, and are
+    allowed.
+    """
     parts = list(index) if isinstance(index, tuple) else [index]
     if any(isinstance(part, Tensor) and part.dtype == torch.bool for part in parts):
         return False

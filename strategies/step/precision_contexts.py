@@ -15,7 +15,7 @@ class PrecisionContexts(StepParticipant):
     """Enter the contexts of Lightning's precision plugin, and follow weights for quantized layers.
 
     Args:
-        scope: What the run works on.
+        scope: The run context.
     """
 
     def __init__(self, scope: RunContext) -> None:
@@ -30,18 +30,18 @@ class PrecisionContexts(StepParticipant):
         self._quantized = quantizing(plugin)
 
     def begin_batch(self, batch: StepBatch) -> None:
-        """Drop what quantized layers keep of weights, which hooks may have changed."""
+        """Drop quantized weights, since hooks may have changed the weights."""
         if self._quantized is not None and batch.trains:
             self._quantized.forget_weights()
 
     def around_forward(
         self, run: StepRun, stage: int, microbatch: int
     ) -> AbstractContextManager[Any]:
-        """Return what the plugin puts around one call of a step."""
+        """Return the plugin's context for a call of a step."""
         return self._contexts[run.hook]()
 
     def around_backward(self, run: StepRun, microbatch: int) -> AbstractContextManager[Any]:
-        """Return what the plugin puts around one backward."""
+        """Return the plugin's context for a backward."""
         context: AbstractContextManager[Any] = self._backward()
         return context
 
@@ -55,11 +55,11 @@ class PrecisionContexts(StepParticipant):
 
 
 class UnitOrder(StepParticipant):
-    """Let data-parallel ranks call the same FSDP2 units in one order. With one stage a step may
-    call the module as it likes.
+    """Make data-parallel ranks call the same FSDP2 units in the same order. With a single stage, a
+    step may call the module in any way.
 
     Args:
-        scope: What the run works on.
+        scope: The run context.
     """
 
     def __init__(self, scope: RunContext) -> None:
@@ -68,5 +68,5 @@ class UnitOrder(StepParticipant):
     def around_forward(
         self, run: StepRun, stage: int, microbatch: int
     ) -> AbstractContextManager[None]:
-        """Return the context in which the order is followed."""
+        """Return the context for following the order."""
         return nullcontext() if self._units is None else self._units.in_order(run.hook)

@@ -1,4 +1,4 @@
-"""The user's step as the pipeline's executor calls it: one forward for each stage and
+"""The user's step in the form of the pipeline's executor: a forward for each stage and
 micro-batch.
 """
 
@@ -20,13 +20,14 @@ from megatron_lightning.strategies.step.step_run import StepRun
 
 
 class UserProgram:
-    """Compute the stages of this rank in one pipeline run.
+    """Compute the stages of this rank in a pipeline run.
 
     Args:
-        run: The step and its micro-batches; it keeps the outputs of the last stage.
+        run: The step and the micro-batches. Keeps the outputs of the last stage.
         participants: Take part in every forward and backward.
-        crossing: Runs the stages where the step calls the pipelined module; None with one stage.
-        accumulation: Where gradients go; None: there is no backward.
+        crossing: Runs the stages at the step's call of the pipelined module. None with a single
+            stage.
+        accumulation: Receives the gradients. None: no backward.
         variable_shapes: Whether every message between stages carries its shapes.
     """
 
@@ -54,7 +55,7 @@ class UserProgram:
     def forward(
         self, stage: int, microbatch: int, received: StageTensors | None
     ) -> tuple[Tensor, ...] | Tensor | None:
-        """Run the user's step on ``microbatch`` as ``stage`` sees it."""
+        """Run the user's step on ``microbatch`` for ``stage``."""
         run, crossing = self._run, self._crossing
         is_last = stage == run.last_stage
         try:
@@ -76,8 +77,8 @@ class UserProgram:
         return None if loss is None else run.weighted(microbatch, loss)
 
     def _check_uncrossed(self, stage: int, received: StageTensors | None) -> None:
-        """Allow evaluation steps that do not call the module on any stage: these have nothing to
-        send.
+        """Allow evaluation steps without a call of the module on any stage, since such steps send
+        nothing.
         """
         if not self._run.trains and not (received and received.note):
             return
@@ -88,20 +89,20 @@ class UserProgram:
         )
 
     def signature(self, microbatch: int) -> Any:
-        """Return names, shapes and dtypes of the micro-batch: equal ones give equal outputs of the
-        stages.
+        """Return names, shapes and dtypes of the micro-batch. Equal signatures give equal shapes of
+        the stages' outputs.
         """
         return microbatch if self._variable_shapes else self._signatures[microbatch]
 
     @contextmanager
     def recomputing(self, stage: int, microbatch: int) -> Iterator[None]:
-        """Around a backward, which may recompute the forward of a stage."""
+        """Enter around a backward that may recompute the forward of a stage."""
         crossing = self._crossing
         recomputing = nullcontext() if crossing is None else crossing.recomputing(stage, microbatch)
         with self._participants.around_backward(self._run, microbatch), recomputing:
             yield
 
     def completing(self, stage: int) -> AbstractContextManager[None]:
-        """Mark the stage's gradients as complete at exit; their reduction starts."""
+        """Mark the stage's gradients as complete at exit, so that reductions start."""
         accumulation = self._accumulation
         return nullcontext() if accumulation is None else accumulation.completing([stage])

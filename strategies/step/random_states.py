@@ -12,10 +12,10 @@ from megatron_lightning.strategies.step.step_run import StepRun
 
 
 class RandomStates(StepParticipant):
-    """Give every stage the numbers that one device draws outside of layers.
+    """Give every stage the random numbers of one device for draws outside of layers.
 
     Args:
-        scope: What the run works on.
+        scope: The run context.
     """
 
     def __init__(self, scope: RunContext) -> None:
@@ -23,22 +23,22 @@ class RandomStates(StepParticipant):
         self._streams = scope.context.rng
 
     def begin(self, run: StepRun) -> None:
-        """Record the state in which the first micro-batch starts."""
+        """Record the random state at the start of the first micro-batch."""
         self._rng.begin_step()
 
     def around_forward(
         self, run: StepRun, stage: int, microbatch: int
     ) -> AbstractContextManager[None]:
-        """Restore the state in which the micro-batch starts."""
+        """Restore the random state at the start of the micro-batch."""
         self._rng.begin_microbatch(microbatch)
         return nullcontext()
 
     def at_call(self, microbatch: int) -> None:
-        """Record the state in which the next micro-batch starts."""
+        """Record the random state at the start of the next micro-batch."""
         self._rng.at_call(microbatch)
 
     def end(self, run: StepRun) -> None:
-        """Set the state that is equal on all stages."""
+        """Set the random state, equal on all stages."""
         self._rng.end_step()
 
     @contextmanager

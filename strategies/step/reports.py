@@ -4,14 +4,14 @@ A run of a step goes through
 
     around               the forwards, and the backwards under a pipeline
       around_forward, around_backward    set the micro-batch
-      around_forward, returned           set its scale, as soon as it is known
+      around_forward, returned           set the scale, as soon as known
     apply                add up over micro-batches, exchange, self.log
 
-The exchange adds up one tensor, over the pipeline and then over the other ranks (in an evaluation
-not over data-parallel ones, which may have fewer batches). It has a section for each name that any
-rank has reported. A rank with a new name marks that in the first section, and all exchange names
-before they repeat it. Tensor-parallel ranks have the same micro-batch: the sums over them are
-divided by their number.
+The exchange adds up a tensor, over the pipeline and then over the other ranks (in an evaluation not
+over data-parallel ranks, since data-parallel ranks may have fewer batches). The tensor has a
+section for each reported name. A rank with a new name sets a mark in the first section. All ranks
+then exchange names and repeat the exchange. Tensor-parallel ranks have the same micro-batch, so
+sums over tensor-parallel ranks are divided by the number of tensor-parallel ranks.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class StepReports(StepParticipant):
     """Reports of this rank's layers.
 
     Args:
-        scope: What the run works on.
+        scope: The run context.
 
     Raises:
         ConfigError: If a module outside of the units of a pipeline reports.
@@ -63,7 +63,7 @@ class StepReports(StepParticipant):
         everywhere = [
             path for path, child in scope.module.named_modules() if isinstance(child, StepReport)
         ]
-        self._exist = bool(everywhere)  # on any stage; equal on all ranks
+        self._exist = bool(everywhere)  # on any stage, equal on all ranks
         self._check_places(everywhere)
         self._microbatch = CurrentMicrobatch(is_bound=True, records=False)
         scope.undo.callback(bind(scope.module, self._microbatch))
@@ -89,7 +89,7 @@ class StepReports(StepParticipant):
 
     @contextmanager
     def around(self, run: StepRun) -> Iterator[None]:
-        """Record the reports in the block; predictions have none."""
+        """Record the reports in the block. Predictions have no reports."""
         self._scales = {}
         self._begin(0)
         self._microbatch.records = run.hook in _PREFIXES
@@ -101,20 +101,20 @@ class StepReports(StepParticipant):
     def around_forward(
         self, run: StepRun, stage: int, microbatch: int
     ) -> AbstractContextManager[None]:
-        """Give the losses that layers report the scale of the main loss, if it is known already."""
+        """Give the losses reported by layers the scale of the main loss, if already known."""
         self._begin(microbatch)
         if self._exist and run.trains:
             self._scales[microbatch].value = run.scale(microbatch)
         return nullcontext()
 
     def around_backward(self, run: StepRun, microbatch: int) -> AbstractContextManager[None]:
-        """Set the micro-batch, whose forward may run again."""
+        """Set the micro-batch, since its forward may run again."""
         self._begin(microbatch)
         return nullcontext()
 
     def returned(self, run: StepRun, microbatch: int, loss: Tensor | None) -> None:
-        """Use the weight of the main loss or, with Lightning's own backward, the gradient that
-        arrives at it, as the scale of the losses that were reported before.
+        """Set the scale of the losses reported before: the weight of the main loss or, with
+        Lightning's own backward, the gradient of the main loss.
         """
         if not self._exist or loss is None:
             return
@@ -139,8 +139,8 @@ class StepReports(StepParticipant):
     # ------------------------------------------------------------------------------- after the step
 
     def share(self, run: StepRun) -> tuple[list[float | Tensor], Tensor | None] | None:
-        """Return the weights of the micro-batches in a mean and the sum of the items, if they are
-        the weights; None: nothing reports.
+        """Return the weights of the micro-batches in a mean, and the sum of the items if items are
+        the weights. None: nothing reports.
         """
         if not self._exist:
             return None
@@ -148,10 +148,10 @@ class StepReports(StepParticipant):
         return run.item_weights, run.num_items
 
     def apply(self, run: StepRun, shared: Any) -> None:
-        """Log what was reported, on every rank; a collective if layers report.
+        """Log the reports on every rank. A collective if layers report.
 
         Raises:
-            ConfigError: If stages report losses whose weight they cannot know.
+            ConfigError: If stages report losses of unknown weight.
         """
         if not self._exist or run.hook not in _PREFIXES:
             return
@@ -189,14 +189,16 @@ class StepReports(StepParticipant):
     def _exchange(
         self, hook: str, totals: dict[Key, Tensor], weight: Any
     ) -> tuple[dict[Key, Tensor], Any]:
-        """Return the totals and the weight over all ranks, without what none has reported."""
+        """Return the totals and the weight over all ranks, without names that no rank has
+        reported.
+        """
         context = self._scope.context
         others = context.axis("tp-dp-cp" if hook == "training_step" else "tp-cp")
         groups = [group for group in (context.pp, others) if group.size > 1]
         if not groups:
             return totals, weight
         number = partial(torch.as_tensor, dtype=torch.float64, device=context.device)
-        if context.pp.rank > 0:  # the stages of a replica have one weight together
+        if context.pp.rank > 0:  # the stages of a replica share a single weight
             weight = 0.0
         while True:
             keys = self._keys.get(hook, [])

@@ -1,4 +1,4 @@
-"""The module, groups, options and plugins that the parts of a run share."""
+"""The module, groups, options and plugins shared by the parts of a run."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from megatron_lightning.strategies.progress import Progress
 
 @dataclass(frozen=True, kw_only=True)
 class RunContext:
-    """An assembled module in one run, on this rank."""
+    """An assembled module in a run, on this rank."""
 
     module: pl.LightningModule
     """This rank's part of the user's module."""
     part: Part
-    """Its description."""
+    """Description of the module."""
     context: ParallelContext
     """Groups of this rank."""
     options: StrategyOptions
-    """All that the user set."""
+    """All settings of the user."""
     progress: Progress
     """Counts of the strategy."""
     precision: Precision
     """Lightning's precision plugin."""
     undo: ExitStack
-    """Restores at teardown what is replaced on foreign objects."""
+    """Restores replaced attributes of foreign objects at teardown."""

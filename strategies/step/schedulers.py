@@ -1,5 +1,5 @@
-"""Learning-rate schedulers wait where an optimizer step was skipped; Lightning steps them after
-every batch.
+"""Learning-rate schedulers wait after a skipped optimizer step, although Lightning steps schedulers
+after every batch.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ def hold_schedulers(
     is_skipped: Callable[[], bool],
     undo: ExitStack,
 ) -> None:
-    """Hold the schedulers that count steps where the last optimizer step was skipped, until
-    ``undo`` is closed.
+    """Hold the schedulers that count steps if the last optimizer step was skipped, until ``undo``
+    is closed.
     """
     counting = [config.scheduler for config in configs if config.interval == "step"]
 

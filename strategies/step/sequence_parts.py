@@ -1,10 +1,9 @@
-"""Batches whose sequences several ranks share: each runs the step on its part.
+"""Batches of sequences shared by several ranks. Each rank runs the step on its part.
 
-The step is the user's own. What it cannot know is added where it calls a model: positions that do
-not begin at 0, documents that begin on other ranks. Attention that would see a rank's part as if it
-were the whole is refused.
+The step is the user's own. Positions not beginning at 0, and documents beginning on other ranks,
+are injected at the model call. Attention over a rank's part only is refused.
 
-Predictions are joined again: every rank has computed those of its own tokens.
+Predictions are joined again, since every rank has computed only the predictions of its own tokens.
 """
 
 from __future__ import annotations
@@ -40,13 +39,13 @@ from megatron_lightning.strategies.step.step_run import StepRun
 
 
 class SequenceParts(StepParticipant):
-    """Divides the batches of one run, and watches what the step does with its part.
+    """Divides the batches of a run, and watches the step's use of its part.
 
     Attention of this module takes divided sequences only inside of :meth:`divided`, also when the
     run is over.
 
     Args:
-        scope: What the run works on.
+        scope: The run context.
     """
 
     def __init__(self, scope: RunContext) -> None:
@@ -75,8 +74,8 @@ class SequenceParts(StepParticipant):
 
     @contextmanager
     def divided(self, batch: Any) -> Iterator[Any]:
-        """Yield this rank's part of the sequences of a batch; calls of the models are told their
-        positions.
+        """Yield this rank's part of the sequences of a batch. Calls of the models receive the
+        positions of the part.
         """
         length = self.split.length(batch)
         with ExitStack() as during:
@@ -87,7 +86,7 @@ class SequenceParts(StepParticipant):
             yield self.split.split(batch)
 
     def _added(self, path: str, length: int, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Return arguments that the call of a model is given, for sequences of ``length``
+        """Return the arguments to add to a call of a model, for sequences of ``length``
         positions.
         """
         context, model = self._context, self._module.get_submodule(path)
@@ -99,10 +98,10 @@ class SequenceParts(StepParticipant):
 
     @contextmanager
     def around(self, run: StepRun) -> Iterator[None]:
-        """Around the first run of a hook: attention sees the full sequence.
+        """Enter around the first run of a hook, to check that attention sees the full sequence.
 
         Raises:
-            ConfigError: If it does not.
+            ConfigError: If attention sees only a part.
         """
         hook = run.hook
         if hook in self._seen:
@@ -128,10 +127,11 @@ class SequenceParts(StepParticipant):
 
     @contextmanager
     def around_forward(self, run: StepRun, stage: int, microbatch: int) -> Iterator[None]:
-        """Around the first forward of a hook: it selects no positions of its part.
+        """Enter around the first forward of a hook, to check that the step selects no positions of
+        its part.
 
         Raises:
-            ConfigError: If it does.
+            ConfigError: If the step selects positions.
         """
         is_first = run.hook not in self._begun and stage == run.last_stage
         parts = self.split.parts(run.microbatches[microbatch]) if is_first else []
@@ -144,8 +144,8 @@ class SequenceParts(StepParticipant):
             yield
 
     def returned(self, run: StepRun, microbatch: int, loss: Tensor | None) -> None:
-        """Refuse training steps that return None: ranks that wait for the backward of this one
-        would wait forever.
+        """Refuse training steps that return None: other ranks would wait forever for the backward
+        of this rank.
 
         Raises:
             ConfigError: If the step returned None.
@@ -159,12 +159,13 @@ class SequenceParts(StepParticipant):
             )
 
     def end_batch(self, batch: StepBatch, output: Any) -> None:
-        """Check that ranks weigh their means by the tokens that count.
+        """Check that ranks weigh means by the number of counted tokens.
 
-        In evaluation a step may log with ``batch_size``, so that there is a warning, once.
+        In evaluation a step may log with ``batch_size``. Evaluation therefore only warns, once.
 
         Raises:
-            ConfigError: In training, if some do not count, and nothing says how many do.
+            ConfigError: In training, if not all tokens count, and the number of counted tokens is
+                unknown.
         """
         hook, trains = batch.hook, batch.trains
         if hook == "predict_step" or (output is None and trains):
@@ -189,13 +190,14 @@ class SequenceParts(StepParticipant):
 
 
 def join_outputs(output: Any, dims: Mapping[Any, int], part_length: int, group: AxisGroup) -> Any:
-    """Return what a step returned, with its sequences joined in order; a collective of ``group``.
+    """Return the output of a step, with sequences joined in order. A collective of ``group``.
 
-    A tensor is a part of sequences if it has a rank's number of positions in the dim that
-    ``sequence_dims`` declares for its key, or else for the first entry of a batch.
+    A tensor is a part of sequences if the sequence dim has a rank's number of positions. The
+    sequence dim is the dim declared by ``sequence_dims`` for the tensor's key, or else for the
+    first entry of a batch.
 
     Args:
-        output: Of this rank's tokens.
+        output: Output for this rank's tokens.
         dims: The declaration.
         part_length: Positions of this rank's part of a sequence.
         group: The context-parallel ranks.
@@ -223,7 +225,7 @@ def join_outputs(output: Any, dims: Mapping[Any, int], part_length: int, group: 
 
 
 def _check_equal_values(leaves: Sequence[tuple[Any, Any]], group: AxisGroup) -> None:
-    """Check that values that are no tensors are the same on all ranks."""
+    """Check that values other than tensors are the same on all ranks."""
     own = [pickle.dumps(leaf) for _, leaf in leaves]
     for other in group.all_gather_object(own) if own else ():
         for (path, leaf), mine, theirs in zip(leaves, own, other, strict=True):

@@ -1,9 +1,9 @@
-"""A warning about hooks that write into parameters of which each rank holds a shard.
+"""A warning about hooks that write into sharded parameters.
 
 ``weight.div_(weight.norm(dim=0))`` in a hook divides by the norm of a shard. ``weight.mul_(0.9)``
-is right. Nothing tells the two apart, so neither is refused. Versions of the tensors tell whether a
-hook has written: host integers, which no device computes. Writes through ``tensor.data`` are not
-seen.
+is right. The two cannot be distinguished, so neither is refused. A changed version of a tensor
+shows a write by a hook. Versions are host integers and need no work on a device. Writes through
+``tensor.data`` are not seen.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ class ShardWrites:
     """Versions of the sharded parameters between two optimizer steps, until a hook has written.
 
     Args:
-        scope: What the run works on.
-        optimizers: The user's. Schedule-free ones write weights in ``train()`` and ``eval()``,
-            element by element, and are not watched.
+        scope: The run context.
+        optimizers: The user's. Schedule-free optimizers write weights in ``train()`` and
+            ``eval()``, element by element, and are not watched.
     """
 
     def __init__(self, scope: RunContext, optimizers: Sequence[Optimizer]) -> None:
@@ -48,7 +48,7 @@ class ShardWrites:
 
     def look(self) -> None:
         """Warn, once, if a parameter was written since :meth:`record`."""
-        # load_state_dict takes full tensors, and gives each rank its shards.
+        # load_state_dict takes full tensors, and gives each rank the rank's shards.
         if not self._versions or self._loads.seen:
             return
         versions = [parameter._version for parameter in self._sharded.values()]

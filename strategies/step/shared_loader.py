@@ -1,4 +1,6 @@
-"""DataLoaders of a run: each data-parallel rank's share, of which all ranks run as many batches."""
+"""DataLoaders of a run: each data-parallel rank's share, with an equal number of batches on all
+ranks.
+"""
 
 from __future__ import annotations
 
@@ -26,20 +28,20 @@ def shared_loader(
     skipped: SkippedSamples,
     reduces: Callable[[], bool],
 ) -> object:
-    """Return a loader that yields a data-parallel rank's share of the user's; a collective.
+    """Return a loader of a data-parallel rank's share of the user's loader. A collective.
 
     Args:
         loader: The user's.
-        trainer: The Trainer that reads it.
+        trainer: The Trainer that reads the loader.
         context: Groups of this rank.
         options: The strategy's.
         injects_samplers: Whether samplers are exchanged.
-        consumed: Samples that training continues after.
-        skipped: Samples that training passes over.
+        consumed: Number of samples before the first sample to read.
+        skipped: Samples passed over by training.
         reduces: Returns whether evaluation steps call collectives of the data-parallel ranks.
 
     Raises:
-        ConfigError: If ranks cannot read their loaders together.
+        ConfigError: If ranks cannot read the loaders together.
     """
     loader = prepared_loader(
         loader,

@@ -1,4 +1,4 @@
-"""One run of the user's step on the micro-batches of a batch: outputs, and weights in means."""
+"""A run of the user's step on the micro-batches of a batch: outputs, and weights in means."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megatron_lightning.strategies.step.items import count_items, num_items_of
 
 
 class StepRun:
-    """A run of a step; its participants are handed this object.
+    """A run of a step. Participants receive this object.
 
     Args:
         module: The LightningModule.
@@ -26,7 +26,7 @@ class StepRun:
         indices: Further arguments of the step.
         trains: Whether the run has backwards.
         loss_scale: Factor of the losses for fp16.
-        last_stage: The stage on which the step runs to its end.
+        last_stage: The stage with the end of the step.
     """
 
     def __init__(
@@ -50,18 +50,20 @@ class StepRun:
         self.loss_scale = loss_scale
         self.last_stage = last_stage
         self.sizes = [batch_size_of(part) for part in microbatches]
-        """Samples of the micro-batches, where they are known."""
+        """Samples of the micro-batches, if known."""
         self.outputs: dict[int, Any] = {}
         """Detached outputs of the last stage by micro-batch."""
         self.facts: list[str] = []
-        """What the step has done on this rank, in words: ranks that share a sequence compare."""
+        """Actions of the step on this rank, in words, for comparison between ranks sharing a
+        sequence.
+        """
         known = [float(size) for size in self.sizes if size]
         self._weights = known if len(known) == len(self.sizes) else [1.0] * len(self.sizes)
         self._items: dict[int, Tensor] = {}
         self._counted: dict[int, Tensor | None] = {}  # before the step, by the module's method
 
     def keep_output(self, microbatch: int, output: Any) -> Tensor | None:
-        """Keep what the step returned, and count its items; return the loss if there is a backward.
+        """Keep the output of the step, and count the items. Return the loss if a backward follows.
 
         Raises:
             PipelineError: If a training step returned a dict without a loss.
@@ -82,14 +84,14 @@ class StepRun:
         return loss
 
     def count(self, microbatch: int, output: Any) -> None:
-        """Count the items of a micro-batch, if the module counts them."""
+        """Count the items of a micro-batch, if the module counts items."""
         items = num_items_of(self.module, self.microbatches[microbatch], output)
         if items is not None:
             self._items[microbatch] = items
 
     def count_evaluated(self) -> None:
-        """Count the items of an evaluation whose step was Lightning's own, which needs them for
-        reports only.
+        """Count the items of an evaluation by Lightning's own step. Only reports need these
+        items.
         """
         if self.hook in {"validation_step", "test_step"}:
             for microbatch, output in self.outputs.items():
@@ -97,7 +99,7 @@ class StepRun:
                     self.count(microbatch, output)
 
     def items(self, microbatch: int) -> Tensor | None:
-        """Return the items of a micro-batch; None: nothing counts them.
+        """Return the items of a micro-batch. None: nothing counts items.
 
         Before the step has returned, the module's method ``num_items(batch)`` counts.
         """
@@ -116,18 +118,18 @@ class StepRun:
         return share / self.module.trainer.accumulate_grad_batches * self.loss_scale
 
     def weighted(self, microbatch: int, loss: Tensor) -> Tensor:
-        """Return the loss from which the backward of a micro-batch begins."""
+        """Return the loss at the beginning of a micro-batch's backward."""
         items = self.items(microbatch)
         # The largest fp16 number is 65504.
         weighted = (loss if self.loss_scale == 1.0 else loss.float()) * self.scale(microbatch)
         if items is None:
             return weighted
-        # A loss of nothing that counts is NaN, as of a part of a sequence without labels.
+        # A loss over no counted items is NaN, as for a part of a sequence without labels.
         return torch.where(items == 0, torch.zeros_like(weighted), weighted)
 
     @property
     def num_items(self) -> Tensor | None:
-        """Sum of the items of the micro-batches, if the module counts them."""
+        """Sum of the items of the micro-batches, if the module counts items."""
         return torch.stack(list(self._items.values())).sum() if self._items else None
 
     @property
@@ -138,7 +140,7 @@ class StepRun:
 
     @property
     def item_weights(self) -> list[float | Tensor]:
-        """Weight of each micro-batch in a mean over the batch: its items if the module counts them,
-        else its samples.
+        """Weight of each micro-batch in a mean over the batch: number of items if the module counts
+        items, else number of samples.
         """
         return [self._items.get(index, weight) for index, weight in enumerate(self._weights)]

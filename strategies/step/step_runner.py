@@ -1,7 +1,7 @@
-"""Interface of the two ways to run a batch; one is chosen once a run.
+"""Interface of the two ways to run a batch. The choice is made once a run.
 
-``native`` for one stage and one micro-batch, where Lightning's own step does the work, and
-``pipelined``.
+``native`` for a single stage and micro-batch: Lightning's own step does the work. ``pipelined`` for
+all other runs.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ _ASK_BEFORE = "Ask for it in a hook before the step (setup, on_fit_start) and ke
 
 
 class StepRunner(ABC):
-    """Run the batches of one run.
+    """Run the batches of a run.
 
     Args:
-        scope: What the run works on.
-        training: Reduces gradients; None before the Trainer fits.
+        scope: The run context.
+        training: Reduces gradients. None before the Trainer fits.
     """
 
     def __init__(self, scope: RunContext, training: Training | None) -> None:
@@ -55,7 +55,7 @@ class StepRunner(ABC):
         """Whether evaluation steps have called collectives of the data-parallel ranks."""
         self._world_guard = WorldGuard(type(scope.module).__name__, scope.context)
         self.buffers = BufferSync(scope.module, scope.part, scope.context)
-        """Gives the same buffers to all ranks that hold them."""
+        """Keeps buffers equal on all ranks with the same buffer."""
         if training is not None:
             training.accumulation.beside = self.buffers.replicas
         self._metrics = MetricSync(
@@ -94,7 +94,7 @@ class StepRunner(ABC):
 
     @abstractmethod
     def training_step(self, batch: Any, *indices: Any) -> Any:
-        """Run a training batch; return the step's output."""
+        """Run a training batch. Return the step's output."""
 
     @abstractmethod
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
@@ -104,20 +104,20 @@ class StepRunner(ABC):
 
     @abstractmethod
     def evaluate(self, hook: str, batch: Any, *indices: Any) -> Any:
-        """Run a batch of validation, test or prediction; return the step's output."""
+        """Run a batch of validation, test or prediction. Return the step's output."""
 
     @abstractmethod
     def run_pipeline(self, fn: Callable[[Any], Any], batch: Any) -> Any:
-        """Run a part of a step on every micro-batch; see
+        """Run a part of a step on every micro-batch. See
         :func:`megatron_lightning.strategies.run_pipeline`.
         """
 
     def refuse_in_step(self, what: str, advice: str | None = None) -> None:
-        """Refuse what all ranks would have to call together, in the middle of a pipelined step.
+        """Refuse a call that needs all ranks in the middle of a pipelined step.
 
         Args:
-            what: Asked for.
-            advice: The way out; None: to ask before the step.
+            what: The requested call.
+            advice: The way out. None: call before the step.
 
         Raises:
             PipelineError: In a step, over several pipeline ranks.
@@ -134,7 +134,7 @@ class StepRunner(ABC):
             )
 
     def begin_training(self) -> None:
-        """Begin the training of a fit, before its first batch; a collective.
+        """Begin the training of a fit, before its first batch. A collective.
 
         Raises:
             ConfigError: If the ranks have different numbers of batches.
@@ -144,11 +144,11 @@ class StepRunner(ABC):
             check_training(count, self._scope.context.axis("world"))
 
     def end_training(self) -> None:
-        """End the training of a fit, after its last batch; a collective."""
+        """End the training of a fit, after its last batch. A collective."""
         self.participants.end_training()
 
     def begin_evaluation(self, hook: str) -> None:
-        """Begin a validation, test or prediction, before its first batch; a collective.
+        """Begin a validation, test or prediction, before its first batch. A collective.
 
         Raises:
             ConfigError: If the numbers of batches of the ranks do not fit together.
@@ -161,21 +161,21 @@ class StepRunner(ABC):
             self._counts.begin(self._scope.module.trainer, repeats=not reads_on)
 
     def refuse_uneven(self, what: str) -> None:
-        """Refuse a collective of the data-parallel ranks in an evaluation step, if they run
+        """Refuse a collective of the data-parallel ranks in an evaluation step, if the ranks run
         different numbers of steps.
 
         Raises:
-            ConfigError: If they do.
+            ConfigError: If the numbers differ.
         """
         if self._evaluates:
             self.reduces = True
             self._counts.refuse(what)
 
     def run_evaluation(self, hook: str, batch: Any, *indices: Any) -> Any:
-        """Run a batch of validation, test or prediction; return the step's output.
+        """Run a batch of validation, test or prediction. Return the step's output.
 
-        Where this rank's data end before those of others, with which it runs forwards together, the
-        step runs again on its last batch, and nothing comes of it.
+        If forwards are collectives and this rank's data end before the data of other ranks, the
+        step runs again on the last batch, without any effect.
         """
         num_repeats = self._counts.next()
         kept = copy.deepcopy(batch) if num_repeats else None  # steps may write into their batch
@@ -210,8 +210,8 @@ class StepRunner(ABC):
         )
 
     def _begin_evaluated(self, hook: str, batch: Any, indices: tuple[Any, ...]) -> StepBatch:
-        """Begin a batch of an evaluation; ``indices`` have the loader's after the batch's, if there
-        are several loaders.
+        """Begin a batch of an evaluation. ``indices`` hold the batch's index and, with several
+        loaders, the loader's index.
         """
         return self._begin_batch(
             StepBatch(hook=hook, value=batch, loader=indices[1:], begins_loop=self._begins_loop)

@@ -1,10 +1,10 @@
 """Refuse a training in which parameters that should learn never receive a gradient.
 
-A parameter may be trained in vain: a kernel that computes a layer otherwise goes around its
-adapters, a checkpointed block without a differentiable input has no backward, a layer is never
-called. The loss stays finite, and nothing says so. Whether a parameter may be unused is the
-module's knowledge. A module whose attribute ``expects_gradients`` is True says that all parameters
-inside of it that require gradients receive some in the first updates. Other modules are left alone.
+A parameter may be trained in vain: a kernel replaces a layer and bypasses the layer's adapters, a
+checkpointed block without a differentiable input has no backward, a layer is never called. The loss
+stays finite, and no error appears. Only the module knows whether a parameter may be unused.
+``expects_gradients = True`` on a module declares that all trainable parameters inside of the module
+receive gradients in the first updates. Other modules are left alone.
 """
 
 from __future__ import annotations
@@ -15,19 +15,20 @@ from megatron_lightning.strategies.step.participant import StepParticipant
 from megatron_lightning.strategies.step.run_context import RunContext
 
 NUM_UPDATES = 4
-"""Updates of every optimizer, or all of a shorter fit, in which a parameter has to have a gradient.
-Experts that a router chooses rarely get no tokens in some updates."""
+"""Updates of every optimizer, or all updates of a shorter fit, within which a parameter must have a
+gradient. Experts rarely chosen by a router get no tokens in many updates.
+"""
 
 
 class TrainedParameters(StepParticipant):
-    """Look for gradients in the first updates, until every expected parameter has had one.
+    """Look for gradients in the first updates, until every expected parameter has had a gradient.
 
-    Ranks agree in every update on the parameters that have a gradient, so that no value is read.
-    The ranks exchange names once a fit, if modules expect gradients.
+    In every update, ranks agree on the parameters with a gradient, so that no value is read. The
+    ranks exchange names once a fit, if modules expect gradients.
 
     Args:
-        scope: What the run works on.
-        accumulation: Has the reduced gradients.
+        scope: The run context.
+        accumulation: Holds the reduced gradients.
     """
 
     def __init__(self, scope: RunContext, accumulation: GradientAccumulation) -> None:
@@ -49,26 +50,26 @@ class TrainedParameters(StepParticipant):
         self._num_updates = 0
 
     def before_update(self) -> bool:
-        """Look for gradients of the update; never a veto."""
+        """Look for gradients of the update. Never a veto."""
         if not self._is_over and self._seen != self._expected:
             self._seen |= self._expected & self._accumulation.reducer.gradients().keys()
         return True
 
     def after_update(self, *, stepped: bool) -> None:
-        """Judge after the first updates; a collective of all ranks, once.
+        """Judge after the first updates. A collective of all ranks, once.
 
         Raises:
-            ConfigError: On all ranks, naming the parameters without a gradient.
+            ConfigError: On all ranks, with the names of the parameters without a gradient.
         """
         self._num_updates += stepped
         if self._num_updates == NUM_UPDATES * len(self._module.trainer.optimizers):
             self._judge()
 
     def end_training(self) -> None:
-        """Judge after a shorter fit; a collective of all ranks.
+        """Judge after a shorter fit. A collective of all ranks.
 
         Raises:
-            ConfigError: On all ranks, naming the parameters without a gradient.
+            ConfigError: On all ranks, with the names of the parameters without a gradient.
         """
         if self._num_updates:
             self._judge()
@@ -80,7 +81,7 @@ class TrainedParameters(StepParticipant):
         trained = {name for name, p in self._module.named_parameters() if p.requires_grad}
         mine = (self._expected & trained) - self._seen, self._seen
         ranks = self._world.all_gather_object(mine)
-        # A rank without a part of a shard has no gradient of it, and others have.
+        # A rank without a shard of a parameter has no gradient, although other ranks have.
         missing = set[str]().union(*(missing for missing, _ in ranks))
         missing = missing.difference(*(seen for _, seen in ranks))
         if not missing:

@@ -1,4 +1,4 @@
-"""Gradients, clipping and skipped optimizer steps of a run that fits."""
+"""Gradients, clipping and skipped optimizer steps of a fit."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Training:
     """Reduce gradients and step optimizers during one ``fit``.
 
     Args:
-        scope: What the run works on.
+        scope: The run context.
         optimizers: The user's optimizers.
         schedulers: The user's learning-rate schedulers.
     """
@@ -63,7 +63,7 @@ class Training:
         self.schedules = [
             config.scheduler for config in schedulers if isinstance(config.scheduler, ScheduledLR)
         ]
-        """Learning-rate schedules that count samples."""
+        """Learning-rate schedules by samples."""
         self.accumulation = GradientAccumulation(
             module,
             part.specs,
@@ -112,11 +112,11 @@ class Training:
         if self.loss_scaling is not None or options.non_finite == "skip" or is_judged:
             hold_schedulers(module, schedulers, lambda: self.step_skipped, undo)
         self.participants = Participants(())
-        """Concerns that may refuse an update, or follow it."""
+        """Concerns with a veto on updates, or with work after updates."""
 
     def _scale_losses(self) -> MegatronMixedPrecision | None:
-        """Return the precision plugin, with one verdict on overflow for all ranks; None: losses are
-        not scaled.
+        """Return the precision plugin, with a common verdict on overflow for all ranks. None:
+        losses are not scaled.
         """
         precision = self._scope.precision
         if not isinstance(precision, MegatronMixedPrecision) or not precision.loss_scale:
@@ -150,7 +150,7 @@ class Training:
 
     @contextmanager
     def _before_step(self) -> Iterator[None]:
-        """Around the hooks before an optimizer step, clipping among them."""
+        """Enter around the hooks before an optimizer step, clipping among them."""
         with self.guard.around("on_before_optimizer_step", "configure_gradient_clipping"):
             yield
         self.accumulation.check_step(self._optimizers)
@@ -164,7 +164,7 @@ class Training:
             )
 
     def keep_quantized(self) -> None:
-        """Keep the weights that have quantizers as codes from now on. A collective."""
+        """From now on, keep the weights with quantizers as quantized data. A collective."""
         self.accumulation.gather.keep_quantized()
         names = self.accumulation.reducer.main_shards()
         hide_quantized(
@@ -173,12 +173,12 @@ class Training:
 
     @property
     def loss_scale(self) -> float:
-        """Factor of the losses, which the precision plugin takes out of the gradients again."""
+        """Factor of the losses, removed from the gradients again by the precision plugin."""
         return 1.0 if self.loss_scaling is None else self.loss_scaling.scale
 
     def begin_run(self, *, clear: bool = True, keep_earlier: bool = False) -> None:
-        """Prepare for the backward passes of a batch: follow what the user has unfrozen or
-        regrouped; see :meth:`GradientAccumulation.begin_run`.
+        """Prepare for the backward passes of a batch: follow parameters unfrozen or regrouped by
+        the user. See :meth:`GradientAccumulation.begin_run`.
         """
         self.guard.close()
         self._follow()
@@ -190,7 +190,7 @@ class Training:
             self.participants.follow_parameters()
 
     def follow_restored_groups(self) -> None:
-        """Follow the parameter groups that callbacks restore before the states of optimizers are
+        """Follow the parameter groups restored by callbacks before the states of optimizers are
         loaded.
         """
         unfreeze_again(self._scope.module, self.accumulation.added(self._optimizers))
@@ -202,14 +202,14 @@ class Training:
         return self._scope.module.trainer.optimizers
 
     def end_backwards(self) -> None:
-        """Launch the reductions that are left and look at what the backward passes gave; all ranks
+        """Launch the remaining reductions and check the results of the backward passes. All ranks
         call this together.
         """
         self.accumulation.end_backwards()
         self.participants.after_backward()
 
     def watch_gradients(self) -> None:
-        """Watch what the user's code does to the gradients from now until the step."""
+        """Watch the user's code for changes of the gradients from now until the step."""
         optimizers = self._optimizers
         self._zeroing.is_left = True
         self.guard.open(optimizers)
@@ -234,7 +234,9 @@ class Training:
         step: Callable[[Callable[[], Any]], Any],
         closure: Callable[[], Any],
     ) -> Any:
-        """Call ``step(closure)`` unless a participant refuses the update; they follow it."""
+        """Call ``step(closure)`` unless a participant refuses the update. Participants then follow
+        the update.
+        """
         allowed = True
 
         def gradients() -> Any:

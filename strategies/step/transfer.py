@@ -1,14 +1,14 @@
-"""Copies of batches to a GPU, on a stream of their own.
+"""Copies of batches to a GPU, on a separate stream.
 
-The host runs ahead of the GPU: it hands the next batch over while the GPU computes the steps
-before. On the stream of the computation the copy would wait for them, and the next step for it. On
-its own stream it starts at once:
+The host runs ahead of the GPU, and hands the next batch over while the GPU still computes earlier
+steps. On the stream of the computation, the copy would wait for the earlier steps, and the next
+step would wait for the copy. On a separate stream, the copy starts at once:
 
     compute   step 1                 | step 2                 | step 3
     copies    batch 2 | batch 3      ^ waits for batch 2 only
 
-The memory of a batch belongs to the stream of the copies, so the computation is recorded as its
-user: it is not reused before the step has read it.
+The memory of a batch belongs to the stream of the copies. The computation is therefore recorded as
+a user of the memory, so the memory is not reused before the step has read the batch.
 """
 
 from __future__ import annotations
@@ -28,25 +28,26 @@ class BatchCopies:
     """Copies the tensors of batches.
 
     Args:
-        device: Where they go; other devices than CUDA's have no streams, and nothing is copied.
+        device: Target of the copies. Only CUDA devices have streams. For other devices nothing is
+            copied.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self.stream: torch.cuda.Stream | None = None
-        """The stream of the copies; None: there is none."""
+        """The stream of the copies. None: no stream."""
         if device.type == "cuda":
             self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def copy(self, batch: Any, module: pl.LightningModule) -> Any:
-        """Return the batch with its tensors on the device, ready for the current stream.
+        """Return the batch with all tensors on the device, ready for the current stream.
 
-        Left as they are, for Lightning to move, are tensors in other containers than dicts, lists
-        and tuples, and all where the module or its data moves batches by a hook of its own.
+        Lightning still moves tensors in containers other than dicts, lists and tuples. Lightning
+        moves all tensors if the module or the data module has a hook for moving batches.
 
         Args:
             batch: A batch.
-            module: The LightningModule that it is for.
+            module: The LightningModule that receives the batch.
         """
         if self.stream is None:
             return batch

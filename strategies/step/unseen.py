@@ -1,4 +1,4 @@
-"""A step that is run for its collectives alone, and leaves nothing."""
+"""A step run for its collectives alone, without a trace."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from megatron_lightning.strategies.step.run_context import RunContext
 
 @contextmanager
 def unseen(scope: RunContext, metrics: MetricSync) -> Generator[None, None, None]:
-    """Restore after the block what a step changes: metrics, values on the module, random states;
-    nothing is logged.
+    """Undo a step's changes after the block: metrics, values on the module, random states. Nothing
+    is logged.
     """
     module, context = scope.module, scope.context
     stages = [0] if scope.part.partition is None else scope.part.partition.own

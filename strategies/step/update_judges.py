@@ -1,4 +1,4 @@
-"""Callbacks that judge every update of the weights by its loss and its gradient norm."""
+"""Callbacks that judge every update of the weights by loss and gradient norm."""
 
 from __future__ import annotations
 
@@ -21,31 +21,31 @@ class UpdateJudge(Protocol):
     """Callback that judges updates."""
 
     judges_updates: bool
-    """Whether it does, in this run."""
+    """Whether the callback judges updates in this run."""
 
     def allows_update(self, trainer: pl.Trainer, loss: float, gradient_norm: float) -> bool:
-        """Return whether the optimizer may step; the same on every rank, as the arguments are.
+        """Return whether the optimizer may step. Equal on every rank, like the arguments.
 
         Args:
             trainer: The Trainer.
             loss: Mean over micro-batches, accumulated batches and ranks.
-            gradient_norm: Before clipping, without a loss scale.
+            gradient_norm: Norm before clipping, without a loss scale.
         """
         ...
 
 
 def update_judges(trainer: pl.Trainer) -> list[UpdateJudge]:
-    """Return the callbacks that judge updates."""
+    """Return the callbacks with a judgment of updates."""
     callbacks: list[object] = getattr(trainer, "callbacks", [])
     return [c for c in callbacks if isinstance(c, UpdateJudge) and c.judges_updates]
 
 
 class UpdateJudges(StepParticipant):
-    """Ask callbacks whether the optimizer may step; a collective and a wait for the device in
-    every optimizer step.
+    """Ask callbacks whether the optimizer may step. A collective and a wait for the device in every
+    optimizer step.
 
     Args:
-        scope: What the run works on.
+        scope: The run context.
         training: Gradients.
         judges: The callbacks.
     """
@@ -64,7 +64,7 @@ class UpdateJudges(StepParticipant):
         return torch.zeros(2, dtype=torch.float64, device=self._scope.context.device)
 
     def begin_batch(self, batch: StepBatch) -> None:
-        """Drop what a batch left that ended without an update, such as the last of an epoch."""
+        """Drop the sums of a batch without an update, such as the last batch of an epoch."""
         accumulated = self._scope.module.trainer.accumulate_grad_batches
         if batch.trains and (batch.number - 1) % accumulated == 0:
             self._sums = self._zero()

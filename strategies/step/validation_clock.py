@@ -1,7 +1,7 @@
-"""One clock for ``Trainer(val_check_interval={"minutes": 30})``.
+"""A common clock for ``Trainer(val_check_interval={"minutes": 30})``.
 
-Lightning asks on every rank the rank's own clock whether it is time to validate. Those that are a
-moment ahead would validate, the others train on, and all would wait for each other.
+On every rank, Lightning asks the rank's own clock whether a validation is due. Ranks a moment ahead
+would validate while other ranks train on, and all ranks would wait for each other.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _NOT_DUE, _DUE = float("inf"), float("-inf")
 
 class ValidationClock:
     """Decides on rank 0 whether validation follows a training batch, and gives the Trainer times
-    that lead to the same.
+    with the same outcome.
 
     Args:
         broadcast: Returns rank 0's value on every rank.
@@ -33,8 +33,8 @@ class ValidationClock:
         self._last = 0.0
 
     def agree(self, trainer: pl.Trainer) -> None:
-        """Agree on what follows this batch; all ranks call this together, and it costs nothing
-        without a time interval.
+        """Agree on the work after this batch. All ranks call this together. Free without a time
+        interval.
         """
         interval = seconds_between_validations(trainer)
         if interval is None or trainer.world_size == 1:

@@ -1,8 +1,9 @@
-"""Gradients that a user's code would read where this rank has none: reading one is an error.
+"""Gradients withheld from a user's code on ranks without a gradient. A read of a withheld gradient
+is an error.
 
-Under ``zero1`` and ``fsdp`` ``p.grad`` is None, so that ``clip_grad_norm_`` clips nothing and
-returns 0.0. While code that takes norms of gradients runs, ``p.grad`` is a tensor that refuses
-every use.
+Under ``zero1`` and ``fsdp``, ``p.grad`` is None. ``clip_grad_norm_`` would clip nothing and return
+0.0. While code with norms of gradients runs, ``p.grad`` is therefore a tensor that refuses every
+use.
 """
 
 from __future__ import annotations
@@ -18,13 +19,13 @@ from megatron_lightning.errors import ConfigError
 
 
 class WithheldGradient(Tensor):
-    """A gradient without values, of the parameter's shape; using it raises a ConfigError."""
+    """A gradient without values, of the parameter's shape. Using it raises a ConfigError."""
 
     reason: str
 
     @classmethod
     def of(cls, parameter: Tensor, reason: str) -> WithheldGradient:
-        """Return the gradient of ``parameter``; ``reason`` is the error's text."""
+        """Return the gradient of ``parameter``. ``reason`` is the error's text."""
         like = torch.zeros((), dtype=parameter.dtype, device=parameter.device)
         made: WithheldGradient = Tensor._make_subclass(cls, like.expand(parameter.shape))
         made.reason = reason
@@ -54,14 +55,14 @@ class WithheldGradients:
         self._withheld: list[nn.Parameter] = []
 
     def begin(self, parameters: Iterable[nn.Parameter], reason: str) -> None:
-        """Withhold the gradients of trainable parameters that have none."""
+        """Withhold the gradients of trainable parameters without a gradient."""
         for parameter in parameters:
             if parameter.requires_grad and parameter.grad is None:
                 parameter.grad = WithheldGradient.of(parameter, reason)
                 self._withheld.append(parameter)
 
     def end(self) -> bool:
-        """Make the gradients None again; return whether others had made some None."""
+        """Make the gradients None again. Return whether other code has set a gradient to None."""
         cleared = any(parameter.grad is None for parameter in self._withheld)
         for parameter in self._withheld:
             if isinstance(parameter.grad, WithheldGradient):

@@ -1,8 +1,8 @@
-"""Refuse collectives of a user's over all ranks in the first step of each kind.
+"""Refuse a user's collectives over all ranks in the first step of each kind.
 
-Ranks of one replica hold the same samples, so a collective over the world counts each value as
-often as a replica has ranks, without an error. Under a pipeline only the last stage reaches the
-code after the model, and would wait for the others.
+Ranks of a replica hold the same samples, so a collective over the world counts each value as often
+as a replica has ranks, without an error. Under a pipeline only the last stage reaches the code
+after the model, and would wait for the other stages.
 """
 
 from __future__ import annotations
@@ -35,17 +35,19 @@ class WorldGuard:
         self._is_dismissed = False
 
     def dismiss(self) -> None:
-        """Stop watching this step: the user asked the strategy for something that all ranks do."""
+        """Stop watching this step, since the user asked the strategy for a collective of all
+        ranks.
+        """
         self._is_dismissed = True
 
     @contextmanager
     def watching(self, hook: str, *, counts: bool) -> Generator[None, None, None]:
-        """Around one call of ``hook``.
+        """Enter around a call of ``hook``.
 
         Args:
             hook: The user's step.
-            counts: Whether no collective of ours uses the default group in the step; then those
-                are found, too, that a user calls on a group kept from before.
+            counts: Whether no collective of ours uses the default group in the step. A user's
+                collectives on a group kept from before are then found, too.
 
         Raises:
             PipelineError: At the user's call, or after the step.

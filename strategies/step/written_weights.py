@@ -1,4 +1,4 @@
-"""Weights that hooks have written between two training batches."""
+"""Weights written by hooks between two training batches."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ from megatron_lightning.strategies.step.shard_writes import ShardWrites
 
 
 class WrittenWeights(StepParticipant):
-    """Find weights that hooks have written, and give them to all ranks before a training batch.
+    """Find weights written by hooks, and share these weights with all ranks before a training
+    batch.
 
     Args:
-        scope: What the run works on.
-        accumulation: Knows which ranks share a weight.
+        scope: The run context.
+        accumulation: Knows the ranks sharing a weight.
         optimizers: The user's optimizers.
-        plan_watch: Compares losses again where weights may have been written.
+        plan_watch: Compares losses again after possible writes of weights.
     """
 
     def __init__(
@@ -38,7 +39,7 @@ class WrittenWeights(StepParticipant):
         self._num_batches = 0
 
     def begin_batch(self, batch: StepBatch) -> None:
-        """Look for written weights, if it is due."""
+        """Look for written weights, if due."""
         if not batch.trains:
             return
         accumulation = self._accumulation

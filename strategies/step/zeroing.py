@@ -1,7 +1,8 @@
 """A user's ``optimizer_zero_grad`` that does not clear the gradients.
 
-On one device they pile up. Where gradients are in buckets, or a pipeline computes them before
-Lightning calls the hook, a step begins with none, so that the hook would have no effect.
+On one device gradients then pile up. With gradients in buckets, or with a pipeline that computes
+gradients before Lightning calls the hook, a step begins without gradients, and the hook would have
+no effect.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ class ZeroingCheck:
 
     def __init__(self, module: pl.LightningModule, undo: ExitStack) -> None:
         self.is_left = False
-        """Whether gradients of earlier steps would be there on one device."""
+        """Whether one device would have gradients of earlier steps."""
         self.applies = False
         """Whether steps begin without gradients, whatever the hook does."""
         self._module = module
@@ -46,7 +47,7 @@ class ZeroingCheck:
         return original(*args, **kwargs)
 
     def _follow(self, optimizer: Any) -> None:
-        """Follow the ``zero_grad`` of an optimizer and of Lightning's wrapper of it."""
+        """Follow the ``zero_grad`` of an optimizer and of Lightning's wrapper."""
         handed_out: Any = self._module.optimizers()
         wrappers = handed_out if isinstance(handed_out, list) else [handed_out]
         for handle in [optimizer, *(w for w in wrappers if unwrapped(w) is optimizer)]:
@@ -58,7 +59,7 @@ class ZeroingCheck:
         """Call the hook.
 
         Raises:
-            ConfigError: If it leaves gradients.
+            ConfigError: If the hook leaves gradients.
         """
         self._follow(unwrapped(optimizer))
         original(epoch, index, optimizer)
