@@ -1,10 +1,10 @@
-"""Modules that another pipeline rank holds: they stay in their places, without tensors.
+"""Modules held by another pipeline rank. The modules stay in place, without tensors.
 
-An absent module keeps its attributes, its children and its position in lists, so that indices,
-slices, ``len`` and loops mean what they do in the full model. Its parameters and buffers are gone
-from ``parameters()``, ``buffers()`` and ``state_dict()``; in their places are plain attributes on
-``meta`` (:class:`AbsentTensor`), so that code may still ask for a dtype or a shape, and fails where
-it computes with them.
+An absent module keeps attributes, children and the position in lists, so that indices, slices,
+``len`` and loops mean the same as in the full model. The module's parameters and buffers are
+missing from ``parameters()``, ``buffers()`` and ``state_dict()``. In place of the tensors are plain
+attributes on ``meta`` (:class:`AbsentTensor`). Code may still ask for a dtype or a shape, and fails
+when computing with the tensors.
 """
 
 from __future__ import annotations
@@ -65,25 +65,25 @@ _FREEZES = (torch.Tensor.requires_grad_, torch.Tensor.requires_grad.__set__)  # 
 
 
 class AbsentTensor(Tensor):
-    """Shape and dtype of a tensor that another pipeline rank holds.
+    """Shape and dtype of a tensor held by another pipeline rank.
 
-    Some operations take a tensor on ``meta`` for one of uninitialized memory, so that all but
-    questions about it are refused.
+    Some operations mistake a tensor on ``meta`` for uninitialized memory. Everything but questions
+    about the tensor is therefore refused.
     """
 
     path: str
     is_parameter: bool
     advice: str
     original: weakref.ref[Tensor] | None
-    """The tensor on the full model, which the user's code may still hold."""
+    """The tensor of the full model, if user code still holds the tensor."""
 
     @classmethod
     def of(
         cls, tensor: Tensor, path: str, *, is_parameter: bool = False, advice: str = ""
     ) -> AbsentTensor:
-        """Represent ``tensor``, whose name is ``path``.
+        """Represent ``tensor`` with the name ``path``.
 
-        ``advice``: What to do instead of reading it, for the error.
+        ``advice``: Advice for the error of a read.
         """
         empty = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
         made: AbsentTensor = torch.Tensor._make_subclass(cls, empty, tensor.requires_grad)
@@ -126,8 +126,8 @@ def _represent(
 
 
 class StaleParameter(nn.Parameter):
-    """Parameter of the full model that another pipeline rank trains, and that the user's code holds
-    in a list of its own: its values are those before the training, and refuse to be read.
+    """Parameter of the full model, trained by another pipeline rank, in a list of the user's own.
+    The values are from before the training, and refuse to be read.
     """
 
     path: str
@@ -147,7 +147,7 @@ class StaleParameter(nn.Parameter):
 
 
 class _AbsentForward:
-    """Forward of an absent module; plain data, so that the module stays copyable.
+    """Forward of an absent module. Plain data, so that the module stays copyable.
 
     Args:
         path: Path of the module, for messages.
@@ -164,7 +164,7 @@ class _AbsentForward:
 
 
 def _stay(*_: Any, **__: Any) -> None:
-    """Take the place of ``Module._apply``, which moves and casts tensors."""
+    """Replace ``Module._apply``, the method to move and cast tensors."""
 
 
 def make_absent(module: nn.Module, path: str, kept: Collection[int] = ()) -> None:
@@ -172,8 +172,8 @@ def make_absent(module: nn.Module, path: str, kept: Collection[int] = ()) -> Non
 
     Args:
         module: The module at ``path``.
-        path: Its path, for messages.
-        kept: Ids of tensors that stay, since other modules use them too.
+        path: The module's path, for messages.
+        kept: Ids of tensors to keep, since other modules use the tensors too.
     """
     for inner, child in module.named_modules(prefix=path):
         for registry in (child._parameters, child._buffers):
@@ -184,12 +184,12 @@ def make_absent(module: nn.Module, path: str, kept: Collection[int] = ()) -> Non
                     absent = AbsentTensor.of(tensor, f"{inner}.{name}", is_parameter=is_parameter)
                     absent.original = weakref.ref(tensor)
                     child.__dict__[name] = absent
-        if isinstance(child, nn.RNNBase):  # keeps its weights in a list as well
+        if isinstance(child, nn.RNNBase):  # also has a list of the weights
             child._flat_weights = [getattr(child, name) for name in child._flat_weights_names]
     module._compiled_call_impl = None
     module.__dict__["_apply"] = _stay
     module.__dict__["forward"] = _AbsentForward(path)
-    module.__dict__[_MARK] = True  # recomputation and others may wrap the forward
+    module.__dict__[_MARK] = True  # recomputation and other code may wrap the forward
 
 
 def is_absent(module: nn.Module) -> bool:
@@ -198,7 +198,7 @@ def is_absent(module: nn.Module) -> bool:
 
 
 def present_modules(root: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """Yield what ``root.named_modules()`` does, without absent modules and what is in them."""
+    """Yield the same as ``root.named_modules()``, without absent modules and the modules inside."""
     seen: set[nn.Module] = set()
 
     def walk(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
@@ -214,9 +214,9 @@ def present_modules(root: nn.Module, path: str = "") -> Iterator[tuple[str, nn.M
 
 
 class AbsentListing:
-    """Lets ``parameters()`` and ``named_parameters()`` list absent parameters as well, in the order
-    of the full model: code that computes with all of them fails, and does not take a part for all.
-    Code that goes by positions means what it means on one device.
+    """Make ``parameters()`` and ``named_parameters()`` list absent parameters as well, in the order
+    of the full model. Code that computes with all parameters then fails instead of using a part for
+    all. Code that goes by positions means the same as on a single device.
 
     Args:
         root: Module with absent units.
@@ -227,12 +227,12 @@ class AbsentListing:
         self._find(root, set())
         for path, module in root.named_modules():
             for name, value in module.__dict__.items():
-                if isinstance(value, AbsentTensor):  # messages name it as the root does
+                if isinstance(value, AbsentTensor):  # messages name the tensor as the root does
                     value.path = f"{path}.{name}" if path else name
         self._mark_stale(root)
 
     def _mark_stale(self, root: nn.Module) -> None:
-        """Mark absent parameters that lists of the user's still hold."""
+        """Mark absent parameters still held in lists of the user's."""
         registered = {id(parameter) for parameter in root.parameters()}
         for module in self._modules:
             for value in module.__dict__.values():
@@ -244,7 +244,9 @@ class AbsentListing:
                     cast(StaleParameter, original).path = value.path
 
     def _find(self, module: nn.Module, seen: set[nn.Module]) -> bool:
-        """Return whether a module or one inside of it lacks parameters; keep those that do."""
+        """Return whether a module or a module inside lacks parameters. Record modules that lack
+        parameters.
+        """
         if module in seen:
             return False
         seen.add(module)
@@ -256,7 +258,7 @@ class AbsentListing:
 
     @contextmanager
     def shown(self) -> Iterator[None]:
-        """Context in which absent parameters are listed."""
+        """Context that lists absent parameters."""
         for module in self._modules:
             module.__dict__["named_parameters"] = partial(_named_parameters, module)
         try:
@@ -275,7 +277,7 @@ def _named_parameters(
 ) -> Iterator[tuple[str, Any]]:
     """Take the place of ``Module.named_parameters``, in the order of the full model."""
     seen = set[int]()
-    # A tied parameter may be absent by its first name and present by another.
+    # A tied parameter may be absent by the first name and present by another.
     present = {id(p): p for _, p in nn.Module.named_parameters(module, recurse=recurse)}
     modules = module.named_modules(prefix=prefix) if recurse else [(prefix, module)]
     for path, child in modules:
@@ -292,7 +294,9 @@ def _named_parameters(
 
 
 def _identity(value: Any) -> int:
-    """Return the id of a parameter; of an absent one, of the parameter of the full model."""
+    """Return the id of a parameter. For an absent parameter, return the id of the parameter of the
+    full model.
+    """
     if not isinstance(value, AbsentTensor) or value.original is None:
         return id(value)
     original = value.original()
@@ -300,8 +304,8 @@ def _identity(value: Any) -> int:
 
 
 def drop_absent(optimizer: Any) -> None:
-    """Remove absent parameters from the groups of an optimizer, which may become empty, and from
-    its state.
+    """Remove absent parameters from the optimizer's state and from the optimizer's groups, which
+    may become empty.
     """
     for parameter in [p for p in getattr(optimizer, "state", ()) if isinstance(p, AbsentTensor)]:
         del optimizer.state[parameter]

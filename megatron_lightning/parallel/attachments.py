@@ -1,8 +1,8 @@
-"""Layers with trained children of their own (adapters), and how a sharding plan sees them.
+"""Layers with trained children of their own (adapters), and the paths of layers in a sharding plan.
 
-An :class:`Attachment` is a child of a layer: the layer keeps its class, names and forward. ``peft``
+An :class:`Attachment` is a child of a layer: the layer keeps class, names and forward. ``peft``
 wraps layers instead. A plan names the layer's path in both cases, and the style of the row divides
-the layer and what is attached to it.
+the layer and the attachments.
 """
 
 from __future__ import annotations
@@ -12,46 +12,44 @@ from collections.abc import Iterator
 from torch import Tensor, nn
 
 _BASES = ("base_layer", "original_module")
-"""Names under which wrappers of ``peft`` keep the layer that they wrap."""
+"""Names of the wrapped layer in wrappers of ``peft``."""
 
 
 class Attachment(nn.Module):
-    """A child of a layer: the layer's style divides it, and it fills itself with initial values."""
+    """A child of a layer, divided by the layer's style, with an initialization of its own."""
 
     def init_weights(self, name: str, tensor: Tensor) -> None:
-        """Fill ``tensor``, which has the full shape of parameter ``name``, with its initial
-        values.
-        """
+        """Fill ``tensor``, of the full shape of parameter ``name``, with the initial values."""
         raise NotImplementedError
 
 
 def attachment_of(module: nn.Module) -> Attachment | None:
-    """Return the attachment of a layer; None: it has none."""
+    """Return the attachment of a layer. None: no attachment."""
     return next((child for child in module.children() if isinstance(child, Attachment)), None)
 
 
 def is_wrapper(module: nn.Module) -> bool:
-    """Return whether ``module`` is a wrapper of ``peft`` around one layer."""
+    """Return whether ``module`` is a wrapper of ``peft`` around a layer."""
     return type(module).__module__.startswith("peft.") and any(
         name in module._modules for name in _BASES
     )
 
 
 def base_layer(module: nn.Module) -> nn.Module:
-    """Return the layer that wrappers of ``peft`` wrap; other modules are returned."""
+    """Return the layer wrapped by wrappers of ``peft``. Any other module is returned unchanged."""
     while is_wrapper(module):
         module = next(module._modules[name] for name in _BASES if name in module._modules)  # type: ignore[assignment]
     return module
 
 
 def is_extended(module: nn.Module) -> bool:
-    """Return whether something is attached to a layer, or wraps it."""
+    """Return whether a layer has an attachment or a wrapper."""
     return is_wrapper(module) or attachment_of(module) is not None
 
 
 def without_attachments(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """Yield path and module of ``module`` and of everything in it, less what adapters consist of:
-    attachments, and the contents of wrappers.
+    """Yield path and module of ``module`` and of everything inside, without the modules of
+    adapters: attachments, and the contents of wrappers.
     """
     yield prefix, module
     for name, child in () if is_wrapper(module) else module.named_children():
@@ -60,7 +58,7 @@ def without_attachments(module: nn.Module, prefix: str = "") -> Iterator[tuple[s
 
 
 def own_path(path: str) -> str:
-    """Return the path of a module in the model that wrappers of ``peft`` were put into."""
+    """Return the path of a module in the model before ``peft`` wrapped layers."""
     return ".".join(segment for segment in path.split(".") if segment not in _BASES)
 
 

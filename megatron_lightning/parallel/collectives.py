@@ -1,16 +1,16 @@
-"""Collectives over one axis as conjugate autograd pairs, the ``f`` and ``g`` of Megatron-LM
-(https://arxiv.org/abs/1909.08053) and their sequence-parallel forms
+"""Collectives over an axis as conjugate autograd pairs, the ``f`` and ``g`` of Megatron-LM
+(https://arxiv.org/abs/1909.08053) and the sequence-parallel forms
 (https://arxiv.org/abs/2205.05198).
 
     copy_to_axis      identity   / all-reduce      scatter         own shard      / all-gather
     reduce_from_axis  all-reduce / identity        gather          all-gather     / own shard
     gather_sequence   all-gather / reduce-scatter  reduce_scatter  reduce-scatter / all-gather
 
-All use torch's functional collectives; on CPUs those that gather or scatter use the operators of
+All functions use torch's functional collectives. On CPUs gathers and scatters use the operators of
 ``cpu_exchange``, which are complete when they return. ``torch.compile`` traces both, and activation
-checkpointing may save or recompute them. None works in place on its argument, and over an axis of
-one rank each returns its argument. The functions that end in ``_start`` have no gradient: until
-:func:`finish`, other work overlaps the communication.
+checkpointing may save or recompute both. No function works in place on the argument. Over an axis
+of a single rank each function returns the argument. The functions with the suffix ``_start`` have
+no gradient: until :func:`finish`, other work overlaps the communication.
 """
 
 from __future__ import annotations
@@ -39,24 +39,24 @@ def _name(group: AxisGroup) -> str:
 
 
 def overlaps(x: Tensor) -> bool:
-    """Return whether a gather or scatter of ``x`` overlaps other work; that of a CPU tensor is
-    complete when it returns.
+    """Return whether a gather or scatter of ``x`` overlaps other work. A gather or scatter of a CPU
+    tensor is complete on return.
     """
     return x.device.type != "cpu"
 
 
 def keeps_shard(x: Tensor, *, deferred: bool) -> bool:
-    """Return whether a layer that gathers its input ``x`` keeps its shard for backward and gathers
-    it again there, or keeps the gathered input.
+    """Return whether a layer with a gathered input ``x`` keeps the shard for backward and gathers
+    the shard again there, or keeps the gathered input.
 
-    It keeps its shard where the second gather overlaps other work, and for a weight gradient that
-    is deferred, whose inputs are kept longest.
+    A layer keeps the shard if the second gather overlaps other work, and for a deferred weight
+    gradient, which keeps inputs longest.
     """
     return deferred or overlaps(x)
 
 
 def all_reduce_start(x: Tensor, group: AxisGroup, op: str = "sum") -> Tensor:
-    """Begin to reduce ``x`` over the group; ``op`` is sum or max."""
+    """Begin to reduce ``x`` over the group. ``op`` is sum or max."""
     return x if group.size == 1 else _ops.all_reduce(x.contiguous(), op, _name(group))
 
 
@@ -70,7 +70,7 @@ def all_gather_start(x: Tensor, group: AxisGroup, dim: int = 0) -> Tensor:
 
 
 def reduce_scatter_start(x: Tensor, group: AxisGroup, dim: int = 0) -> Tensor:
-    """Begin to sum ``x`` over the group; this rank keeps its shard of the sum along ``dim``."""
+    """Begin to sum ``x`` over the group. This rank keeps a shard of the sum along ``dim``."""
     _shard_length(x, group, dim)
     if group.size == 1:
         return x
@@ -84,13 +84,13 @@ def reduce_scatter_start(x: Tensor, group: AxisGroup, dim: int = 0) -> Tensor:
 
 
 def finish(started: Tensor, group: AxisGroup, dim: int = 0) -> Tensor:
-    """Wait for a ``_start`` with the same ``dim`` and return its result (an all-reduce has dim
+    """Wait for a ``_start`` with the same ``dim`` and return the result (an all-reduce has dim
     0).
     """
     if group.size == 1:
         return started
     done: Tensor = _ops.wait_tensor(started)
-    # Not a view unless need be: autograd refuses writes into views that a Function returns.
+    # Not a view if avoidable: autograd refuses writes into views that a Function returns.
     return done if dim == 0 else done.movedim(0, dim)
 
 
@@ -100,7 +100,7 @@ def all_reduce(x: Tensor, group: AxisGroup, op: str = "sum") -> Tensor:
 
 
 def _shard_length(x: Tensor, group: AxisGroup, dim: int) -> int:
-    """Return the extent of one rank's shard of ``x`` along ``dim``."""
+    """Return the extent of a rank's shard of ``x`` along ``dim``."""
     if x.shape[dim] % group.size:
         raise ShardingError(
             f"dim {dim} of an activation of shape {tuple(x.shape)} has {x.shape[dim]} entries, "
@@ -185,9 +185,7 @@ class _Scatter(torch.autograd.Function):
 
 
 class _Gather(torch.autograd.Function):
-    """All-gather forward, own shard backward; the last ranks' shards may be shorter than the
-    others'.
-    """
+    """All-gather forward, own shard backward. The last ranks' shards may be shorter."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: AxisGroup, dim: int, total: int) -> Tensor:
@@ -207,8 +205,8 @@ class _Gather(torch.autograd.Function):
 
 
 def copy_to_axis(x: Tensor, group: AxisGroup) -> Tensor:
-    """Identity forward, all-reduce backward: a replicated tensor enters a region where every rank
-    computes with its shard.
+    """Identity forward, all-reduce backward: a replicated tensor enters a region of sharded
+    computation.
     """
     return x if group.size == 1 else _apply(_CopyToAxis, x, group)
 
@@ -238,11 +236,11 @@ def scatter(x: Tensor, group: AxisGroup, dim: int = 0) -> Tensor:
 
 
 def gather(x: Tensor, group: AxisGroup, dim: int = -1, total: int | None = None) -> Tensor:
-    """All-gather forward, own shard backward: shards along ``dim`` become a tensor that every rank
-    uses in the same way.
+    """All-gather forward, own shard backward: shards along ``dim`` become a tensor used by every
+    rank in the same way.
 
-    ``total`` is the full extent, where the last ranks hold less than the others; None: all hold the
-    same.
+    ``total`` is the full extent, if the last ranks hold less than the other ranks. None: all ranks
+    hold the same extent.
     """
     return (
         x if group.size == 1 else _apply(_Gather, x, group, dim, total or x.shape[dim] * group.size)

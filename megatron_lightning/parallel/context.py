@@ -1,8 +1,8 @@
-"""The process groups of one rank, as an object that is passed to its users.
+"""The process groups of a rank, as an object to pass on.
 
 A :class:`ParallelContext` is made once the default process group exists (or for a single process
-without one) and creates every group eagerly and in the same order on all ranks. Two contexts may
-live in one process. All groups are destroyed at the end of its main thread.
+without a group) and creates every group eagerly and in the same order on all ranks. Two contexts
+may live in a process. All groups are destroyed at the end of the process's main thread.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ GROUPS = (*_DENSE_GROUPS, *_EXPERT_GROUPS)
 
 @dataclass(frozen=True, eq=False)
 class AxisGroup:
-    """The ranks that share one or several axes with this rank. A group of one rank needs no process
-    group.
+    """The ranks that share one or several axes with this rank. A group of a single rank needs no
+    process group.
     """
 
     name: str
@@ -48,9 +48,9 @@ class AxisGroup:
     ranks: tuple[int, ...]
     """Global ranks, ascending."""
     rank: int
-    """This rank's position in ``ranks``; -1: it is in another group of the kind."""
+    """This rank's position in ``ranks``. -1: this rank is in another group of the kind."""
     process_group: dist.ProcessGroup | None
-    """The communicator; None for a group of one."""
+    """The communicator. None for a group of a single rank."""
 
     @property
     def size(self) -> int:
@@ -63,7 +63,7 @@ class AxisGroup:
         return self.process_group is not None and not compat.is_connected(self.process_group)
 
     def all_gather_object(self, value: T) -> list[T]:
-        """Return every rank's picklable ``value``, in rank order; a collective."""
+        """Return every rank's picklable ``value``, in rank order. A collective."""
         if self.process_group is None:
             return [value]
         values: list[Any] = [None] * self.size
@@ -71,7 +71,7 @@ class AxisGroup:
         return values
 
     def broadcast_object(self, value: T) -> T:
-        """Return the first rank's picklable ``value``; a collective that ignores the others'
+        """Return the first rank's picklable ``value``. A collective that ignores the other ranks'
         values.
         """
         if self.process_group is None:
@@ -81,8 +81,7 @@ class AxisGroup:
         return values[0]
 
     def __deepcopy__(self, memo: object) -> AxisGroup:
-        # Modules that hold a group are copied by callbacks (weight averaging); the communicator is
-        # not.
+        # Callbacks copy modules with a group (weight averaging). The communicator is not copied.
         return self
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -91,21 +90,21 @@ class AxisGroup:
 
 
 ALONE = AxisGroup("alone", (0,), 0, None)
-"""The group of a process that works alone."""
+"""The group of a process without other ranks."""
 
 
 class ParallelContext:
-    """Groups and random streams of one rank under one layout.
+    """Groups and random streams of a rank under a layout.
 
     Args:
         layout: Sizes of the axes.
-        device: Where this rank's tensors live.
+        device: Device of this rank's tensors.
         seed: Base of the named random streams.
         context_options: How queries meet the keys of other context-parallel ranks.
-        timeout: Limit of a collective; None: the default process group's.
-        alone: Whether to ignore the default process group: this process is a world of its own.
+        timeout: Limit of a collective. None: the default process group's limit.
+        alone: Whether to ignore the default process group, so that this process is the only rank.
         planned_world_size: Ranks of a job that is only described, from rank 0, without
-            communicators; None: there is one.
+            communicators. None: a real job.
         nccl_options: Options of the communicators on GPUs, by the name of the group.
 
     Raises:
@@ -143,8 +142,8 @@ class ParallelContext:
             compat.at_end_of_main_thread(compat.destroy_process_groups, last=True)
         self._groups = {"world": self._axis_group("world", world)}
         if world in self._nccl_options or layout.replica_size > 1:
-            # Its options were others; or what a user calls on the default group must be told apart
-            # from our own collectives of an axis that spans all ranks.
+            # The default group may have other options. And users' collectives on the default group
+            # must be distinguishable from our own collectives of an axis over all ranks.
             del self._by_ranks[world]
         for name in GROUPS:
             self._groups[name] = self._axis_group(name, ranks_of[name])
@@ -158,12 +157,12 @@ class ParallelContext:
         self.ep = self._groups["ep"]
         self.etp = self._groups["etp"]
         self.edp = self._groups["edp"]
-        """The ranks that hold the same experts' parameters."""
+        """The ranks with the same experts' parameters."""
         self.dp_cp = self._groups["dp-cp"]
-        """The ranks that hold the same dense parameters."""
+        """The ranks with the same dense parameters."""
         self.cp_levels = self._levels()
-        """Neighbors among the context-parallel ranks, and the ranks at the same place of the other
-        groups of neighbors; None: there are no levels."""
+        """Neighbors among the context-parallel ranks, and the ranks at the same position of the
+        other groups of neighbors. None: no levels."""
         self.rng = RngStreams(
             seed,
             device=self.device,
@@ -194,15 +193,15 @@ class ParallelContext:
         return AxisGroup(name, ranks, position, self._by_ranks[ranks])
 
     def new_process_group(self, ranks: tuple[int, ...], name: str) -> dist.ProcessGroup | None:
-        """Create another communicator for ``ranks``; None on other ranks, and for fewer than two.
-        All ranks call this alike.
+        """Create another communicator for ``ranks``. None on other ranks, and for fewer than two.
+        All ranks call this with equal arguments.
         """
         if len(ranks) < 2 or self._is_planned:
             return None
         if self.rank not in ranks:
-            # torch names a group by its ranks and the number of groups this rank has made: without
-            # one more here, the next group that is shared with a member of this one would have two
-            # names, and both sides would wait forever.
+            # torch names a group by the group's ranks and the number of groups made by this rank.
+            # Without one more group here, the next group shared with a member of this group would
+            # have two names, and both sides would wait forever.
             dist.new_group([self.rank], timeout=self._timeout, use_local_synchronization=True)
             return None
         options = self._nccl_options.get(ranks) if self.device.type == "cuda" else None
@@ -227,8 +226,8 @@ class ParallelContext:
         return self._groups[name]
 
     def holders(self, ranks: tuple[int, ...]) -> AxisGroup:
-        """Return the group of the pipeline ranks that hold copies of one parameter: those of tied
-        embeddings, as a rule. All ranks call this alike.
+        """Return the group of the pipeline ranks with copies of a parameter, usually of tied
+        embeddings. All ranks call this with equal arguments.
         """
         return self._axis_group("embedding", ranks)
 
@@ -238,7 +237,8 @@ class ParallelContext:
         return self.layout.sp
 
     def divide(self, group: AxisGroup, num_parts: int) -> tuple[AxisGroup, AxisGroup]:
-        """Divide a group into ``num_parts`` groups of neighboring ranks; all ranks call this alike.
+        """Divide a group into ``num_parts`` groups of neighboring ranks. All ranks call this with
+        equal arguments.
 
         Returns:
             This rank's part, and the ranks at the same position in the other parts.
@@ -254,7 +254,8 @@ class ParallelContext:
         """Return the dense grid as a torch ``DeviceMesh`` with axes ``("pp", "dp", "cp", "tp")``
         over the same groups.
 
-        All ranks call this alike: it creates the communicator of axes of one rank.
+        All ranks call this together, since the call creates the communicator for axes of a single
+        rank.
         """
         from torch.distributed.device_mesh import DeviceMesh
 

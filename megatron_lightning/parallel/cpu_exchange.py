@@ -1,19 +1,20 @@
 """All-gather and reduce-scatter of CPU tensors.
 
-Those of activations are complete when they return: operators that ``torch.compile`` traces and that
-activation checkpointing may save or recompute. Those of flat buffers (gradients, parameters) work
-in place, on GPUs too, and asynchronously.
+Collectives of activations are complete when they return: operators that ``torch.compile`` traces
+and that activation checkpointing may save or recompute. Collectives of flat buffers (gradients,
+parameters) work in place, on GPUs too, and asynchronously.
 
 torch's gloo backend gathers through a flat copy and reduce-scatters by an all-reduce of everything.
-With large tensors each rank therefore sends every other rank its chunk directly, without copies: (n
-- 1) / n of the data. Small tensors are faster through gloo's collectives, whose fixed costs are
-lower.
+With large tensors each rank therefore sends every other rank its chunk directly, without copies: a
+fraction (n - 1) / n of the data. Small tensors are faster through gloo's collectives, because of
+lower fixed costs.
 
-torch's functional all-gather is not used. On gloo it is a collective named ``ALLGATHER_COALESCED``,
-and both threads of a gloo group, without a lock, assign the name of what they last completed to one
-``std::string`` (``ProcessGroupGloo::runLoop`` of torch 2.13). A name of more than 15 characters
-makes that string allocate memory, which one thread may free while the other writes into it:
-trainings aborted in ``malloc`` (docs/LOG.md). The names of the collectives used here are shorter.
+torch's functional all-gather is not used. On gloo the all-gather is a collective named
+``ALLGATHER_COALESCED``, and both threads of a gloo group, without a lock, assign the name of the
+last completed collective to a shared ``std::string`` (``ProcessGroupGloo::runLoop`` of torch 2.13).
+A name of more than 15 characters makes the string allocate memory, and a thread may free the memory
+while the other thread writes: trainings aborted in ``malloc`` (docs/LOG.md). The names of the
+collectives used here are shorter.
 """
 
 from __future__ import annotations
@@ -37,9 +38,7 @@ SMALLEST_DIRECT_BYTES = 2**20
     schema="(Tensor x, int size, str group) -> Tensor",
 )
 def all_gather(x: Tensor, size: int, group: str) -> Tensor:
-    """Return the contiguous ``x`` of all ``size`` ranks of the group, one after the other along dim
-    0.
-    """
+    """Return the contiguous ``x`` of all ``size`` ranks of the group, concatenated along dim 0."""
     process_group = _group(group)
     gathered = x.new_empty((size * x.shape[0], *x.shape[1:]))
     result = gathered
@@ -100,7 +99,7 @@ def _group(name: str) -> dist.ProcessGroup:
 
 
 def gather_chunks(buffer: Tensor, group: dist.ProcessGroup) -> Messages | dist.Work | None:
-    """Begin to gather the equal chunks of the 1-D ``buffer``, one of each rank, in place."""
+    """Begin to gather the equal chunks of the 1-D ``buffer``, a chunk from each rank, in place."""
     chunks, own = buffer.chunk(group.size()), group.rank()
     if not _is_direct(chunks[own]):
         return compat.all_gather(buffer, chunks[own], group, async_op=True)
@@ -110,7 +109,7 @@ def gather_chunks(buffer: Tensor, group: dist.ProcessGroup) -> Messages | dist.W
 
 
 def reduce_chunks(buffer: Tensor, group: dist.ProcessGroup) -> Messages | dist.Work | None:
-    """Begin to sum the 1-D ``buffer`` over the group into this rank's chunk; the other chunks are
+    """Begin to sum the 1-D ``buffer`` over the group into this rank's chunk. The other chunks are
     undefined afterwards.
     """
     chunks, own = buffer.chunk(group.size()), group.rank()
@@ -128,12 +127,12 @@ def reduce_chunks(buffer: Tensor, group: dist.ProcessGroup) -> Messages | dist.W
 
 
 class Messages:
-    """Asynchronous messages between this rank and others.
+    """Asynchronous messages between this rank and other ranks.
 
     Args:
         group: Their communicator.
         messages: Rank of the group -> (tensor to send, tensor to receive into).
-        then: Called when they have arrived.
+        then: Called when all messages have arrived.
     """
 
     def __init__(

@@ -1,8 +1,8 @@
-"""A digest of tensors that does not depend on how they are divided, or on their precision.
+"""A digest of tensors, independent of the tensors' layout and precision.
 
-Every element adds a hash of its value in bf16 and of its place in the global tensor, modulo 2^64:
-ranks add what they hold, in any order. It tells weights apart that were confused, and is no
-protection against forgery.
+Every element adds a hash of the element's value in bf16 and index in the global tensor, modulo
+2^64: ranks add the hashes of their shards, in any order. The digest detects confused weights, and
+is no protection against forgery.
 """
 
 from __future__ import annotations
@@ -18,12 +18,14 @@ from megatron_lightning.parallel.spec import Shape, Shard, ShardSpec
 from megatron_lightning.parallel.tensor_shards import TensorShards
 
 _CHUNK = 1 << 22
-"""Elements that are hashed at a time."""
+"""Elements to hash at a time."""
 _MIX = 0x9E3779B97F4A7C15 - (1 << 64)  # 2^64 divided by the golden ratio, as a signed number
 
 
 def digest_of_shards(tensors: Iterable[TensorShards]) -> int:
-    """Return what the shards of this rank add to the digest; of replicas, one adds them."""
+    """Return the contribution of this rank's shards to the digest. Of replicas, only the first
+    contributes.
+    """
     return sum(
         _sum(tensor.name, tensor.global_shape, tensor.shards)
         for tensor in tensors
@@ -40,7 +42,7 @@ def digest_of_tensors(tensors: Iterable[tuple[str, Tensor]]) -> int:
 
 
 def as_text(total: int, kind: str) -> str:
-    """Return a digest as text; ``kind``: whose names it depends on."""
+    """Return a digest as text. ``kind``: origin of the hashed names, such as "gpt"."""
     return f"{kind}:{total & (1 << 64) - 1:016x}"
 
 
@@ -65,7 +67,7 @@ def _sum(name: str, shape: Shape, shards: Sequence[Shard]) -> int:
 
 
 def _hashes(values: Tensor, places: Tensor) -> Tensor:
-    """Return a hash of each value at its place."""
+    """Return a hash of each value and index."""
     bits = values.to(torch.bfloat16).view(torch.int16).to(torch.int64)
     mixed = (bits * 65537 + places * 2 + 1) * _MIX
     return (mixed ^ (mixed >> 29)) * _MIX

@@ -1,7 +1,8 @@
-"""Documents that share the rows of a batch: where each begins, on the host.
+"""Boundaries of the documents in the rows of a batch, on the host.
 
-Attention needs the boundaries as numbers, not as a tensor on the device: they decide which blocks
-of queries and keys are computed at all. They are read once for each call of the model.
+Attention needs the boundaries as numbers, not as a tensor on the device, since boundaries decide
+which blocks of queries and keys are computed at all. The boundaries are read once for each call of
+the model.
 """
 
 from __future__ import annotations
@@ -20,14 +21,15 @@ from megatron_lightning.parallel.sequence import SequencePart
 class Documents:
     """Documents of full rows.
 
-    A row's boundaries are what kernels call ``cu_seqlens``: 0, the end of every document, s.
+    A row's boundaries are the ``cu_seqlens`` of kernels: 0, the end of every document, s.
     """
 
     boundaries: tuple[tuple[int, ...], ...]
     """Boundaries of every row of the batch."""
     table: Tensor = field(init=False, repr=False, compare=False)
-    """The same as a tensor on the CPU [rows, most boundaries of a row], filled up with the last
-    one: what compiled graphs take, which are the same for all documents."""
+    """The boundaries as a tensor on the CPU [rows, most boundaries of a row], padded with the last
+    boundary. The table is an input of compiled graphs, so that graphs are the same for all
+    documents."""
 
     def __post_init__(self) -> None:
         most = max(map(len, self.boundaries))
@@ -41,19 +43,19 @@ class Documents:
 
     @classmethod
     def of_ids(cls, document_ids: Tensor) -> Documents:
-        """Return the documents of full rows of ids [b, s]: one ends where the id changes."""
+        """Return the documents of full rows of ids [b, s]. A document ends where the id changes."""
         return cls._where(document_ids[:, 1:] != document_ids[:, :-1])
 
     @classmethod
     def of_positions(cls, position_ids: Tensor) -> Documents:
-        """Return the documents of full rows of positions [b, s]: one ends where they do not go on
-        by 1.
+        """Return the documents of full rows of positions [b, s]. A document ends where positions do
+        not go on by 1.
         """
         return cls._where(position_ids[:, 1:] != position_ids[:, :-1] + 1)
 
     @classmethod
     def _where(cls, ends: Tensor) -> Documents:
-        """``ends`` [b, s-1]: whether the document of a position ends with it."""
+        """``ends`` [b, s-1]: whether a position is the end of the position's document."""
         length = ends.shape[1] + 1
         found: list[list[int]] = [[0] for _ in range(ends.shape[0])]
         for row, position in ends.nonzero().tolist():
@@ -67,11 +69,11 @@ class Documents:
 
     @property
     def are_full_rows(self) -> bool:
-        """Whether every row is one document."""
+        """Whether every row is a single document."""
         return all(len(row) == 2 for row in self.boundaries)
 
     def expanded(self, num_rows: int) -> Documents:
-        """Return the documents of ``num_rows`` rows; one row stands for all."""
+        """Return the documents of ``num_rows`` rows. A single row represents all rows."""
         return self if len(self.boundaries) > 1 else Documents(self.boundaries * num_rows)
 
     def spans(self) -> Iterator[tuple[int, range]]:
@@ -83,13 +85,13 @@ class Documents:
     def positions(
         self, part: SequencePart | None = None, device: torch.device | None = None
     ) -> Tensor:
-        """Return the positions within their documents [b, s]; of ``part`` what a rank holds."""
+        """Return the positions within their documents [b, s], or only the positions in ``part``."""
         part = part or SequencePart()
         return part.split(torch.stack([_restarting(row) for row in self.boundaries]), 1).to(device)
 
     def ends(self, part: SequencePart | None = None, device: torch.device | None = None) -> Tensor:
-        """Return whether a position is the last one of its document [b, s]; of ``part`` what a rank
-        holds.
+        """Return whether a position is the last of the position's document [b, s], or only for the
+        positions in ``part``.
         """
         part = part or SequencePart()
         last = torch.zeros(len(self.boundaries), self.length, dtype=torch.bool)

@@ -1,9 +1,9 @@
 """Megatron's rank numbering, the ranks of every group, as pure arithmetic without torch.
 
-Two grids share the same ranks and the axis ``pp``: the *dense* one has the axes tp, cp, dp, pp, the
-*expert* one etp, ep, edp, pp. The leftmost axis of the order string varies fastest; it places etp
-and edp where it names tp and dp. A group for several axes of one grid (``"tp-pp"``) varies over all
-of them, in that order.
+Two grids share the same ranks and the axis ``pp``: the *dense* grid has the axes tp, cp, dp, pp,
+the *expert* grid etp, ep, edp, pp. The leftmost axis of the order string varies fastest. The order
+string places etp and edp at the positions of tp and dp. A group for several axes of a grid
+(``"tp-pp"``) varies over all of the axes, in the order of the string.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _EXPERT_AXES: Mapping[str, str] = {"tp": "etp", "ep": "ep", "dp": "edp", "pp": "
 
 
 class RankGrid:
-    """The grid of ``world_size`` ranks that a layout describes.
+    """The grid of ``world_size`` ranks described by a layout.
 
     Raises:
         ConfigError: If the world is not a multiple of the layout's sizes, or the two grids disagree
@@ -84,11 +84,11 @@ class RankGrid:
         return size
 
     def coordinate(self, rank: int, axis: str) -> int:
-        """Return the position of ``rank`` on one axis."""
+        """Return the position of ``rank`` on an axis."""
         return rank // self._strides[axis] % self._sizes[axis]
 
     def group_of(self, rank: int, axes: str) -> tuple[int, ...]:
-        """Return the ranks that share all other coordinates with ``rank``, itself included."""
+        """Return the ranks that share all other coordinates with ``rank``, including ``rank``."""
         varied, _ = self._divide(axes)
         return self._spread(
             rank - sum(self.coordinate(rank, axis) * self._strides[axis] for axis in varied), varied
@@ -111,7 +111,9 @@ class RankGrid:
         return tuple(ranks)
 
     def embedding_group_of(self, rank: int) -> tuple[int, ...]:
-        """Return the first and last rank of this rank's pipeline, which hold tied embeddings."""
+        """Return the first and last rank of this rank's pipeline, the holders of tied
+        embeddings.
+        """
         pipeline = self.group_of(rank, "pp")
         return (pipeline[0],) if len(pipeline) == 1 else (pipeline[0], pipeline[-1])
 
@@ -122,7 +124,7 @@ def divided(
     """Divide a group into ``num_parts`` parts of neighboring ranks.
 
     Returns:
-        The part of the rank at ``position``, and the ranks at its place of every part.
+        The part of the rank at ``position``, and the ranks at the same place of every part.
     """
     size = len(ranks) // num_parts
     first, place = position - position % size, position % size

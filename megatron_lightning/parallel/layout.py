@@ -1,8 +1,8 @@
-"""Sizes of every parallel axis, as the user writes them in Python or YAML, without torch.
+"""Sizes of every parallel axis, in the user's form in Python or YAML, without torch.
 
-Axis names, used throughout the package (an *axis* is a dimension of the grid of ranks, a *dim* one
-of a tensor). No name means two things; experts live on the same ranks as everything else, divided
-over axes of their own:
+Axis names, used throughout the package (an *axis* is a dimension of the grid of ranks, a *dim* a
+dimension of a tensor). No name means two things. Experts live on the same ranks as everything else,
+divided over axes of their own:
 
     dense layers  tp   tensor model parallel   cp  context parallel       dp   data parallel
     experts       etp  expert tensor parallel  ep  expert model parallel  edp  expert data parallel
@@ -19,12 +19,12 @@ from megatron_lightning.config.value_checks import is_count
 from megatron_lightning.errors import ConfigError
 
 ORDER = ("tp", "cp", "ep", "dp", "pp")
-"""Axes that the order string lists; tp and dp place etp and edp as well."""
+"""Axes in the order string. tp and dp place etp and edp as well."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelLayout:
-    """Sizes of the parallel axes; what is left of the world is data parallel.
+    """Sizes of the parallel axes. The rest of the world is data parallel.
 
     Raises:
         ConfigError: If a size is not a positive integer, or the sizes contradict one another.
@@ -35,16 +35,16 @@ class ParallelLayout:
     pipeline_model_parallel_size: int = 1
     """Ranks that share the sequence of layers (pp)."""
     virtual_pipeline_model_parallel_size: int = 1
-    """Model chunks on each pipeline rank; the model has pp times this many stages."""
+    """Model chunks on each pipeline rank. The model has pp times this many stages."""
     context_parallel_size: int = 1
     """Ranks that share each sequence (cp)."""
     expert_model_parallel_size: int = 1
     """Ranks that share the experts of a mixture-of-experts layer (ep)."""
     expert_tensor_parallel_size: int | None = None
-    """Ranks that share each expert's matrices (etp); None: same as tensor_model_parallel_size."""
+    """Ranks that share each expert's matrices (etp). None: same as tensor_model_parallel_size."""
     sequence_parallel: bool | Literal["auto"] = "auto"
-    """Shard activations between tensor-parallel regions along the sequence; "auto": on when tp >
-    1 and the sharding plan says where the sequence is sharded."""
+    """Shard activations between tensor-parallel regions along the sequence. "auto": on when tp > 1
+    and the sharding plan says how to shard the sequence."""
     order: str = "tp-cp-ep-dp-pp"
     """Order of the axes in the rank numbering, leftmost fastest (Megatron's default)."""
 
@@ -120,8 +120,8 @@ class ParallelLayout:
 
     @property
     def model_parallel_size(self) -> int:
-        """Ranks that hold different parameters of one copy of the model: of its dense layers, or of
-        its experts if these are divided more.
+        """Ranks with different parameters of a model replica: of the dense layers, or of the
+        experts if experts are divided more.
         """
         return max(self.tp, self.etp * self.ep) * self.pp
 
@@ -142,11 +142,11 @@ class ParallelLayout:
 
     @property
     def smallest_world_size(self) -> int:
-        """Fewest ranks that the layout takes."""
+        """Smallest number of ranks for the layout."""
         return math.lcm(self.tp * self.cp, self.etp * self.ep) * self.pp
 
     def data_parallel_size(self, world_size: int) -> int:
-        """Return the data-parallel size that is left of ``world_size`` ranks."""
+        """Return the data-parallel size for ``world_size`` ranks."""
         if not is_count(world_size):
             raise ConfigError(
                 f"the number of ranks is {world_size!r}; it must be a positive integer. Set it, or "

@@ -1,6 +1,4 @@
-"""Fill the shards of a model that was built on ``meta`` with the values that one process would
-have.
-"""
+"""Fill the shards of a model built on ``meta`` with the initial values of a single process."""
 
 from __future__ import annotations
 
@@ -21,13 +19,15 @@ _EMPTY = "_left_empty"
 
 
 def leave_empty(module: nn.Module) -> None:
-    """Allocate the tensors of a module on ``meta`` without values, since the caller fills them."""
+    """Allocate the tensors of a module on ``meta`` without values, since the caller fills the
+    tensors.
+    """
     module.__dict__[_EMPTY] = True
 
 
 def is_left_empty(model: nn.Module, path: str) -> bool:
-    """Return whether :func:`leave_empty` was called for a module above the tensor at ``path``; an
-    attachment fills itself.
+    """Return whether :func:`leave_empty` was called for a module above the tensor at ``path``.
+    False inside of an attachment, which initializes itself.
     """
     segments = path.split(".")
     modules = [model.get_submodule(".".join(segments[:depth])) for depth in range(len(segments))]
@@ -37,14 +37,14 @@ def is_left_empty(model: nn.Module, path: str) -> bool:
 
 
 def materialize(model: nn.Module, device: torch.device | str) -> None:
-    """Allocate the tensors on ``meta`` on ``device`` and fill them, in place; the others stay as
-    they are.
+    """Allocate the tensors on ``meta`` on ``device`` and fill the tensors, in place. Other tensors
+    stay unchanged.
 
-    Every parameter's values come from ``init_weights(name, tensor)`` of the attachment that it
-    belongs to, or else of the outermost module that has such a method: it fills ``tensor``, which
-    has the global shape and is fp32 for floating types, with the initial values of the parameter
-    ``name`` (relative to that module). A rank never holds more than its shards and one full
-    parameter. Below :func:`leave_empty` tensors are only allocated.
+    Every parameter's values come from ``init_weights(name, tensor)`` of the parameter's attachment,
+    or else of the outermost module with such a method. The method fills ``tensor`` with the initial
+    values of the parameter ``name`` (relative to the method's module). ``tensor`` has the global
+    shape and is fp32 for floating types. A rank never holds more than the rank's shards and one
+    full parameter. Below :func:`leave_empty` tensors are only allocated.
 
     Raises:
         ConfigError: If a module on ``meta`` has no ``init_weights``.
@@ -76,8 +76,8 @@ def materialize(model: nn.Module, device: torch.device | str) -> None:
 def initial_value(
     model: nn.Module, path: str, shape: Shape, dtype: torch.dtype, device: torch.device | str
 ) -> Tensor:
-    """Return the full initial value of the tensor at ``path``, of ``shape``, and in fp32 where
-    ``dtype`` is floating.
+    """Return the full initial value of the tensor at ``path``, of ``shape``, in fp32 if ``dtype``
+    is floating.
     """
     full = torch.empty(
         shape, dtype=torch.float32 if dtype.is_floating_point else dtype, device=device
@@ -89,8 +89,8 @@ def initial_value(
 
 
 def _initializer(model: nn.Module, path: str) -> tuple[Callable[[str, Tensor], None], str]:
-    """Return the ``init_weights(name, tensor)`` that fills the tensor at ``path``, and the name it
-    knows the tensor by.
+    """Return the ``init_weights(name, tensor)`` for the tensor at ``path``, and the tensor's name
+    as an argument of the method.
     """
     segments, modules = path.split("."), dict(model.named_modules())
     owners = [modules.get(".".join(segments[:depth])) for depth in range(len(segments))]

@@ -21,7 +21,7 @@ from megatron_lightning.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class NcclOptions:
-    """Options of one communicator; None: NCCL's own choice.
+    """Options of a communicator. None: NCCL's own choice.
 
     Raises:
         ConfigError: If a value is out of range.
@@ -32,11 +32,11 @@ class NcclOptions:
     min_ctas: int | None = None
     """Fewest thread blocks of a kernel, 1 to 64."""
     max_ctas: int | None = None
-    """Most thread blocks of a kernel, 1 to 64: what they occupy, products cannot use."""
+    """Most thread blocks of a kernel, 1 to 64. GEMMs cannot use the occupied multiprocessors."""
     net_name: str | None = None
     """Network, such as IB or Socket."""
     is_high_priority_stream: bool = False
-    """Whether kernels go before those of other streams."""
+    """Whether kernels take precedence over kernels of other streams."""
 
     def __post_init__(self) -> None:
         for name, (least, most) in _RANGES.items():
@@ -57,7 +57,7 @@ class NcclOptions:
             )
 
     def for_torch(self) -> Any:
-        """Return the options as torch's, which exist in builds with CUDA."""
+        """Return the options as torch's options class, which exists in builds with CUDA."""
         options = dist.ProcessGroupNCCL.Options(
             is_high_priority_stream=self.is_high_priority_stream
         )
@@ -80,7 +80,7 @@ def read_nccl_options(path: str | Path, groups: Collection[str]) -> dict[str, Nc
 
     Args:
         path: The file.
-        groups: Names of the groups that exist; the file may write ``_`` for ``-``.
+        groups: Names of the existing groups. The file may write ``_`` for ``-``.
 
     Raises:
         ConfigError: If the file cannot be read, or names an unknown group or option.
@@ -127,7 +127,7 @@ def _options(group: object, values: Mapping[str, Any], path: str | Path) -> Nccl
 def options_by_ranks(
     options: Mapping[str, NcclOptions], ranks_of: Mapping[str, tuple[int, ...]]
 ) -> dict[tuple[int, ...], NcclOptions]:
-    """Return the options of a rank's communicators: groups of the same ranks share one.
+    """Return the options of a rank's communicators. Groups of the same ranks share a communicator.
 
     Args:
         options: By the name of the group.

@@ -9,10 +9,10 @@ from torch import Tensor
 
 
 def number_on(device: torch.device, value: Any, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Return a number, or a tensor of one, as a tensor [] on ``device``.
+    """Return a number, or a tensor of a single number, as a tensor [] on ``device``.
 
-    A Python number is filled in there: to copy it from the host, the host would wait for the
-    device.
+    A Python number is filled in on the device: a copy from the host would make the host wait for
+    the device.
     """
     if isinstance(value, Tensor):
         return value.to(device, dtype)

@@ -1,4 +1,4 @@
-"""Whether a function is a user's, or one of a library that this package knows."""
+"""Whether a function is a user's, or belongs to a library known to this package."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Give a parameter other data, or another parameter its place; what a user has attached stays."""
+"""Give a parameter other data, or another parameter its place. Attributes attached by the user
+stay.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ from megatron_lightning.parallel.origin import is_library
 
 
 def copy_attributes(attributes: Mapping[str, object], parameter: Tensor) -> None:
-    """Set the attributes that a user has given a parameter on the one that replaces it."""
+    """Set the user's attributes of a parameter on the replacing parameter."""
     for name, value in attributes.items():
         if name not in vars(parameter):
             setattr(parameter, name, value)
@@ -38,8 +40,8 @@ def check_gradient_hooks(name: str, parameter: nn.Parameter | None) -> None:
 def rebind(parameter: nn.Parameter, data: Tensor) -> None:
     """Give ``parameter`` other data, of any shape, and no gradient."""
     parameter.grad = None
-    # A graph that is still alive keeps torch's record of the parameter's shape; another dtype
-    # makes torch forget it.
+    # A graph still alive keeps torch's record of the parameter's shape. Another dtype makes torch
+    # forget the record.
     other = torch.float16 if data.dtype != torch.float16 else torch.float32
     parameter.data = data.new_empty(0, dtype=other)
     parameter.data = data

@@ -1,6 +1,6 @@
-"""Patterns of dotted paths: what they match, and the path that one which matches nothing may mean.
+"""Patterns of dotted paths: matching, and the probable meaning of a pattern without a match.
 
-``*`` matches one path segment and ``**`` any number of them. A part of a segment may be written
+``*`` matches a path segment and ``**`` any number of segments. A part of a segment may be written
 out: ``**norm`` matches ``norm`` and ``layers.0.input_norm``.
 """
 
@@ -15,7 +15,7 @@ _CUTOFF = 0.75  # of difflib: a wrong letter or a missing segment, not another m
 
 
 def compile_pattern(pattern: str) -> re.Pattern[str]:
-    """Turn a dotted pattern into a regular expression; ``**norm`` and ``**.norm`` match a top-level
+    """Turn a dotted pattern into a regular expression. ``**norm`` and ``**.norm`` match a top-level
     ``norm`` too.
     """
     escaped = re.escape(pattern).replace(r"\*\*\.", r"(?:.+\.)?")
@@ -25,18 +25,20 @@ def compile_pattern(pattern: str) -> re.Pattern[str]:
 
 
 def describe_unused(patterns: Sequence[str], paths: Collection[str]) -> list[str]:
-    """Describe the patterns, of which the first match wins, that are not used for any of ``paths``.
+    """Describe the patterns not used for any of ``paths``. The first matching pattern of a path is
+    used.
 
     Returns:
-        A text for each: the pattern with the nearest path, or with the pattern that comes before
-        it.
+        A text for each unused pattern: the pattern with the nearest path, or with an earlier
+        pattern that matches the same paths.
     """
     compiled = {pattern: compile_pattern(pattern) for pattern in patterns}
     used: dict[str, str] = {}
     for path in paths:
         matching = [pattern for pattern, regex in compiled.items() if regex.fullmatch(path)]
         for pattern in matching:
-            # A pattern that is first for one path is used, whatever precedes it for another.
+            # A pattern that is first for any path is used, even if another pattern precedes for
+            # other paths.
             used[pattern] = pattern if matching[0] == pattern else used.get(pattern, matching[0])
     texts = []
     for pattern in patterns:
@@ -50,9 +52,10 @@ def describe_unused(patterns: Sequence[str], paths: Collection[str]) -> list[str
 
 
 def nearest_pattern(pattern: str, paths: Collection[str]) -> str | None:
-    """Return the pattern that ``pattern``, which matches none of ``paths``, is most likely to mean.
+    """Return the most likely meaning of ``pattern``, which matches none of ``paths``.
 
-    It lacks a prefix, or has one too many, or a segment is misspelled; None: nothing is near.
+    The pattern lacks a prefix, or has a superfluous prefix, or a segment is misspelled. None: no
+    near path.
     """
     segments = pattern.split(".")
     suffix = re.compile(rf"(?:(.+)\.)?{compile_pattern(pattern).pattern}")

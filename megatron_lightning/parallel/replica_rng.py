@@ -1,11 +1,10 @@
-"""Equal random states on all ranks of a model replica, for the code of a step that runs outside the
-layers.
+"""Equal random states on all ranks of a model replica, for code of a step outside of the layers.
 
 Code before the pipelined call (a random mask, say) runs on every stage and must draw the same
-numbers there. Every micro-batch therefore starts from a recorded state: the one in which the
+numbers on every stage. Every micro-batch therefore starts from a recorded state: the state when the
 previous micro-batch reached the pipelined call. Draws of layers and the loss do not count, since
-only some stages run them; a module that draws only before the call sees the same numbers as on one
-device.
+only some stages run layers and loss. A module that draws only before the call sees the same numbers
+as on a single device.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from megatron_lightning.parallel.rng import get_generator_state, set_generator_s
 
 class ReplicaRng:
     """States of the default generators (torch's of CPU and device, Python's and NumPy's) along the
-    micro-batches of one step.
+    micro-batches of a step.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -32,21 +31,23 @@ class ReplicaRng:
         self._starts: list[tuple[list[Tensor], Any, Any]] = []
 
     def begin_step(self) -> None:
-        """Record the state in which micro-batch 0 starts."""
+        """Record the start state of micro-batch 0."""
         self._starts = [self.everything()]
 
     def begin_microbatch(self, microbatch: int) -> None:
-        """Restore the state in which ``microbatch`` starts on every stage."""
+        """Restore the start state of ``microbatch``, equal on every stage."""
         if microbatch < len(self._starts):
             self.restore(self._starts[microbatch])
 
     def at_call(self, microbatch: int) -> None:
-        """Record that ``microbatch`` reached the pipelined call: the next one starts from here."""
+        """Record that ``microbatch`` reached the pipelined call: the next micro-batch starts from
+        here.
+        """
         if microbatch + 1 == len(self._starts):
             self._starts.append(self.everything())
 
     def end_step(self) -> None:
-        """Set the state that is equal on all stages."""
+        """Set a state equal on all stages."""
         self.restore(self._starts[-1])
 
     def everything(self) -> tuple[list[Tensor], Any, Any]:
@@ -65,24 +66,24 @@ class ReplicaRng:
         return [get_generator_state(device) for device in self._devices]
 
     def set_state(self, states: list[Tensor]) -> None:
-        """Set torch's states; those of devices this rank lacks are ignored."""
+        """Set torch's states. States of devices missing on this rank are ignored."""
         for device, state in zip(self._devices, states, strict=False):
             set_generator_state(device, state)
 
 
 class ReplicaStreams:
-    """Two random streams of torch on a rank: steps draw other numbers on every data-parallel
-    replica (dropout), hooks outside of steps draw the same ones on all of them.
+    """Two random streams of torch on a rank. Steps draw other numbers on every data-parallel
+    replica (dropout). Hooks outside of steps draw the same numbers on all replicas.
 
-    Replicas stay equal when a hook initializes a layer again, or adds noise to gradients. With one
-    replica there is one stream, as on one device. Replica 0's steps continue where the hooks before
-    the first step were, as on one device.
+    Replicas stay equal when a hook initializes a layer again, or adds noise to gradients. With a
+    single replica there is a single stream, as on a single device. Replica 0's steps continue from
+    the state after the hooks before the first step, as on a single device.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._rng = ReplicaRng(device)
         self._are_two = False
-        self._steps: list[Tensor] | None = None  # the state of steps; None: that of hooks, so far
+        self._steps: list[Tensor] | None = None  # the state of steps. None: so far the hooks' state
         self._hooks: list[Tensor] | None = None  # the state of hooks, while a step runs
 
     def separate(self, data_rank: int, num_replicas: int) -> None:
@@ -117,7 +118,7 @@ class ReplicaStreams:
 
     @contextmanager
     def in_hook(self) -> Iterator[None]:
-        """Draw from the stream of hooks in the block, which is inside of a step."""
+        """Draw from the stream of hooks in the block, inside of a step."""
         if self._hooks is None:
             yield
             return
@@ -136,8 +137,8 @@ class ReplicaStreams:
         return hooks if self._steps is None else self._steps, hooks
 
     def restore(self, steps: list[Tensor] | None, hooks: list[Tensor] | None) -> None:
-        """Set the states of steps and of hooks; None: leave one as it is. With one replica steps
-        have the only stream.
+        """Set the states of steps and of hooks. None: leave a state unchanged. With a single
+        replica steps have the only stream.
         """
         if not self._are_two:
             hooks = steps or hooks

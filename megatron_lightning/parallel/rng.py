@@ -1,21 +1,21 @@
 """Named random streams for use inside layers.
 
-The names and seed offsets are those of megatron/core/tensor_parallel/random.py:
+The names and seed offsets are from megatron/core/tensor_parallel/random.py:
 
     model-parallel-rng   seed + 100 pp + 2718 + tp        different on each tensor rank of a stage
     expert-parallel-rng  seed + 100 pp + 1024 + 100 ep + etp
     data-parallel-rng    seed + 100 pp                    equal on the tensor ranks of a stage
 
-``quantization-rng`` (seed + 100 pp + 8191 + tp) is ours: the bits of stochastic rounding.
-Ranks that hold other parts of a sequence draw from seeds of their own, except for experts, which
-see the tokens of many ranks. Two more streams are ours, equal on all ranks and on the CPU; they
-give the seeds of forwards, so that an evaluation does not change what training draws:
+``quantization-rng`` (seed + 100 pp + 8191 + tp) is ours: the bits of stochastic rounding. Ranks
+with different parts of a sequence draw from different seeds, except for experts, which see the
+tokens of many ranks. Two more streams are ours, equal on all ranks and on the CPU. The streams give
+the seeds of forwards, so that an evaluation does not change the draws of training:
 
     training-seeds       seed
     evaluation-seeds     seed + 1
 
-Code outside layers draws from torch's default generator, which all ranks of a model replica keep
-equal.
+Code outside layers draws from torch's default generator, kept equal by all ranks of a model
+replica.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ import torch
 import torch.nn.functional as F
 
 EXPERTS = "expert-parallel-rng"
-"""Stream of the experts, equal on the ranks that hold the same ones."""
+"""Stream of the experts, equal on ranks with the same experts."""
 QUANTIZATION = "quantization-rng"
 """Stream of stochastic rounding."""
 
@@ -44,19 +44,19 @@ def _default_generator(device: torch.device) -> torch.Generator:
 
 
 def get_generator_state(device: torch.device) -> torch.Tensor:
-    """Return the state of the default generator that draws on ``device``."""
+    """Return the state of the default generator for ``device``."""
     return _default_generator(device).get_state()
 
 
 def set_generator_state(device: torch.device, state: torch.Tensor) -> None:
-    """Set the state of the default generator that draws on ``device``."""
+    """Set the state of the default generator for ``device``."""
     _default_generator(device).set_state(state)
 
 
 @contextmanager
 def seeded(seed: int, device: torch.device) -> Iterator[None]:
-    """Seed the default generators of the CPU and of ``device`` inside the block; they continue
-    outside as if nothing had been drawn.
+    """Seed the default generators of the CPU and of ``device`` inside the block. Outside, the
+    generators continue as if nothing had been drawn.
     """
     generators = {_default_generator(place) for place in (torch.device("cpu"), device)}
     outside = [(generator, generator.get_state()) for generator in generators]
@@ -85,7 +85,7 @@ def seeded_host(seed: int) -> Iterator[None]:
 
 
 def host_state() -> tuple[object, ...]:
-    """Return the states of Python's and NumPy's default generators, to compare them."""
+    """Return the states of Python's and NumPy's default generators, for comparisons."""
     of_numpy: Any = np.random.get_state(legacy=False)
     own = of_numpy["state"]
     return random.getstate(), own["pos"], own["key"].tobytes()
@@ -106,7 +106,7 @@ class _Replay(AbstractContextManager[None]):
 
 
 class RngStreams:
-    """Generator states by name; :meth:`fork` makes one of them the default temporarily."""
+    """Generator states by name. :meth:`fork` makes a state the default temporarily."""
 
     def __init__(
         self,
@@ -145,7 +145,7 @@ class RngStreams:
 
     @contextmanager
     def fork(self, name: str) -> Iterator[None]:
-        """Draw from stream ``name`` inside the block; the default generator is untouched by it."""
+        """Draw from stream ``name`` inside the block. The default generator stays untouched."""
         outside = get_generator_state(self.device)
         set_generator_state(self.device, self._states[name])
         try:
@@ -155,8 +155,8 @@ class RngStreams:
             set_generator_state(self.device, outside)
 
     def draw_kept(self, like: torch.Tensor, p: float, name: str) -> torch.Tensor:
-        """Return which entries dropout keeps of a tensor like ``like``, drawn from stream ``name``;
-        bool, and one operation in compiled graphs.
+        """Return the entries kept by dropout of a tensor like ``like``, drawn from stream ``name``:
+        a bool tensor, and a single operation in compiled graphs.
 
         Args:
             like: Any shape.
@@ -175,8 +175,8 @@ class RngStreams:
         return drawn
 
     def replay(self) -> AbstractContextManager[None]:
-        """Return a reusable context manager inside which the streams draw as they would from now
-        on.
+        """Return a reusable context manager. Inside the context the streams draw the same numbers
+        as from now on.
         """
         return _Replay(self, dict(self._states))
 
@@ -197,7 +197,7 @@ _STREAMS: weakref.WeakValueDictionary[int, RngStreams] = weakref.WeakValueDictio
     "megatron_lightning::draw_kept",
     mutates_args=(),
     schema="(Tensor like, float p, str name, Tensor number) -> Tensor",
-    tags=[torch.Tag.nondeterministic_seeded],  # two equal calls are not one
+    tags=[torch.Tag.nondeterministic_seeded],  # two equal calls must not be merged
 )
 def _draw_kept(like: torch.Tensor, p: float, name: str, number: torch.Tensor) -> torch.Tensor:
     with _STREAMS[int(number)].fork(name):

@@ -1,6 +1,6 @@
 """Divide sequences over context-parallel ranks.
 
-A causal query late in a sequence sees more keys than an early one. So s positions are cut into 2c
+A causal query late in a sequence sees more keys than an early query. So s positions are cut into 2c
 chunks for c ranks, and rank r holds chunks r and 2c-1-r (*zigzag*, as ``get_batch_on_this_cp_rank``
 of Megatron-LM does): all ranks do the same work.
 """
@@ -16,13 +16,13 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class SequencePart:
-    """The part of every sequence that one rank holds."""
+    """A rank's part of every sequence."""
 
     rank: int = 0
     num_ranks: int = 1
 
     def spans(self, length: int) -> tuple[range, ...]:
-        """Return the positions that the rank holds of ``length``, in order."""
+        """Return the rank's positions of ``length``, in order."""
         if self.num_ranks == 1:
             return (range(length),)
         chunk = length // (2 * self.num_ranks)
@@ -30,12 +30,12 @@ class SequencePart:
         return tuple(range(index * chunk, (index + 1) * chunk) for index in chunks)
 
     def positions(self, length: int, device: torch.device | None = None) -> Tensor:
-        """Return the positions that the rank holds of ``length``, as a tensor."""
+        """Return the rank's positions of ``length``, as a tensor."""
         spans = self.spans(length)
         return torch.cat([torch.arange(span.start, span.stop, device=device) for span in spans])
 
     def split(self, full: Tensor, dim: int) -> Tensor:
-        """Return the rank's part of ``full``, whose sequence is in dim ``dim``."""
+        """Return the rank's part of ``full``, with the sequence in dim ``dim``."""
         if self.num_ranks == 1:
             return full
         spans = self.spans(full.shape[dim])
@@ -43,7 +43,7 @@ class SequencePart:
 
 
 def join(parts: Sequence[Tensor], dim: int) -> Tensor:
-    """Return the full tensor, given the parts of all ranks in order; undoes
+    """Return the full tensor, given the parts of all ranks in order. Undoes
     :meth:`SequencePart.split`.
     """
     if len(parts) == 1:

@@ -1,8 +1,8 @@
-"""Exchange a part of the sequence with all heads for the whole sequence with some heads, and back;
-gather the parts of all ranks.
+"""Exchange a part of the sequence with all heads for the full sequence with a part of the heads,
+and back. Gather the parts of all ranks.
 
-The exchange is one all-to-all (DeepSpeed-Ulysses, https://arxiv.org/abs/2309.14509), for layers
-that mix the sequence within a head: attention, state-space layers.
+The exchange is an all-to-all (DeepSpeed-Ulysses, https://arxiv.org/abs/2309.14509), for layers that
+mix the sequence within a head: attention, state-space layers.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from megatron_lightning.parallel.sequence import SequencePart, join
 
 
 def gather_parts(part: Tensor, group: AxisGroup, dim: int) -> Tensor:
-    """Return the full tensor, given a rank's part of the sequence in dim ``dim``. Without gradient;
-    a collective.
+    """Return the full tensor, given a rank's part of the sequence in dim ``dim``. Without gradient.
+    A collective.
     """
     parts = finish(all_gather_start(part[None], group), group)
     return join(list(parts), dim)
 
 
 def sequence_to_heads(x: Tensor, group: AxisGroup) -> Tensor:
-    """Map a rank's part of the sequence [b, n, s / c, d] to [b, n / c, s, d]: its share of the
-    heads, over the whole sequence in order. Differentiable; a collective.
+    """Map a rank's part of the sequence [b, n, s / c, d] to [b, n / c, s, d]: the rank's share of
+    the heads, over the full sequence in order. Differentiable. A collective.
 
     Raises:
         ShardingError: If the heads do not divide over the ranks.
@@ -73,7 +73,7 @@ class _HeadsToSequence(torch.autograd.Function):
 
 
 def _to_heads(x: Tensor, group: AxisGroup) -> Tensor:
-    shares = torch.stack(x.chunk(group.size, 1))  # for each rank its heads
+    shares = torch.stack(x.chunk(group.size, 1))  # each rank's heads
     return join(list(_all_to_all(shares, group)), 2)
 
 

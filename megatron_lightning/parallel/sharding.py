@@ -1,7 +1,7 @@
-"""Sharding plans: tables by which the modules of a plain model are replaced by parallel ones.
+"""Sharding plans: tables to replace the modules of a plain model by parallel modules.
 
-A module declares the specs of its parameters in its attribute ``shard_specs`` (a dict by local
-name, a plain value that survives copying); a parameter without one is replicated.
+A module declares the specs of the module's parameters in the attribute ``shard_specs`` (a dict by
+local name, a plain value that survives copying). A parameter without a spec is replicated.
 """
 
 from __future__ import annotations
@@ -39,12 +39,13 @@ _LISTED = 6  # patterns in a message
 
 
 def take_shards(module: nn.Module, source: nn.Module, specs: Mapping[str, ShardSpec]) -> None:
-    """Register in ``module`` its shards of the parameters of ``source`` that ``specs`` names.
+    """Register in ``module`` the shards of the parameters of ``source`` named by ``specs``.
 
-    Where ``source`` is the module itself, its parameters stay the same objects for whoever keeps a
-    list of them, and get other data; those without a spec stay full. Otherwise they are new ones,
-    with the attributes of the old, and None for those without a spec. The shards are new tensors
-    on the source's device, ``meta`` included; the specs become ``module.shard_specs``.
+    If ``source`` is the module itself, the parameters stay the same objects, for code with a list
+    of parameters, and get other data. Parameters without a spec stay full. Otherwise the module
+    gets new parameters with the attributes of the old parameters, and None for parameters without a
+    spec. The shards are new tensors on the source's device, ``meta`` included. The specs become
+    ``module.shard_specs``.
 
     Raises:
         ShardingError: If a hook of a parameter would be called with the gradient of a shard.
@@ -71,10 +72,11 @@ def take_shards(module: nn.Module, source: nn.Module, specs: Mapping[str, ShardS
 
 
 def record_ties(model: nn.Module) -> None:
-    """Record in ``model`` which of its parameters are one tensor under several names, for
+    """Record in ``model`` the tied parameters (a tensor under several names), for
     :func:`tied_names`.
 
-    Call it before partitioning, which may send the names of one tensor to different ranks.
+    Call the function before partitioning, since partitioning may send the names of a tensor to
+    different ranks.
     """
     model.__dict__[_RECORDED_TIES] = {
         name: owner for owner, *names in shared_names(model) for name in names
@@ -82,17 +84,17 @@ def record_ties(model: nn.Module) -> None:
 
 
 def tied_names(model: nn.Module) -> dict[str, str]:
-    """Return copy -> owner for every parameter of ``model`` that is tied to another.
+    """Return copy -> owner for every tied parameter of ``model``.
 
-    :func:`record_ties` has recorded them, also where this rank holds only one of the names.
+    The ties come from :func:`record_ties`, even if this rank holds only a single name.
     """
     return dict(vars(model).get(_RECORDED_TIES, {}))
 
 
 def named_shard_specs(model: nn.Module) -> dict[str, ShardSpec]:
-    """Return the spec of every parameter, by the name ``model.named_parameters()`` gives it.
+    """Return the spec of every parameter, by the name in ``model.named_parameters()``.
 
-    A module whose ``weight`` consists of several matrices declares it in its attribute
+    A module whose ``weight`` consists of several matrices declares the matrices in the attribute
     ``fused_rows`` (:class:`ShardSpec`).
 
     Raises:
@@ -104,7 +106,7 @@ def named_shard_specs(model: nn.Module) -> dict[str, ShardSpec]:
         prefix = f"{path}." if path else ""
         declared: Mapping[str, ShardSpec] = getattr(module, "shard_specs", None) or {}
         for name, parameter in module.named_parameters(recurse=False):
-            # The same tensor under a second name: named_parameters() lists it once, too.
+            # The same tensor under a second name: named_parameters() lists the tensor once, too.
             if id(parameter) in seen:
                 continue
             seen.add(id(parameter))
@@ -126,15 +128,13 @@ def named_shard_specs(model: nn.Module) -> dict[str, ShardSpec]:
 
 
 class Style(Protocol):
-    """Rule that replaces one module of a plain model. The concrete styles live in
-    ``layers.styles``.
-    """
+    """Rule to replace a module of a plain model. The concrete styles live in ``layers.styles``."""
 
     def apply(self, module: nn.Module, context: ParallelContext, plan: ShardingPlan) -> nn.Module:
-        """Return the module that replaces ``module`` (which may be ``module`` itself, changed).
+        """Return the replacement of ``module`` (possibly ``module`` itself, changed).
 
-        A style that divides a layer with adapters has ``divide_adapters``, too, with the same
-        arguments, which is called after it.
+        A style for layers with adapters also has ``divide_adapters``, with the same arguments,
+        called after ``apply``.
         """
         ...
 
@@ -143,9 +143,9 @@ class Style(Protocol):
 class ShardingPlan:
     """How a plain model is split over the tensor-parallel ranks, as a table.
 
-    Patterns are dotted module paths in which ``*`` matches one path segment and ``**`` any number
-    of them; the first pattern that matches wins. Paths begin at the module whose
-    ``sharding_plan()`` returns the plan, or at the LightningModule for
+    Patterns are dotted module paths. ``*`` matches a path segment and ``**`` any number of
+    segments. The first matching pattern wins. Paths begin at the module with the
+    ``sharding_plan()`` method, or at the LightningModule for
     ``MegatronStrategy(sharding_plan=...)``.
 
     Raises:
@@ -162,19 +162,19 @@ class ShardingPlan:
     """Attribute path pattern -> function of (value, context) for sizes that become local, such as a
     head count."""
     positions: str | None = None
-    """Keyword under which the model takes the positions of its tokens [b or 1, s], which a rank
-    that holds a part of the sequence is given; "": it uses none; None: unknown, so that ranks
-    cannot share a sequence."""
+    """Keyword of the model for the positions of tokens [b or 1, s], passed on a rank with a part of
+    the sequence. "": the model uses no positions. None: unknown, so that ranks cannot share a
+    sequence."""
     documents: str | None = None
-    """Keyword under which the model takes the numbers of the documents of its tokens [b, s]. A rank
-    that holds a part of the sequence is given :class:`~megatron_lightning.layers.Documents` in
-    their place, for which ``SequenceInfo`` has a field. None: it takes none."""
+    """Keyword of the model for the document numbers of tokens [b, s]. On a rank with a part of the
+    sequence, the model receives :class:`~megatron_lightning.layers.Documents` instead.
+    ``SequenceInfo`` has a field for ``Documents``. None: no such keyword."""
     packed_positions: bool = False
-    """Whether a document begins where positions do not go on by 1, as in ``transformers``, and the
-    model is given ``documents`` because of them."""
+    """Whether a document begins where positions do not go on by 1, as in ``transformers``, so that
+    the model receives ``documents`` derived from the positions."""
     shards_output: bool = False
-    """Whether the model returns shards on purpose, to a step that expects them; otherwise a sharded
-    output is an error in the first step."""
+    """Whether the model returns shards on purpose, to a step that expects shards. Otherwise a
+    sharded output is an error in the first step."""
 
     def __post_init__(self) -> None:
         for pattern, style in self.modules.items():
@@ -188,11 +188,11 @@ class ShardingPlan:
             _check_rewrite(pattern, rewrite)
 
     def __or__(self, other: ShardingPlan) -> ShardingPlan:
-        """Return this plan with the rows and attributes of ``other`` before its own. A row of
-        ``other`` replaces that of the same pattern; fields that it sets replace this plan's.
+        """Return this plan with the rows and attributes of ``other`` first. A row of ``other``
+        replaces the row of the same pattern. Fields set in ``other`` replace this plan's fields.
 
         Raises:
-            ConfigError: If they have different sequence dims.
+            ConfigError: If the plans have different sequence dims.
         """
         if not isinstance(other, ShardingPlan):
             return NotImplemented
@@ -213,26 +213,28 @@ class ShardingPlan:
         )
 
     def style_of(self, path: str) -> Style | None:
-        """Return the style of the module at ``path``; None: it stays as it is."""
+        """Return the style of the module at ``path``. None: no style, the module stays
+        unchanged.
+        """
         return next((style for pattern, style in self._styles if pattern.fullmatch(path)), None)
 
     def splits(self, model: nn.Module) -> bool:
-        """Return whether a row splits parameters of a module in ``model``; styles that do not have
-        an attribute ``splits`` that is False.
+        """Return whether a row splits parameters of a module in ``model``. A style with an
+        attribute ``splits`` of False does not.
         """
         styles = (self.style_of(path) for path, _ in model.named_modules())
         return any(style is not None and getattr(style, "splits", True) for style in styles)
 
     @property
     def shards_sequence(self) -> bool:
-        """Whether a row says where activations are sequence shards; without one, sequence
-        parallelism is off for this plan.
+        """Whether a row says how to shard activations over the sequence. Without such a row,
+        sequence parallelism is off for this plan.
         """
         return any(getattr(style, "shards_sequence", False) for style in self.modules.values())
 
     def is_sequence_parallel(self, context: ParallelContext) -> bool:
-        """Return whether activations are sequence shards: where the layout allows it and a row says
-        where they begin.
+        """Return whether activations are sequence shards: the layout allows sequence parallelism,
+        and a row says how to shard.
         """
         return context.sp and self.shards_sequence
 
@@ -242,7 +244,7 @@ class ShardingPlan:
 
 
 def _first(rows: Mapping[str, _Value], others: Mapping[str, _Value]) -> dict[str, _Value]:
-    """Return ``rows``, then those of ``others`` for further patterns."""
+    """Return ``rows``, then the rows of ``others`` for further patterns."""
     return {**rows, **{pattern: row for pattern, row in others.items() if pattern not in rows}}
 
 
@@ -271,21 +273,22 @@ def _check_rewrite(pattern: str, rewrite: object) -> None:
 
 
 def declare_gathered_input(module: nn.Module, argument: str, dim: int) -> nn.Module:
-    """Record that ``module`` takes sequence shards and gathers them along ``dim``; return it.
+    """Record that ``module`` takes sequence shards and gathers the shards along ``dim``. Return
+    ``module``.
 
-    ``argument``: name of the input, where it is not the first positional argument.
+    ``argument``: name of the input, unless the input is the first positional argument.
     """
     module.__dict__[_GATHERED_INPUT] = (argument, dim)
     return module
 
 
 def gathered_input(module: nn.Module) -> tuple[str, int] | None:
-    """Return what :func:`declare_gathered_input` has recorded; None: nothing."""
+    """Return the record of :func:`declare_gathered_input`. None: no record."""
     return vars(module).get(_GATHERED_INPUT)
 
 
 def sharding_plans(module: nn.Module) -> dict[str, ShardingPlan]:
-    """Return the plans of the modules in ``module`` that have a ``sharding_plan()``, by path."""
+    """Return the plans of the modules in ``module`` with a ``sharding_plan()``, by path."""
     found = (
         (path, getattr(child, "sharding_plan", None)) for path, child in module.named_modules()
     )
@@ -296,12 +299,12 @@ def check_plan(model: nn.Module, plan: ShardingPlan, owner: str = "") -> None:
     """Check that every row and every attribute pattern of ``plan`` is used in the full ``model``.
 
     Args:
-        model: The module at which the plan's paths begin, with all its layers.
+        model: The module at the start of the plan's paths, with all layers.
         plan: The plan.
         owner: Path of ``model`` in the LightningModule, for the message.
 
     Raises:
-        ConfigError: Naming the patterns that are not, and the nearest paths.
+        ConfigError: Naming the unused patterns and the nearest paths.
     """
     modules = dict(model.named_modules(remove_duplicate=False))
     attributes = {
@@ -332,14 +335,14 @@ def parallelize(
     counterparts, in place.
 
     Modules are replaced in the order of the model, parents before children, so that a style may
-    look at its children as they were; then the named attributes are rewritten. Over axes of size 1
-    every module stays, and only its specs are declared. Return ``model``.
+    look at a module's original children. Then the named attributes are rewritten. Over axes of size
+    1 every module stays, and only specs are declared. Return ``model``.
 
     Args:
-        model: Where the plan's paths begin.
+        model: Start of the plan's paths.
         context: Groups of this rank.
         plan: The plan.
-        is_full: Whether ``model`` has all its layers, so that every row must match one.
+        is_full: Whether ``model`` has all layers, so that every row must have a match.
 
     Raises:
         ConfigError: If a row or an attribute pattern matches nothing.
@@ -389,7 +392,7 @@ def parallelize(
 def _divide_extension(
     module: nn.Module, style: Style, context: ParallelContext, plan: ShardingPlan
 ) -> None:
-    """Divide what is attached to a layer, or the copies of it that a wrapper of ``peft`` holds."""
+    """Divide the attachments of a layer, or the layer's copies in a wrapper of ``peft``."""
     copies = saved_copies(module)
     for copy in copies:
         style.apply(copy, context, plan)
@@ -406,7 +409,7 @@ def _divide_extension(
 
 
 def shared_names(model: nn.Module) -> list[list[str]]:
-    """Return the names of every parameter that has more than one."""
+    """Return the names of every parameter with several names."""
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
@@ -415,9 +418,9 @@ def shared_names(model: nn.Module) -> list[list[str]]:
 
 @contextmanager
 def untied(model: nn.Module) -> Iterator[None]:
-    """Inside the block, every name of a shared parameter has a parameter of its own, of the same
-    data, so that each module takes its shards of it; afterwards, also after an error, all share the
-    first one.
+    """Give every name of a shared parameter a parameter of its own inside the block, with the same
+    data, so that each module takes shards. Afterwards, also after an error, all names share the
+    first parameter.
 
     Raises:
         ShardingError: If the shards differ.

@@ -1,11 +1,11 @@
 """How each parameter is divided over the ranks.
 
-A parameter is a plain local ``nn.Parameter``. Its :class:`ShardSpec` says which boxes of the global
-tensor the local one consists of, over which axes it is sharded, and over which axes its gradient is
-a partial sum. Axis names are unique and are recorded at size 1 too, so the spec also says over
-which axes the parameter is replicated: one that names ``ep`` or ``etp`` is an expert's, replicated
-over ``edp``; every other one is dense, replicated over ``dp`` and ``cp``. Gradient reduction,
-gradient norm, initialization and checkpoints read the spec; nothing else guesses.
+A parameter is a plain local ``nn.Parameter``. The parameter's :class:`ShardSpec` gives the boxes of
+the global tensor in the local tensor, the axes of the sharding, and the axes over which the
+gradient is a partial sum. Axis names are unique and are recorded at size 1 too, so the spec also
+gives the axes of replication. A parameter with ``ep`` or ``etp`` is an expert's, replicated over
+``edp``. Every other parameter is dense, replicated over ``dp`` and ``cp``. Gradient reduction,
+gradient norm, initialization and checkpoints read the spec. No other code guesses.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Shape = tuple[int, ...]
 
 
 class Box(NamedTuple):
-    """An n-dimensional range of a tensor, mostly of a global one."""
+    """An n-dimensional range of a tensor, mostly of a global tensor."""
 
     offset: Shape
     """First index."""
@@ -40,7 +40,7 @@ class Box(NamedTuple):
 
     @property
     def slices(self) -> tuple[slice, ...]:
-        """Index of the box in its tensor."""
+        """Index of the box in the tensor."""
         return tuple(slice(o, o + n) for o, n in zip(self.offset, self.shape, strict=True))
 
     def shifted(self, by: Shape) -> Box:
@@ -48,11 +48,11 @@ class Box(NamedTuple):
         return Box(tuple(o + b for o, b in zip(self.offset, by, strict=True)), self.shape)
 
     def relative_to(self, origin: Shape) -> Box:
-        """Return the box in a tensor whose first index is ``origin``."""
+        """Return the box in a tensor with the first index ``origin``."""
         return Box(tuple(o - b for o, b in zip(self.offset, origin, strict=True)), self.shape)
 
     def overlap(self, other: Box) -> Box | None:
-        """Return the intersection of two boxes of one tensor; None: it is empty."""
+        """Return the intersection of two boxes of a tensor. None: empty."""
         low = tuple(max(a, b) for a, b in zip(self.offset, other.offset, strict=True))
         ends = zip(self.offset, self.shape, other.offset, other.shape, low, strict=True)
         extent = tuple(max(0, min(a + n, b + m) - start) for a, n, b, m, start in ends)
@@ -60,7 +60,7 @@ class Box(NamedTuple):
 
 
 class Shard(NamedTuple):
-    """The data of a box of a global tensor that this rank holds."""
+    """Data of a box of a global tensor, on this rank."""
 
     offset: Shape
     """First index in the global tensor."""
@@ -75,31 +75,31 @@ class Shard(NamedTuple):
 
 @dataclass(frozen=True)
 class ShardSpec:
-    """How the local part of one parameter relates to the global tensor."""
+    """Relation of a parameter's local tensor to the global tensor."""
 
     global_shape: Shape
-    """Shape of the full parameter, as one process would hold it."""
+    """Shape of the full parameter, as in a single process."""
     boxes: tuple[Box, ...]
-    """Ranges of the global tensor that this rank holds; the local tensor stacks them along
+    """Ranges of the global tensor on this rank. The local tensor stacks the ranges along
     ``stacked_dim``."""
     sharded_over: tuple[str, ...] = ()
-    """Axes whose ranks hold different boxes, at size 1 too; an expert's dims may be split over
-    ``ep`` and ``etp``."""
+    """Axes with different boxes on different ranks, at size 1 too. An expert's dims may be split
+    over ``ep`` and ``etp``."""
     partial_over: tuple[str, ...] = ()
-    """Axes whose ranks hold equal values but compute partial gradients, which must be summed."""
+    """Axes with equal values but partial gradients on the ranks. The gradients must be summed."""
     tied_to: str | None = None
-    """Global name of the parameter that this one is a copy of (tied embeddings); None: it is the
-    owner."""
+    """Global name of the parameter copied by this parameter (tied embeddings). None: this parameter
+    is the owner."""
     fused_rows: tuple[int, ...] = ()
-    """Rows of the logical matrices that are stacked, period after period, in the rows (dim -2) of
-    the global tensor: (f, f) for gate and up, (n/g x d, d, d) for query, key and value of each
-    group; (): it is one matrix, or [E, rows, columns] one of each expert."""
+    """Rows of the logical matrices stacked, period after period, in the rows (dim -2) of the global
+    tensor: (f, f) for gate and up, (n/g x d, d, d) for query, key and value of each group. (): a
+    single matrix, or [E, rows, columns] with a matrix for each expert."""
     stacked_dim: int = 0
-    """Dim along which several boxes are stacked."""
+    """Dim for stacking several boxes."""
 
     @classmethod
     def replicated(cls, shape: Sequence[int], *, partial_over: tuple[str, ...] = ()) -> ShardSpec:
-        """Return the spec of a parameter that every rank holds in full."""
+        """Return the spec of a parameter held in full by every rank."""
         return cls(tuple(shape), (Box.full(shape),), partial_over=partial_over)
 
     @classmethod
@@ -118,11 +118,11 @@ class ShardSpec:
 
         Args:
             shape: Global shape.
-            dim: The dim that is split.
+            dim: The split dim.
             size: Ranks on the axis.
             rank: This rank's position on the axis.
             axis: Name of the axis.
-            blocks: Equal blocks stacked along ``dim`` that are each split (2 for a fused gate and
+            blocks: Equal blocks stacked along ``dim``, each of them split (2 for a fused gate and
                 up projection).
 
         Raises:
@@ -165,12 +165,12 @@ class ShardSpec:
         )
 
     def crossed(self, other: ShardSpec) -> ShardSpec:
-        """Return the spec of a tensor that is split as this one says and, along other dims, as
-        ``other`` does: experts over ``ep``, and the rows of each over ``etp``.
+        """Return the spec of a tensor split like this spec and, along other dims, like ``other``:
+        experts over ``ep``, and the rows of each expert over ``etp``.
 
         Raises:
-            ShardingError: If both are of other tensors, split the same dim or over the same axis,
-                or both consist of several boxes, which no local tensor could stack.
+            ShardingError: If the specs are of different tensors, split the same dim or over the
+                same axis, or both consist of several boxes, which no local tensor could stack.
         """
         problem = ""
         if self.global_shape != other.global_shape:
@@ -197,7 +197,7 @@ class ShardSpec:
 
     @property
     def _split_dims(self) -> set[int]:
-        """Dims of which this rank holds a part."""
+        """Dims with only a part on this rank."""
         return {
             dim
             for box in self.boxes
@@ -207,24 +207,24 @@ class ShardSpec:
 
     @property
     def is_expert(self) -> bool:
-        """Whether the parameter is an expert's: it names ``ep`` or ``etp``."""
+        """Whether the parameter is an expert's, with the axis ``ep`` or ``etp``."""
         return not {"ep", "etp"}.isdisjoint((*self.sharded_over, *self.partial_over))
 
     @property
     def data_axes(self) -> str:
-        """Name of the group whose ranks hold the same values, see different data and reduce the
+        """Name of the group of ranks with the same values and different data, for reducing the
         gradient.
         """
         return "edp" if self.is_expert else "dp-cp"
 
     @property
     def model_axes(self) -> str:
-        """Name of the group whose ranks together hold all parameters of this kind."""
+        """Name of the group of ranks that together hold all parameters of this kind."""
         return "etp-ep-pp" if self.is_expert else "tp-pp"
 
     @property
     def replica_axes(self) -> tuple[str, ...]:
-        """Axes inside a layer of one model replica whose ranks hold the same values."""
+        """Axes inside a layer of a model replica with the same values on all ranks."""
         return tuple(
             axis
             for axis in self.model_axes.split("-")
@@ -240,30 +240,30 @@ class ShardSpec:
         return (*shape[:dim], sum(box.shape[dim] for box in self.boxes), *shape[dim + 1 :])
 
     def part(self, local: Box) -> ShardSpec:
-        """Return the spec of a range of the local tensor: of some rows, for example."""
+        """Return the spec of a range of the local tensor, for example of rows."""
         return replace(self, boxes=tuple(box for box, _ in self._global_boxes(local)))
 
     def shard(self, full: Tensor) -> Tensor:
-        """Return this rank's local tensor (a new one) of the global tensor."""
+        """Return this rank's local tensor (newly allocated) of the global tensor."""
         local = full.new_empty(self.local_shape)
         for offset, data in self.shards(local):
             data.copy_(full[Box(offset, tuple(data.shape)).slices])
         return local
 
     def shards(self, local: Tensor) -> list[Shard]:
-        """Return the shards of a tensor of the local shape, views of it."""
+        """Return the shards of a tensor of the local shape, as views."""
         return [Shard(box.offset, local[place.slices]) for box, place in self._placed()]
 
     def flat_shards(self, flat: Tensor, start: int) -> list[Shard]:
-        """Return the shards of a flat range of the local tensor, as sharded optimizers keep it.
+        """Return the shards of a flat range of the local tensor, the form in sharded optimizers.
 
         Args:
             flat: 1-D tensor: elements [start, start + len) of the flattened (row-major) local
                 tensor.
-            start: Index of its first element.
+            start: Index of the first element of ``flat``.
 
         Returns:
-            Views of ``flat``; at most 2(n-1)+1 for each box of an n-dim tensor.
+            Views of ``flat``. At most 2(n-1)+1 for each box of an n-dim tensor.
         """
         shards = []
         for part, position in _boxes_of_range(self.local_shape, start, start + flat.numel()):
@@ -273,7 +273,7 @@ class ShardSpec:
         return shards
 
     def _placed(self) -> Iterator[tuple[Box, Box]]:
-        """Yield every box of the global tensor, and where it lies in the local one."""
+        """Yield every box of the global tensor, and the box's place in the local tensor."""
         start = 0
         for box in self.boxes:
             offset = tuple(start if dim == self.stacked_dim else 0 for dim in range(len(box.shape)))
@@ -281,8 +281,8 @@ class ShardSpec:
             start += box.shape[self.stacked_dim] if box.shape else 0
 
     def _global_boxes(self, local: Box) -> Iterator[tuple[Box, Box]]:
-        """Yield the boxes of the global tensor that a box of the local one consists of, and where
-        each lies there.
+        """Yield the boxes of the global tensor behind a box of the local tensor, and the place of
+        each in the local tensor.
         """
         for box, place in self._placed():
             common = place.overlap(local)
@@ -291,11 +291,11 @@ class ShardSpec:
 
 
 def is_writer(spec: ShardSpec, context: ParallelContext) -> bool:
-    """Return whether this rank's data-parallel group writes its shards of a parameter, and counts
-    them in norms.
+    """Return whether this rank's data-parallel group writes the group's shards of a parameter, and
+    counts the shards in norms.
 
-    Of the groups that hold the same values, the first on every axis over which they are replicated
-    does. A tied copy is left to its owner.
+    Among the groups with the same values, the first on every axis of replication writes. A tied
+    copy is left to the owner.
     """
     return spec.tied_to is None and all(
         context.axis(axis).rank == 0 for axis in {*spec.replica_axes, *spec.partial_over}
@@ -304,7 +304,7 @@ def is_writer(spec: ShardSpec, context: ParallelContext) -> bool:
 
 def shard_range(total: int, size: int, rank: int) -> tuple[int, int]:
     """Return (start, length) of rank ``rank``'s share of ``total`` entries, in equal parts rounded
-    up; the last are shorter.
+    up. The last parts are shorter.
     """
     part = -(-total // size)
     start = min(rank * part, total)

@@ -1,9 +1,9 @@
 """The shards of a named tensor on each rank.
 
-Every rank describes its shards as :class:`TensorShards`: the global name and shape of a tensor, and
-boxes of it as views of its own memory. How the boxes came about (tensor parallel, a flat range of
-an optimizer shard, a full tensor) does not matter, neither for saving nor for loading, which is why
-any layout reads any other. Ranks that hold the same boxes share the work.
+Every rank describes the rank's shards as :class:`TensorShards`: the global name and shape of a
+tensor, and boxes of the tensor as views of local memory. The origin of the boxes (tensor parallel,
+a flat range of an optimizer shard, a full tensor) does not matter, neither for saving nor for
+loading. Any layout therefore reads any other. Ranks with the same boxes share the work.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from megatron_lightning.parallel.spec import Shape, Shard, ShardSpec
 
 @dataclass(frozen=True)
 class TensorShards:
-    """The shards of one tensor that this rank holds.
+    """The shards of a tensor on this rank.
 
     Raises:
         CheckpointError: If a shard is sparse, is not inside the global shape or has another dtype.
@@ -36,8 +36,8 @@ class TensorShards:
     shards: Sequence[Shard]
     """Views of this rank's memory: the source of a save, the destination of a load."""
     writes: bool = True
-    """Whether a save writes these shards; of the ranks that hold them, exactly one does, or exactly
-    those of ``replicas``."""
+    """Whether a save writes these shards. One rank writes each shard, or ``replicas`` split the
+    shard."""
     replicas: AxisGroup = ALONE
     """Ranks that hold exactly these shards and divide writing and reading among themselves."""
 
@@ -64,7 +64,7 @@ class TensorShards:
     def full(
         cls, name: str, tensor: Tensor, *, writes: bool = True, replicas: AxisGroup = ALONE
     ) -> TensorShards:
-        """Return the shards of a tensor that this rank holds in full."""
+        """Return the shards of a tensor held in full by this rank."""
         shape = tuple(tensor.shape)
         return cls(
             name, shape, tensor.dtype, [Shard((0,) * len(shape), tensor.detach())], writes, replicas
