@@ -1,5 +1,5 @@
-"""One name for each call that torch 2.11 to 2.13 name differently or keep private, and for what
-Python and the C library keep so; the only package that knows versions.
+"""Names for calls that torch 2.11 to 2.13 name differently or keep private, and for private calls
+of Python and the C library. The only package with knowledge of versions.
 """
 
 from megatron_lightning.compat.autograd import (

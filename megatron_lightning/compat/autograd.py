@@ -15,12 +15,12 @@ from torch.utils.hooks import RemovableHandle
 
 
 def step_pre_hooks(optimizer: torch.optim.Optimizer) -> list[Callable[..., Any]]:
-    """Return the hooks before a step of ``optimizer``, in their order; torch has no public list."""
+    """Return the hooks before a step of ``optimizer``, in order, since torch has no public list."""
     return list(optimizer._optimizer_step_pre_hooks.values())
 
 
 def set_grad_dtype(parameter: torch.nn.Parameter, dtype: torch.dtype | None) -> None:
-    """Set the dtype to which autograd casts the parameter's gradients before it adds them; None: no
+    """Set the dtype to which autograd casts the parameter's gradients before adding them. None: no
     cast.
     """
     parameter.grad_dtype = dtype
@@ -29,10 +29,11 @@ def set_grad_dtype(parameter: torch.nn.Parameter, dtype: torch.dtype | None) -> 
 def set_gather_hooks(
     shard: DTensor, pre_all_gather: Callable[..., Any], post_all_gather: Callable[..., Any]
 ) -> None:
-    """Make FSDP2 gather what ``pre_all_gather`` returns in place of ``shard``.
+    """Make FSDP2 gather the results of ``pre_all_gather`` in place of ``shard``.
 
-    It looks for the hooks on the local tensor, and again before its first gather ("allow monkey
-    patch after init", torch 2.11 to 2.13), which a method of DTensor returns a view of only.
+    FSDP2 looks for the hooks on the local tensor, and again before the first gather ("allow monkey
+    patch after init", torch 2.11 to 2.13). Public methods of DTensor return only a view of the
+    local tensor.
     """
     local: Any = shard._local_tensor
     local.fsdp_pre_all_gather = pre_all_gather
@@ -40,8 +41,8 @@ def set_gather_hooks(
 
 
 def run_backward(roots: Sequence[Tensor | GradientEdge], gradients: Sequence[Tensor]) -> None:
-    """Back-propagate one gradient from each root: ``torch.autograd.backward`` without its slow
-    checks in Python.
+    """Back-propagate a gradient from each root: ``torch.autograd.backward`` without the slow checks
+    in Python.
     """
     _engine_run_backward(
         tuple(roots),
@@ -57,8 +58,8 @@ def run_backward(roots: Sequence[Tensor | GradientEdge], gradients: Sequence[Ten
 def saved_tensors_hooks_in_force() -> (
     tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None
 ):
-    """Return the current (pack, unpack) hooks of saved tensors, which hooks set inside them
-    replace.
+    """Return the current (pack, unpack) hooks of saved tensors. Hooks set inside replace the
+    current hooks.
     """
     hooks: tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None = (
         torch._C._autograd._top_saved_tensors_default_hooks(False)
@@ -87,7 +88,7 @@ def at_end_of_backward(callback: Callable[[], None]) -> None:
 
 
 class GradientHooks:
-    """Hooks of a parameter that other tensors replace; the parameter itself is not kept."""
+    """Hooks of a parameter, to move to a replacing tensor. The parameter itself is not kept."""
 
     def __init__(self, parameter: Tensor) -> None:
         self._hooks: Any = parameter._backward_hooks
@@ -101,8 +102,8 @@ class GradientHooks:
         return bool(self._hooks or self._accumulated)
 
     def move(self, leaf: Tensor, *others: Tensor) -> None:
-        """Share the parameter's hooks with ``leaf``, and those that are registered on any of the
-        tensors later.
+        """Share the parameter's hooks with ``leaf`` and ``others``, including hooks registered
+        later on any of the tensors.
         """
         hooks = OrderedDict() if self._hooks is None and others else self._hooks
         if hooks is not None:
@@ -115,7 +116,9 @@ class GradientHooks:
 
 
 def run_last(parameter: Tensor, handle: RemovableHandle) -> None:
-    """Make one hook on the accumulated gradient run after all others, whenever those came."""
+    """Make a hook on the accumulated gradient run after all other hooks, whatever the order of
+    registration.
+    """
     hooks: Any = parameter._post_accumulate_grad_hooks
     if next(reversed(hooks)) != handle.id:
         hooks[handle.id] = hooks.pop(handle.id)  # torch goes by the order of insertion

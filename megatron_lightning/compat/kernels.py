@@ -1,4 +1,4 @@
-"""Kernels and compilation: products of 8 bits, attention, ``torch.compile``, fused optimizers."""
+"""Kernels and compilation: 8-bit GEMMs, attention, ``torch.compile``, fused optimizers."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from torch import Tensor, nn
 from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
 
 _MAX_GRAPHS = 64
-"""Of blocks that share code: kinds of layers x training, validation and inference x static and
-dynamic shapes x recomputed or not. torch stops at 8, and runs the rest uncompiled."""
+"""Most graphs of blocks with shared code: kinds of layers x training, validation and inference x
+static and dynamic shapes x recomputed or not. torch stops at 8, and runs the rest uncompiled."""
 
 
 def takes_grouped_mm(x: Tensor) -> bool:
     """Return whether ``F.grouped_mm`` takes ``x`` [..., m, n] as an operand: by device, dtype and
     alignment (torch 2.11 to 2.13).
 
-    On GPUs that is bf16, for which it has a kernel. For other dtypes it loops there, too.
+    On GPUs only bf16 has a kernel. For other dtypes ``F.grouped_mm`` loops on GPUs, too.
     """
     if x.device.type == "cuda":
         known = x.dtype is torch.bfloat16 and torch.cuda.get_device_capability(x.device) >= (8, 0)
@@ -41,11 +41,11 @@ def scaled_mm(
     bias: Tensor | None = None,
     fast: bool = False,
 ) -> Tensor:
-    """Multiply FP8 codes a [m, k] by b [k, n], column-major, with fp32 scales of tensors ([], [])
+    """Multiply FP8 data a [m, k] by b [k, n], column-major, with fp32 scales of tensors ([], [])
     or of rows ([m, 1], [1, n]).
 
-    The private name is the one that every torch of 2.11 to 2.13 has on CPUs and GPUs, and that its
-    compiler knows; ``F.scaled_mm`` follows device by device.
+    The private name exists in every torch of 2.11 to 2.13 on CPUs and GPUs, and torch's compiler
+    supports the name. ``F.scaled_mm`` follows device by device.
     """
     y: Tensor = torch._scaled_mm(
         a, b, scale_a, scale_b, bias=bias, out_dtype=dtype, use_fast_accum=fast
@@ -56,17 +56,17 @@ def scaled_mm(
 def scaled_mm_of_blocks(
     a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, *, dtype: torch.dtype, square: bool
 ) -> Tensor:
-    """Multiply FP8 codes a [m, k] by b [k, n], column-major, with fp32 scales of 128 codes along k,
+    """Multiply FP8 data a [m, k] by b [k, n], column-major, with fp32 scales of 128 values along k,
     or, of b, of 128 x 128 (``square``).
 
     Args:
-        a: Left codes; k is a multiple of 128.
-        b: Right codes; n is a multiple of 128 with square blocks.
+        a: Left quantized data. k is a multiple of 128.
+        b: Right quantized data. n is a multiple of 128 with square blocks.
         scale_a: [m, k / 128], column-major.
-        scale_b: [n, k / 128], column-major; of square blocks [k / 128, n / 128], column-major, its
-            first dim padded to a multiple of 4.
+        scale_b: [n, k / 128], column-major. With square blocks [k / 128, n / 128], column-major,
+            with the first dim padded to a multiple of 4.
         dtype: Dtype of the result.
-        square: Whether a scale of b covers 128 x 128 codes.
+        square: Whether a scale of b covers 128 x 128 values.
     """
     kinds = F.ScalingType
     of_b = kinds.BlockWise128x128 if square else kinds.BlockWise1x128
@@ -75,7 +75,7 @@ def scaled_mm_of_blocks(
 
 
 def takes_scaled_grouped_mm(a: Tensor, b: Tensor) -> bool:
-    """Return whether :func:`scaled_grouped_mm` has a kernel for these codes: e4m3, on Hopper (torch
+    """Return whether :func:`scaled_grouped_mm` has a kernel for a and b: e4m3, on Hopper (torch
     2.11 to 2.13).
     """
     known = a.dtype is torch.float8_e4m3fn and b.dtype is torch.float8_e4m3fn
@@ -85,15 +85,14 @@ def takes_scaled_grouped_mm(a: Tensor, b: Tensor) -> bool:
 def scaled_grouped_mm(
     a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, ends: Tensor, *, fast: bool = False
 ) -> Tensor:
-    """Multiply e4m3 codes of every expert, with fp32 scales of rows; the result is bf16.
+    """Multiply e4m3 quantized data of every expert, with fp32 scales of rows. The result is bf16.
 
     Args:
         a: [t, k], or [m, t].
         b: [E, k, n] or [t, n], column-major.
-        scale_a: [t], or [E m] for the rows of one expert after the other's.
+        scale_a: [t], or [E m] for the rows of each expert in turn.
         scale_b: [E, n], or [E n].
-        ends: Where the tokens of every expert end [E], int32; multiples of 16 where tokens are
-            contracted.
+        ends: End of every expert's tokens [E], int32. Multiples of 16 if tokens are contracted.
         fast: Whether Hopper may add up with fewer bits.
     """
     y: Tensor = torch._scaled_grouped_mm(
@@ -106,10 +105,10 @@ def attention_choice(q: Tensor, k: Tensor, v: Tensor, *, dropout_p: float, is_ca
     """Return the number, in ``torch.nn.attention.SDPBackend``, of the kernels that
     ``F.scaled_dot_product_attention`` would run now.
 
-    torch 2.11 to 2.13 have no public name for its choice.
+    torch 2.11 to 2.13 have no public name for the choice.
 
     Raises:
-        RuntimeError: If it would run none; torch warns of the reasons.
+        RuntimeError: If no kernel would run. torch warns of the reasons.
     """
     grouped = q.shape[1] != k.shape[1]
     return int(
@@ -122,7 +121,7 @@ def attention_choice(q: Tensor, k: Tensor, v: Tensor, *, dropout_p: float, is_ca
 def compiled(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
     """Return ``torch.compile(function, **options)`` with a higher limit of graphs.
 
-    torch 2.13 has the limit as an option; before, it is read when a call compiles.
+    torch 2.13 has the limit as an option. Earlier versions read the limit when a call compiles.
     """
     if "recompile_limit" in inspect.signature(torch.compile).parameters:
         options["recompile_limit"] = _MAX_GRAPHS
@@ -145,11 +144,12 @@ def cpp_compilers() -> list[str]:
 
 
 def fused_adamw(groups: Sequence[dict[str, Any]], **options: Any) -> torch.optim.AdamW:
-    """Return an AdamW that steps all parameters by one kernel, where torch has it for their device.
+    """Return an AdamW that steps all parameters by a single kernel, if torch has the kernel for the
+    parameters' device.
 
-    torch marks its fused optimizers as able to divide gradients by a loss scale in their step.
-    Lightning then leaves that to them and refuses to clip gradients; without the mark gradients are
-    unscaled, and clipped, before the step.
+    torch marks fused optimizers as able to divide gradients by a loss scale in the step. Lightning
+    then leaves the division to the optimizer and refuses to clip gradients. Without the mark
+    gradients are unscaled, and clipped, before the step.
     """
     known = {"meta", *torch.utils._foreach_utils._get_fused_kernels_supported_devices()}
     devices = {parameter.device.type for group in groups for parameter in group["params"]}
@@ -159,18 +159,18 @@ def fused_adamw(groups: Sequence[dict[str, Any]], **options: Any) -> torch.optim
 
 
 def never_drop(operator: torch._ops.OpOverload) -> None:
-    """Mark ``operator`` as effectful: compilers keep every call of it, in order, though its result
-    is unused.
+    """Mark ``operator`` as effectful: compilers keep every call of the operator, in order, even
+    with an unused result.
     """
     _register_effectful_op(operator, _EffectType.ORDERED)
 
 
 def avoid_fused_inference(model: nn.Module) -> None:
-    """Make torch's encoder layers call their submodules in inference too, instead of one fused
+    """Make torch's encoder layers call their submodules in inference too, instead of a fused
     kernel.
 
-    The kernel would use the weights of linear layers that hold shards without the collectives of
-    their calls.
+    The kernel would use the weights of sharded linear layers without the collectives of the layers'
+    calls.
     """
     for module in model.modules():
         if isinstance(module, nn.TransformerEncoderLayer):

@@ -1,4 +1,4 @@
-"""Memory of the C library and of GPUs, and messages that no user can act on."""
+"""Memory of the C library and of GPUs, and messages beyond the user's control."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
 
 
 def silence_treespec_warning() -> None:
-    """Hide a warning of torch 2.13 about Lightning's loops, which every rank prints and no user can
-    act on.
+    """Hide a warning of torch 2.13 about Lightning's loops, printed by every rank and beyond the
+    user's control.
     """
     warnings.filterwarnings(
         "ignore", r"`isinstance\(treespec, LeafSpec\)` is deprecated", FutureWarning
@@ -26,24 +26,23 @@ def silence_treespec_warning() -> None:
 
 
 def keep_freed_memory() -> None:
-    """Make glibc keep the memory that a step frees, up to 2 GiB at the heap's end, for the next
-    step.
+    """Make glibc keep the memory freed by a step, up to 2 GiB at the heap's end, for the next step.
 
-    Otherwise it may return the memory to the kernel, which maps every page again.
-    ``MALLOC_TRIM_THRESHOLD_`` in the environment takes precedence; other C libraries are not
+    Otherwise glibc may return the memory to the kernel, and the kernel maps every page again.
+    ``MALLOC_TRIM_THRESHOLD_`` in the environment takes precedence. Other C libraries are not
     changed.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
     if mallopt is not None and "MALLOC_TRIM_THRESHOLD_" not in os.environ:
         mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
-        # The limit of glibc's own, which stops growing once either is set.
+        # The limit of glibc's own. The limit stops growing once either threshold is set.
         mallopt(_M_MMAP_THRESHOLD, 2**25)
 
 
 @contextmanager
 def unlogged_fake_tensors() -> Iterator[None]:
-    """Around a run on fake tensors whose errors are handled: torch prints each with its traceback
-    before it raises.
+    """Enclose a run on fake tensors with handled errors: torch prints each error with a traceback
+    before raising.
     """
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     before, logger.disabled = logger.disabled, True
@@ -54,12 +53,12 @@ def unlogged_fake_tensors() -> Iterator[None]:
 
 
 def record_allocations(max_entries: int | None) -> None:
-    """Keep the history of the GPU's allocations from now on; None: no longer."""
+    """Keep the history of the GPU's allocations from now on. None: stop."""
     record: Any = torch.cuda.memory._record_memory_history
     record(enabled=None) if max_entries is None else record(max_entries=max_entries)
 
 
 def write_allocations(path: str) -> None:
-    """Write the history of allocations to a file that ``memory_viz`` reads."""
+    """Write the history of allocations to a file for ``memory_viz``."""
     write: Any = torch.cuda.memory._dump_snapshot
     write(path)

@@ -31,7 +31,7 @@ def reduce_scatter(
     output: Tensor, input: Tensor, group: dist.ProcessGroup, *, async_op: bool = False
 ) -> dist.Work | None:
     """Sum ``input`` (1-D, n x m) over ``group`` and keep this rank's m elements in ``output``,
-    which may be that slice.
+    possibly the same slice of ``input``.
 
     torch 2.13 names the collective ``reduce_scatter_single`` and deprecates the older name.
     """
@@ -43,8 +43,8 @@ def reduce_scatter(
 def all_gather(
     output: Tensor, input: Tensor, group: dist.ProcessGroup, *, async_op: bool = False
 ) -> dist.Work | None:
-    """Concatenate every rank's ``input`` (m elements) into ``output`` (n x m); ``input`` may be
-    this rank's slice of it.
+    """Concatenate every rank's ``input`` (m elements) into ``output`` (n x m). ``input`` may be
+    this rank's slice of ``output``.
 
     torch 2.13 names the collective ``all_gather_single`` and deprecates the older name.
     """
@@ -54,12 +54,12 @@ def all_gather(
 
 
 _COLLECTIVES = ("all", "_all", "broadcast", "reduce", "_reduce", "gather", "scatter", "barrier")
-"""Beginnings of the names of a process group's methods that are collectives."""
+"""Beginnings of the names of a process group's collective methods."""
 
 
 class _WatchedGroup(dist.ProcessGroup):
-    """A process group in the place of another one, which hands the names of collectives to a
-    function before they are called.
+    """A process group in place of another, which passes the name of each collective to a function
+    before the call.
     """
 
     def __init__(self, group: dist.ProcessGroup, called: Callable[[str], None]) -> None:
@@ -83,8 +83,8 @@ class _WatchedGroup(dist.ProcessGroup):
 
 @contextmanager
 def watched_default_group(called: Callable[[str], None]) -> Iterator[None]:
-    """Inside the block, call ``called`` with the name of every collective that Python code begins
-    on the default process group. A reference to the group from before works as ever.
+    """Call ``called`` inside the block with the name of every collective that Python code begins on
+    the default process group. An earlier reference to the group still works as before.
     """
     group = dist.group.WORLD
     if group is None:
@@ -111,22 +111,22 @@ def takes_cpu_tensors(group: dist.ProcessGroup) -> bool:
 
 def default_store() -> Store:
     """Return a new connection to the default process group's store, usable while another thread
-    waits on that store.
+    waits on the store.
     """
     connection: Store = dist.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
     return connection
 
 
 def held_store() -> Store:
-    """Return the default process group's store itself: the process that serves it ends the service
-    with the last reference.
+    """Return the default process group's store itself: the serving process ends the service with
+    the last reference.
     """
     store: Store = dist.distributed_c10d._get_default_store()
     return store
 
 
 def destroy_process_groups() -> None:
-    """Destroy all process groups with their connections and threads, also those that are still
+    """Destroy all process groups with their connections and threads, including groups still
     referenced.
 
     No work of a group may outlive the main thread: gloo's threads release the tensors of a finished
@@ -140,15 +140,15 @@ def destroy_process_groups() -> None:
 
 
 def _release_backends(groups: Iterable[dist.ProcessGroup], within_s: float) -> None:
-    """Release the backends of ``groups``, for which gloo joins its threads; wait at most
+    """Release the backends of ``groups``, so that gloo joins the backends' threads. Wait at most
     ``within_s`` seconds.
     """
-    # Python has no call for this: with gloo, ProcessGroup.shutdown() and abort() leave the threads
-    # running (measured with torch 2.13), and torch joins them when the last reference to a group is
-    # gone, but users' globals, modules and meshes hold some. So the C++ method that drops a group's
-    # backends, ProcessGroup::release_resources, is called by its mangled name on the group's
-    # address, which _id() returns. Where a build of torch lacks either, nothing is done: the
-    # threads run on, and the process may abort at its end, after all results are written.
+    # Python has no call for the release: with gloo, ProcessGroup.shutdown() and abort() leave the
+    # threads running (measured with torch 2.13). torch joins the threads when the last reference to
+    # a group is gone, but users' globals, modules and meshes hold references. So the C++ method
+    # that drops a group's backends, ProcessGroup::release_resources, is called by its mangled name
+    # on the group's address, the result of _id(). If a build of torch lacks either, nothing is
+    # done: the threads run on, and the process may abort at the end, after all results are written.
     try:
         library = ctypes.CDLL(str(Path(torch.__file__).with_name("lib") / "libtorch_cpu.so"))
     except OSError:  # another platform, or another layout of the package
@@ -157,7 +157,7 @@ def _release_backends(groups: Iterable[dist.ProcessGroup], within_s: float) -> N
     if drop_backends is None or not hasattr(dist.ProcessGroup, "_id"):
         return
 
-    # Its frame keeps the group, whose destructor would wait as well.
+    # The function's frame keeps the group, since the group's destructor would wait as well.
     def release(group: dist.ProcessGroup) -> None:
         drop_backends(ctypes.c_void_p(group._id()))  # type: ignore[attr-defined]
 
@@ -173,11 +173,12 @@ def _release_backends(groups: Iterable[dist.ProcessGroup], within_s: float) -> N
 
 
 def abort_process_groups() -> None:
-    """Break this rank's connections, so that peers that wait for it fail at once, where the backend
-    supports that.
+    """Break this rank's connections, so that waiting peers fail at once, if the backend supports a
+    break.
 
-    gloo's connections stay until the end of the main thread: its destructor waits for collectives
-    in flight, and so this process would wait for ranks that wait for its end.
+    gloo's connections stay until the end of the main thread: gloo's destructor waits for
+    collectives in flight, and so this process would wait for ranks that wait for the end of this
+    process.
     """
     if not dist.is_initialized():
         return
@@ -189,11 +190,12 @@ def abort_process_groups() -> None:
 
 
 def flight_records() -> list[dict[str, Any]]:
-    """Return what torch's flight recorder has of this rank's last collectives, the oldest first;
-    empty where nothing is recorded.
+    """Return the flight recorder's entries for this rank's last collectives, the oldest first.
+    Empty without a recording.
 
-    It is on by default; ``TORCH_FR_BUFFER_SIZE`` (older: ``TORCH_NCCL_TRACE_BUFFER_SIZE``) sets how
-    many it keeps. With gloo it records, and the state of a collective stays "scheduled".
+    torch's flight recorder is on by default. ``TORCH_FR_BUFFER_SIZE`` (older:
+    ``TORCH_NCCL_TRACE_BUFFER_SIZE``) sets the number of entries. With gloo collectives are
+    recorded, and the state of a collective stays "scheduled".
     """
     for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):
         dump = getattr(_distributed_c10d, name, None)
@@ -214,18 +216,18 @@ def is_connected(group: dist.ProcessGroup) -> bool:
 
 
 def at_end_of_main_thread(function: Callable[[], None], *, last: bool = False) -> None:
-    """Call ``function`` in this process at the end of its main thread, before the functions of
+    """Call ``function`` in this process at the end of the main thread, before the functions of
     ``atexit``.
 
     The function may still change the exit code, and no exit function is skipped.
 
     Args:
         function: Function to call.
-        last: Whether to call it after all others that are registered this way, also by the pools of
-            ``concurrent.futures``.
+        last: Whether to call ``function`` after all other functions registered this way, including
+            the functions of the pools of ``concurrent.futures``.
     """
     owner = os.getpid()
     threading._register_atexit(lambda: function() if os.getpid() == owner else None)  # type: ignore[attr-defined]
-    if last:  # they are called in reverse order
+    if last:  # called in reverse order
         functions = threading._threading_atexits  # type: ignore[attr-defined]
         functions.insert(0, functions.pop())
