@@ -1,6 +1,6 @@
-"""The weights of a :class:`GPTModel`, said once: one row a parameter. No torch here.
+"""The weights of a :class:`GPTModel`, declared once: one row a parameter. No torch here.
 
-Sharding plans, parameter counts, FLOPs, quantized weights and conversion rules are folds over these
+Sharding plans, parameter counts, FLOPs, quantized weights and conversion rules are folds over the
 rows. A test compares the rows with ``GPTModel(config).named_parameters()``.
 
 Notation: ``h`` hidden, ``n`` query heads, ``g`` query groups, ``d`` head dim, ``f`` feed-forward
@@ -28,29 +28,35 @@ LAYER, PREDICTING = "decoder.layers.", "mtp.layers."
 
 @dataclass(frozen=True, kw_only=True)
 class Weight:
-    """One parameter of a layer."""
+    """A parameter of a layer."""
 
     path: str
     """Path in the layer, such as ``mlp.linear_fc1.weight``."""
     shape: tuple[int, ...]
     """Shape on one device."""
     kind: WeightKind
-    """A matrix is a GEMM operand, which recipes may quantize. Router, gate and embedding are
-    matrices that no recipe quantizes."""
+    """A matrix is a GEMM operand and may be quantized by a recipe.
+
+    Router, gate and embedding are matrices that no recipe quantizes.
+    """
     split: Split | None = None
-    """Dim that tensor-parallel ranks divide: outputs (rows) or inputs (columns). None: every rank
-    has the full parameter."""
+    """Dim divided by tensor-parallel ranks: outputs (rows) or inputs (columns).
+
+    None: every rank has the full parameter.
+    """
     blocks: int = 1
-    """Matrices of equal size that lie one after another in the rows, such as gate and up."""
+    """Matrices of equal size stacked in the rows, such as gate and up."""
     heads: int | None = None
-    """Units of the split dim that a rank may not cut: heads, or query groups. None: single rows."""
+    """Indivisible units of the split dim: heads, or query groups. None: single rows."""
     experts: int | None = None
-    """Experts in dim 0, which expert-parallel ranks divide. Expert-tensor-parallel ranks divide the
-    split dim. None: a dense parameter."""
+    """Experts in dim 0, divided by expert-parallel ranks.
+
+    Expert-tensor-parallel ranks divide the split dim. None: a dense parameter.
+    """
 
     @property
     def module(self) -> str:
-        """Path of the module that owns the parameter."""
+        """Path of the module with the parameter."""
         return self.path.rpartition(".")[0]
 
     @property
@@ -95,7 +101,7 @@ def linear(
 def norm(
     config: TransformerConfig, path: str, size: int, kind: WeightKind = "norm"
 ) -> tuple[Weight, ...]:
-    """Return the parameters of a norm; none where ``size`` is 0."""
+    """Return the parameters of a norm, or nothing if ``size`` is 0."""
     names = ("weight", "bias") if config.normalization == "LayerNorm" else ("weight",)
     return tuple(Weight(path=f"{path}.{name}", shape=(size,), kind=kind) for name in names if size)
 
@@ -189,7 +195,7 @@ LAYER_WEIGHTS: Mapping[str, Callable[[TransformerConfig], tuple[Weight, ...]]] =
         "expert": partial(_transformer_layer, feed_forward=_expert),
     }
 )
-"""Kind of a layer -> its weights."""
+"""Kind of a layer -> function that lists the weights."""
 
 
 def layer_weights(config: TransformerConfig, index: int) -> tuple[Weight, ...]:
@@ -252,14 +258,14 @@ def _final_norm(config: TransformerConfig) -> tuple[Weight, ...]:
 
 
 def unit_names(config: TransformerConfig) -> list[str]:
-    """Return the names of the units that own parameters, in order."""
+    """Return the names of the units with parameters, in order."""
     layers = [f"{LAYER}{index}" for index in range(config.num_layers)]
     predicting = [f"{PREDICTING}{depth}" for depth in range(config.num_predicting_layers)]
     return [EMBEDDING, *layers, FINAL_NORM, *predicting, OUTPUT]
 
 
 def model_weights(config: TransformerConfig) -> Iterator[Weight]:
-    """Yield every parameter of the model once, by its path in the model."""
+    """Yield every parameter of the model once, with the path in the model."""
     tied = config.share_embeddings_and_output_weights
     for unit in unit_names(config):
         if not (tied and unit == OUTPUT):
@@ -267,7 +273,7 @@ def model_weights(config: TransformerConfig) -> Iterator[Weight]:
 
 
 def saved_tensors(config: TransformerConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Yield name and shape of every parameter, and of the buffers that checkpoints hold."""
+    """Yield name and shape of every parameter, and of the buffers in checkpoints."""
     for weight in model_weights(config):
         yield weight.path, weight.shape
         moe = config.moe

@@ -2,9 +2,9 @@
 names.
 
 Shapes: ``s`` sequence, ``b`` batch, ``h`` hidden, ``v`` vocabulary. Inputs and outputs are
-batch-first; inside, activations are sequence-major [s, b, h], so that a sequence shard is
-contiguous. The model runs on one CPU without a process group; ``models.plans`` describes how it is
-split over ranks.
+batch-first. Inside, activations are sequence-major [s, b, h], so that a sequence shard is
+contiguous. The model runs on one CPU without a process group. ``models.plans`` describes the split
+over ranks.
 """
 
 from __future__ import annotations
@@ -40,9 +40,7 @@ _OUTPUT, _WORDS = "output_layer.weight", "embedding.word_embeddings.weight"
 
 
 class LanguageModelEmbedding(nn.Module):
-    """Word embeddings plus, where configured, learned positions; maps tokens [b, s] to [s, b,
-    h].
-    """
+    """Word embeddings plus optional learned positions. Maps tokens [b, s] to [s, b, h]."""
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
@@ -55,7 +53,7 @@ class LanguageModelEmbedding(nn.Module):
         self.multiplier = config.embedding_multiplier
 
     def forward(self, tokens: Tensor, position_ids: Tensor | None = None) -> Tensor:
-        """Embed ``tokens`` [b, s] at ``position_ids`` [b, s] (None: 0 to s-1); returns [s, b,
+        """Embed ``tokens`` [b, s] at ``position_ids`` [b, s] (None: 0 to s-1). Returns [s, b,
         h].
         """
         hidden = _times(self.word_embeddings(tokens.t()), self.multiplier)
@@ -90,7 +88,7 @@ def build_attention(config: TransformerConfig, rotary: RotaryEmbedding | None) -
 
 
 def build_rotary(config: TransformerConfig) -> RotaryEmbedding | None:
-    """Return the config's rotary positions; None: it has others."""
+    """Return the config's rotary positions, or None for positions of another kind."""
     if config.position_embedding_type != "rope":
         return None
     return RotaryEmbedding(config.rotary_dim, config.rotary_base, config.rope_scaling)
@@ -105,7 +103,7 @@ class TransformerLayer(nn.Module):
         "input_layernorm": "self_attention",
         "pre_mlp_layernorm": "mlp",
     }
-    """Norm -> the module that alone reads its output, so that both may be computed as one."""
+    """Norm -> the only reader of the norm's output, so that both may be computed as one module."""
 
     def __init__(
         self, config: TransformerConfig, rotary: RotaryEmbedding | None, mlp: nn.Module
@@ -143,11 +141,11 @@ def _expert_layer(config: TransformerConfig, rotary: RotaryEmbedding | None) -> 
 
 LAYERS: Mapping[str, Callable[[TransformerConfig, RotaryEmbedding | None], nn.Module]]
 LAYERS = MappingProxyType({"dense": _dense_layer, "expert": _expert_layer})
-"""Kind of a layer -> function that builds it."""
+"""Kind of a layer -> build function."""
 
 
 def build_layer(config: TransformerConfig, rotary: RotaryEmbedding | None, kind: str) -> nn.Module:
-    """Return a layer, which maps hidden states [s, b, h] and a SequenceInfo to [s, b, h]."""
+    """Return a layer that maps hidden states [s, b, h] and a SequenceInfo to [s, b, h]."""
     return entry_of(kind, LAYERS, "build")(config, rotary)
 
 
@@ -162,8 +160,10 @@ class TransformerBlock(nn.Module):
         )
         self.final_layernorm = build_norm(config, config.hidden_size)
         self.layers_at_once = 1
-        """Number of layers that one call of :meth:`run_layers` runs; above 1 they are recomputed
-        together."""
+        """Number of layers in a call of :meth:`run_layers`.
+
+        Above 1, the layers are recomputed together.
+        """
 
     def forward(self, hidden: Tensor, sequence: SequenceInfo | None = None) -> Tensor:
         """Map [s, b, h] to [s, b, h]."""
@@ -176,16 +176,14 @@ class TransformerBlock(nn.Module):
     def run_layers(
         self, layers: Sequence[nn.Module], hidden: Tensor, sequence: SequenceInfo | None
     ) -> Tensor:
-        """Map [s, b, h] to [s, b, h] through some of the layers."""
+        """Map [s, b, h] to [s, b, h] through ``layers``."""
         for layer in layers:
             hidden = layer(hidden, sequence)
         return hidden
 
 
 def build_multi_token_prediction(config: TransformerConfig) -> MultiTokenPrediction | None:
-    """Return the config's multi-token prediction, whose embeddings are not shared yet; None: it has
-    none.
-    """
+    """Return the config's multi-token prediction before its embeddings are shared, or None."""
     rotary, kind = build_rotary(config), config.layer_kinds[-1]
     layers = [
         MultiTokenPredictionLayer(
@@ -199,9 +197,9 @@ def build_multi_token_prediction(config: TransformerConfig) -> MultiTokenPredict
 class GPTModel(nn.Module):
     """A decoder-only language model.
 
-    On a real device it is built with initial weights; under ``torch.device("meta")`` it stays there
-    until its parameters are filled through :meth:`init_weights`. Neither draws from torch's default
-    generator.
+    On a real device the model is built with initial weights. Under ``torch.device("meta")`` the
+    model stays on ``meta`` until :meth:`init_weights` fills the parameters. Neither case draws from
+    torch's default generator.
     """
 
     def __init__(self, config: TransformerConfig) -> None:
@@ -225,7 +223,9 @@ class GPTModel(nn.Module):
                 self.init_weights(name, parameter)
 
     def _share_embeddings(self) -> None:
-        """Make the layers that embed tokens, or predict them by the embedding, share it."""
+        """Share the embedding with the layers that embed tokens, or predict tokens by the
+        embedding.
+        """
         if self.config.share_embeddings_and_output_weights:
             self.output_layer.weight = self.embedding.word_embeddings.weight
         for layer in self.mtp.layers.values() if self.mtp is not None else ():
@@ -245,16 +245,16 @@ class GPTModel(nn.Module):
 
         Args:
             tokens: [b, s] token ids.
-            labels: [b, s] next tokens, already shifted; -100 is ignored.
-            position_ids: [b or 1, s] positions; None: 0 to s-1, in every document anew.
-            document_ids: [b, s] number of each token's document in its row. Tokens see those of
-                their own document only. None: a row is one document.
-            cache: New tokens of requests, which ``tokens`` [1, s] holds, and where their earlier
-                keys are kept. None: rows are whole sequences.
+            labels: [b, s] next tokens, already shifted. -100 is ignored.
+            position_ids: [b or 1, s] positions. None: 0 to s-1, restarting with every document.
+            document_ids: [b, s] document number of each token in its row. Tokens see only tokens of
+                the same document. None: a row is one document.
+            cache: Requests with new tokens in ``tokens`` [1, s], and the cache of earlier keys.
+                None: rows are full sequences.
 
         Returns:
-            Logits [b, s, v], with a cache [1, k, v] of the tokens that it names; with labels the
-            losses of the tokens [b, s] in fp32.
+            Logits [b, s, v], or with a cache [1, k, v] for the cache's requested tokens. With
+            labels: the losses of the tokens [b, s] in fp32.
         """
         documents = document_ids
         if isinstance(documents, Tensor):
@@ -285,12 +285,12 @@ class GPTModel(nn.Module):
     def _outputs(
         self, hidden: Tensor, labels: Tensor | None, ahead: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        """Return what the model returns, and the losses [D, b, s] of multi-token prediction.
+        """Return the model's output, and the losses [D, b, s] of multi-token prediction.
 
         Args:
             hidden: [s, (1 + D) b, h] hidden states of all depths.
             labels: [b, s] of depth 0.
-            ahead: [D, b, s] of the others; None: there is depth 0 only.
+            ahead: [D, b, s] of the other depths. None: there is only depth 0.
         """
         if ahead is None:
             return self._output(hidden, labels), None
@@ -316,15 +316,16 @@ class GPTModel(nn.Module):
         return self._full(self.output_layer(self._scaled(hidden)))
 
     def _scaled(self, hidden: Tensor) -> Tensor:
-        """Return hidden states of which the output layer makes scaled logits: no logits exist where
-        losses are computed in chunks.
+        """Return hidden states scaled for the output layer.
+
+        Logits cannot be scaled instead, because chunked losses never hold all logits.
         """
         return _times(hidden, 1.0 / self.config.logits_scaling)
 
     def _kept_output(self, hidden: Tensor, length: int, kept: Tensor) -> Tensor:
         """Return the logits [1, k, v] of the tokens ``kept`` [k] of a row of ``length``.
 
-        Hidden states may be a sequence shard: then the output layer has to gather them first.
+        Hidden states may be a sequence shard. The output layer then gathers first.
         """
         for layer in () if self.mtp is None else self.mtp.layers.values():
             hidden = layer(hidden, kept)  # a unit of the pipeline, which returns its input
@@ -335,12 +336,12 @@ class GPTModel(nn.Module):
         return logits if self.mtp is None else self.mtp.loss(logits)
 
     def _full(self, logits: Tensor) -> Tensor:
-        """Return logits [s, b, …] of this rank as those of the full vocabulary, [b, s, v]."""
+        """Return this rank's logits [s, b, …] as logits of the full vocabulary, [b, s, v]."""
         full: Tensor = self.output_gather(logits).transpose(0, 1).contiguous()
         return full.float() if self.config.logits_in_fp32 else full
 
     def _embedded_positions(self, tokens: Tensor, position_ids: Tensor | None) -> Tensor | None:
-        """Return the positions [b or 1, s] that are embedded; None: none are."""
+        """Return the embedded positions [b or 1, s], or None if positions are not embedded."""
         if self.config.position_embedding_type != "learned_absolute":
             return None
         if position_ids is None:
@@ -348,19 +349,19 @@ class GPTModel(nn.Module):
         return position_ids
 
     def pipeline_units(self) -> list[str | tuple[str, float]]:
-        """Return the module paths of the full model between which it may be partitioned into
-        stages, in order; one with a weight counts as so many layers.
+        """Return the module paths of the full model in order, as units for the partition into
+        stages. A weight counts the unit as several layers.
         """
         layers = [f"decoder.layers.{i}" for i in range(self.config.num_layers)]
         depths = self.config.num_predicting_layers
-        # All on one stage: the first one weighs as much as all of them.
+        # All depths are on one stage: the first depth carries the weight of all depths.
         predicting = [(f"mtp.layers.{i}", 0.0 if i else float(depths)) for i in range(depths)]
         behind = ["mtp.loss"] if depths else []
         norm = "decoder.final_layernorm"
         return ["embedding", *layers, norm, *predicting, "output_layer", *behind]
 
     def sharding_plan(self) -> ShardingPlan:
-        """Return the plan by which this model is split over tensor-parallel ranks."""
+        """Return the plan for tensor-parallel ranks."""
         # The model itself is independent of parallelism.
         from megatron_lightning.models.plans.gpt import gpt_plan
 
@@ -368,11 +369,12 @@ class GPTModel(nn.Module):
 
     @torch.no_grad()
     def init_weights(self, name: str, tensor: Tensor) -> None:
-        """Fill ``tensor``, which has the full shape of parameter ``name``, with its initial values.
+        """Fill ``tensor``, of the full shape of parameter ``name``, with initial values.
 
-        They depend only on the config's seed, the name, and the device type, whose generator is
-        used. Matrices are normal with the config's standard deviation, divided by sqrt(2 x layers)
-        for projections into the residual stream (Megatron-LM, GPT-2); norms are one, biases zero.
+        The values depend only on the config's seed, the name, and the device type, because a
+        generator of the device draws. Matrices are normal with the config's standard deviation,
+        divided by sqrt(2 x layers) for projections into the residual stream (Megatron-LM, GPT-2).
+        Norms are one, biases zero.
         """
         config = self.config
         if config.share_embeddings_and_output_weights and name == _OUTPUT:

@@ -1,5 +1,6 @@
-"""Upcycling: turn the checkpoint of a dense model into that of a model with experts (Komatsuzaki et
-al., https://arxiv.org/abs/2212.05055; for language models https://arxiv.org/abs/2410.07524).
+"""Upcycling: turn the checkpoint of a dense model into the checkpoint of a model with experts
+(Komatsuzaki et al., https://arxiv.org/abs/2212.05055, for language models
+https://arxiv.org/abs/2410.07524).
 
     mlp.linear_fc1.weight [f, h]    mlp.experts.linear_fc1.weight [E, f, h], E copies
     mlp.linear_fc2.weight [h, f]    mlp.experts.linear_fc2.weight [E, h, f], E copies
@@ -8,8 +9,8 @@ al., https://arxiv.org/abs/2212.05055; for language models https://arxiv.org/abs
                                     mlp.shared_experts.linear_fc1 …, initial values, and zeros for
                                     linear_fc2, so that the output begins at zero
 
-Everything else is copied. All experts of a token compute the same, so that the layer's output is
-the dense one's times the sum of the token's probabilities; see :func:`reasons_to_differ`.
+Everything else is copied. All experts of a token compute the same, so the layer's output is the
+dense output times the sum of the token's probabilities. See :func:`reasons_to_differ`.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ from megatron_lightning.parallel.spec import Box
 _WEIGHTS = "state_dict."
 _MODEL = "state_dict.model."
 _EXPERTS = re.compile(r"(.*\.mlp)\.experts\.(.*)")
-# What describes the module, not the run that trained it.
+# Entries about the module, not about the training run.
 _KEPT = (
     "pytorch-lightning_version",
     "state_dict",
@@ -55,13 +56,15 @@ _KEPT = (
 
 
 def upcycle(source: str, target: str, *, moe: MoEConfig) -> None:
-    """Make a checkpoint with experts of a dense GPT model's, whose networks they copy.
+    """Make a checkpoint with experts from a dense GPT model's checkpoint.
+
+    The experts are copies of the dense feed-forward networks.
 
     Args:
         source: A checkpoint of GPTLightningModule: a directory of any layout, or a plain .ckpt
             file.
-        target: The checkpoint directory to write; an existing one is replaced. A run resumes from
-            it at step 0, with new optimizer states.
+        target: The checkpoint directory to write. An existing directory is replaced. A run resumes
+            from the checkpoint at step 0, with new optimizer states.
         moe: The experts, as in the model's configuration: --moe.num_experts=8, or a YAML file.
     """
     upcycling = Upcycling(open_checkpoint(source), source, moe)
@@ -82,8 +85,8 @@ def upcycle(source: str, target: str, *, moe: MoEConfig) -> None:
 
 
 def reasons_to_differ(moe: MoEConfig) -> list[str]:
-    """Return why the probabilities of a token do not add up to 1, so that the layer's first output
-    is not the dense one's; empty: they do.
+    """Return the reasons why the probabilities of a token do not add up to 1, so that the layer's
+    first output differs from the dense output. Empty: they add up to 1.
     """
     reasons = []
     softmax, k = moe.router_score_function == "softmax", moe.router_topk
@@ -109,12 +112,12 @@ def reasons_to_differ(moe: MoEConfig) -> list[str]:
 
 @dataclass(frozen=True)
 class _Origin:
-    """Where the values of a tensor come from."""
+    """Source of a tensor's values."""
 
     source: str | None
-    """Name in the dense checkpoint; None: initial values."""
+    """Name in the dense checkpoint. None: initial values."""
     num_copies: int | None = None
-    """Copies that are stacked along a new first dim; None: the tensor as it is."""
+    """Copies stacked along a new first dim. None: the tensor unchanged."""
 
 
 class Upcycling:
@@ -122,12 +125,13 @@ class Upcycling:
 
     Args:
         source: The dense model's checkpoint.
-        path: Its name in messages.
+        path: Name of the checkpoint in messages.
         moe: The experts.
 
     Raises:
         CheckpointError: If the checkpoint holds no weights of a GPT model.
-        ConfigError: If the model has experts already, or the experts' width is not its own.
+        ConfigError: If the model has experts already, or the experts' width differs from the dense
+            width.
     """
 
     def __init__(
@@ -169,7 +173,7 @@ class Upcycling:
         return one.expand(box.shape).contiguous()
 
     def write(self, target: str | os.PathLike[str], advance: Advance = silent) -> None:
-        """Write the new checkpoint, holding one box at a time."""
+        """Write the new checkpoint, with one box in memory at a time."""
         tensors = {
             name: TensorInfo(info.shape, info.dtype) for name, info in self.tensors().items()
         }
@@ -222,7 +226,7 @@ class Upcycling:
         return self._stored[f"{layer}.mlp.linear_fc1.weight"].dtype
 
     def _initial_values(self, name: str) -> Tensor:
-        """Return a new tensor as a model that is not upcycled would begin with it."""
+        """Return the initial values of a tensor, as in a model without upcycling."""
         short = name.removeprefix(_MODEL)
         like = self._model.state_dict()[short]
         values = torch.zeros(like.shape, dtype=self._dtype(name, self._origins[name]))
@@ -231,7 +235,7 @@ class Upcycling:
         return values
 
     def _new_state(self) -> dict[str, Any]:
-        """Return the state of a run that has not begun."""
+        """Return the state of a run before the first step."""
         state = {key: self._state[key] for key in _KEPT if key in self._state}
         state["hyper_parameters"] = {
             **state["hyper_parameters"],

@@ -1,1 +1,1 @@
-"""Sharding plans: ours, and those of models of transformers."""
+"""Sharding plans of our models, and of models of transformers."""

@@ -1,12 +1,12 @@
-"""A sharding plan for a model that nobody has written a table for.
+"""A sharding plan for a model without a table.
 
-Every linear layer is split by its output, which is gathered at once, and so the rest of the model
-sees what it always saw: the plan is right for any model. It saves memory as a table does (weights,
-gradients and optimizer state are split) and its matrix products are shared; it gathers once a
-layer, where a table communicates once for several layers. Embeddings are split by rows.
+Every linear layer is split by its output, and the output is gathered at once. The rest of the model
+sees full tensors, so the plan is right for any model. The plan saves memory like a table (weights,
+gradients and optimizer state are split) and shares the GEMMs. But the plan gathers once a layer,
+while a table communicates once for several layers. Embeddings are split by rows.
 
-These stay full: a layer whose weight other code reads beside its own forward, one with a forward or
-a weight of its own, and one whose parameters have gradient hooks.
+Some layers stay full: a layer whose weight is read by code outside of the layer's forward, a layer
+with a custom forward or a computed weight, and a layer with gradient hooks on parameters.
 """
 
 from __future__ import annotations
@@ -29,31 +29,31 @@ from megatron_lightning.parallel.sharding import ShardingPlan, Style, shared_nam
 
 _TENSORS = ("weight", "bias")
 _HARMLESS = ("dtype", "device")
-"""Attributes of a weight that a shard shares with it."""
+"""Attributes of a weight that stay correct on a shard."""
 _NOT_IN_FORWARD = ("_init", "__init__", "tie_", "resize_", "get_", "set_", "configure_")
 _LIBRARIES = ("torch.", "lightning.", "pytorch_lightning.", "peft.")
 BY_INDEX = "[]"
-"""Name of layers that are read by their index."""
+"""Name of layers read by index."""
 
 
 def gathered_plan(model: nn.Module, tensor_size: int) -> ShardingPlan:
-    """Return the plan of a model of ``transformers``, by its linear layers and its words'
+    """Return the plan of a model of ``transformers``, by the linear layers and the word
     embedding.
     """
     return _Gathered(model, _input_embedding(model), everywhere=False).plan(tensor_size)
 
 
 def auto_plan(module: nn.Module, tensor_size: int) -> ShardingPlan:
-    """Return the plan of any module, by its linear layers and its embeddings."""
+    """Return the plan of any module, by linear layers and embeddings."""
     return _Gathered(module, None, everywhere=True).plan(tensor_size)
 
 
 class _Gathered:
-    """The plan of one model.
+    """The plan of a model.
 
     Args:
         model: The full model.
-        words: The embedding that is split, also with a forward of its own; None: there is none.
+        words: The embedding to split, even with a custom forward. None: there is none.
         everywhere: Whether all plain embeddings are, and any class may read weights.
     """
 
@@ -91,11 +91,11 @@ class _Gathered:
         return None
 
     def _stays_whole(self, module: nn.Module) -> bool:
-        """Return whether a module cannot be split, or would lose something by it."""
+        """Return whether a module cannot be split, or would lose behavior."""
         own = [parameter for parameter in module._parameters.values() if parameter is not None]
         kind = type(module)
         if isinstance(module, nn.Linear):
-            # Those inside of torch's attention are read there.
+            # Torch's attention reads the linear layers inside of it.
             is_plain = not has_own_forward(module, (nn.Linear,)) and (
                 kind is nn.Linear or not kind.__module__.startswith("torch.")
             )
@@ -113,7 +113,7 @@ class _Gathered:
 
 
 def _has_rows(num_rows: int, num_ranks: int) -> bool:
-    """Return whether every rank gets rows, where the last ranks hold fewer."""
+    """Return whether every rank gets rows, if the last ranks hold fewer rows."""
     return (num_ranks - 1) * -(-num_rows // num_ranks) < num_rows
 
 
@@ -123,7 +123,7 @@ def _name(path: str) -> str:
 
 
 def _input_embedding(model: nn.Module) -> nn.Module | None:
-    """Return the embedding of the words; None: the model does not name it."""
+    """Return the word embedding, or None if the model does not name an embedding."""
     find: Callable[[], nn.Module] | None = getattr(model, "get_input_embeddings", None)
     try:
         return None if find is None else find()
@@ -132,8 +132,8 @@ def _input_embedding(model: nn.Module) -> nn.Module | None:
 
 
 def _weights_read(model: nn.Module, *, everywhere: bool = False) -> set[str]:
-    """Return the names of layers whose weight or bias the code of a module reads
-    (``self.name.weight``); ``everywhere``: also of classes without a forward, such as a
+    """Return the names of layers whose weight or bias is read by a module's code
+    (``self.name.weight``). ``everywhere``: include classes without a forward, such as a
     LightningModule.
     """
     kinds = {
@@ -146,8 +146,8 @@ def _weights_read(model: nn.Module, *, everywhere: bool = False) -> set[str]:
 
 
 def weights_read(kinds: Iterable[type[Any]]) -> set[str]:
-    """Return the names of layers whose weight or bias the code of classes reads, without that of
-    their bases; a layer in a list is :data:`BY_INDEX`.
+    """Return the names of layers whose weight or bias is read by the code of classes, without the
+    code of base classes. A layer in a list is :data:`BY_INDEX`.
     """
     return {
         name

@@ -1,5 +1,6 @@
-"""Sharding plans, tables by which models are split over tensor-parallel ranks; users write theirs
-likewise.
+"""Sharding plans: tables that split models over tensor-parallel ranks.
+
+Users write their tables likewise.
 """
 
 from __future__ import annotations
@@ -88,7 +89,7 @@ def _weight_rows(
 
 
 def _style_of(config: TransformerConfig, weight: Weight) -> Style:
-    """Return the style of the module that owns a weight."""
+    """Return the style of the module with the weight."""
     if weight.kind == "router":
         return ExpertRouter()
     if weight.kind == "head_norm":
@@ -124,7 +125,7 @@ def _layer_rows(
 
     Args:
         config: The model.
-        pattern: Pattern of the paths of all of them.
+        pattern: Pattern of the paths of all layers.
         layers: Path of a layer -> index of a layer with the same weights.
     """
     rows: dict[str, Style] = {}
@@ -153,7 +154,7 @@ def _attention_rows(config: TransformerConfig, attention: str) -> dict[str, Styl
 def _predicting_rows(config: TransformerConfig) -> dict[str, Style]:
     """Return the rows of multi-token prediction.
 
-    What ``eh_proj`` joins is gathered and, under sequence parallelism, divided again.
+    The input of ``eh_proj`` is gathered and, under sequence parallelism, divided again.
     """
     layer = f"{_PREDICTING}.transformer_layer"
     return {

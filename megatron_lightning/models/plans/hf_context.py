@@ -1,8 +1,8 @@
-"""Models of ``transformers`` whose attention can reach the tokens of other ranks.
+"""Models of ``transformers`` with attention over the tokens of other ranks.
 
-Their attention looks its function up by name, and ours is one of them. A family is listed where
-nothing else of it mixes the tokens of a sequence and its attention asks for no more than causality
-and a window: each trains on ranks that share sequences as in one process (docs/hf_coverage.md).
+The models' attention looks its function up by name, and ours is one of the functions. A listed
+family mixes the tokens of a sequence only in attention, and the attention needs only causality and
+a window. Each family trains on ranks with shared sequences as in one process (docs/hf_coverage.md).
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ FAMILIES = frozenset({
 """``model_type`` of the configurations."""
 
 _DOCUMENTS = "documents"
-"""Keyword that reaches our attention through the calls of the layers."""
+"""Keyword that reaches our attention through the layers' calls."""
 
 
 def with_context(model: nn.Module, plan: ShardingPlan) -> ShardingPlan:
     """Return ``plan`` with rows that bind the attention of a model of ``transformers``.
 
     Raises:
-        ConfigError: If it cannot be bound, or is not all that mixes the tokens of a sequence.
+        ConfigError: If the attention cannot be bound, or other layers mix the tokens of a sequence.
     """
     config: Any = model.config
     name = type(model).__name__
@@ -74,7 +74,10 @@ def _is_language_model(model: nn.Module) -> bool:
 
 
 def _check_positions(config: Any, name: str) -> None:
-    """Check that rotary frequencies do not depend on the longest position, which one rank has."""
+    """Check that rotary frequencies do not depend on the longest position.
+
+    Only one rank has the longest position.
+    """
     rope = getattr(config, "rope_parameters", None) or {}
     kinds = {rope.get("rope_type")} | {
         own.get("rope_type") for own in rope.values() if isinstance(own, Mapping)
@@ -88,15 +91,16 @@ def _check_positions(config: Any, name: str) -> None:
 
 
 def check_call(model: nn.Module, given: Mapping[str, Any], added: Mapping[str, Any]) -> None:
-    """Check that a call of a model of ``transformers`` means the same on a part of a sequence.
+    """Check that a call of a model of ``transformers`` means the same on a sequence shard.
 
     Args:
         model: The model.
         given: Arguments of the call, by name.
-        added: What it is given beside them.
+        added: Arguments added to the call.
 
     Raises:
-        ConfigError: If it would shift labels within the part, or let documents see each other.
+        ConfigError: If the call would shift labels within the shard, or let documents see each
+            other.
     """
     name = type(model).__name__
     if given.get("labels") is not None and given.get("shift_labels") is None:

@@ -1,8 +1,8 @@
-"""Documents that share a row, in models of ``transformers``.
+"""Documents in a shared row, in models of ``transformers``.
 
-Their attention lets a token see its own document only where positions start again with every
-document, no mask is given, and there is no cache. Other layers that mix tokens (state spaces,
-convolutions, linear attention) go on over the end of a document.
+In these models a token sees only its own document if positions restart with every document, no mask
+is given, and there is no cache. Other token-mixing layers (state spaces, convolutions, linear
+attention) continue across the end of a document.
 """
 
 from __future__ import annotations
@@ -29,19 +29,21 @@ PACKED_FAMILIES = frozenset({
     "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "seed_oss", "smollm3", "solar_open",
     "stablelm", "starcoder2", "vaultgemma", "youtu",
 })  # fmt: skip
-"""``model_type`` of the configurations whose models part the documents of a row: packed rows gave
-the logits and gradients of single documents (``python -m benchmarks.hf_packed``)."""
+"""``model_type`` of configurations whose models separate the documents of a row: packed rows gave
+the logits and gradients of single documents (``python -m benchmarks.hf_packed``).
+"""
 
 _ATTENTION = ("full_attention", "sliding_attention", "chunked_attention")
 
 
 def separating_positions(model: Any, document_ids: Tensor, position_ids: Tensor | None) -> Tensor:
-    """Return positions [b, s] with which a model of ``transformers`` parts the documents of a row.
+    """Return positions [b, s] that make a model of ``transformers`` separate the documents of a
+    row.
 
     Args:
         model: Causal language model.
-        document_ids: Number of each token's document in its row [b, s].
-        position_ids: Positions of the batch [b, s]; None: they are made here.
+        document_ids: Document number of each token in its row [b, s].
+        position_ids: Positions of the batch [b, s]. None: positions are computed.
 
     Raises:
         ConfigError: If the model would let documents see each other all the same.
@@ -64,10 +66,10 @@ def separating_positions(model: Any, document_ids: Tensor, position_ids: Tensor 
 
 
 def check_parts_documents(config: Any, name: str) -> None:
-    """Check that a model of ``transformers`` parts the documents of a row at all.
+    """Check that a model of ``transformers`` can separate the documents of a row.
 
     Raises:
-        ConfigError: If its family is not known to.
+        ConfigError: If the family is not known to separate documents.
     """
     others = set(getattr(config, "layer_types", None) or ()).difference(_ATTENTION)
     if config.model_type not in PACKED_FAMILIES or others:
@@ -81,8 +83,8 @@ def check_parts_documents(config: Any, name: str) -> None:
 
 
 def restarting(document_ids: Tensor) -> Tensor:
-    """Return positions [b, s] that start again where the number of the document changes, without a
-    wait for the device.
+    """Return positions [b, s] that restart at every change of the document number, without a wait
+    for the device.
     """
     positions = torch.arange(document_ids.shape[1], device=document_ids.device)
     begins = torch.ones_like(document_ids, dtype=torch.bool)

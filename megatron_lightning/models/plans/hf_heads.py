@@ -1,9 +1,9 @@
 """Attention heads of ``transformers`` models under tensor parallelism.
 
-Their attention modules mostly take head counts from the projections' outputs (``view(..., -1,
-head_dim)``) and repeat keys and values ``num_key_value_groups`` times; some read counts that they
-keep as attributes. No head may be split, and where they outnumber the key and value heads,
-several share one.
+Attention modules of ``transformers`` mostly derive head counts from the projections' outputs
+(``view(..., -1, head_dim)``) and repeat keys and values ``num_key_value_groups`` times. Some
+modules read counts from attributes. No head may be split. If ranks outnumber the key and value
+heads, several ranks share a head.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from megatron_lightning.parallel.context import ParallelContext
 from megatron_lightning.parallel.sharding import Style
 
 _QUERIES = ("q_proj", "q_b_proj", "query_key_value", "qkv_proj", "kv_b_proj")
-"""Projections whose output has every query head, fused with its key and value or not."""
+"""Projections whose output has every query head, with or without fused key and value."""
 _KEYS, _VALUES = ("k_proj",), ("v_proj",)
 _COUNTS = (
     "num_heads",
@@ -32,16 +32,16 @@ _COUNTS = (
     "num_key_value_heads",
     "num_kv_heads",
 )
-"""Names under which attention modules keep counts of heads."""
+"""Attribute names of head counts in attention modules."""
 
 
 class Attention:
-    """An attention module and the sizes that it or its configuration names.
+    """An attention module and the sizes named by the module or the configuration.
 
     Args:
-        path: Its path.
+        path: Path of the module.
         module: The module.
-        model: The model around it.
+        model: The model with the module.
     """
 
     def __init__(self, path: str, module: nn.Module, model: nn.Module) -> None:
@@ -51,9 +51,7 @@ class Attention:
         self._configs = (getattr(module, "config", None), full.get_text_config())
 
     def value(self, *names: str) -> int | None:
-        """Return the first positive number that the module or a configuration has under one of
-        ``names``.
-        """
+        """Return the first positive number under ``names`` in the module or a configuration."""
         for owner in (self.module, *self._configs):
             for name in names:
                 found = _read(owner, name)
@@ -77,7 +75,7 @@ class Attention:
 
     @property
     def groups(self) -> int | None:
-        """How often the module repeats a key for its query heads; None: it does not say."""
+        """Number of query heads that share a key. None: the module does not say."""
         groups = getattr(self.module, "num_key_value_groups", None)
         return groups if isinstance(groups, int) else None
 
@@ -88,7 +86,7 @@ class Attention:
         return {count for count in (self.heads, keys) if count is not None}
 
     def splits_heads(self, rows: Mapping[str, Style]) -> bool:
-        """Return whether ``rows`` split the output of its projections by heads."""
+        """Return whether ``rows`` split the output of the projections by heads."""
         return any(
             isinstance(row := rows.get(f"{self.path}.{name}"), ColumnParallel | KeyOrValue)
             and not getattr(row, "gather_output", False)
@@ -104,7 +102,7 @@ def _read(owner: object, name: str) -> object:
 
 
 def projection(path: str, linear: nn.Linear, attention: Attention, tensor_size: int) -> Style:
-    """Return the style of a column-parallel layer, whose output may be heads.
+    """Return the style of a column-parallel layer with or without heads in the output.
 
     Raises:
         ConfigError: If heads would be split, or cannot be shared.
@@ -152,7 +150,7 @@ def count_rewrites(
 ) -> dict[str, Callable[[int, ParallelContext], int]]:
     """Return the attributes of the attention modules that become local: path -> rewrite.
 
-    These are the repetitions of a key that ranks share, and counts of heads that the forward reads.
+    The attributes are repetitions of a shared key, and head counts read by the forward.
     """
     rewrites: dict[str, Callable[[int, ParallelContext], int]] = {}
     for attention in attentions:

@@ -1,14 +1,14 @@
-"""Sharding plans of ``transformers`` models: a table of ours, their own ``_tp_plan`` translated, or
+"""Sharding plans of ``transformers`` models: our table, the model's translated ``_tp_plan``, or
 linear layers that gather their outputs.
 
-A plan of ``transformers`` maps patterns of modules and parameters to names of styles; base model
-and head are merged on the instance. Each entry becomes one of our styles, entries of an experts
-module and its parameters become one together. Nothing is imported from ``transformers``: models
-are recognized by the attributes that their base class gives them.
+A plan of ``transformers`` maps patterns of modules and parameters to names of styles. Base model
+and head are merged on the instance. Each entry becomes a style of ours. The entries of an experts
+module and its parameters together become one style. Nothing is imported from ``transformers``:
+attributes of the base class identify a model.
 
-What its plans leave open is decided here: no head is split, ranks that outnumber the key and
-value heads share them, both ends of a tied pair are split or neither, and what would be added up
-once too often is refused.
+This file decides the points left open by the plans: no head is split, ranks share key and value
+heads if ranks outnumber heads, both ends of a tied pair are split or neither, and a parameter that
+would be summed once too often is refused.
 """
 
 from __future__ import annotations
@@ -42,8 +42,9 @@ from megatron_lightning.parallel.patterns import compile_pattern
 from megatron_lightning.parallel.sharding import ShardingPlan, Style
 
 _KEPT_FULL = ("replicate", "embedding_colwise", "local_params")
-"""Entries that split nothing: of an embedding by columns every rank gets the full vectors, and a
-module with local parameters uses them as they are here."""
+"""Entries without a split: an embedding by columns gives every rank the full vectors, and a module
+with local parameters uses full parameters here.
+"""
 
 _SPLITS: Mapping[str, Split] = {
     "colwise": Split(-2),
@@ -51,7 +52,7 @@ _SPLITS: Mapping[str, Split] = {
     "packed_colwise": Split(-2, blocks=2),
     "packed_rowwise": Split(-1, blocks=2),
 }
-"""Style of a parameter of two or more dims -> its split."""
+"""Style of a parameter of two or more dims -> split."""
 
 
 _ACTIVATIONS = ("act", "act_fn", "activation", "activation_fn")
@@ -67,7 +68,7 @@ _LINEAR_STYLES: Mapping[str, Style] = {
 def is_transformers_model(module: nn.Module) -> bool:
     """Return whether a module is a model of ``transformers``, with or without a plan."""
     return (
-        # What peft wraps around a model passes the model's attributes on.
+        # A peft wrapper passes the model's attributes on.
         not type(module).__module__.startswith("peft.")
         and hasattr(module, "_tp_plan")
         and hasattr(module, "base_model_prefix")
@@ -98,7 +99,7 @@ def transformers_plan(
 
     Raises:
         ConfigError: If an entry cannot be translated, heads cannot be shared by the ranks, or the
-            model does not work on ranks that share sequences.
+            model does not work on ranks with shared sequences.
     """
     plan = (
         ShardingPlan(modules={}, sequence_dim=1)
@@ -111,7 +112,7 @@ def transformers_plan(
 
 
 def _expert_plan(model: nn.Module) -> ShardingPlan:
-    """Return rows for the experts that the model's own expert-parallel plan divides."""
+    """Return rows for the experts divided by the model's expert-parallel plan."""
     entries: Mapping[str, str] = getattr(model, "_ep_plan", None) or {}
     patterns = [compile_pattern(key) for key, name in entries.items() if name == "grouped_gemm"]
     owners = {
@@ -138,7 +139,7 @@ def _tensor_plan(model: nn.Module, tensor_size: int) -> ShardingPlan:
 
 @dataclass(frozen=True)
 class _Entry:
-    """One match of an entry of the plan."""
+    """A match of an entry of the plan."""
 
     pattern: str
     name: str
@@ -146,7 +147,7 @@ class _Entry:
 
 
 class _Translation:
-    """The rows of one model's plan while they are translated."""
+    """The rows of a model's plan during the translation."""
 
     def __init__(self, model: nn.Module, tensor_size: int) -> None:
         self._model = model
@@ -156,15 +157,15 @@ class _Translation:
         self._rows: dict[str, Style] = {}
         """Module path -> style."""
         self._splits: dict[str, dict[str, Split]] = {}
-        """Module path -> splits of its own parameters."""
+        """Module path -> splits of the module's direct parameters."""
         self._sums: dict[str, _Entry] = {}
-        """Modules whose outputs are added over the ranks."""
+        """Modules whose outputs are summed over the ranks."""
 
     # -------------------------------------------------------------------------------------- entries
 
     def add(self, pattern: str, name: str) -> None:
-        """Translate an entry for everything that it matches; models lack some of what a family's
-        plan names.
+        """Translate an entry for every match. A model may lack modules named by the family's
+        plan.
         """
         matches = compile_pattern(pattern).fullmatch
         for path in self._modules:
@@ -188,8 +189,9 @@ class _Translation:
         self._splits.setdefault(owner, {})[own] = self._fused(entry, own, split)
 
     def _fused(self, entry: _Entry, own: str, split: Split) -> Split:
-        """Return the split of a parameter of experts, which say how their gates and up projections
-        are fused: one after the other or interleaved.
+        """Return the split of a parameter of experts.
+
+        The experts say whether gate and up projections are stacked or interleaved.
         """
         experts = self._modules[entry.path.rpartition(".")[0]]
         concatenated = getattr(experts, "is_concatenated", None)
@@ -212,7 +214,7 @@ class _Translation:
         self._rows[entry.path] = style
 
     def _style(self, entry: _Entry, module: nn.Module) -> Style | None:
-        """Return the style of a module; None: there is none for a module of this class."""
+        """Return the style of a module, or None for a class without a style."""
         if entry.name == "replicated_with_grad_allreduce":
             return HeadParallel()
         if entry.name == "moe_identity_expert":
@@ -271,7 +273,7 @@ class _Translation:
         )
 
     def _attentions(self) -> Iterator[Attention]:
-        """Yield the attention modules whose heads are split."""
+        """Yield the attention modules with split heads."""
         seen: set[str] = set()
         for path in self._rows:
             attention = path.rpartition(".")[0]
@@ -280,7 +282,7 @@ class _Translation:
                 yield self._attention(path)
 
     def _check_per_head(self, attention: Attention) -> None:
-        """Check that an attention module whose heads are split has no parameter for all of them."""
+        """Check that an attention module with split heads has no full parameter over all heads."""
         splits = self._splits.get(attention.path, {})
         full = [
             name
@@ -296,8 +298,9 @@ class _Translation:
             )
 
     def _add_activations(self) -> None:
-        """Declare the gradients of activations with parameters partial, where they stand between a
-        column- and a row-parallel layer and so see a rank's features; plans forget them.
+        """Declare the gradients of activations with parameters partial, if the activation is
+        between a column- and a row-parallel layer and therefore sees a rank's features. The models'
+        plans omit these activations.
         """
         for path, module in self._modules.items():
             parent, _, own = path.rpartition(".")
@@ -312,7 +315,7 @@ class _Translation:
                 self._rows[path] = HeadParallel()
 
     def _check_experts(self, entry: _Entry, splits: Mapping[str, Split]) -> None:
-        """Check that no parameter of the experts would be added once by every rank."""
+        """Check that no parameter of the experts would be added by every rank."""
         full = [
             name
             for name, _ in self._modules[entry.path].named_parameters(recurse=False)
@@ -328,9 +331,7 @@ class _Translation:
 
 
 def _are_a_pair(styles: Iterable[Style | None]) -> bool:
-    """Return whether there is a layer that begins a region of split features and one that ends
-    it.
-    """
+    """Return whether a layer begins a region of split features and a layer ends the region."""
     found = list(styles)
     begins = any(isinstance(style, ColumnParallel) and not style.gather_output for style in found)
     return begins and any(isinstance(s, RowParallel) and not s.split_input for s in found)

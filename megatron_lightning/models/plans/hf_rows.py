@@ -18,14 +18,14 @@ _LAYER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 """Number of a layer in a path."""
 
 VOCABULARY = VocabParallel(shard_sequence=False, gather_output=True)
-"""Style of both ends: an embedding, and an output layer whose logits are full."""
+"""Style of both ends: an embedding, and an output layer with full logits."""
 
 
 def split_both_ends(model: nn.Module, rows: Mapping[str, Style]) -> dict[str, Style]:
-    """Return ``rows`` (module path -> style) with the modules that share a parameter styled alike.
+    """Return ``rows`` (module path -> style) with equal styles for modules with a shared parameter.
 
-    An embedding and an output layer get the same rows. A parameter beside them that is tied to the
-    output layer's bias is split like it. What has no such form stays full on every rank.
+    An embedding and an output layer get the same rows. Another parameter tied to the output layer's
+    bias is split like the bias. A tied parameter without such a form stays full on every rank.
     """
     styles = dict(rows)
     tied = [
@@ -57,8 +57,8 @@ def split_both_ends(model: nn.Module, rows: Mapping[str, Style]) -> dict[str, St
 
 
 def as_patterns(rows: Mapping[str, Style], paths: Iterable[str]) -> dict[str, Style]:
-    """Return ``rows`` with one pattern for the layers that have the same style, where it matches
-    nothing else.
+    """Return ``rows`` with one pattern for layers of equal style, if the pattern matches nothing
+    else.
     """
     groups: dict[tuple[str, str], list[str]] = {}
     for path, style in rows.items():

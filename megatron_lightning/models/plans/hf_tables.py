@@ -1,8 +1,8 @@
-"""Short sharding tables of ``transformers`` families that carry no plan: GPT-2, BERT, ViT, T5.
+"""Short sharding tables of ``transformers`` families without a plan: GPT-2, BERT, ViT, T5.
 
-A table belongs to a base model, by the name of its class; subclasses and models that contain it
-(with a head) get it, too. Paths begin at the base model. What is tied to the words' embedding (the
-output layer) is split with it.
+A table belongs to a base model, by class name. Subclasses and models around the base model (with a
+head) get the table, too. Paths begin at the base model. Parameters tied to the word embedding (the
+output layer) are split with the embedding.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Table:
     modules: Mapping[str, Style]
     """Path pattern in the base model -> style."""
     local: tuple[str, ...] = ()
-    """Path patterns of attributes that become a rank's share."""
+    """Path patterns of attributes reduced to a rank's share."""
 
 
 _GPT2 = Table(
@@ -97,7 +97,7 @@ _T5 = Table(
         },
         "**.SelfAttention.o": RowParallel(),
         "**.EncDecAttention.o": RowParallel(),
-        # [buckets, heads]: the bias of a rank's own heads, which its layers hand on.
+        # [buckets, heads]: the bias of a rank's heads. The layers pass the bias on.
         "**.SelfAttention.relative_attention_bias": ParameterShards({"weight": Split(1)}),
         "**.DenseReluDense.wi": ColumnParallel(),
         "**.DenseReluDense.wi_0": ColumnParallel(),
@@ -115,14 +115,14 @@ _TABLES: Mapping[str, Table] = {
     "T5EncoderModel": _T5,
     "T5ForConditionalGeneration": _T5,
 }
-"""Class of the module that a table's paths begin at -> table."""
+"""Class of the module at the root of a table's paths -> table."""
 
 
 def table_of(model: nn.Module, tensor_size: int) -> ShardingPlan | None:
-    """Return the plan of a model of a family with a table; None: it is of none.
+    """Return the plan of a model from a family with a table, or None.
 
     Raises:
-        ConfigError: If the ranks cannot share its heads.
+        ConfigError: If the ranks cannot share the heads.
     """
     found = next(
         (
@@ -158,8 +158,9 @@ def table_of(model: nn.Module, tensor_size: int) -> ShardingPlan | None:
 
 
 def _by_path(model: nn.Module, rows: Mapping[str, Style]) -> dict[str, Style]:
-    """Return the style of every module that a row matches: a model has some of a family's
-    layers.
+    """Return the style of every module matched by a row.
+
+    A model has only part of a family's layers.
     """
     plan = ShardingPlan(modules=rows)
     styles = ((path, plan.style_of(path)) for path, _ in model.named_modules())
