@@ -9,8 +9,8 @@ from importlib import import_module
 def lazy_attributes(
     package: str, modules: Mapping[str, str]
 ) -> tuple[Callable[[str], object], Callable[[], list[str]]]:
-    """Return a package's ``__getattr__`` and ``__dir__``, which import ``modules[name]`` on first
-    use of ``name``.
+    """Return a package's ``__getattr__`` and ``__dir__``, to import ``modules[name]`` on first use
+    of ``name``.
     """
 
     def getattr_(name: str) -> object:

@@ -1,8 +1,8 @@
 """The command line, ``megatron-lightning COMMAND``: the Trainer's commands, and tools.
 
-Signatures and their docstrings define the options; jsonargparse parses them. The Trainer's commands
-are LightningCLI's. A wrong setting ends in one line on stderr, which names the nearest valid
-option, and exit code 2; any other error keeps its traceback.
+Function signatures and docstrings define the options. jsonargparse parses the options. The
+Trainer's commands come from LightningCLI. A wrong setting ends in a single line on stderr with the
+nearest valid option, and in exit code 2. Any other error keeps the traceback.
 """
 
 from __future__ import annotations
@@ -58,10 +58,10 @@ megatron-lightning COMMAND --help lists the options of a command; --version prin
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    """Run one command.
+    """Run a command.
 
     Args:
-        args: The command and its options; None: those of this process.
+        args: The command and its options. None: the arguments of this process.
 
     Raises:
         SystemExit: With code 2 for a wrong setting, input or checkpoint. The traceback is shown if
@@ -70,7 +70,7 @@ def main(args: Sequence[str] | None = None) -> None:
     """
     set_parsing_settings(docstring_parse_attribute_docstrings=True)
     arguments = list(sys.argv[1:] if args is None else args)
-    # An installed command lacks what `python -m` has: modules that lie here.
+    # Unlike `python -m`, an installed command does not find modules in the working directory.
     if args is None and os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     if not arguments or arguments[0] in ("-h", "--help"):
@@ -98,19 +98,19 @@ def main(args: Sequence[str] | None = None) -> None:
             )
         raise SystemExit(WRONG_CONFIGURATION) from None
     except KeyboardInterrupt:
-        raise SystemExit(INTERRUPTED) from None  # as a shell reports it, without a traceback
+        raise SystemExit(INTERRUPTED) from None  # as a shell reports Ctrl-C, without a traceback
 
 
 def trainer_cli(args: Sequence[str] | None = None, *, run: bool = True) -> LightningCLI:
     """Run ``fit``, ``validate``, ``test`` or ``predict`` with any LightningModule and
     LightningDataModule.
 
-    Models and data that are not named by a ``class_path`` are :class:`GPTLightningModule` and
+    Without a ``class_path``, the model is a :class:`GPTLightningModule` and the data a
     :class:`PretrainDataModule`.
 
     Args:
-        args: The command and its options; None: those of this process.
-        run: Whether to run; False only makes the objects, and ``args`` has no command.
+        args: The command and its options. None: the arguments of this process.
+        run: Whether to run. False only makes the objects, and ``args`` has no command.
     """
     from lightning.pytorch import LightningDataModule, LightningModule
 
@@ -139,7 +139,7 @@ _FUNCTIONS: Mapping[str, str] = types.MappingProxyType(
         "schedule": "megatron_lightning.pipeline.schedules.description.describe_schedule",
     }
 )
-"""Command -> function, whose text, or list of texts, is printed. Imported when it is called."""
+"""Command -> function that returns a text, or a list of texts, to print. Imported at the call."""
 
 
 def _run(command: str, options: list[str]) -> None:
@@ -204,7 +204,7 @@ def _use_tool(
         )
     try:
         _call(tools[tool], f"{command} {tool}", options[1:], required_as_positional=True)
-    except OSError as error:  # a folder that may not be written, a disk that is full
+    except OSError as error:  # a folder without write access, a full disk
         raise CheckpointError(str(error)) from error
 
 
@@ -219,7 +219,7 @@ def _call(
     if "config" not in inspect.signature(function).parameters:
         parser.add_argument("--config", action="config", help="Path to a configuration file.")
     _add_options(parser, function, required_as_positional)
-    # Named ``instantiate`` from jsonargparse 4.49 on, which warns of the older name.
+    # jsonargparse names the method ``instantiate`` from 4.49 on, and warns of the older name.
     instantiate = getattr(parser, "instantiate", None) or parser.instantiate_classes
     settings = instantiate(parser.parse_args(_underscored(options)))
     return function(**_arguments(function, settings))
@@ -228,8 +228,8 @@ def _call(
 def _add_options(
     parser: ArgumentParser, function: Callable[..., Any], required_as_positional: bool
 ) -> None:
-    """Add the parameters of ``function``; a list takes several words, a bool needs no value, and
-    what is keyword-only is never positional.
+    """Add the parameters of ``function``. A list takes several words, a bool needs no value, and a
+    keyword-only parameter is never positional.
     """
     documented = docstring_parser.parse(inspect.getdoc(function) or "")
     described = {param.arg_name: param.description for param in documented.params}
@@ -242,7 +242,7 @@ def _add_options(
         if element := _element_of_list(hints[name]):
             settings = {"type": list[element] | element, "nargs": "+"}  # type: ignore[valid-type]
             default = [default] if isinstance(default, str) else default and list(default)
-        elif hints[name] is bool:  # where there are positions, the next word is one
+        elif hints[name] is bool:  # with positional arguments the next word is an argument
             settings = (
                 {"action": "store_true"}
                 if required_as_positional
@@ -281,7 +281,7 @@ def _element_of_list(hint: Any) -> type | None:
 
 
 def _with_overrides(options: Sequence[str]) -> list[str]:
-    """Return the options of ``plan``: every ``--config`` in one list, and options of ``fit``
+    """Return the options of ``plan``: every ``--config`` in a list, and options of ``fit``
     (``--trainer.devices=8``, ``--trainer.devices 8``) in another.
     """
     lists: dict[str, list[str]] = {"--config": [], "--overrides": []}
@@ -300,7 +300,7 @@ def _with_overrides(options: Sequence[str]) -> list[str]:
 
 
 def _underscored(options: Sequence[str]) -> list[str]:
-    """Return ``options`` with underscores in their names, so that Megatron's spelling,
+    """Return ``options`` with underscores in the names, so that Megatron's spelling,
     ``--append-eod``, is valid too.
     """
     split = [(option, *option.partition("=")) for option in options]
@@ -311,22 +311,22 @@ def _underscored(options: Sequence[str]) -> list[str]:
 
 
 def _was_printed(error: Exception) -> bool:
-    """Return whether a rank has printed ``error`` when it failed."""
+    """Return whether a failing rank has already printed ``error``."""
     from megatron_lightning.resilience.failure import is_printed  # imports torch
 
     return is_printed(error)
 
 
 def _names_a_setting(error: Exception) -> bool:
-    """Return whether ``error`` is about a setting, so that its text is enough; others are bugs and
-    need their traceback.
+    """Return whether ``error`` is about a setting, so that the text is enough. Other errors are
+    bugs and need a traceback.
     """
     if isinstance(error, (*EXPLAINED, ArgumentError)):
         return True
     *_, (frame, _) = traceback.walk_tb(error.__traceback__)
     raised_by = frame.f_globals.get("__name__", "").partition(".")[0]
     if raised_by != "lightning":
-        # An object that cannot be made.
+        # An object cannot be made from the settings.
         return raised_by == "jsonargparse" and isinstance(error, ValueError)
     from megatron_lightning.strategies.lightning_internals import refuses_settings
 

@@ -1,4 +1,6 @@
-"""The command line's parser: errors are one line, and say what is nearest or what to set."""
+"""The command line's parser: every error is a single line with the nearest valid option, or with
+the setting to change.
+"""
 
 from __future__ import annotations
 
@@ -28,25 +30,23 @@ _NO_FP8 = ". FP8 layers are not available; set --trainer.precision=bf16-mixed or
 
 
 class OneLineParser(ArgumentParser):
-    """Parser whose errors are one line and name the nearest valid option.
+    """Parser with single-line errors that name the nearest valid option.
 
-    The parsers that jsonargparse makes for the options of a class are of the same type as the
-    parser that needs them.
+    jsonargparse makes parsers for the options of a class, of the same type as the calling parser.
     """
 
     def __init__(self, *args: Any, **settings: Any) -> None:
         super().__init__(*args, **settings)
         self.parsers: list[ArgumentParser] = [self]
-        """This parser and those of its subcommands, among whose options a wrong one has its
-        nearest."""
+        """This parser and the parsers of subcommands, searched for the closest valid option."""
         self.strategy_options: Collection[str] = ()
-        """Options of the strategy, which users give to the Trainer."""
+        """Options of the strategy. Users may give the options to the Trainer by mistake."""
 
     @override
     def parse_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, *rest: Any, **settings: Any
     ) -> Any:
-        """Parse ``args``; see jsonargparse."""
+        """Parse ``args``. See jsonargparse."""
         if args is not None and len(args) == 1:
             args = [_yaml_of_python(args[0])]
         return super().parse_args(args, *rest, **settings)
@@ -71,8 +71,8 @@ class OneLineParser(ArgumentParser):
         super().error(line + (hint or _why_left_out(line)), ex)
 
     def _hint_of_strategy(self, name: str) -> str:
-        """Return how to set an option of the strategy that was given to the Trainer; "": it is
-        none.
+        """Return how to set an option of the strategy that was given to the Trainer. "": not an
+        option of the strategy.
         """
         group, _, option = name.rpartition(".")
         near = get_close_matches(option, self.strategy_options, n=1, cutoff=0.8)
@@ -85,8 +85,8 @@ class OneLineParser(ArgumentParser):
 
 
 def suggestion(name: str, names: Collection[str]) -> str:
-    """Return a question for the nearest of ``names``, which may be dotted paths; "" if there is
-    none.
+    """Return a question for the nearest of ``names``, possibly dotted paths. "" without a near
+    name.
     """
     nearest: list[str] = []
     for part in name.split("."):
@@ -104,8 +104,8 @@ def suggestion(name: str, names: Collection[str]) -> str:
 def in_one_line(message: str) -> str:
     """Return the key and the most specific words of a message of jsonargparse.
 
-    For a Union the message is an indented tree with a branch for each type, of which the deepest
-    lines are the most specific.
+    For a Union the message is an indented tree with a branch for each type. The deepest lines of
+    the tree are the most specific.
     """
     lines = message.splitlines()
     if "Errors:" not in map(str.strip, lines):
@@ -118,7 +118,7 @@ def in_one_line(message: str) -> str:
         (index for index in deepest if not any(kind in words[index] for kind in _TYPES)), None
     )
     inner = [words[index] for index in deepest if words[index].startswith("Parser key")]
-    if inner:  # the message of a nested group, in one line already
+    if inner:  # the message of a nested group, already a single line
         return f"{key}{_plain(inner[0])}"
     if first is None:
         expected = " or ".join(
@@ -138,8 +138,8 @@ def in_one_line(message: str) -> str:
 def _yaml_of_python(argument: str) -> str:
     """Return "--key=value" with the value in YAML.
 
-    jsonargparse reads an option of an object in an object (--model.config.moe=null), and hands it
-    to the parser of the inner object as Python writes it ("--config.moe=None").
+    jsonargparse reads an option of an object in an object (--model.config.moe=null), and hands the
+    option to the parser of the inner object in Python's notation ("--config.moe=None").
     """
     name, _, text = argument.partition("=")
     try:
@@ -150,8 +150,8 @@ def _yaml_of_python(argument: str) -> str:
 
 
 def _why_left_out(line: str) -> str:
-    """Return why a value is not among an option's choices, and what to set; "": ``line`` says it,
-    or there is nothing to say.
+    """Return why a value is not among an option's choices, and the setting to change. "": ``line``
+    already says so, or no reason is known.
     """
     key, _, found = line.replace("Got value:", "got").rpartition(" got ")
     names = re.findall(r'Parser key "(?:[\w.]*\.)?(\w+)"', key)
@@ -160,7 +160,7 @@ def _why_left_out(line: str) -> str:
 
 
 def _plain(types: str) -> str:
-    """Return the names of types as a user writes them."""
+    """Return the names of types in the user's notation."""
     types = types.replace("Expected a ", "expected ").replace(". Got value:", "; got")
     types = re.sub(r"typing\.Literal\[(.*?)\]", r"one of \1", types)
     types = types.replace("<class 'NoneType'>", "null").replace("collections.abc.Sequence", "list")
@@ -168,6 +168,6 @@ def _plain(types: str) -> str:
 
 
 def _hint(key: str, problem: str) -> str:
-    """Return what to set for a problem whose words do not say it."""
+    """Return the setting to change for a problem with an unclear message."""
     needs_class = "dot import path" in problem or "Strategy is abstract" in problem
     return _OPTIONS_OF_A_CLASS if '"trainer.strategy"' in key and needs_class else ""

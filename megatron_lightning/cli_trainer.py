@@ -1,4 +1,4 @@
-"""LightningCLI for ``fit``, ``validate``, ``test`` and ``predict``; other commands start without
+"""LightningCLI for ``fit``, ``validate``, ``test`` and ``predict``. Other commands start without
 Lightning.
 """
 
@@ -28,14 +28,14 @@ _STRATEGY = "megatron_lightning.strategies.MegatronStrategy"
 
 
 class TrainerParser(OneLineParser, LightningArgumentParser):
-    """LightningCLI's parser, whose errors are one line."""
+    """LightningCLI's parser with single-line errors."""
 
     @override
     def get_defaults(self, *args: Any, **settings: Any) -> Any:
         """Return the defaults of all options, of model and data the class alone.
 
-        The options of a default class would be those of another class that the user names, where
-        it has options of the same names. Defaults of the named class are added later.
+        If the user names another class, the default class's options of the same names would apply
+        to the named class. Defaults of the named class are added later.
         """
         defaults = super().get_defaults(*args, **settings)
         for name in ("model", "data", "trainer.strategy"):
@@ -68,7 +68,7 @@ class MegatronCLI(LightningCLI):
             own.strategy_options = strategy_options
 
     def add_closing_summary(self) -> None:
-        """Print the layout if asked to; else say at the end of the fit how to go on."""
+        """Print the layout on request. Otherwise print at the end of the fit how to continue."""
         self.print_layout()
         callbacks: list[Any] = vars(self.trainer)["callbacks"]
         if not any(isinstance(each, ClosingSummary) for each in callbacks):
@@ -92,7 +92,7 @@ class MegatronCLI(LightningCLI):
 
     @override
     def _run_subcommand(self, subcommand: str) -> None:
-        """Run a command; ``fit`` as often as ``restarts`` says, with all objects made anew."""
+        """Run a command. ``fit`` runs as often as ``restarts`` says, each time with new objects."""
         run = partial(super()._run_subcommand, subcommand)
         restarts: Restarts = self.config_init[subcommand].restarts
         is_first = True
@@ -113,7 +113,8 @@ class MegatronCLI(LightningCLI):
         lightning_module: LightningModule, optimizer: Any, lr_scheduler: Any = None
     ) -> Any:
         """Return the optimizer and the scheduler of the command line, as a module would."""
-        if isinstance(lr_scheduler, ScheduledLR):  # Lightning would step it once an epoch
+        # Lightning would step the scheduler once an epoch
+        if isinstance(lr_scheduler, ScheduledLR):
             return {
                 "optimizer": optimizer,
                 "lr_scheduler": {"scheduler": lr_scheduler, "interval": "step"},

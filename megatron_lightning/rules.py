@@ -72,7 +72,7 @@ def resolve_compile(compile: str | None, options: CompileOptions | None) -> Comp
 
 
 def check_compiled_shards(data_parallel: str, num_shards: int, schedule: str) -> None:
-    """Check that compiled blocks with weight gradients deferred by ``schedule`` keep the block's
+    """Check that compiled blocks with weight gradients deferred by ``schedule`` keep the blocks'
     weights.
     """
     if data_parallel == "fsdp" and num_shards > 1:
