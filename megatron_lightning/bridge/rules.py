@@ -72,8 +72,7 @@ class Family:
     """Rows of the weights."""
     copies: ClassVar[Mapping[str, str]] = MappingProxyType({})
     """Tensor of the folder repeating a parameter -> the parameter. ``*`` is a layer of multi-token
-    prediction.
-    """
+    prediction."""
 
 
 # ----------------------------------------------------------------------------------- configuration

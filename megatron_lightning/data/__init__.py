@@ -1,4 +1,4 @@
-"""Real text in, fixed-length samples out: tokenizers, Megatron's ``.bin``/``.idx`` files and its
+"""Real text in, fixed-length samples out: tokenizers, and Megatron's ``.bin``/``.idx`` files and
 sample index.
 """
 

@@ -1,5 +1,5 @@
-"""Global batch sizes that grow during training, as functions of the samples consumed: a ramp of
-equal increments, or steps at given positions (Megatron-Core's ``num_microbatches_calculator``).
+"""Growing global batch sizes, as functions of the samples consumed: a ramp of equal increments, or
+steps at given positions (Megatron-Core's ``num_microbatches_calculator``).
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ class BatchSizeSchedule:
     global_batch_size: int
     """Samples of a batch at the end of the schedule."""
     rampup_batch_size: tuple[int, int, int] | None = None
-    """(size of the first batches, increment, samples of the ramp); all sizes last for equally many
-    samples of the ramp."""
+    """(size of the first batches, increment, samples of the ramp). All sizes last for the same
+    number of samples of the ramp."""
     step_batch_size_schedule: str | None = None
-    """Positions and sizes, such as "0:16 1000:32 5000:64"; positions may end in K, M, B or T."""
+    """Positions and sizes, such as "0:16 1000:32 5000:64". Positions may end in K, M, B or T."""
     sequence_length: int | None = None
     """Tokens of a sample, if the positions of step_batch_size_schedule are in tokens."""
     decrease_batch_size_if_needed: bool = False
-    """Round a size down that does not split into full micro-batches on all data-parallel ranks,
-    instead of refusing it."""
+    """Round a size down to full micro-batches on all data-parallel ranks, instead of refusing the
+    size."""
 
     def __post_init__(self) -> None:
         ways = {
@@ -141,7 +141,7 @@ class BatchSizeSchedule:
         """Return the different numbers of micro-batches per step.
 
         Raises:
-            ConfigError: For a size that does not split into full micro-batches on all ranks.
+            ConfigError: For a size not divisible into full micro-batches on all ranks.
         """
         unit = micro_batch_size * data_parallel_size
         for size in self.sizes:
@@ -156,17 +156,16 @@ class BatchSizeSchedule:
 
 
 class ScheduledBatchSampler(BatchSampler):
-    """Batches whose size follows a :class:`BatchSizeSchedule`: ``DataLoader(dataset,
-    batch_sampler=…)``.
+    """Batches sized by a :class:`BatchSizeSchedule`: ``DataLoader(dataset, batch_sampler=…)``.
 
-    MegatronStrategy splits each batch over the data-parallel ranks, and resumes from a checkpoint
-    at its position. The number of batches differs from pass to pass, so there is no length.
+    MegatronStrategy splits each batch over the data-parallel ranks, and resumes at the checkpoint's
+    position in the data. The number of batches differs from pass to pass, so there is no length.
 
     Args:
         sampler: The order of the samples.
         schedule: Global batch sizes.
-        drop_last: Drop the last batch of a pass if it is incomplete.
-        num_replicas: Data-parallel ranks; ``sampler`` yields the samples of one.
+        drop_last: Drop an incomplete last batch of a pass.
+        num_replicas: Data-parallel ranks. ``sampler`` yields the samples of a single rank.
         micro_batch_size: Samples of a micro-batch, to round sizes down.
     """
 
@@ -185,8 +184,8 @@ class ScheduledBatchSampler(BatchSampler):
         self.unit = micro_batch_size * num_replicas
         schedule.num_microbatches(micro_batch_size, num_replicas)
         self.consumed_samples = 0
-        """Samples of all batches yielded, over all ranks; a sampler that counts takes
-        precedence."""
+        """Samples of all batches yielded, over all ranks. The ``consumed_samples`` of the sampler
+        take precedence."""
 
     def __iter__(self) -> Iterator[list[int]]:
         batch: list[int] = []

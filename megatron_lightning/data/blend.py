@@ -1,13 +1,14 @@
-"""Order of a weighted blend of data sets, as Megatron's ``build_blending_indices`` has it.
+"""Order of a weighted blend of data sets, equal to Megatron's ``build_blending_indices``.
 
-Sample t is of the data set d with the largest ``w_d max(t, 1) - c_d``, the first one of equals,
-where ``c_d`` samples before it were of d. This rule is a loop over samples. Here many stretches of
-samples are walked side by side from guessed counts. A stretch is right if the stretch before it is
-right and ends with the counts with which this one began; the others are walked again. So the result
-is exact by induction.
+Sample t comes from the data set d with the largest ``w_d max(t, 1) - c_d``, ties going to the first
+data set. ``c_d`` counts the earlier samples of d. This rule is a loop over samples. Here many
+stretches of samples are walked side by side from guessed counts. A stretch is right if the previous
+stretch is right and ends with the counts guessed for this stretch. Wrong stretches are walked
+again. So the result is exact by induction.
 
-Products and differences are rounded separately on every processor. A compiler may fuse them, so
-that Megatron's order differs between x86 and ARM; this one is that of x86. N: data sets.
+Products and differences are rounded separately on every processor. A compiler may fuse the two
+operations, so Megatron's order differs between x86 and ARM. The order here is the order of x86. N:
+data sets.
 """
 
 from __future__ import annotations
@@ -29,10 +30,10 @@ MOST_DATASETS = 32766
 
 
 def normalized(weights: Sequence[float]) -> _Floats:
-    """Return weights [N] that sum to 1.
+    """Return weights [N] with a sum of 1.
 
     Raises:
-        ConfigError: If one is not a finite number above 0.
+        ConfigError: If a weight is not a finite number above 0.
     """
     values = np.asarray(weights, np.float64)
     if not np.isfinite(values).all() or (values <= 0).any():
@@ -51,9 +52,9 @@ def blend_index(weights: _Floats, size: int, *, num_stretches: int | None = None
     """Return the data set of every sample [size].
 
     Args:
-        weights: Share of every data set [N], which sum to 1.
+        weights: Share of every data set [N], with a sum of 1.
         size: Number of samples.
-        num_stretches: Stretches that are walked at once; the result does not depend on it.
+        num_stretches: Stretches walked at once. The result does not depend on this number.
     """
     if num_stretches is None:  # the arrays of a walk fit a cache of a few MB
         num_stretches = int(np.clip((1 << 15) // len(weights), 256, 8192))
@@ -69,8 +70,8 @@ def blend_index(weights: _Floats, size: int, *, num_stretches: int | None = None
 
 
 def exhaustive_index(sizes: Sequence[int]) -> Index:
-    """Return the data set of every sample of a blend that gives all samples of every data set once,
-    as Megatron's ``build_exhaustive_blending_indices`` does.
+    """Return the data set of every sample of a blend with all samples of every data set once, equal
+    to Megatron's ``build_exhaustive_blending_indices``.
 
     Args:
         sizes: Samples of every data set [N].
@@ -88,7 +89,7 @@ def _stretches(
     weights: _Floats, known: _Floats, start: int, length: int, num: int
 ) -> tuple[Index, _Floats]:
     """Return the picks [num * length] of stretches from sample ``start`` on, and the counts after
-    them.
+    the stretches.
 
     Args:
         weights: Shares [N].
@@ -113,7 +114,7 @@ def _stretches(
 
 def _guessed_counts(weights: _Floats, first: _Floats) -> _Floats:
     """Return likely counts [stretches, N] before the samples ``first``: largest remainders of
-    ``w t`` some samples earlier, and the rule from there on.
+    ``w t`` a few samples earlier, followed by the rule.
     """
     ahead = np.minimum(first, _GUESSED_AHEAD)
     quota = (first - ahead)[:, None] * weights
@@ -136,10 +137,10 @@ def _walk(
 
     Args:
         weights: Shares [N].
-        counts: Before the first sample of each stretch [stretches, N]; updated.
+        counts: Counts before the first sample of each stretch [stretches, N], updated in place.
         first: First sample of each stretch.
         length: Samples of a stretch.
-        num_steps: Samples after which a stretch stops counting; None: after all.
+        num_steps: Number of samples until a stretch stops counting. None: all.
     """
     num, num_datasets = counts.shape
     shares = np.tile(weights, (num, 1))
@@ -162,7 +163,7 @@ def _walk(
 
 
 class Blend:
-    """Position in a blend -> the data set, and the number of the sample in it.
+    """Position in a blend -> the data set, and the number of the sample within the data set.
 
     Args:
         index: Data set of every sample.
@@ -183,7 +184,9 @@ class Blend:
         return len(self.index)
 
     def __getitem__(self, position: int) -> tuple[int, int]:
-        """Return the data set of a sample, and how many samples of it came before."""
+        """Return the data set of a sample, and the number of earlier samples from the same data
+        set.
+        """
         dataset, block = int(self.index[position]), position // _BLOCK
         within = self.index[block * _BLOCK : position]
         return dataset, int(self._counts[block, dataset]) + int(np.count_nonzero(within == dataset))

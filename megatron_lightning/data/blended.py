@@ -1,8 +1,10 @@
-"""Several data sets as one, in Megatron's order: the blend, its sizes, and how options name it.
+"""Several data sets as a single data set, in Megatron's order: the blend, sizes, and parsing of the
+options.
 
-A blend with weights is of a size. Each data set is asked for its share, rounded up, and half a
-percent more, so that its epochs and its order are Megatron's. Where the blend takes more than a
-data set then has, which is an error in Megatron, the data set is built again for what is taken.
+A weighted blend has a requested size. Each data set is asked for a share of this size, rounded up,
+and half a percent more, so that epochs and order equal Megatron's. If the blend takes more samples
+than the data set then has (an error in Megatron), the data set is built again with the required
+number of samples.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from megatron_lightning.errors import ConfigError, DataError
 
 PARTS = ("train", "validation", "test")
 SURPLUS = 0.005
-"""What a data set is asked for beyond its share, as in Megatron."""
+"""Fraction requested from a data set beyond the share, as in Megatron."""
 Sample = dict[str, torch.Tensor]
 
 
@@ -34,20 +36,20 @@ class BlendSpec:
 
     prefixes: tuple[str, ...]
     weights: tuple[float, ...] | None = None
-    """Share of each; None: by size."""
+    """Share of each. None: by size."""
 
     @property
     def is_single(self) -> bool:
-        """Whether this is one data set as it is."""
+        """Whether this is a single data set without weights."""
         return len(self.prefixes) == 1 and self.weights is None
 
     @classmethod
     def parse(cls, given: Any, name: str = "data_prefix") -> BlendSpec:
-        """Return the blend that an option names: a prefix, a list of prefixes, or a list of pairs
-        of a weight and a prefix; Megatron's flat lists, too.
+        """Return the blend of an option: a prefix, a list of prefixes, a list of pairs of a weight
+        and a prefix, or a flat list of Megatron.
 
         Raises:
-            ConfigError: If it is something else, names a prefix twice, or has bad weights.
+            ConfigError: If the option has another form, names a prefix twice, or has bad weights.
         """
         if isinstance(given, str):
             return cls((given,))
@@ -85,18 +87,18 @@ class DataSpec:
 
     train: BlendSpec | None
     validation: Mapping[str, BlendSpec]
-    """By name; the only one may be unnamed ("")."""
+    """By name. A single validation set may be unnamed ("")."""
     test: BlendSpec | None
     is_split: bool
-    """Whether ``split`` divides the documents of one blend."""
+    """Whether ``split`` divides the documents of a common blend."""
 
     @classmethod
     def parse(cls, given: Any) -> DataSpec:
-        """Return the data that ``data_prefix`` names: a blend, or one for each of train, validation
-        and test; of validation several by name; or a JSON or YAML file with it.
+        """Return the data of ``data_prefix``: a blend, or a blend for each of train, validation and
+        test. Validation may have several blends by name. A JSON or YAML file may hold the same.
 
         Raises:
-            ConfigError: If it is something else.
+            ConfigError: If ``data_prefix`` has another form.
             DataError: If a file cannot be read.
         """
         if isinstance(given, str) and given.endswith((".json", ".yaml", ".yml")):
@@ -123,7 +125,7 @@ class DataSpec:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of the validation sets; none if the only one is unnamed."""
+        """Names of the validation sets. Empty for a single unnamed set."""
         return tuple(name for name in self.validation if name)
 
 
@@ -193,17 +195,17 @@ Child = Callable[[str, "int | None"], GPTDataset]
 
 
 class BlendedDataset(Dataset[Sample]):
-    """Samples of several data sets in Megatron's order; each has ``"dataset_id"``, the position of
-    its data set in the blend.
+    """Samples of several data sets in Megatron's order. Each sample has ``"dataset_id"``, the
+    position of the data set in the blend.
 
     Args:
         spec: The data sets.
-        num_samples: Size; None: all samples of all data sets, once.
+        num_samples: Size. None: all samples of all data sets, once.
         make: Makes a data set.
         name: Name of the part, for messages.
 
     Raises:
-        ConfigError: If weights have no size, or a size without weights is above what there is.
+        ConfigError: If weights have no size, or a size without weights exceeds the samples.
     """
 
     def __init__(
@@ -211,7 +213,7 @@ class BlendedDataset(Dataset[Sample]):
     ) -> None:
         self.spec = spec
         self.children: list[GPTDataset]
-        """The data sets; each knows the ``num_samples`` that it was asked for."""
+        """The data sets, each with the requested ``num_samples``."""
         if spec.weights is None:
             self._by_size(num_samples, make, name)
         else:
@@ -265,8 +267,8 @@ class BlendedDataset(Dataset[Sample]):
 
 
 class NamedDatasets(Dataset[Sample]):
-    """Validation sets as one, mixed by size, so that the first samples are of all; each sample has
-    ``"validation_set"``, the position of its set.
+    """Validation sets as a single data set, mixed by size, so that the first samples cover all
+    sets. Each sample has ``"validation_set"``, the position of the set.
 
     Args:
         datasets: The sets, each with a length.

@@ -36,25 +36,25 @@ _SCHEMAS = (
     "completion, text, or input_ids"
 )
 REASONING = ("reasoning_content", "reasoning", "thinking")
-"""Keys under which a message has its reasoning."""
+"""Keys of the reasoning in a message."""
 THOUGHT = re.compile(r"<think>.*?</think>\s*", re.DOTALL)
 """Reasoning inside of a message's content."""
 
 
 @dataclass(frozen=True)
 class Chat:
-    """A conversation, and the answers in it that are trained."""
+    """A conversation, and the trained answers."""
 
     where: str
     messages: Sequence[Mapping[str, Any]]
     tools: Sequence[Mapping[str, Any]] | None = None
     trained: frozenset[int] = field(default_factory=frozenset)
-    """Positions of the messages that count in the loss."""
+    """Positions of the messages with a loss."""
 
 
 @dataclass(frozen=True)
 class Text:
-    """Text without a template: a prompt, which has no loss, and what follows it."""
+    """Text without a template: a prompt without a loss, and the completion."""
 
     where: str
     prompt: str
@@ -63,19 +63,19 @@ class Text:
 
 @dataclass(frozen=True)
 class Tokens:
-    """A row that is tokenized already."""
+    """A tokenized row."""
 
     where: str
     ids: Sequence[int]
     labels: Sequence[int]
-    """Of the same length and not shifted, as ``transformers`` has them: -100 has no loss."""
+    """Labels of the same length and not shifted, as in ``transformers``. -100 means no loss."""
 
 
 def parse_row(row: Row) -> Chat | Text | Tokens:
-    """Return what a row holds, by the keys that it has.
+    """Return the content of a row, by the row's keys.
 
     Raises:
-        DataError: If the keys are of no schema, or a value is not what the schema has there.
+        DataError: If the keys match no schema, or a value does not fit the schema.
     """
     fields = row.fields
     if "input_ids" in fields:
@@ -117,7 +117,9 @@ def _chat(row: Row, key: str, messages: Any, answers_from: int = 0) -> Chat:
 
 
 def _counts(row: Row, index: int, message: Mapping[str, Any]) -> bool:
-    """Return whether a message's own ``weight`` (OpenAI) or ``train`` leaves it in the loss."""
+    """Return whether a message's own ``weight`` (OpenAI) or ``train`` keeps the message in the
+    loss.
+    """
     for name in ("weight", "train"):
         value = message.get(name)
         if value is not None and value not in (0, 1):
@@ -131,7 +133,7 @@ def _counts(row: Row, index: int, message: Mapping[str, Any]) -> bool:
 
 
 def _message(row: Row, index: int, message: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a message as templates take it: text as content, arguments of calls as objects."""
+    """Return a message for templates: text as content, arguments of calls as objects."""
     made = {key: value for key, value in message.items() if key not in ("weight", "train")}
     content = made.get("content")
     if isinstance(content, list):
@@ -159,8 +161,8 @@ def _part(row: Row, index: int, part: Any) -> str:
 
 
 def _call(row: Row, index: int, call: Any) -> dict[str, Any]:
-    """Return a call with its arguments as an object: OpenAI's files have JSON text there, and
-    templates write JSON themselves.
+    """Return a call with the arguments as an object. OpenAI's files have JSON text, and templates
+    write JSON themselves.
     """
     if not isinstance(call, Mapping):
         raise DataError(f"{row.where}: a tool call of message {index} must be an object")

@@ -1,9 +1,10 @@
-"""Conversations as text, and the characters of it that a model learns to write.
+"""Conversations as text, with the trained characters.
 
-A template that marks its answers (``{% generation %}``) says which characters count. Without marks,
-an answer is what ``render(messages[:i + 1])`` adds to ``render(messages[:i])`` with the generation
-prompt. Both must be beginnings of the full text; many templates render a message in another way
-once more messages follow, and a difference of lengths would then name the wrong characters.
+A template with marked answers (``{% generation %}``) names the trained characters. Without marks,
+an answer is the difference between ``render(messages[:i + 1])`` and ``render(messages[:i])`` with
+the generation prompt. Both renderings must be prefixes of the full text. Many templates render a
+message in another way as soon as more messages follow, and a difference of lengths would then name
+the wrong characters.
 """
 
 from __future__ import annotations
@@ -30,15 +31,15 @@ _WAY_OUT = (
 
 @dataclass(frozen=True, kw_only=True)
 class ChatOptions:
-    """What of a conversation is trained."""
+    """The trained part of a conversation."""
 
     train_on: TrainOn = "answers"
-    """All answers of a conversation, or the last one."""
+    """All answers of a conversation, or only the last answer."""
     split_turns: bool = False
-    """Whether every answer is a sample of its own, behind the conversation before it."""
+    """Whether every answer becomes a separate sample, behind the earlier messages."""
     reasoning: Reasoning = "keep"
-    """``keep``: the template gets the reasoning of answers; ``drop``: it does not; ``mask``: it
-    does, and reasoning has no loss."""
+    """``keep``: the template gets the reasoning of answers. ``drop``: the template does not.
+    ``mask``: the template does, and reasoning has no loss."""
 
     def __post_init__(self) -> None:
         for name, values in (("train_on", TrainOn), ("reasoning", Reasoning)):
@@ -55,21 +56,21 @@ class Rendered:
     where: str
     text: str
     spans: Sequence[Span]
-    """Begin and end of every piece that counts in the loss, in characters."""
+    """Begin and end of every trained piece, in characters."""
     has_special_tokens: bool = True
-    """Whether the text has its special tokens, as templates write them."""
+    """Whether the text contains the special tokens, as written by templates."""
 
 
 class ChatTemplate:
     """A Jinja template, run in the sandbox of ``transformers``.
 
     Args:
-        source: The template, or the path of a file with it; of several, by name.
+        source: The template, or the path of a template file. Several templates are given by name.
         special_tokens: Text of the tokenizer's special tokens, such as ``eos_token``.
         options: Further values for the template, such as ``enable_thinking``.
 
     Raises:
-        ConfigError: If it cannot be compiled.
+        ConfigError: If the template cannot be compiled.
     """
 
     def __init__(
@@ -96,7 +97,7 @@ class ChatTemplate:
         special_tokens: Mapping[str, Any],
         options: Mapping[str, Any] | None = None,
     ) -> ChatTemplate:
-        """Return the template that ``source`` is, or that the file ``source`` holds."""
+        """Return the template in ``source``, or in the file named ``source``."""
         is_path = "{" not in source and "\n" not in source
         if is_path and not Path(source).is_file():
             raise ConfigError(
@@ -106,16 +107,16 @@ class ChatTemplate:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """All that the text of a conversation depends on."""
+        """All inputs to the text of a conversation, beside the conversation."""
         return {"templates": self.sources, "values": {k: str(v) for k, v in self._values.items()}}
 
     def samples(self, chat: Chat, options: ChatOptions) -> Iterator[Rendered]:
-        """Yield the samples of a conversation: one, or with ``split_turns`` one for every answer
-        that counts. A conversation without an answer that counts has none.
+        """Yield the samples of a conversation: a single sample, or with ``split_turns`` a sample
+        for every trained answer. A conversation without a trained answer has none.
 
         Raises:
-            DataError: If the template refuses the conversation, or does not say which characters
-                an answer has; naming the message.
+            DataError: If the template refuses the conversation, or does not determine the
+                characters of an answer. The error names the message.
         """
         answers = sorted(chat.trained)[-1 if options.train_on == "last" else 0 :]
         if not answers:
@@ -133,11 +134,11 @@ class ChatTemplate:
     def _readable(
         self, chat: Chat, messages: Sequence[Mapping[str, Any]]
     ) -> tuple[Sequence[Mapping[str, Any]], tuple[str, list[Span]]]:
-        """Return the messages in the form whose content the template writes, and what it writes:
-        content as text, or as a list of parts, which templates of models with images expect.
+        """Return the messages in a form readable for the template, and the rendered text. The
+        content is text, or a list of parts as expected by templates of models with images.
 
         Raises:
-            DataError: If it writes neither.
+            DataError: If the template writes neither form.
         """
         full = self.render(chat, messages)
         missing = _unwritten(messages, full[0])
@@ -158,15 +159,15 @@ class ChatTemplate:
     def render(
         self, chat: Chat, messages: Sequence[Mapping[str, Any]], *, prompt: bool = False
     ) -> tuple[str, list[Span]]:
-        """Return the text of messages, and the characters that the template marks.
+        """Return the text of messages, and the characters marked by the template.
 
         Args:
-            chat: The conversation that they are of.
+            chat: The conversation of the messages.
             messages: The messages.
-            prompt: Whether the text ends as it does before an answer is generated.
+            prompt: Whether the text ends with the generation prompt.
 
         Raises:
-            DataError: If the template refuses them.
+            DataError: If the template refuses the messages.
         """
         from jinja2 import TemplateError
 
@@ -208,14 +209,14 @@ class ChatTemplate:
         return _MARKS.search(self._template(chat)) is not None
 
     def without_end(self, text: str) -> str:
-        """Return ``text`` without an end-of-text token, which some templates write behind the last
-        message only.
+        """Return ``text`` without an end-of-text token. Several templates write the token only
+        behind the last message.
         """
         return text.removesuffix(self._end) if self._end else text
 
 
 class _View:
-    """One conversation through one template."""
+    """A conversation rendered by a template."""
 
     def __init__(
         self,
@@ -237,14 +238,14 @@ class _View:
         return self._template.render(self._chat, self._messages[:stop], prompt=prompt)
 
     def answers(self, answers: Sequence[int]) -> tuple[str, list[Span]]:
-        """Return the full text, and the characters of some answers."""
+        """Return the full text, and the characters of the given answers."""
         full, marked = self._render(len(self._messages))
         if self._template.marks(self._chat):
             return full, self._marked(answers, marked)
         return full, [self._added(full, answer) for answer in answers]
 
     def _marked(self, answers: Sequence[int], marked: list[Span]) -> list[Span]:
-        """Return the marked spans of ``answers``: all, or those that came with each message."""
+        """Return the marked spans of ``answers``: all spans, or the spans added by each message."""
         everyone = [i for i, message in enumerate(self._messages) if message["role"] == ASSISTANT]
         if list(answers) == everyone:
             return marked
@@ -260,7 +261,7 @@ class _View:
         return [span for begin, end in ranges for span in marked[begin:end]]
 
     def _added(self, full: str, answer: int) -> Span:
-        """Return the characters that the message ``answer`` adds behind its generation prompt."""
+        """Return the characters added by the message ``answer`` behind the generation prompt."""
         try:
             start, _ = self._render(answer, prompt=True)
             end, _ = self._render(answer + 1)
@@ -285,7 +286,9 @@ class _View:
         )
 
     def split_turn(self, answer: int) -> tuple[str, list[Span]]:
-        """Return the conversation up to an answer as it is rendered alone, and its characters."""
+        """Return the conversation up to an answer, rendered alone, and the characters of the
+        answer.
+        """
         text, marked = self._render(answer + 1)
         start = self._begin(text, answer)
         if self._template.marks(self._chat):
@@ -293,8 +296,8 @@ class _View:
         return text, [(start, len(text))]
 
     def _begin(self, text: str, answer: int) -> int:
-        """Return where an answer begins: behind the prompt that generation sees, if the text has
-        it.
+        """Return the begin of an answer: behind the generation prompt, if the text contains the
+        prompt.
         """
         failed = None
         for prompt in (True, False):
@@ -312,7 +315,8 @@ class _View:
         ) from failed
 
     def rendered(self, text: str, spans: Sequence[Span], reasoning: Reasoning) -> Rendered:
-        """Return a sample, without the reasoning's characters if those have no loss.
+        """Return a sample. Leave the reasoning's characters out of the spans if reasoning has no
+        loss.
 
         Raises:
             DataError: If no character is trained.
@@ -328,7 +332,7 @@ class _View:
         return Rendered(self._chat.where, text, spans)
 
     def _reasoning(self, text: str, spans: Sequence[Span]) -> list[Span]:
-        """Return where the answers in ``spans`` have their reasoning."""
+        """Return the spans of the reasoning in the answers of ``spans``."""
         thoughts = {
             str(message[key]).strip()
             for message in self._messages
@@ -382,7 +386,9 @@ def _in_parts(message: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _unwritten(messages: Sequence[Mapping[str, Any]], text: str) -> int | None:
-    """Return the first question or answer whose content is not in ``text``, but for reasoning."""
+    """Return the first question or answer with content missing from ``text``, apart from
+    reasoning.
+    """
     for number, message in enumerate(messages):
         content = THOUGHT.sub("", str(message.get("content") or "")).strip()
         if message["role"] in ("user", ASSISTANT) and content not in text:
@@ -391,7 +397,7 @@ def _unwritten(messages: Sequence[Mapping[str, Any]], text: str) -> int | None:
 
 
 def _with_text_arguments(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Return messages whose tool calls have their arguments as JSON text."""
+    """Return messages with the arguments of tool calls as JSON text."""
 
     def call_of(call: Mapping[str, Any]) -> Mapping[str, Any]:
         function = dict(call.get("function", call))

@@ -1,4 +1,4 @@
-"""A tokenizer that says which characters every token has, and the special tokens of templates."""
+"""A tokenizer with the characters of every token, and the special tokens of templates."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ class ChatTokenizer:
 
     Args:
         tokenizer: The tokenizer: an object of ``transformers`` or ``tokenizers``.
-        source: Folder or name that it came from, for messages.
-        new_tokens: Texts that become tokens of their own.
+        source: Folder or name of the tokenizer's origin, for messages.
+        new_tokens: Texts to add as new tokens.
 
     Raises:
-        ConfigError: If it does not say which characters a token has.
+        ConfigError: If the tokenizer does not report the characters of a token.
     """
 
     def __init__(self, tokenizer: Any, source: str = "", *, new_tokens: Sequence[str] = ()) -> None:
@@ -44,7 +44,8 @@ class ChatTokenizer:
         if new_tokens:
             tokenizer.add_tokens(list(new_tokens), special_tokens=True)
         self.tokenizer: Any = tokenizer
-        # Its own settings of padding and truncation, which every call changes, are not wanted.
+        # The tokenizer's settings of padding and truncation change with every call, and are not
+        # wanted.
         serialized = tokenizer.backend_tokenizer.to_str()
         self._backend: Any = type(tokenizer.backend_tokenizer).from_str(serialized)
         self._backend.no_padding()
@@ -53,11 +54,11 @@ class ChatTokenizer:
 
     @classmethod
     def load(cls, source: Any, *, new_tokens: Sequence[str] = ()) -> ChatTokenizer:
-        """Return the tokenizer that ``source`` is or names.
+        """Return the tokenizer in ``source`` or named by ``source``.
 
         Args:
             source: A folder, a ``tokenizer.json``, a name on the Hugging Face Hub, or a tokenizer.
-            new_tokens: Texts that become tokens of their own.
+            new_tokens: Texts to add as new tokens.
 
         Raises:
             ConfigError: If ``transformers`` is not installed, or the tokenizer cannot be used.
@@ -91,31 +92,31 @@ class ChatTokenizer:
 
     @property
     def chat_template(self) -> str | Mapping[str, str] | None:
-        """Template of conversations that the tokenizer has."""
+        """The tokenizer's template of conversations."""
         template: str | dict[str, str] | None = self.tokenizer.chat_template
         return template or None
 
     @property
     def special_tokens(self) -> Mapping[str, Any]:
-        """Text of the special tokens by the names that templates use."""
+        """Text of the special tokens by the names used in templates."""
         return dict(self.tokenizer.special_tokens_map)
 
     @property
     def padding(self) -> int:
-        """Id that fills rows. It is never looked for: many tokenizers use a real token."""
+        """Id for filling rows. No code searches for this id: many tokenizers use a real token."""
         known = (self.tokenizer.pad_token_id, self.tokenizer.eos_token_id, 0)
         return next(int(one) for one in known if one is not None)
 
     @property
     def begin(self) -> list[int]:
-        """Ids that the tokenizer puts before plain text."""
+        """Ids put before plain text by the tokenizer."""
         bos = self.tokenizer.bos_token_id
         added = self.tokenizer("").input_ids
         return [bos] if bos is not None and list(added[:1]) == [bos] else []
 
     @property
     def end(self) -> int:
-        """Id that ends plain text.
+        """Id at the end of plain text.
 
         Raises:
             ConfigError: If there is none.
@@ -129,12 +130,12 @@ class ChatTokenizer:
         return int(eos)
 
     def is_added(self, token: int) -> bool:
-        """Return whether an id is that of an added token, as ends of turns are."""
+        """Return whether an id belongs to an added token, such as an end of turn."""
         return token in self.tokenizer.added_tokens_decoder
 
     @property
     def identity(self) -> str:
-        """Digest of all that ids depend on; equal for two copies of a folder."""
+        """Digest of all inputs to the ids. Equal for two copies of a folder."""
         special = json.dumps({k: str(v) for k, v in self.special_tokens.items()}, sort_keys=True)
         return hashlib.sha256((self._serialized + special).encode()).hexdigest()
 
@@ -169,7 +170,7 @@ def _from_tokenizers(tokenizer: Any, source: str) -> Any:
 
 
 def _fast(keyword: str, value: Any) -> Any:
-    """Return a tokenizer of ``transformers`` around one of ``tokenizers``."""
+    """Return a tokenizer of ``transformers`` around a tokenizer of ``tokenizers``."""
     import transformers
 
     make: Any = transformers.PreTrainedTokenizerFast

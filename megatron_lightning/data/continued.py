@@ -1,8 +1,8 @@
-"""A blend that changes in a run: from a position on, each data set goes on where the run has left
-it.
+"""A blend changed during a run: from a position on, each data set resumes at its last sample in the
+run.
 
-A data set that stays is asked for as many samples as before, so that its order stays, and new ones
-begin at 0. One that runs out begins another pass, in another order.
+A data set in both blends is asked for the same number of samples as before, so that the order
+stays. New data sets begin at 0. An exhausted data set begins another pass, in another order.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ class Make(Protocol):
     """Makes a data set."""
 
     def __call__(self, prefix: str, num_samples: int | None, pass_number: int = 0) -> Any:
-        """Return the data set of a prefix; every pass has an order of its own."""
+        """Return the data set of a prefix. Every pass has a different order."""
 
 
 @dataclass(frozen=True)
 class Phase:
-    """Where a blend begins in a run."""
+    """Begin of a blend in a run."""
 
     position: int
-    """Samples of the run before it."""
+    """Samples of the run before the blend."""
     starts: Mapping[str, int] = field(default_factory=dict)
-    """Content of a data set -> its first sample; others begin at 0."""
+    """Content of a data set -> first sample. Missing data sets begin at 0."""
     requests: Mapping[str, int | None] = field(default_factory=dict)
-    """Content of a data set -> samples that it was asked for."""
+    """Content of a data set -> number of samples requested before."""
 
     def to_state(self) -> dict[str, Any]:
         """Return the phase as plain values."""
@@ -52,11 +52,11 @@ class ContinuedBlend(Dataset[Sample]):
         spec: The data sets.
         contents: Digest of each.
         num_samples: Samples of the full run.
-        phase: Where the blend begins.
+        phase: Begin of the blend.
         make: Makes a data set.
 
     Raises:
-        ConfigError: If the size of the run is unknown, or nothing of it is left.
+        ConfigError: If the size of the run is unknown, or no sample is left.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class ContinuedBlend(Dataset[Sample]):
         self.children: list[list[Any]] = []
         """Passes over each data set."""
         self.repeated: list[int] = []
-        """Samples of each data set that the run reads once more."""
+        """Samples of each data set read once more by the run."""
         for prefix, request, start, count in zip(
             spec.prefixes, self.requests, self.starts, counts, strict=True
         ):
@@ -105,7 +105,7 @@ class ContinuedBlend(Dataset[Sample]):
 
         Raises:
             IndexError: If there is no such sample.
-            DataError: If it is one before the data changed.
+            DataError: If the sample precedes the change of the data.
         """
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
@@ -127,13 +127,13 @@ class ContinuedBlend(Dataset[Sample]):
 
 
 def train_state(dataset: Any, contents: Sequence[str], consumed: int | None) -> dict[str, Any]:
-    """Return what a checkpoint keeps of the training data beside their order: how many samples of
-    each data set were read, what each was asked for, and the phase.
+    """Return a checkpoint's entry of the training data, beside the order: the number of samples
+    read from each data set, the number requested from each data set, and the phase.
 
     Args:
-        dataset: Data of training; None: there are none yet.
+        dataset: Data of training. None: there are no data yet.
         contents: Digest of each data set.
-        consumed: Samples of the run that were read; None: that is not known.
+        consumed: Samples read by the run. None: the number is unknown.
     """
     phase = dataset.phase.to_state() if isinstance(dataset, ContinuedBlend) else None
     if dataset is None or consumed is None or consumed > len(dataset):
@@ -158,9 +158,9 @@ def goes_on(
     """Return whether a run goes on with other data than the checkpoint's.
 
     Args:
-        on_changed_data: What the user wants.
-        here: What decides the order in this run.
-        there: The same of the run that wrote the checkpoint.
+        on_changed_data: The user's choice.
+        here: Settings of the order in this run.
+        there: Settings of the order in the checkpoint's run.
     """
     if on_changed_data not in ("continue", "restart") or not differences(here, there):
         return False
@@ -169,15 +169,15 @@ def goes_on(
 
 
 def next_phase(state: Mapping[str, Any], consumed_samples: int | None, *, restarts: bool) -> Phase:
-    """Return the phase that follows a checkpoint.
+    """Return the phase after a checkpoint.
 
     Args:
-        state: Data sets of the checkpoint: content, request, and samples that were read.
-        consumed_samples: Samples of the run that were read.
+        state: Data sets of the checkpoint: content, request, and number of samples read.
+        consumed_samples: Samples read by the run.
         restarts: Whether all data sets begin at 0 again.
 
     Raises:
-        CheckpointError: If the checkpoint does not say what was read.
+        CheckpointError: If the checkpoint has no record of the samples read.
     """
     rows = state.get("datasets")
     if consumed_samples is None or not rows:
@@ -198,7 +198,9 @@ def next_phase(state: Mapping[str, Any], consumed_samples: int | None, *, restar
 def describe_phase(
     blend: ContinuedBlend, spec: BlendSpec, before: Mapping[str, Any], *, restarts: bool
 ) -> str:
-    """Return a table: what a run has read of each data set, will read, and reads once more."""
+    """Return a table of each data set: samples read before, samples still to be read, and samples
+    read once more.
+    """
     old = {row["content"]: row for row in before["datasets"]}
     counts = blend.blend.consumed(len(blend.blend)).tolist()
     lines = [

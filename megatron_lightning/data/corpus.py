@@ -1,8 +1,8 @@
 """Readers of documents: JSON-lines files, plain-text files, and the Python standard library's own
 source.
 
-They yield raw records, cheap to send to a worker, which decodes and parses them. A record has its
-file and line.
+Readers yield raw records, cheap to send to a worker for decoding and parsing. A record has a file
+and a line.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 from megatron_lightning.errors import DataError
 
 STDLIB = "stdlib"
-"""Input name of the standard library's source: 12 MB of real text that every machine has."""
+"""Input name of the standard library's source: 12 MB of real text, present on every machine."""
 _NOT_EVERYWHERE = frozenset(
     {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 )
@@ -27,11 +27,11 @@ _JSON_SUFFIXES = (".jsonl", ".json")
 
 @dataclass(frozen=True)
 class Record:
-    """One undecoded document: a line of JSON, or the text itself."""
+    """An undecoded document: a line of JSON, or the text itself."""
 
     path: str
     line: int
-    """Number of its first line in the file, from 1."""
+    """Number of the record's first line in the file, from 1."""
     raw: bytes
     is_json: bool
 
@@ -44,7 +44,7 @@ class Record:
         """Return the record decoded as UTF-8.
 
         Raises:
-            DataError: If it is not UTF-8; with file, line and byte.
+            DataError: If the record is not UTF-8, with file, line and byte.
         """
         try:
             return self.raw.decode()
@@ -57,10 +57,10 @@ class Record:
             ) from error
 
     def texts(self, json_keys: Sequence[str]) -> list[str]:
-        """Return the text under every key of ``json_keys``; plain text counts as every key.
+        """Return the text under every key of ``json_keys``. Plain text counts as every key.
 
         Raises:
-            DataError: If the record is undecodable, invalid JSON, or lacks a key; with file and
+            DataError: If the record is undecodable, invalid JSON, or lacks a key, with file and
                 line.
         """
         if not self.is_json:
@@ -69,10 +69,10 @@ class Record:
         return [self._field(fields, key) for key in json_keys]
 
     def parsed(self) -> Any:
-        """Return the value that the record's JSON holds.
+        """Return the value of the record's JSON.
 
         Raises:
-            DataError: If the record is undecodable or invalid JSON; with file, line and column.
+            DataError: If the record is undecodable or invalid JSON, with file, line and column.
         """
         text = self.text()
         try:
@@ -93,7 +93,7 @@ class Record:
         """Return the fields of a line of JSON.
 
         Raises:
-            DataError: If the record is undecodable, invalid JSON, or no object; with file and line.
+            DataError: If the record is undecodable, invalid JSON, or no object, with file and line.
         """
         fields = self.parsed()
         if not isinstance(fields, dict):
@@ -141,10 +141,11 @@ def stdlib_files() -> list[Path]:
 
 
 def input_files(inputs: str | Sequence[str]) -> list[Path]:
-    """Return the files ``inputs`` names: ``"stdlib"``, one path, or several, in the given order.
+    """Return the files named by ``inputs``: ``"stdlib"``, a path, or several paths, in the given
+    order.
 
     Raises:
-        DataError: If there is none, or one is missing, is a folder or cannot be read.
+        DataError: If there is no file, or a file is missing, is a folder or cannot be read.
     """
     names = [inputs] if isinstance(inputs, str) else inputs
     files = [

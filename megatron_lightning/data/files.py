@@ -13,9 +13,7 @@ from typing import BinaryIO
 
 
 def temporary_beside(path: Path) -> Path:
-    """Return a name in ``path``'s folder that no other process, on this machine or another, will
-    choose.
-    """
+    """Return a name in ``path``'s folder, unique among all processes on this machine or another."""
     return path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
 
 
@@ -27,8 +25,8 @@ def flush_to_disk(file: BinaryIO) -> None:
 
 @contextmanager
 def atomic_path(path: Path) -> Iterator[Path]:
-    """Yield a name to write to that becomes ``path`` when the block ends, and vanishes if it raises
-    (Ctrl-C included).
+    """Yield a temporary name. The file becomes ``path`` at the end of the block, and vanishes if
+    the block raises (Ctrl-C included).
     """
     temporary = temporary_beside(path)
     try:
@@ -40,8 +38,8 @@ def atomic_path(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def atomic_write(path: Path) -> Iterator[BinaryIO]:
-    """Open a binary file that becomes ``path`` when the block ends, and vanishes if it raises
-    (Ctrl-C included).
+    """Open a binary file. The file becomes ``path`` at the end of the block, and vanishes if the
+    block raises (Ctrl-C included).
     """
     with atomic_path(path) as temporary, temporary.open("xb") as file:
         yield file

@@ -46,12 +46,12 @@ class GPTDatasetConfig:
     random_seed: int = 1234
     """Seed of the order of documents and samples."""
     split: str = "969,30,1"
-    """Weights of train, validation and test, which split the documents in file order."""
+    """Weights of train, validation and test, splitting the documents in file order."""
     tokenizer: Tokenizer | None = None
-    """Tokenizer of the data, for its padding and end-of-document ids; part of the cache's name."""
+    """Tokenizer of the data, for padding and end-of-document ids. Part of the cache's name."""
     vocab_size: int | None = None
-    """Size of the model's vocabulary; a larger id in the data is an error. None: the tokenizer's,
-    else unchecked."""
+    """Size of the model's vocabulary. A larger id in the data is an error. None: the tokenizer's
+    size, else unchecked."""
     cache_dir: str | None = None
     """Folder of the index cache. None: ``{data_prefix}/cache/GPTDataset_indices``."""
     eod_mask_loss: bool = False
@@ -59,12 +59,13 @@ class GPTDatasetConfig:
     reset_position_ids: bool = False
     """Whether positions restart at 0 after every end of document."""
     reset_attention_mask: bool = False
-    """Whether tokens attend only to those of their own document."""
+    """Whether tokens attend only to tokens of the same document."""
     add_extra_token_to_sequence: bool = True
-    """Whether a sample reads one more token, the label of its last position; else that position has
-    no loss."""
+    """Whether a sample reads an extra token as the label of the last position. Else the last
+    position has no loss."""
     drop_last_partial_validation_sequence: bool = True
-    """Whether validation drops the tokens that do not fill a sample; else they are padded."""
+    """Whether validation drops the last tokens if a sample would be incomplete. Else the sample is
+    padded."""
 
     def __post_init__(self) -> None:
         if self.sequence_length < 1:
@@ -92,7 +93,7 @@ class GPTDatasetConfig:
 
     @property
     def num_ids(self) -> int | None:
-        """Size of the vocabulary; None: unknown."""
+        """Size of the vocabulary. None: unknown."""
         return (
             self.tokenizer.vocab_size
             if self.vocab_size is None and self.tokenizer is not None
@@ -106,12 +107,12 @@ def plan_part(
     index_split: IndexSplit,
     num_samples: int | None,
 ) -> tuple[npt.NDArray[np.int32], EpochPlan]:
-    """Return the sequences [D] of one part of the split, and its epochs; reads the sequences'
-    lengths only.
+    """Return the sequences [D] of a part of the split, and the epochs. Reads only the sequences'
+    lengths.
 
     Raises:
         ConfigError: If the part has no weight.
-        DataError: If it has too few tokens.
+        DataError: If the part has too few tokens.
     """
     bounds = split_matrix(config.split)[_SPLITS.index(index_split)]
     if bounds is None:
@@ -148,23 +149,23 @@ def _drops_last(config: GPTDatasetConfig, index_split: IndexSplit) -> bool:
 
 
 class GPTDataset(Dataset[dict[str, torch.Tensor]]):
-    """One split of an indexed dataset as samples ``{"tokens": int64 [s], "labels": int64 [s],
-    "loss_mask": float32 [s]}``.
+    """A split of an indexed dataset as samples
+    ``{"tokens": int64 [s], "labels": int64 [s], "loss_mask": float32 [s]}``.
 
-    With ``reset_attention_mask`` a sample has ``document_ids`` int64 [s] too, which number its
-    documents 0, 1, …; an end of document belongs to the document that it ends. With that or
-    ``reset_position_ids`` it has ``position_ids`` int64 [s].
+    With ``reset_attention_mask`` a sample also has ``document_ids`` int64 [s], the numbers 0, 1, …
+    of the documents. An end of document belongs to the ended document. With
+    ``reset_attention_mask`` or ``reset_position_ids`` a sample has ``position_ids`` int64 [s].
 
     Labels are already shifted: ``labels[i]`` follows ``tokens[i]``. The order is shuffled once,
     here, so that the position in the data is a single number. The index arrays are cached under
-    Megatron's names and shared by all processes through the page cache; several processes or nodes
-    may build them at once.
+    Megatron's names and shared by all processes through the page cache. Several processes or nodes
+    may build the arrays at once.
 
     Args:
         data_prefix: Path of the ``.bin`` and ``.idx`` files without their suffixes.
         config: Options of all splits.
         index_split: Part of the documents to serve.
-        num_samples: Number of samples, over as many epochs as needed; None: one epoch.
+        num_samples: Number of samples, over as many epochs as needed. None: one epoch.
 
     Raises:
         DataError: If a file is missing or damaged, or the split has too few tokens.
@@ -188,7 +189,9 @@ class GPTDataset(Dataset[dict[str, torch.Tensor]]):
 
     @property
     def unique_description(self) -> str:
-        """All that determines the indices, as Megatron writes it; its md5 names the cache files."""
+        """All inputs to the indices, in Megatron's format. The md5 of this text names the cache
+        files.
+        """
         config = self.config
         fields: dict[str, object] = {
             "class": type(self).__name__,
@@ -203,8 +206,8 @@ class GPTDataset(Dataset[dict[str, torch.Tensor]]):
             if config.tokenizer is None
             else dict(config.tokenizer.unique_identifiers),
         }
-        # Megatron omits these and would serve the cache of another setting; with the defaults the
-        # names are Megatron's
+        # Megatron omits these fields and would serve the cache of another setting. With the
+        # defaults the names are Megatron's.
         if not config.add_extra_token_to_sequence:
             fields["add_extra_token_to_sequence"] = False
         if not _drops_last(config, self.index_split):
@@ -252,7 +255,7 @@ class GPTDataset(Dataset[dict[str, torch.Tensor]]):
         return cached
 
     def _load(self, shapes: tuple[tuple[int, ...], ...], not_before: float) -> SampleIndices | None:
-        """Map the cached arrays; None if one is missing, unreadable, outdated or of another
+        """Map the cached arrays. None if an array is missing, unreadable, outdated or of another
         shape.
         """
         arrays = []
@@ -292,7 +295,7 @@ class GPTDataset(Dataset[dict[str, torch.Tensor]]):
 
         Raises:
             IndexError: If there is no such sample.
-            DataError: If it holds a token id outside the vocabulary.
+            DataError: If the sample holds a token id outside the vocabulary.
         """
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
@@ -301,25 +304,26 @@ class GPTDataset(Dataset[dict[str, torch.Tensor]]):
         text = self._read(index, config.sequence_length + 1)
         tokens, labels = text[:-1].copy(), text[1:]
         loss_mask = (labels != self._pad).astype(np.float32)
-        # Before the padding gets an id, which may be that of the end of document.
+        # Before the padding gets an id, possibly the id of the end of document.
         documents = self._documents(tokens)
         if config.eod_mask_loss and config.tokenizer is not None:
             loss_mask[tokens == config.tokenizer.eod] = 0.0
         for ids in (tokens, labels):
-            # An embedding needs a valid id; these positions are masked already.
+            # An embedding needs a valid id. These positions are masked already.
             ids[ids == self._pad] = 0
         sample = {"tokens": tokens, "labels": labels, "loss_mask": loss_mask, **documents}
         return {name: torch.from_numpy(array) for name, array in sample.items()}
 
     def _documents(self, tokens: npt.NDArray[np.int64]) -> dict[str, npt.NDArray[np.int64]]:
-        """Return the entries of a sample that depend on the ends of documents in ``tokens`` [s]."""
+        """Return the sample's entries derived from the ends of documents in ``tokens`` [s]."""
         config = self.config
         resets = config.reset_position_ids or config.reset_attention_mask
         if config.tokenizer is None or not resets:
             return {}
         ends = tokens == config.tokenizer.eod
         document_ids = ends.cumsum(dtype=np.int64) - ends
-        # Explicit even where they do not restart: beside document_ids, the model's own would.
+        # Explicit even without restarts: beside document_ids, the model's own positions would
+        # restart.
         position_ids = np.arange(len(tokens), dtype=np.int64)
         if config.reset_position_ids:
             starts = np.concatenate([[0], np.flatnonzero(ends) + 1])
@@ -329,7 +333,7 @@ class GPTDataset(Dataset[dict[str, torch.Tensor]]):
         return {"position_ids": position_ids, "document_ids": document_ids}
 
     def _read(self, index: int, length: int) -> npt.NDArray[np.int64]:
-        """Return the tokens of a sample, padded at its end to ``length``."""
+        """Return the tokens of a sample, padded at the end to ``length``."""
         row = int(self.indices.shuffle_index[index])
         (first, begin), (last, end) = self.indices.sample_index[row : row + 2].tolist()
         parts = []

@@ -1,10 +1,10 @@
 """Document, sample and shuffle index of Megatron's GPTDataset (``core/datasets/gpt_dataset.py``),
 as functions of sizes.
 
-Documents are repeated for E epochs and shuffled (document index), read as one stream of tokens that
-is split every q tokens (sample index), and the samples are shuffled (shuffle index). A sample reads
-q + x tokens: with x = 1 extra token neighbors share one, so that every token but the first is a
-label once. D: documents in the split, t: their tokens, n: samples.
+Documents are repeated for E epochs and shuffled (document index), read as a stream of tokens, split
+every q tokens (sample index). The samples are shuffled (shuffle index). A sample reads q + x
+tokens: with x = 1 extra token, neighbors share a token, so that every token but the first is a
+label once. D: documents in the split, t: tokens of the documents, n: samples.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from megatron_lightning.errors import ConfigError
 
 Bounds = tuple[float, float]
 _Index = TypeVar("_Index", bound=np.generic)
-# A final epoch used for less than this fraction is shuffled on its own.
+# A final epoch used for less than this fraction is shuffled separately.
 _MIN_FULL_FINAL_EPOCH = 0.80
 
 
 def split_matrix(split: str) -> list[Bounds | None]:
-    """Return the bounds in [0, 1] of train, validation and test for weights such as ``"969,30,1"``;
+    """Return the bounds in [0, 1] of train, validation and test for weights such as ``"969,30,1"``.
     None for weight zero.
 
     Raises:
-        ConfigError: If these are not one to three weights with a positive sum.
+        ConfigError: If ``split`` is not one to three weights with a positive sum.
     """
     found = split.replace(" ", "")
     if not re.fullmatch(r"(\d+\.?\d*|\.\d+)(,(\d+\.?\d*|\.\d+)){0,2}", found) or not any(
@@ -47,7 +47,7 @@ def split_matrix(split: str) -> list[Bounds | None]:
 
 
 def split_sequences(bounds: Bounds, num_sequences: int) -> npt.NDArray[np.int32]:
-    """Return the sequences [D] that lie in ``bounds``."""
+    """Return the sequences [D] in ``bounds``."""
     begin, end = (round(bound * float(num_sequences)) for bound in bounds)
     return np.arange(begin, end, dtype=np.int32)
 
@@ -57,11 +57,11 @@ class EpochPlan:
     """Sizes of the epochs over the documents."""
 
     num_epochs: int
-    """E, the fewest epochs that give the requested samples."""
+    """E, the smallest number of epochs with the requested samples."""
     num_samples: int
-    """n, all samples of these epochs, at least the requested ones."""
+    """n, all samples of these epochs, at least the requested number."""
     num_samples_before_final: int
-    """Samples shuffled apart from the final epoch's; 0 if all epochs are shuffled together."""
+    """Samples shuffled apart from the final epoch's. 0 if all epochs are shuffled together."""
 
 
 def plan_epochs(
@@ -74,10 +74,10 @@ def plan_epochs(
     """Return the plan for ``num_tokens`` (t > 0) tokens an epoch.
 
     Args:
-        num_tokens: Tokens of one epoch.
-        num_requested: Samples requested; None: those of one epoch.
+        num_tokens: Tokens of an epoch.
+        num_requested: Samples requested. None: the samples of an epoch.
         sequence_length: Tokens of a sample (q).
-        extra: 1 if a sample reads one more token for its last label, else 0 (x).
+        extra: 1 if a sample reads an extra token for the last label, else 0 (x).
         drop_last: Whether tokens too few for a sample are dropped instead of padded.
     """
     num_epochs = (
@@ -97,15 +97,15 @@ def plan_epochs(
 
 @dataclass(frozen=True)
 class SampleIndices:
-    """The three arrays that define every sample."""
+    """The three arrays behind every sample."""
 
     document_index: npt.NDArray[np.int32]
     """Sequence read at each position of the stream [E * D]."""
     sample_index: npt.NDArray[np.int32 | np.int64]
-    """Position in the document index, and token offset in that document, where each sample starts
+    """Position in the document index, and token offset in the document, at the start of each sample
     [n + 1, 2]."""
     shuffle_index: npt.NDArray[np.uint32 | np.int64]
-    """Row of the sample index that is served as sample i [n]."""
+    """Row of the sample index served as sample i [n]."""
 
 
 def build_indices(
@@ -117,7 +117,7 @@ def build_indices(
     extra: int,
     seed: int,
 ) -> SampleIndices:
-    """Build the indices of ``sequences`` [D]; the rest is as for :func:`plan_epochs`.
+    """Build the indices of ``sequences`` [D]. For the other arguments see :func:`plan_epochs`.
 
     Both shuffles draw from ``numpy.random.RandomState(seed)``, documents before samples.
     """
@@ -154,8 +154,8 @@ def _sample_starts(
     """Return the starts of the samples, tokens j * q of a stream of documents of ``lengths``, as
     (document, offset).
 
-    A start belongs to the document of the last token that the sample before it read, at j * q + x -
-    1; the end of the stream bounds the last sample if it is a partial one.
+    A start belongs to the document of the last token read by the previous sample, at j * q + x - 1.
+    The end of the stream bounds a partial last sample.
     """
     ends = np.cumsum(lengths, dtype=np.int64)
     starts = np.minimum(

@@ -1,4 +1,4 @@
-"""What names the content of indexed files in a checkpoint, without reading all of it."""
+"""Digest of the content of indexed files for checkpoints, without reading all bytes."""
 
 from __future__ import annotations
 

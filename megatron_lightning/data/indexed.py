@@ -7,8 +7,8 @@ holds, with S sequences and D - 1 documents::
     i32[S] sequence lengths in tokens | i64[S] byte offsets into .bin
     i64[D] first sequence of each document, then S
 
-A document is a run of sequences; for text it is one sequence. Multimodal files carry i8[S] modes at
-the end, which are ignored.
+A document is a run of sequences, for text a single sequence. Multimodal files carry i8[S] modes at
+the end. The modes are ignored.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ def idx_path(prefix: str | Path) -> Path:
 
 
 class IndexedDataset:
-    """Memory-mapped, read-only view of one dataset; ``dataset[i]`` is sequence i as an array
-    [length] of the stored dtype.
+    """Memory-mapped, read-only view of a dataset. ``dataset[i]`` is sequence i as an array [length]
+    of the stored dtype.
 
     Args:
         prefix: Path of the two files without their suffixes.
@@ -160,7 +160,8 @@ class IndexedDataset:
     def get(
         self, index: int, offset: int = 0, length: int | None = None
     ) -> npt.NDArray[np.generic]:
-        """Return ``length`` tokens of sequence ``index`` from token ``offset``; None: to its end.
+        """Return ``length`` tokens of sequence ``index`` from token ``offset``. None: up to the
+        end.
 
         Raises:
             DataError: If the range leaves the sequence, or a damaged index points outside the
@@ -190,14 +191,14 @@ class IndexedDataset:
 
 
 class IndexedDatasetWriter:
-    """Writer of one dataset, byte for byte as Megatron's; the two files appear together on success,
+    """Writer of a dataset, byte for byte as Megatron's. The two files appear together on success,
     and not at all otherwise.
 
-    Use it as a context manager: leaving the block normally publishes the files, an exception
-    (Ctrl-C included) removes them.
+    Use the writer as a context manager: leaving the block normally publishes the files. An
+    exception (Ctrl-C included) removes the files.
 
     Args:
-        prefix: Path of the two files without their suffixes; existing ones are replaced.
+        prefix: Path of the two files without their suffixes. Existing files are replaced.
         dtype: Stored dtype of a token, see :func:`token_dtype`.
 
     Raises:
@@ -229,7 +230,8 @@ class IndexedDatasetWriter:
     def add_document(
         self, tokens: npt.ArrayLike, sequence_lengths: Sequence[int] | None = None
     ) -> None:
-        """Append one document of token ids [n]; ``sequence_lengths`` sum to n, None: one sequence.
+        """Append a document of token ids [n]. ``sequence_lengths`` sum to n. None: a single
+        sequence.
 
         Raises:
             DataError: If an id does not fit the dtype, or the lengths do not sum to n.
@@ -246,8 +248,8 @@ class IndexedDatasetWriter:
         lengths: npt.NDArray[np.int32],
         num_sequences: npt.ArrayLike,
     ) -> None:
-        """Append documents of token ids [n]; ``lengths`` of sequences sum to n, ``num_sequences``
-        of documents to their number.
+        """Append documents of token ids [n]. ``lengths`` of sequences sum to n, ``num_sequences``
+        of documents to the number of sequences.
 
         Raises:
             DataError: If an id does not fit the dtype, or the counts do not agree.
@@ -275,7 +277,7 @@ class IndexedDatasetWriter:
         """Append all documents of the dataset ``prefix``.
 
         Raises:
-            DataError: If it cannot be read or has another dtype.
+            DataError: If the dataset cannot be read or has another dtype.
         """
         other = IndexedDataset(prefix)
         if other.dtype != self.dtype:
@@ -291,9 +293,9 @@ class IndexedDatasetWriter:
         self._num_sequences += len(other)
 
     def finish(self) -> None:
-        """Write everything to the disk, so that :meth:`close` only renames the files.
+        """Write all data to the disk, so that :meth:`close` only renames the files.
 
-        To publish several datasets together, finish all of them first: a full disk then leaves
+        To publish several datasets together, finish all datasets first: a full disk then leaves
         none.
         """
         if self._file.closed:
@@ -305,7 +307,7 @@ class IndexedDatasetWriter:
         self._file.close()
 
     def close(self) -> None:
-        """Publish both files; an interruption at any moment leaves either both or no readable
+        """Publish both files. An interruption at any moment leaves either both files or no readable
         ``.idx``.
         """
         try:
@@ -318,7 +320,7 @@ class IndexedDatasetWriter:
             self.abort()
 
     def abort(self) -> None:
-        """Remove what has been written and not published."""
+        """Remove written but unpublished files."""
         with suppress(OSError):  # a full disk
             self._file.close()
         self._temporary.unlink(missing_ok=True)

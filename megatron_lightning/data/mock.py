@@ -10,12 +10,12 @@ _SEEDS = 2**62
 
 
 class MockGPTDataset(Dataset[dict[str, Tensor]]):
-    """Uniformly random tokens; a sample depends on the seed and its index alone.
+    """Uniformly random tokens. A sample depends only on the seed and the index.
 
     Args:
         num_samples: Samples.
         sequence_length: Tokens of a sample.
-        vocab_size: Tokens are below it.
+        vocab_size: Upper bound of the tokens, exclusive.
         seed: Of this part of the data.
     """
 

@@ -1,8 +1,8 @@
 """Documents in rows of a fixed length, several in each.
 
 Best-fit decreasing (Johnson 1973): documents in the order of falling length, each into the row with
-the least room that is enough. All documents of one length and all rows of one room are one step of
-NumPy, so that the steps depend on the lengths that occur, not on the number of documents.
+the least sufficient room. All documents of one length and all rows of one room are a single step of
+NumPy. So the number of steps depends on the different lengths, not on the number of documents.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ Numbers = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Rows:
-    """Which documents each row holds, in order."""
+    """The documents of each row, in order."""
 
     documents: Numbers
-    """Documents of all rows, one row after the other [D]."""
+    """Documents of all rows, row after row [D]."""
     bounds: Numbers
-    """Where each row begins in ``documents``, and the end [R + 1]."""
+    """Begin of each row in ``documents``, and the end [R + 1]."""
 
     def __len__(self) -> int:
         return len(self.bounds) - 1
@@ -39,7 +39,7 @@ class Rows:
 
     @classmethod
     def of(cls, row_of: Numbers, num_rows: int) -> Rows:
-        """Return the rows that documents 0, 1, … are in [D]; a row has them in this order."""
+        """Return rows from the row numbers [D] of documents 0, 1, …. A row keeps this order."""
         counts = np.bincount(row_of, minlength=num_rows)
         bounds = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
         return cls(np.argsort(row_of, kind="stable").astype(np.int64), bounds)
@@ -55,7 +55,7 @@ class Rows:
 
 
 def pack(lengths: Numbers, capacity: int) -> Rows:
-    """Return rows of at most ``capacity`` tokens that hold all documents.
+    """Return rows of at most ``capacity`` tokens with all documents.
 
     Args:
         lengths: Tokens of every document [D], from 1.
@@ -75,20 +75,20 @@ def pack(lengths: Numbers, capacity: int) -> Rows:
 
 
 def pack_in_windows(lengths: Numbers, order: Numbers, capacity: int, window: int) -> Rows:
-    """Return rows of documents that are near each other in ``order``: each ``window`` documents are
-    packed on their own, and their rows stand in the order in which their first documents come.
+    """Return rows of documents near each other in ``order``: each ``window`` documents are packed
+    separately. The rows of a window are sorted by their first documents.
 
     Args:
         lengths: Tokens of every document.
-        order: Documents in the order of an epoch [D]; one may come several times.
+        order: Documents in the order of an epoch [D]. A document may come several times.
         capacity: Tokens of a row.
-        window: Documents that are packed together.
+        window: Documents packed together.
     """
     documents, bounds, done = [], [np.zeros(1, np.int64)], 0
     for begin in range(0, len(order), window):
         some = order[begin : begin + window]
         rows = pack(lengths[some], capacity)
-        # In the window, as it was read.
+        # In the window, in reading order.
         first = rows.documents[rows.bounds[:-1]]
         by_first = np.argsort(first, kind="stable")
         counts = np.diff(rows.bounds)[by_first]
@@ -104,13 +104,13 @@ def pack_in_windows(lengths: Numbers, order: Numbers, capacity: int, window: int
 
 
 def efficiency(lengths: Numbers, rows: Rows, capacity: int) -> float:
-    """Return the fraction of the rows' positions that tokens fill."""
+    """Return the fraction of the rows' positions filled by tokens."""
     filled = int(lengths[rows.documents].sum())
     return filled / (len(rows) * capacity) if len(rows) else 1.0
 
 
 class _Room:
-    """Rows by the tokens that still fit into them."""
+    """Rows by the remaining number of tokens."""
 
     def __init__(self, capacity: int) -> None:
         self._rows: list[list[Numbers]] = [[] for _ in range(capacity + 1)]
@@ -127,7 +127,7 @@ class _Room:
         return taken
 
     def enough_for(self, length: int) -> list[int]:
-        """Return the rooms of existing rows that take a document, the least first."""
+        """Return the rooms of existing rows large enough for a document, the least first."""
         found: list[int] = (length + np.flatnonzero(self._counts[length:])).tolist()
         return found
 
@@ -135,8 +135,8 @@ class _Room:
 def _best_fit_decreasing(lengths: Numbers, capacity: int) -> tuple[Numbers, int]:
     """Return the row of every document [D], and the number of rows.
 
-    Best fit gives documents of length l to the fullest row until its room r < l, which are r // l
-    of them, and then to the next one.
+    Best fit gives documents of length l to the fullest row until the row's room is below l (r // l
+    documents for a room of r), and then to the next row.
     """
     order = np.argsort(-lengths, kind="stable")
     values, counts = np.unique(lengths, return_counts=True)
@@ -163,8 +163,8 @@ def _best_fit_decreasing(lengths: Numbers, capacity: int) -> tuple[Numbers, int]
 
 
 def _fill(room: _Room, rows: Numbers, size: int, length: int, remaining: int) -> Numbers:
-    """Put up to ``remaining`` documents of a length into rows with room for ``size`` tokens, one
-    row after the other; return how many each row that is used gets.
+    """Put up to ``remaining`` documents of a length into rows with room for ``size`` tokens, row
+    after row. Return the number of documents in each used row.
     """
     each = size // length
     num_used = min(len(rows), -(-remaining // each))

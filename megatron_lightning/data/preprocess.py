@@ -1,5 +1,5 @@
-"""Tokenization of text into Megatron's ``.bin``/``.idx`` files: one pass over the input by several
-processes, in order.
+"""Tokenization of text into Megatron's ``.bin``/``.idx`` files: a single pass over the input by
+several processes, in order.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _TRAINING_BYTES = 1 << 24  # a tokenizer of usual size does not improve with mor
 
 @dataclass(frozen=True)
 class _Job:
-    """Settings of a worker; small, because they are sent with every chunk."""
+    """Settings of a worker. Small, because every chunk carries the settings."""
 
     tokenizer_type: TokenizerType
     tokenizer_model: str
@@ -66,7 +66,7 @@ def preprocess(  # noqa: PLR0917  # every one is an option of the command line
     workers: int = 1,
     empty_documents: Literal["error", "skip"] = "error",
 ) -> dict[str, str]:
-    """Tokenize text into the indexed files that pre-training reads, in Megatron's own format.
+    """Tokenize text into indexed files for pre-training, in Megatron's own format.
 
     Writes ``{output_prefix}_{key}_document.bin`` and ``.idx`` for every key, and
     ``{output_prefix}_tokenizer.model`` if a tokenizer is trained. Everything is published at the
@@ -77,21 +77,19 @@ def preprocess(  # noqa: PLR0917  # every one is an option of the command line
         input: JSON-lines files (``.jsonl``, ``.json``: a document a line), text files (a document a
             file), or ``stdlib``: the source of the Python standard library.
         tokenizer_type: sentencepiece or huggingface.
-        tokenizer_model: A SentencePiece model, or a Hugging Face tokenizer's folder or name. Leave
-            it out to train a SentencePiece model on the input.
+        tokenizer_model: A SentencePiece model, or a Hugging Face tokenizer's folder or name.
+            Default: train a SentencePiece model on the input.
         vocab_size: Number of pieces of the tokenizer to train.
-        json_keys: Keys of a JSON line whose texts are written, each to a dataset of its own.
+        json_keys: Keys of a JSON line with texts to write, each to a separate dataset.
         append_eod: Whether the end-of-document id ends each document.
-        workers: Number of processes that tokenize.
+        workers: Number of tokenizing processes.
         empty_documents: Treatment of a document without tokens: error or skip.
 
     Returns:
-        Prefix of the dataset of each key, as :class:`IndexedDataset` and ``PretrainDataModule``
-        take it.
+        Prefix of the dataset of each key, for :class:`IndexedDataset` and ``PretrainDataModule``.
 
     Raises:
-        ConfigError: If the settings contradict each other, or no tokenizer can be trained with
-            them.
+        ConfigError: If the settings contradict each other, or do not suffice to train a tokenizer.
         DataError: If the input cannot be read (with file and line), or the output cannot be
             written.
     """
@@ -213,11 +211,11 @@ def _chunks(records: Iterable[Record]) -> Iterator[list[Record]]:
 def _encoded_chunks(
     chunks: Iterable[list[Record]], job: _Job, tokenizer: Tokenizer, workers: int
 ) -> Generator[tuple[list[Record], list[_Encoded]], None, None]:
-    """Yield each chunk with its encoding under every key, in the order of the input."""
+    """Yield each chunk with the encoding under every key, in the order of the input."""
     if workers == 1:
         yield from ((chunk, _encode(chunk, job, tokenizer)) for chunk in chunks)
         return
-    # fork saves each worker the import of the caller's program; it is safe on Linux only
+    # fork saves each worker the import of the caller's program. fork is safe on Linux only.
     context = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
     executor = ProcessPoolExecutor(workers, context, initializer=_start_worker)
     waiting: deque[tuple[list[Record], Future[list[_Encoded]]]] = deque()
@@ -225,7 +223,7 @@ def _encoded_chunks(
         for chunk in chunks:
             with _interrupt_deferred():
                 waiting.append((chunk, executor.submit(_encode_in_worker, chunk, job)))
-            # Enough to keep all busy; without a limit the input is read into memory.
+            # Enough to keep all workers busy. Without a limit the input is read into memory.
             if len(waiting) > 4 * workers:
                 oldest, result = waiting.popleft()
                 yield oldest, result.result()
@@ -257,8 +255,8 @@ def _signals_handled(
 
 @contextmanager
 def _termination_as_exit() -> Iterator[None]:
-    """Raise SystemExit on SIGTERM, so that unfinished files are removed; by default it ends the
-    process at once.
+    """Raise SystemExit on SIGTERM, so that unfinished files are removed. By default SIGTERM ends
+    the process at once.
     """
 
     def leave(number: int, _: object) -> None:
@@ -270,8 +268,8 @@ def _termination_as_exit() -> Iterator[None]:
 
 @contextmanager
 def _interrupt_deferred() -> Iterator[None]:
-    """Defer Ctrl-C and SIGTERM to the end of the block: during a fork Python drops them, or loses
-    the worker.
+    """Defer Ctrl-C and SIGTERM to the end of the block: during a fork Python drops signals, or
+    loses the worker.
     """
     interrupts: list[int] = []
     with _signals_handled(
@@ -283,9 +281,7 @@ def _interrupt_deferred() -> Iterator[None]:
 
 
 def _start_worker() -> None:
-    """Leave Ctrl-C to the parent, which ends its workers, and end with the parent if it is
-    killed.
-    """
+    """Leave Ctrl-C to the parent, and end with a killed parent. The parent ends the workers."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     threading.Thread(target=_end_with_parent, daemon=True).start()
@@ -300,7 +296,7 @@ def _end_with_parent() -> None:
 
 @lru_cache(maxsize=1)
 def _worker_tokenizer(job: _Job) -> Tokenizer:
-    """Load the tokenizer once per worker, which serves a single job."""
+    """Load the tokenizer once per worker. A worker serves a single job."""
     return job.tokenizer()
 
 

@@ -1,4 +1,4 @@
-"""What became of the rows of a source, in words."""
+"""Statistics of a source's rows, in words."""
 
 from __future__ import annotations
 

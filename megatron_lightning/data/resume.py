@@ -1,7 +1,8 @@
-"""Settings that decide the order of training samples; a checkpoint keeps them, a resume compares.
+"""Settings of the order of training samples. A checkpoint keeps the settings, and a resume
+compares.
 
-A resume skips a number of samples. In another order, the run would read some samples twice and
-others never.
+A resume skips a number of samples. In another order, the run would read a part of the samples twice
+and never read others.
 """
 
 from __future__ import annotations
@@ -13,11 +14,11 @@ from megatron_lightning.errors import CheckpointError
 
 OnChangedData = Literal["refuse", "reorder", "continue", "restart"]
 FIXED = ("sequence_length", "seed", "split")
-"""Settings without which no data set has the order that it had."""
+"""Settings with an effect on the order of every data set."""
 
 
 def differences(here: Mapping[str, Any], there: Mapping[str, Any]) -> list[str]:
-    """Return what decides the order and is another here than there, in words."""
+    """Return the differences between settings of the order, in words."""
     return [
         f"{name}: {value} here, {there[name]} there"
         for name, value in here.items()
@@ -32,17 +33,17 @@ def describe_changes(
     on_changed_data: OnChangedData,
     consumed_samples: int | None,
 ) -> str | None:
-    """Return a warning about another order of the samples than the checkpoint's; None: it is the
-    same.
+    """Return a warning about a changed order of the samples. None: the order is the checkpoint's.
 
     Args:
-        here: What decides the order in this run, by the name of its option.
-        there: The same of the run that wrote the checkpoint; names that it lacks are not compared.
+        here: Settings of the order in this run, by the name of the option.
+        there: Settings of the order in the checkpoint's run. Names missing from ``there`` are not
+            compared.
         on_changed_data: ``reorder`` accepts another order.
-        consumed_samples: Samples that the checkpoint's run has read, if known.
+        consumed_samples: Samples read by the checkpoint's run, if known.
 
     Raises:
-        CheckpointError: If the order is another one, and that is not accepted.
+        CheckpointError: If the order has changed, and ``on_changed_data`` does not accept a change.
     """
     differing = differences(here, there)
     if not differing:

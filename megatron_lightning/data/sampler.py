@@ -1,9 +1,9 @@
-"""Samples of a data-parallel rank, and the position at which it resumes from a checkpoint.
+"""Samples of a data-parallel rank, and the position to resume at from a checkpoint.
 
-The user's own sampler (shuffling or not) gives the global order of an epoch; rank r of D takes
-every D-th index from r on. So the order is that of a single device, and a position in it, counted
-in samples, is valid for any number of ranks. The state of the random generator from which an
-epoch's order was drawn is kept, so that it can be drawn again.
+The user's own sampler (shuffling or not) gives the global order of an epoch. Rank r of D takes
+every D-th index from r on. So the order equals the order of a single device, and a position in the
+order, counted in samples, is valid for any number of ranks. The state of the random generator
+before drawing an epoch's order is kept, so that the order can be drawn again.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from megatron_lightning.parallel.context import AxisGroup
 
 
 class _SharedOrder:
-    """The order that a sampler with a length draws, equal on all data-parallel ranks though their
-    random states differ.
+    """The order of a sampler with a length, equal on all data-parallel ranks despite different
+    random states.
     """
 
     def __init__(self, order: Iterable[int], group: AxisGroup) -> None:
@@ -30,7 +30,7 @@ class _SharedOrder:
         self._group = group
 
     def draw_states(self) -> dict[str, Tensor]:
-        """Return the generators' states of the first rank; a collective."""
+        """Return the generators' states of the first rank. A collective."""
         states = {"default": torch.get_rng_state()}
         generator = getattr(self.order, "generator", None)
         if generator is not None:
@@ -38,7 +38,9 @@ class _SharedOrder:
         return self._group.broadcast_object(states)
 
     def indices(self, states: dict[str, Tensor]) -> Sequence[int]:
-        """Draw the order from ``states``; a rank whose generator had another state keeps that."""
+        """Draw the order from ``states``. A rank with another generator state keeps the other
+        state.
+        """
         if isinstance(self.order, SequentialSampler):
             return range(len(self.order))
         before = torch.get_rng_state()
@@ -55,17 +57,17 @@ class _SharedOrder:
 
 
 class ResumableSampler(Sampler[int]):
-    """One data-parallel rank's samples of an order, and the position of training in it.
+    """Samples of a data-parallel rank from an order, and the position of training in the order.
 
     Args:
         order: The sampler of the user's DataLoader.
         group: The data-parallel ranks.
         batch_size: Samples of the next batch, over all ranks, as a function of the samples
             consumed.
-        drop_last: Drop the samples that do not fill all ranks; otherwise the first ones are
-            repeated.
-        consumed: Samples of all ranks that training has consumed before.
-        skipped: Samples that training passes over.
+        drop_last: Drop the last samples if the ranks cannot share them equally. Otherwise the first
+            samples are repeated.
+        consumed: Samples of all ranks consumed by training before.
+        skipped: Samples skipped by training.
     """
 
     def __init__(
@@ -103,25 +105,23 @@ class ResumableSampler(Sampler[int]):
         return (total // size if self._drop_last else -(-total // size)) * size
 
     def set_epoch(self, epoch: int) -> None:
-        """Forward the epoch number to a sampler that takes it."""
+        """Forward the epoch number to a sampler with ``set_epoch``."""
         if hasattr(self.order, "set_epoch"):
             self.order.set_epoch(epoch)
 
     def advance(self) -> None:
-        """Count one batch on every rank as consumed."""
+        """Count a batch on every rank as consumed."""
         self._before_batch = self._consumed
         end = self._skipped.after(self.consumed_samples, self._batch_size(self.consumed_samples))
         self._consumed = end - self._before
 
     def undo_advance(self) -> None:
-        """Undo the last :meth:`advance`, so that its batch is read again when the pass is
-        resumed.
-        """
+        """Undo the last :meth:`advance`, so that a resumed pass reads the batch again."""
         self._consumed = self._before_batch
 
     @property
     def consumed_samples(self) -> int:
-        """Samples that all ranks together have consumed, in this pass and before."""
+        """Samples consumed by all ranks together, in this pass and before."""
         return self._before + self._consumed
 
     def state_dict(self) -> dict[str, Any]:
@@ -158,12 +158,13 @@ class ResumableSampler(Sampler[int]):
 
 
 class ShardedSampler(Sampler[int]):
-    """One data-parallel rank's samples of an order, without a position.
+    """Samples of a data-parallel rank from an order, without a position.
 
     Args:
         order: The sampler of the user's DataLoader, with a length.
         group: The data-parallel ranks.
-        repeat: Whether the first samples are repeated so that all ranks have equally many.
+        repeat: Whether the first samples are repeated so that all ranks have the same number of
+            samples.
     """
 
     def __init__(self, order: Iterable[int], group: AxisGroup, *, repeat: bool) -> None:
@@ -179,7 +180,7 @@ class ShardedSampler(Sampler[int]):
         return (indices[position % len(indices)] for position in self._positions())
 
     def set_epoch(self, epoch: int) -> None:
-        """Forward the epoch number to a sampler that takes it."""
+        """Forward the epoch number to a sampler with ``set_epoch``."""
         if hasattr(self._shared.order, "set_epoch"):
             self._shared.order.set_epoch(epoch)
 

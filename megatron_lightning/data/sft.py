@@ -1,8 +1,8 @@
-"""Supervised documents: rows rendered, tokenized, cut to a length, and kept in files that all ranks
-of a node map.
+"""Supervised documents: rows rendered, tokenized, cut to a length, and kept in files mapped by all
+ranks of a node.
 
-A document has ids [n] and, for each, whether it counts in the loss as the token to predict. A
-document without any such token is left out and counted.
+A document has ids [n] and, for each id, whether the prediction of the id counts in the loss. A
+document without any trained token is left out and counted.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ Marks = npt.NDArray[np.bool_]
 
 
 class Document(NamedTuple):
-    """One sample."""
+    """A sample."""
 
     ids: npt.NDArray[np.int32]
     """[n]."""
     trained: Marks
-    """Whether each id is predicted [n]; the first never is."""
+    """Whether each id is predicted [n]. The first id never is."""
     row: int = 0
-    """Number of the row of the source that it was made of."""
+    """Number of the document's row in the source."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,10 +53,10 @@ class SupervisedOptions:
     sequence_length: int
     """Longest document, in tokens."""
     truncation: Truncation = "drop"
-    """What becomes of a longer one: it is left out (``drop``), or loses the begin (``left``) or the
-    middle (``middle``) of its prompt, or its end (``right``)."""
+    """Treatment of a longer document: the document is left out (``drop``), or loses the begin
+    (``left``) or the middle (``middle``) of the prompt, or the document's end (``right``)."""
     chat: ChatOptions = field(default_factory=ChatOptions)
-    """What of a conversation is trained."""
+    """The trained part of a conversation."""
 
     def __post_init__(self) -> None:
         if self.truncation not in get_args(Truncation):
@@ -75,7 +75,8 @@ class Encoder:
 
     Args:
         tokenizer: Of the model.
-        template: Of conversations; None: there is none, and a conversation is an error.
+        template: Template of conversations. None: there is no template, and a conversation is an
+            error.
         options: How rows become documents.
     """
 
@@ -86,11 +87,11 @@ class Encoder:
         self._template = template
         self._options = options
         self.counts: Counter[str] = Counter()
-        """Rows, and what became of them."""
+        """Numbers of rows and of their outcomes."""
 
     @property
     def identity(self) -> dict[str, Any]:
-        """All that documents depend on beside the rows."""
+        """All inputs to the documents, beside the rows."""
         return {
             "version": _VERSION,
             "tokenizer": self._tokenizer.identity,
@@ -102,7 +103,7 @@ class Encoder:
         """Yield the documents of rows, in order.
 
         Raises:
-            DataError: If a row cannot be used; with file and line.
+            DataError: If a row cannot be used, with file and line.
         """
         remaining = iter(rows)
         while chunk := list(islice(remaining, _ROWS_AT_ONCE)):
@@ -156,7 +157,9 @@ class Encoder:
     def _placed(
         self, text: Rendered, ids: npt.NDArray[np.int32], begins: npt.NDArray[np.int64]
     ) -> Document:
-        """Return the document of a text: a token counts if it begins in a character that does."""
+        """Return the document of a text. A token is trained if the token begins in a trained
+        character.
+        """
         trained = np.zeros(len(ids), np.bool_)
         for begin, end in text.spans:
             trained |= (begins >= begin) & (begins < end)
@@ -172,7 +175,7 @@ class Encoder:
         return Document(ids, trained)
 
     def _cut(self, document: Document) -> Document | None:
-        """Return a document that is not too long, or None where it is left out."""
+        """Return a document within the length limit, or None if the document is left out."""
         ids, trained = document.ids, document.trained.copy()
         trained[:1] = False  # nothing stands before it
         length, limit = len(ids), self._options.sequence_length
@@ -194,8 +197,8 @@ class Encoder:
         return Document(ids, trained)
 
     def _kept(self, trained: Marks, length: int, limit: int) -> npt.NDArray[np.int64] | None:
-        """Return the positions [limit] that stay of a document that is too long; None: it is left
-        out.
+        """Return the remaining positions [limit] of a document above the length limit. None: the
+        document is left out.
         """
         everything, kind = np.arange(length), self._options.truncation
         if kind == "right":
@@ -211,21 +214,21 @@ class Encoder:
 
 
 class Documents(Sequence[Document]):
-    """Documents in files that are mapped into memory.
+    """Documents in files mapped into memory.
 
     Args:
-        folder: Where :meth:`build` has written them.
+        folder: Folder written by :meth:`build`.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         report = json.loads((folder / _REPORT).read_text())
         self.report: dict[str, int] = report["counts"]
-        """What became of the rows."""
+        """Numbers of rows and of their outcomes."""
         self.digest: str = report["digest"]
         """Of all ids and marks."""
         self.rows: npt.NDArray[np.int64] = np.load(folder / _ROWS)
-        """Number of the row that each document was made of [D]."""
+        """Number of each document's row in the source [D]."""
         self._bounds = np.load(folder / _BOUNDS)
         self._ids = _mapped(folder / _IDS, np.dtype(np.int32))
         self._trained = _mapped(folder / _TRAINED, np.dtype(np.bool_))
@@ -236,8 +239,8 @@ class Documents(Sequence[Document]):
 
         Args:
             folder: Is made.
-            documents: Read once, one at a time.
-            counts: What became of the rows, when all documents are read.
+            documents: Documents, read once and in turn.
+            counts: Numbers of rows and of their outcomes, complete when all documents are read.
         """
         folder.mkdir(parents=True, exist_ok=True)
         bounds, rows, digest = [0], [], hashlib.sha256()
@@ -260,7 +263,7 @@ class Documents(Sequence[Document]):
 
     @staticmethod
     def are_in(folder: Path) -> bool:
-        """Return whether :meth:`build` has written ``folder`` to its end."""
+        """Return whether :meth:`build` has completely written ``folder``."""
         return (folder / _REPORT).is_file()
 
     def __len__(self) -> int:

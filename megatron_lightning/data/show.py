@@ -1,4 +1,4 @@
-"""Samples as text on a terminal: what is trained in color, ends of documents, lengths as bars."""
+"""Samples as text on a terminal: trained tokens in color, ends of documents, lengths as bars."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def new_console() -> Any:
     """Return a console of ``rich``.
 
     Raises:
-        ConfigError: If it is not installed.
+        ConfigError: If ``rich`` is not installed.
     """
     try:
         from rich.console import Console
@@ -40,7 +40,7 @@ def new_console() -> Any:
 def sample_text(
     sample: Mapping[str, npt.NDArray[np.int64]], decode: Callable[[Sequence[int]], str]
 ) -> Text:
-    """Return a sample: each token in the style of what it is, a line between two documents.
+    """Return a sample as text: each token in the style of its kind, a line between two documents.
 
     Args:
         sample: ``tokens`` and ``labels`` [s], and ``document_ids`` [s] if documents share a row.
@@ -72,7 +72,7 @@ def sample_text(
 
 
 def _end(trained: npt.NDArray[np.bool_], documents: Numbers, *, packed: bool) -> int:
-    """Return where padding begins: behind the last trained token, or as a document of its own."""
+    """Return the begin of padding: behind the last trained token, or at a document of padding."""
     last = int(np.flatnonzero(trained)[-1]) + 1 if trained.any() else len(trained)
     if not packed:
         return last
@@ -86,7 +86,7 @@ def sample_note(sample: Mapping[str, npt.NDArray[np.int64]]) -> str:
 
 
 def histogram(lengths: Numbers, longest: int) -> Text:
-    """Return how many documents have which length, as bars; up to ``longest`` tokens."""
+    """Return the number of documents of each length up to ``longest`` tokens, as bars."""
     from rich.text import Text
 
     edges = np.unique(np.linspace(0, longest, _BARS + 1).astype(int))

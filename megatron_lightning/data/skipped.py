@@ -1,7 +1,7 @@
-"""Samples that training passes over, by their positions in the order of training.
+"""Samples skipped by training, by their positions in the order of training.
 
-Positions count from the start of training over all data-parallel ranks, as ``consumed_samples``
-does, so that they hold for any layout and batch size. A sample that is passed over is consumed.
+Positions count from the start of training over all data-parallel ranks, like ``consumed_samples``,
+so that positions hold for any layout and batch size. A skipped sample counts as consumed.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ class SkippedSamples:
     """Ranges [first, end) of positions.
 
     Args:
-        ranges: In any order; they may overlap.
+        ranges: Ranges in any order, possibly overlapping.
 
     Raises:
-        ConfigError: If one is no range.
+        ConfigError: If an entry is no range.
     """
 
     def __init__(self, ranges: Iterable[Sequence[int]] = ()) -> None:
@@ -51,11 +51,13 @@ class SkippedSamples:
         return any(first <= position < end for first, end in self.ranges)
 
     def behind(self, position: int) -> int:
-        """Return the first position from ``position`` on that is not skipped."""
+        """Return the first position from ``position`` on outside of the skipped ranges."""
         return next((end for first, end in self.ranges if first <= position < end), position)
 
     def after(self, position: int, num_samples: int) -> int:
-        """Return the position behind the next ``num_samples`` samples that are not skipped."""
+        """Return the position behind the next ``num_samples`` samples outside of the skipped
+        ranges.
+        """
         for first, end in self.ranges:
             if end <= position:
                 continue

@@ -1,8 +1,8 @@
 """Readers of rows with fields: JSON lines, JSON lists, CSV, Parquet, Arrow, and data sets of the
 package ``datasets``.
 
-A path may be local, a glob pattern, a folder, or a URL that fsspec opens. JSON lines are parsed
-here: Arrow gives each column one type, and the arguments of tools have many.
+A path may be local, a glob pattern, a folder, or a URL supported by fsspec. JSON lines are parsed
+here: Arrow gives each column a single type, and the arguments of tools have many types.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from megatron_lightning.errors import ConfigError, DataError
 
 _LINES = (".jsonl", ".ndjson")
 SUFFIXES = (*_LINES, ".json", ".csv", ".parquet", ".arrow")
-"""Suffixes of files that are read; JSON and CSV may have ``.gz`` behind theirs."""
+"""Suffixes of readable files. JSON and CSV may have ``.gz`` behind the suffix."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """One record of a source."""
+    """A record of a source."""
 
     where: str
     """File and line, or data set and row, for messages."""
@@ -33,10 +33,10 @@ class Row:
 
 
 def source_files(path: str) -> list[str]:
-    """Return the files that ``path`` names, in order; none: it may be the name of a data set.
+    """Return the files named by ``path``, in order. Empty: ``path`` may be the name of a data set.
 
     Raises:
-        DataError: If a folder or a pattern has no file that can be read.
+        DataError: If a folder or a pattern has no readable file.
     """
     import fsspec
 
@@ -65,8 +65,8 @@ def read_rows(path: str, *, split: str = "train", subset: str | None = None) -> 
         subset: Configuration of a data set on the Hub.
 
     Raises:
-        DataError: If something cannot be read; with file and line.
-        ConfigError: If a package that the format needs is not installed.
+        DataError: If an input cannot be read, with file and line.
+        ConfigError: If a package required by the format is not installed.
     """
     files = source_files(path)
     if not files:
@@ -76,7 +76,7 @@ def read_rows(path: str, *, split: str = "train", subset: str | None = None) -> 
 
 
 def _suffix(path: str) -> str:
-    """Return the suffix of a file that can be read; "": it cannot."""
+    """Return the suffix of a readable file. "": the file cannot be read."""
     name = path.lower()
     inner = name.removesuffix(".gz")
     return next(
@@ -118,7 +118,7 @@ def _opened(path: str) -> Iterator[IO[bytes]]:
 
 
 def _read_json(path: str) -> Iterator[Row]:
-    """A line of JSON is a row; a file that begins with ``[`` is one list of rows."""
+    """A line of JSON is a row. A file beginning with ``[`` is a list of rows."""
     with _opened(path) as file:
         for number, line in enumerate(file, 1):
             if not line.strip():
@@ -230,7 +230,7 @@ def _read_dataset(path: str, split: str, subset: str | None) -> Iterator[Row]:
 
 
 def without_missing(value: Any) -> Any:
-    """Return ``value`` without keys whose value is None: a column of structs has all keys of all
+    """Return ``value`` without keys of the value None: a column of structs has all keys of all
     rows.
     """
     if isinstance(value, dict):
@@ -241,9 +241,9 @@ def without_missing(value: Any) -> Any:
 
 
 def file_stamps(paths: Sequence[str]) -> list[list[Any]]:
-    """Return name, size and time of every file behind ``paths``: what names a cache of them.
+    """Return name, size and time of every file behind ``paths``, to name a cache of the files.
 
-    A data set of the Hub has no files here; its name and version are all that is known.
+    A data set of the Hub has no files here. Only the name and the version are known.
     """
     import fsspec
 

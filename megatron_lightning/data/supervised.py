@@ -1,8 +1,8 @@
-"""Supervised documents as rows of a fixed length, and the order in which training reads them.
+"""Supervised documents as rows of a fixed length, and the order of the rows in training.
 
-The order is a function of the seed and the number of a pass, so that the rows consumed are the
-whole state of the data, for any number of ranks. Random numbers are those of ``RandomState``, whose
-streams never change.
+The order is a function of the seed and the number of a pass. So the number of consumed rows is the
+full state of the data, for any number of ranks. Random numbers come from ``RandomState``, because
+streams of ``RandomState`` never change.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ IGNORED = -100
 
 
 class Sources:
-    """Documents of several sources, numbered one source after the other.
+    """Documents of several sources, numbered source after source.
 
     Args:
         parts: The documents of each source.
-        chosen: Numbers within each source of the documents that are used; None: all.
-        weights: Share of each source in the training documents; None: each document comes once in
-            a pass.
+        chosen: Numbers within each source of the used documents. None: all.
+        weights: Share of each source in the training documents. None: each document comes once in a
+            pass.
     """
 
     def __init__(
@@ -64,8 +64,8 @@ class Sources:
     def order(self, seed: int, number: int) -> Numbers:
         """Return the documents of pass ``number`` over the data, shuffled.
 
-        With weights a pass has as many documents as the sources have, of each source its share; the
-        next pass goes on in each where this one ends.
+        With weights a pass has as many documents as all sources together, divided by the weights.
+        The next pass resumes in each source at the end of this pass.
         """
         if self.weights is None:
             return _permutation(len(self), seed, number)
@@ -87,18 +87,18 @@ def _permutation(size: int, *seeds: int) -> Numbers:
 
 
 class RowDataset(Dataset[dict[str, Tensor]]):
-    """Rows ``{"tokens": int64 [s], "labels": int64 [s]}``, packed ones with ``"document_ids"`` and
-    ``"position_ids"`` int64 [s], too.
+    """Rows ``{"tokens": int64 [s], "labels": int64 [s]}``. Packed rows also have ``"document_ids"``
+    and ``"position_ids"`` int64 [s].
 
-    ``labels[i]`` follows ``tokens[i]``; it is -100 where there is no loss: in prompts, in padding,
-    and at the end of a document. Positions start again with every document. Padding is a document
-    of its own.
+    ``labels[i]`` follows ``tokens[i]``. ``labels[i]`` is -100 without a loss: in prompts, in
+    padding, and at the end of a document. Positions start again with every document. Padding is a
+    separate document.
 
     Args:
         sources: The documents.
         sequence_length: Positions of a row (s).
-        padding: Id that fills a row.
-        rows: Documents of each row; None: each document is a row.
+        padding: Id for filling a row.
+        rows: Documents of each row. None: each document is a row.
         packed: Whether rows number their documents.
     """
 
@@ -121,7 +121,7 @@ class RowDataset(Dataset[dict[str, Tensor]]):
         return len(self._sources) if self._rows is None else len(self._rows)
 
     def __getitem__(self, row: int | tuple[int, ...]) -> dict[str, Tensor]:
-        """Return a row, by its number or by the documents in it."""
+        """Return a row, by the number of the row or by the documents."""
         if isinstance(row, int):
             if not 0 <= row < len(self):
                 raise IndexError(f"row {row} of {len(self)}")
@@ -147,19 +147,19 @@ class RowDataset(Dataset[dict[str, Tensor]]):
 
 
 class RowOrder(Sampler[tuple[int, ...]]):
-    """Rows of an epoch of training, each as the documents in it.
+    """Rows of an epoch of training, each as a tuple of documents.
 
-    Every epoch has as many rows as the first pass over the documents. Where passes differ, as those
-    packed in windows do, an epoch goes on in the stream of rows where the epoch before ended.
+    Every epoch has as many rows as the first pass over the documents. Passes packed in windows
+    differ in length. An epoch then resumes in the stream of rows at the end of the previous epoch.
 
     Args:
         sources: The documents.
         sequence_length: Positions of a row.
-        packing: None, the same rows in every epoch, or new ones.
+        packing: None, the same rows in every epoch, or new rows in every epoch.
         seed: Of the order.
-        window: Documents that are packed together, with ``online``.
-        balanced: Rows of a step on all ranks, which are ordered by the cost of their attention, so
-            that ranks, which take every n-th row, have alike costs; 0: rows stay as they come.
+        window: Documents packed together, with ``online``.
+        balanced: Rows of a step on all ranks. The rows of a step are ordered by the cost of
+            attention. Ranks take every n-th row, and so get similar costs. 0: rows keep the order.
     """
 
     def __init__(
@@ -180,16 +180,17 @@ class RowOrder(Sampler[tuple[int, ...]]):
         self._balanced = balanced
         self._epoch, self._ahead = 0, 0
         self.generator = torch.Generator().manual_seed(0)
-        """Its seed is the epoch that is iterated next; checkpoints keep and restore its state."""
+        """Generator seeded with the next epoch. Checkpoints keep and restore the
+        generator's state."""
         self.table = pack(sources.lengths, sequence_length) if packing == "offline" else None
-        """Rows that are the same in every epoch; None: they are not."""
+        """Rows equal in every epoch. None: rows differ from epoch to epoch."""
         self._num_rows = len(self.rows(0))
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch whose rows are iterated next.
+        """Choose the epoch of the next iteration.
 
-        After a resume the Trainer's number may be off: an epoch that ``max_steps`` has cut off
-        counts as a full one.
+        After a resume the Trainer's number may be off: an epoch cut off by ``max_steps`` counts as
+        a full epoch.
         """
         self._epoch = epoch
         self.generator.manual_seed(epoch + self._ahead)
@@ -230,8 +231,8 @@ class RowOrder(Sampler[tuple[int, ...]]):
 
 
 def _dealt(step: list[tuple[int, ...]], squares: Numbers) -> list[tuple[int, ...]]:
-    """Return the rows of a step by falling cost, with the dearer one of every second pair behind,
-    as cards are dealt back and forth.
+    """Return the rows of a step by falling cost, with the costlier row of every second pair behind,
+    like cards dealt back and forth.
     """
     rows = sorted(step, key=lambda row: -int(squares[list(row)].sum()))
     for begin in range(2, len(rows) - 1, 4):
@@ -242,9 +243,9 @@ def _dealt(step: list[tuple[int, ...]], squares: Numbers) -> list[tuple[int, ...
 def held_out(
     parts: Sequence[Documents], fraction: float, seed: int
 ) -> tuple[list[Numbers], list[Numbers]]:
-    """Return the documents of each source that train, and those that validate.
+    """Return the training documents and the validation documents of each source.
 
-    Rows of the sources are drawn, so that all documents of a conversation are on one side.
+    Rows of the sources are drawn, so that all documents of a conversation are on the same side.
     """
     train, validate = [], []
     for number, part in enumerate(parts):

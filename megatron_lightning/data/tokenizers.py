@@ -1,6 +1,6 @@
-"""Tokenizers behind one small protocol: SentencePiece (loaded or trained here) and Hugging Face.
+"""Tokenizers behind a small protocol: SentencePiece (loaded or trained here) and Hugging Face.
 
-Both libraries are imported when a tokenizer is created, so that reading tokenized data needs
+Both libraries are imported at the creation of a tokenizer, so that reading tokenized data needs
 neither.
 """
 
@@ -16,8 +16,8 @@ from megatron_lightning.errors import ConfigError, DataError
 
 TokenizerType = Literal["sentencepiece", "huggingface"]
 NO_PAD = -1
-"""Padding id of a tokenizer that has none, or uses its end of document for it: no real token is
-ever masked."""
+"""Padding id of a tokenizer without padding, or with the end of document as padding: no real token
+is ever masked."""
 
 
 class Tokenizer(Protocol):
@@ -29,7 +29,7 @@ class Tokenizer(Protocol):
 
     @property
     def eod(self) -> int:
-        """Id that ends a document."""
+        """Id at the end of a document."""
 
     @property
     def pad(self) -> int:
@@ -37,7 +37,7 @@ class Tokenizer(Protocol):
 
     @property
     def unique_identifiers(self) -> Mapping[str, object]:
-        """Class and origin; part of the name of cached sample indices."""
+        """Class and origin. Part of the name of cached sample indices."""
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of ``text``, without special ids."""
@@ -47,7 +47,7 @@ class Tokenizer(Protocol):
 
 
 class SentencePieceTokenizer:
-    """A SentencePiece ``.model`` file; its end-of-sentence piece ends a document.
+    """A SentencePiece ``.model`` file. The end-of-sentence piece ends a document.
 
     Raises:
         DataError: If the file is missing or is not a SentencePiece model.
@@ -90,14 +90,13 @@ class SentencePieceTokenizer:
         return ids
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of ``ids``; byte pieces that form no character become U+FFFD."""
+        """Return the text of ``ids``. Byte pieces without a valid character become U+FFFD."""
         text: str = self._processor.decode(list(ids))
         return text
 
 
 class HuggingFaceTokenizer:
-    """Any tokenizer ``transformers.AutoTokenizer`` loads; its end-of-sentence token ends a
-    document.
+    """Any tokenizer of ``transformers.AutoTokenizer``. The end-of-sentence token ends a document.
 
     Args:
         model: A folder with the tokenizer's files, or a name on the Hugging Face hub.
@@ -158,7 +157,9 @@ def huggingface_tokenizer(model: str | Path) -> Any:
 
 
 def _why_not(model: str) -> str:
-    """Return why ``transformers`` could not load a tokenizer, to precede its own message."""
+    """Return the reason for a failed load by ``transformers``, to precede the error of
+    ``transformers``.
+    """
     if Path(model).exists():
         return "no Hugging Face tokenizer can be loaded from here"
     if model.startswith((".", "/", "~")) or model.count("/") > 1:
@@ -173,27 +174,27 @@ def _why_not(model: str) -> str:
 def load_tokenizer(
     tokenizer_model: str | Path, tokenizer_type: TokenizerType = "sentencepiece"
 ) -> Tokenizer:
-    """Return the tokenizer of ``tokenizer_type`` that ``tokenizer_model`` holds.
+    """Return the tokenizer of ``tokenizer_type`` in ``tokenizer_model``.
 
     Raises:
-        ConfigError: If its library is missing or the tokenizer lacks an end-of-document id.
-        DataError: If it cannot be loaded.
+        ConfigError: If the library is missing or the tokenizer lacks an end-of-document id.
+        DataError: If the tokenizer cannot be loaded.
     """
     kind = SentencePieceTokenizer if tokenizer_type == "sentencepiece" else HuggingFaceTokenizer
     return kind(tokenizer_model)
 
 
 def train_sentencepiece(texts: Iterable[str], vocab_size: int, output: str | Path) -> None:
-    """Train a byte-pair-encoding SentencePiece model that reproduces any text exactly, and write it
-    to ``output``.
+    """Train a byte-pair-encoding SentencePiece model able to reproduce any text exactly, and write
+    the model to ``output``.
 
-    Runs of spaces are pieces of their own (source code is full of them) and unknown characters fall
+    Runs of spaces are separate pieces (source code is full of spaces) and unknown characters fall
     back to bytes, hence ``decode(encode(text)) == text``. The same texts give the same file.
 
     Raises:
-        ConfigError: If the texts are too few for ``vocab_size``, or it is too small for the bytes
-            and special pieces.
-        DataError: As ``texts`` does, or if they are all empty.
+        ConfigError: If the texts are too few for ``vocab_size``, or ``vocab_size`` is too small for
+            the bytes and special pieces.
+        DataError: For errors of ``texts``, or if all texts are empty.
     """
     from sentencepiece import SentencePieceTrainer
 
