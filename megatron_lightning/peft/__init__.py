@@ -1,4 +1,4 @@
-"""Adapters: low-rank matrices that are trained in the place of a model's weights (LoRA)."""
+"""Adapters: low-rank matrices, trained in the place of a model's weights (LoRA)."""
 
 from typing import TYPE_CHECKING
 

@@ -1,5 +1,5 @@
 """``megatron-lightning adapters …``: between checkpoints, folders of ``peft`` and merged models, on
-any machine, without process groups; signatures are the options.
+any machine, without process groups. Signatures are the options.
 """
 
 from __future__ import annotations
@@ -60,9 +60,9 @@ def export(
     Args:
         source: A checkpoint of any layout, or a folder of peft.
         target: The folder to write.
-        dtype: Dtype of the adapters; leave it out for their own.
-        chat_template: Template that the adapters were trained with, or a file with one; leave it
-            out for the tokenizer's.
+        dtype: Dtype of the adapters. Default: the stored dtype.
+        chat_template: Template used in training, or a file with the template. Default: the
+            tokenizer's.
         overwrite: Replace an existing target.
 
     Raises:
@@ -89,20 +89,19 @@ def merge(  # noqa: PLR0917  # every one is an option of the command line
 
     Args:
         source: A checkpoint of any layout, or a folder of peft.
-        target: The folder to write; of a GPTLightningModule, the checkpoint.
-        base: Folder or Hub id of the base; of a GPTLightningModule, its checkpoint. Leave it out if
-            the source holds the base, or names a folder that is here. Nothing is downloaded unless
-            it is named here.
-        dtype: Dtype of the weights; leave it out for the base's.
-        chat_template: Template that the adapters were trained with, or a file with one; leave it
-            out for the tokenizer's. Generation stops at the end of a turn.
+        target: The folder to write. For a GPTLightningModule, the checkpoint to write.
+        base: Folder or Hub id of the base. For a GPTLightningModule, the checkpoint of the base.
+            Leave base out if the source holds the base, or names a local folder. Only a named base
+            is downloaded.
+        dtype: Dtype of the weights. Default: the base's.
+        chat_template: Template used in training, or a file with the template. Default: the
+            tokenizer's. Generation stops at the end of a turn.
         overwrite: Replace an existing target.
         revision: Branch, tag or commit of the Hub id.
         trust_remote_code: Whether code in the folder may run.
 
     Raises:
-        CheckpointError: If the base is not the one that the adapters were trained on, or the target
-            exists.
+        CheckpointError: If the adapters were trained on another base, or the target exists.
     """
     own = read_saved(source)
     if own.is_gpt and (checkpoint := _gpt_checkpoint(own, source, base)) is not None:
@@ -124,14 +123,14 @@ def import_(  # noqa: PLR0917  # every one is an option of the command line
     revision: str | None = None,
     trust_remote_code: bool = False,
 ) -> None:
-    """Write a folder of Hugging Face peft as a checkpoint of its adapters, to train them further.
+    """Write a folder of Hugging Face peft as a checkpoint of adapters, for further training.
 
     Args:
         source: The folder.
-        target: The checkpoint to write, which HuggingFaceModule(peft=...) loads; with a base that
-            is a checkpoint, GPTLightningModule(peft=...).
-        base: Folder or Hub id of the base, or a checkpoint of a GPTLightningModule; leave it out if
-            the folder names one that is here. Its weights are not read.
+        target: The checkpoint to write, for HuggingFaceModule(peft=...). If the base is a
+            checkpoint, for GPTLightningModule(peft=...).
+        base: Folder or Hub id of the base, or a checkpoint of a GPTLightningModule. Leave base out
+            if the folder names a local base. The base's weights are not read.
         overwrite: Replace an existing target.
         revision: Branch, tag or commit of the Hub id.
         trust_remote_code: Whether code in the folder may run.
@@ -178,12 +177,12 @@ COMMANDS: Mapping[str, Callable[..., Any]] = MappingProxyType(
 
 
 class _Base(NamedTuple):
-    """The model that adapters belong to."""
+    """The base model of adapters."""
 
     plan: Plan
-    """How a folder is made of its parameters."""
+    """Recipe of a folder from the model's parameters."""
     fills: dict[str, Fill]
-    """Values of its parameters."""
+    """Values of the model's parameters."""
     model: nn.Module
     """The model on ``meta``."""
     what: str
@@ -197,7 +196,7 @@ def _base(
     revision: str | None,
     trust_remote_code: bool,
 ) -> _Base:
-    """Return the base, from its folder or from the source."""
+    """Return the base, from a folder or from the source."""
     options: dict[str, Any] = {"trust_remote_code": trust_remote_code}
     config, fills = None, None
     if not folder.is_folder(source):
@@ -260,7 +259,7 @@ def _merge_folder(
 
 
 def _gpt_checkpoint(own: SavedAdapters, source: str, base: str | None) -> str | None:
-    """Return the checkpoint that holds the base of a ``GPTModel``; None: a folder does."""
+    """Return the checkpoint of a ``GPTModel`` base. None: the base is in a folder."""
     if base is not None:
         return base if _gpt_config(base) is not None else None
     opened = open_checkpoint(source)
@@ -273,7 +272,7 @@ def _gpt_checkpoint(own: SavedAdapters, source: str, base: str | None) -> str | 
 def _merge_gpt(
     own: SavedAdapters, source: str, target: str, base: str, dtype: Dtype | None
 ) -> None:
-    """Write a checkpoint of a ``GPTLightningModule`` with its adapters added, without them."""
+    """Write a checkpoint of a ``GPTLightningModule`` with the adapters merged into the weights."""
     if Path(target).exists():
         raise CheckpointError(f"{target} exists. Name another checkpoint.")
     opened = open_checkpoint(base)
@@ -315,7 +314,7 @@ def _merge_gpt(
 def _check_digest(
     own: SavedAdapters, fills: Mapping[str, Fill], model: nn.Module, what: str
 ) -> None:
-    """Check that the base is the one that the adapters were trained on, if they say which."""
+    """Check that the adapters were trained on this base, if the adapters have a digest."""
     if own.base.digest is None:
         return
 
@@ -361,7 +360,7 @@ def _write(
 
 
 def _tokenizer_files(source: str) -> dict[str, bytes]:
-    """Return the files of the tokenizer that a checkpoint keeps."""
+    """Return the files of the tokenizer in a checkpoint."""
     if folder.is_folder(source):
         return {}
     opened = open_checkpoint(source)
@@ -376,7 +375,7 @@ def _tokenizer_files(source: str) -> dict[str, bytes]:
 
 
 def _gpt_config(base: str) -> TransformerConfig | None:
-    """Return the configuration in a checkpoint of a ``GPTLightningModule``; None: it is none."""
+    """Return the configuration in a checkpoint of a ``GPTLightningModule``. None: another base."""
     if (Path(base) / "config.json").exists() or not Path(base).exists():
         return None
     return _config_in(open_checkpoint(base))

@@ -4,8 +4,8 @@
     base_model.model.<path in the model>.lora_B.weight    [out, r]
     base_model.model.<name of a parameter>                of modules_to_save
 
-A field of the configuration that we do not have is refused unless it has the value that changes
-nothing. The digest of the base is in the header of the tensors' file.
+An unsupported field of the configuration is refused unless the field's value has no effect. The
+digest of the base is in the header of the tensors' file.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _ANY = frozenset((
     "fan_in_fan_out", "init_lora_weights", "layers_to_transform", "layers_pattern",
     "qalora_group_size", "ensure_weight_tying", "target_parameters_order",
 ))  # fmt: skip
-"""Fields that say nothing about tensors that are there already."""
+"""Fields without an effect on existing tensors."""
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = MappingProxyType(
     {
         "peft_type": ("LORA",),
@@ -51,8 +51,7 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = MappingProxyType(
         "runtime_config": ({}, {"ephemeral_gpu_offload": False}),
     }
 )
-"""Field -> values that change nothing; of fields that are not named here, None, False and empty
-ones."""
+"""Field -> values without an effect. For fields not named here: None, False and empty values."""
 
 
 def is_folder(path: str | os.PathLike[str]) -> bool:
@@ -115,10 +114,10 @@ def read_folder(path: str | os.PathLike[str]) -> SavedAdapters:
 
 
 def lora_of_config(config: Mapping[str, Any], folder: Path) -> LoRA:
-    """Return the LoRA that a configuration of ``peft`` describes.
+    """Return the LoRA described by a configuration of ``peft``.
 
     Raises:
-        ConfigError: Naming a field that changes what we would compute.
+        ConfigError: Naming a field with an effect on our computation.
     """
     for key, value in config.items():
         if key in _READ or key in _ANY:
@@ -152,14 +151,14 @@ def write_folder(
     overwrite: bool = False,
     files: Mapping[str, bytes] = MappingProxyType({}),
 ) -> None:
-    """Write adapters as a folder of ``peft``; it appears in one rename.
+    """Write adapters as a folder of ``peft``. The folder appears in a single rename.
 
     Args:
         path: The folder.
         own: The adapters, of a model of ``transformers`` or a ``GPTModel``.
-        dtype: Dtype of the tensors; None: their own.
+        dtype: Dtype of the tensors. None: the stored dtype.
         overwrite: Whether an existing folder is replaced.
-        files: Further files by name, such as those of the tokenizer.
+        files: Further files by name, such as files of the tokenizer.
 
     Raises:
         CheckpointError: If the folder exists.
@@ -235,7 +234,7 @@ def config_of(theirs: SavedAdapters) -> dict[str, Any]:
 
 
 _STACKED = ("gate_up_proj", "down_proj")
-"""Parameters of a module of stacked experts, in the order in which ``peft`` wraps the module."""
+"""Parameters of a module of stacked experts, in the order of wrapping by ``peft``."""
 
 
 def _is_stacked(theirs: SavedAdapters, name: str) -> bool:
@@ -255,8 +254,8 @@ def _parameters(theirs: SavedAdapters) -> list[str]:
 
 
 def _key_of(layer: str, layers: Mapping[str, Mapping[str, Factors]]) -> str:
-    """Return what stands before ".lora_A": of two parameters of experts, the module is wrapped
-    twice, and the inner wrapper has the first.
+    """Return the name before ".lora_A". With two adapted parameters of experts, the module is
+    wrapped twice, and the inner wrapper has the first parameter.
     """
     if not layers[layer][ALL_ROWS].num_experts:
         return layer
@@ -266,7 +265,7 @@ def _key_of(layer: str, layers: Mapping[str, Mapping[str, Factors]]) -> str:
 
 
 def _stacked_name(key: str, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> str | None:
-    """Return the path of the parameter of experts that a key means; None: it is a layer's.
+    """Return the path of the experts' parameter behind a key. None: the key is a layer's.
 
     Raises:
         ConfigError: If the parameters are no experts of ``transformers`` 5.
@@ -315,12 +314,14 @@ def _unflat(factors: Factors, rank: int, folder: Path) -> Factors:
 
 
 def _module_of(name: str) -> str:
-    """Return the name by which ``peft`` finds the module of a parameter."""
+    """Return the module name of a parameter, as used by ``peft``."""
     return name.rpartition(".")[0].rpartition(".")[2]
 
 
 def _exceptions(values: Mapping[str, Any], usual: Any) -> dict[str, Any]:
-    """Return path (or its last segment, where all agree) -> value, of those that are not usual."""
+    """Return path -> value for unusual values. The last segment replaces a path if all paths with
+    this segment agree.
+    """
     names: dict[str, set[Any]] = {}
     for path, value in values.items():
         names.setdefault(path.rpartition(".")[2], set()).add(value)
@@ -330,7 +331,7 @@ def _exceptions(values: Mapping[str, Any], usual: Any) -> dict[str, Any]:
 
 
 def _number(value: float) -> float | int:
-    """Return a whole number as an int, rounded where a division has left a last bit."""
+    """Return a whole number as an int, after rounding off the last bits of a division."""
     near = round(value, 9)
     return int(near) if near == int(near) else near
 

@@ -5,8 +5,8 @@ A frozen weight W [out, in] gets two trained factors, A [r, in] and B [out, r]:
 
     y = W x + scale B A x,    scale = lora_alpha / r,  or  lora_alpha / sqrt(r) with rsLoRA
 
-A is drawn from the parameter's global name, so that every layout and plain Lightning begin alike;
-B is zero.
+A is drawn from the parameter's global name, so that every layout and plain Lightning begin alike. B
+is zero.
 """
 
 from __future__ import annotations
@@ -40,36 +40,36 @@ from megatron_lightning.peft.matching import (
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 APPLIED = "_megatron_lora"
-"""Attribute of a module that LoRA was applied to."""
+"""Attribute of a module after LoRA was applied."""
 _PARTS: Mapping[int, tuple[str, ...]] = {2: ("gate", "up"), 3: ("q", "k", "v")}
 """Number of the matrices in a fused weight -> their names."""
 
 
 class FusedRows(NamedTuple):
-    """Rows of the matrices in a fused weight, which repeat ``num_periods`` times."""
+    """Rows of the matrices in a fused weight, repeated ``num_periods`` times."""
 
     rows: tuple[int, ...]
     num_periods: int
 
 
 class AppliedLoRA(NamedTuple):
-    """What was done to a module, kept on it and in checkpoints."""
+    """Record of an applied LoRA, kept on the module and in checkpoints."""
 
     lora: LoRA
     targets: tuple[str, ...]
-    """Names of the adapted layers: last segments of paths where all such layers are adapted, else
-    paths."""
+    """Names of the adapted layers: last segments of paths if all layers of the name are adapted,
+    else paths."""
     fused: dict[str, FusedRows]
-    """Path of a layer with one adapter for several matrices -> their rows."""
+    """Path of a layer with a single adapter for several matrices -> rows of the matrices."""
     saved: tuple[str, ...] = ()
     """Names of the parameters of ``modules_to_save``."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoRA:
-    """Low-rank adapters of a model's linear layers; everything else is frozen.
+    """Low-rank adapters of a model's linear layers. All other parameters are frozen.
 
-    The fields are those of ``peft.LoraConfig``.
+    The fields follow ``peft.LoraConfig``.
 
     Raises:
         ConfigError: If a value cannot be.
@@ -82,24 +82,24 @@ class LoRA:
     lora_dropout: float = 0.0
     """Probability of a zero in the adapters' input."""
     target_modules: str | Sequence[str] = "all-linear"
-    """Layers that get adapters: "all-linear" (all but the output layer); a list of names or ends of
-    paths, in which ``*`` matches a segment; or a regular expression of full paths."""
+    """Layers to adapt: "all-linear" (all but the output layer), a list of names or ends of paths
+    with ``*`` for any segment, or a regular expression of full paths."""
     exclude_modules: str | Sequence[str] = ()
-    """Layers that get none, in the same form."""
+    """Layers without adapters, in the same form."""
     rank_pattern: Mapping[str, int] = field(default_factory=dict)
-    """Regular expression of the end of a path -> rank, where it is another."""
+    """Regular expression of the end of a path -> rank other than ``r``."""
     alpha_pattern: Mapping[str, float] = field(default_factory=dict)
-    """Regular expression of the end of a path -> lora_alpha, where it is another."""
+    """Regular expression of the end of a path -> lora_alpha other than the default."""
     use_rslora: bool = False
     """Divide lora_alpha by sqrt(r) instead of r."""
     use_dora: bool = False
-    """Not supported; False."""
+    """Not supported. Must be False."""
     modules_to_save: Sequence[str] = ()
-    """Modules that are trained as they are, such as the output layer, and saved with the
-    adapters."""
+    """Modules trained in full, such as the output layer, and saved with the adapters."""
     fused: Literal["parts", "one"] = "parts"
-    """Adapters of a weight that consists of several matrices (query, key, value; gate, up): one for
-    each, as in models of ``transformers``, or one for all, with fewer parameters."""
+    """Adapters of a weight of several matrices (query, key, value; gate, up): "parts" has an
+    adapter for each matrix, as in models of ``transformers``. "one" has a single adapter for all
+    matrices, with fewer parameters."""
 
     def __post_init__(self) -> None:
         ranks = {"r": self.r, **{f"rank_pattern[{k!r}]": v for k, v in self.rank_pattern.items()}}
@@ -124,9 +124,10 @@ class LoRA:
             )
 
     def apply(self, module: ModuleT) -> ModuleT:
-        """Freeze ``module`` and attach adapters to its layers, in place; return it.
+        """Freeze ``module`` and attach adapters to the module's layers, in place. Return the
+        module.
 
-        Call it before the strategy divides the module: in ``configure_model``.
+        Call ``apply`` before the strategy divides the module: in ``configure_model``.
 
         Raises:
             ConfigError: If a name matches nothing, or the module has adapters already.
@@ -191,7 +192,7 @@ class LoRA:
         return Adapters(parts, path, num_groups=fused.num_periods if alternates else 0)
 
     def _has_one(self, layer: nn.Module) -> bool:
-        """Return whether a layer has one adapter, whatever its weight consists of."""
+        """Return whether a layer has a single adapter, regardless of the matrices in the weight."""
         return self.fused == "one" or isinstance(layer, GroupedLinear)
 
     def _adapter(self, path: str, layer: nn.Module, out: int) -> LowRankAdapter:
@@ -210,14 +211,14 @@ def _num_rows(layer: nn.Module) -> int:
 
 
 def _fused_rows(layer: nn.Module) -> FusedRows | None:
-    """Return the rows of the matrices in a layer's weight; None: it is one matrix."""
+    """Return the rows of the matrices in a layer's weight. None: the weight is a single matrix."""
     rows: tuple[int, ...] = tuple(getattr(layer, "fused_rows", ()))
     return FusedRows(rows, _num_rows(layer) // sum(rows)) if len(rows) in _PARTS else None
 
 
 def _factor(layer: nn.Module, inputs: int, outputs: int) -> nn.Module:
-    """Return a factor of a layer's adapters, without values: one linear layer, or one for each
-    expert.
+    """Return a factor of a layer's adapters, without values: a linear layer, or a linear layer for
+    each expert.
     """
     weight: torch.Tensor = layer.weight  # type: ignore[assignment]
     if isinstance(layer, GroupedLinear):
@@ -232,6 +233,6 @@ def _factor(layer: nn.Module, inputs: int, outputs: int) -> nn.Module:
 
 
 def applied_to(module: nn.Module) -> dict[str, AppliedLoRA]:
-    """Return path -> what was done of the modules that LoRA was applied to."""
+    """Return path -> record of the modules with an applied LoRA."""
     found: dict[str, Any] = {path: vars(m).get(APPLIED) for path, m in module.named_modules()}
     return {path: applied for path, applied in found.items() if applied is not None}

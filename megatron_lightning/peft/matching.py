@@ -1,7 +1,7 @@
-"""Which modules of a model ``target_modules`` and its kin mean, in the words of ``peft``.
+"""Modules matched by ``target_modules`` and similar options, in the words of ``peft``.
 
-A list holds names or paths, of which a module's path ends with one; in our form ``*`` matches a
-segment and ``**`` any number of them. A text is a regular expression of the full path, or
+A list holds names or paths. An entry matches the end of a module's path. In our form ``*`` matches
+a segment and ``**`` any number of segments. A text is a regular expression of the full path, or
 "all-linear".
 """
 
@@ -23,15 +23,15 @@ from megatron_lightning.parallel.patterns import compile_pattern, nearest_patter
 ALL_LINEAR = "all-linear"
 _LISTED = 8
 _HEADS = ("score", "classifier")
-"""Names of the heads of classifiers in ``transformers``, which ``peft`` leaves out, too."""
+"""Names of the heads of classifiers in ``transformers``. ``peft`` leaves out these heads, too."""
 _Value = TypeVar("_Value")
 
 
 def adaptable_layers(module: nn.Module) -> dict[str, nn.Module]:
-    """Return path -> layer of all linear layers that adapters can be attached to.
+    """Return path -> layer of all adaptable linear layers.
 
-    Left out are output layers (adapters would have to be part of the loss), and layers that torch
-    reads weights of without calling them.
+    Left out are output layers (adapters would have to be part of the loss), and layers whose
+    weights torch reads without calling the layer.
     """
     outputs = _output_layers(module)
     return {
@@ -47,7 +47,7 @@ def is_linear(layer: nn.Module) -> bool:
     """
     if isinstance(layer, GroupedLinear) or is_transposed(layer):
         return True
-    # torch's attention reads the weight of this kind, and does not call it.
+    # torch's attention reads the weight of this layer without calling the layer.
     return isinstance(layer, nn.Linear) and not isinstance(layer, NonDynamicallyQuantizableLinear)
 
 
@@ -59,7 +59,7 @@ def is_transposed(layer: nn.Module) -> bool:
 def find_targets(
     module: nn.Module, targets: str | Sequence[str], excluded: str | Sequence[str]
 ) -> dict[str, nn.Module]:
-    """Return path -> layer of the layers that get adapters.
+    """Return path -> layer of the layers to adapt.
 
     Args:
         module: The full model.
@@ -86,8 +86,8 @@ def find_targets(
 
 
 def short_names(module: nn.Module, paths: Collection[str]) -> tuple[str, ...]:
-    """Return names that mean exactly the layers at ``paths``: the last segments of paths where all
-    layers of that name are meant, else paths.
+    """Return names of exactly the layers at ``paths``: the last segments of paths if all layers of
+    the name are meant, else paths.
     """
     named: dict[str, set[str]] = {}
     for path, layer in without_attachments(module):
@@ -101,11 +101,11 @@ def short_names(module: nn.Module, paths: Collection[str]) -> tuple[str, ...]:
 
 
 def find_saved(module: nn.Module, names: Sequence[str]) -> dict[str, nn.Module]:
-    """Return path -> module of the modules that are trained as they are (``modules_to_save``).
+    """Return path -> module of the modules trained in full (``modules_to_save``).
 
     Raises:
         ConfigError: If a name matches no module with parameters, or a module shares a parameter
-            with one that is not named.
+            with an unnamed module.
     """
     modules = {
         path: child
@@ -128,7 +128,7 @@ def find_saved(module: nn.Module, names: Sequence[str]) -> dict[str, nn.Module]:
 
 
 def value_of(path: str, table: Mapping[str, _Value], default: _Value) -> _Value:
-    """Return the value of a table of ``peft`` (``rank_pattern``, ``alpha_pattern``): its keys are
+    """Return the value of a table of ``peft`` (``rank_pattern``, ``alpha_pattern``). The keys are
     regular expressions of the end of a path.
     """
     return next((value for key, value in table.items() if _ends_with(key, path)), default)
@@ -152,10 +152,10 @@ def _ends_with(key: str, path: str) -> bool:
 def _matching(
     module: nn.Module, option: str, patterns: str | Sequence[str], modules: Mapping[str, nn.Module]
 ) -> set[str]:
-    """Return the paths that patterns match, of which each must match one.
+    """Return the paths matched by patterns. Each pattern must match a path.
 
     Raises:
-        ConfigError: Naming the pattern that does not.
+        ConfigError: Naming the pattern without a match.
     """
     is_text = isinstance(patterns, str)
     chosen = set[str]()
@@ -192,7 +192,7 @@ def _unmatched(
     *,
     is_text: bool,
 ) -> str:
-    """Describe a pattern that matches nothing."""
+    """Describe a pattern without a match."""
     matches = re.compile(pattern).fullmatch if is_text else _suffix(pattern)
     others = [path for path, _ in without_attachments(module) if path and matches(path)]
     if others and option != "modules_to_save":
@@ -223,7 +223,7 @@ def _did_you_mean(pattern: str, paths: Iterable[str]) -> str:
 
 
 def _output_layers(module: nn.Module) -> set[int]:
-    """Return the ids of the layers that compute logits."""
+    """Return the ids of the layers for logits."""
     found = set[int]()
     for path, child in module.named_modules():
         if isinstance(child, TakesLoss) or path.rpartition(".")[2] in _HEADS:

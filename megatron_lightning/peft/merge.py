@@ -17,11 +17,11 @@ from megatron_lightning.peft.saved import Factors, SavedAdapters, check_full
 
 
 class LayerDelta:
-    """What adapters add to the weight of one layer.
+    """Delta of a layer's weight from adapters.
 
     Args:
-        parts: Returns part -> adapter; called once, when a value is needed.
-        fused: Rows of the parts in the weight; None: one part.
+        parts: Returns part -> adapter. Called once, when a value is needed.
+        fused: Rows of the parts in the weight. None: a single part.
         transposed: Whether the weight is [in, out].
     """
 
@@ -38,7 +38,7 @@ class LayerDelta:
 
     @cached_property
     def _factors(self) -> tuple[Tensor, ...]:
-        """Factors of the parts that have rows of their own: (scale B, A) one after the other."""
+        """Factors of the parts with separate rows: (scale B, A) for each part in order."""
         parts = self._parts()
         return tuple(
             tensor.float()
@@ -72,7 +72,7 @@ class LayerDelta:
 
 
 def _places(fused: FusedRows | None, sizes: list[int]) -> tuple[Tensor, Tensor]:
-    """Return for every row of a weight the number of its part, and the row in that part."""
+    """Return for every row of a weight the number of the row's part, and the row in the part."""
     num_periods = 1 if fused is None else fused.num_periods
     rows = sizes if fused is None else list(fused.rows)
     owner = torch.cat([torch.full((n,), i) for i, n in enumerate(rows)]).repeat(num_periods)
@@ -83,11 +83,11 @@ def _places(fused: FusedRows | None, sizes: list[int]) -> tuple[Tensor, Tensor]:
 
 
 def merged_fills(fills: Mapping[str, Fill], deltas: Mapping[str, LayerDelta]) -> dict[str, Fill]:
-    """Return fills that add adapters to what ``fills`` give.
+    """Return ``fills`` with adapters added.
 
     Args:
-        fills: Name of a parameter -> function that fills boxes of the base's weights.
-        deltas: Name of a weight -> what is added to it.
+        fills: Name of a parameter -> function to fill boxes of the base's weights.
+        deltas: Name of a weight -> delta to add.
     """
 
     def merged(fill: Fill, delta: LayerDelta) -> Fill:
@@ -104,11 +104,11 @@ def merged_fills(fills: Mapping[str, Fill], deltas: Mapping[str, LayerDelta]) ->
 
 
 def deltas_of(saved: SavedAdapters, model: nn.Module) -> dict[str, LayerDelta]:
-    """Return name of a weight -> what adapters add to it.
+    """Return name of a weight -> delta from adapters.
 
     Args:
         saved: The adapters.
-        model: The model that they belong to, on any device, without adapters or with them.
+        model: The model of the adapters, on any device, without or with attached adapters.
     """
     modules = dict(model.named_modules())
     deltas = {}
@@ -124,12 +124,12 @@ def deltas_of(saved: SavedAdapters, model: nn.Module) -> dict[str, LayerDelta]:
 def deltas_in(
     model: nn.Module, read: Callable[[str], Tensor], num_rows: Callable[[str], int] | None = None
 ) -> dict[str, LayerDelta]:
-    """Return name of a weight -> what the adapters in ``model`` add to it.
+    """Return name of a weight -> delta from the adapters in ``model``.
 
     Args:
-        model: The adapted model, or a rank's part of it.
-        read: Returns the full tensor of a parameter, by its name in the model.
-        num_rows: Returns the rows of a layer's full weight; None: the model is full.
+        model: The adapted model, or a rank's part of the model.
+        read: Returns the full tensor of a parameter, by the name in the model.
+        num_rows: Returns the rows of a layer's full weight. None: the model is full.
     """
 
     def parts_of(path: str, adapters: Adapters) -> dict[str, Factors]:
@@ -163,7 +163,8 @@ def _rows_of(layer: nn.Module, num_rows: int | None = None) -> FusedRows:
 
 @torch.no_grad()
 def merge_adapters(module: nn.Module) -> nn.Module:
-    """Add the adapters of a full module to its weights, in place, and remove them; return it.
+    """Add the adapters of a full module to the module's weights, in place, and remove the adapters.
+    Return the module.
 
     Sums are in fp32 and rounded once to the weight's dtype. All weights stay frozen.
 

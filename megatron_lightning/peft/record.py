@@ -1,10 +1,10 @@
-"""Description of the adapters in a checkpoint, in its state under ``"peft"``.
+"""Description of the adapters in a checkpoint, in the checkpoint's state under ``"peft"``.
 
-It maps the path of each adapted model in the LightningModule to a dict:
+The entry maps the path of each adapted model in the LightningModule to a dict:
 
     lora        fields of :class:`LoRA`
     targets, fused, saved
-                those of :class:`AppliedLoRA`
+                see :class:`AppliedLoRA`
     names       "gpt" (of a ``GPTModel``), or "own"
     base        origin, revision and digest of the weights that the adapters belong to
     left_out    names of the tensors that an adapters-only checkpoint does without
@@ -33,7 +33,7 @@ _CACHED = re.compile(r"models--([^/]+)/snapshots/([0-9a-f]+)/?$")
 
 
 class Record(NamedTuple):
-    """One model's entry."""
+    """The entry of a model."""
 
     path: str
     """Path of the adapted model in the LightningModule."""
@@ -41,11 +41,11 @@ class Record(NamedTuple):
     is_gpt: bool
     base: Base
     left_out: tuple[str, ...]
-    """Names of tensors in the LightningModule that the checkpoint does without."""
+    """Names of tensors in the LightningModule left out of the checkpoint."""
 
 
 def base_of(model: nn.Module) -> Base:
-    """Return what is known of the weights that a model began with, without a digest."""
+    """Return the origin of a model's initial weights, without a digest."""
     folder = kept_folders(model).get("")
     if folder is None:
         return Base()
@@ -57,7 +57,7 @@ def base_of(model: nn.Module) -> Base:
 
 
 def write_record(module: nn.Module, checkpoint: dict[str, Any]) -> None:
-    """Describe the adapters of a module in its checkpoint, unless that has been done."""
+    """Describe the adapters of a module in the module's checkpoint, unless already described."""
     if PEFT in checkpoint:
         return
     entries = {
@@ -80,7 +80,7 @@ def read_records(state: Mapping[str, Any], where: str = "the checkpoint") -> lis
     """Return the entries of a checkpoint's state.
 
     Raises:
-        CheckpointError: If one is damaged.
+        CheckpointError: If an entry is damaged.
     """
     try:
         return [_record(path, entry) for path, entry in (state.get(PEFT) or {}).items()]
@@ -91,7 +91,7 @@ def read_records(state: Mapping[str, Any], where: str = "the checkpoint") -> lis
 
 
 def left_out_of(state: Mapping[str, Any]) -> frozenset[str]:
-    """Return the names of the tensors that an adapters-only checkpoint does without."""
+    """Return the names of the tensors left out of an adapters-only checkpoint."""
     return frozenset(name for record in read_records(state) for name in record.left_out)
 
 
@@ -101,15 +101,15 @@ def is_adapters_only(source: CheckpointSource) -> bool:
 
 
 def attach_recorded(model: nn.Module, state: Mapping[str, Any], path: str = "model") -> bool:
-    """Attach the adapters that a checkpoint's state describes to a model that was just built, in
-    place; return whether there are any.
+    """Attach the adapters described by a checkpoint's state to a newly built model, in place.
+    Return whether there are any.
 
-    Call it before the model is divided; the checkpoint's tensors are then those of the model.
+    Call this function before the model is divided. The checkpoint's tensors then match the model's.
 
     Args:
         model: The full model, on any device.
         state: The checkpoint's state.
-        path: Path of the model in the LightningModule that was saved.
+        path: Path of the model in the saved LightningModule.
     """
     for record in read_records(state):
         if record.path == path:
@@ -127,7 +127,7 @@ def _record(path: str, entry: Mapping[str, Any]) -> Record:
 
 
 def _plain(value: Any) -> Any:
-    """Return lists in the place of tuples, and dicts in that of mappings."""
+    """Return lists in the place of tuples, and dicts in the place of mappings."""
     if isinstance(value, Mapping):
         return {key: _plain(item) for key, item in value.items()}
     return [_plain(item) for item in value] if isinstance(value, tuple | list) else value

@@ -1,7 +1,8 @@
-"""Adapters apart from their model: what folders of ``peft`` and checkpoints hold, in memory.
+"""Adapters apart from their model: the content of folders of ``peft`` and of checkpoints, in
+memory.
 
-Names are those of the model that LoRA was applied to. ``to_hugging_face`` renames the adapters of a
-``GPTModel`` as its relatives in ``transformers`` (Llama, Mistral, Qwen) are named, ``to_gpt`` back.
+Names are the names of the adapted model. ``to_hugging_face`` renames the adapters of a ``GPTModel``
+to the names of similar models in ``transformers`` (Llama, Mistral, Qwen). ``to_gpt`` renames back.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ _GPT_NAMES: Mapping[tuple[str, str], str] = MappingProxyType(
         ("mlp.experts.linear_fc2", ALL_ROWS): "mlp.experts.down_proj",
     }
 )
-"""Layer and part in a ``GPTModel`` -> layer in its relatives of ``transformers``."""
+"""Layer and part in a ``GPTModel`` -> layer in similar models of ``transformers``."""
 _GPT_SAVED: Mapping[str, str] = MappingProxyType(
     {
         "output_layer.weight": "lm_head.weight",
@@ -44,7 +45,7 @@ _GPT_SAVED: Mapping[str, str] = MappingProxyType(
 
 
 class Factors(NamedTuple):
-    """One adapter."""
+    """An adapter."""
 
     lora_A: Tensor
     """[r, in], or of stacked experts [E, r, in]."""
@@ -59,29 +60,29 @@ class Factors(NamedTuple):
 
     @property
     def num_experts(self) -> int:
-        """Experts that the factors are stacked for; 0: none."""
+        """Number of experts in the stacked factors. 0: not stacked."""
         return len(self.lora_A) if self.lora_A.ndim == 3 else 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Base:
-    """The model that adapters belong to."""
+    """The base model of adapters."""
 
     origin: str | None = None
-    """Hub id, or folder as its user named it."""
+    """Hub id, or folder as named by the user."""
     revision: str | None = None
     """Branch, tag or commit of a Hub id."""
     digest: str | None = None
-    """Of the frozen weights; see ``assembly.digest``."""
+    """Digest of the frozen weights. See ``assembly.digest``."""
 
     @classmethod
     def of(cls, entry: Mapping[str, Any] | None) -> Base:
-        """Return the base that plain data describe."""
+        """Return the base described by plain data."""
         known = {"origin", "revision", "digest"}
         return cls(**{key: value for key, value in (entry or {}).items() if key in known})
 
     def check(self, digest: str, what: str) -> None:
-        """Check that ``what`` has the weights that the adapters were trained on.
+        """Check that ``what`` has the same weights as the base in training.
 
         Raises:
             CheckpointError: If the digests differ.
@@ -99,21 +100,21 @@ class Base:
 
 @dataclass(frozen=True, kw_only=True)
 class SavedAdapters:
-    """The adapters of one model."""
+    """The adapters of a model."""
 
     layers: dict[str, dict[str, Factors]]
     """Path of a layer -> part -> adapter."""
     lora: LoRA
-    """How they were made."""
+    """Configuration of the adapters."""
     targets: tuple[str, ...]
-    """Names of the adapted layers; see :class:`AppliedLoRA`."""
+    """Names of the adapted layers. See :class:`AppliedLoRA`."""
     fused: Mapping[str, FusedRows] = field(default_factory=dict)
     """See :class:`AppliedLoRA`."""
     saved: dict[str, Tensor] = field(default_factory=dict)
     """Name -> trained parameter of ``modules_to_save``."""
     base: Base = Base()
     is_gpt: bool = False
-    """Whether the names are those of a ``GPTModel``."""
+    """Whether the names come from a ``GPTModel``."""
 
     @classmethod
     def of_state(
@@ -142,7 +143,7 @@ class SavedAdapters:
         )
 
     def state(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield name and tensor as the adapted model has them."""
+        """Yield name and tensor by the names in the adapted model."""
         for path, parts in self.layers.items():
             for part, factors in parts.items():
                 yield f"{path}.adapters.{part}.lora_A.weight", factors.lora_A
@@ -154,7 +155,7 @@ def adapters_of_module(module: nn.Module) -> tuple[str, SavedAdapters]:
     """Return path and adapters of the first adapted model in a full module.
 
     Raises:
-        ConfigError: If there are none, or this rank holds a part of them.
+        ConfigError: If there are no adapters, or this rank holds only a part of the model.
     """
     for path, applied in applied_to(module).items():
         model = module.get_submodule(path)
@@ -177,7 +178,7 @@ def check_full(model: nn.Module) -> None:
     """Check that a model is not a rank's part.
 
     Raises:
-        ConfigError: If it is.
+        ConfigError: If the model is a rank's part.
     """
     for layer in model.modules():
         specs = getattr(layer, "shard_specs", None) or {}
@@ -217,7 +218,7 @@ def to_hugging_face(own: SavedAdapters) -> SavedAdapters:
 
 def to_gpt(theirs: SavedAdapters, model: GPTModel) -> SavedAdapters:
     """Return adapters with the names of a ``GPTModel``. Parts of a fused layer without adapters get
-    some whose B is zero.
+    adapters with B zero.
 
     Raises:
         CheckpointError: If a layer has no counterpart.
@@ -241,7 +242,7 @@ def to_gpt(theirs: SavedAdapters, model: GPTModel) -> SavedAdapters:
 
 
 def _with_all_parts(path: str, parts: Mapping[str, Factors], model: GPTModel) -> dict[str, Factors]:
-    """Return the parts of a layer in order, with zeros for those that are missing."""
+    """Return the parts of a layer in order, with zeros for missing parts."""
     if ALL_ROWS in parts:
         return dict(parts)
     wanted = [part for (layer, part), _ in _GPT_NAMES.items() if path.endswith(f".{layer}")]
@@ -259,7 +260,7 @@ def _with_all_parts(path: str, parts: Mapping[str, Factors], model: GPTModel) ->
 def _split(
     path: str, parts: Mapping[str, Factors], fused: Mapping[str, FusedRows]
 ) -> dict[str, Factors]:
-    """Return an adapter for each matrix of a layer: of one for all, each has the same A."""
+    """Return an adapter for each matrix of a layer. Matrices of a single common adapter share A."""
     if path not in fused or ".experts." in path:
         return dict(parts)
     rows, num_periods = fused[path]
@@ -284,7 +285,7 @@ def _hf_path(path: str, part: str) -> str:
 
 
 def _short(layers: Mapping[str, object]) -> tuple[str, ...]:
-    """Return the last segments of paths, or the paths where some layers lack a name."""
+    """Return the last segments of paths, or full paths if a layer number lacks a name."""
     numbers: dict[str, set[str]] = {}
     for path in layers:
         prefix, _, name = path.rpartition(".")

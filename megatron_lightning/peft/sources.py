@@ -31,7 +31,7 @@ def read_saved(path: str | os.PathLike[str], model: str | None = None) -> SavedA
 
     Args:
         path: Folder or checkpoint.
-        model: Path of the adapted model in the checkpoint's LightningModule; None: the first.
+        model: Path of the adapted model in the checkpoint's LightningModule. None: the first.
 
     Raises:
         CheckpointError: If there are none.
@@ -48,7 +48,7 @@ def record_of(source: CheckpointSource, path: str, model: str | None = None) -> 
     """Return the entry of the adapted model in a checkpoint.
 
     Raises:
-        CheckpointError: If the checkpoint has no adapters, or none of that model.
+        CheckpointError: If the checkpoint has no adapters, or none of ``model``.
     """
     records = read_records(source.state(), path)
     found = [record for record in records if model in (None, record.path)]
@@ -63,7 +63,7 @@ def record_of(source: CheckpointSource, path: str, model: str | None = None) -> 
 
 
 def prefix_of(record: Record) -> str:
-    """Return what stands before the names of the adapted model in the checkpoint."""
+    """Return the prefix of the adapted model's names in the checkpoint."""
     return f"{MODULE}{record.path}." if record.path else MODULE
 
 
@@ -91,7 +91,7 @@ def save_adapters(
     Args:
         module: A module with adapters, on one device.
         path: The folder.
-        dtype: Dtype of the tensors; None: their own.
+        dtype: Dtype of the tensors. None: the stored dtype.
         overwrite: Whether an existing folder is replaced.
 
     Raises:
@@ -105,14 +105,15 @@ def save_adapters(
 
 
 def load_adapters(module: nn.Module, path: str | os.PathLike[str]) -> nn.Module:
-    """Give a full module the adapters in a folder of ``peft`` or a checkpoint, in place; return it.
+    """Load the adapters of a folder of ``peft`` or a checkpoint into a full module, in place.
+    Return the module.
 
-    A module without adapters gets those layers adapted and the rest frozen. One with adapters must
-    have the same. In ``configure_model`` the module may be on ``meta``: the values are kept until
-    it is divided.
+    In a module without adapters the saved layers are adapted and all other parameters are frozen. A
+    module with adapters must have the same adapted layers. In ``configure_model`` the module may be
+    on ``meta``: the values are kept until the module is divided.
 
     Args:
-        module: The model, or a module with one.
+        module: The model, or a module with a model inside.
         path: Folder or checkpoint.
 
     Raises:
@@ -137,8 +138,8 @@ def load_adapters(module: nn.Module, path: str | os.PathLike[str]) -> nn.Module:
 def digest_of_base(
     model: nn.Module, own: SavedAdapters | None = None, *, names: Collection[str] | None = None
 ) -> str:
-    """Return the digest of the weights of a full model, less adapters and what is saved beside
-    them; ``names``: of these parameters only.
+    """Return the digest of the weights of a full model, without adapters and ``modules_to_save``.
+    With ``names`` only the named parameters count.
     """
     applied = applied_to(model).get("")
     saved: Collection[str] = () if applied is None else applied.saved
@@ -153,13 +154,13 @@ def digest_of_base(
 
 
 def take_expected_bases(module: nn.Module) -> dict[str, Base]:
-    """Return path -> base of the models that got adapters before they had weights, once."""
+    """Return and forget path -> base of the models adapted before loading weights."""
     found = {path: vars(child).pop(_EXPECTED, None) for path, child in module.named_modules()}
     return {path: base for path, base in found.items() if base is not None}
 
 
 def _place_of(module: nn.Module) -> str:
-    """Return the path of the model that adapters are loaded into."""
+    """Return the path of the model to load adapters into."""
     paths = [*applied_to(module)]
     paths += [path for path, child in module.named_modules() if isinstance(child, GPTModel)]
     paths += [*transformers_models(module)]
@@ -167,7 +168,7 @@ def _place_of(module: nn.Module) -> str:
 
 
 def _exactly(own: SavedAdapters) -> LoRA:
-    """Return the LoRA that adapts these layers, and no others, with their ranks and scales."""
+    """Return the LoRA for exactly these layers, with the ranks and scales of the adapters."""
     ranks, alphas = {}, {}
     parts_of = own.layers.items()
     for path, parts in parts_of:

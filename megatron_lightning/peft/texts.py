@@ -1,7 +1,7 @@
-"""Files beside the weights of an export: where generation stops, and a model card.
+"""Files beside the weights of an export: the end tokens of generation, and a model card.
 
-A base model that was tuned on conversations does not stop by itself: ``generation_config.json``
-of its folder names the end of a document, and not the token that ends a turn in the chat template.
+A base model tuned on conversations does not stop by itself. ``generation_config.json`` of the
+base's folder names the end of a document, and not the end of a turn in the chat template.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ Load them with `peft.PeftModel.from_pretrained(model, folder)`, or serve them wi
 
 
 def stops(files: Mapping[str, bytes], template: str | None = None) -> dict[str, bytes]:
-    """Return the chat template that was used, and a generation configuration that stops at the end
-    of a turn; nothing where there is no tokenizer or no template.
+    """Return the used chat template, and a generation configuration with the end of a turn. Empty
+    without a tokenizer or template.
 
     Args:
         files: Files of the base's folder by name.
-        template: Jinja template, or a file with one; None: the tokenizer's.
+        template: Jinja template, or a file with a template. None: the tokenizer's.
 
     Raises:
         ConfigError: If the template cannot be filled.
