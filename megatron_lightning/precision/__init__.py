@@ -1,6 +1,4 @@
-"""Layers whose products take numbers of 8 or 4 bits: recipes, formats, and a backend for any
-device.
-"""
+"""Layers with GEMMs over 8-bit or 4-bit numbers: recipes, formats, and a backend for any device."""
 
 from typing import TYPE_CHECKING
 

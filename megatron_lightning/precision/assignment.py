@@ -1,9 +1,9 @@
-"""Give the layers of a module the products that a recipe names.
+"""Assign a recipe's GEMMs to the layers of a module.
 
-Linear layers (plain and parallel ones) and experts can be quantized. By default all are, but for
-output layers and routers, whose errors go straight into the loss and into the choice of experts.
-Only ``layer.gemm`` is set, and the class of a plain ``nn.Linear``, which otherwise multiplies by
-itself: names, parameters and checkpoints stay as they are.
+Linear layers (plain and parallel) and experts can be quantized. By default all are, except output
+layers and routers, because their errors go straight into the loss and into the choice of experts.
+Only ``layer.gemm`` is set, and the class of a plain ``nn.Linear``, because ``nn.Linear`` has no
+replaceable GEMM. Names, parameters and checkpoints stay unchanged.
 """
 
 from __future__ import annotations
@@ -39,21 +39,21 @@ _IN_BF16 = (
     "**output_layer", "**head", "**score", "**classifier", "**qa_outputs",
     "**router", "**gate",
 )  # fmt: skip
-"""Paths of output layers and routers, as models name them."""
+"""Paths of output layers and routers in common models."""
 _PEFT_FACTORS = ("lora_A", "lora_B")
 _GEMMS: Mapping[Chosen, type[EmulatedGemm]] = {"emulation": EmulatedGemm, "native": NativeGemm}
 
 
 @dataclass(frozen=True)
 class Assignment:
-    """Which layers of a rank's part are quantized."""
+    """Quantized and other layers in a rank's part."""
 
     quantized: dict[str, EmulatedGemm]
-    """Path of a layer -> its products."""
+    """Layer path -> GEMMs of the layer."""
     in_bf16: list[str]
-    """Paths of the linear layers that are not, by the recipe."""
+    """Paths of the linear layers that the recipe leaves in bf16."""
     others: list[str]
-    """Paths of modules that multiply by matrices of their own, and cannot be quantized."""
+    """Paths of modules with matrices of their own that cannot be quantized."""
 
     def describe(self) -> str:
         """Return a sentence for the log."""
@@ -79,14 +79,14 @@ def apply_recipe(
     dtype: torch.dtype = torch.bfloat16,
     backend: Chosen = "emulation",
 ) -> Assignment:
-    """Quantize the layers of ``module`` that ``recipe`` names; :func:`remove_recipe` undoes it.
+    """Quantize the layers of ``module`` named by ``recipe``. :func:`remove_recipe` undoes the call.
 
     Args:
-        module: The full module, or this rank's part of it.
+        module: The full module, or this rank's part.
         recipe: The recipe.
-        context: Groups of this rank; None: the module is full.
-        dtype: Dtype of the results of products.
-        backend: Who multiplies.
+        context: Groups of this rank. None: the module is full.
+        dtype: Dtype of the GEMMs' results.
+        backend: The multiplying backend.
 
     Raises:
         ConfigError: If a pattern matches nothing, or no layer is quantized.
@@ -105,14 +105,15 @@ def apply_recipe(
 def recipes_of_layers(
     module: nn.Module, recipe: FP8Recipe, *, will_divide: bool = False
 ) -> dict[str, FP8Recipe | None]:
-    """Return the recipe of every linear layer by its path, also of those on other pipeline ranks;
+    """Return the recipe of every linear layer by path, including layers on other pipeline ranks.
+
     None: bf16.
 
     Args:
-        module: The full module, or this rank's part of it.
+        module: The full module, or this rank's part.
         recipe: The recipe.
-        will_divide: Whether layers are still to be replaced by parallel ones, which can be
-            quantized also where those cannot (``Conv1D``).
+        will_divide: Whether parallel layers will still replace layers. A replacement can be
+            quantized even if the original cannot (``Conv1D``).
 
     Raises:
         ConfigError: If a pattern matches nothing, or no layer is quantized.
@@ -139,8 +140,9 @@ def recipes_of_layers(
 
 
 def _others(modules: Mapping[str, nn.Module], found: Collection[str]) -> list[str]:
-    """Return the paths of modules that multiply by matrices of their own, and are not in ``found``;
-    embeddings do not multiply.
+    """Return the paths of modules with matrices of their own outside ``found``.
+
+    Embeddings do not multiply and are left out.
     """
     inside = _adapters_in(modules)
     return [
@@ -166,7 +168,7 @@ def remove_recipe(module: nn.Module) -> None:
 
 
 def _linears(module: nn.Module) -> dict[str, nn.Module]:
-    """Return the layers that can be quantized, also those that other pipeline ranks hold."""
+    """Return the layers that can be quantized, including layers on other pipeline ranks."""
     kinds = (Splittable, TransposedColumnParallelLinear, TransposedRowParallelLinear)
     return {
         path: child
@@ -176,14 +178,17 @@ def _linears(module: nn.Module) -> dict[str, nn.Module]:
 
 
 def _without_adapters(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield path and module of everything but adapters, whose ranks are too small for scales."""
+    """Yield path and module of everything except adapters.
+
+    Adapter ranks are too small for scales.
+    """
     modules = dict(module.named_modules())
     inside = _adapters_in(modules)
     return (item for item in modules.items() if not item[0].startswith(inside))
 
 
 def _adapters_in(modules: Mapping[str, nn.Module]) -> tuple[str, ...]:
-    """Return the paths of what adapters consist of, with a dot behind."""
+    """Return the path prefixes of adapters, each with a trailing dot."""
     return tuple(
         f"{path}."
         for path, child in modules.items()
@@ -198,7 +203,7 @@ def _adapters_in(modules: Mapping[str, nn.Module]) -> tuple[str, ...]:
 def _recipe_of(
     path: str, layer: nn.Module, recipe: FP8Recipe, kept: tuple[str, ...]
 ) -> FP8Recipe | None:
-    """Return the recipe of a layer; None: bf16."""
+    """Return the recipe of a layer, or None for bf16."""
     for pattern, row in recipe.rows.items():
         if compile_pattern(pattern).fullmatch(path):
             return row
@@ -210,8 +215,9 @@ def _recipe_of(
 
 
 def _output_embeddings(module: nn.Module) -> list[str]:
-    """Return the paths, with a dot behind, of the output layers that models of transformers name;
-    those of other pipeline ranks may be missing.
+    """Return the paths, with a trailing dot, of the output layers named by models of transformers.
+
+    Output layers of other pipeline ranks may be missing.
     """
     found = set[int]()
     for child in module.modules():
@@ -223,10 +229,10 @@ def _output_embeddings(module: nn.Module) -> list[str]:
 
 
 def _kept_layers(module: nn.Module, recipe: FP8Recipe) -> tuple[str, ...]:
-    """Return the paths, with a dot behind, of the first and last layers that stay in bf16.
+    """Return the paths, with a trailing dot, of the first and last layers that stay in bf16.
 
-    Layers are the entries of the longest list of modules, which are keyed by numbers, and which is
-    in no other (as a layer's experts are); on a pipeline rank it keeps the entries of all ranks.
+    Layers are the entries of the longest module list with numeric keys outside other lists (a
+    layer's experts are inside a list). On a pipeline rank the list keeps the entries of all ranks.
     """
     first, last = recipe.num_layers_at_start_in_bf16, recipe.num_layers_at_end_in_bf16
     if not first + last:
@@ -276,7 +282,7 @@ def _quantize(
 
 
 def _sharing(layer: nn.Module, context: ParallelContext | None) -> AxisGroup | None:
-    """Return the ranks that hold parts of the layer's tensors; None: this one alone."""
+    """Return the ranks with shards of the layer's tensors. None: only this rank."""
     if context is None:
         return None
     group: AxisGroup | None = None

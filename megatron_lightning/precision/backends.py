@@ -1,4 +1,4 @@
-"""Backends: who multiplies quantized operands, and what each needs. No torch here."""
+"""Backends that multiply quantized operands, and their hardware requirements. No torch here."""
 
 from __future__ import annotations
 
@@ -20,39 +20,39 @@ NEEDS: Mapping[Scaling, str] = {
     "mxfp8": "compute capability 10.x (Blackwell)",
     "nvfp4": "compute capability 10.0 (Blackwell) or newer",
 }
-"""GPU whose matrix units take a recipe's operands."""
+"""GPU with matrix units for a recipe's operands."""
 _LEAST: Mapping[Scaling, tuple[int, int]] = {
     "delayed": (8, 9),
     "current": (8, 9),
     "rowwise": (9, 0),
     "blockwise": (9, 0),
 }
-"""Least capability for torch's products; recipes that it does not multiply are missing."""
+"""Least compute capability for torch's GEMMs. Recipes without torch GEMMs are missing."""
 _CUDA_OF_BLOCKS = (12, 9)
 
 
 class Gpu(NamedTuple):
-    """Properties of a GPU that decide which products it can run."""
+    """Properties of a GPU that decide whether a GEMM can run."""
 
     name: str
     capability: tuple[int, int]
     cuda: tuple[int, ...] | None
-    """Version of CUDA that torch was built for; None: ROCm."""
+    """CUDA version of the torch build. None: ROCm."""
 
 
 def choose_backend(backend: str, recipe: FP8Recipe, gpu: Gpu | None) -> Chosen:
-    """Return the backend that multiplies; ``auto`` is native if all recipes can run so.
+    """Return the multiplying backend. ``auto`` is native if all recipes can run natively.
 
-    Transformer Engine does not multiply for our layers: it computes them
+    Transformer Engine does not multiply for our layers, but computes the layers
     (:mod:`megatron_lightning.precision.transformer_engine`).
 
     Args:
-        backend: Name that the user gave.
-        recipe: The recipe, with its rows.
-        gpu: GPU of this process; None: it has none.
+        backend: Name from the user.
+        recipe: The recipe, with rows.
+        gpu: GPU of this process, or None.
 
     Raises:
-        ConfigError: If it cannot run here: by name, with what is missing and what would work.
+        ConfigError: If the backend cannot run here. Names the missing part and the alternatives.
     """
     if backend == "emulation":
         return "emulation"
@@ -75,7 +75,7 @@ def choose_backend(backend: str, recipe: FP8Recipe, gpu: Gpu | None) -> Chosen:
 
 
 def _missing_natively(scaling: Scaling, gpu: Gpu | None) -> str | None:
-    """Return why torch's products of a recipe cannot run; None: they can."""
+    """Return the reason why torch's GEMMs of a recipe cannot run, or None."""
     least = _LEAST.get(scaling)
     if least is None:
         return f"scaling={scaling} needs Blackwell kernels, which the native backend does not call"
@@ -89,7 +89,7 @@ def _missing_natively(scaling: Scaling, gpu: Gpu | None) -> str | None:
 def _missing_of(
     scaling: Scaling, least: tuple[int, int], gpu: Gpu, cuda: tuple[int, ...]
 ) -> str | None:
-    """Return what an NVIDIA GPU or its torch is missing."""
+    """Return the part missing on an NVIDIA GPU or in torch."""
     has = f"{gpu.name} has compute capability {'.'.join(map(str, gpu.capability))}"
     if gpu.capability < least:
         return f"scaling={scaling} needs {NEEDS[scaling]}, and {has}"
@@ -102,7 +102,7 @@ def _missing_of(
 
 
 def _instead(gpu: Gpu | None) -> str:
-    """Return what would work."""
+    """Return the working alternatives."""
     native = [scaling for scaling in _LEAST if _missing_natively(scaling, gpu) is None]
     listed = " or ".join(native)
     found = f"Set scaling to {listed}, which can run natively here. Or set" if native else "Set"

@@ -1,19 +1,21 @@
-"""Products of quantized operands on any device: the recipe's codes and scales, multiplied in fp32.
+"""GEMMs of quantized operands on any device: the recipe's quantized data and scales, multiplied in
+fp32.
 
     y = cast(sum_k  (code_x * scale_x) * (code_w * scale_w))        in fp32 until the cast
 
-Codes times scales are exact in fp32 for powers of two and for e4m3 scales, and rounded to 24 bits
-else; GPUs differ from this in the order of the sum, and Hopper's also in its accumulator of fewer
-bits. The gradients are those of the straight-through estimator: of the product of the quantized
-operands, with the quantized gradient; rounding has the derivative 1.
+Quantized data times scales are exact in fp32 for powers of two and for e4m3 scales, and rounded to
+24 bits otherwise. GPUs differ in the order of the sum, and Hopper also in the fewer bits of the
+accumulator. Gradients follow the straight-through estimator: the gradients of the GEMM of the
+quantized operands, with the quantized gradient. Rounding has the derivative 1.
 
-Per-tensor scales make one operand for both products of a tensor (``two_sided``), which is gathered
-as codes. Blocks lie along the contracted dim, so inputs and gradients need a second operand with
-blocks of tokens. Two gathers of codes would send as much as one of 16-bit values, so those are
-gathered, and each rank quantizes what a single one would (``gathers_codes = False``).
+With per-tensor scales one operand serves both GEMMs of a tensor (``two_sided``), and a gather sends
+quantized data. Blocks lie along the contracted dim, so inputs and gradients need a second operand
+with blocks of tokens. Two gathers of quantized data would send as much as one gather of 16-bit
+values. The 16-bit values are therefore gathered, and each rank quantizes like a single rank
+(``gathers_codes = False``).
 
-Grouped products scale every expert for itself. Tokens of an expert are padded with zeros to whole
-blocks, where blocks lie along the tokens.
+Grouped GEMMs scale every expert separately. If blocks lie along the tokens, zeros pad the tokens of
+an expert to full blocks.
 """
 
 from __future__ import annotations
@@ -43,34 +45,34 @@ from megatron_lightning.precision.recipes import FP8Recipe
 from megatron_lightning.precision.scaling import Block, amax_of_matrices, values_of
 
 _Operands = dict[bool, tuple[Operand, Tensor | None]]
-"""Whether it is the second -> operand and, with delayed scaling, largest value."""
+"""Whether the operand is the second -> operand and, with delayed scaling, amax."""
 
 
 class _Weight(NamedTuple):
-    """Operands made of a weight, valid until something writes into it."""
+    """Operands of a weight, valid until the weight changes."""
 
     source: Tensor
-    """Keeps the memory, so that no other tensor can have the same."""
+    """Keeps the memory alive, so that no other tensor can reuse the address."""
     version: int
     operands: _Operands
 
     def is_same(self, weight: Tensor) -> bool:
-        """Return whether a tensor has the memory, and nothing was written into it since."""
+        """Return whether a tensor has the same memory and version."""
         own = self.source
         same = weight.data_ptr() == own.data_ptr() and weight.shape == own.shape
         return same and weight._version == self.version
 
 
 class EmulatedGemm(Gemm):
-    """Products of a layer by a recipe.
+    """GEMMs of a layer by a recipe.
 
     Args:
         recipe: The recipe.
         dtype: Dtype of the results.
-        group: Ranks that hold parts of the layer's tensors, and agree on the largest values of
-            tensors; None: one rank has all.
-        streams: Random streams, for stochastic rounding; None: torch's default generator.
-        one_by_one: As of the base class.
+        group: Ranks with shards of the layer's tensors, for the amax all-reduce. None: tensors are
+            full.
+        streams: Random streams for stochastic rounding. None: torch's default generator.
+        one_by_one: See the base class.
     """
 
     differentiable = False
@@ -93,12 +95,13 @@ class EmulatedGemm(Gemm):
         self.gathers_codes = recipe.is_per_tensor
         self.histories = make_histories(recipe)
         self.notes = True
-        """Whether largest values enter the history; not in evaluation."""
+        """Whether amax values enter the history. False in evaluation."""
         self.keeps_weight = False
-        """Whether codes of the weight are kept for the other micro-batches of a pipeline run, until
-        :meth:`forget_weight`."""
+        """Whether quantized data of the weight is cached for the other micro-batches of a pipeline
+        run, until :meth:`forget_weight`.
+        """
         self._weight: _Weight | None = None
-        # Of a weight that is kept as codes.
+        # Of a weight stored as quantized data.
         self._weight_scales: Tensor | None = None
         self._weight_amax: Tensor | None = None
 
@@ -115,8 +118,9 @@ class EmulatedGemm(Gemm):
         transposed: bool = False,
         counts: Tensor | None = None,
     ) -> Operand:
-        """Return codes and scales; see the base class. The second operand of an input or gradient
-        is a matrix of tokens [t, n], which may be padded.
+        """Return quantized data and scales. See the base class.
+
+        The second operand of an input or gradient is a matrix of tokens [t, n], possibly padded.
         """
         first = not transposed
         if role == "weight" and is_quantized(tensor.dtype):
@@ -142,7 +146,7 @@ class EmulatedGemm(Gemm):
             return Operand(codes.reshape(tensor.shape), scales)
 
     def forget_weight(self) -> None:
-        """Drop the codes of the weight, which is about to change."""
+        """Drop the weight's cached quantized data before the weight changes."""
         self._weight = None
 
     def _of_weight(self, weight: Tensor, *, first: bool) -> Operand:
@@ -156,17 +160,17 @@ class EmulatedGemm(Gemm):
         return operand
 
     def _quantized(self, weight: Tensor, second: bool) -> tuple[Operand, Tensor | None]:
-        """Return an operand of a weight and, with delayed scaling, the largest value."""
+        """Return an operand of a weight and, with delayed scaling, the amax."""
         values = weight.to(self.dtype)  # as autocast does
         if self.recipe.scaling == "delayed":
             return self._by_history(values, "weight")
         return Operand(*self._encode(values, "weight", second, None)), None
 
     def _operands_of(self, weight: Tensor) -> _Operands:
-        """Return what is known of a weight, to which the caller may add.
+        """Return the cached operands of a weight. The caller may add operands.
 
-        Only of the layer's parameter, as long as nothing writes into it: one that is computed (by a
-        parametrization, say) may be another in the next micro-batch.
+        Only the layer's parameter is cached, until the parameter changes. A computed weight (by a
+        parametrization, for example) may differ in the next micro-batch.
         """
         keeps = self.keeps_weight and self.notes and weight.is_leaf
         if torch.compiler.is_compiling() or not keeps:
@@ -180,9 +184,9 @@ class EmulatedGemm(Gemm):
             self.histories[role].note(amax)
 
     def keep_scales(self, scales: Tensor, amax: Tensor) -> None:
-        """Set the scales of a weight that is kept as codes, and its largest values.
+        """Set the scales and amax values of a weight stored as quantized data.
 
-        They stay the same objects, as graphs of compilers expect.
+        The tensors stay the same objects, because compiled graphs refer to the objects.
         """
         if self._weight_scales is None or self._weight_amax is None:
             self._weight_scales = scales.clone()
@@ -192,7 +196,7 @@ class EmulatedGemm(Gemm):
             self._weight_amax.copy_(amax)
 
     def _kept(self, codes: Tensor, *, first: bool) -> Operand:
-        """Return the operand of a weight that is kept as codes."""
+        """Return the operand of a weight stored as quantized data."""
         if self._weight_scales is None or self._weight_amax is None:
             raise ConfigError(
                 f"a weight of shape {tuple(codes.shape)} has codes in {codes.dtype} and no scales: "
@@ -203,7 +207,7 @@ class EmulatedGemm(Gemm):
         return Operand(codes, self._weight_scales)
 
     def _has_second(self, role: Role) -> bool:
-        """Whether the second product of a tensor takes another operand."""
+        """Whether the second GEMM of a tensor takes another operand."""
         return not self.recipe.is_per_tensor and not self.recipe.is_square(role)
 
     @property
@@ -211,15 +215,15 @@ class EmulatedGemm(Gemm):
         return self.recipe.scaling == "nvfp4" and self.recipe.random_hadamard_transform
 
     def _block(self, role: Role, second: bool, grouped: bool) -> Block:
-        """Return what shares a scale; that of an expert is the same in each of its rows."""
+        """Return the block of a scale. All rows of an expert have the same scale."""
         block = block_of(self.recipe, role, transposed=second)
         return Block(1, block.columns) if grouped and block.rows is None else block
 
     def _by_expert(
         self, x: Tensor, counts: Tensor, second: bool
     ) -> tuple[Tensor, tuple[Tensor, int]]:
-        """Return rows in whole blocks of one expert each, the expert of each row, and how many
-        experts there are.
+        """Return rows in full blocks of one expert each, the expert of each row, and the number of
+        experts.
         """
         size = self._token_block if second else None
         if size is not None:
@@ -229,13 +233,13 @@ class EmulatedGemm(Gemm):
 
     @property
     def _token_block(self) -> int | None:
-        """Tokens that share a scale in second operands; None: all of an expert."""
+        """Tokens per scale in second operands. None: all tokens of an expert."""
         return block_of(self.recipe, "input", transposed=True).rows
 
     def _encode(
         self, x: Tensor, role: Role, second: bool, experts: tuple[Tensor, int] | None
     ) -> tuple[Tensor, Tensor]:
-        """Return codes and scales of the matrices [..., R, C]."""
+        """Return quantized data and scales of the matrices [..., R, C]."""
         block = self._block(role, second, experts is not None)
         amax = self._shared_amax(x, role, block, experts)
         random = self._random(x) if role == "output_grad" else None
@@ -249,8 +253,9 @@ class EmulatedGemm(Gemm):
     def _shared_amax(
         self, x: Tensor, role: Role, block: Block, experts: tuple[Tensor, int] | None
     ) -> Tensor | None:
-        """Return the largest values of what no block of this rank holds alone: of the tensor, or of
-        an expert's rows; in a shape that extends to the scales'. None: there is nothing such.
+        """Return the amax values that no block on this rank determines alone: amax of the tensor,
+        or of an expert's rows, in a shape that expands to the shape of the scales. None: every amax
+        is local to a block.
         """
         scaling = self.recipe.scaling
         of_tensor = self.recipe.is_per_tensor or scaling == "nvfp4"
@@ -267,14 +272,14 @@ class EmulatedGemm(Gemm):
         return amax if self.group is None else all_reduce(amax, self.group, "max")
 
     def _random(self, x: Tensor) -> Tensor | None:
-        """Return uniform numbers for stochastic rounding; None: round to the nearest."""
+        """Return uniform numbers for stochastic rounding. None: round to the nearest."""
         if self.recipe.scaling != "nvfp4" or not self.recipe.stochastic_rounding:
             return None
         with nullcontext() if self.streams is None else self.streams.fork(QUANTIZATION):
             return torch.rand(x.shape, device=x.device)
 
     def _by_history(self, tensor: Tensor, role: Role) -> tuple[Operand, Tensor]:
-        """Return the operand with the scale of the history, and the largest value."""
+        """Return the operand with the scale of the history, and the amax."""
         history, name = self.histories[role], self.recipe.code_format(role)
         amax = amax_of_matrices(tensor.reshape(1, -1)).reshape(())
         factor = history.factor.to(tensor.device)
@@ -286,7 +291,7 @@ class EmulatedGemm(Gemm):
     def _values(
         self, operand: Operand, role: Role, counts: Tensor | None, *, second: bool = False
     ) -> Tensor:
-        """Return the fp32 values of an operand; one without scales is quantized first."""
+        """Return the fp32 values of an operand. An operand without scales is quantized first."""
         if operand.scales is None:
             operand = self.operand(operand.data, role, transposed=second, counts=counts)
         codes, scales = operand.data, operand.scales
@@ -329,5 +334,5 @@ class EmulatedGemm(Gemm):
 
 
 def _exact(tensor: Tensor) -> AbstractContextManager[None]:
-    """Return a context in which products keep fp32."""
+    """Return a context with GEMMs in fp32."""
     return torch.autocast(tensor.device.type, enabled=False)

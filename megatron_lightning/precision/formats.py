@@ -1,4 +1,4 @@
-"""Number formats of 8 and 4 bits, and casts to them.
+"""Number formats of 8 and 4 bits, and casts to the formats.
 
     format   sign exponent mantissa   largest    smallest   beyond the largest
     e4m3       1     4        3       448        2^-9       NaN, no infinity
@@ -6,13 +6,13 @@
     e2m1       1     2        1       6          0.5        neither
     e8m0       0     8        0       2^127      2^-127     NaN; scales only
 
-Casts round to the nearest code, ties to the even one, and *saturate*: values beyond the largest
-become the largest, infinities too, on every version of torch (before 2.13 its casts gave NaN). NaN
-stays NaN; e2m1 has none, and a recipe gives a block with a NaN or an infinity a scale that shows
-it.
+Casts round to the nearest value, ties to even, and *saturate*: values and infinities beyond the
+largest value become the largest value, on every version of torch (casts before torch 2.13 gave
+NaN). NaN stays NaN. e2m1 has no NaN, so a recipe marks a block with a NaN or an infinity by the
+block's scale.
 
-torch has no casts to e2m1: values that e2m1 can represent are kept as e4m3, which can represent
-them too, and :func:`pack_e2m1` makes codes of them, two a byte.
+torch has no casts to e2m1. Values representable in e2m1 are stored as e4m3, because e4m3 represents
+every e2m1 value. :func:`pack_e2m1` packs two values into a byte.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ DTYPES: Mapping[str, torch.dtype] = {
     "e5m2": torch.float8_e5m2,
     "e2m1": torch.float8_e4m3fn,
 }
-"""Dtype in which the values of a format are kept."""
+"""Storage dtype of a format's values."""
 LARGEST: Mapping[str, float] = {"e4m3": 448.0, "e5m2": 57344.0, "e2m1": 6.0}
 """Largest value of a format."""
 E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-"""Values of the codes 0 to 7; bit 3 is the sign."""
+"""Values of the codes 0 to 7. Bit 3 is the sign."""
 _EXPONENT_BITS = 0xFF
 
 
@@ -41,8 +41,8 @@ def cast(x: Tensor, name: str, random: Tensor | None = None) -> Tensor:
     Args:
         x: Values, in fp32.
         name: The format.
-        random: Uniform in [0, 1), of the shape of ``x``: round up with the probability that makes
-            the mean right (e2m1 only).
+        random: Uniform in [0, 1), of the shape of ``x``: round up with the probability that keeps
+            the mean (e2m1 only).
     """
     largest = LARGEST[name]
     x = x.clamp(-largest, largest)
@@ -50,9 +50,12 @@ def cast(x: Tensor, name: str, random: Tensor | None = None) -> Tensor:
 
 
 def _round_e2m1(x: Tensor, random: Tensor | None) -> Tensor:
-    """Round values within [-6, 6]; their codes are 0.5 apart below 2, 1 below 4, and 2 above."""
+    """Round values within [-6, 6].
+
+    Representable values are 0.5 apart below 2, 1 below 4, and 2 above.
+    """
     step = power_of_two_below(x).clamp_(1.0, 4.0).mul_(0.5)
-    # A value is an even multiple of its step where its code is even, so ties go to even codes.
+    # A value is an even multiple of the step if its code is even, so ties go to even codes.
     steps = x / step
     if random is None:
         return steps.round_().mul_(step)
@@ -79,7 +82,7 @@ def power_of_two_below(x: Tensor) -> Tensor:
 
 def pack_e2m1(x: Tensor) -> Tensor:
     """Return the codes of e2m1 values [..., n] as uint8 [..., ceil(n / 2)], the first of two in the
-    low bits; ``.view(torch.float4_e2m1fn_x2)`` is what kernels take.
+    low bits. Kernels take ``.view(torch.float4_e2m1fn_x2)``.
     """
     x = x.float()
     values = torch.tensor(E2M1_VALUES, device=x.device)

@@ -1,8 +1,8 @@
-"""Rows of several experts: largest values of each, and blocks that belong to one.
+"""Rows of several experts: amax of each expert, and blocks within a single expert.
 
-Shapes: ``t`` rows, sorted by expert; ``E`` experts, with ``counts`` [E] rows; ``p`` rows, where
-those of an expert are padded with zeros to whole blocks. ``p`` depends on shapes only, so that no
-count is read from a device; what is left over counts as the last expert's.
+Shapes: ``t`` rows, sorted by expert, ``E`` experts with ``counts`` [E] rows, ``p`` rows after
+padding each expert with zeros to full blocks. ``p`` depends only on shapes, so no count is read
+from a device. Leftover rows belong to the last expert.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def amax_of_experts(row_amax: Tensor, experts: Tensor, num_experts: int) -> Tens
 
 
 def num_padded(num_rows: int, num_experts: int, size: int) -> int:
-    """Return the rows (p) that hold ``num_rows``, however they are divided."""
+    """Return the padded number of rows (p) for any division of ``num_rows``."""
     return (num_rows + num_experts * (size - 1)) // size * size
 
 

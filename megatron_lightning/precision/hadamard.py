@@ -1,9 +1,9 @@
 """Random Hadamard transform of the tokens of a matrix (https://arxiv.org/abs/2404.00456;
 arXiv:2509.25149, section 3.3).
 
-Both operands of dW = dY^T X are multiplied by the same orthogonal matrix, block by block of 16
-tokens, so that the product is unchanged; an outlier of one token is spread over 16, which a format
-with few codes represents better. The signs are Transformer Engine's, fixed.
+Both operands of dW = dY^T X are multiplied by the same orthogonal matrix, in blocks of 16 tokens,
+so the result is unchanged. An outlier of one token is spread over 16 tokens, and a format with few
+values represents spread values better. The signs are Transformer Engine's, fixed.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 TOKENS = 16
-"""Tokens that are mixed."""
+"""Tokens mixed together."""
 _SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
 
 
 def rotation(device: torch.device) -> Tensor:
-    """Return the orthogonal matrix [16, 16] in fp32; its entries are 1/4 and -1/4."""
+    """Return the orthogonal matrix [16, 16] in fp32. The entries are 1/4 and -1/4."""
     matrix = torch.ones(1, 1, device=device)
     while len(matrix) < TOKENS:
         above = torch.cat((matrix, matrix), dim=1)

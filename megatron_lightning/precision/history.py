@@ -1,10 +1,10 @@
-"""Delayed scaling: scales from the largest values of earlier micro-batches
+"""Delayed scaling: scales from the amax values of earlier micro-batches
 (https://arxiv.org/abs/2209.05433, section 3.2).
 
 During a pipeline run every micro-batch is quantized with the same scale, so that a recomputed
-forward is equal to the first one; its largest value is noted. At the end of the run they are
-reduced over the ranks that share the layers, in one message, and enter the histories, one a
-micro-batch; the next scales are computed.
+forward equals the first forward. The amax of each micro-batch is noted. At the end of the run the
+noted values are reduced over the ranks with the same layers, in one message, and appended to the
+histories, one entry a micro-batch. Then the next scales are computed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ ROLES: tuple[Role, ...] = ("input", "weight", "output_grad")
 
 
 class AmaxHistory:
-    """Largest values of one tensor of a layer.
+    """Amax values of one tensor of a layer.
 
     Args:
         recipe: Length of the history, algorithm and margin.
@@ -38,9 +38,9 @@ class AmaxHistory:
         self._role = role
         self._format = recipe.code_format(role)
         self.entries = torch.zeros(0)
-        """The latest first, in fp32; 0 where a value was not finite."""
+        """The latest first, in fp32. 0 for a non-finite amax."""
         self.factor = torch.ones(())
-        """Factor of the values; 1 until there is a history."""
+        """Factor of the values. 1 before the first entry."""
         self._noted: list[Tensor] = []
         self._register()
 
@@ -53,7 +53,7 @@ class AmaxHistory:
         self._register()  # a copy has a number of its own
 
     def note(self, amax: Tensor) -> None:
-        """Note the largest value of a micro-batch, unless a forward is recomputed."""
+        """Note the amax of a micro-batch, unless a forward is recomputed."""
         if torch.compiler.is_compiling():
             torch.ops.megatron_lightning.note_amax(amax, self._number)
         else:
@@ -61,12 +61,12 @@ class AmaxHistory:
 
     def note_now(self, amax: Tensor) -> None:
         """Do as :meth:`note`, outside of compiled graphs."""
-        # A forward that runs in backward is a recomputed one.
+        # A forward inside of backward is a recomputation.
         if self._role == "output_grad" or not is_in_backward():
             self._noted.append(amax.detach().where(amax.isfinite(), 0.0).reshape(()))
 
     def take_noted(self) -> list[Tensor]:
-        """Return what was noted since the last call, and forget it."""
+        """Return and clear the values noted since the last call."""
         noted, self._noted = self._noted, []
         return noted
 
@@ -84,13 +84,13 @@ class AmaxHistory:
         latest = recipe.amax_compute_algo == "most_recent"
         amax = self.entries[0] if latest else self.entries.amax()
         factor = factors(amax, self._format, power_of_two=recipe.rounds_scales)
-        # Without a largest value, as of zeros, the last scale stays.
+        # With an amax of 0 (zeros only), the last scale stays.
         previous = self.factor.to(factor.device)
         self.factor = (factor / 2.0**recipe.margin).where(amax > 0.0, previous)
 
 
-# A traced list would be compiled again for each of its lengths. Operators take tensors and numbers,
-# so a number represents a history.
+# A traced list would be compiled again for each list length. Operators take tensors and numbers, so
+# a number represents a history.
 _HISTORIES: weakref.WeakValueDictionary[int, AmaxHistory] = weakref.WeakValueDictionary()
 
 
@@ -111,15 +111,16 @@ never_drop(torch.ops.megatron_lightning.note_amax.default)
 
 
 def make_histories(recipe: FP8Recipe) -> Mapping[Role, AmaxHistory]:
-    """Return the histories of a layer's three tensors; none without delayed scaling."""
+    """Return the histories of a layer's three tensors. Empty without delayed scaling."""
     if recipe.scaling != "delayed":
         return {}
     return {role: AmaxHistory(recipe, role) for role in ROLES}
 
 
 def advance(histories: Sequence[AmaxHistory], group: AxisGroup | None) -> None:
-    """Append what was noted to the histories, reduced over ``group``; all of its ranks call this
-    with the same layers, at the end of a pipeline run.
+    """Append noted values to the histories, reduced over ``group``.
+
+    All ranks of the group call the function with the same layers, at the end of a pipeline run.
     """
     noted = [history.take_noted() for history in histories]
     values = [value for own in noted for value in own]

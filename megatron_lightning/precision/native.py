@@ -1,24 +1,25 @@
-"""Products of quantized operands on the FP8 units of GPUs, by torch's scaled kernels.
+"""GEMMs of quantized operands on the FP8 units of GPUs, by torch's scaled kernels.
 
-The operands are the emulation's: the same codes, bit by bit, with the same scales. Only who
-multiplies differs, and so what a training shows with one backend holds for the other, up to the
-order and the width of the sums:
+The operands equal the emulation's operands: the same quantized data, bit by bit, with the same
+scales. Only the multiplication differs. A training result with one backend therefore holds for the
+other, up to the order and the width of the sums:
 
     forward      y  = x w^T       contracts features      a = x      b = w
     input_grad   dx = dy w        contracts outputs       a = dy     b = w^T
     weight_grad  dw = dy^T x      contracts tokens        a = dy^T   b = x^T
 
 Both a and b have to be contiguous along the contracted dim (see
-:mod:`~megatron_lightning.precision.scaled_products`). What forward takes is so by itself. Of the
-others the transpose must be written, one byte a value: with scales of rows or blocks in the same
-pass as the cast, since the second operand has codes of its own; with one scale for a tensor when
-it is multiplied, so that one set of codes is kept for backward.
+:mod:`~megatron_lightning.precision.scaled_products`). Operands of forward are contiguous already.
+Other operands need a written transpose, one byte a value. With scales of rows or blocks, the cast
+writes the transpose in the same pass, since the second operand has separate quantized data. With
+one scale for a tensor, the transpose is written before the GEMM, so that backward stores only one
+set of quantized data.
 
-Nothing here waits for the GPU, but for grouped products without a kernel. Casts and scales are
-plain functions of tensors, which ``torch.compile`` fuses into the operations around them; without
-it each is a pass over memory, and FP8 is hardly faster than bf16. The products of forward may add
-up with Hopper's 14-bit accumulators (``fast``), as an output is rounded to 8 bits by the next layer
-anyway; those of gradients do not.
+Nothing here waits for the GPU, except grouped GEMMs without a kernel. Casts and scales are plain
+functions of tensors, and ``torch.compile`` fuses casts and scales into surrounding operations.
+Without ``torch.compile`` each is a pass over memory, and FP8 is hardly faster than bf16. GEMMs of
+forward may use Hopper's 14-bit accumulators (``fast``), because the next layer rounds the output to
+8 bits anyway. GEMMs of gradients do not.
 """
 
 from __future__ import annotations
@@ -42,8 +43,8 @@ from megatron_lightning.precision.scaled_products import (
 
 
 def find_gpu(device: torch.device | None = None) -> Gpu | None:
-    """Return what decides which products a device can run, by default the current one; None: it is
-    no GPU.
+    """Return the properties that decide which GEMMs a device can run, by default the current
+    device. None: the device is not a GPU.
     """
     if not torch.cuda.is_available() or (device is not None and device.type != "cuda"):
         return None
@@ -56,10 +57,10 @@ def find_gpu(device: torch.device | None = None) -> Gpu | None:
 
 
 class NativeGemm(EmulatedGemm):
-    """Products of a layer by a recipe, on FP8 units; the arguments are those of the emulation.
+    """GEMMs of a layer by a recipe, on FP8 units. The arguments equal the emulation's.
 
-    Recipes are ``delayed``, ``current``, ``rowwise`` and ``blockwise``;
-    :func:`~megatron_lightning.precision.backends.choose_backend` says which a GPU can run.
+    Recipes are ``delayed``, ``current``, ``rowwise`` and ``blockwise``.
+    :func:`~megatron_lightning.precision.backends.choose_backend` selects by GPU.
     """
 
     def __repr__(self) -> str:
@@ -81,8 +82,9 @@ class NativeGemm(EmulatedGemm):
         transposed: bool = False,
         counts: Tensor | None = None,
     ) -> Operand:
-        """See the base class. Second operands are in the layout of their product; of experts with
-        ``rowwise``, their scales are [E, n].
+        """See the base class. Second operands are in the layout of their GEMM.
+
+        For experts with ``rowwise``, scales are [E, n].
         """
         codes, scales = super().operand(tensor, role, transposed=transposed, counts=counts)
         if not transposed:
@@ -94,7 +96,7 @@ class NativeGemm(EmulatedGemm):
     def _made(
         self, operand: Operand, role: Role, counts: Tensor | None, *, second: bool = False
     ) -> Codes:
-        """Return the operand as a matrix; one without scales is quantized first."""
+        """Return the operand as a matrix. An operand without scales is quantized first."""
         if operand.scales is None:
             operand = self.operand(operand.data, role, transposed=second, counts=counts)
         codes, scales = operand
@@ -146,8 +148,8 @@ class NativeGemm(EmulatedGemm):
         return multiply_groups(a, b, counts, self._shared, self.dtype, **options)
 
     def _tokens_last(self, tokens: Codes, counts: Tensor) -> tuple[Codes, Tensor]:
-        """Return tokens [t, n] as [n, p], each expert's padded, with scales [E, n] or [E, 1], and
-        the padded counts.
+        """Return tokens [t, n] as [n, p] with each expert padded, scales [E, n] or [E, 1], and the
+        padded counts.
         """
         codes, scales = tokens
         if scales.ndim and self._shared == "tensor":
@@ -157,14 +159,15 @@ class NativeGemm(EmulatedGemm):
 
 
 def _turned(matrix: Codes) -> Codes:
-    """Return the transpose, of codes and scales."""
+    """Return the transpose of quantized data and scales."""
     codes, scales = matrix
     return Codes(codes.transpose(-2, -1), scales.transpose(-2, -1) if scales.ndim else scales)
 
 
 def _of_experts(scales: Tensor, counts: Tensor) -> Tensor:
-    """Return the scales of experts [E, n] from those of their rows [t, n], which are equal; 1 for
-    all where there are no rows.
+    """Return the scales of experts [E, n] from the equal scales of each expert's rows [t, n].
+
+    Without rows, all scales are 1.
     """
     if not len(scales):
         return scales.new_ones(len(counts), scales.shape[1])

@@ -1,4 +1,4 @@
-"""Quantize a tensor by a recipe: data, and the scales that belong to it.
+"""Quantize a tensor by a recipe into data and scales.
 
 Shapes: x [..., n].
 
@@ -9,10 +9,10 @@ Shapes: x [..., n].
     mxfp8             e4m3 [..., n]             e8m0 [..., ceil(n / 32)]
     nvfp4             uint8 [..., ceil(n / 2)]  e4m3 [..., ceil(n / 16)], and fp32 []
 
-of an input or a gradient; the blocks of a weight [out, in] are 128 x 128 (blockwise) and 16 x 16
+of an input or a gradient. The blocks of a weight [out, in] are 128 x 128 (blockwise) and 16 x 16
 (nvfp4), with scales [ceil(out / 128), ceil(in / 128)] and so on. The weights of experts [E, out,
-in] are a tensor each, with fp32 scales [E, 1, 1] of it; with ``delayed`` they are one. Two codes of
-nvfp4 share a byte, the first in the low bits.
+in] are separate tensors, with fp32 scales [E, 1, 1]. With ``delayed`` all experts are a single
+tensor. Two nvfp4 values share a byte, the first in the low bits.
 """
 
 from __future__ import annotations
@@ -42,21 +42,21 @@ from megatron_lightning.precision.scaling import (
 
 
 class TwoLevelScales(NamedTuple):
-    """Scales of 4-bit codes: a value is code x block scale x tensor scale."""
+    """Scales of 4-bit data: a value is code x block scale x tensor scale."""
 
     blocks: Tensor
-    """e4m3, one a block."""
+    """e4m3, one scale a block."""
     tensor: Tensor
-    """fp32, one a tensor."""
+    """fp32, one scale a tensor."""
 
 
 def block_of(recipe: FP8Recipe, role: Role, *, transposed: bool = False) -> Block:
-    """Return the block of a matrix that shares a scale.
+    """Return the block of matrix values with a common scale.
 
     Args:
         recipe: The recipe.
         role: Role of the tensor.
-        transposed: Whether products contract its rows instead of its columns.
+        transposed: Whether GEMMs contract the rows of the matrix instead of the columns.
     """
     if recipe.is_per_tensor:
         return Block(None, None)
@@ -75,16 +75,16 @@ def encode(
     shared_amax: Tensor | None = None,
     random: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | TwoLevelScales]:
-    """Return codes of the matrices [..., R, C], and their scales [..., nR, nC].
+    """Return quantized data of the matrices [..., R, C], and scales [..., nR, nC].
 
     Args:
         x: The matrices.
         recipe: The recipe.
         role: Role of the tensor.
-        block: What shares a scale.
-        shared_amax: Largest absolute values of what a scale covers beyond its block here, in a
-            shape that extends to [..., nR, nC]: of the tensor with nvfp4, else in place of the
-            blocks' own.
+        block: Values with a common scale.
+        shared_amax: Amax over the values of a scale beyond the local block, in a shape that expands
+            to [..., nR, nC]. With nvfp4 the amax of the tensor, otherwise a replacement of the
+            blocks' amax.
         random: See :func:`~megatron_lightning.precision.formats.cast`.
     """
     blocks, name = to_blocks(x, block), recipe.code_format(role)
@@ -110,17 +110,17 @@ def quantize(
 ) -> tuple[Tensor, Tensor | TwoLevelScales]:
     """Return ``(data, scales)`` of ``x`` [..., n], rounded to the nearest, as the table above says.
 
-    Delayed scaling has no history here: the tensor is its own. Of the recipe's margin, layers and
-    patterns only the margin applies.
+    Delayed scaling has no history here: the tensor determines its scale. Of the recipe's margin,
+    layers and patterns only the margin applies.
 
     Args:
-        x: Floating tensor with at least one dim.
+        x: Floating-point tensor with at least one dim.
         recipe: The recipe.
         role: Whether ``x`` is an input, a weight or an output's gradient.
 
     Raises:
-        ConfigError: If ``x`` is no floating tensor with dims, ``recipe`` no recipe, or the role
-            unknown.
+        ConfigError: If ``x`` is not a floating-point tensor with dims, ``recipe`` is not a recipe,
+            or the role is unknown.
     """
     check_kind("recipe", recipe, FP8Recipe)
     check_choice("role", role, get_args(Role))
@@ -140,19 +140,27 @@ def quantize(
 
 
 def _matrices(x: Tensor, recipe: FP8Recipe, role: Role) -> Tensor:
-    """Return ``x`` as the matrices [..., R, C] that are scaled: weights one by one, else rows."""
+    """Return ``x`` as matrices [..., R, C] for scaling: weights separately, other tensors as
+    rows.
+    """
     if role == "weight" and x.ndim > 1 and recipe.scaling != "delayed":
         return x
     return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 
 def _of_tensor(scales: Tensor) -> Tensor:
-    """Return the scale of one matrix, [1, 1], without dims; those of several as they are."""
+    """Return the scale of one matrix, [1, 1], without dims.
+
+    Scales of several matrices stay unchanged.
+    """
     return scales.reshape(()) if scales.ndim == 2 else scales
 
 
 def _of_rows(scales: Tensor, matrix: Tensor, x: Tensor) -> Tensor:
-    """Return scales [m, n] of rows with the leading dims of ``x``; those of weights as they are."""
+    """Return scales [m, n] of rows with the leading dims of ``x``.
+
+    Scales of weights stay unchanged.
+    """
     return scales if matrix is x else scales.reshape(*x.shape[:-1], scales.shape[-1])
 
 
@@ -164,14 +172,14 @@ def dequantize(
     *,
     size: int | None = None,
 ) -> Tensor:
-    """Return the fp32 values of what :func:`quantize` made.
+    """Return the fp32 values of :func:`quantize`'s output.
 
     Args:
-        data: Codes.
-        scales: Their scales.
+        data: Quantized data.
+        scales: Scales of the data.
         recipe: The recipe.
         role: As for :func:`quantize`.
-        size: Extent of the last dim (nvfp4, where it is odd).
+        size: Extent of the last dim (nvfp4 with an odd extent).
     """
     if isinstance(scales, TwoLevelScales):
         data = unpack_e2m1(data, 2 * data.shape[-1] if size is None else size)

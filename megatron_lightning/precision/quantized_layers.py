@@ -1,4 +1,4 @@
-"""Quantized layers of one module: the protocol, and the implementation by our own GEMMs.
+"""Quantized layers of a module: the protocol, and the implementation by our GEMMs.
 
 :class:`~megatron_lightning.precision.transformer_engine.backend.TransformerEngine` implements the
 protocol by NVIDIA's library.
@@ -24,16 +24,16 @@ from megatron_lightning.precision.weights import weight_quantizers
 
 
 class QuantizedLayers(Protocol):
-    """The layers of a module that a recipe quantizes, from :meth:`attach` to :meth:`detach`."""
+    """The quantized layers of a module, from :meth:`attach` to :meth:`detach`."""
 
     def attach(self, module: nn.Module, context: ParallelContext, *, caches_weights: bool) -> str:
-        """Quantize this rank's layers; return a sentence for the log.
+        """Quantize this rank's layers. Return a sentence for the log.
 
         Args:
             module: This rank's part of the module.
             context: Groups of this rank.
             caches_weights: Whether full weights exist between the micro-batches of a step, so that
-                their quantized data may be kept.
+                quantized data may be cached.
 
         Raises:
             ConfigError: If a pattern of the recipe matches nothing, or a layer cannot be quantized.
@@ -47,16 +47,17 @@ class QuantizedLayers(Protocol):
         ...
 
     def step(self) -> AbstractContextManager[Any]:
-        """Return the context of one forward of a micro-batch."""
+        """Return the context of a micro-batch's forward."""
         ...
 
     def backward(self) -> AbstractContextManager[Any]:
-        """Return the context of one backward of a micro-batch."""
+        """Return the context of a micro-batch's backward."""
         ...
 
     def end_run(self) -> None:
-        """End the backwards of a pipeline run: amax histories go on. A collective of the ranks that
-        share the layers.
+        """End the backwards of a pipeline run: append to the amax histories.
+
+        A collective of the ranks with the same layers.
         """
         ...
 
@@ -65,23 +66,22 @@ class QuantizedLayers(Protocol):
         ...
 
     def weights_changed(self) -> None:
-        """Follow an optimizer step: quantized data of weights are those of the step before."""
+        """React to an optimizer step: quantized data of weights are out of date."""
         ...
 
     def forget_weights(self) -> None:
-        """Drop what a pipeline run keeps of weights: hooks before and after it may change them, and
-        call the model.
+        """Drop quantized weights cached by a pipeline run.
+
+        Hooks before and after the run may change the weights and call the model.
         """
         ...
 
     def weight_quantizers(self, module: nn.Module) -> Mapping[str, Quantizer]:
-        """Return quantizers of this rank's weights that are kept as quantized data, by parameter
-        name.
-        """
+        """Return quantizers of this rank's weights stored as quantized data, by parameter name."""
         ...
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of the layers of all pipeline ranks; all ranks call this."""
+        """Return the state of the layers of all pipeline ranks. All ranks call the method."""
         ...
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -90,11 +90,11 @@ class QuantizedLayers(Protocol):
 
 
 class RecipeLayers:
-    """Layers whose GEMMs take quantized operands: by the FP8 units of a GPU, or emulated.
+    """Layers with GEMMs over quantized operands, by the FP8 units of a GPU or emulated.
 
     Args:
         recipe: The recipe.
-        backend: Who multiplies.
+        backend: The multiplying backend.
     """
 
     def __init__(self, recipe: FP8Recipe, backend: Chosen) -> None:
@@ -130,7 +130,7 @@ class RecipeLayers:
         return nullcontext()
 
     def end_run(self) -> None:
-        """Append the micro-batches of the run to the histories, whose scales then change."""
+        """Append the micro-batches of the run to the histories, and update the scales."""
         if self._context is not None:
             group = self._context.axis("tp-dp-cp")
             advance([history for _, history in self._histories()], group)

@@ -1,7 +1,7 @@
-"""Recipes: which layers are quantized, in which format, and what shares a scale. No torch here.
+"""Recipes: the quantized layers, the formats, and the values with a common scale. No torch here.
 
-A code times its *scale* is a value. Recipes differ in how many values share one, along the dim
-that the product contracts:
+A value is quantized data times a *scale*. Recipes differ in the number of values per scale, along
+the dim contracted by the GEMM:
 
     delayed     the tensor; the scale comes from earlier micro-batches
     current     the tensor
@@ -29,7 +29,7 @@ AmaxAlgorithm = Literal["max", "most_recent"]
 Role = Literal["input", "weight", "output_grad"]
 
 BLOCK_SIZES: Mapping[str, int] = {"blockwise": 128, "mxfp8": 32, "nvfp4": 16}
-"""Values that share a scale, for recipes with blocks."""
+"""Values per scale, for recipes with blocks."""
 _PER_TENSOR = ("delayed", "current")
 _TWO_SETS = (
     "its scales lie along the dim that a product contracts, so that a weight has two sets of "
@@ -53,40 +53,51 @@ class FP8Recipe:
     """
 
     format: Format = "e4m3"
-    """Codes of 8 bits: ``hybrid`` takes e5m2 for gradients and e4m3 for the rest (delayed and
-    current scaling only). ``nvfp4`` has codes of its own."""
+    """8-bit format: ``hybrid`` takes e5m2 for gradients and e4m3 otherwise (only delayed and
+    current scaling). ``nvfp4`` has a separate format.
+    """
     scaling: Scaling = "blockwise"
-    """Values that share a scale; see the table above."""
+    """Values per scale. See the table above."""
     power_of_two_scales: bool | None = None
-    """Whether scales are powers of two, rounded up; None: for blocks of 8-bit codes. Those of
-    ``mxfp8`` always are, those of ``nvfp4`` never."""
+    """Whether scales are powers of two, rounded up. None: for blocks of 8-bit data.
+
+    Scales of ``mxfp8`` always are powers of two, scales of ``nvfp4`` never.
+    """
     margin: int = 0
-    """Binary places left free above the largest value that is expected (delayed scaling)."""
+    """Binary places left free above the expected amax (delayed scaling)."""
     amax_history_len: int = 1024
-    """Micro-batches whose largest values are kept (delayed scaling)."""
+    """Micro-batches in the amax history (delayed scaling)."""
     amax_compute_algo: AmaxAlgorithm = "max"
-    """Which of them gives the scale: the largest or the latest (delayed scaling)."""
+    """Source of the scale: the largest or the latest amax (delayed scaling)."""
     num_layers_at_start_in_bf16: int = 0
     """Layers at the start of the model that stay in bf16 (not with delayed scaling)."""
     num_layers_at_end_in_bf16: int = 0
-    """Layers at its end that do."""
+    """Layers at the end of the model that stay in bf16."""
     weight_2d_scaling: bool = True
     """Whether a scale of weights covers 16 x 16 values instead of 16 (nvfp4)."""
     random_hadamard_transform: bool = True
-    """Whether both operands of weight gradients are rotated, which spreads outliers over 16 tokens
-    (nvfp4)."""
+    """Whether both operands of weight gradients are rotated.
+
+    Rotation spreads outliers over 16 tokens (nvfp4).
+    """
     stochastic_rounding: bool = True
-    """Whether gradients are rounded at random, without bias; the bits come from a stream that
-    checkpoints save (nvfp4)."""
+    """Whether gradients are rounded at random, without bias.
+
+    Checkpoints save the random stream (nvfp4).
+    """
     modules: Mapping[str, Any] = field(default_factory=dict, hash=False)
-    """Pattern of module paths -> another recipe, or "bf16"; the first that matches wins. ``*``
-    matches one path segment, ``**`` any number."""
+    """Pattern of module paths -> another recipe, or "bf16". The first match wins.
+
+    ``*`` matches one path segment, ``**`` any number.
+    """
     fp8_param_gather: bool = False
-    """Keep the weights of quantized layers as codes, and gather them so: one byte a weight. Their
-    main params, which the optimizer steps, stay in fp32 (delayed, current and blockwise scaling;
-    ``zero1`` and ``fsdp``). It holds for the recipes of ``modules``, too."""
+    """Store and gather the weights of quantized layers as quantized data: one byte a weight.
+
+    The optimizer steps main params in fp32 (delayed, current and blockwise scaling, ``zero1`` and
+    ``fsdp``). Also applies to the recipes of ``modules``.
+    """
     fp8_param: bool = False
-    """Megatron's other name of ``fp8_param_gather``, with which it has to agree."""
+    """Megatron's other name of ``fp8_param_gather``. Both options have to agree."""
 
     def __post_init__(self) -> None:
         for name, choices in (("scaling", Scaling), ("format", Format)):
@@ -187,7 +198,7 @@ class FP8Recipe:
                 )
 
     def _row(self, pattern: str) -> FP8Recipe | None:
-        """Return the recipe of a pattern; None: bf16."""
+        """Return the recipe of a pattern, or None for bf16."""
         value = self.modules[pattern]
         if value == "bf16":
             return None
@@ -222,7 +233,7 @@ class FP8Recipe:
 
     @property
     def num_layers_in_bf16(self) -> int:
-        """First and last layers that stay in bf16."""
+        """First and last layers in bf16."""
         return self.num_layers_at_start_in_bf16 + self.num_layers_at_end_in_bf16
 
     @property
@@ -233,7 +244,9 @@ class FP8Recipe:
 
     @property
     def is_per_tensor(self) -> bool:
-        """Whether a tensor has one scale, so that one operand serves both of its products."""
+        """Whether a tensor has a single scale, so that one operand serves both GEMMs of the
+        tensor.
+        """
         return self.scaling in _PER_TENSOR
 
     @property
@@ -244,12 +257,12 @@ class FP8Recipe:
         return self.power_of_two_scales
 
     def code_format(self, role: Role) -> Literal["e4m3", "e5m2", "e2m1"]:
-        """Return the format of the codes of a tensor in this role."""
+        """Return the number format of a tensor in this role."""
         if self.scaling == "nvfp4":
             return "e2m1"
         return "e5m2" if self.format == "hybrid" and role == "output_grad" else "e4m3"
 
     def is_square(self, role: Role) -> bool:
-        """Whether blocks extend over both dims, so that one operand serves both products."""
+        """Whether blocks extend over both dims, so that one operand serves both GEMMs."""
         square = self.scaling == "blockwise" or (self.scaling == "nvfp4" and self.weight_2d_scaling)
         return square and role == "weight"

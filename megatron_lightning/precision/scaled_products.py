@@ -1,26 +1,26 @@
-"""Products of FP8 codes by torch's scaled kernels: Y = (A x scales) (B x scales)^T, in fp32 within
-the kernel and rounded once.
+"""GEMMs of FP8 data by torch's scaled kernels: Y = (A x scales) (B x scales)^T, in fp32 within the
+kernel and rounded once.
 
-Both operands are *K-major*: a [M, K] and b [N, K], the contracted dim last and contiguous, since
-Hopper's FP8 units read no other layout. What shares a scale, and the shapes of the scales:
+Both operands are *K-major*: a [M, K] and b [N, K], with the contracted dim last and contiguous,
+because Hopper's FP8 units read no other layout. Values per scale, and the shapes of the scales:
 
     shared    of a                 of b
     tensor    []                   []
     row       [M, 1]               [N, 1]
     block     [M, ceil(K / 128)]   [N, ceil(K / 128)], or of a weight [ceil(N / 128), same]
 
-Kernels read 16 bytes at a time, so K and N are padded to multiples of 16 codes, and to whole blocks
-of 128. The padding is zeros, which add nothing, and is cut off from the result.
+Kernels read 16 bytes at a time, so K and N are padded to multiples of 16 values, and to full blocks
+of 128. The padding is zeros and adds nothing. The result is cut to size.
 
-*Grouped* products have E experts, whose tokens t are sorted and counted by ``counts`` [E]:
+*Grouped* GEMMs have E experts with sorted tokens t, counted by ``counts`` [E]:
 
     contracts    of a                            of b
     features     [t, K]   scales [t, 1]          [E, N, K]   scales [E, N, 1]
     tokens       [M, t]   scales [E, M]          [N, t]      scales [E, N]
 
-or blocks, which belong to one expert each. torch has one kernel of them, for rows and e4m3, on
-Hopper, which reads the counts on the GPU; elsewhere experts are multiplied one by one, for which
-the host waits for the counts.
+or blocks within one expert each. torch has a single grouped kernel, for rows and e4m3 on Hopper.
+The kernel reads the counts on the GPU. Elsewhere experts are multiplied one by one, and the host
+waits for the counts.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ from megatron_lightning.precision.groups import pad_experts, padded_counts
 Shared = Literal["tensor", "row", "block"]
 
 ALIGNMENT = 16
-"""Codes that kernels read at a time."""
+"""Values per read of a kernel."""
 BLOCK = 128
 
 
 class Codes(NamedTuple):
-    """Codes of matrices, and their scales in fp32."""
+    """Quantized data of matrices, and scales in fp32."""
 
     data: Tensor
     scales: Tensor
@@ -62,10 +62,10 @@ def multiply(
     Args:
         a: Left operand.
         b: Right operand.
-        shared: What shares a scale.
+        shared: Values with a common scale.
         dtype: Dtype of the result.
         bias: [N].
-        fast: Whether Hopper may add up with fewer bits, which is faster.
+        fast: Whether Hopper may accumulate with fewer bits. Faster.
     """
     num_rows, size = a.data.shape
     num_columns = b.data.shape[0]
@@ -74,7 +74,7 @@ def multiply(
     elif shared == "block":
         y = torch.ops.megatron_lightning.scaled_mm_of_blocks(*a, *b, dtype)
     else:
-        # In the kernel where it can: in fp32 for a result of 16 bits.
+        # Inside the kernel if possible: in fp32 for a 16-bit result.
         inside = None
         if bias is not None and dtype != torch.float32:
             inside, bias = F.pad(bias.to(dtype), (0, -num_columns % ALIGNMENT)), None
@@ -97,7 +97,8 @@ def pad(x: Tensor, rows: int, columns: int) -> Tensor:
     """
     below, right = -x.shape[-2] % rows, -x.shape[-1] % columns
     if below or right:
-        # Of codes as bytes, since torch pads no FP8; the code 0 is the value 0.
+        # Quantized data is padded as bytes, because torch cannot pad FP8. The code 0 is the value
+        # 0.
         kind = torch.uint8 if x.dtype.itemsize == 1 else x.dtype
         x = F.pad(x.contiguous().view(kind), (0, right, 0, below)).view(x.dtype)
     return _row_major(x)
@@ -109,12 +110,13 @@ def column_major(x: Tensor) -> Tensor:
 
 
 def _row_major(x: Tensor) -> Tensor:
-    # Contiguous, also along dims of size 1, whose strides kernels check and contiguous() keeps.
+    # Contiguous, also along dims of size 1. Kernels check strides of such dims, and contiguous()
+    # keeps odd strides.
     return x.contiguous().view(-1).view(x.shape)
 
 
-# An operator, since a compiler is free to change the strides of what it computes, and the kernel
-# takes the scales in one layout only.
+# An operator, since a compiler may change the strides of its results, and the kernel takes the
+# scales only in one layout.
 @torch.library.custom_op(
     "megatron_lightning::scaled_mm_of_blocks",
     mutates_args=(),
@@ -155,7 +157,7 @@ def multiply_groups(
     """Return the product of every expert: [t, K], [E, N, K] -> [t, N], or [M, t], [N, t] ->
     [E, M, N], with zeros for an expert without tokens.
 
-    Scales of tensors and experts ([], [t, 1], [E, 1, 1] and [E, 1]) extend to those of rows.
+    Scales of tensors and experts ([], [t, 1], [E, 1, 1] and [E, 1]) expand to scales of rows.
     """
     num_experts = len(counts)
     scale_a, scale_b = a.scales, b.scales
@@ -171,8 +173,8 @@ def multiply_groups(
 
 
 def align_experts(x: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the codes of tokens [t, n] as [p, n], where every expert's are a multiple of 16, and
-    their counts.
+    """Return the data of tokens [t, n] as [p, n] with each expert padded to a multiple of 16, and
+    the padded counts.
     """
     padded = pad_experts(x.view(torch.uint8), counts, ALIGNMENT).view(x.dtype)
     return padded, padded_counts(counts, ALIGNMENT, len(padded))
@@ -230,7 +232,7 @@ def _at_once(a: Codes, b: Codes, counts: Tensor, *, fast: bool) -> Tensor:
     scales = pad(scale_a, 1, ALIGNMENT).flatten(), pad(scale_b, 1, ALIGNMENT).flatten()
     x, w = pad(x, ALIGNMENT, 1), pad(w, ALIGNMENT, 1)
     y = compat.scaled_grouped_mm(x, w.t(), *scales, ends, fast=fast)
-    # The kernel may write nothing for an expert whose sum is empty.
+    # The kernel may write nothing for an expert with an empty sum.
     return y[:, :num_rows, :num_columns].masked_fill((counts == 0)[:, None, None], 0.0)
 
 
@@ -261,7 +263,7 @@ def _one_by_one(
         scales = of_left, of_right
         if shared == "tensor" and left.numel():
             scales = of_left[0, 0], of_right[0, 0]
-        # Copies, which start at multiples of 16 bytes, as kernels may require.
+        # Copies start at multiples of 16 bytes. Kernels may require the alignment.
         pair = Codes(left, scales[0].clone()), Codes(right, scales[1].clone())
         results.append(multiply(*pair, shared, dtype, fast=fast))
     return torch.stack(results) if contracts_tokens else torch.cat(results)

@@ -1,17 +1,15 @@
-"""Scales of blocks of a matrix, and the codes that they give.
+"""Scales of matrix blocks, and the quantized data of each scale.
 
-Notation: ``R x C`` a matrix, [..., R, C] where several are stacked; ``r x c`` a block of it, so
-that scales are [..., ceil(R / r), ceil(C / c)]. The last blocks may be ragged: they are padded with
-zeros, which change no largest value. A block that extends over a full dim exists also where the dim
-is 0 long.
+Notation: ``R x C`` a matrix, [..., R, C] for stacked matrices, ``r x c`` a block of the matrix, so
+that scales are [..., ceil(R / r), ceil(C / c)]. The last blocks may be ragged. Zeros pad ragged
+blocks, and zeros change no amax. A block over a full dim exists even if the dim has length 0.
 
-With ``amax`` the largest absolute value of a block and ``M`` that of the format,
+With ``amax`` the largest absolute value of a block and ``M`` the largest value of the format,
 
     factor = M / amax         codes = cast(x * factor)         scale = 1 / factor
 
 A block of zeros has the factor 1. A block with an infinity or NaN has a scale that makes its values
-NaN (or, of e8m0, so large that they overflow), so that an overflow shows in what it is multiplied
-into.
+NaN (or, for e8m0, so large that they overflow), so that an overflow shows in the GEMM's result.
 """
 
 from __future__ import annotations
@@ -34,7 +32,7 @@ _SCALE_MAX = LARGEST["e4m3"]  # of the scales of 4-bit blocks
 
 
 class Block(NamedTuple):
-    """Extent of the values that share a scale; None: the full dim."""
+    """Extent of the values with a common scale. None: the full dim."""
 
     rows: int | None
     columns: int | None
@@ -53,7 +51,7 @@ def to_blocks(x: Tensor, block: Block) -> Tensor:
 
 
 def _divided_into(extent: int, size: int | None) -> tuple[int, int]:
-    """Return the extent of blocks in a dim, and what is added to it to make the last one whole."""
+    """Return the extent of blocks in a dim, and the padding that completes the last block."""
     if size is None:
         size = max(1, extent)
         return size, size - extent
@@ -71,7 +69,7 @@ def amax_of(blocks: Tensor) -> Tensor:
 
 
 def amax_of_matrices(x: Tensor) -> Tensor:
-    """Return the largest absolute value of each matrix [..., 1, 1] in fp32; 0 of an empty one."""
+    """Return the amax of each matrix [..., 1, 1] in fp32. 0 for an empty matrix."""
     if not x.numel():
         return x.new_zeros((*x.shape[:-2], 1, 1), dtype=torch.float32)
     return x.abs().amax(dim=(-2, -1), keepdim=True).float()
@@ -83,7 +81,7 @@ def _divided(number: float, x: Tensor) -> Tensor:
 
 
 def factors(amax: Tensor, name: str, *, power_of_two: bool) -> Tensor:
-    """Return what values are multiplied with before the cast to a format, in fp32."""
+    """Return the factors applied before the cast to a format, in fp32."""
     factor = _divided(LARGEST[name], amax).clamp(max=_FP32_MAX)
     if power_of_two:
         factor = power_of_two_below(factor)
@@ -91,7 +89,7 @@ def factors(amax: Tensor, name: str, *, power_of_two: bool) -> Tensor:
 
 
 def scales_of(amax: Tensor, name: str, *, power_of_two: bool) -> tuple[Tensor, Tensor]:
-    """Return factors and scales of values with these largest ones, in fp32."""
+    """Return factors and scales for the given amax values, in fp32."""
     factor = factors(amax, name, power_of_two=power_of_two)
     return factor, factor.reciprocal().where(amax.isfinite(), torch.nan)
 
@@ -106,7 +104,7 @@ def mx_scales(amax: Tensor, name: str) -> tuple[Tensor, Tensor]:
 def two_level_scales(amax: Tensor, tensor_amax: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return the factors of blocks, their e4m3 scales, and the fp32 scale of the tensor.
 
-    A block's value is code x e4m3 scale x tensor scale; the largest block has an e4m3 scale of 448.
+    A block's value is code x e4m3 scale x tensor scale. The largest block has an e4m3 scale of 448.
     The order of the operations is Transformer Engine's.
     """
     encode = _divided(_SCALE_MAX * LARGEST["e2m1"], tensor_amax).clamp(max=_FP32_MAX)
@@ -121,11 +119,13 @@ def two_level_scales(amax: Tensor, tensor_amax: Tensor) -> tuple[Tensor, Tensor,
 def apply_factors(
     blocks: Tensor, factor: Tensor, name: str, random: Tensor | None = None
 ) -> Tensor:
-    """Return the codes of blocks [..., nR, r, nC, c] with factors [..., nR, nC]."""
+    """Return the quantized data of blocks [..., nR, r, nC, c] with factors [..., nR, nC]."""
     return cast(blocks * factor.unsqueeze(-2).unsqueeze(-1), name, random)
 
 
 def values_of(codes: Tensor, scales: Tensor, block: Block) -> Tensor:
-    """Return the fp32 values [..., R, C] of codes [..., R, C] with scales [..., nR, nC]."""
+    """Return the fp32 values [..., R, C] of quantized data [..., R, C] with scales [..., nR,
+    nC].
+    """
     blocks = to_blocks(codes, block) * scales.float().unsqueeze(-2).unsqueeze(-1)
     return from_blocks(blocks, *codes.shape[-2:])

@@ -1,8 +1,9 @@
 """Quantize a weight shard by shard, so that the FP8 data can be all-gathered
 (:mod:`megatron_lightning.optim.gradients.quantized_data`).
 
-The data are bit-equal to what the layer's GEMMs quantize from the full weight. For this, row-wise
-and column-wise data have to be the same: recipes with one scale a tensor, or with square blocks.
+The data are bit-equal to the data that the layer's GEMMs quantize from the full weight. Row-wise
+and column-wise data therefore have to be equal: recipes with one scale a tensor, or with square
+blocks.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ def weight_quantizers(
 
     Args:
         module: Holds the layers.
-        quantized: Path of a layer -> its products.
+        quantized: Layer path -> GEMMs of the layer.
     """
     uses = Counter(id(p) for _, p in module.named_parameters(remove_duplicate=False))
     quantizers = {}
@@ -48,22 +49,22 @@ def weight_quantizers(
 
 
 class _Window(NamedTuple):
-    """Whole rows of blocks of one matrix, of which a range of the weight is a part."""
+    """Full block rows of one matrix around a range of the weight."""
 
     place: slice
-    """Of the matrix's values in the range."""
+    """Place of the matrix's values in the range."""
     offset: int
-    """Of them in the window."""
+    """Offset of the values in the window."""
     shape: tuple[int, int]
     scales: slice
-    """Of the window's blocks in the table."""
+    """Place of the window's blocks in the table of scales."""
 
 
 class WeightCodes:
-    """Codes of the weight [out, in] or [E, out, in] of a layer.
+    """Quantized data of the weight [out, in] or [E, out, in] of a layer.
 
     Args:
-        gemm: Products of the layer.
+        gemm: GEMMs of the layer.
         shape: Shape of the weight on this rank.
     """
 
@@ -83,7 +84,7 @@ class WeightCodes:
         self.group: AxisGroup | None = gemm.group if recipe.scaling == "current" else None
 
     def _windows(self, start: int, size: int) -> Iterator[_Window]:
-        """Yield the windows of a range, one a matrix."""
+        """Yield the windows of a range, one window a matrix."""
         per_matrix, num_scales = self._rows * self._columns, math.prod(self._grid)
         position = start
         while position < start + size:
@@ -105,7 +106,7 @@ class WeightCodes:
             position += last - first
 
     def _filled(self, values: Tensor, window: _Window) -> Tensor:
-        """Return a window with the range's values, and zeros around them."""
+        """Return a window with the range's values, padded with zeros."""
         part = values[window.place].to(self._gemm.dtype)
         if len(part) == math.prod(window.shape):
             return part.view(window.shape)
@@ -114,7 +115,7 @@ class WeightCodes:
         return filled.view(window.shape)
 
     def amax(self, values: Tensor, start: int) -> Tensor:
-        """Return the largest values of every block within a range."""
+        """Return the amax of every block within a range."""
         table = torch.zeros(self.num_scales, device=values.device)
         for window in self._windows(start, len(values)):
             blocks = to_blocks(self._filled(values, window), self._block)
@@ -122,7 +123,7 @@ class WeightCodes:
         return table
 
     def encode(self, values: Tensor, start: int, amax: Tensor) -> Tensor:
-        """Return the codes of a range."""
+        """Return the quantized data of a range."""
         codes = torch.empty(values.shape, dtype=self.dtype, device=values.device)
         for window in self._windows(start, len(values)):
             part = self._codes(self._filled(values, window), amax[window.scales]).flatten()
@@ -138,7 +139,7 @@ class WeightCodes:
         return encode(window, self._recipe, "weight", self._block, shared_amax=table)[0]
 
     def set_scales(self, amax: Tensor) -> None:
-        """Give the layer the scales of its codes."""
+        """Set the layer's scales from the reduced amax."""
         if self._recipe.scaling == "delayed":
             factor = self._gemm.histories["weight"].factor.to(amax.device)
             scales = factor.reciprocal().where(amax.isfinite(), torch.nan)

@@ -1,8 +1,8 @@
 """Backend that computes layers by modules of NVIDIA's Transformer Engine.
 
-Styles make the layers as for every backend, and keep their parameters, names and shard specs; this
-package attaches a module of Transformer Engine to each layer that a recipe quantizes (its
-*engine*), which computes with the layer's own parameters:
+Styles build the layers as for every backend, and keep parameters, names and shard specs. This
+package attaches a module of Transformer Engine (an *engine*) to each quantized layer. The engine
+computes with the layer's parameters:
 
     library   imports, guarded; what is missing
     recipes   FP8Recipe -> Transformer Engine's
@@ -13,5 +13,5 @@ package attaches a module of Transformer Engine to each layer that a recipe quan
     weights   weights that ranks gather as codes, in quantized tensors
     backend   attaches engines; autocast; caches of quantized weights
 
-Transformer Engine is imported by :func:`.library.load` only.
+Only :func:`.library.load` imports Transformer Engine.
 """

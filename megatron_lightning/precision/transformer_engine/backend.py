@@ -1,4 +1,4 @@
-"""Transformer Engine for the layers of one module: attaches engines, and keeps what they share."""
+"""Transformer Engine for the layers of a module: attaches engines, and holds their shared state."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ from megatron_lightning.precision.transformer_engine.weights import QuantizedWei
 
 
 class TransformerEngine:
-    """Computes the layers that a recipe quantizes by Transformer Engine.
+    """Computes the quantized layers by Transformer Engine.
 
     Args:
         recipe: The recipe.
         library: Transformer Engine.
 
     Raises:
-        ConfigError: If Transformer Engine has not this recipe.
+        ConfigError: If Transformer Engine lacks the recipe.
     """
 
     def __init__(self, recipe: FP8Recipe, library: Library) -> None:
@@ -55,7 +55,7 @@ class TransformerEngine:
         self.recipe = recipe
         self.library = library
         self.engines: dict[str, ModuleEngine] = {}
-        """Engines with quantized products, by the path of their layer."""
+        """Engines with quantized GEMMs, by layer path."""
         self._scalings: dict[str, FP8Recipe] = {}
         self._made: list[tuple[FP8Recipe, Any]] = []
         self._context: ParallelContext | None = None
@@ -68,13 +68,13 @@ class TransformerEngine:
     # --------------------------------------------------------------------------------------- layers
 
     def attach(self, module: nn.Module, context: ParallelContext, *, caches_weights: bool) -> str:
-        """Give this rank's layers their engines; return a sentence for the log.
+        """Attach engines to this rank's layers. Return a sentence for the log.
 
         Args:
             module: This rank's part of the module.
             context: Groups of this rank.
-            caches_weights: Whether quantized weights are kept between the micro-batches of a step;
-                False where the full weights exist for the time of a layer only.
+            caches_weights: Whether quantized weights are cached between the micro-batches of a
+                step. False if full weights exist only while a layer runs.
 
         Raises:
             ConfigError: If a pattern of the recipe matches nothing, or a layer has no counterpart.
@@ -105,7 +105,7 @@ class TransformerEngine:
     def _attach_linears(
         self, present: dict[str, nn.Module], recipes: dict[str, FP8Recipe], build: Builder
     ) -> None:
-        """Attach the linear layers and experts that are in no fused module."""
+        """Attach the linear layers and experts outside of fused modules."""
         for path, recipe in recipes.items():
             if path in self.engines or path.rpartition(".")[0] in self.engines:
                 continue
@@ -141,7 +141,7 @@ class TransformerEngine:
         return len(fusions)
 
     def _attach_others(self, present: dict[str, nn.Module], build: Builder) -> int:
-        """Attach norms and attention, which are not quantized; return the number of norms."""
+        """Attach norms and attention without quantization. Return the number of norms."""
         norms = 0
         for layer in present.values():
             if isinstance(layer, CoreAttention):
@@ -179,9 +179,10 @@ class TransformerEngine:
     # ----------------------------------------------------------------------------------------- step
 
     def step(self) -> AbstractContextManager[Any]:
-        """Return the context of one forward of a micro-batch.
+        """Return the context of a micro-batch's forward.
 
-        Its end reduces the largest values of delayed scaling over the ranks that share the layers.
+        The exit of the context reduces the amax values of delayed scaling over the ranks with the
+        same layers.
         """
         return nullcontext() if self._context is None else self._quantizing(self._context)
 
@@ -198,8 +199,8 @@ class TransformerEngine:
                 self._in_step = False
 
     def backward(self) -> AbstractContextManager[Any]:
-        """Return the context of a backward: an outer one, so that a forward that is computed again
-        inside reduces nothing.
+        """Return the context of a backward: an outer context, so that a recomputed forward inside
+        reduces nothing.
         """
         if self._context is None:
             return nullcontext()
@@ -208,7 +209,7 @@ class TransformerEngine:
 
     @contextmanager
     def without_notes(self) -> Iterator[None]:
-        """Inside the block no largest value enters the histories: it is taken out at the end."""
+        """Keep amax values of the block out of the histories. The values are removed at the end."""
         before = {path: row.clone() for path, row in latest_amax(self.engines)}
         try:
             yield
@@ -218,8 +219,9 @@ class TransformerEngine:
 
     @property
     def checkpoint(self) -> Callable[..., Any]:
-        """Transformer Engine's ``checkpoint``, which computes a forward again with the scales of
-        the first, and draws from our streams.
+        """Transformer Engine's ``checkpoint``.
+
+        A recomputed forward uses the scales of the first forward, and draws from our streams.
         """
         get_tracker = None if self._tracker is None else partial(_return, self._tracker)
         return partial(self.library.pytorch.checkpoint, get_rng_state_tracker=get_tracker)
@@ -234,18 +236,21 @@ class TransformerEngine:
         return context
 
     def weights_changed(self) -> None:
-        """Quantize the weights again in the next forward: of every layer's first micro-batch."""
+        """Quantize the weights again in the next forward of every layer's first micro-batch."""
         self._weights_version += 1
 
     def forget_weights(self) -> None:
-        """Keep quantized weights: evaluations, which may swap weights, do not use them."""
+        """Keep quantized weights: evaluations may swap weights, but do not use quantized
+        weights.
+        """
 
     def end_run(self) -> None:
-        """Leave the histories to Transformer Engine, which moves them in :meth:`step`."""
+        """Leave the histories to Transformer Engine. :meth:`step` updates the histories."""
 
     def is_first_microbatch(self, engine: ModuleEngine) -> bool | None:
-        """See :class:`~.engines.Surroundings`; evaluation, which may swap weights, caches
-        nothing.
+        """See :class:`~.engines.Surroundings`.
+
+        Evaluation caches nothing, because evaluation may swap weights.
         """
         if not self._caches or not torch.is_grad_enabled():
             return None
@@ -256,7 +261,7 @@ class TransformerEngine:
     # ---------------------------------------------------------------------------------- checkpoints
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of the layers of all pipeline ranks; all ranks call this."""
+        """Return the state of the layers of all pipeline ranks. All ranks call the method."""
         context = self._context
         if context is None or not self.recipe.has_history:
             return {}
@@ -286,11 +291,11 @@ class TransformerEngine:
     # -------------------------------------------------------------------------------------- recipes
 
     def _row(self, recipe: FP8Recipe) -> Any:
-        """Return the recipe of a layer; None: that of the step."""
+        """Return the recipe of a layer. None: the recipe of the step."""
         return None if recipe == self.recipe else self._te_recipe(recipe)
 
     def _te_recipe(self, recipe: FP8Recipe) -> Any:
-        """Return Transformer Engine's recipe: one object for equal ones of ours."""
+        """Return Transformer Engine's recipe: one object for equal recipes of ours."""
         for known, made in self._made:
             if known == recipe:
                 return made
@@ -301,7 +306,7 @@ class TransformerEngine:
 
 
 def _sharing(context: ParallelContext) -> Any:
-    """Return the process group of the ranks that share the layers; None: this one alone."""
+    """Return the process group of the ranks with the same layers. None: only this rank."""
     group = context.axis("tp-dp-cp")
     return group.process_group if group.size > 1 else None
 

@@ -1,9 +1,9 @@
-"""Modules of Transformer Engine for our layers, with the keywords that each takes.
+"""Modules of Transformer Engine for our layers, with keyword arguments for each module.
 
-Sizes are those of the full layer where Transformer Engine divides them (``parallel_mode``), and
-this rank's where the layer computes alone: inside a :class:`ParallelInput` region, experts, one
-rank. Modules are built on ``meta``: their parameters are the layers'. Those whose weights may be
-kept as codes are built in memory, with quantized tensors.
+Sizes are sizes of the full layer if Transformer Engine divides the layer (``parallel_mode``). Sizes
+are this rank's if the layer computes alone: inside a :class:`ParallelInput` region, for experts, on
+one rank. Modules are built on ``meta``, because the layers hold the parameters. Modules with
+weights stored as quantized data are built in memory, with quantized tensors.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ Norm = nn.RMSNorm | nn.LayerNorm
 
 
 class Shape(NamedTuple):
-    """Sizes and ranks of a linear layer, as Transformer Engine takes them."""
+    """Sizes and ranks of a linear layer in Transformer Engine's terms."""
 
     in_features: int
     out_features: int
@@ -57,8 +57,8 @@ class Builder:
         library: Transformer Engine.
         context: Groups of this rank.
         around: The backend.
-        codes: Recipe of the step, by which weights are kept as codes where ranks share their main
-            params; None: they are not.
+        codes: Recipe of the step for weights stored as quantized data, if ranks share main params.
+            None: weights are not stored as quantized data.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class Builder:
         )  # fmt: skip
 
     def norm_linear(self, norm: Norm, layer: Any, recipe: Any = None) -> LinearEngine:
-        """Return the engine of a linear layer and the norm before it."""
+        """Return the engine of a linear layer and the preceding norm."""
         shape = shape_of(layer)
         module = self._build(
             self._te.LayerNormLinear,
@@ -111,9 +111,9 @@ class Builder:
         )  # fmt: skip
 
     def norm_mlp(self, norm: Norm, mlp: MLP, activation: str, recipe: Any = None) -> LinearEngine:
-        """Return the engine of a feed-forward layer and the norm before it.
+        """Return the engine of a feed-forward layer and the preceding norm.
 
-        ``activation``: Transformer Engine's name of it.
+        ``activation``: Transformer Engine's name of the activation.
         """
         first, second = mlp.linear_fc1, mlp.linear_fc2
         shape = shape_of(first)
@@ -139,7 +139,7 @@ class Builder:
         )  # fmt: skip
 
     def grouped(self, layer: GroupedLinear, recipe: Any = None) -> GroupedEngine:
-        """Return the engine of a layer of experts: this rank's, of which it may hold a part of the
+        """Return the engine of an expert layer with this rank's experts, possibly sharded in
         width.
         """
         num_experts, out_features, in_features = layer.weight.shape
@@ -170,10 +170,11 @@ class Builder:
         initializers: tuple[str, ...] = ("init_method",),
         **keywords: Any,
     ) -> Any:
-        """Return a module for ``layer``: without memory, or with quantized weights of zeros, for
-        which no random numbers are drawn; their codes are made of the layer's weight.
+        """Return a module for ``layer``, either without memory or with quantized weights of zeros.
 
-        ``initializers``: keywords of what sets weights.
+        Zeros draw no random numbers. The quantized data is later made from the layer's weight.
+
+        ``initializers``: keywords of the weight initializers.
         """
         keywords["params_dtype"] = layer.weight.dtype
         if not self._keeps_codes(layer):
@@ -191,7 +192,7 @@ class Builder:
     def _weights(
         self, module: Any, layers: Mapping[str, Any], recipe: Any
     ) -> list[QuantizedWeight]:
-        """Return the quantized weights of a module; ``layers``: by the prefix of their names."""
+        """Return the quantized weights of a module. ``layers``: layers by name prefix."""
         recipe = self._codes if recipe is None else recipe
         weights = []
         for prefix, layer in layers.items():
@@ -230,8 +231,9 @@ class Builder:
         return AttentionEngine(core, build)
 
     def _drawn_from(self, core: CoreAttention) -> Any:
-        """Return what gives Transformer Engine the stream of a dropout; None: the default
-        generator.
+        """Return a function that gives Transformer Engine the stream of a dropout.
+
+        None: the default generator.
         """
         dropout = core.dropout
         if dropout.streams is None:
@@ -292,11 +294,11 @@ def shape_of(layer: nn.Module) -> Shape:
 
 
 def check_layer(path: str, layer: Any, scaling: str) -> None:
-    """Check that a layer has a counterpart, and its matrices whole tiles.
+    """Check that a layer has a counterpart, and its matrices have full tiles.
 
     Raises:
-        ConfigError: If it has none, or a size of this rank's part is no multiple of 16, or of 32
-            for the formats with small blocks.
+        ConfigError: If the layer has no counterpart, or a size of this rank's part is not a
+            multiple of 16, or of 32 for the formats with small blocks.
     """
     if not isinstance(layer, GroupedLinear):
         shape_of(layer)

@@ -1,8 +1,8 @@
-"""Modules of Transformer Engine that compute layers with the layers' own parameters.
+"""Modules of Transformer Engine that compute layers with the layers' parameters.
 
-An engine is no child module of its layer, so that names and checkpoints do not change. It binds the
-parameters at every call, because sharded data parallelism exchanges them. Copies and pickles of a
-layer have None in its place.
+An engine is no child module of the layer, so that names and checkpoints do not change. The engine
+binds the parameters at every call, because sharded data parallelism exchanges parameters. Copies
+and pickles of a layer hold None instead.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Surroundings(Protocol):
     """Interface of the backend to engines during a step."""
 
     def scope(self, recipe: Any) -> AbstractContextManager[Any]:
-        """Return the context in which a layer with its own recipe runs."""
+        """Return the context that runs a layer with a separate recipe."""
         ...
 
     @property
@@ -35,8 +35,9 @@ class Surroundings(Protocol):
         ...
 
     def is_first_microbatch(self, engine: ModuleEngine) -> bool | None:
-        """Return whether the weights have changed since the engine's last call; None: nothing is
-        cached.
+        """Return whether the weights have changed since the engine's last call.
+
+        None: nothing is cached.
         """
         ...
 
@@ -46,11 +47,11 @@ class ModuleEngine:
 
     Args:
         layer: The layer.
-        module: Transformer Engine's module, whose own parameters are on ``meta``.
+        module: Transformer Engine's module, with parameters on ``meta``.
         parameters: Returns the layer's parameters by the module's names.
         around: The backend.
-        recipe: Recipe of the layer, where it is not the step's.
-        weights: Weights that may be kept as codes.
+        recipe: Recipe of the layer, if different from the step's recipe.
+        weights: Weights that may be stored as quantized data.
     """
 
     def __init__(
@@ -65,7 +66,7 @@ class ModuleEngine:
     ) -> None:
         self.module = module
         self.cached_version = -1
-        """Version of the weights of which the module has quantized copies."""
+        """Version of the weights in the module's quantized copies."""
         self.checkpoint: Callable[..., Any] | None = around.checkpoint
         self._layer = layer
         self._parameters = parameters
@@ -77,8 +78,9 @@ class ModuleEngine:
         return type(None), ()
 
     def takes(self, x: Tensor, *args: Any) -> bool:
-        """See :class:`~megatron_lightning.layers.engine.Engine`; tensors without values are for the
-        layer.
+        """See :class:`~megatron_lightning.layers.engine.Engine`.
+
+        The layer computes tensors without values.
         """
         return not isinstance(x, FakeTensor)
 
@@ -106,11 +108,11 @@ class NormEngine(ModuleEngine):
 
 
 class LinearEngine(ModuleEngine):
-    """Computes a linear layer, or a norm and what follows it.
+    """Computes a linear layer, or a norm with the following layers.
 
     Args:
-        sequence_dim: Dim of the sequence, which Transformer Engine gathers and scatters along the
-            first.
+        sequence_dim: Dim of the sequence. Transformer Engine gathers and scatters along the first
+            dim.
         given: The other arguments, by name.
     """
 
@@ -125,11 +127,11 @@ class LinearEngine(ModuleEngine):
 
 
 class GroupedEngine(ModuleEngine):
-    """Computes the experts of a layer; rows of each are padded to what the recipe multiplies.
+    """Computes the experts of a layer. Rows of each expert are padded to the recipe's multiple.
 
     Args:
         pad: Adds rows of zeros.
-        unpad: Removes them.
+        unpad: Removes the rows of zeros.
         given: The other arguments.
     """
 
@@ -154,8 +156,8 @@ class AttentionEngine:
 
     Args:
         core: The layer.
-        build: Returns a ``DotProductAttention`` for heads (n, g), sizes (d, e) and a scale; they
-            are known at the first call.
+        build: Returns a ``DotProductAttention`` for heads (n, g), sizes (d, e) and a scale, known
+            at the first call.
     """
 
     checkpoint: Callable[..., Any] | None = None
@@ -173,8 +175,10 @@ class AttentionEngine:
         return type(None), ()
 
     def takes(self, x: Tensor, *args: Any) -> bool:
-        """Return whether there is a form for these sequences: documents that share a row, cached
-        keys, attention in fp32 and by kernels of torch that the user names are the layer's own.
+        """Return whether the engine supports the sequences.
+
+        The layer computes documents in a shared row, cached keys, attention in fp32, and attention
+        by kernels of torch that the user names.
         """
         sequence: SequenceInfo = args[0]
         core = self._core
@@ -212,7 +216,7 @@ class AttentionEngine:
 
 
 class PassedNorm:
-    """Engine of a norm that the engine of the next layer computes: returns its input."""
+    """Engine of a norm that the next layer's engine computes. Returns the input."""
 
     checkpoint: Callable[..., Any] | None = None
 

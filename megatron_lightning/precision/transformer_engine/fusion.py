@@ -1,7 +1,7 @@
-"""Which norms are computed together with the layer that reads them.
+"""Find norms to fuse with the following layer.
 
-A block names, in ``read_by``, the norms whose output one module alone reads. The norm keeps its
-weight and returns its input; the module after it normalizes.
+A block names, in ``read_by``, norms with a single reader. The norm keeps the weight and returns the
+input. The following module normalizes.
 """
 
 from __future__ import annotations
@@ -21,15 +21,17 @@ _FIRST_LINEAR: Mapping[type[nn.Module], str] = {SelfAttention: "linear_qkv", MLP
 
 
 class Fusion(NamedTuple):
-    """A norm and what follows it."""
+    """A norm and the following layer."""
 
     norm: str
     """Path of the norm."""
     target: str
-    """Path of the linear layer, or of the feed-forward layer, that normalizes."""
+    """Path of the normalizing linear or feed-forward layer."""
     activation: str | None
-    """Transformer Engine's name of a feed-forward layer's activation; None: the target is
-    linear."""
+    """Transformer Engine's name of a feed-forward layer's activation.
+
+    None: the target is linear.
+    """
 
 
 def find_fusions(
@@ -39,7 +41,7 @@ def find_fusions(
 
     Args:
         present: Modules by path.
-        recipes: Recipes of the linear layers by path; None: bf16.
+        recipes: Recipes of the linear layers by path. None: bf16.
     """
     found = []
     for path, block in present.items():
@@ -78,8 +80,8 @@ def is_untouched(module: nn.Module) -> bool:
 def _activation(
     reader: nn.Module, path: str, recipes: Mapping[str, FP8Recipe | None]
 ) -> str | None:
-    """Return Transformer Engine's name of the activation of a feed-forward layer that it computes
-    as a whole; None: it does not.
+    """Return Transformer Engine's name of the activation if Transformer Engine computes the full
+    feed-forward layer, or None.
     """
     if not isinstance(reader, MLP):
         return None
@@ -90,6 +92,6 @@ def _activation(
         return None
     if isinstance(reader.activation, SwiGLU):
         return "swiglu"
-    # Transformer Engine's gelu is the one by tanh.
+    # Transformer Engine's gelu is the tanh version.
     is_tanh = isinstance(reader.activation, nn.GELU) and reader.activation.approximate == "tanh"
     return "gelu" if is_tanh else None

@@ -1,5 +1,6 @@
-"""torch's own norms with a place for an engine; they become these, and plain again, by a change of
-class.
+"""torch's norms with a place for an engine.
+
+A change of class converts a norm to the engine class and back.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from megatron_lightning.layers.norm import RMSNorm
 
 
 class EngineRMSNorm(nn.RMSNorm):
-    """An ``nn.RMSNorm`` that an engine computes."""
+    """An ``nn.RMSNorm`` computed by an engine."""
 
     engine: Engine | None = None
 
@@ -26,11 +27,11 @@ class EngineRMSNorm(nn.RMSNorm):
 
 
 class EngineModelRMSNorm(EngineRMSNorm, RMSNorm):
-    """The RMSNorm of our models, that an engine computes."""
+    """The RMSNorm of our models, computed by an engine."""
 
 
 class EngineLayerNorm(nn.LayerNorm):
-    """An ``nn.LayerNorm`` that an engine computes."""
+    """An ``nn.LayerNorm`` computed by an engine."""
 
     engine: Engine | None = None
 

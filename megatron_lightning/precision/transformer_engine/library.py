@@ -1,4 +1,4 @@
-"""Import of Transformer Engine, and every way in which it can fail. No torch here."""
+"""Import of Transformer Engine, with all failures of the import. No torch here."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from megatron_lightning.errors import ConfigError
 
 TESTED = ((2, 20), (2, 21))
-"""First version whose signatures are checked, and the first that is not."""
+"""First version with checked signatures, and first version beyond."""
 INSTALL = 'pip install --no-build-isolation "megatron_lightning[te]"'
 _NAMES = (
     "Linear", "LayerNormLinear", "LayerNormMLP", "GroupedLinear", "LayerNorm", "RMSNorm",
@@ -22,14 +22,14 @@ _NAMES_OF_TENSORS = ("post_all_gather_processing", "quantize_master_weights", "r
 
 
 class Library(NamedTuple):
-    """The parts of Transformer Engine that are used."""
+    """The used parts of Transformer Engine."""
 
     pytorch: Any
     """``transformer_engine.pytorch``: layers, autocast, checkpoint."""
     recipe: Any
     """``transformer_engine.common.recipe``."""
     tensors: Any
-    """``transformer_engine.pytorch.tensor.utils``: weights that are kept as codes."""
+    """``transformer_engine.pytorch.tensor.utils``: weights stored as quantized data."""
     version: str
 
 
@@ -40,7 +40,8 @@ def load(*, has_gpu: bool) -> Library:
         has_gpu: Whether this process has a CUDA device.
 
     Raises:
-        ConfigError: If it cannot be used here: with what is missing, and what would work.
+        ConfigError: If Transformer Engine cannot be used here. Names the missing part and the
+            alternatives.
     """
     if not has_gpu:
         raise ConfigError(
@@ -70,9 +71,11 @@ def load(*, has_gpu: bool) -> Library:
 
 
 def _import(name: str) -> Any:
-    """Import a module; a package without its compiled parts fails in many ways: ImportError without
+    """Import a module.
+
+    A package without compiled parts fails in many ways: ImportError without
     transformer_engine_torch, RuntimeError without the core package, OSError or FileNotFoundError
-    without a library, AssertionError for packages of unlike versions.
+    without a library, AssertionError for packages of different versions.
     """
     try:
         return importlib.import_module(name)

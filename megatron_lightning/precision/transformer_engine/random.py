@@ -10,7 +10,7 @@ from megatron_lightning.parallel.rng import RngStreams
 
 
 class StreamTracker:
-    """Draws from one of our streams.
+    """Draws from a named stream of ours.
 
     Args:
         streams: The streams of this rank.

@@ -11,8 +11,9 @@
     random_hadamard_transform                            not disable_rht
     stochastic_rounding                                  not disable_stochastic_rounding
 
-Each field is given, also where it is the default: Transformer Engine reads its defaults from the
-environment. ``num_layers_*_in_bf16`` and ``modules`` decide which layers get an engine at all.
+Each field is passed explicitly, even with the default value, because Transformer Engine reads
+defaults from the environment. ``num_layers_*_in_bf16`` and ``modules`` decide whether a layer gets
+an engine.
 """
 
 from __future__ import annotations
@@ -34,15 +35,15 @@ _AVAILABLE: Mapping[str, str] = {
 
 
 def all_recipes(recipe: FP8Recipe) -> list[FP8Recipe]:
-    """Return a recipe and those of its rows."""
+    """Return a recipe and the recipes of its rows."""
     return [recipe, *(row for row in recipe.rows.values() if row is not None)]
 
 
 def check_recipe(recipe: FP8Recipe) -> None:
-    """Check that Transformer Engine has the recipe, and those of its rows.
+    """Check that Transformer Engine has the recipe, and the recipes of the rows.
 
     Raises:
-        ConfigError: If it has not.
+        ConfigError: If a recipe is missing.
     """
     for own in all_recipes(recipe):
         if own.scaling == "rowwise":
@@ -59,7 +60,7 @@ def check_recipe(recipe: FP8Recipe) -> None:
 
 
 def check_available(recipe: FP8Recipe, library: Library) -> None:
-    """Check that this process's GPU can run the recipe, and those of its rows.
+    """Check that this process's GPU can run the recipe, and the recipes of the rows.
 
     Raises:
         ConfigError: With Transformer Engine's reason.
@@ -79,7 +80,8 @@ def te_recipe(recipe: FP8Recipe, library: Library, *, reduces: bool) -> Any:
     Args:
         recipe: Ours.
         library: Transformer Engine.
-        reduces: Whether several ranks share the largest values (delayed scaling). Where one does
+        reduces: Whether several ranks share amax values (delayed scaling). With a single rank
+            nothing is reduced, because a group of None would mean all ranks.
             not, no group is reduced over: a group of None would be all ranks.
     """
     te = library.recipe

@@ -1,7 +1,7 @@
 """Scales and histories of Transformer Engine's layers as tensors and JSON.
 
-Its own ``_extra_state`` of delayed scaling is a pickle, which a checkpoint does not load. What the
-pickle holds is read and written here instead; other recipes have no state.
+Transformer Engine's ``_extra_state`` of delayed scaling is a pickle, and a checkpoint does not load
+pickles. This file reads and writes the pickle's contents instead. Other recipes have no state.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ _ABOUT = "about"
 
 
 def read_state(engines: Mapping[str, ModuleEngine], version: str) -> dict[str, Any]:
-    """Return the state of the layers that have one: ``path.scale_fwd`` and the like -> tensor, and
-    ``about``: JSON of Transformer Engine's version and the number of products of each layer.
+    """Return the state of layers with delayed scaling: ``path.scale_fwd`` and the like -> tensor,
+    and ``about``: JSON of Transformer Engine's version and the number of GEMMs of each layer.
     """
     tensors: dict[str, Any] = {}
     products: dict[str, int] = {}
@@ -41,8 +41,9 @@ def read_state(engines: Mapping[str, ModuleEngine], version: str) -> dict[str, A
 
 
 def latest_amax(engines: Mapping[str, ModuleEngine]) -> Iterator[tuple[str, Tensor]]:
-    """Yield the row of every forward history, by the path of its layer, into which Transformer
-    Engine writes the largest values of the forward at hand.
+    """Yield the first row of every forward history, by layer path.
+
+    Transformer Engine writes the amax values of the current forward into the first row.
     """
     for path, engine in engines.items():
         scaling = engine.module.fp8_meta.get("scaling_fwd")
@@ -52,7 +53,7 @@ def latest_amax(engines: Mapping[str, ModuleEngine]) -> Iterator[tuple[str, Tens
 
 
 def join_states(states: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the states of all pipeline ranks as one."""
+    """Return the states of all pipeline ranks merged into one dict."""
     states = [state for state in states if state]
     if not states:
         return {}
@@ -69,7 +70,7 @@ def load_state(
 
     Args:
         engines: Engines by the path of their layer.
-        state: What was saved.
+        state: The saved state.
         recipes: Transformer Engine's recipe of each layer with delayed scaling.
 
     Raises:

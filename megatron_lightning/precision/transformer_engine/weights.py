@@ -1,9 +1,8 @@
-"""Weights that ranks gather as codes, in Transformer Engine's quantized tensors.
+"""Weights all-gathered as quantized data, in Transformer Engine's quantized tensors.
 
-A module that is built inside ``quantized_model_init`` has quantized tensors in place of its
-weights: codes of 8 bits, scales, and transposed codes for kernels that need them. Here the codes
-lie in the buffer that ranks gather (``replace_raw_data``), which the layer's parameter is a view
-of, too:
+A module built inside ``quantized_model_init`` has quantized tensors in place of weights: 8-bit
+data, scales, and transposed data for kernels that need a transpose. Here the data lies in the
+all-gathered buffer (``replace_raw_data``), and the layer's parameter is a view of the same buffer:
 
     main params, fp32   of this rank's range, stepped by the optimizer
       | quantize_master_weights: ranks agree on scales; codes of this rank's range
@@ -30,8 +29,9 @@ class QuantizedWeight(LibraryQuantizer):
 
     Args:
         layer: The layer.
-        tensors: Quantized tensors by their names in the module: one, or each expert's.
-        recipe: Transformer Engine's recipe of them.
+        tensors: Quantized tensors by name in the module: a single tensor, or a tensor for each
+            expert.
+        recipe: Transformer Engine's recipe of the tensors.
         utils: ``transformer_engine.pytorch.tensor.utils``.
     """
 
@@ -54,12 +54,12 @@ class QuantizedWeight(LibraryQuantizer):
 
     @property
     def holds_codes(self) -> bool:
-        """Whether the layer's parameter is codes now."""
+        """Whether the layer's parameter is currently quantized data."""
         return is_quantized(self._weight.dtype)
 
     @classmethod
     def quantize(cls, weights: Sequence[WeightRanges], group: AxisGroup) -> None:
-        """See the base class. Transformer Engine takes weights of one recipe in a call."""
+        """See the base class. A call of Transformer Engine takes weights of a single recipe."""
         by_recipe: dict[int, list[WeightRanges]] = {}
         for weight in weights:
             by_recipe.setdefault(id(_of(weight).recipe), []).append(weight)
@@ -75,10 +75,10 @@ class QuantizedWeight(LibraryQuantizer):
             )
 
     def parts(self, ranges: Sequence[Range]) -> list[tuple[Any, Tensor | None, int | None]]:
-        """Return each quantized tensor, which is about to change, with this rank's main params of
-        it and their place; None where it has none.
+        """Return each quantized tensor before its update, with this rank's main params and their
+        place in the tensor. None if this rank has none.
 
-        ``ranges``: one of the flattened weight, or none.
+        ``ranges``: one range of the flattened weight, or none.
         """
         self._share_memory()
         self._is_processed = False
@@ -96,7 +96,7 @@ class QuantizedWeight(LibraryQuantizer):
         return found
 
     def _share_memory(self) -> None:
-        """Bind the tensors' codes to those of the layer's parameter."""
+        """Bind the tensors' data to the memory of the layer's parameter."""
         codes = self._weight.detach().view(torch.uint8)
         if self._codes is not None and self._codes.data_ptr() == codes.data_ptr():
             return
@@ -106,9 +106,12 @@ class QuantizedWeight(LibraryQuantizer):
         self._codes = codes
 
     def bound(self) -> dict[str, Tensor]:
-        """Return the tensors as a module takes them; their gradient is the parameter's."""
+        """Return the tensors for the module's forward.
+
+        Their gradient is the parameter's gradient.
+        """
         if not self._is_processed:
-            # What is made is kept for backward, also if an evaluation comes first.
+            # The processed tensors are kept for backward, also if an evaluation comes first.
             with torch.inference_mode(False), torch.no_grad():
                 self.utils.post_all_gather_processing(list(self._tensors.values()))
             self._is_processed = True
@@ -121,7 +124,7 @@ def _of(weight: WeightRanges) -> QuantizedWeight:
 
 
 class _Bound(torch.autograd.Function):
-    """Quantized tensors whose gradients are those of a parameter."""
+    """Quantized tensors that pass their gradients to a parameter."""
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, tensors: list[Any]) -> tuple[Any, ...]:
