@@ -1,4 +1,4 @@
-"""Plans of a training before it runs: floating-point operations, memory, grid and schedule, as pure
+"""Plan a training before the run: floating-point operations, memory, grid and schedule, as pure
 arithmetic without torch.
 """
 

@@ -1,8 +1,9 @@
 """Activation memory of a pipeline stage for one micro-batch, and of a pipeline rank for a schedule.
+
 No torch here.
 
-A rank holds what its stages keep of every micro-batch between its forward and its backward, and at
-each action what that one needs beyond:
+A rank holds the saved tensors of every micro-batch between forward and backward. Each action needs
+additional memory:
 
     peak = max over the actions ( kept by the micro-batches in flight + the action's own )
 """
@@ -35,7 +36,9 @@ _ALIASES: Mapping[str, tuple[str, ...]] = {
     "layernorm": ("**.input_layernorm", "**.pre_mlp_layernorm"),
 }
 MESSAGES_PER_CHANNEL = 3
-"""Two are received ahead of the action that takes them, and one waits for its receiver."""
+"""Two messages are received ahead of the consuming action, and one message waits for the
+receiver.
+"""
 _MODEL = "model."  # where GPTLightningModule holds its model
 
 
@@ -45,7 +48,7 @@ def stage_profile(sizes: Sizes, units: Sequence[str], recompute: RecomputeOption
     Args:
         sizes: Model, layout and micro-batch.
         units: The stage's units.
-        recompute: What backward computes again, and what it reads from the host.
+        recompute: Recomputed and offloaded activations.
     """
     stream = "received"
     ends = replace(sizes, compiled=False)  # no block holds them
@@ -78,8 +81,10 @@ def stage_profile(sizes: Sizes, units: Sequence[str], recompute: RecomputeOption
 
 
 def num_received(config: TransformerConfig, units: Sequence[str]) -> int:
-    """Return how many tensors like the stream a stage receives of a micro-batch: an output layer
-    apart from the layers of multi-token prediction, those of all depths.
+    """Return the number of stream-sized tensors that a stage receives for a micro-batch.
+
+    An output layer on another stage than the layers of multi-token prediction receives the tensors
+    of all depths.
     """
     joins = OUTPUT in units and all(predicting_layer_of(unit) is None for unit in units)
     return 1 + config.num_predicting_layers if joins else 1
@@ -93,7 +98,7 @@ def rank_peak(
     message_bytes: float,
     stream_bytes: float,
 ) -> float:
-    """Return the most bytes of activations that a pipeline rank holds in a run of a schedule.
+    """Return the peak activation bytes of a pipeline rank in a run of a schedule.
 
     Args:
         schedule: The table.
@@ -121,7 +126,7 @@ def rank_peak(
 
 
 def _num_channels(schedule: Schedule, pp_rank: int) -> int:
-    """Return from how many (direction, other pipeline rank) messages come."""
+    """Return the number of distinct (direction, other pipeline rank) message sources."""
     holders = schedule.placement.pp_ranks
     neighbors = [
         (step, holders[stage + step])
@@ -133,7 +138,7 @@ def _num_channels(schedule: Schedule, pp_rank: int) -> int:
 
 
 def in_flight(schedule: Schedule, pp_rank: int) -> int:
-    """Return the most (stage, micro-batch) activations that a pipeline rank holds at once."""
+    """Return the most (stage, micro-batch) activations held at once on a pipeline rank."""
     held = peak = 0
     for action in schedule.actions[pp_rank]:
         held += _change(action)
@@ -148,8 +153,9 @@ def _change(action: Action) -> int:
 
 
 def _output(sizes: Sizes, stream: str) -> list[Operation]:
-    """Return the tape of the output layer and the loss; the hidden states of all depths of
-    multi-token prediction pass them side by side.
+    """Return the tape of the output layer and the loss.
+
+    The hidden states of all depths of multi-token prediction pass side by side.
     """
     depths = sizes.config.num_predicting_layers
     if not depths:
@@ -184,17 +190,18 @@ def _predicting_layer(sizes: Sizes, unit: str, stream: str) -> list[Operation]:
     operations += _layer(sizes, unit, entering, f"{unit}.transformer_layer")
     left = operations[-1].makes[0]
     operations.append(layers.norm(sizes, f"{unit}.final_layernorm", left, f"{unit} normed"))
-    # The gradient of the hidden states of the depth before waits beside each of them.
+    # The gradient of the previous depth's hidden states waits beside each operation.
     return [replace(one, backward_bytes=one.backward_bytes + size) for one in operations]
 
 
 def _layer(sizes: Sizes, unit: str, stream: str, path: str | None = None) -> list[Operation]:
-    """Return the tape of a layer, which is a unit or is in it at ``path``, from the stream that
-    enters it to the one that leaves it.
+    """Return the tape of a layer from the entering to the leaving stream.
+
+    The layer is a unit or is inside a unit at ``path``.
     """
     kind = kind_of(sizes.config, unit) or "dense"
     operations = entry_of(kind, LEDGERS, "ledger")(sizes, path or unit, stream)
-    # The gradient of the residual stream waits beside each of them.
+    # The gradient of the residual stream waits beside each operation.
     return [
         replace(one, backward_bytes=one.backward_bytes + sizes.stream_bytes) for one in operations
     ]
@@ -227,10 +234,9 @@ def _transformer_layer(
     Args:
         sizes: Sizes.
         name: Path of the layer.
-        streams: Names of the stream that enters and of the normed stream that the feed-forward
-            reads.
+        streams: Names of the entering stream and of the normed stream for the feed-forward.
         feed_forward: Operations behind the second norm.
-        has_experts: Whether they are experts.
+        has_experts: Whether the operations are experts.
     """
     config, (stream, normed_again) = sizes.config, streams
     normed, middle = f"{name} normed" if config.norms_inputs else stream, f"{name} middle"
@@ -258,7 +264,7 @@ def _transformer_layer(
 
 
 def _read_by_feed_forward(sizes: Sizes, name: str) -> str:
-    """Return the name of the stream that the feed-forward of a layer reads."""
+    """Return the name of the feed-forward's input stream."""
     return f"{name} normed again" if sizes.config.norms_inputs else f"{name} middle"
 
 
@@ -276,12 +282,14 @@ def _with_norm(sizes: Sizes, operations: list[Operation], path: str) -> list[Ope
 
 LEDGERS: Mapping[str, Callable[[Sizes, str, str], list[Operation]]]
 LEDGERS = MappingProxyType({"dense": _dense_layer, "expert": _expert_layer})
-"""Kind of a layer -> function of sizes, path and entering stream that returns its operations."""
+"""Kind of a layer -> function of sizes, path and entering stream that returns the operations."""
 
 
 def _norm_of_sum(sizes: Sizes, name: str, middle: str, normed: str, *, is_kept: bool) -> Operation:
-    """Return the norm of the stream in the middle of a layer; not kept, the stream is computed
-    again from what entered the layer, which is kept, and what attention returned.
+    """Return the norm of the stream in the middle of a layer.
+
+    If the middle stream is not kept, backward recomputes the stream from the saved layer input and
+    attention's output.
     """
     if is_kept:
         return layers.norm(sizes, f"{name}.pre_mlp_layernorm", middle, normed)
@@ -295,8 +303,9 @@ def _norm_of_sum(sizes: Sizes, name: str, middle: str, normed: str, *, is_kept: 
 def _grouped(
     units: Sequence[str], recompute: RecomputeOptions, num_before: int = 0
 ) -> Iterator[tuple[Sequence[str], bool]]:
-    """Yield the layers that are kept or recomputed together, and whether they are recomputed;
-    ``num_before``: layers of the stage before these.
+    """Yield groups of layers kept or recomputed together, and whether the group is recomputed.
+
+    ``num_before``: earlier layers of the stage.
     """
     count = recompute.recompute_num_layers or 1
     if recompute.recompute_granularity != "full":
@@ -311,7 +320,7 @@ def _grouped(
 def _selective(
     operations: Sequence[Operation], sizes: Sizes, recompute: RecomputeOptions
 ) -> list[Segment]:
-    """Divide operations into segments by the modules that are recomputed."""
+    """Divide operations into segments by recomputed modules."""
     patterns: tuple[re.Pattern[str], ...] = ()
     if recompute.recompute_granularity == "selective":
         patterns = _compiled(recompute.recompute_modules)
@@ -326,9 +335,9 @@ def _selective(
         inputs = _not_dropped(operation.inputs, dropped, module)
         needed = operation.backward_bytes + again
         kept.append(replace(operation, keeps=left, inputs=inputs, backward_bytes=needed))
-        # Under autocast the next layer keeps a cast copy of what a norm returns.
+        # Under autocast the next layer saves a cast copy of a norm's output.
         is_cast = module is not None and sizes.precision.autocast and _is_norm(module)
-        # A graph computes a module again for those that read its output, too.
+        # A graph also recomputes a module for the readers of the module's output.
         drops = sizes.compiled or (module is not None and _is_cheap(module) and not is_cast)
         if module is not None and drops:
             dropped |= dict.fromkeys(operation.makes, module)
@@ -340,12 +349,15 @@ def _selective(
 
 
 def _not_dropped(tensors: Kept, dropped: Mapping[str, str], module: str | None) -> Kept:
-    """Leave out what other modules made that are computed again."""
+    """Leave out recomputed tensors made by other modules."""
     return {n: size for n, size in tensors.items() if dropped.get(n, module) == module}
 
 
 def _offloaded(segment: Segment, recompute: RecomputeOptions) -> Segment:
-    """Leave out what is kept in host memory; a backward has its own tensors on the device."""
+    """Leave out tensors in host memory.
+
+    During a backward, the operation's tensors are on the device.
+    """
     patterns = _compiled(recompute.offload_modules)
     operations = []
     for operation in segment.operations:
@@ -373,7 +385,7 @@ def _compiled(names: Sequence[str]) -> tuple[re.Pattern[str], ...]:
 
 
 def _outermost(path: str, patterns: Sequence[re.Pattern[str]]) -> str | None:
-    """Return the outermost module around ``path`` that a pattern matches; None: there is none."""
+    """Return the outermost matching module around ``path``, or None."""
     segments = path.split(".")
     modules = [".".join(segments[: index + 1]) for index in range(len(segments))]
     return next(
@@ -391,5 +403,5 @@ def _is_norm(module: str) -> bool:
 
 
 def _is_cheap(module: str) -> bool:
-    """Return whether a module's output is dropped rather than its inputs kept."""
+    """Return whether a module's output is dropped instead of keeping the module's inputs."""
     return _is_norm(module) or module.endswith(".activation")

@@ -1,4 +1,4 @@
-"""Bytes of a :class:`GPTModel` that is frozen and trains adapters (LoRA). No torch here.
+"""Bytes of a frozen :class:`GPTModel` with trained adapters (LoRA). No torch here.
 
 Of N frozen and T trained parameters on n data-parallel ranks, with weights of w bytes, Adam's two
 moments in fp32, and main params of m bytes (4 or 0):
@@ -9,8 +9,8 @@ moments in fp32, and main params of m bytes (4 or 0):
     fsdp     w N / n + (m or w) T / n             4 T          8 T / n
              + gathered units
 
-Backward keeps the same inputs: those of the frozen layers are those of A. What is r features wide
-is left out.
+Backward keeps the same inputs, because the inputs of the frozen layers are also the inputs of A.
+Tensors with r features are left out.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ class AdapterSizes:
     exclude_modules: str | Sequence[str] = ()
     """Layers without adapters."""
     fused: str = "parts"
-    """One adapter for each matrix of a fused weight ("parts"), or "one"."""
+    """An adapter for each matrix of a fused weight ("parts"), or "one"."""
 
     @classmethod
     def of_options(cls, options: Mapping[str, object]) -> AdapterSizes:
-        """Return the sizes that options of ``LoRA`` describe.
+        """Return the sizes described by options of ``LoRA``.
 
         Raises:
-            ConfigError: For options whose sizes a plan does not know.
+            ConfigError: For options with sizes unknown to a plan.
         """
         unknown = [
             name for name in ("rank_pattern", "modules_to_save", "use_dora") if options.get(name)
@@ -78,7 +78,7 @@ class AdapterSizes:
     def count_unit(
         self, config: TransformerConfig, layout: ParallelLayout, unit: str
     ) -> ParameterCount:
-        """Return the parameters of the adapters in a unit on one rank."""
+        """Return the parameters of the adapters in a unit on a rank."""
         weights = (w for w in unit_weights(config, unit) if self.adapts(unit, w))
         return sum((self._count(weight, layout) for weight in weights), ParameterCount())
 
@@ -105,7 +105,7 @@ def _matches(names: str | Sequence[str], path: str) -> bool:
 
 
 class AdaptedState:
-    """Weights, gradients and optimizer of a rank whose base is frozen.
+    """Weights, gradients and optimizer of a rank with a frozen base.
 
     Args:
         config: The model.
@@ -113,8 +113,8 @@ class AdaptedState:
         own: Units of the rank's stages.
         adapters: Sizes of the adapters.
         precision: Bytes of an element.
-        mode: How data-parallel ranks share them.
-        options: Options of that.
+        mode: Data-parallel mode.
+        options: Options of the data-parallel mode.
         reshards: Whether fsdp gathers a unit for each use, instead of once a step.
     """
 

@@ -1,7 +1,9 @@
-"""The tape of one micro-batch through attention: what each operation keeps and allocates. No torch
-here.
+"""The tape of one micro-batch through attention: saved and allocated bytes of each operation.
 
-Notation as in ``layers.py``; ``n`` heads of the rank, ``g`` its query groups, ``d`` head dim.
+No torch here.
+
+Notation as in ``layers.py``. ``n`` heads of the rank, ``g`` query groups of the rank, ``d`` head
+dim.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ _LEAST_PIECE = 128  # queries of a block of a window, as in layers/context/block
 
 
 def attention(sizes: Sizes, path: str, normed: str) -> list[Operation]:
-    """Return the attention of a layer, from the normed stream to its output."""
+    """Return the attention of a layer, from the normed stream to the output."""
     config, mla = sizes.config, sizes.config.mla
     heads = config.num_attention_heads // sizes.layout.tp
     if mla is not None:
@@ -35,7 +37,7 @@ def attention(sizes: Sizes, path: str, normed: str) -> list[Operation]:
 def _core(
     sizes: Sizes, path: str, context: str, *, kept: Kept, heads: int, head: tuple[int, int]
 ) -> Operation:
-    """Return the attention itself; ``head``: sizes of a key and a value."""
+    """Return the core attention. ``head``: sizes of a key and a value."""
     config, tokens, e = sizes.config, sizes.tokens, sizes.element
     padded = float(max(head) * heads * tokens * e)  # kernels take heads of one size
     is_padded = head[1] < max(head)
@@ -55,7 +57,7 @@ def _core(
         inputs=kept,
         makes=(context,),
         forward_bytes=padded * wide + 3 * scores,
-        # The output's gradient; those of queries, keys and values.
+        # The output's gradient, and the gradients of queries, keys and values.
         backward_bytes=padded * wide + sum(kept.values()) + 5 * scores,
     )
 
@@ -83,8 +85,10 @@ def _stores_scores(sizes: Sizes) -> bool:
 def _unfused(
     sizes: Sizes, core: str, context: str, output: str, *, inputs: Kept, heads: int, padded: float
 ) -> Operation:
-    """Return attention by torch's math kernels, which compute in fp32 and keep the probabilities,
-    and copies of queries and keys, scaled, and of values.
+    """Return attention by torch's math kernels.
+
+    The kernels compute in fp32 and keep the probabilities, scaled copies of queries and keys, and
+    copies of values.
     """
     config, e = sizes.config, sizes.element
     w = max(MAIN_BYTES, e)
@@ -107,7 +111,7 @@ def _unfused(
 
 
 def _block_scores(sizes: Sizes, heads: int) -> float:
-    """Return the bytes of the scores of the largest block, which are not kept."""
+    """Return the bytes of the largest block's scores. Scores are not kept."""
     length, window = sizes.sequence_length // sizes.layout.cp, sizes.config.window_size
     queries, keys = length, length
     if window is not None:
@@ -118,8 +122,8 @@ def _block_scores(sizes: Sizes, heads: int) -> float:
 
 
 def _grouped(sizes: Sizes, path: str, normed: str, heads: int) -> tuple[list[Operation], Kept, int]:
-    """Return projection and rotation of grouped heads, what attention keeps of them, and the
-    size of a value head.
+    """Return projection and rotation of grouped heads, the tensors saved by attention, and the size
+    of a value head.
     """
     config, e = sizes.config, sizes.element
     groups = max(1, config.query_groups // sizes.layout.tp)
@@ -168,7 +172,7 @@ def _grouped(sizes: Sizes, path: str, normed: str, heads: int) -> tuple[list[Ope
 def _latent(
     sizes: Sizes, mla: LatentAttentionConfig, path: str, normed: str, heads: int
 ) -> tuple[list[Operation], Kept, int]:
-    """Return the same for latent attention."""
+    """Return the operations, saved tensors and value size of latent attention."""
     config, tokens, e = sizes.config, sizes.tokens, sizes.element
     h, q_rank, q_size = config.hidden_size, mla.q_lora_rank, heads * mla.q_head_dim
     operations = []

@@ -1,4 +1,4 @@
-"""Codes that an FP8 recipe keeps: of operands of products (``precision/emulation.py``), and weights
+"""Quantized data kept by an FP8 recipe: operands of GEMMs (``precision/emulation.py``), and weights
 (``precision/weights.py``). No torch here.
 """
 
@@ -21,8 +21,8 @@ _MODEL = "model."  # where GPTLightningModule holds its model
 def count_codes(
     config: TransformerConfig, layout: ParallelLayout, unit: str, recipe: FP8Recipe | None
 ) -> ParameterCount:
-    """Return the weights of a unit on a rank that are codes where ranks share their main params:
-    those of linear layers and experts that the recipe quantizes.
+    """Return the weights of a unit on a rank that are stored as quantized data if ranks share main
+    params: weights of linear layers and experts quantized by the recipe.
     """
     if recipe is None or not recipe.fp8_param_gather or kind_of(config, unit) is None:
         return ParameterCount()
@@ -35,7 +35,7 @@ def count_codes(
 
 
 def recipe_of(config: TransformerConfig, recipe: FP8Recipe | None, path: str) -> FP8Recipe | None:
-    """Return the recipe of a linear layer at ``path``; None: bf16."""
+    """Return the recipe of a linear layer at ``path``, or None for bf16."""
     if recipe is None:
         return None
     for pattern, row in recipe.rows.items():
@@ -49,8 +49,9 @@ def recipe_of(config: TransformerConfig, recipe: FP8Recipe | None, path: str) ->
 
 
 def operand_bytes(recipe: FP8Recipe) -> float:
-    """Return the bytes of a value that backward keeps of an operand, with its share of a block's
-    scale; those of rows and tensors are left out.
+    """Return the bytes of a saved operand value, including a share of the block's scale.
+
+    Scales of rows and tensors are left out.
     """
     scale = {"blockwise": 4, "mxfp8": 1, "nvfp4": 4}.get(recipe.scaling, 0)
     return 1 + scale / BLOCK_SIZES.get(recipe.scaling, 1)
@@ -59,8 +60,8 @@ def operand_bytes(recipe: FP8Recipe) -> float:
 def kept_weight_bytes(
     config: TransformerConfig, layout: ParallelLayout, unit: str, recipe: FP8Recipe | None
 ) -> float:
-    """Return the bytes of the weights' codes that a unit keeps in a pipeline run, beside the
-    weights: two sets where the two products that read them have scales along other dims.
+    """Return the bytes of the quantized weights that a unit caches in a pipeline run, beside the
+    weights. Two sets are cached if the two GEMMs of a weight have scales along different dims.
     """
     if recipe is None or recipe.fp8_param_gather or kind_of(config, unit) is None:
         return 0.0
@@ -76,7 +77,7 @@ def kept_weight_bytes(
 def _matrices(
     config: TransformerConfig, layout: ParallelLayout, unit: str
 ) -> Iterator[tuple[str, ParameterCount]]:
-    """Yield the weights of the linear layers of a unit, by the paths of these in it."""
+    """Yield the weights of the linear layers of a unit, by layer path in the unit."""
     for weight in unit_weights(config, unit):
         if weight.kind == "matrix":
             yield weight.module, local_size(weight, layout)

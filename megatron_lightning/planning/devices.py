@@ -1,4 +1,4 @@
-"""Memory of devices, and what to change in a recipe that does not fit. No torch here."""
+"""Memory of devices, and changes that make a recipe fit. No torch here."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megatron_lightning.planning.recipe import Recipe
 
 GIB = 2**30
 DEVICES: Mapping[str, float] = {"a100": 79.0, "h100": 79.0, "h200": 139.0, "b200": 178.0}
-"""GiB that a driver reports of the largest version."""
+"""GiB reported by a driver for the largest version."""
 RESERVED_GIB = 2.0
 """Of a GPU: the driver's context, NCCL's buffers and the libraries' workspaces (an estimate)."""
 
@@ -29,10 +29,10 @@ class PlannedDevice:
 
 
 def planned_device(text: str) -> PlannedDevice:
-    """Return the device that a user has named: "h100", or "cpu:64" for 64 GiB a rank.
+    """Return the device named by a user: "h100", or "cpu:64" for 64 GiB a rank.
 
     Raises:
-        ConfigError: If it is not known.
+        ConfigError: If the device is unknown.
     """
     name, _, size = text.lower().partition(":")
     if name == "cpu" and re.fullmatch(r"\d+(\.\d+)?", size) and float(size) > 0:
@@ -47,7 +47,7 @@ def planned_device(text: str) -> PlannedDevice:
 
 
 def remedies(recipe: Recipe) -> Iterator[tuple[str, Recipe]]:
-    """Yield changes that make a recipe smaller, the cheapest ones first."""
+    """Yield changes that make a recipe smaller, the cheapest first."""
     if recipe.micro_batch_size > 1:
         yield "micro_batch_size: 1", replace(recipe, micro_batch_size=1)
     if recipe.recompute == RecomputeOptions():
@@ -64,12 +64,12 @@ def remedies(recipe: Recipe) -> Iterator[tuple[str, Recipe]]:
 def advice(
     recipe: Recipe, device: PlannedDevice, needed: Callable[[Recipe], float | None]
 ) -> list[str]:
-    """Return what to change so that the recipe fits, with the bytes that it then needs.
+    """Return changes that make the recipe fit, with the resulting bytes.
 
     Args:
-        recipe: Does not fit.
+        recipe: A recipe that does not fit.
         device: The device.
-        needed: Returns the bytes of the fullest rank; None: the recipe cannot run.
+        needed: Returns the bytes of the fullest rank. None: the recipe cannot run.
     """
     lines = []
     for text, changed in remedies(recipe):

@@ -1,13 +1,13 @@
-"""Floating-point operations of a training step, as Megatron-LM counts them. No torch here.
+"""Floating-point operations of a training step, as Megatron-LM counts operations. No torch here.
 
-A product of [m, k] with [k, n] is 2 m k n operations, and backward has two products for each of
-forward's, so every multiply-add of forward is 6 operations. Counted are the products of linear
-layers with the tokens, of queries with keys, and of probabilities with values; norms, activation
-functions, the router, softmax and rotations are not, and neither is recomputation: these are the
-operations of the model, from which MFU is computed (https://arxiv.org/abs/2204.02311, appendix B).
+A matmul of [m, k] with [k, n] is 2 m k n operations. Backward has two matmuls for each matmul of
+forward, so every multiply-add of forward is 6 operations. The count includes the matmuls of linear
+layers with the tokens, of queries with keys, and of probabilities with values. Norms, activation
+functions, the router, softmax and rotations do not count, and neither does recomputation: MFU is
+computed from the operations of the model (https://arxiv.org/abs/2204.02311, appendix B).
 
 Notation: ``h`` hidden, ``n`` heads, ``d`` head dim, ``f`` feed-forward size, ``v`` vocabulary. A
-causal query sees half of a sequence on average; with a sliding window, what the window leaves.
+causal query sees half of a sequence on average, or less with a sliding window.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from megatron_lightning.models.blueprint import (
 from megatron_lightning.planning.parameters import kind_of, predicting_layer_of
 
 OPERATIONS_PER_WEIGHT = 6
-"""Of one multiply-add of forward: 2, and twice as many in backward."""
+"""Operations of a multiply-add of forward: 2, and twice as many in backward."""
 
 
 def flops(
@@ -37,15 +37,15 @@ def flops(
     sequence_length: int,
     document_lengths: Sequence[int] | None = None,
 ) -> float:
-    """Return the floating-point operations of one optimizer step, forward and backward.
+    """Return the floating-point operations of an optimizer step, forward and backward.
 
     Args:
         config: The model.
         batch_size: Samples of the step, over all ranks.
         sequence_length: Tokens of a sample.
-        document_lengths: Tokens of every document of a sample, where samples pack documents that
-            do not see each other; tokens beyond their sum are padding and do not count. None: a
-            sample is one document.
+        document_lengths: Tokens of every document of a sample, for packed documents invisible to
+            each other. Tokens beyond the sum are padding and do not count. None: a sample is a
+            single document.
 
     Raises:
         ConfigError: If a number is not positive, or documents are longer than the sample.
@@ -70,7 +70,7 @@ def flops(
 
 
 def multiply_adds(config: TransformerConfig, unit: str, lengths: Sequence[int]) -> float:
-    """Return the multiply-adds of one forward of a unit for a sample.
+    """Return the multiply-adds of a unit's forward for a sample.
 
     Args:
         config: The model.
@@ -91,16 +91,16 @@ def multiply_adds(config: TransformerConfig, unit: str, lengths: Sequence[int]) 
 
 
 def visible_pairs(length: int, window_size: tuple[int, int] | None = None) -> float:
-    """Return how many pairs of a query and a key it sees a causal sequence has, as the area below
-    the diagonal: half of the square without a window, which is Megatron's number.
+    """Return the number of visible (query, key) pairs of a causal sequence, as the area below the
+    diagonal. Without a window the area is half of the square, equal to Megatron's number.
     """
     reach = length if window_size is None else min(length, window_size[0] + 1)
     return length * reach - reach * reach / 2
 
 
 def pair_channels(config: TransformerConfig) -> int:
-    """Return the multiply-adds of one query and key in one layer: their product, and that of the
-    probability with the value.
+    """Return the multiply-adds of a query and a key in one layer: the dot product, and the product
+    of the probability with the value.
     """
     mla = config.mla
     key, value = (
@@ -110,7 +110,7 @@ def pair_channels(config: TransformerConfig) -> int:
 
 
 def _active_size(config: TransformerConfig, weights: Iterable[Weight]) -> int:
-    """Return the elements of the matrices, of the experts those that one token is sent to."""
+    """Return the elements of the matrices. Of experts, only the experts of one token count."""
     size = 0
     for weight in weights:
         if weight.kind != "matrix":
@@ -123,7 +123,7 @@ def _active_size(config: TransformerConfig, weights: Iterable[Weight]) -> int:
 
 
 def _counted_norms(config: TransformerConfig, unit: str) -> int:
-    """Return the norms that Megatron counts: of latents, which may be absent, and of multi-token
+    """Return the norm weights that Megatron counts: norms of optional latents, and of multi-token
     prediction.
     """
     mla = config.mla

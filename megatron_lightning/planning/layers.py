@@ -1,13 +1,13 @@
-"""The tape of one micro-batch through the parts of a :class:`GPTModel`: what each operation
-keeps and allocates. No torch here.
+"""The tape of one micro-batch through the parts of a :class:`GPTModel`: saved and allocated bytes
+of each operation. No torch here.
 
-It follows the code of ``layers`` and torch's kernels. Norms keep their input; attention keeps
+The tape follows the code of ``layers`` and torch's kernels. Norms keep their input. Attention keeps
 queries, keys, values, output and one number a query. On the CPU attention with dropout keeps the
-probabilities, and a column-parallel layer keeps its gathered input, which GPUs gather again.
+probabilities, and a column-parallel layer keeps the gathered input. GPUs gather the input again.
 
-Notation: ``T`` tokens of the micro-batch on this rank, ``t`` its tokens between tensor-parallel
-regions (T / tp under sequence parallelism), ``h`` hidden, ``e`` bytes of an element in products,
-``r`` of one in the residual stream.
+Notation: ``T`` tokens of the micro-batch on this rank, ``t`` tokens between tensor-parallel regions
+(T / tp under sequence parallelism), ``h`` hidden, ``e`` bytes of an element in GEMMs, ``r`` bytes
+of an element in the residual stream.
 """
 
 from __future__ import annotations
@@ -28,12 +28,15 @@ DeviceKind = Literal["cuda", "cpu"]
 MAIN_BYTES = 4
 """Bytes of an element in fp32."""
 MOST_KEPT_LOGITS = 8
-"""Logits of a token that backward does not compute again, in units of the hidden size."""
+"""Most logits of a token saved for backward, in units of the hidden size.
+
+Logits of larger vocabularies are recomputed.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """Sizes that the bytes of one micro-batch on one rank depend on."""
+    """Sizes that determine the bytes of one micro-batch on one rank."""
 
     config: TransformerConfig
     layout: ParallelLayout
@@ -62,7 +65,7 @@ class Sizes:
 
     @property
     def element(self) -> int:
-        """Bytes of an element in products (e)."""
+        """Bytes of an element in GEMMs (e)."""
         return self.precision.compute_bytes
 
     @property
@@ -72,17 +75,17 @@ class Sizes:
 
     @property
     def stream_bytes(self) -> float:
-        """Bytes of the residual stream (t h r), which is also what stages send."""
+        """Bytes of the residual stream (t h r), equal to a message between stages."""
         return float(self.sharded_tokens * self.config.hidden_size * self.residual)
 
     @property
     def is_fused(self) -> bool:
-        """Whether norms make no tensors in between, and dropout keeps one byte an element."""
+        """Whether norms make no intermediate tensors, and dropout keeps one byte an element."""
         return self.compiled or self.device == "cuda"
 
     @property
     def keeps_gathered(self) -> bool:
-        """Whether a column-parallel layer keeps its gathered input rather than its shard."""
+        """Whether a column-parallel layer keeps the gathered input instead of the shard."""
         return self.layout.tp > 1 and self.device == "cpu" and not self.split_backward
 
 
@@ -105,8 +108,8 @@ def norm_of(
     element: int,
     rows: int | None = None,
 ) -> Operation:
-    """Return a norm of ``x``, which has ``channels`` elements of ``element`` bytes in ``rows`` that
-    are normalized, one for each token if None.
+    """Return a norm of ``x`` with ``channels`` elements of ``element`` bytes in ``rows`` normalized
+    rows. None: one row for each token.
     """
     rows = sizes.sharded_tokens if rows is None else rows
     out = channels * element
@@ -134,17 +137,17 @@ def linear(
     rows: float | None = None,
     num_matrices: float = 1,
 ) -> Operation:
-    """Return a linear layer of ``x``; ``features`` are the rank's own, in and out.
+    """Return a linear layer of ``x``. ``features`` are the rank's features, in and out.
 
     Args:
         sizes: Sizes.
-        path: Its path.
-        x: Name of its input.
-        output: Name of its output.
+        path: Path of the layer.
+        x: Name of the input.
+        output: Name of the output.
         features: The rank's features of input and output.
-        style: How its weight is split.
-        rows: Rows of its input, where they are no tokens; None: its tokens.
-        num_matrices: Weights of that shape.
+        style: Split of the weight.
+        rows: Rows of the input, if rows are not tokens. None: tokens.
+        num_matrices: Weights of equal shape.
     """
     e, (wide_in, wide_out) = sizes.element, features
     tensor_parallel = style != "replicated" and rows is None
@@ -159,7 +162,7 @@ def linear(
     if sizes.precision.autocast and kept != f"{path} operand":
         keeps[f"{path} weight"] = num_matrices * wide_in * wide_out * e
     grad_in = full * wide_in * e + (shard * wide_in * e if gathers else 0)
-    # A gathered gradient stays with the shard that arrived.
+    # A gathered gradient stays alive together with the received shard.
     grad_out = full * wide_out * e + (shard * wide_out * e if scatters else 0)
     gathered_again = full * wide_in * e if gathers and not sizes.keeps_gathered else 0.0
     return Operation(
@@ -178,8 +181,8 @@ def linear(
 
 
 def _operand(sizes: Sizes, path: str, x: str, *, is_shard: bool) -> tuple[str, float]:
-    """Return name and bytes of a value of what a linear layer keeps of its input: codes, where a
-    recipe quantizes it, but for shards that are gathered in bf16.
+    """Return name and bytes per value of the saved input of a linear layer: quantized data if a
+    recipe quantizes the layer, except for shards gathered in bf16.
     """
     recipe = None if sizes.compiled else recipe_of(sizes.config, sizes.fp8_recipe, path)
     if recipe is None or (is_shard and not recipe.is_per_tensor):
@@ -188,7 +191,7 @@ def _operand(sizes: Sizes, path: str, x: str, *, is_shard: bool) -> tuple[str, f
 
 
 def dropout(sizes: Sizes, path: str, p: float, name: str) -> list[Operation]:
-    """Return a dropout of the stream; none with probability 0."""
+    """Return a dropout of the stream, or nothing with probability 0."""
     if not p:
         return []
     elements = float(sizes.sharded_tokens * sizes.config.hidden_size)
@@ -203,7 +206,7 @@ def dropout(sizes: Sizes, path: str, p: float, name: str) -> list[Operation]:
 
 
 def mlp(sizes: Sizes, path: str, normed: str, ffn_size: int) -> list[Operation]:
-    """Return a feed-forward layer, from the normed stream to its output."""
+    """Return a feed-forward layer, from the normed stream to the output."""
     h, f = sizes.config.hidden_size, ffn_size / sizes.layout.tp
     up = 2 * f if sizes.config.gated else f
 
@@ -232,8 +235,8 @@ def _feed_forward(
     operations = [layer("linear_fc1", x, inner, (h, up), True)]
     if sizes.config.gated:
         operations.append(
-            # Backward computes the activated gate again, beside the gradients of gate and up;
-            # compiled, without a tensor of its own.
+            # Backward recomputes the activated gate, beside the gradients of gate and up. Compiled
+            # code needs no extra tensor.
             Operation(
                 path=f"{path}.activation", keeps={inner: 2 * size}, inputs={inner: 2 * size},
                 makes=(made,), forward_bytes=size,
@@ -297,7 +300,8 @@ def experts(sizes: Sizes, moe: MoEConfig, path: str, normed: str) -> list[Operat
         sizes, f"{path}.experts", dispatched, widths=(h, up, f), layer=layer, rows=rows
     )
     operations += inner
-    # In fp32: the outputs are kept for the gradients of the probabilities, which multiply them.
+    # In fp32: the outputs are kept, because the gradients of the probabilities multiply the
+    # outputs.
     outputs = {f"{path} outputs": wide}
     return [
         *operations,
@@ -331,10 +335,10 @@ def embedding(sizes: Sizes, output: str) -> list[Operation]:
 
 
 def output_and_loss(sizes: Sizes, normed: str) -> Operation:
-    """Return the output layer and the loss of every token, which are one (``linear_loss.py``).
+    """Return the fused output layer and loss of every token (``linear_loss.py``).
 
-    Logits exist for a chunk of tokens; those of a small vocabulary are kept. The weight's gradient
-    is summed over the chunks in fp32, and not deferred.
+    Only a chunk of tokens has logits at a time. Logits of a small vocabulary are kept. The weight
+    gradient is summed over the chunks in fp32, and not deferred.
     """
     config, e, tokens = sizes.config, sizes.element, float(sizes.tokens)
     rows = -(-config.vocab_size // sizes.layout.tp)
@@ -348,7 +352,7 @@ def output_and_loss(sizes: Sizes, normed: str) -> Operation:
         keeps["logits"], logits = tokens * rows * e, 0.0
     softmax = chunk * (MAIN_BYTES + (e if e < MAIN_BYTES else 0))
     full_grad = tokens * config.hidden_size * e
-    # In less than fp32: the sum, the product of a chunk, and what is returned.
+    # Below fp32: the sum, the GEMM result of a chunk, and the returned gradient.
     sums = MAIN_BYTES + (e + sizes.precision.weight_bytes if e < MAIN_BYTES else 0)
     weight_gradient = float(rows * config.hidden_size * sums)
     return replace(
@@ -362,6 +366,6 @@ def output_and_loss(sizes: Sizes, normed: str) -> Operation:
 
 
 def chunk_tokens(num_tokens: int, hidden_size: int) -> int:
-    """Return the tokens whose logits exist at once, as ``layers.linear_loss.chunk_tokens`` does."""
+    """Return the tokens with logits at a time, like ``layers.linear_loss.chunk_tokens``."""
     longest = min(max(128, hidden_size // 2), max(16, ceil(num_tokens / 4)))
     return ceil(num_tokens / ceil(num_tokens / longest))

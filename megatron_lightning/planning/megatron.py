@@ -1,11 +1,11 @@
-"""Megatron-LM's own estimate of memory (``theoretical_memory_utils.py``), to compare plans with
-those of its users. No torch here.
+"""Megatron-LM's estimate of memory (``theoretical_memory_utils.py``), for comparison with plans of
+Megatron-LM's users. No torch here.
 
-It is for bf16 weights with fp32 gradients and Adam, for the fullest rank, and simplified: the
-embedding counts for the first stage only, biases are left out, of multi-token prediction only the
-weights of its layers count, activations are those of layers with a feed-forward size of
-``ffn_hidden_size``, and neither recomputation nor the attention backend matters
-(https://arxiv.org/abs/2205.05198, equations 2 and 5). :func:`planning.memory` has no such limits.
+The estimate is for bf16 weights with fp32 gradients and Adam, for the fullest rank, and simplified.
+The embedding counts only for the first stage. Biases are left out. Multi-token prediction counts
+only layer weights. Activations assume layers with a feed-forward size of ``ffn_hidden_size``.
+Recomputation and the attention backend do not matter (https://arxiv.org/abs/2205.05198, equations 2
+and 5). :func:`planning.memory` has no such limits.
 
 Notation: ``s`` sequence, ``b`` samples of a micro-batch, ``h`` hidden, ``f`` feed-forward size,
 ``v`` vocabulary, ``L`` layers.
@@ -42,7 +42,7 @@ def megatron_memory(
     num_microbatches: int = 1,
     distributed_optimizer: bool = True,
 ) -> MegatronMemory:
-    """Return what Megatron-LM would print for this model and layout.
+    """Return the numbers that Megatron-LM would print for the model and layout.
 
     Args:
         config: The model.
@@ -77,7 +77,9 @@ def _all_stages(config: TransformerConfig, layout: ParallelLayout, per_layer: fl
 
 
 def _in_flight(layout: ParallelLayout, num_microbatches: int) -> float:
-    """Return how much the first stage holds, in activations of one micro-batch on all stages."""
+    """Return the first stage's activations, in units of one micro-batch's activations on all
+    stages.
+    """
     if layout.vpp > 1:
         return 1 + (layout.pp - 1) / (layout.pp * layout.vpp)
     return min(1.0, num_microbatches / layout.pp)
@@ -87,7 +89,7 @@ def _weights(config: TransformerConfig, grid: RankGrid, distributed_optimizer: b
     h, layout = config.hidden_size, grid.layout
     layers, predicting = (_layers(config, k) for k in (config.layer_kinds, config.predicting_kinds))
     embedding, norm = config.vocab_size * h, h if config.normalization == "RMSNorm" else 2 * h
-    # Each stage has its part of the layers, one of them those of multi-token prediction.
+    # Each stage has part of the layers, and one stage the layers of multi-token prediction.
     dense = (layers.split / layout.pp + predicting.split + embedding) / layout.tp
     dense += (layers.replicated + norm) / layout.pp + predicting.replicated
     if layout.pp == 1 and not config.share_embeddings_and_output_weights:
@@ -127,7 +129,7 @@ def _layers(config: TransformerConfig, kinds: Sequence[str]) -> _Parameters:
 
 
 def _attention(config: TransformerConfig) -> int:
-    """Return the weights of one layer's attention, without those of norms of heads."""
+    """Return the weights of a layer's attention, without norms of heads."""
     h, n, mla = config.hidden_size, config.num_attention_heads, config.mla
     if mla is None:
         return 2 * h * config.head_dim * (n + config.query_groups)

@@ -1,7 +1,7 @@
 """Bytes on every rank: weights, gradients, optimizer and activations. No torch here.
 
-Ranks with the same position in the pipeline hold the same, so there is one row for each pipeline
-rank. ``states.py`` counts weights, gradients and optimizer, ``activations.py`` the activations.
+Ranks at the same position in the pipeline hold the same, so each pipeline rank has one row.
+``states.py`` counts weights, gradients and optimizer, ``activations.py`` the activations.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class RankMemory:
     parameters: int
     """Parameters of a rank, before data-parallel sharding."""
     weights_bytes: int
-    """Weights that forward and backward use."""
+    """Weights used by forward and backward."""
     gradients_bytes: int
     """Gradients, summed over micro-batches."""
     optimizer_bytes: int
@@ -66,7 +66,7 @@ class RankMemory:
 
     @property
     def total_bytes(self) -> int:
-        """All of them together."""
+        """Sum of all bytes."""
         return (
             self.weights_bytes
             + self.gradients_bytes
@@ -80,7 +80,7 @@ class Memory:
     """Memory of a layout."""
 
     ranks: tuple[RankMemory, ...]
-    """One row for each pipeline rank."""
+    """A row for each pipeline rank."""
 
     @property
     def fullest(self) -> RankMemory:
@@ -134,27 +134,28 @@ def memory(
 ) -> Memory:
     """Return the bytes on the ranks of every position of the pipeline, with Adam.
 
-    What an allocator loses, process groups and libraries hold, and a step of the optimizer
-    allocates for a moment is not counted.
+    Allocator losses, memory of process groups and libraries, and temporaries of an optimizer step
+    do not count.
 
     Args:
         config: The model.
         layout: Sizes of the parallel axes.
-        world_size: Number of ranks; None: the fewest that the layout takes.
-        sequence_length: Tokens of a sample; None: the longest that the model takes.
-        micro_batch_size: Samples of a micro-batch on one data-parallel rank.
+        world_size: Number of ranks. None: the smallest number for the layout.
+        sequence_length: Tokens of a sample. None: the model's maximum.
+        micro_batch_size: Samples of a micro-batch on a data-parallel rank.
         num_microbatches: Micro-batches of a pipeline run.
         data_parallel: "ddp", "zero1" or "fsdp".
-        data_parallel_options: Where optimizer state is, and what fsdp keeps; None: the defaults.
-        recompute: Activations that backward computes again or reads from the host; None: none.
+        data_parallel_options: Place of the optimizer state, and weights kept by fsdp. None: the
+            defaults.
+        recompute: Recomputed or offloaded activations. None: no recomputation.
         pipeline_schedule: As for the strategy, or a proven table of ``num_microbatches``.
-        pipeline_options: How the model is partitioned; None: layers are spread evenly.
+        pipeline_options: Partition of the model. None: layers are spread evenly.
         precision: The Trainer's.
-        fp8_recipe: Recipe of ``MegatronFP8Precision``, whose precision is "bf16-mixed": weights and
-            inputs of linear layers that are kept as codes.
-        adapters: Adapters that are trained while the model is frozen; None: all is trained.
-        compile: As for the strategy; "block": inductor compiles the layers.
-        device: "cuda" or "cpu", whose kernels keep more.
+        fp8_recipe: Recipe of ``MegatronFP8Precision`` with precision "bf16-mixed": weights and
+            inputs of linear layers stored as quantized data.
+        adapters: Trained adapters of a frozen model. None: all parameters are trained.
+        compile: As for the strategy. "block": inductor compiles the layers.
+        device: "cuda" or "cpu". CPU kernels keep more.
 
     Raises:
         ConfigError: If the options do not fit together.
@@ -260,8 +261,8 @@ def _table(
 
 
 def _message_bytes(sizes: Sizes, own: Sequence[int], stages: Sequence[Sequence[str]]) -> float:
-    """Return the largest message to a rank: what its stages receive, and the gradients of what the
-    next ones do.
+    """Return the largest message to a rank: inputs of the rank's stages, and gradients of the next
+    stages' inputs.
     """
     received = [stages[s] for number in own for s in (number, number + 1) if s < len(stages)]
     return sizes.stream_bytes * max(num_received(sizes.config, units) for units in received)

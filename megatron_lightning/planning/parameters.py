@@ -1,5 +1,6 @@
-"""Parameters of a :class:`GPTModel` on one rank: how many of each unit, and over which ranks they
-are replicated. No torch here.
+"""Parameters of a :class:`GPTModel` on one rank: the number per unit, and the replicating ranks.
+
+No torch here.
 
 A *unit* is an element of
 ``GPTModel.pipeline_units()``: the embedding, a layer, the final norm, a layer of multi-token
@@ -30,24 +31,24 @@ from megatron_lightning.pipeline.schedules.stage_layouts import split_units
 
 @dataclass(frozen=True)
 class ParameterCount:
-    """Parameters of one rank."""
+    """Parameters of a rank."""
 
     dense: int = 0
-    """Those that the data- and context-parallel ranks have as well."""
+    """Parameters replicated over data- and context-parallel ranks."""
     experts: int = 0
-    """Those that the expert-data-parallel ranks have as well."""
+    """Parameters replicated over expert-data-parallel ranks."""
 
     def __add__(self, other: ParameterCount) -> ParameterCount:
         return ParameterCount(self.dense + other.dense, self.experts + other.experts)
 
     @property
     def total(self) -> int:
-        """All of them."""
+        """Sum of both kinds."""
         return self.dense + self.experts
 
 
 def pipeline_units(config: TransformerConfig) -> list[Unit]:
-    """Return the units of the model in order, with its weights."""
+    """Return the units of the model in order, with partition weights."""
     names, depths = unit_names(config), config.num_predicting_layers
     if not depths:
         return list(names)
@@ -69,17 +70,17 @@ def split_stages(
 
 
 def layer_of(unit: str) -> int | None:
-    """Return the number of the layer that a unit is; None: it is none."""
+    """Return the layer number of a unit, or None if the unit is not a layer."""
     return int(unit.removeprefix(LAYER)) if unit.startswith(LAYER) else None
 
 
 def predicting_layer_of(unit: str) -> int | None:
-    """Return the number of the layer of multi-token prediction that a unit is; None: it is none."""
+    """Return the number of a multi-token prediction layer, or None for another unit."""
     return int(unit.removeprefix(PREDICTING)) if unit.startswith(PREDICTING) else None
 
 
 def kind_of(config: TransformerConfig, unit: str) -> str | None:
-    """Return the kind of the layer that a unit is, or holds; None: there is none."""
+    """Return the layer kind of a unit, or None for a unit without a layer."""
     layer, predicting = layer_of(unit), predicting_layer_of(unit)
     if layer is not None:
         return config.layer_kinds[layer]
@@ -87,7 +88,7 @@ def kind_of(config: TransformerConfig, unit: str) -> str | None:
 
 
 def count_unit(config: TransformerConfig, layout: ParallelLayout, unit: str) -> ParameterCount:
-    """Return the parameters of a unit on tensor-parallel rank 0, which has the most; without copies
+    """Return the parameters of a unit on tensor-parallel rank 0, the fullest rank, without copies
     of the embedding.
     """
     counts = (local_size(weight, layout) for weight in unit_weights(config, unit))
@@ -95,7 +96,7 @@ def count_unit(config: TransformerConfig, layout: ParallelLayout, unit: str) -> 
 
 
 def local_size(weight: Weight, layout: ParallelLayout) -> ParameterCount:
-    """Return the elements of a weight on tensor-parallel rank 0, which has the most."""
+    """Return the elements of a weight on tensor-parallel rank 0, the fullest rank."""
     size = weight.size
     if weight.experts is not None:
         return ParameterCount(0, size // layout.ep // (layout.etp if weight.split else 1))
@@ -108,7 +109,7 @@ def local_size(weight: Weight, layout: ParallelLayout) -> ParameterCount:
 def count_rank(
     config: TransformerConfig, layout: ParallelLayout, stages: Sequence[Sequence[str]]
 ) -> ParameterCount:
-    """Return the parameters of a rank that holds ``stages``; a tied weight counts once."""
+    """Return the parameters of a rank with ``stages``. A tied weight counts once."""
     units = [unit for stage in stages for unit in stage]
     total = sum((count_unit(config, layout, unit) for unit in units), ParameterCount())
     words, *positions = (local_size(w, layout).dense for w in embedding_weights(config))

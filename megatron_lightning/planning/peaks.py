@@ -1,7 +1,7 @@
 """Peak speeds of GPUs in products of matrices, from their makers' data sheets. No torch here.
 
-Speeds are dense, without structured sparsity, whose numbers data sheets like to print and which are
-twice as high, and with sums in fp32 where a data sheet tells them apart, as on GeForce cards.
+Speeds are dense, without structured sparsity. Data sheets often print the twice as high sparse
+numbers. Sums are in fp32 if a data sheet distinguishes, as for GeForce cards. Sources:
 
 Sources:
     A100, A800   NVIDIA A100 datasheet (nvidia-a100-datasheet-us-nvidia-1758950-r4-web.pdf)
@@ -22,11 +22,11 @@ from collections.abc import Mapping
 from typing import Literal, NamedTuple
 
 Kind = Literal["fp8", "bf16", "fp16", "tf32", "fp32"]
-"""Number format of the operands; tf32: fp32 that the matrix units round."""
+"""Number format of the operands. tf32: fp32 rounded by the matrix units."""
 
 
 class Peak(NamedTuple):
-    """TFLOP/s of one device; None: its matrix units do not take the format."""
+    """TFLOP/s of a device. None: the matrix units do not take the format."""
 
     bf16: float
     """Of fp16 as well."""
@@ -75,17 +75,17 @@ PEAKS: Mapping[str, Peak] = {
     "mi350x": Peak(2306.9, 4613.7, None, 144.2),
     "mi355x": Peak(2516.6, 5033.2, None, 157.3),
 }
-"""By the words that tell a device from others in the name that its driver reports."""
+"""Keyed by the words that distinguish the device in the driver's name."""
 
 _PARTS_AND_VARIANTS = frozenset({"mig", "grid", "laptop", "mobile", "d"})
-"""Words of names whose device is a share of a chip, or a smaller chip."""
+"""Words in names of devices with a share of a chip, or a smaller chip."""
 
 
 def peak_flops(device_name: str, kind: Kind) -> float | None:
-    """Return the dense peak of a GPU in FLOP/s; None: the table does not have it.
+    """Return the dense peak of a GPU in FLOP/s, or None if the table lacks the GPU.
 
     Args:
-        device_name: As the driver reports it: "NVIDIA H100 80GB HBM3", "NVIDIA A100-SXM4-40GB".
+        device_name: The driver's name: "NVIDIA H100 80GB HBM3", "NVIDIA A100-SXM4-40GB".
         kind: Number format of the operands.
     """
     words = frozenset(re.findall(r"[a-z0-9]+", device_name.lower()))

@@ -1,5 +1,5 @@
 """The command ``megatron-lightning plan``: grid, stages, memory, operations and bubble of a
-configuration file before it runs. No torch here.
+configuration file before the run. No torch here.
 """
 
 from __future__ import annotations
@@ -41,25 +41,25 @@ def plan(
     device: str | None = None,
     json: bool = False,
 ) -> tuple[str, bool]:
-    """Show what a configuration file would do: rank grid, stages, memory, operations and bubble.
+    """Show the effects of a configuration file: rank grid, stages, memory, operations and bubble.
 
     Nothing is started, and no model is built.
 
     Args:
-        config: Path to a configuration file of `megatron-lightning fit`; of several, later ones
-            win.
-        overrides: Options of `megatron-lightning fit` that win over files, as trainer.devices=8;
-            --trainer.devices=8 is the same.
-        world_size: Number of ranks; left out: the Trainer's num_nodes x devices.
-        device: Say whether every rank fits into this device, and what to change if not: h100, h200,
-            b200, a100, or cpu:GIB.
+        config: Path to a configuration file of `megatron-lightning fit`. With several files, later
+            files win.
+        overrides: Options of `megatron-lightning fit` that win over files, as trainer.devices=8.
+            --trainer.devices=8 is equivalent.
+        world_size: Number of ranks. Default: the Trainer's num_nodes x devices.
+        device: Say whether every rank fits into this device, and suggest changes if not: h100,
+            h200, b200, a100, or cpu:GIB.
         json: Print JSON with the keys grid, stages, bytes, flops, bubble and errors.
 
     Returns:
         The text, and whether the configuration has no errors and fits into the device.
 
     Raises:
-        ConfigError: For a device that is not known.
+        ConfigError: For an unknown device.
     """
     errors = Errors()
     target = None if device is None else planned_device(device)
@@ -83,7 +83,7 @@ def plan(
 def _fit(
     recipe: Recipe, device: PlannedDevice, ranks: Sequence[Mapping[str, Any]]
 ) -> dict[str, Any]:
-    """Return which ranks fit into a device, and what to change."""
+    """Return the ranks that do not fit into a device, and changes that make the recipe fit."""
 
     def needed(changed: Recipe) -> float | None:
         described = _describe(changed, Errors())
@@ -101,7 +101,10 @@ def _fit(
 
 
 def _describe(recipe: Recipe, errors: Errors) -> dict[str, Any] | None:
-    """Return the sections; None: the options do not fit together, as ``errors`` say."""
+    """Return the sections, or None if the options do not fit together.
+
+    ``errors`` holds the reasons.
+    """
     grid = errors.attempt(RankGrid, recipe.layout, recipe.world_size)
     explicit = recipe.pipeline.pipeline_model_parallel_layout is not None
     errors.attempt(

@@ -10,17 +10,17 @@ from megatron_lightning.errors import ConfigError
 
 @dataclass(frozen=True)
 class Precision:
-    """Bytes of an element, by what it is part of."""
+    """Bytes of an element, by kind of tensor."""
 
     name: str
     weight_bytes: int
-    """Of a weight; also of its gradient for one micro-batch."""
+    """Of a weight, and of the weight's gradient for one micro-batch."""
     compute_bytes: int
-    """Of an activation in products."""
+    """Of an activation in GEMMs."""
     residual_bytes: int
     """Of the residual stream."""
     main_bytes: int
-    """Of the optimizer's own copy of a weight; 0: it steps the weight itself."""
+    """Of the optimizer's copy of a weight. 0: the optimizer steps the weight."""
     autocast: bool = False
     """Whether weights are cast for every micro-batch."""
 
@@ -44,7 +44,7 @@ def precision_of(name: str | int | None) -> Precision:
     """Return the bytes of Lightning's ``Trainer(precision=name)``.
 
     Raises:
-        ConfigError: If there is no formula for it.
+        ConfigError: If the precision has no formula.
     """
     text = _ALIASES.get(str(name), str(name))
     if text not in _PRECISIONS:

@@ -1,6 +1,6 @@
 """Read LightningCLI configuration files for a plan, without making their objects and without torch.
 
-All mistakes are collected, so that one run names them all.
+All mistakes are collected, so that a single run reports every mistake.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ STRATEGY_OPTIONS = (
     "non_finite", "start_method", "sharding_plan", "checkpoint_options", "process_group_backend",
     "nccl_communicator_config_path", "timeout_s",
 )  # fmt: skip
-"""Parameters of ``MegatronStrategy``, whose signature needs torch."""
+"""Parameters of ``MegatronStrategy``, listed here because the class's signature needs torch."""
 _SIZES = STRATEGY_OPTIONS[:7]
 _MODEL, _STRATEGY = "GPTLightningModule", "MegatronStrategy"
 _FP8 = "MegatronFP8Precision"
@@ -57,12 +57,12 @@ class Recipe:
     world_size: int
     precision: str | int | None
     fp8_recipe: FP8Recipe | None
-    """Recipe of the plugin that quantizes layers; None: there is none."""
+    """Recipe of the plugin for quantized layers, or None."""
     adapters: AdapterSizes | None
-    """Adapters that are trained while the model is frozen; None: all is trained."""
+    """Trained adapters of a frozen model. None: all parameters are trained."""
     device: DeviceKind
     batch_size: int
-    """Samples of a pipeline run on one data-parallel rank."""
+    """Samples of a pipeline run on a data-parallel rank."""
     accumulated: int
     """Pipeline runs of an optimizer step."""
     sequence_length: int
@@ -84,12 +84,12 @@ class Recipe:
 def read_recipe(
     paths: Sequence[str], overrides: Sequence[str], world_size: int | None, errors: Errors
 ) -> Recipe | None:
-    """Return the recipe in files; None: it has mistakes, which are in ``errors``.
+    """Return the recipe in files, or None after recording mistakes in ``errors``.
 
     Args:
-        paths: Configuration files of ``megatron-lightning fit``; later ones win.
-        overrides: Options such as "trainer.devices=8", which win over files.
-        world_size: Number of ranks; None: the Trainer's num_nodes x devices.
+        paths: Configuration files of ``megatron-lightning fit``. Later files win.
+        overrides: Options such as "trainer.devices=8". Options win over files.
+        world_size: Number of ranks. None: the Trainer's num_nodes x devices.
         errors: Takes the mistakes.
     """
     sections = read_sections(paths, overrides, errors)
@@ -170,7 +170,7 @@ def _batch_size(
     accumulated: int,
     errors: Errors,
 ) -> int:
-    """Return the samples of a batch on one data-parallel rank."""
+    """Return the samples of a batch on a data-parallel rank."""
     whole = data.get("global_batch_size")
     if whole is None:
         return _count(data.get("batch_size"), "data.batch_size", errors)
@@ -183,7 +183,7 @@ def _batch_size(
 
 
 def _section(given: Any, name: str, errors: Errors) -> Mapping[str, Any]:
-    """Return the values of a section; none if it is not one."""
+    """Return the values of a section, or nothing for a value without options."""
     if given is None:
         return {}
     if not isinstance(given, dict):
@@ -248,7 +248,7 @@ def _model(given: Any, errors: Errors) -> TransformerConfig | None:
 
 
 def _adapters(given: Any, errors: Errors) -> AdapterSizes | None:
-    """Return the adapters of the model; None: all weights are trained."""
+    """Return the adapters of the model. None: all weights are trained."""
     _, arguments = _object(given, "model", errors)
     if arguments.get("peft") is None:
         return None
@@ -257,7 +257,7 @@ def _adapters(given: Any, errors: Errors) -> AdapterSizes | None:
 
 
 def _fp8_recipe(plugins: Any, errors: Errors) -> FP8Recipe | None:
-    """Return the recipe of the Trainer's plugin for quantized layers; None: it has none."""
+    """Return the recipe of the Trainer's plugin for quantized layers, or None."""
     for plugin in plugins if isinstance(plugins, list) else [plugins]:
         if isinstance(plugin, str | dict):
             path, arguments = _object(plugin, "trainer.plugins", errors)

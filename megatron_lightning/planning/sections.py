@@ -1,5 +1,5 @@
-"""Configuration files and options of the command line, merged as LightningCLI does: later ones win,
-and options go to the arguments of the class that is named. No torch here.
+"""Configuration files and command-line options, merged like in LightningCLI: later values win, and
+options go to the arguments of the named class. No torch here.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ class Errors:
     found: list[str] = field(default_factory=list)
 
     def attempt(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T | None:
-        """Return the function's result; None after recording its :class:`ConfigError`."""
+        """Return the function's result, or None after recording a :class:`ConfigError`."""
         try:
             return function(*args, **kwargs)
         except ConfigError as error:
             self.add(str(error))
         except (TypeError, ValueError, AttributeError) as error:
-            # A value of a kind that the check did not foresee, such as text for a number.
+            # A value of a kind unforeseen by the check, such as text for a number.
             self.add(f"a value in the file has the wrong type: {error}.")
         return None
 
@@ -42,7 +42,7 @@ class Errors:
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML whose 1e-3 is a number, as for LightningCLI."""
+    """YAML that reads 1e-3 as a number, like LightningCLI."""
 
 
 _Loader.add_implicit_resolver(
@@ -53,7 +53,7 @@ _Loader.add_implicit_resolver(
 def read_sections(
     paths: Sequence[str], overrides: Sequence[str], errors: Errors
 ) -> Mapping[str, Any] | None:
-    """Return the sections of all files, changed by ``overrides``; None: one cannot be read.
+    """Return the sections of all files, changed by ``overrides``, or None if a file cannot be read.
 
     Args:
         paths: Configuration files.
@@ -113,6 +113,6 @@ def _merged(old: Any, new: Any) -> Any:
 
 
 def _appended(old: Any, value: Any) -> list[Any]:
-    """Return the list of an option that ends in "+"."""
+    """Return the list of an option with a trailing "+"."""
     values = old if isinstance(old, list) else [] if old is None else [old]
     return [*values, *(value if isinstance(value, list) else [value])]

@@ -1,7 +1,7 @@
 """Bytes of weights, gradients and optimizer on a rank. No torch here.
 
 Of N parameters on n data-parallel ranks, with weights of w bytes and Adam's two moments in fp32
-(``optim/gradients/buckets.py``, ``optim/fsdp/fully_sharded.py``; padding of buckets is left out):
+(``optim/gradients/buckets.py``, ``optim/fsdp/fully_sharded.py``, without padding of buckets):
 
              weights                   gradients               optimizer (m: main params, 4 or 0)
     ddp      w N                       4 N                     (8 + m) N
@@ -10,10 +10,10 @@ Of N parameters on n data-parallel ranks, with weights of w bytes and Adam's two
              + gathered units          every_microbatch of
                                        one unit, + 4 N / n
 
-n counts data x context parallel ranks, and for experts those that hold the same ones. fsdp's shards
-are the main params, and it leaves shared embeddings to zero1. Weights that a recipe keeps as codes
-take 1 byte each, beside main params in fp32: 1 + 4 / n with zero1, 5 / n and 1 while they are
-gathered with fsdp, each without gradients and moments; their scales are left out.
+n counts data x context parallel ranks, and for experts the ranks with the same experts. fsdp's
+shards are the main params, and fsdp leaves shared embeddings to zero1. Weights stored as quantized
+data take 1 byte each, beside main params in fp32: 1 + 4 / n with zero1. With fsdp they take 5 / n,
+and 1 while gathered. The numbers exclude gradients and moments. Scales are left out.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ class State:
         grid: The ranks.
         own: Units of the rank's stages.
         precision: Bytes of an element.
-        recipe: Recipe of quantized layers; None: there are none.
-        mode: How data-parallel ranks share them.
-        options: Options of that.
+        recipe: Recipe of quantized layers, or None.
+        mode: Data-parallel mode.
+        options: Options of the data-parallel mode.
         num_microbatches: Micro-batches of a pipeline run.
     """
 
@@ -72,7 +72,7 @@ class State:
         tied = {EMBEDDING, OUTPUT} if config.share_embeddings_and_output_weights else set[str]()
         tied |= {EMBEDDING} if config.num_predicting_layers else set()
         codes = {unit: _shared(count_codes(config, layout, unit, recipe), shards) for unit in units}
-        # What fsdp shards, by unit: all but shared embeddings.
+        # Parameters sharded by fsdp, by unit: all except shared embeddings.
         managed = {
             unit: _shared(count_unit(config, layout, unit), shards)
             for unit in units
@@ -100,7 +100,7 @@ class State:
         if reshards is None:
             reshards = num_microbatches == 1
         everything = in_use(of_units.total, coded.total)
-        # The next unit, without its experts, arrives beside the largest one.
+        # The next unit, without experts, arrives beside the largest unit.
         at_once = max(
             (in_use(one.total, codes[unit].total) for unit, one in managed.items()),
             default=0.0,
@@ -120,14 +120,14 @@ class State:
 
 
 def _shared(count: ParameterCount, shards: tuple[int, int]) -> ParameterCount:
-    """Return the parameters that several ranks share."""
+    """Return the parameters shared by several ranks."""
     return ParameterCount(
         count.dense if shards[0] > 1 else 0, count.experts if shards[1] > 1 else 0
     )
 
 
 def _share(count: ParameterCount, shards: tuple[int, int]) -> float:
-    """Return the parameters in one of so many shards of dense ones and of experts."""
+    """Return the parameters in one shard, for the given numbers of dense and expert shards."""
     return count.dense / shards[0] + count.experts / shards[1]
 
 

@@ -1,13 +1,14 @@
 """Bytes of activations along a forward and its backward: a tape of operations. No torch here.
 
-Autograd keeps what backward needs from an operation's forward to its backward, so the bytes that
-are alive go up along the tape and down on the way back,
+Autograd keeps tensors from an operation's forward to its backward, so the live bytes rise along the
+tape and fall on the way back:
 
     forward    kept by the operations so far + the operation's own output and temporaries
     backward   kept by this operation and those before it + its gradients and temporaries
 
-Tensors have names, since two operations may keep the same one. A *segment* of the tape may be
-recomputed: it then keeps its inputs only, and its backward starts with another forward.
+Tensors have names, since two operations may keep the same tensor. A *segment* of the tape may be
+recomputed: only the segment's inputs are kept, and the segment's backward starts with another
+forward.
 """
 
 from __future__ import annotations
@@ -16,34 +17,34 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 Kept = Mapping[str, float]
-"""Bytes of each tensor that is kept, by name."""
+"""Bytes of each kept tensor, by name."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Operation:
-    """One operation of a layer, on one rank and micro-batch."""
+    """An operation of a layer, on one rank and micro-batch."""
 
     path: str
-    """Module that runs it, as a path from the model."""
+    """Path of the running module from the model."""
     keeps: Kept = field(default_factory=dict)
-    """Tensors kept for backward; weights are not listed."""
+    """Tensors kept for backward, without weights."""
     inputs: Kept = field(default_factory=dict)
-    """Tensors that it reads, as they are before a collective or cast."""
+    """Tensors read, before a collective or cast."""
     makes: tuple[str, ...] = ()
-    """Names of its outputs, which later operations may keep."""
+    """Names of the outputs. Later operations may keep the outputs."""
     forward_bytes: float = 0.0
-    """Output and temporaries while its forward runs, beyond what it keeps."""
+    """Output and temporaries during forward, beyond the kept tensors."""
     backward_bytes: float = 0.0
-    """Gradients and temporaries while its backward runs."""
+    """Gradients and temporaries during backward."""
     weight_gradient_bytes: float = 0.0
-    """Gradient of its weight, before it is added to those of other micro-batches."""
+    """Bytes of the weight gradient before accumulation."""
     deferred: Kept = field(default_factory=dict)
-    """Tensors kept from its backward on, for a weight gradient that is computed later."""
+    """Tensors kept from the backward on, for a deferred weight gradient."""
 
 
 @dataclass(frozen=True)
 class Segment:
-    """Operations that are kept or recomputed together."""
+    """Operations kept or recomputed together."""
 
     operations: tuple[Operation, ...]
     recomputed: bool = False
@@ -64,17 +65,20 @@ class Profile:
     kept: float
     """From forward to backward."""
     forward_peak: float
-    """Most bytes during forward, with those that it keeps."""
+    """Most bytes during forward, including kept tensors."""
     backward_peak: float
-    """Most bytes during backward, with those that it still keeps; of a split backward, during its
-    first half."""
+    """Most bytes during backward, including tensors still kept.
+
+    For a split backward: during the first half.
+    """
     deferred: float = 0.0
     """Between the two halves of a split backward."""
 
 
 def compiled(operations: Sequence[Operation]) -> list[Operation]:
-    """Return operations that are one graph, whose backward returns all weight gradients together,
-    at its end.
+    """Return the operations of a single graph.
+
+    A graph's backward returns all weight gradients together, at the end.
     """
     waiting, together = 0.0, list[Operation]()
     for operation in reversed(operations):
@@ -120,7 +124,7 @@ def _forward_peak(kept: Kept, segment: Segment) -> float:
 def _backward_peak(
     kept: Kept, segment: Segment, deferred: dict[str, float], split_backward: bool
 ) -> float:
-    """Return the most bytes of a segment's backward; add to ``deferred`` what it leaves."""
+    """Return the most bytes of a segment's backward. Add the deferred tensors to ``deferred``."""
     alive = [kept]
     for operation in segment.operations:
         alive.append(_union((alive[-1], operation.keeps)))
