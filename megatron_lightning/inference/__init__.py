@@ -1,5 +1,5 @@
 """Text and scores by trained models, on any layout: the engine, the uncached sampling loop, and the
-commands on them.
+commands.
 """
 
 from megatron_lightning.inference.engine import Completion, Engine, Score

@@ -1,4 +1,4 @@
-"""Answers of the OpenAI API: whole ones, and the pieces of streams."""
+"""Answers of the OpenAI API: complete answers, and pieces of streams."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _UNFINISHED = "\ufffd"
 
 @dataclass
 class Written:
-    """What a request has so far."""
+    """Tokens and scores of a request so far."""
 
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -26,8 +26,8 @@ class Written:
 
 
 def text_so_far(written: Written, stop: Sequence[str], codec: Codec) -> str:
-    """Return the text that will not change any more: without half of a character, and without what
-    may become a stop string.
+    """Return the final part of the text: without half of a character, and without the possible
+    begin of a stop string.
     """
     text = codec.decode(written.tokens)
     end = end_of(text, stop)
@@ -39,7 +39,7 @@ def text_so_far(written: Written, stop: Sequence[str], codec: Codec) -> str:
 
 
 class Answer:
-    """Makes the answers to one request.
+    """Makes the answers to a request.
 
     Args:
         request: The request.
@@ -63,8 +63,8 @@ class Answer:
         """Return the whole answer.
 
         Args:
-            prompts: Scores of each prompt behind its first token; None: they are not wanted.
-            texts: What was written.
+            prompts: Scores of each prompt behind the first token. None: scores are not wanted.
+            texts: The written texts.
         """
         choices = [
             self._choice(index, prompt, text)
@@ -93,7 +93,7 @@ class Answer:
         return choice
 
     def _logprobs(self, index: int, prompt: Written | None, text: Written) -> dict[str, Any]:
-        """Return the lists of a completion; the first token of a prompt has no log-probability."""
+        """Return the lists of a completion. The first token of a prompt has no log-probability."""
         tokens, values, best = list(text.tokens), list(text.logprobs), list(text.best)
         numbers: list[float | None] = list(values)
         tops: list[tuple[int, float] | None] = list(best)
@@ -136,7 +136,7 @@ class Answer:
         return {**self._pieces_head, "choices": [choice]}
 
     def last_piece(self, texts: Sequence[Written]) -> dict[str, Any]:
-        """Return the piece that counts tokens."""
+        """Return the piece with the token counts."""
         return {**self._pieces_head, "choices": [], "usage": self.usage(texts)}
 
     @property

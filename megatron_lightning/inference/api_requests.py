@@ -1,5 +1,5 @@
-"""Requests of the OpenAI API in our words. What a server does not do is refused by name. Values
-that change nothing are taken.
+"""Requests of the OpenAI API in our words. Unsupported options are refused by name. Values without
+an effect are accepted.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _DEFAULT_NEW_TOKENS: Mapping[bool, int] = {
     False: 16,
     True: 512,
 }  # of completions, as OpenAI's; of chats
-# Name -> values that change nothing; a request may have these.
+# Name -> values without an effect. A request may have these values.
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "n": (1, None),
     "best_of": (1, None),
@@ -50,8 +50,8 @@ class ApiError(Exception):
 
     Args:
         status: HTTP status.
-        message: What was found, and what to do.
-        param: Name of the parameter; None: of none.
+        message: The problem, and the remedy.
+        param: Name of the parameter. None: no parameter is at fault.
     """
 
     def __init__(self, status: int, message: str, param: str | None = None) -> None:
@@ -74,7 +74,7 @@ class ApiRequest:
     prompts: list[list[int]]
     """Token ids of each prompt."""
     sampling: Sampling
-    """How tokens are chosen; ``max_new_tokens`` is 1 where no token is wanted."""
+    """Options of sampling. ``max_new_tokens`` is 1 if no token is wanted."""
     writes: bool
     """Whether new tokens are wanted."""
     is_chat: bool
@@ -95,8 +95,8 @@ def parse(body: Any, codec: Codec, *, name: str, longest: int, is_chat: bool) ->
         body: JSON.
         codec: The tokenizer.
         name: Name of the model.
-        longest: Most tokens of a prompt with its new tokens.
-        is_chat: Whether it is a chat.
+        longest: Most tokens of a prompt with the new tokens.
+        is_chat: Whether the request is a chat.
 
     Raises:
         ApiError: If the request cannot be answered.

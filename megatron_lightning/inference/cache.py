@@ -1,8 +1,8 @@
-"""Where the keys of requests are kept: slots for each request, as a run of neighbors or as pages.
+"""Storage of requests' keys: slots for each request, as a run of neighbors or as pages.
 
-A *run* is reserved once, for the longest text that a request may become: attention reads a slice,
+A *run* is reserved once, for the longest possible text of a request: attention reads a slice,
 without a gather, and no request ever gives way. *Pages* are reserved as a text grows, and given
-back when memory is short: GPUs hold more requests this way, and their kernels read pages.
+back when memory is short. GPUs hold more requests with pages, and GPU kernels read pages.
 
 Slot 0 belongs to no request. Every rank runs the same allocator on the same requests.
 """
@@ -24,14 +24,14 @@ Copies = tuple[tuple[slice, slice], ...]
 
 
 class Allocator(Protocol):
-    """Slots of requests; a request is any hashable object."""
+    """Slots of requests. A request is any hashable object."""
 
     capacity: int
-    """Tokens of the longest text that fits alone."""
+    """Tokens of the longest text without other texts."""
 
     def reserve(self, request: Hashable, now: int, at_most: int) -> bool:
-        """Reserve slots for ``now`` tokens of a text that grows to ``at_most``; return whether
-        there are as many.
+        """Reserve slots for ``now`` tokens of a text growing to ``at_most``. Return whether there
+        were enough slots.
         """
         ...
 
@@ -48,18 +48,17 @@ class Allocator(Protocol):
         ...
 
     def share(self, source: Hashable, target: Hashable, length: int) -> tuple[int, Copies]:
-        """Give a request without slots, or with unused ones, the first ``length`` tokens of another
-        one.
+        """Give a request without slots, or with unused slots, the first ``length`` tokens of
+        another request.
 
         Returns:
-            Number of tokens that ``target`` has now, and what has to be copied before they are
-            read.
+            Number of tokens in ``target``, and the copies to make before reading the tokens.
         """
         ...
 
 
 class Runs:
-    """A run of neighboring slots for each request, the first gap that is long enough.
+    """A run of neighboring slots for each request, in the first gap of sufficient length.
 
     Args:
         num_slots: All slots, slot 0 included.
@@ -113,10 +112,10 @@ class Runs:
 
 
 class Pages:
-    """Pages of ``block_size`` slots, in any order; page 0 belongs to no request.
+    """Pages of ``block_size`` slots, in any order. Page 0 belongs to no request.
 
     Args:
-        num_slots: All slots, page 0 included; a rest below a page is unused.
+        num_slots: All slots, page 0 included. A remainder below a page is unused.
         block_size: Slots of a page.
     """
 
@@ -162,7 +161,7 @@ class Pages:
         return self.slots(request, 0, length)
 
     def share(self, source: Hashable, target: Hashable, length: int) -> tuple[int, Copies]:
-        """Share the full pages; the tokens behind them are computed again."""
+        """Share the full pages. The tokens behind the full pages are computed again."""
         num_shared = length // self.block_size
         shared = self._pages[source][:num_shared]
         own = self._pages[target]

@@ -1,6 +1,6 @@
-"""Choose tokens by logits, and score tokens, for the requests of one step.
+"""Choose tokens by logits, and score tokens, for the requests of a step.
 
-Shapes: ``k`` places whose logits are wanted, ``v`` vocabulary.
+Shapes: ``k`` places with wanted logits, ``v`` vocabulary.
 """
 
 from __future__ import annotations
@@ -16,15 +16,16 @@ NUM_RESULTS = 3
 
 
 def choose(batch: Batch, logits: Tensor) -> Tensor:
-    """Return the results [k, 3] of a step, in fp64 on the CPU, in which token ids are exact.
+    """Return the results [k, 3] of a step, in fp64 on the CPU, so that token ids are exact.
 
-    For a request that gets a new token, a place has the drawn token, its log-probability and that
-    of the best token. For a request that is scored, it has the best token, the log-probability of
-    the text's own next token, and that of the best. Log-probabilities are of the logits divided by
-    the temperature, before top-k and top-p.
+    For a generating request, a place has the drawn token, the log-probability of the drawn token,
+    and the log-probability of the best token. For a scored request, a place has the best token, the
+    log-probability of the text's own next token, and the log-probability of the best token.
+    Log-probabilities are computed from the logits divided by the temperature, before top-k and
+    top-p.
 
     Args:
-        batch: The requests; their generators are advanced.
+        batch: The requests. The requests' generators are advanced.
         logits: [k, v] of any floating dtype and device.
 
     Raises:

@@ -2,9 +2,9 @@
 batching.
 
 All ranks of a replica run the same scheduler on the same requests. Only chosen tokens travel, from
-the last stage to the other stages. Replicas have requests of their own. Where forwards are
-collectives of several replicas (experts that they share, weights that FSDP gathers), the replicas
-step together, and a replica without requests computes padding.
+the last stage to the other stages. Replicas have different requests. If forwards are collectives of
+several replicas (shared experts, weights gathered by FSDP), the replicas step together, and a
+replica without requests computes padding.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ from megatron_lightning.pipeline.executor import PipelineExecutor
 from megatron_lightning.pipeline.schedules.actions import Placement
 
 Observe = Callable[[Sequence[Request]], object]
-"""Called after some steps with the requests of a call."""
+"""Called every few steps with the requests of a call."""
 
 
 @dataclass(frozen=True)
 class Completion:
-    """A text that a model has continued."""
+    """A text continued by a model."""
 
     tokens: list[int]
-    """New tokens; the one that ended the text is not among them."""
+    """New tokens, without the end token."""
     logprobs: list[float]
     """Log-probability of each new token: of the logits divided by the temperature, before top-k and
     top-p."""
@@ -57,16 +57,16 @@ class Completion:
 
 @dataclass(frozen=True)
 class Score:
-    """How likely a text is after another one."""
+    """Likelihood of a text after a context."""
 
     logprob: float
-    """Sum over its tokens."""
+    """Sum over the tokens of the text."""
     is_greedy: bool
-    """Whether each token is the most likely one."""
+    """Whether each token is the most likely token."""
     logprobs: list[float]
     """Log-probability of each token."""
     best: list[tuple[int, float]]
-    """The most likely token at each place, and its log-probability."""
+    """The most likely token at each place, and the token's log-probability."""
 
 
 class Engine:
@@ -74,14 +74,14 @@ class Engine:
 
     Args:
         model: The rank's part of a :class:`~megatron_lightning.models.GPTModel`, or of a module
-            that takes the same arguments.
+            with the same arguments.
         part: Description of the part.
         context: Groups of this rank.
         executor: Runs the stages.
-        longest: Most tokens that the model sees.
+        longest: Most input tokens of the model.
         options: Sizes.
-        stops: Token ids that end a text.
-        decode: Returns the text of token ids; needed for stop strings.
+        stops: Token ids at the end of a text.
+        decode: Returns the text of token ids. Required for stop strings.
         keeps_cache: Whether memory for keys stays allocated between calls.
         forward_context: Returns the context of a forward, such as autocast.
         prepare: Called before the first forward of a call.
@@ -116,7 +116,7 @@ class Engine:
         self._cache: KeyCache | None = None
         self._scheduler: Scheduler | None = None
         self.num_steps = 0
-        """Steps that have been run."""
+        """Number of steps run so far."""
 
     @classmethod
     def load(
@@ -125,17 +125,17 @@ class Engine:
         layout: ParallelLayout | None = None,
         **options: Any,
     ) -> Engine:
-        """Return an engine for the model in a checkpoint of any layout; a collective.
+        """Return an engine for the model in a checkpoint of any layout. A collective.
 
         Args:
             checkpoint: Checkpoint directory, plain Lightning ``.ckpt`` file, Hugging Face folder,
                 or Hub id.
-            layout: Sizes for the processes at hand, which ``torch.distributed`` connects; what is
-                left of them are replicas, with requests of their own. None: this process alone.
+            layout: Sizes for the processes connected by ``torch.distributed``. Further processes
+                are replicas, with different requests. None: this process alone.
             options: ``options`` (:class:`EngineOptions`), ``device`` ("cpu"), ``dtype`` of the
-                weights ("float32", "bfloat16", "float16"; None: torch's default),
-                ``pipeline_schedule``, ``stops`` (token ids that end a text; None: as the model's
-                generation configuration says), ``decode``.
+                weights ("float32", "bfloat16" or "float16", default torch's),
+                ``pipeline_schedule``, ``stops`` (token ids at the end of a text, default from the
+                model's generation configuration), ``decode``.
 
         Raises:
             CheckpointError: On every rank, if the checkpoint cannot be read or holds another model.
@@ -158,8 +158,8 @@ class Engine:
 
         Args:
             model: The model.
-            options: ``options`` (:class:`EngineOptions`), ``stops`` (token ids that end a text),
-                ``decode``, and further arguments of the class.
+            options: ``options`` (:class:`EngineOptions`), ``stops`` (token ids at the end of a
+                text), ``decode``, and further arguments of the class.
         """
         context = ParallelContext(ParallelLayout(), device=_device_of(model), alone=True)
         names = tuple(model.state_dict())
@@ -170,7 +170,7 @@ class Engine:
 
     @property
     def longest(self) -> int:
-        """Most tokens that the model sees."""
+        """Most input tokens of the model."""
         return self.requests.longest
 
     # --------------------------------------------------------------------------------------- calls
@@ -184,27 +184,29 @@ class Engine:
         seeds: Sequence[int] | None = None,
         observe: Observe = lambda _: None,
     ) -> list[list[Completion]]:
-        """Continue prompts; every rank of a replica passes the same, and gets the same.
+        """Continue prompts. Every rank of a replica passes the same prompts, and gets the same
+        texts.
 
-        A text depends on its prompt and its seed only: neither on its neighbors nor on the layout.
+        A text depends only on the prompt and the seed: neither on neighbors nor on the layout.
 
         Args:
-            prompts: Token ids of each prompt, at least one.
-            sampling: How tokens are chosen; sample j of prompt i draws from the seed plus
+            prompts: Token ids of each prompt, at least one id.
+            sampling: Options of sampling. Sample j of prompt i draws from the seed plus
                 i * num_samples + j. None: the defaults.
-            num_samples: Texts of each prompt, whose keys are computed once.
-            seeds: Seed of each prompt's first sample, and one more for each further sample; None:
-                they follow from the sampling's.
-            observe: Called after some steps with all requests.
+            num_samples: Texts of each prompt. The keys of a prompt are computed once.
+            seeds: Seed of each prompt's first sample. Each further sample adds 1. None: seeds
+                derived from the seed of ``sampling``.
+            observe: Called every few steps with all requests.
 
         Returns:
-            For each prompt its samples.
+            The samples of each prompt.
 
         Raises:
             ConfigError: If a prompt is empty, can never fit, or stop strings need a tokenizer.
         """
         rows = self.requests.samples(prompts, sampling or Sampling(), num_samples, seeds)
-        # The first sample of each prompt before the second of any: others wait for its keys.
+        # The first sample of each prompt before the second of any: later samples wait for the first
+        # sample's keys.
         self.run([request for row in rows for request in row], observe)
         return [[completion_of(row[i]) for row in rows] for i in range(len(prompts))]
 
@@ -215,15 +217,15 @@ class Engine:
         *,
         observe: Observe = lambda _: None,
     ) -> list[Score]:
-        """Return how likely each continuation is after its context; every rank of a replica passes
-        the same, and gets the same.
+        """Return the likelihood of each continuation after the context. Every rank of a replica
+        passes the same texts, and gets the same scores.
 
-        The model sees its longest input at most: what comes before is left out.
+        The model sees at most ``longest`` tokens. Earlier tokens are left out.
 
         Args:
-            contexts: Token ids, at least one each.
-            continuations: Token ids, at least one each.
-            observe: Called after some steps with all requests.
+            contexts: Token ids, at least one id each.
+            continuations: Token ids, at least one id each.
+            observe: Called every few steps with all requests.
 
         Raises:
             ConfigError: If a context or continuation is empty, or too long.
@@ -235,7 +237,7 @@ class Engine:
     # ---------------------------------------------------------------------------------------- steps
 
     def run(self, requests: Sequence[Request], observe: Observe = lambda _: None) -> None:
-        """Run requests to their ends; a collective of the replica, and of all replicas that step
+        """Run requests to their ends. A collective of the replica, and of all replicas stepping
         together.
         """
         with self.active() as scheduler:
@@ -247,14 +249,14 @@ class Engine:
 
     @contextmanager
     def active(self) -> Iterator[Scheduler]:
-        """Context in which :meth:`step` may be called; yields the scheduler, whose requests are
+        """Context for calls of :meth:`step`. Yields the scheduler. The scheduler's requests are
         forgotten at the end.
         """
         with ExitStack() as stack:
             self._prepare()
             stack.enter_context(evaluated(self.model))
             stack.enter_context(torch.no_grad())
-            # Parameters that FSDP gathers in inference mode could not be trained.
+            # Parameters gathered by FSDP in inference mode could not be trained.
             stack.enter_context(torch.inference_mode(self._part.units is None))
             stack.enter_context(torch.compiler.set_stance("force_eager"))
             stack.enter_context(self._forward_context())
@@ -278,7 +280,7 @@ class Engine:
 
     @property
     def steps_together(self) -> bool:
-        """Whether forwards are collectives of several replicas, which have other requests."""
+        """Whether forwards are collectives of several replicas with different requests."""
         layout = self.context.layout
         shares_experts = layout.ep > 1 and layout.tp % (layout.etp * layout.ep) != 0
         return self._part.units is not None or shares_experts
@@ -289,8 +291,8 @@ class Engine:
         return storage == "pages" or (storage == "auto" and self.context.device.type == "cuda")
 
     def is_busy(self) -> bool:
-        """Return whether a request of this replica, or of those that step together, has not ended;
-        then a collective.
+        """Return whether a request of this replica, or of the replicas stepping together, has not
+        ended. A collective for replicas stepping together.
         """
         busy = self._scheduler is not None and self._scheduler.num_requests > 0
         if not self.steps_together:
@@ -299,8 +301,8 @@ class Engine:
         return bool(all_reduce(flag, self.context.axis("world"), "max"))
 
     def step(self, most_steps: int = 8) -> None:
-        """Compute one step; under a pipeline up to ``most_steps`` steps, in which groups of
-        requests follow one another through the stages.
+        """Compute a step. Under a pipeline compute up to ``most_steps`` steps, with groups of
+        requests following one another through the stages.
         """
         scheduler, cache = self._scheduler, self._cache
         if scheduler is None or cache is None:
@@ -319,8 +321,8 @@ class Engine:
         self.num_steps += num_steps
 
     def _allocate(self) -> KeyCache:
-        """Return the cache, which is as large as options and memory allow; the first time a
-        collective of all ranks, which computes one step of padding.
+        """Return the cache, as large as options and memory allow. The first call is a collective of
+        all ranks, and computes a step of padding.
         """
         if self._num_slots is None:
             trial = KeyCache(1)
@@ -343,12 +345,12 @@ def _device_of(model: nn.Module) -> torch.device:
 
 
 def completion_of(request: Request) -> Completion:
-    """Return the text of a request that has ended."""
+    """Return the text of an ended request."""
     return Completion(request.new_tokens, request.logprobs, request.reason or "length")
 
 
 def score_of(request: Request) -> Score:
-    """Return the score of a request that has ended."""
+    """Return the score of an ended request."""
     scored = request.tokens[-request.num_scored :]
     is_greedy = [token for token, _ in request.best] == scored
     return Score(sum(request.logprobs), is_greedy, request.logprobs, request.best)
@@ -356,8 +358,8 @@ def score_of(request: Request) -> Score:
 
 @contextmanager
 def evaluated(model: nn.Module) -> Iterator[None]:
-    """Inside the block the model is in eval mode, its routers drop no token, so that no text
-    depends on its neighbors, and its layers report nothing.
+    """Inside the block the model is in eval mode. Routers drop no token, so that no text depends on
+    neighbors. Layers report nothing.
     """
     modes = [(module, module.training) for module in model.modules()]
     routers = [module for module in model.modules() if isinstance(module, Router)]

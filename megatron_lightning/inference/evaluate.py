@@ -41,40 +41,41 @@ def evaluate(  # noqa: PLR0917  # every one is an option of the command line
 ) -> str | None:
     """Evaluate a trained model on tasks of lm-evaluation-harness.
 
-    Nothing is converted: the checkpoint may come from any layout. Tasks that ship with the harness
-    read data sets of the Hugging Face hub; tasks of your own may read local files, and need no
+    Nothing is converted: the checkpoint may come from any layout. Tasks shipped with the harness
+    read data sets of the Hugging Face hub. Tasks of your own may read local files, and need no
     network with HF_HUB_OFFLINE=1 and HF_DATASETS_OFFLINE=1.
 
     Args:
         checkpoint: Checkpoint directory, plain Lightning .ckpt file, Hugging Face folder, or Hub
             id.
         tasks: Names of tasks and groups of tasks.
-        limit: Documents of each task, or below 1 their share; leave it out for all.
-        num_fewshot: Examples before each document; leave it out for the task's own number.
+        limit: Documents of each task, or a fraction below 1. Default: all.
+        num_fewshot: Examples before each document. Default: the task's own number.
         apply_chat_template: Send documents through the chat template.
         include_path: Folder with YAML files of tasks of your own.
         output: File for the results as JSON.
-        confirm_run_unsafe_code: Let tasks run code that the model has written.
-        tokenizer_model: The tokenizer that made the training data; leave it out for the one that
-            came with the model.
+        confirm_run_unsafe_code: Let tasks run code written by the model.
+        tokenizer_model: The tokenizer of the training data. Default: the tokenizer saved with the
+            model.
         tokenizer_type: sentencepiece or huggingface.
-        tensor_model_parallel_size: Ranks over which each layer's matrices are split.
-        pipeline_model_parallel_size: Ranks over which the layers are split into stages.
-        virtual_pipeline_model_parallel_size: Stages on each of those ranks.
-        data_parallel_size: Replicas, which share the documents.
-        expert_model_parallel_size: Ranks over which experts are divided. They are the tensor
-            parallel ones: set expert_tensor_parallel_size to 1, or as many times less.
-        expert_tensor_parallel_size: Ranks over which each expert's matrices are split; leave it out
-            for the same as tensor.
-        pipeline_schedule: As for training; determines the stages of each rank.
-        device: cpu, cuda, or auto: cuda where there is one.
+        tensor_model_parallel_size: Ranks to split each layer's matrices over.
+        pipeline_model_parallel_size: Ranks to split the layers over, as stages.
+        virtual_pipeline_model_parallel_size: Stages on each pipeline rank.
+        data_parallel_size: Number of replicas. The replicas share the documents.
+        expert_model_parallel_size: Ranks to divide the experts over. Experts use the tensor
+            parallel ranks: set expert_tensor_parallel_size to 1, or reduce
+            expert_tensor_parallel_size by the same factor.
+        expert_tensor_parallel_size: Ranks to split each expert's matrices over. Default: the tensor
+            parallel size.
+        pipeline_schedule: Schedule as in training. Determines the stages of each rank.
+        device: cpu, cuda, or auto (cuda if available).
         dtype: Dtype of the weights: float32, bfloat16 or float16.
-        max_tokens: Tokens of one step over all texts; longer prompts are computed in chunks.
-        max_requests: Texts that are computed at once; others wait.
+        max_tokens: Tokens of a step over all texts. Longer prompts are computed in chunks.
+        max_requests: Texts computed at the same time. Further texts wait.
         cache_gib: GiB for keys and values on each rank, at most.
 
     Returns:
-        The harness's table; on ranks other than the first of torchrun, nothing.
+        The harness's table. Nothing on ranks of torchrun other than the first.
 
     Raises:
         ConfigError: If the values cannot work together, or the harness is not installed.
@@ -122,7 +123,7 @@ def check_installed() -> None:
     """Check that the harness is installed.
 
     Raises:
-        ConfigError: If it is not.
+        ConfigError: If the harness is not installed.
     """
     try:
         import lm_eval  # noqa: F401
@@ -134,9 +135,10 @@ def check_installed() -> None:
 
 
 def sharing_of(engine: TextModel) -> AxisGroup:
-    """Return the ranks with the same place in other replicas: each computes its share of the texts.
+    """Return the ranks with the same place in other replicas. Each rank computes a share of the
+    texts.
 
-    A model that writes by its own ``generate`` computes all texts on all ranks.
+    With a model's own ``generate`` all ranks compute all texts.
     """
     return ALONE if isinstance(engine, OwnGenerate) else engine.context.dp_cp
 

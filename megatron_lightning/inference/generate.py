@@ -1,5 +1,5 @@
-"""``megatron-lightning generate``: continue prompts with a trained model, on one process or on a
-layout.
+"""``megatron-lightning generate``: continue prompts with a trained model, on a single process or on
+a layout.
 """
 
 from __future__ import annotations
@@ -44,46 +44,48 @@ def generate(  # noqa: PLR0917  # every one is an option of the command line
 ) -> list[str]:
     """Continue prompts with a trained model.
 
-    The checkpoint may come from any layout; the sizes given here are for generation. The same seed
+    The checkpoint may come from any layout. The sizes given here are for generation. The same seed
     gives the same text on every layout. Keys and values of earlier tokens are cached. A text longer
     than the model's longest sequence continues from its last tokens, without the cache.
 
     Args:
         checkpoint: Checkpoint directory, plain Lightning .ckpt file, Hugging Face folder, or Hub
             id.
-        prompts: One text, or a list of texts, to continue.
-        tokenizer_model: The tokenizer that made the training data; leave it out for the one that
-            came with the model.
+        prompts: A text, or a list of texts, to continue.
+        tokenizer_model: The tokenizer of the training data. Default: the tokenizer saved with the
+            model.
         tokenizer_type: sentencepiece or huggingface.
-        max_new_tokens: Tokens added to each prompt, at most; a text ends earlier with its document.
-        temperature: Divides the logits; 0 always takes the most likely token.
-        top_k: Choose among this many of the most likely tokens; leave it out for all.
-        top_p: Choose among the most likely tokens that together have this probability.
+        max_new_tokens: Tokens added to each prompt, at most. An end-of-document token ends a text
+            earlier.
+        temperature: Divides the logits. 0 always takes the most likely token.
+        top_k: Choose among this number of the most likely tokens. Default: all.
+        top_p: Choose among the most likely tokens with this total probability.
         seed: Seed of the draws.
-        tensor_model_parallel_size: Ranks over which each layer's matrices are split.
-        pipeline_model_parallel_size: Ranks over which the layers are split into stages.
-        virtual_pipeline_model_parallel_size: Stages on each of those ranks.
-        pipeline_schedule: As for training; determines the stages of each rank.
-        device: cpu, cuda, or auto: cuda where there is one.
-        expert_model_parallel_size: Ranks over which experts are divided. They are the tensor
-            parallel ones: set expert_tensor_parallel_size to 1, or as many times less.
-        expert_tensor_parallel_size: Ranks over which each expert's matrices are split; leave it out
-            for the same as tensor.
+        tensor_model_parallel_size: Ranks to split each layer's matrices over.
+        pipeline_model_parallel_size: Ranks to split the layers over, as stages.
+        virtual_pipeline_model_parallel_size: Stages on each pipeline rank.
+        pipeline_schedule: Schedule as in training. Determines the stages of each rank.
+        device: cpu, cuda, or auto (cuda if available).
+        expert_model_parallel_size: Ranks to divide the experts over. Experts use the tensor
+            parallel ranks: set expert_tensor_parallel_size to 1, or reduce
+            expert_tensor_parallel_size by the same factor.
+        expert_tensor_parallel_size: Ranks to split each expert's matrices over. Default: the tensor
+            parallel size.
         chat: Send each prompt as a user's message through the chat template, and print the answer
             alone.
-        stop: Strings that end a text and are not part of it.
+        stop: Strings at the end of a text. The text is returned without a stop string.
         num_samples: Texts of each prompt.
         dtype: Dtype of the weights: float32, bfloat16 or float16.
-        max_tokens: Tokens of one step over all texts; longer prompts are computed in chunks.
-        max_requests: Texts that are computed at once; others wait.
+        max_tokens: Tokens of a step over all texts. Longer prompts are computed in chunks.
+        max_requests: Texts computed at the same time. Further texts wait.
         cache_gib: GiB for keys and values on each rank, at most.
 
     Returns:
-        Each prompt with its continuation, with ``chat`` the answers; on ranks other than the first
-        of torchrun, nothing.
+        Each prompt with the continuation, or with ``chat`` the answers. Nothing on ranks of
+        torchrun other than the first.
 
     Raises:
-        ConfigError: If the values cannot work together; before any process is started.
+        ConfigError: If the values cannot work together, before any process is started.
         CheckpointError: If the checkpoint cannot be read.
         DataError: If the tokenizer cannot be read.
     """
@@ -133,14 +135,14 @@ def generate(  # noqa: PLR0917  # every one is an option of the command line
 def _text(
     codec: Codec, prompt: list[int], new: list[int], stop: Sequence[str], *, answer_only: bool
 ) -> str:
-    """Return a prompt with its continuation, or the continuation alone, up to a stop string."""
+    """Return a prompt with the continuation, or the continuation alone, up to a stop string."""
     text = codec.decode(new if answer_only else prompt + new)
     start = 0 if answer_only else len(codec.decode(prompt))
     return text[: end_of(text, stop, start)]
 
 
 def _continue(engine: TextModel, codec: Codec, arguments: Any) -> list[list[list[int]]]:
-    """Return the new tokens of each prompt's samples, as one rank."""
+    """Return the new tokens of each prompt's samples, on a single rank."""
     prompts, sampling, num_samples = arguments
     most = len(prompts) * num_samples * sampling.max_new_tokens
     with Progress("generating", most, shows=engine.context.rank == 0) as progress:

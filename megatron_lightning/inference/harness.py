@@ -1,8 +1,8 @@
-"""lm-evaluation-harness over an engine: its tasks, metrics and tables on any layout.
+"""lm-evaluation-harness over an engine: tasks, metrics and tables on any layout.
 
 Every rank runs the harness on all requests. Replicas share the work inside of each call and
-exchange the results, so that all ranks have all of them. Texts are encoded and cut as by the
-harness's own ``hf`` model, whose values these equal.
+exchange the results, so that all ranks have all results. Texts are encoded and cut like in the
+harness's own ``hf`` model, and give equal values.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
     """An engine as a model of lm-evaluation-harness.
 
     Args:
-        engine: The engine; all ranks of a replica make the same calls.
+        engine: The engine. All ranks of a replica make the same calls.
         codec: The tokenizer.
-        replicas: Ranks that share the work.
+        replicas: Ranks sharing the work.
     """
 
     def __init__(self, engine: TextModel, codec: Codec, replicas: AxisGroup) -> None:
@@ -53,7 +53,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
 
     @property
     def eot_token_id(self) -> int:
-        """Token that ends a text."""
+        """Token at the end of a text."""
         return self.codec.stops[0]
 
     @property
@@ -63,7 +63,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
 
     @property
     def max_length(self) -> int:
-        """Most tokens that the model sees."""
+        """Most input tokens of the model."""
         return self.engine.longest
 
     @property
@@ -74,7 +74,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **_: Any
     ) -> list[int]:
-        """Return the ids of a text; a text that begins with BOS gets no second one."""
+        """Return the ids of a text. A text beginning with BOS gets no second BOS."""
         if add_special_tokens is None:
             add_special_tokens = not string.startswith(self.codec.text_of(self.codec.prefix))
         return self.codec.ids(string, special=add_special_tokens)
@@ -95,7 +95,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
     def _shared(
         self, items: Sequence[Item], work: Callable[[Sequence[Item]], Sequence[Result]]
     ) -> list[Result]:
-        """Return the results of all items, of which each replica computes some."""
+        """Return the results of all items. Each replica computes a share."""
         rank, size = self._replicas.rank, self._replicas.size
         parts = self._replicas.all_gather_object(list(work(items[rank::size])))
         return [parts[index % size][index // size] for index in range(len(items))]
@@ -127,12 +127,12 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
         return [sum(next(scores)[0] for _ in of_text) for of_text in windows]
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
-        """Return the continuation of each text, up to one of its ends."""
+        """Return the continuation of each text, up to the first of the text's stop strings."""
         items = [(request.args[0], request.args[1]) for request in requests]
         return self._shared(items, self._texts)
 
     def _texts(self, items: Sequence[tuple[str, Mapping[str, Any]]]) -> list[str]:
-        """Return continuations; requests with equal options are computed together."""
+        """Return continuations. Requests with equal options are computed together."""
         texts = [""] * len(items)
         groups: dict[Sampling, list[int]] = {}
         for index, (_, options) in enumerate(items):
@@ -153,7 +153,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
         """Return the harness's options of a request in our words.
 
         Raises:
-            ConfigError: For options that the engine does not have.
+            ConfigError: For options unknown to the engine.
         """
         until = options.get("until") or []
         most = next((int(options[name]) for name in _NEW_TOKENS if options.get(name)), None)
@@ -193,16 +193,16 @@ def evaluate_tasks(
     confirm_run_unsafe_code: bool = False,
     log_samples: bool = False,
 ) -> dict[str, Any]:
-    """Return the harness's results, on every rank; random generators are as before.
+    """Return the harness's results, on every rank. Random generators keep their states.
 
     Args:
         model: The model.
         tasks: Names of tasks and groups.
-        limit: Documents of each task, or below 1 their share; None: all.
-        num_fewshot: Examples before each document; None: as the task says.
+        limit: Documents of each task, or a fraction below 1. None: all.
+        num_fewshot: Examples before each document. None: the task's own number.
         apply_chat_template: Whether documents go through the chat template.
         include_path: Folder with tasks of your own.
-        confirm_run_unsafe_code: Whether tasks may run code that the model has written.
+        confirm_run_unsafe_code: Whether tasks may run code written by the model.
         log_samples: Whether results hold each document's answer.
 
     Raises:
@@ -229,13 +229,13 @@ def evaluate_tasks(
 
 
 def _task_manager(tasks: Sequence[str], include_path: str | None) -> Any:
-    """Return the harness's list of tasks: those in a folder, if they are enough.
+    """Return the harness's list of tasks: only tasks of the folder, if sufficient.
 
     Raises:
         ConfigError: If there is no such task.
     """
     unknown: list[str] = []
-    # To read the thousands of tasks that ship with the harness takes many seconds.
+    # Reading the thousands of tasks shipped with the harness takes many seconds.
     for has_defaults in (False, True) if include_path else (True,):
         manager = TaskManager(include_path=include_path, include_defaults=has_defaults)
         unknown = [name for name in tasks if not manager.match_tasks([name])]
@@ -273,9 +273,9 @@ def write_results(results: Mapping[str, Any], path: str) -> None:
 
 @contextmanager
 def _random_states_kept() -> Iterator[None]:
-    """Restore the default random generators after the block: the harness seeds them."""
+    """Restore the default random generators after the block: the harness seeds the generators."""
     python, of_numpy = random.getstate(), np.random.get_state()
-    # Without a GPU there is nothing to keep; with one its generators are seeded as well.
+    # Without a GPU there is nothing to keep. With a GPU the GPU's generators are seeded as well.
     devices = list(range(torch.cuda.device_count()))
     with torch.random.fork_rng(devices):
         try:

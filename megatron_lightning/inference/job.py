@@ -1,4 +1,6 @@
-"""Processes of a command that runs a trained model: this one, those of torchrun, or new ones."""
+"""Processes of a command for a trained model: this process, the processes of torchrun, or new
+processes.
+"""
 
 from __future__ import annotations
 
@@ -33,13 +35,13 @@ from megatron_lightning.pipeline.schedules import resolve
 from megatron_lightning.resilience.workers import run_workers
 
 Work = Callable[[TextModel, Codec, Any], Any]
-"""Function of a rank's engine, the codec and arguments that travel to other processes; rank 0's
-result is plain data."""
+"""Function of a rank's engine, the codec and arguments. The arguments travel to other processes.
+Rank 0's result is plain data."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelJob:
-    """A trained model, its tokenizer, and the processes that run it; plain values."""
+    """A trained model, a tokenizer, and the processes to run the model. Plain values."""
 
     checkpoint: str
     layout: ParallelLayout
@@ -50,9 +52,9 @@ class ModelJob:
     dtype: Dtype = "float32"
     options: EngineOptions = field(default_factory=EngineOptions)
     num_replicas: int = 1
-    """Replicas of the model that are started."""
+    """Number of replicas to start."""
     runs_replicas: bool = False
-    """Whether processes beyond one replica have work of their own."""
+    """Whether processes beyond one replica have separate work."""
 
     @cached_property
     def saved(self) -> SavedModel:
@@ -68,8 +70,8 @@ class ModelJob:
         """The tokenizer's codec.
 
         Raises:
-            ConfigError: If there is none, or it has more ids than the model.
-            DataError: If it cannot be loaded.
+            ConfigError: If there is no tokenizer, or the tokenizer has more ids than the model.
+            DataError: If the tokenizer cannot be loaded.
         """
         name = self.tokenizer_model or self.checkpoint
         codec = (
@@ -97,7 +99,7 @@ class ModelJob:
         return self.layout.tp * self.layout.pp * self.num_replicas
 
     def check(self) -> None:
-        """Check all that can be checked before processes start.
+        """Check the settings as far as possible before processes start.
 
         Raises:
             ConfigError: If the values cannot work together.
@@ -117,14 +119,14 @@ class ModelJob:
             )
 
     def run(self, work: Work, arguments: Any) -> Any:
-        """Return what ``work`` returns on rank 0; None on other ranks of torchrun."""
+        """Return the result of ``work`` on rank 0. None on other ranks of torchrun."""
         world_size = self.world_size
         if world_size == 1:
             return self._work(work, arguments)
         if self._is_started:
             return self._join(work, arguments, int(os.environ["RANK"]), world_size, "env://")
         with tempfile.TemporaryDirectory() as folder:
-            # Less what is cached: each process reads its own.
+            # Without cached values: each process reads its own.
             run_workers(_worker, (replace(self), work, arguments, folder), world_size)
             return torch.load(Path(folder, "result"), weights_only=True)
 

@@ -1,5 +1,5 @@
-"""Load the model in a checkpoint or a Hugging Face folder into the layout of the processes that run
-it.
+"""Load the model in a checkpoint or a Hugging Face folder into the layout of the running
+processes.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from megatron_lightning.rules import check_model_layout
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 TextModel = Engine | OwnGenerate
-"""What continues and scores texts."""
+"""Continues and scores texts."""
 _PREFIX = "state_dict.model."
 """Prefix of the model's names in a checkpoint of ``GPTLightningModule``."""
 _Fill = Callable[[nn.Module, Part, ParallelContext], object]
@@ -54,22 +54,22 @@ _Fill = Callable[[nn.Module, Part, ParallelContext], object]
 
 @dataclass(frozen=True)
 class SavedModel:
-    """A model that was saved."""
+    """A saved model."""
 
     config: TransformerConfig | None
-    """Sizes of a :class:`GPTModel`; None: it writes by its own ``generate``."""
+    """Sizes of a :class:`GPTModel`. None: the model's own ``generate`` is used."""
     vocab_size: int
     """Number of token ids."""
     longest: int
-    """Most tokens that the model sees."""
+    """Most input tokens of the model."""
     build: Callable[[], nn.Module]
     """Returns the model on ``meta``."""
     fill: _Fill
-    """Reads the weights of a rank's part, after it is divided."""
+    """Reads the weights of a rank's part, after the model is divided."""
 
 
 def read_config(checkpoint: str | os.PathLike[str]) -> TransformerConfig:
-    """Return the configuration of the :class:`GPTModel` in a checkpoint; reads no tensor.
+    """Return the configuration of the :class:`GPTModel` in a checkpoint, without reading tensors.
 
     Raises:
         CheckpointError: If the checkpoint cannot be read, or holds no such model.
@@ -83,8 +83,8 @@ def read_config(checkpoint: str | os.PathLike[str]) -> TransformerConfig:
 def find_model(
     checkpoint: str | os.PathLike[str], context: ParallelContext | None = None
 ) -> SavedModel:
-    """Return the model in a checkpoint, a Hugging Face folder, or of a Hub id; reads no tensor.
-    With a context a collective.
+    """Return the model in a checkpoint, a Hugging Face folder, or of a Hub id, without reading
+    tensors. With a context a collective.
 
     Raises:
         CheckpointError: If the checkpoint cannot be read, or holds another kind of model.
@@ -135,13 +135,13 @@ def _of_bridge(bridge: AutoBridge) -> SavedModel:
 
 
 def _deferred(bridge: AutoBridge, kind: Literal["gpt", "transformers"]) -> nn.Module:
-    """Return a model whose ranks read what they own when it is divided."""
+    """Return a model on ``meta``. When the model is divided, each rank reads local shards."""
     with deferred_weights():
         return bridge.to_model(kind)
 
 
 def find_codec(checkpoint: str | os.PathLike[str]) -> Codec:
-    """Return the codec of the tokenizer that travels with a model.
+    """Return the codec of the tokenizer saved with a model.
 
     Raises:
         ConfigError: If there is none.
@@ -160,8 +160,8 @@ def find_codec(checkpoint: str | os.PathLike[str]) -> Codec:
 
 
 def find_stops(checkpoint: str | os.PathLike[str]) -> tuple[int, ...]:
-    """Return the ids that end a text, as the generation configuration of a model says; many chat
-    models have several. Without one, none.
+    """Return the end tokens of a model's generation configuration. Many chat models have several.
+    Without a generation configuration return none.
     """
     if not is_checkpoint(str(checkpoint)):
         return end_tokens(Path(checkpoint))
@@ -180,8 +180,8 @@ def load_engine(
     stops: Sequence[int] | None = None,
     decode: Decode | None = None,
 ) -> TextModel:
-    """Return an engine for a saved model; see :meth:`Engine.load`. A model that no engine runs
-    writes by its own ``generate``.
+    """Return an engine for a saved model. See :meth:`Engine.load`. For a model not supported by the
+    engine the model's own ``generate`` is used.
     """
     layout = layout or ParallelLayout()
     choice = resolve(pipeline_schedule, num_ranks=layout.pp, num_chunks=layout.vpp)
@@ -213,7 +213,7 @@ def check_model(saved: SavedModel, layout: ParallelLayout, world_size: int) -> N
     """Check that a model can write text on a layout.
 
     Raises:
-        ConfigError: If it cannot.
+        ConfigError: If the layout is not supported.
     """
     if saved.config is not None:
         check_model_layout(saved.config, layout, world_size)

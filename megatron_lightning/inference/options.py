@@ -19,17 +19,17 @@ class EngineOptions:
     """
 
     max_tokens: int = 512
-    """Tokens of one step, over all requests; longer prompts are computed in chunks."""
+    """Tokens of a step, over all requests. Longer prompts are computed in chunks."""
     max_requests: int = 64
-    """Requests that run at once, at most; others wait."""
+    """Requests running at the same time, at most. Further requests wait."""
     cache_gib: float = 1.0
-    """GiB for keys and values on each rank, at most; less where ``max_requests`` texts of the
-    longest length need less."""
+    """GiB for keys and values on each rank, at most. The cache is smaller if ``max_requests`` texts
+    of the longest length need less."""
     block_size: int = 256
-    """Slots of a page, where keys are kept in pages."""
+    """Slots of a page, if keys are kept in pages."""
     storage: Storage = "auto"
-    """How keys are kept: "runs" of neighboring slots for each request, reserved when it starts;
-    "pages", reserved as its text grows; "auto": runs on a CPU, pages on a GPU."""
+    """Storage of keys. "runs": neighboring slots for each request, reserved at the request's start.
+    "pages": pages reserved as the text grows. "auto": runs on a CPU, pages on a GPU."""
 
     def __post_init__(self) -> None:
         for name in ("max_tokens", "max_requests", "block_size", "cache_gib"):

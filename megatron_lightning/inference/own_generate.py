@@ -1,7 +1,8 @@
-"""Text and scores by a model's own ``generate``: models of ``transformers`` that no engine runs.
+"""Text and scores by a model's own ``generate``: models of ``transformers`` not supported by the
+engine.
 
-Each text is computed alone, by the model's own cache, on every rank. Tokens are drawn as the engine
-draws them, so that a seed gives the same text on every layout.
+Each text is computed alone, with the model's own cache, on every rank. Tokens are drawn as in the
+engine, so that a seed gives the same text on every layout.
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ class OwnGenerate:
         model: A rank's part of a model of ``transformers``.
         context: Groups of this rank.
         requests: Makes requests.
-        uses_inference_mode: False: weights that FSDP gathers in inference mode could not be
-            trained.
+        uses_inference_mode: Must be False for weights gathered by FSDP, since weights gathered in
+            inference mode could not be trained.
         forward_context: Returns the context of a forward, such as autocast.
         prepare: Called before the first forward of a call.
 
@@ -78,7 +79,7 @@ class OwnGenerate:
 
     @property
     def longest(self) -> int:
-        """Most tokens that the model sees."""
+        """Most input tokens of the model."""
         return self.requests.longest
 
     def generate(
@@ -90,7 +91,7 @@ class OwnGenerate:
         seeds: Sequence[int] | None = None,
         observe: Observe = lambda _: None,
     ) -> list[list[Completion]]:
-        """See :meth:`Engine.generate`; all ranks pass the same."""
+        """See :meth:`Engine.generate`. All ranks pass the same arguments."""
         rows = self.requests.samples(prompts, sampling or Sampling(), num_samples, seeds)
         requests = [request for row in rows for request in row]
         self._run(requests, self._continue, observe)
@@ -103,7 +104,7 @@ class OwnGenerate:
         *,
         observe: Observe = lambda _: None,
     ) -> list[Score]:
-        """See :meth:`Engine.score`; all ranks pass the same."""
+        """See :meth:`Engine.score`. All ranks pass the same arguments."""
         requests = self.requests.scored(contexts, continuations)
         self._run(requests, self._score, observe)
         return [score_of(request) for request in requests]
@@ -140,7 +141,7 @@ class OwnGenerate:
         row = torch.tensor([request.tokens], device=self.context.device)
 
         def draw(_: Tensor, logits: Tensor) -> Tensor:
-            """Leave one token: the one that the request draws."""
+            """Leave a single token: the token drawn by the request."""
             last = request.num_inputs
             portion = Portion(request, last - 1, last)
             [result] = choose(Batch((portion,)), logits).tolist()

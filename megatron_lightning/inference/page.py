@@ -1,5 +1,5 @@
-"""A small page to try prompts. Text is shown as text, never as markup; the script is a file of its
-own, so that the page needs no inline code.
+"""A small page to try prompts. Text is shown as text, never as markup. The script is a separate
+file, so that the page needs no inline code.
 """
 
 HTML = """<!doctype html>

@@ -1,4 +1,4 @@
-"""Progress of texts and scores on stderr: a bar on a terminal, and one line at the end."""
+"""Progress of texts and scores on stderr: a bar on a terminal, and a line at the end."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ class Progress:
     """Counts tokens while a block runs.
 
     Args:
-        title: What is done.
+        title: Name of the work.
         most: Tokens at most.
-        shows: Whether to write anything: one rank does.
+        shows: Whether to write anything. True on a single rank.
     """
 
     def __init__(self, title: str, most: int, *, shows: bool) -> None:

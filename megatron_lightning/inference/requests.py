@@ -1,4 +1,4 @@
-"""Make requests of prompts, and of texts that are scored."""
+"""Make requests of prompts, and of texts to score."""
 
 from __future__ import annotations
 
@@ -15,19 +15,20 @@ Decode = Callable[[Sequence[int]], str]
 """Returns the text of token ids."""
 
 _MARGIN = 8
-"""Tokens before a stop string that are decoded with it: a token may be half of a character."""
+"""Tokens before a stop string, decoded together with the stop string: a token may be half of a
+character."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RequestMaker:
-    """What all requests to a model have in common."""
+    """Common properties of all requests to a model."""
 
     longest: int
-    """Most tokens that the model sees."""
+    """Most input tokens of the model."""
     stops: frozenset[int] = frozenset()
-    """Token ids that end a text."""
+    """Token ids at the end of a text."""
     decode: Decode | None = None
-    """Text of token ids; needed for stop strings."""
+    """Text of token ids. Required for stop strings."""
 
     def one(
         self,
@@ -41,11 +42,11 @@ class RequestMaker:
         """Return a request.
 
         Args:
-            prompt: Token ids, at least one.
+            prompt: Token ids, at least one id.
             continuation: Token ids behind the prompt.
-            sampling: How tokens are chosen; None: the defaults.
-            seed: Seed of the draws; None: the sampling's.
-            num_scored: Last tokens whose log-probabilities are wanted; 0: new tokens are wanted.
+            sampling: Options of sampling. None: the defaults.
+            seed: Seed of the draws. None: the seed of ``sampling``.
+            num_scored: Number of last tokens to score. 0: generate new tokens.
 
         Raises:
             ConfigError: If the prompt is empty, or stop strings need a tokenizer.
@@ -80,8 +81,8 @@ class RequestMaker:
     ) -> list[list[Request]]:
         """Return, for each of ``num_samples`` samples, a request for each prompt.
 
-        Sample j of prompt i draws from the i-th of ``seeds`` plus j; without seeds from the
-        sampling's seed plus i * num_samples + j.
+        Sample j of prompt i draws from the i-th of ``seeds`` plus j. Without seeds sample j of
+        prompt i draws from the sampling's seed plus i * num_samples + j.
         """
         if seeds is None:
             seeds = [sampling.seed + i * num_samples for i in range(len(prompts))]
@@ -125,7 +126,8 @@ class RequestMaker:
         length = max(len(text.encode()) for text in stop) + _MARGIN
 
         def ends(tokens: Sequence[int]) -> bool:
-            # Not all tokens: a text would take a time that grows with the square of its length.
+            # Not all tokens: decoding a text would take a time growing with the square of the
+            # length.
             text = "" if self.decode is None else self.decode(tokens[-length:])
             return any(own in text for own in stop)
 

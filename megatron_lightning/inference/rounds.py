@@ -1,9 +1,9 @@
-"""Some steps of some groups of requests, which follow one another through the stages.
+"""Several steps of several groups of requests, following one another through the stages.
 
-Call m is a step of group m modulo the number of groups. When it is due on a stage, the results of
-the group's step before have to be there: the last stage, on pp rank 0, sends them to the other
-stages as soon as it has them. Every rank plans and finishes steps in the same order, 0, 1, 2, …, so
-that all schedulers stay equal:
+Call m is a step of group m modulo the number of groups. When a call is due on a stage, the results
+of the group's previous step have to be present. The last stage, on pp rank 0, sends results to the
+other stages immediately. Every rank plans and finishes steps in the same order, 0, 1, 2, …, so that
+all schedulers stay equal:
 
     plan 0 · plan 1 · finish 0 · plan 2 · finish 1 · plan 3 · …        (two groups)
 """
@@ -22,7 +22,7 @@ from megatron_lightning.parallel.context import ParallelContext
 
 
 class Rounds:
-    """Calls of one run of the stages.
+    """Calls of a run of the stages.
 
     Args:
         scheduler: The requests.
@@ -44,7 +44,7 @@ class Rounds:
         self._sent: list[tuple[Tensor, dist.Work]] = []
 
     def call(self, index: int) -> StageCall:
-        """Plan a step, whose turn it is, and return the model's call."""
+        """Plan the step now due, and return the model's call."""
         if index >= self._num_groups:
             self._take(index - self._num_groups)
         batch = self._scheduler.plan(index % self._num_groups)
@@ -52,7 +52,9 @@ class Rounds:
         return self._steps.call(batch)
 
     def finish(self, index: int, logits: Tensor) -> None:
-        """Choose tokens by the logits [1, k, v] of a step, and send them to the other stages."""
+        """Choose tokens by the logits [1, k, v] of a step, and send the tokens to the
+        other stages.
+        """
         batch = self._batches[index]
         if not batch.num_kept:
             return
@@ -71,7 +73,7 @@ class Rounds:
             work.wait()
 
     def _take(self, index: int) -> None:
-        """Give the results of a step to its requests."""
+        """Give the results of a step to the step's requests."""
         batch = self._batches[index]
         results = self._results.pop(index, None)
         if results is None:

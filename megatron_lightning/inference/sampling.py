@@ -1,7 +1,7 @@
-"""The sampling loop: one token at a time from a function that returns the next token's logits.
+"""The sampling loop: token by token from a function for the next token's logits.
 
-The loop knows neither model nor layout. Every rank runs it on the same logits and so chooses the
-same tokens.
+The loop knows neither model nor layout. Every rank runs the loop on the same logits and so chooses
+the same tokens.
 """
 
 from __future__ import annotations
@@ -30,17 +30,18 @@ class Sampling:
     max_new_tokens: int = 64
     """Tokens added to each prompt, at most."""
     temperature: float = 1.0
-    """Divides the logits; 0: always the most likely token."""
+    """Divides the logits. 0: always the most likely token."""
     top_k: int | None = None
-    """Choose among this many of the most likely tokens; None: all."""
+    """Choose among this number of the most likely tokens. None: all."""
     top_p: float = 1.0
-    """Choose among the most likely tokens that together have this probability (nucleus sampling,
+    """Choose among the most likely tokens with this total probability (nucleus sampling,
     arXiv:1904.09751)."""
     seed: int = 1234
-    """Seed of the draws; each prompt has a stream of its own, so its text does not depend on the
-    other prompts."""
+    """Seed of the draws. Each prompt has a separate stream, so a text does not depend on the other
+    prompts."""
     stop: tuple[str, ...] = ()
-    """Strings that end a text, and are not part of it; they may begin and end inside of tokens."""
+    """Strings at the end of a text. The text is returned without a stop string. Stop strings may
+    begin and end inside of tokens."""
 
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1:
@@ -69,7 +70,7 @@ class Sampling:
             )
 
     def choose(self, logits: Tensor, generator: torch.Generator) -> int:
-        """Return one token for ``logits`` [v], of any floating dtype and device, drawn from a CPU
+        """Return a token for ``logits`` [v], of any floating dtype and device, drawn from a CPU
         ``generator``.
         """
         if self.temperature == 0.0:
@@ -106,13 +107,14 @@ def sample(
 
     Args:
         next_logits: The model.
-        prompts: Token ids of each prompt, at least one.
+        prompts: Token ids of each prompt, at least one id.
         sampling: How tokens are chosen.
-        eod: Token that ends a text, and is not returned. None: every text gets ``max_new_tokens``.
-        max_sequence_length: Longest input of the model; None: unlimited.
+        eod: End token of a text. The end token is not returned. None: every text gets
+            ``max_new_tokens``.
+        max_sequence_length: Longest input of the model. None: unlimited.
 
     Returns:
-        The ids of each prompt and its continuation.
+        The ids of each prompt and continuation.
 
     Raises:
         ConfigError: If a prompt is empty.
@@ -140,8 +142,8 @@ def sample(
 
 
 def _padded(texts: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
-    """Return tokens [b, s], padded on the right, which causal attention ignores, and the index of
-    each row's last one [b].
+    """Return tokens [b, s], padded on the right (causal attention ignores the padding), and the
+    index of each row's last token [b].
     """
     tokens = torch.nn.utils.rnn.pad_sequence(
         [torch.tensor(text) for text in texts], batch_first=True

@@ -1,13 +1,12 @@
-"""Which tokens are computed in which step: continuous batching.
+"""Choose the tokens of each step: continuous batching.
 
-A step mixes requests that are at their prompts with requests that get one new token. Prompts above
-the budget of a step are computed in chunks. Requests start in the order in which they came. Where
-pages run out, the youngest request gives its pages back and starts again later, with the tokens
-that it has.
+A step mixes requests still at their prompts with requests for a new token. Prompts above the budget
+of a step are computed in chunks. Requests start in the order of arrival. If pages run out, the
+youngest request gives its pages back and starts again later, with the tokens so far.
 
-Every rank of a replica runs the same scheduler on the same requests and results, so that none has
-to tell another what comes next. Under a pipeline there are several *groups* of requests: while one
-group is on a stage, another one is on the next stage.
+Every rank of a replica runs the same scheduler on the same requests and results, so that ranks need
+not communicate plans. Under a pipeline there are several *groups* of requests: while a group is on
+a stage, another group is on the next stage.
 """
 
 from __future__ import annotations
@@ -23,43 +22,43 @@ from megatron_lightning.inference.cache import Allocator, Copies
 from megatron_lightning.inference.sampling import Sampling
 
 Ends = Callable[[Sequence[int]], bool]
-"""Whether a text ends after these new tokens, which contain a stop string."""
+"""Whether a text ends after these new tokens, because of a stop string."""
 
 
 @dataclass(eq=False)
 class Request:
-    """One text on its way.
+    """A text in progress.
 
-    The tokens that a model may see are limited: behind ``longest`` tokens the text is continued
-    from its last ``longest`` ones, which are computed anew each time.
+    The model's input is limited: behind ``longest`` tokens the text is continued from the last
+    ``longest`` tokens, computed anew each time.
     """
 
     tokens: list[int]
     """Prompt and new tokens."""
     sampling: Sampling
     generator: torch.Generator
-    """Draws of this request alone, so that its text depends neither on other requests nor on the
-    layout."""
+    """Generator of this request alone, so that the text depends neither on other requests nor on
+    the layout."""
     longest: int
-    """Most tokens that the model sees."""
+    """Most input tokens of the model."""
     stops: frozenset[int] = frozenset()
-    """Tokens that end the text, and are not part of it."""
+    """End tokens of the text. The text does not include an end token."""
     ends: Ends | None = None
-    """Whether a stop string has come; None: there are no stop strings."""
+    """Whether a stop string has appeared. None: there are no stop strings."""
     num_scored: int = 0
-    """Number of last tokens whose log-probabilities are wanted; 0: new tokens are wanted."""
+    """Number of last tokens to score. 0: new tokens are wanted."""
     leader: Request | None = None
-    """Request with the same prompt, whose keys are taken over; None: there is none."""
+    """Request with the same prompt and reusable keys. None: there is none."""
     done: int = 0
-    """Tokens whose keys are kept."""
+    """Number of tokens with keys in the cache."""
     offset: int = 0
-    """Tokens before the window that the model sees."""
+    """Tokens before the model's input window."""
     logprobs: list[float] = field(default_factory=list)
-    """Log-probability of each new token, or of each scored one."""
+    """Log-probability of each new token, or of each scored token."""
     best: list[tuple[int, float]] = field(default_factory=list)
-    """The most likely token at the same places, and its log-probability."""
+    """The most likely token at the same places, and the token's log-probability."""
     reason: str | None = None
-    """Why the text has ended: stop, length or abort; None: it has not."""
+    """Reason for the end of the text: stop, length or abort. None: the text has not ended."""
 
     def __post_init__(self) -> None:
         self.prompt_length = len(self.tokens)
@@ -72,24 +71,24 @@ class Request:
 
     @property
     def num_inputs(self) -> int:
-        """Tokens in the window that the model sees; the last scored token is no input."""
+        """Tokens in the model's input window. The last scored token is no input."""
         return len(self.tokens) - self.offset - (self.num_scored > 0)
 
     @property
     def at_most(self) -> int:
-        """Slots that the text may need."""
+        """Largest number of slots for the text."""
         if self.num_scored:
             return self.num_inputs
         return min(self.prompt_length + self.sampling.max_new_tokens - 1, self.longest)
 
     @property
     def is_behind(self) -> bool:
-        """Whether more than one token has to be computed."""
+        """Whether more than a single token has to be computed."""
         return self.num_inputs - self.done > 1
 
     def kept(self, first: int, end: int) -> range:
-        """Return the places in the window, of inputs ``first`` to ``end`` - 1, whose logits are
-        wanted.
+        """Return the places in the window with wanted logits, of inputs ``first`` to
+        ``end`` - 1.
         """
         total = self.num_inputs
         wanted = max(first, total - max(self.num_scored, 1))
@@ -99,8 +98,9 @@ class Request:
         """Take the results of a step.
 
         Args:
-            results: For each place of :meth:`kept`: the token that was drawn, or the best one;
-                the log-probability of the drawn or scored one; of the best one.
+            results: For each place of :meth:`kept`: the drawn or the best token, the
+                log-probability of the drawn or scored token, and the log-probability of the best
+                token.
         """
         for token, logprob, best_logprob in results:
             self.logprobs.append(logprob)
@@ -125,7 +125,7 @@ class Request:
         self._slide()
 
     def _slide(self) -> None:
-        """Move the window behind a text that is longer than the model's inputs."""
+        """Move the window behind a text longer than the model's input."""
         surplus = len(self.tokens) - self.offset - (self.num_scored > 0) - self.longest
         if surplus > 0:
             self.offset += surplus
@@ -134,16 +134,16 @@ class Request:
 
 @dataclass(frozen=True, eq=False)
 class Portion:
-    """The tokens of one request in a step."""
+    """The tokens of a request in a step."""
 
     request: Request
     first: int
-    """Place of the first one in the request's window."""
+    """Place of the first token in the request's window."""
     end: int
 
     @property
     def kept(self) -> range:
-        """Places whose logits are wanted."""
+        """Places with wanted logits."""
         return self.request.kept(self.first, self.end)
 
     @property
@@ -154,7 +154,7 @@ class Portion:
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """The tokens of a step; none in a step for the sake of other ranks."""
+    """The tokens of a step. Empty in a step for the sake of other ranks."""
 
     portions: tuple[Portion, ...] = ()
     copies: Copies = ()
@@ -162,17 +162,17 @@ class Batch:
 
     @property
     def num_kept(self) -> int:
-        """Number of places whose logits are wanted."""
+        """Number of places with wanted logits."""
         return sum(len(portion.kept) for portion in self.portions)
 
 
 class Scheduler:
-    """Waiting and running requests, and the slots that they have.
+    """Waiting and running requests, and the slots of the requests.
 
     Args:
         allocator: The slots.
-        max_tokens: Tokens of one step.
-        max_requests: Requests that run at once.
+        max_tokens: Tokens of a step.
+        max_requests: Requests running at the same time.
     """
 
     def __init__(self, allocator: Allocator, *, max_tokens: int, max_requests: int) -> None:
@@ -184,7 +184,7 @@ class Scheduler:
 
     @property
     def num_requests(self) -> int:
-        """Requests that have not ended."""
+        """Number of requests before their ends."""
         return len(self._waiting) + sum(map(len, self._running))
 
     @property
@@ -197,17 +197,17 @@ class Scheduler:
         )
 
     def set_groups(self, num_groups: int) -> None:
-        """Divide the requests into groups, between steps: those that run stay where they are."""
+        """Divide the requests into groups, between steps. Running requests stay in their groups."""
         while len(self._running) < num_groups:
             self._running.append([])
         while len(self._running) > num_groups:
             self._running[0] += self._running.pop()
 
     def add(self, request: Request) -> None:
-        """Add a request behind those that wait.
+        """Add a request behind the waiting requests.
 
         Raises:
-            ConfigError: If it can never fit.
+            ConfigError: If the request can never fit.
         """
         if request.at_most > self.allocator.capacity:
             raise ConfigError(
@@ -227,8 +227,9 @@ class Scheduler:
                 queue.remove(request)
 
     def plan(self, group: int) -> Batch:
-        """Choose the tokens of the group's next step: of those that get one token, of those behind,
-        and of new requests, as far as slots and budget reach.
+        """Choose the tokens of the group's next step: first of requests for a single token, then of
+        requests with several missing tokens, then of new requests, as far as slots and budget
+        reach.
         """
         running, budget = self._running[group], self._max_tokens
         portions: list[Portion] = []
@@ -246,8 +247,8 @@ class Scheduler:
     def _reserve(
         self, request: Request, length: int, running: list[Request], portions: list[Portion]
     ) -> bool:
-        """Reserve slots for ``length`` tokens of a running request; the youngest ones of its group,
-        at last the request itself, give way.
+        """Reserve slots for ``length`` tokens of a running request. The youngest requests of the
+        group, at last the request itself, give way.
         """
         planned = {portion.request for portion in portions}
         while not self.allocator.reserve(request, length, request.at_most):
@@ -291,7 +292,7 @@ class Scheduler:
         return copies
 
     def finish(self, batch: Batch, results: Sequence[tuple[float, float, float]]) -> None:
-        """Take the results of a step, one for each place that was wanted, in order."""
+        """Take the results of a step, a result for each wanted place, in order."""
         first = 0
         for portion in batch.portions:
             request, num_kept = portion.request, len(portion.kept)

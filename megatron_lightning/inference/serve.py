@@ -51,7 +51,7 @@ def serve(  # noqa: PLR0917  # every one is an option of the command line
 ) -> None:
     """Serve a trained model: OpenAI's completions and chats, and a page to try prompts.
 
-    A server to look at a checkpoint, for a few users. Other addresses than those of this machine
+    The server is for looking at a checkpoint, for a few users. Addresses outside of this machine
     need an API key, in the environment (MEGATRON_LIGHTNING_API_KEY) or in a file.
 
     Args:
@@ -59,27 +59,28 @@ def serve(  # noqa: PLR0917  # every one is an option of the command line
             id.
         host: Address to listen at.
         port: Port to listen at.
-        name: Name of the model; leave it out for the checkpoint's.
-        api_key_file: File with the key that requests have to carry.
-        allowed_hosts: Further names under which the server is reached (the header Host).
-        max_queue: Requests that run or wait, at most; further ones are refused.
-        timeout_s: Seconds of one request.
-        max_body_mib: MiB of one request.
-        tokenizer_model: The tokenizer that made the training data; leave it out for the one that
-            came with the model.
+        name: Name of the model. Default: the checkpoint's name.
+        api_key_file: File with the API key of requests.
+        allowed_hosts: Further names of the server (the header Host).
+        max_queue: Running and waiting requests, at most. Further requests are refused.
+        timeout_s: Seconds of a request.
+        max_body_mib: MiB of a request.
+        tokenizer_model: The tokenizer of the training data. Default: the tokenizer saved with the
+            model.
         tokenizer_type: sentencepiece or huggingface.
-        tensor_model_parallel_size: Ranks over which each layer's matrices are split.
-        pipeline_model_parallel_size: Ranks over which the layers are split into stages.
-        virtual_pipeline_model_parallel_size: Stages on each of those ranks.
-        expert_model_parallel_size: Ranks over which experts are divided. They are the tensor
-            parallel ones: set expert_tensor_parallel_size to 1, or as many times less.
-        expert_tensor_parallel_size: Ranks over which each expert's matrices are split; leave it out
-            for the same as tensor.
-        pipeline_schedule: As for training; determines the stages of each rank.
-        device: cpu, cuda, or auto: cuda where there is one.
+        tensor_model_parallel_size: Ranks to split each layer's matrices over.
+        pipeline_model_parallel_size: Ranks to split the layers over, as stages.
+        virtual_pipeline_model_parallel_size: Stages on each pipeline rank.
+        expert_model_parallel_size: Ranks to divide the experts over. Experts use the tensor
+            parallel ranks: set expert_tensor_parallel_size to 1, or reduce
+            expert_tensor_parallel_size by the same factor.
+        expert_tensor_parallel_size: Ranks to split each expert's matrices over. Default: the tensor
+            parallel size.
+        pipeline_schedule: Schedule as in training. Determines the stages of each rank.
+        device: cpu, cuda, or auto (cuda if available).
         dtype: Dtype of the weights: float32, bfloat16 or float16.
-        max_tokens: Tokens of one step over all texts; longer prompts are computed in chunks.
-        max_requests: Texts that are computed at once; others wait.
+        max_tokens: Tokens of a step over all texts. Longer prompts are computed in chunks.
+        max_requests: Texts computed at the same time. Further texts wait.
         cache_gib: GiB for keys and values on each rank, at most.
 
     Raises:
@@ -138,7 +139,7 @@ def serve(  # noqa: PLR0917  # every one is an option of the command line
 
 
 def _serve(engine: TextModel, codec: Codec, settings: Any) -> None:
-    """Serve as one rank."""
+    """Serve on a single rank."""
     if not isinstance(engine, Engine):
         raise ConfigError(
             f"a {type(engine.model).__name__} writes by its own generate, one text at a time, and "
@@ -148,7 +149,7 @@ def _serve(engine: TextModel, codec: Codec, settings: Any) -> None:
 
     stepping = Stepping(engine, settings["max_queue"])
     if engine.context.rank != 0:
-        # The first rank drains, and then ends all of them.
+        # The first rank drains, and then ends all ranks.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         stepping.run()
         return
@@ -186,7 +187,7 @@ def _answer(stepping: Any, codec: Codec, settings: Any) -> None:
             file=sys.stderr,
             flush=True,
         )
-        # The server has drained when it raises the signal again.
+        # The server has drained before raising the signal again.
         signal.signal(signal.SIGTERM, lambda *_: None)
         server.run()
     stepping.end()
@@ -197,7 +198,7 @@ def _answer(stepping: Any, codec: Codec, settings: Any) -> None:
 
 @contextmanager
 def _passed_on() -> Iterator[None]:
-    """Pass SIGTERM on to the processes that were started, whose first one drains."""
+    """Pass SIGTERM on to the started processes. The first process drains."""
 
     def pass_on(*_: Any) -> None:
         children = multiprocessing.active_children()

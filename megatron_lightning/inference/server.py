@@ -34,24 +34,24 @@ class ServerSettings:
     name: str
     """Name of the model."""
     longest: int
-    """Most tokens of a prompt with its new tokens."""
+    """Most tokens of a prompt with the new tokens."""
     api_key: str | None = None
-    """Key that requests have to carry; None: none is needed."""
+    """Required API key of requests. None: no key is required."""
     hosts: frozenset[str] | None = None
-    """Names in the header Host that are answered; None: all."""
+    """Accepted names in the header Host. None: all."""
     max_body_bytes: int = 4 << 20
     timeout_s: float = 600.0
-    """Time of one request."""
+    """Time of a request."""
 
 
 class Reader:
-    """Follows one request of the engine from an event loop.
+    """Follows a request of the engine from an event loop.
 
     Args:
         stepping: The engine's thread.
         tokens: Token ids.
         sampling: How tokens are chosen.
-        num_scored: Last tokens that are scored.
+        num_scored: Number of last tokens to score.
     """
 
     def __init__(
@@ -61,14 +61,14 @@ class Reader:
         self._loop = asyncio.get_running_loop()
         self._states: asyncio.Queue[Written | None] = asyncio.Queue()
         self.last = Written()
-        """What the request has so far."""
+        """State of the request so far."""
         try:
             self._number = stepping.add(tokens, sampling, num_scored, self._tell)
         except ConfigError as error:
             raise ApiError(503, str(error)) from error
 
     def _tell(self, request: scheduling.Request | None) -> None:
-        """Pass a copy of the request's state on; called from the stepping thread."""
+        """Pass a copy of the request's state on. Called from the stepping thread."""
         state = None
         if request is not None:
             new = list(request.new_tokens)
@@ -76,7 +76,7 @@ class Reader:
         self._loop.call_soon_threadsafe(self._states.put_nowait, state)
 
     async def states(self, deadline: float) -> AsyncIterator[Written]:
-        """Yield the states of the request up to its end.
+        """Yield the states of the request up to the end.
 
         Raises:
             ApiError: If the engine has failed, or time is over.
@@ -99,7 +99,7 @@ class Reader:
         return self.last
 
     def give_up(self) -> None:
-        """End the request, unless it has ended."""
+        """End the request, unless already ended."""
         if self.last.reason is None:
             self._stepping.give_up(self._number)
 
@@ -205,7 +205,7 @@ class Server:
         """Return the JSON of a request.
 
         Raises:
-            ApiError: If it is too large, or no JSON.
+            ApiError: If the body is too large, or no JSON.
         """
         limit = self._settings.max_body_bytes
         if http.headers.get("content-type", "").partition(";")[0].strip() != "application/json":
@@ -221,7 +221,7 @@ class Server:
             raise ApiError(400, f"the body is no JSON ({error}).") from error
 
     def _readers(self, request: ApiRequest) -> list[Reader]:
-        """Begin to write; prompt i draws from the seed plus i."""
+        """Begin to write. Prompt i draws from the seed plus i."""
         sampling = vars(request.sampling)
         readers: list[Reader] = []
         for index, prompt in enumerate(request.prompts if request.writes else ()):
@@ -262,7 +262,7 @@ class Server:
     async def _events(
         self, request: ApiRequest, answer: Answer, readers: list[Reader], deadline: float
     ) -> AsyncIterator[str]:
-        """Yield the pieces of a stream, one text after the other; readers that leave end them."""
+        """Yield the pieces of a stream, text after text. A disconnected client ends the texts."""
         try:
             for index, reader in enumerate(readers):
                 sent, first = 0, True

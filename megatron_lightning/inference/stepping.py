@@ -1,8 +1,8 @@
-"""Steps of an engine that serves: one thread a rank.
+"""Steps of a serving engine: one thread a rank.
 
-The first rank tells the others which requests are new and which are given up, so that all ranks run
-the same scheduler. While nothing is to be done, the first rank sleeps, and the others wait for its
-next message.
+The first rank sends new requests and cancelled requests to the other ranks, so that all ranks run
+the same scheduler. While there is no work, the first rank sleeps, and the other ranks wait for the
+first rank's next message.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _STEPS = 4  # of a pipeline's run, after which new requests are seen
 
 @dataclass(frozen=True)
 class Order:
-    """A request as it travels to other ranks."""
+    """A request on the way to other ranks."""
 
     number: int
     tokens: list[int]
@@ -34,7 +34,7 @@ class Order:
 
 @dataclass
 class News:
-    """What the first rank tells the others."""
+    """Message from the first rank to the other ranks."""
 
     orders: list[Order] = field(default_factory=list)
     given_up: list[int] = field(default_factory=list)
@@ -42,21 +42,21 @@ class News:
 
 
 Sink = Callable[[Request | None], object]
-"""Called from the stepping thread with the request after each step; None: the engine has failed."""
+"""Called from the stepping thread with the request after each step. None: the engine has failed."""
 
 
 class Stepping:
     """Runs requests of other threads.
 
     Args:
-        engine: The engine of one replica.
-        max_queue: Requests that run or wait, at most.
+        engine: The engine of a replica.
+        max_queue: Running and waiting requests, at most.
     """
 
     def __init__(self, engine: Engine, max_queue: int) -> None:
         self.engine = engine
         self.failure: BaseException | None = None
-        """Why no request is taken any more; None: all is well."""
+        """Reason for taking no more requests. None: all is well."""
         self._max_queue = max_queue
         self._news = News()
         self._sinks: dict[int, Sink] = {}
@@ -64,7 +64,7 @@ class Stepping:
         self._wake = threading.Condition()
         self._ready = threading.Event()
         self.longest = engine.longest
-        """Most tokens of a text that model and cache can hold; known when the engine is ready."""
+        """Longest text in tokens for both model and cache. Known once the engine is ready."""
 
     @property
     def is_full(self) -> bool:
@@ -72,7 +72,7 @@ class Stepping:
         return len(self._sinks) >= self._max_queue
 
     def add(self, tokens: list[int], sampling: Sampling, num_scored: int, sink: Sink) -> int:
-        """Run a request; return its number.
+        """Run a request. Return the number of the request.
 
         Raises:
             ConfigError: If the engine has failed or ends.
@@ -87,7 +87,7 @@ class Stepping:
         return number
 
     def give_up(self, number: int) -> None:
-        """Give a request up: nobody reads its text."""
+        """Give a request up: nobody reads the text."""
         with self._wake:
             if self._sinks.pop(number, None) is not None:
                 self._news.given_up.append(number)
@@ -104,7 +104,7 @@ class Stepping:
             self._wake.notify()
 
     def run(self) -> None:
-        """Step until the first rank ends; the body of the thread of every rank."""
+        """Step until the first rank ends. The body of the thread of every rank."""
         try:
             with self.engine.active() as scheduler:
                 self.longest = min(self.longest, scheduler.allocator.capacity)
@@ -142,7 +142,7 @@ class Stepping:
                 self._report(live)
 
     def _collect(self, *, is_busy: bool) -> News:
-        """Return what is new; wait for something while there is nothing to do."""
+        """Return new orders. Wait for an order while there is no work."""
         with self._wake:
             if not (is_busy or self._news.orders or self._news.given_up or self._news.stops):
                 self._wake.wait(_HEARTBEAT_S)
@@ -150,7 +150,7 @@ class Stepping:
             return news
 
     def _report(self, live: dict[int, Request]) -> None:
-        """Tell readers how far their requests are; forget those that have ended."""
+        """Report the progress of requests to readers. Forget ended requests."""
         for number, request in list(live.items()):
             sink = self._sinks.get(number)
             if sink is not None:
@@ -161,7 +161,7 @@ class Stepping:
 
 
 def start(stepping: Stepping, on_failure: Callable[[], Any]) -> threading.Thread:
-    """Run the steps in a thread; ``on_failure`` is called if they fail."""
+    """Run the steps in a thread. ``on_failure`` is called if the steps fail."""
 
     def body() -> None:
         try:

@@ -1,4 +1,4 @@
-"""Tensors of a step: one ragged row with the tokens of all requests, and where their keys are."""
+"""Tensors of a step: a ragged row with the tokens of all requests, and the slots of the keys."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class Steps:
         return x.to(self._device, non_blocking=True)
 
     def _pages(self, batch: Batch, spans: list[Span]) -> key_cache.Pages | None:
-        """Return the spans as pages, for the kernel of GPUs; None: attention reads slots."""
+        """Return the spans as pages, for the kernel of GPUs. None: attention reads slots."""
         if self._device.type != "cuda" or not isinstance(self._allocator, Pages) or not spans:
             return None
         tables = [
@@ -86,7 +86,7 @@ class Steps:
 
 
 def _padded(length: int, multiple: int, device: torch.device) -> int:
-    """Return the length of a row: a multiple of the ranks that share it.
+    """Return the length of a row: a multiple of the number of ranks sharing the row.
 
     On a CPU products of 2 and 3 rows take longer than of 4.
     """

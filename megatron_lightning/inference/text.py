@@ -18,9 +18,9 @@ from megatron_lightning.data.tokenizers import (
 from megatron_lightning.errors import ConfigError
 
 Message = Mapping[str, str]
-"""``role`` and ``content`` of one turn of a conversation."""
+"""``role`` and ``content`` of a turn of a conversation."""
 _SETTINGS = ("generation_config.json", "config.json")
-"""Files that say which tokens end a text; the first one wins."""
+"""Files with end tokens. The first file wins."""
 
 
 class Codec(Protocol):
@@ -31,52 +31,52 @@ class Codec(Protocol):
     vocab_size: int
     """Number of ids, from 0."""
     prefix: int
-    """Id before a text without a context: its begin, or the end of the text before."""
+    """Id before a text without a context: a begin token, or the end of the previous text."""
     stops: tuple[int, ...]
-    """Ids that end a text."""
+    """Ids at the end of a text."""
 
     def encode(self, text: str) -> list[int]:
-        """Return the ids of a prompt, with those that the tokenizer puts before a text; the end of
-        a document for an empty one.
+        """Return the ids of a prompt, with the tokenizer's ids before a text. An empty prompt gives
+        the end of a document.
         """
         ...
 
     def ids(self, text: str, *, special: bool) -> list[int]:
-        """Return the ids of a text; ``special``: with those that the tokenizer adds."""
+        """Return the ids of a text. ``special``: with the tokenizer's added ids."""
         ...
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of ids, without special ones."""
+        """Return the text of ids, without special ids."""
         ...
 
     def text_of(self, token: int) -> str:
-        """Return the text of one id, special ones included."""
+        """Return the text of an id, special ids included."""
         ...
 
     def chat_text(self, messages: Sequence[Message], *, continues: bool = False) -> str:
-        """Return a conversation as a text that the model answers, or whose last message it
-        continues.
+        """Return a conversation as a text. The model answers the text, or continues the last
+        message.
 
         Raises:
-            ConfigError: If there is no template, or it refuses the messages.
+            ConfigError: If there is no template, or the template refuses the messages.
         """
         ...
 
     def chat(self, messages: Sequence[Message]) -> list[int]:
-        """Return the ids of a conversation that the model answers, by its chat template.
+        """Return the ids of a conversation for the model to answer, by the chat template.
 
         Raises:
-            ConfigError: If there is no template, or it refuses the messages.
+            ConfigError: If there is no template, or the template refuses the messages.
         """
         ...
 
 
 class PlainCodec:
-    """Codec of a tokenizer of ours, which puts nothing before a text.
+    """Codec of a tokenizer of ours. Nothing is put before a text.
 
     Args:
         tokenizer: The tokenizer.
-        name: Its name in messages.
+        name: Name of the tokenizer in messages.
     """
 
     def __init__(self, tokenizer: Tokenizer, name: str) -> None:
@@ -91,7 +91,7 @@ class PlainCodec:
         return self._tokenizer.encode(text) or [self._tokenizer.eod]
 
     def ids(self, text: str, *, special: bool) -> list[int]:
-        """See :class:`Codec`; nothing is added to a text."""
+        """See :class:`Codec`. No ids are added to a text."""
         return self._tokenizer.encode(text)
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -123,8 +123,8 @@ class HuggingFaceCodec:
 
     Args:
         tokenizer: The tokenizer.
-        name: Its name in messages.
-        stops: Ids that end a text, beside the tokenizer's own end of a sequence.
+        name: Name of the tokenizer in messages.
+        stops: Ids at the end of a text, beside the tokenizer's own end of a sequence.
     """
 
     def __init__(self, tokenizer: Any, name: str, stops: Sequence[int] = ()) -> None:
@@ -156,7 +156,7 @@ class HuggingFaceCodec:
 
     def chat(self, messages: Sequence[Message]) -> list[int]:
         """See :class:`Codec`."""
-        # The template writes what stands before a text, such as BOS: it is not added again.
+        # The template itself writes the begin of a text, such as BOS. No ids are added.
         return self.ids(self.chat_text(messages), special=False)
 
     def chat_text(self, messages: Sequence[Message], *, continues: bool = False) -> str:
@@ -190,8 +190,8 @@ def load_codec(model: str | Path, tokenizer_type: TokenizerType) -> Codec:
         tokenizer_type: sentencepiece or huggingface.
 
     Raises:
-        ConfigError: If its library is missing.
-        DataError: If it cannot be loaded.
+        ConfigError: If the library of the tokenizer is missing.
+        DataError: If the tokenizer cannot be loaded.
     """
     if tokenizer_type == "sentencepiece":
         return PlainCodec(load_tokenizer(model, tokenizer_type), str(model))
@@ -206,8 +206,8 @@ def codec_of(tokenizer: Tokenizer, name: str) -> Codec:
 
 
 def codec_of_files(files: KeptFiles, name: str) -> Codec | None:
-    """Return the codec of a tokenizer among the files that travel with a model; None: there is
-    none.
+    """Return the codec of a tokenizer among the files saved with a model. None: there is no
+    tokenizer.
     """
     if not any(file.startswith("tokenizer") or file.endswith(".model") for file in files.contents):
         return None
@@ -216,7 +216,7 @@ def codec_of_files(files: KeptFiles, name: str) -> Codec | None:
 
 
 def end_tokens(folder: Path) -> tuple[int, ...]:
-    """Return the ids in a folder's generation configuration that end a text; many chat models have
+    """Return the end tokens in a folder's generation configuration. Many chat models have
     several.
     """
     files = {name: folder / name for name in _SETTINGS if (folder / name).is_file()}
@@ -224,7 +224,7 @@ def end_tokens(folder: Path) -> tuple[int, ...]:
 
 
 def end_tokens_of_files(files: KeptFiles) -> tuple[int, ...]:
-    """Do as :func:`end_tokens` with the files that travel with a model."""
+    """Do as :func:`end_tokens` with the files saved with a model."""
     return _end_tokens(files.contents)
 
 
@@ -237,6 +237,8 @@ def _end_tokens(contents: Mapping[str, bytes]) -> tuple[int, ...]:
 
 
 def end_of(text: str, stop: Sequence[str], start: int = 0) -> int:
-    """Return where the first stop string behind ``start`` begins; without one the text's length."""
+    """Return the begin of the first stop string behind ``start``. Without a stop string return the
+    text's length.
+    """
     found = (place for own in stop if (place := text.find(own, start)) >= 0)
     return min(found, default=len(text))
