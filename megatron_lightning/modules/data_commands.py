@@ -1,4 +1,4 @@
-"""``megatron-lightning data``: what a configuration file makes of its data."""
+"""``megatron-lightning data``: inspect and prepare the data of a configuration file."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ def show(*, config: list[str], overrides: list[str] | None = None, samples: int 
     lengths of the documents.
 
     Args:
-        config: Configuration files of ``fit``; later ones win.
+        config: Configuration files of ``fit``. Later files win.
         overrides: Options of ``fit``, such as ``data.packing=none``.
         samples: Number of samples.
 
     Raises:
-        ConfigError: If the files name no data that can be shown.
+        ConfigError: If the files name no data supported by ``show``.
         DataError: If the data cannot be read.
     """
     if samples < 1:
@@ -54,11 +54,11 @@ def show(*, config: list[str], overrides: list[str] | None = None, samples: int 
 
 
 def index(*, config: list[str], overrides: list[str] | None = None) -> None:
-    """Build what a fit of a configuration file reads beside its data, before the job: sample
-    indices of :class:`PretrainDataModule`, tokenized documents of :class:`FinetuneDataModule`.
+    """Build the inputs of a fit beside the data, before the job: sample indices of
+    :class:`PretrainDataModule`, tokenized documents of :class:`FinetuneDataModule`.
 
     Args:
-        config: Configuration files of ``fit``; later ones win.
+        config: Configuration files of ``fit``. Later files win.
         overrides: Options of ``fit``, such as ``data.cache_dir=cache``.
 
     Raises:
@@ -74,7 +74,7 @@ def index(*, config: list[str], overrides: list[str] | None = None) -> None:
 
 
 def _sizes(data: LightningDataModule) -> list[tuple[str, int]]:
-    """Return the sizes of the parts that have a loader."""
+    """Return the sizes of the parts with a loader."""
     loaders: dict[str, Any] = {"train": data.train_dataloader(), "val": data.val_dataloader()}
     made = [(name, one) for name, one in loaders.items() if not isinstance(one, list)]
     return [(name, len(loader.sampler)) for name, loader in made]
@@ -83,11 +83,11 @@ def _sizes(data: LightningDataModule) -> list[tuple[str, int]]:
 def data_of(
     config: Sequence[str], overrides: Sequence[str] = ()
 ) -> tuple[LightningDataModule, LightningModule | None]:
-    """Return the data module of configuration files, and the model if they name one; no Trainer is
-    made.
+    """Return the data module of configuration files, and the model if the files name a model. No
+    Trainer is made.
 
     Args:
-        config: Files; later ones win.
+        config: Files. Later files win.
         overrides: Options such as ``data.packing=none``.
 
     Raises:
@@ -131,4 +131,4 @@ def _merged(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, An
 
 
 COMMANDS = MappingProxyType({"show": show, "index": index})
-"""Name of a tool -> its function."""
+"""Name of a tool -> function."""

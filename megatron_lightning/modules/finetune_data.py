@@ -45,13 +45,13 @@ Paths = str | list[str] | list[tuple[float, str]]
 
 class FinetuneDataModule(pl.LightningDataModule):
     """Batches ``{"tokens": [b, s], "labels": [b, s]}`` from conversations, prompts with
-    completions, texts or tokens; with packing they have ``document_ids`` and ``position_ids``
-    [b, s] too.
+    completions, texts or tokens. Packed batches also have ``document_ids`` and ``position_ids`` [b,
+    s].
 
-    Labels are already shifted; they are -100 where there is no loss: in prompts, in padding, and in
-    answers that a row leaves out (``weight: 0``). A conversation is rendered by the tokenizer's
-    chat template and tokenized once a node, into a cache that all ranks map. Every row of a source
-    has the schema of its keys: ``messages`` (OpenAI, with ``tools``), ``conversations`` (ShareGPT),
+    Labels are already shifted. Labels are -100 without a loss: in prompts, in padding, and in
+    answers left out by a row (``weight: 0``). A conversation is rendered by the tokenizer's chat
+    template and tokenized once a node, into a cache mapped by all ranks. The keys of a row
+    determine the schema: ``messages`` (OpenAI, with ``tools``), ``conversations`` (ShareGPT),
     ``instruction`` and ``output`` (Alpaca), ``prompt`` and ``completion``, ``text``, or
     ``input_ids`` with ``labels``.
 
@@ -60,46 +60,46 @@ class FinetuneDataModule(pl.LightningDataModule):
             of a data set on the Hugging Face Hub. Of several sources a list, or a list of pairs of
             a weight and a path.
         sequence_length: Positions of a row (s), and the longest document.
-        batch_size: Rows of a batch on one data-parallel rank (b).
+        batch_size: Rows of a batch on a data-parallel rank (b).
         val_path: Data of validation, as ``path`` without weights.
-        val_fraction: Fraction of the rows of ``path`` that validate instead; 0: none.
+        val_fraction: Fraction of the rows of ``path`` for validation. 0: none.
         split: Split of a data set on the Hub, with or without a slice such as ``train[:1000]``.
         subset: Configuration of a data set on the Hub.
-        tokenizer: Folder, ``tokenizer.json`` or name of the tokenizer, or the tokenizer. Leave it
-            out for the model's.
-        chat_template: Jinja template, or a file with one. Leave it out for the tokenizer's.
+        tokenizer: Folder, ``tokenizer.json`` or name of the tokenizer, or the tokenizer. Default:
+            the model's.
+        chat_template: Jinja template, or a file with a template. Default: the tokenizer's.
         template_options: Further values for the template, such as ``enable_thinking: false``.
-        packing: ``none``: a document is a row; ``offline``: documents are packed into rows once;
-            ``online``: in every epoch anew, as the order brings them together.
-        packing_window: Documents that are packed together with ``online``.
-        balance_rows: Rows of a global batch. Set, they are ordered by the cost of their attention
-            (the sum of squares of the documents), so that data-parallel ranks wait less for each
-            other; 0: rows stay as they come.
-        truncation: What becomes of a document that is too long: it is left out (``drop``), or loses
-            the begin (``left``) or the middle (``middle``) of its prompt, or its end (``right``).
-        train_on: All answers of a conversation, or the last one.
-        split_turns: Whether every answer becomes a sample of its own, behind what came before it.
-        reasoning: ``keep``: the template gets the reasoning of answers; ``drop``: it does not;
-            ``mask``: it does, and reasoning has no loss.
-        new_tokens: Texts that become tokens of their own; the model's embedding has to have rows
-            for them.
-        seed: Seed of the order, and of the rows that validate.
-        num_workers: Worker processes of each loader on each rank; 0 reads in the training process.
-        cache_dir: Folder of the tokenized documents. Leave it out for
-            ``~/.cache/megatron_lightning``.
-        on_changed_data: What a resumed run does if the order of training rows is not the
-            checkpoint's: ``refuse``, or ``reorder``, which reads on at the same position of the new
-            order with a warning.
+        packing: ``none``: a document is a row. ``offline``: documents are packed into rows once.
+            ``online``: documents are packed anew in every epoch, in the order of the epoch.
+        packing_window: Documents packed together with ``online``.
+        balance_rows: Rows of a global batch. If set, the rows of a batch are ordered by the cost of
+            attention (the sum of squares of the documents), so that data-parallel ranks wait less
+            for each other. 0: rows keep the order.
+        truncation: Treatment of a document longer than a row: the document is left out (``drop``),
+            or loses the begin (``left``) or the middle (``middle``) of the prompt, or the
+            document's end (``right``).
+        train_on: All answers of a conversation, or only the last answer.
+        split_turns: Whether every answer becomes a separate sample, behind the earlier messages.
+        reasoning: ``keep``: the template gets the reasoning of answers. ``drop``: the template does
+            not. ``mask``: the template does, and reasoning has no loss.
+        new_tokens: Texts to add as new tokens. The model's embedding has to have rows for the new
+            tokens.
+        seed: Seed of the order, and of the choice of validation rows.
+        num_workers: Worker processes of each loader on each rank. 0 reads in the training process.
+        cache_dir: Folder of the tokenized documents. Default: ``~/.cache/megatron_lightning``.
+        on_changed_data: Reaction of a resumed run if the order of training rows has changed since
+            the checkpoint. ``refuse`` raises an error. ``reorder`` reads on at the same position of
+            the new order with a warning.
 
     Raises:
         ConfigError: If a value, or the combination, cannot work.
-        DataError: If data or tokenizer cannot be read; on ``prepare_data`` and ``setup``.
+        DataError: If data or tokenizer cannot be read, on ``prepare_data`` and ``setup``.
     """
 
     sequence_dims: Mapping[str, int] = MappingProxyType(
         {"tokens": 1, "labels": 1, "position_ids": 1, "document_ids": 1}
     )
-    """Dim of each batch entry that runs along the sequence."""
+    """Sequence dim of each batch entry."""
 
     def __init__(
         self,
@@ -195,7 +195,7 @@ class FinetuneDataModule(pl.LightningDataModule):
 
     @property
     def vocab_size(self) -> int | None:
-        """Number of ids of the tokenizer, new tokens included; None: it is not known yet."""
+        """Number of ids of the tokenizer, new tokens included. None: not yet known."""
         is_known = self._tokenizer is not None or self._module is not None
         return len(self.tokenizer) if is_known else None
 
@@ -204,8 +204,8 @@ class FinetuneDataModule(pl.LightningDataModule):
         """Tokenizer of the data.
 
         Raises:
-            ConfigError: If neither the data module nor the model names one.
-            DataError: If it cannot be loaded.
+            ConfigError: If neither the data module nor the model names a tokenizer.
+            DataError: If the tokenizer cannot be loaded.
         """
         if self._tokenizer is not None:
             return ChatTokenizer.load(self._tokenizer, new_tokens=self.new_tokens)
@@ -222,7 +222,7 @@ class FinetuneDataModule(pl.LightningDataModule):
 
     @cached_property
     def template(self) -> ChatTemplate | None:
-        """Chat template; None: there is none."""
+        """Chat template. None: there is no template."""
         values, options = self.tokenizer.special_tokens, self._template_options
         if self._template is not None:
             return ChatTemplate.load(self._template, values, options)
@@ -230,11 +230,12 @@ class FinetuneDataModule(pl.LightningDataModule):
         return None if own is None else ChatTemplate(own, values, options)
 
     def check_files(self, stage: str, module: pl.LightningModule) -> None:
-        """Check files, tokenizer and ids before the strategy starts a process; reads no row.
+        """Check files, tokenizer and ids before the strategy starts a process, without reading
+        rows.
 
         Args:
-            stage: What the Trainer is about to do.
-            module: What it does it with; its tokenizer is taken where none is set.
+            stage: The Trainer's next action.
+            module: The module of the action. If no tokenizer is set, the module's is used.
 
         Raises:
             ConfigError: If the model has no embedding for an id of the tokenizer.
@@ -247,17 +248,19 @@ class FinetuneDataModule(pl.LightningDataModule):
         _ = self.template
 
     def use_model(self, module: pl.LightningModule | None) -> None:
-        """Take the tokenizer of a module's model where none is set."""
+        """Use the tokenizer of a module's model if none is set."""
         self._module = module
 
     def prepare_data(self) -> None:
-        """Render and tokenize, unless the cache has it; Lightning calls this once on every node."""
+        """Render and tokenize, unless the result is cached. Lightning calls this once on every
+        node.
+        """
         self._known.clear()
         for path in (*self.paths, *self.val_paths):
             self._documents(path)
 
     def setup(self, stage: str) -> None:
-        """Map the documents into memory, and pack them."""
+        """Map the documents into memory, and pack the documents."""
         self._known.clear()
         parts = [self._documents(path) for path in self.paths]
         chosen = (
@@ -287,7 +290,7 @@ class FinetuneDataModule(pl.LightningDataModule):
             rank_zero_info(self.describe())
 
     def describe(self) -> str:
-        """Return in a few lines what became of the rows, and how full the rows of a batch are.
+        """Return in a few lines the outcome of the rows, and the fill of a batch's rows.
 
         Raises:
             ConfigError: Before ``setup("fit")``.
@@ -315,13 +318,13 @@ class FinetuneDataModule(pl.LightningDataModule):
         )
 
     def _documents(self, path: str) -> Documents:
-        """Return the tokenized documents of a source; files that change in a fit change nothing."""
+        """Return the tokenized documents of a source. Files changed during a fit have no effect."""
         if path not in self._known:
             self._known[path] = self._tokenized(path)
         return self._known[path]
 
     def _tokenized(self, path: str) -> Documents:
-        """Return the tokenized documents of a source, made if the cache does not have them."""
+        """Return the tokenized documents of a source, made if missing from the cache."""
         encoder = Encoder(self.tokenizer, self.template, self.options)
         key = {"files": file_stamps([path]), "split": self._split, **encoder.identity}
         name = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:32]
@@ -345,7 +348,7 @@ class FinetuneDataModule(pl.LightningDataModule):
         return Path(home) / "megatron_lightning" / "documents"
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what decides the order of the training rows, as plain values."""
+        """Return the settings of the order of training rows, as plain values."""
         strategy = None if self.trainer is None else self.trainer.strategy
         return {
             "order": self._order(),
@@ -356,7 +359,8 @@ class FinetuneDataModule(pl.LightningDataModule):
         """Check that a resumed fit reads the rows in the checkpoint's order.
 
         Raises:
-            CheckpointError: If the order is another one, unless ``on_changed_data`` accepts it.
+            CheckpointError: If the order has changed, unless ``on_changed_data`` accepts the
+                change.
         """
         if self.trainer is not None and self.trainer.state.fn != "fit":
             return
@@ -403,7 +407,7 @@ class FinetuneDataModule(pl.LightningDataModule):
         return self._train.lengths
 
     def train_dataset(self) -> RowDataset:
-        """Return the training rows, by the documents in them.
+        """Return the training rows, indexed by tuples of documents.
 
         Raises:
             ConfigError: Before ``setup``.
@@ -425,7 +429,7 @@ class FinetuneDataModule(pl.LightningDataModule):
         return self._loader(self.train_dataset(), sampler=order, drop_last=True)
 
     def val_dataloader(self) -> DataLoader[Batch] | list[DataLoader[Batch]]:
-        """Return the validation loader; an empty list if there is no validation data."""
+        """Return the validation loader. Without validation data return an empty list."""
         if self._validate is None:
             return []
         packed = self.packing != "none"
@@ -447,7 +451,7 @@ class FinetuneDataModule(pl.LightningDataModule):
 
 
 def _sources(path: Any) -> tuple[list[str], list[float] | None]:
-    """Return the paths, and their weights if they have some."""
+    """Return the paths, and the weights if there are any."""
     given = [path] if isinstance(path, str | os.PathLike) else list(path)
     entries = [os.fspath(one) if isinstance(one, os.PathLike) else one for one in given]
     pairs = [entry for entry in entries if not isinstance(entry, str)]

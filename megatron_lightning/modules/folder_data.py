@@ -1,4 +1,4 @@
-"""Data of a model that comes from a Hugging Face folder: its tokenizer, and checks against its
+"""Data of a model from a Hugging Face folder: the model's tokenizer, and checks against the model's
 configuration, before the model is built.
 """
 
@@ -21,12 +21,11 @@ from megatron_lightning.rules import check_vocabulary
 
 
 def folder_tokenizer(module: object, new_tokens: Sequence[str] = ()) -> ChatTokenizer | None:
-    """Return the tokenizer in the folder that a module's model comes from; None: it comes from
-    none.
+    """Return the tokenizer in the folder of a module's model. None: there is no folder.
 
     Args:
         module: A LightningModule.
-        new_tokens: Texts that become tokens of their own.
+        new_tokens: Texts to add as new tokens.
 
     Raises:
         DataError: If the folder has no tokenizer.
@@ -38,7 +37,7 @@ def folder_tokenizer(module: object, new_tokens: Sequence[str] = ()) -> ChatToke
 
 
 def check_model(module: object, num_ids: int, *, packed: bool) -> None:
-    """Check that a module's model takes the ids and rows of the data.
+    """Check that a module's model accepts the ids and rows of the data.
 
     Args:
         module: A LightningModule.
@@ -46,8 +45,7 @@ def check_model(module: object, num_ids: int, *, packed: bool) -> None:
         packed: Whether documents share rows.
 
     Raises:
-        ConfigError: If the embedding has fewer rows, or the model would let documents that share a
-            row see each other.
+        ConfigError: If the embedding has fewer rows, or documents in a row would see each other.
     """
     config = getattr(module, "config", None)
     if isinstance(config, TransformerConfig):
@@ -71,7 +69,7 @@ def check_model(module: object, num_ids: int, *, packed: bool) -> None:
 
 @contextmanager
 def _without_weights(module: FolderModule) -> Iterator[Path]:
-    """Yield a folder with all of the model but its weights."""
+    """Yield a folder with the complete model except weights."""
     source = dict(module._source or {})
     path = module._checkpoint or str(source["path"])
     if (kept := _kept_files(path)) is not None:
@@ -82,7 +80,7 @@ def _without_weights(module: FolderModule) -> Iterator[Path]:
 
 
 def _kept_files(path: str) -> KeptFiles | None:
-    """Return the folder's files that a checkpoint keeps; None: ``path`` is no such checkpoint."""
+    """Return the folder's files in a checkpoint. None: ``path`` is no checkpoint with a folder."""
     try:
         return read_kept_files(path)
     except (CheckpointError, OSError):

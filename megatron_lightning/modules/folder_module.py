@@ -1,4 +1,4 @@
-"""A language model that starts from a Hugging Face folder, and is given back as one."""
+"""A language model from a Hugging Face folder, to be written back as a folder."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megatron_lightning.peft.record import is_adapters_only
 
 
 class FolderModule(LanguageModule):
-    """A :class:`LanguageModule` whose model may come from a Hugging Face folder. Subclasses set
+    """A :class:`LanguageModule` with a model possibly from a Hugging Face folder. Subclasses set
     ``_source`` and make the model.
 
     Args:
@@ -26,29 +26,33 @@ class FolderModule(LanguageModule):
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self._source: dict[str, Any] | None = None
-        """Options of :meth:`AutoBridge.from_hf_pretrained`; None: the model needs no folder."""
+        """Options of :meth:`AutoBridge.from_hf_pretrained`. None: the model needs no folder."""
         self.model: Any = None
         self.loads_from: str | None = None
-        """Checkpoint that the run will load; ``MegatronStrategy`` sets it before the run begins."""
+        """Checkpoint to be loaded by the run. ``MegatronStrategy`` sets the path before the run
+        begins."""
 
     def prepare_data(self) -> None:
-        """Download the folder, once a node; a run that loads a checkpoint needs none."""
+        """Download the folder, once a node. A run from a checkpoint needs no folder."""
         if self._source is not None and not self._checkpoint:
             AutoBridge.prepare(self._source["path"], revision=self._source["revision"])
 
     def _bridge(self) -> AutoBridge:
-        """Return the bridge of the folder, or of the checkpoint that the run loads."""
+        """Return the bridge of the folder, or of the checkpoint loaded by the run."""
         source = dict(self._source or {})
         if self._checkpoint:
             del source["path"], source["revision"]
-            # Lightning loads the weights next; with strict=False some may stay as they are.
+            # Lightning loads the weights next. With strict=False a part may keep the folder's
+            # values.
             reads = not self.strict_loading
             return AutoBridge.from_checkpoint(self._checkpoint, reads=reads, **source)
         return AutoBridge.from_hf_pretrained(**source)
 
     @property
     def _checkpoint(self) -> str | None:
-        """Checkpoint that this run loads and that keeps the folder; None: there is none."""
+        """Checkpoint loaded by this run, if the checkpoint keeps the folder. None: there
+        is none.
+        """
         path = self.loads_from
         try:
             found = None if path is None else read_kept(path)
@@ -58,23 +62,24 @@ class FolderModule(LanguageModule):
             return None
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Keep the folder but weights, so that export and resume need no folder."""
+        """Keep the folder without weights, so that export and resume need no folder."""
         super().on_save_checkpoint(checkpoint)
         write_kept(self, checkpoint)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Take over the folder that the checkpoint keeps, if the model did not come from one."""
+        """Adopt the checkpoint's folder, if the model did not come from a folder."""
         super().on_load_checkpoint(checkpoint)
         recall(self, checkpoint)
 
     def save_hf_pretrained(
         self, path: str, *, dtype: torch.dtype | None = None, overwrite: bool = False
     ) -> None:
-        """Write the model as a Hugging Face folder; under ``MegatronStrategy`` on every rank.
+        """Write the model as a Hugging Face folder. Under ``MegatronStrategy`` every rank calls
+        this.
 
         Args:
             path: The folder.
-            dtype: Dtype of the weights; None: that of the folder that the model came from.
+            dtype: Dtype of the weights. None: the dtype of the model's original folder.
             overwrite: Replace an existing target.
 
         Raises:

@@ -1,6 +1,4 @@
-"""``GPTModel`` as an ordinary LightningModule: it runs on one device and under ``MegatronStrategy``
-unchanged.
-"""
+"""``GPTModel`` as an ordinary LightningModule, for one device and ``MegatronStrategy`` alike."""
 
 from __future__ import annotations
 
@@ -21,18 +19,19 @@ class GPTLightningModule(FolderModule):
     """:class:`GPTModel` trained with AdamW, from initial weights or from a Hugging Face folder.
 
     Args:
-        config: The model. May be left out with ``init_from_hf``; otherwise it describes the
-            folder's model, with options of training such as dropout or balancing losses.
-        init_from_hf: Folder or Hub id whose weights the model starts from, for the families that
-            have rules (``docs/hugging_face.md``); leave it out for initial weights.
-        revision: Branch, tag or commit of the Hub id; leave it out for main.
-        family: Rules for the folder, by name or as the class path of your own; leave it out for
-            those of the folder's architecture.
+        config: The model. May be left out with ``init_from_hf``. With ``init_from_hf`` the
+            configuration describes the folder's model, with options of training such as dropout or
+            balancing losses.
+        init_from_hf: Folder or Hub id of the initial weights, for families with rules
+            (``docs/hugging_face.md``). Default: random initial weights.
+        revision: Branch, tag or commit of the Hub id. Default: main.
+        family: Rules for the folder, by name or as the class path of your own. Default: the rules
+            of the folder's architecture.
         options: Options of :class:`LanguageModule`: optimizer, learning rate schedule, adapters.
 
     Raises:
         ConfigError: If the schedule contradicts itself, there is neither a configuration nor a
-            folder, or the folder has settings that :class:`GPTModel` cannot have.
+            folder, or :class:`GPTModel` cannot represent a setting of the folder.
     """
 
     def __init__(
@@ -45,7 +44,7 @@ class GPTLightningModule(FolderModule):
         **options: Any,
     ) -> None:
         super().__init__(**options)
-        # `load_from_checkpoint` gives the plain values of a checkpoint, and then its weights.
+        # `load_from_checkpoint` gives the plain values of a checkpoint first, and then the weights.
         is_loaded = isinstance(config, Mapping)
         if isinstance(config, Mapping):
             config = TransformerConfig(**config)
@@ -64,8 +63,8 @@ class GPTLightningModule(FolderModule):
             self._set_config(config)
 
     def _config_of_folder(self) -> TransformerConfig | None:
-        """Return the configuration of the folder; None: there is no such folder, and a checkpoint
-        that the run loads may keep it.
+        """Return the configuration of the folder. None: there is no such folder. A checkpoint
+        loaded by the run may keep the configuration.
         """
         try:
             return AutoBridge.from_hf_pretrained(**(self._source or {})).to_config()
@@ -77,8 +76,8 @@ class GPTLightningModule(FolderModule):
         self.config = config
 
     def configure_model(self) -> None:
-        """Build the model, on ``meta`` where the strategy materializes only a part of it; under
-        ``MegatronStrategy`` each rank reads the part of a folder that it owns.
+        """Build the model, on ``meta`` if the strategy materializes only a part. Under
+        ``MegatronStrategy`` each rank reads only local shards from a folder.
         """
         if self.model is not None:
             return

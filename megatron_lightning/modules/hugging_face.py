@@ -24,10 +24,10 @@ class HuggingFaceModule(FolderModule):
     Args:
         path: A folder, a Hub id such as ``meta-llama/Llama-3.2-1B``, or a checkpoint of such a
             module.
-        revision: Branch, tag or commit of the Hub id; leave it out for main.
+        revision: Branch, tag or commit of the Hub id. Default: main.
         trust_remote_code: Whether code in the folder may run.
-        attn_implementation: Attention of ``transformers``, such as "sdpa" or "eager"; leave it out
-            for the model's default.
+        attn_implementation: Attention of ``transformers``, such as "sdpa" or "eager". Default: the
+            model's default.
         learning_rate: Peak learning rate.
         options: Further options of :class:`LanguageModule`: optimizer, learning rate schedule,
             adapters.
@@ -60,8 +60,8 @@ class HuggingFaceModule(FolderModule):
 
     @classmethod
     def load_from_checkpoint(cls, checkpoint_path: Any, *args: Any, **kwargs: Any) -> Any:
-        """Return the module with a checkpoint's weights; a checkpoint that keeps the folder needs
-        none. For arguments see ``LightningModule.load_from_checkpoint``.
+        """Return the module with a checkpoint's weights. A checkpoint with the folder inside needs
+        no folder. For arguments see ``LightningModule.load_from_checkpoint``.
         """
         is_path = isinstance(checkpoint_path, (str, PathLike))
         if is_path and "path" not in kwargs and read_kept(checkpoint_path) is not None:
@@ -69,10 +69,10 @@ class HuggingFaceModule(FolderModule):
         return super().load_from_checkpoint(checkpoint_path, *args, **kwargs)
 
     def configure_model(self) -> None:
-        """Make the model; under ``MegatronStrategy`` each rank reads the part that it owns.
+        """Make the model. Under ``MegatronStrategy`` each rank reads only local shards.
 
-        A run under ``MegatronStrategy`` that loads a checkpoint takes configuration and tokenizer
-        from there, and reads no folder.
+        A run under ``MegatronStrategy`` from a checkpoint takes configuration and tokenizer from
+        the checkpoint, and reads no folder.
         """
         if self.model is None:
             self.model = self._adapt(self._bridge().to_model())
@@ -80,10 +80,10 @@ class HuggingFaceModule(FolderModule):
             self.model.config.use_cache = False  # training reads no cache
 
     def setup(self, stage: str) -> None:
-        """Check that positions of the data part the documents of a row.
+        """Check that positions of the data separate the documents of a row.
 
         Raises:
-            ConfigError: If they run on over the end of a document.
+            ConfigError: If positions continue over the end of a document.
         """
         data = getattr(self.trainer, "datamodule", None)
         config = data.config if isinstance(data, PretrainDataModule) else None
@@ -104,8 +104,8 @@ class HuggingFaceModule(FolderModule):
         """Return the model's logits [b, s, v], or with labels the tokens' losses [b, s].
 
         Raises:
-            ConfigError: If a batch has ``document_ids``, and the model would let documents that
-                share a row see each other.
+            ConfigError: If a batch has ``document_ids``, and documents in a row would see each
+                other.
         """
         if self.model is None:
             self.configure_model()

@@ -27,14 +27,14 @@ ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
 
 class LanguageModule(LightningModule):
-    """A language model trained with AdamW. Subclasses say what the model is.
+    """A language model trained with AdamW. Subclasses define the model.
 
-    A batch holds ``tokens`` and ``labels`` [b, s] (already shifted; -100 leaves a token out), and
+    A batch holds ``tokens`` and ``labels`` [b, s] (already shifted, -100 leaves a token out), and
     may hold ``loss_mask`` [b, s], ``position_ids`` [b, s] and ``document_ids`` [b, s] (tokens
-    attend only to tokens with the same number in their row).
+    attend only to tokens with the same number in the row).
 
-    The loss is the weighted mean over the tokens that count, with ``loss_mask`` as weights that are
-    not negative (0 leaves a token out). Only the ratios of the weights matter.
+    The loss is the weighted mean over the counted tokens, with ``loss_mask`` as non-negative
+    weights (0 leaves a token out). Only the ratios of the weights matter.
 
     Args:
         learning_rate: Peak learning rate.
@@ -42,17 +42,17 @@ class LanguageModule(LightningModule):
         weight_decay: Decoupled weight decay.
         betas: Adam's decay rates.
         eps: Adam's epsilon.
-        warmup_steps: Optimizer steps of linear warm-up; the first step is taken at rate 0. Below 1:
+        warmup_steps: Optimizer steps of linear warm-up. The first step is taken at rate 0. Below 1:
             a fraction of ``decay_steps``, or of the fit without ``decay_steps``.
-        decay_steps: Optimizer steps until the cosine reaches its end; "max": all steps of the fit.
-            Leave it out for a constant rate after the warm-up.
-        lr_schedule: Another schedule; replaces ``min_learning_rate``, ``warmup_steps`` and
+        decay_steps: Optimizer steps until the end of the cosine. "max": all steps of the fit.
+            Default: a constant rate after the warm-up.
+        lr_schedule: Another schedule, in place of ``min_learning_rate``, ``warmup_steps`` and
             ``decay_steps``.
-        param_groups: Parameters with a learning rate or weight decay of their own; leave it out for
-            norms and biases without weight decay.
-        fused: Whether AdamW steps all parameters by one kernel, where torch has it for the device.
-        peft: Adapters that are trained in the place of the model's weights; leave it out to train
-            all weights.
+        param_groups: Parameters with a separate learning rate or weight decay. Default: norms and
+            biases without weight decay.
+        fused: Whether AdamW steps all parameters by a single kernel, if torch has the kernel for
+            the device.
+        peft: Adapters trained in the place of the model's weights. Default: train all weights.
 
     Raises:
         ConfigError: If the schedule contradicts itself.
@@ -113,7 +113,7 @@ class LanguageModule(LightningModule):
         }
         self._records: Sequence[Record] = ()
         self.peft = peft
-        """Adapters; None: all weights are trained."""
+        """Adapters. None: all weights are trained."""
         self.learning_rate = learning_rate
         self.weight_decay = weight_decay
         self.betas = betas
@@ -121,26 +121,27 @@ class LanguageModule(LightningModule):
         self.fused = fused
         self.param_groups = (NO_DECAY,) if param_groups is None else tuple(groups)
         self.lr_schedule = lr_schedule
-        """Schedule of the learning rate; None: constant, or known when the fit begins."""
+        """Schedule of the learning rate. None: constant, or known at the begin of the fit."""
         self._lengths = (min_learning_rate, warmup_steps, decay_steps)
         _check_lengths(lr_schedule, *self._lengths)
         if lr_schedule is None and decay_steps != "max" and not 0 < warmup_steps < 1:
             self.lr_schedule = _schedule(min_learning_rate, int(warmup_steps), decay_steps)
 
     def _adapt(self, model: ModuleT) -> ModuleT:
-        """Attach the adapters to a model that was just built, if there are any; return it."""
+        """Attach the adapters to a newly built model, if there are any. Return the model."""
         return model if self.peft is None else self.peft.apply(model)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Describe the adapters, for the tools that read checkpoints."""
+        """Describe the adapters, for tools reading checkpoints."""
         write_record(self, checkpoint)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Record which weights the checkpoint leaves to the base."""
+        """Record the names of weights left to the base by the checkpoint."""
         self._records = read_records(checkpoint)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """Load a state dict; one of an adapters-only checkpoint leaves the base as it is.
+        """Load a state dict. The state dict of an adapters-only checkpoint leaves the base
+        unchanged.
 
         Raises:
             CheckpointError: If the adapters belong to another base.
@@ -155,15 +156,15 @@ class LanguageModule(LightningModule):
         return super().load_state_dict({**missing, **state_dict}, *args, **kwargs)
 
     def num_items(self, batch: Batch) -> Tensor:
-        """Return the sum of the tokens' weights: without a floating ``loss_mask``, the number of
-        tokens that count.
+        """Return the sum of the tokens' weights. Without a floating ``loss_mask`` this is the
+        number of counted tokens.
         """
         return _token_weights(batch).sum()
 
     def _loss(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return the weighted mean of the tokens' losses, and the sum of the weights."""
         weights = _token_weights(batch)
-        # Layers that report losses of their own, such as multi-token prediction, see the mask.
+        # Layers with additional losses, such as multi-token prediction, see the mask.
         labels = batch["labels"].masked_fill(weights == 0, IGNORED_LABEL)
         losses = self(batch["tokens"], labels, **_optional_inputs(batch))
         if "validation_set" in batch:
@@ -187,7 +188,7 @@ class LanguageModule(LightningModule):
             self.log(f"val_loss/{name}", loss, sync_dist=True, **_weighed_by(num_items))
 
     def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Tensor]:
-        """Return the mean loss of one micro-batch and the sum of its tokens' weights."""
+        """Return the mean loss of a micro-batch and the sum of the tokens' weights."""
         loss, num_items = self._loss(batch)
         self.log("train_loss", loss, prog_bar=True, sync_dist=True)
         log_reports(self, loss)
@@ -217,12 +218,12 @@ class LanguageModule(LightningModule):
     def optimizer_step(
         self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None
     ) -> None:
-        """Step the optimizer, and the experts' biases after it."""
+        """Step the optimizer, followed by the experts' biases."""
         with balance_experts(self, optimizer):
             super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
-        """Return AdamW, and the learning rate schedule if one is configured."""
+        """Return AdamW, and the learning rate schedule if a schedule is configured."""
         groups = make_param_groups(
             self, self.param_groups, lr=self.learning_rate, weight_decay=self.weight_decay
         )
@@ -238,7 +239,7 @@ class LanguageModule(LightningModule):
         }
 
     def _schedule_of_fit(self) -> LRSchedule | None:
-        """Return the schedule whose lengths follow from the steps of the fit; None: a constant
+        """Return the schedule with lengths derived from the steps of the fit. None: a constant
         rate.
         """
         min_lr, warmup, decay = self._lengths
@@ -259,8 +260,8 @@ class LanguageModule(LightningModule):
 
 
 def _token_weights(batch: Batch) -> Tensor:
-    """Return the weight [b, s] of every token in the loss: 0 where the label is ignored; in fp32
-    where ``loss_mask`` is floating.
+    """Return the weight [b, s] of every token in the loss: 0 for ignored labels. The dtype is fp32
+    for a floating ``loss_mask``.
     """
     counted = batch["labels"] != IGNORED_LABEL
     mask = batch.get("loss_mask")
@@ -271,7 +272,7 @@ def _token_weights(batch: Batch) -> Tensor:
 
 
 def _weighed_by(num_items: Tensor) -> dict[str, Any]:
-    """Return the option of ``self.log`` that weighs a batch in the mean over an evaluation.
+    """Return the option of ``self.log`` to weigh a batch in the mean over an evaluation.
 
     Lightning multiplies by ``batch_size`` and divides by the sum, so that a float is a weight.
     """
@@ -279,7 +280,7 @@ def _weighed_by(num_items: Tensor) -> dict[str, Any]:
 
 
 def _optional_inputs(batch: Batch) -> dict[str, Tensor]:
-    """Return the model's inputs that a batch may leave out."""
+    """Return the model's optional inputs in a batch."""
     return {key: batch[key] for key in ("position_ids", "document_ids") if key in batch}
 
 
@@ -309,7 +310,7 @@ def _check_lengths(
 
 
 def _schedule(min_lr: float, warmup_steps: int, decay_steps: int | None) -> LRSchedule | None:
-    """Return the configured schedule; None: a constant rate from the first step on."""
+    """Return the configured schedule. None: a constant rate from the first step on."""
     if not warmup_steps and decay_steps is None:
         return None
     style: DecayStyle = "constant" if decay_steps is None else "cosine"

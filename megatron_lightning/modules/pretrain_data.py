@@ -43,59 +43,62 @@ class PretrainDataModule(pl.LightningDataModule):
     ``megatron-lightning preprocess``.
 
     The datasets are shuffled already and read in order, so that the number of consumed samples is
-    the position in the data. Labels are already shifted. With ``reset_attention_mask`` a batch has
-    ``document_ids`` [b, s] too; with that or ``reset_position_ids``, ``position_ids`` [b, s].
+    the position in the data. Labels are already shifted. With ``reset_attention_mask`` a batch also
+    has ``document_ids`` [b, s]. With ``reset_attention_mask`` or ``reset_position_ids`` a batch has
+    ``position_ids`` [b, s].
 
     Args:
-        data_prefix: Path of the ``.bin`` and ``.idx`` files without their suffixes. Of several a
-            list, mixed by size, or a list of pairs of a weight and a path: ``[[0.3, a], [0.7,
-            b]]``; or ``{train: …, validation: …, test: …}`` with one of these for each, which see
-            all documents; of validation several by name, ``{code: c, web: w}``, whose losses are
-            logged as ``val_loss/code`` beside ``val_loss``. Or a JSON or YAML file with it.
+        data_prefix: Path of the ``.bin`` and ``.idx`` files without their suffixes. Several data
+            sets: a list of paths, mixed by size, or a list of pairs of a weight and a path:
+            ``[[0.3, a], [0.7, b]]``. Separate data: ``{train: …, validation: …, test: …}`` with a
+            path or list for each part, reading all documents. Validation may have several sets by
+            name, ``{code: c, web: w}``, with losses logged as ``val_loss/code`` beside
+            ``val_loss``. A JSON or YAML file may hold any of these forms.
         sequence_length: Tokens of a sample (s).
-        batch_size: Samples of a batch on one data-parallel rank (b); leave it out with
+        batch_size: Samples of a batch on a data-parallel rank (b). Leave out with
             ``global_batch_size``.
-        global_batch_size: Samples of an optimizer step over all data-parallel ranks, the same on
-            any number of them; replaces ``batch_size``.
-        batch_size_schedule: Growing global batch sizes of training; replaces ``batch_size``.
-        split: Weights of train, validation and test, which split the documents in file order; a
-            part of weight 0 has no loader. ``predict`` reads the test part.
+        global_batch_size: Samples of an optimizer step over all data-parallel ranks, for any number
+            of ranks. Replaces ``batch_size``.
+        batch_size_schedule: Growing global batch sizes of training. Replaces ``batch_size``.
+        split: Weights of train, validation and test, splitting the documents in file order. A part
+            of weight 0 has no loader. ``predict`` reads the test part.
         seed: Seed of the order of documents and samples.
-        num_train_samples: Training samples of the full run, over as many epochs as needed; leave it
-            out for one epoch, which Lightning repeats in the same order.
-        num_val_samples: Validation samples; leave it out for all of them once.
-        num_test_samples: Test samples; leave it out for all of them once.
-        vocab_size: Size of the vocabulary; a larger id in the data is an error. Leave it out for
-            the tokenizer's or model's.
-        tokenizer_model: Tokenizer of the data, for its vocabulary, padding and end-of-document ids.
+        num_train_samples: Training samples of the full run, over as many epochs as needed. Default:
+            one epoch, repeated by Lightning in the same order.
+        num_val_samples: Validation samples. Default: all validation samples once.
+        num_test_samples: Test samples. Default: all test samples once.
+        vocab_size: Size of the vocabulary. A larger id in the data is an error. Default: the
+            tokenizer's or model's size.
+        tokenizer_model: Tokenizer of the data, for vocabulary, padding and end-of-document ids.
         tokenizer_type: sentencepiece or huggingface.
         eod_mask_loss: Whether positions of an end of document have no loss.
         reset_position_ids: Whether positions restart at 0 after every end of document.
-        reset_attention_mask: Whether tokens attend only to those of their own document; an end of
-            document belongs to the document that it ends. The batch numbers the documents of each
-            row, from which the model derives who sees whom: there is no dense mask.
-        num_workers: Worker processes of each loader on each rank; 0 reads in the training process.
-        cache_dir: Folder of the index cache. Leave it out for ``{data_prefix}/cache``; without a
-            shared file system each node builds its own.
-        skip_samples: Ranges [first, end] of ``consumed_samples`` that training passes over, such as
-            those of a loss spike; they count as consumed. A checkpoint keeps them.
-        mock: Whether samples are random, without any data, so that a layout can be timed. Without
-            ``num_train_samples`` there are a million of them.
-        on_changed_data: What a resumed run does if the order of training samples is not the
-            checkpoint's: ``refuse``; ``continue``: every data set goes on where the run has left
-            it, in its order, new ones begin at 0, and a table says what is read twice; ``restart``:
-            all begin again; ``reorder`` reads on at the same position of the new order with a
-            warning.
+        reset_attention_mask: Whether tokens attend only to tokens of the same document. An end of
+            document belongs to the ended document. The batch numbers the documents of each row, and
+            the model compares the numbers: there is no dense mask.
+        num_workers: Worker processes of each loader on each rank. 0 reads in the training process.
+        cache_dir: Folder of the index cache. Default: ``{data_prefix}/cache``. Without a shared
+            file system each node builds a local cache.
+        skip_samples: Ranges [first, end] of ``consumed_samples`` skipped by training, such as the
+            samples of a loss spike. Skipped samples count as consumed. A checkpoint keeps the
+            ranges.
+        mock: Whether samples are random, without any data, to time a layout. Without
+            ``num_train_samples`` there are a million samples.
+        on_changed_data: Reaction of a resumed run if the order of training samples has changed
+            since the checkpoint. ``refuse`` raises an error. ``continue``: every data set resumes
+            in its own order at its last sample, new data sets begin at 0, and a table lists the
+            samples read twice. ``restart``: all data sets begin again. ``reorder`` reads on at the
+            same position of the new order with a warning.
 
     Raises:
         ConfigError: If a value, or the combination, cannot work.
-        DataError: If the data or the tokenizer cannot be read; on ``prepare_data`` and ``setup``.
+        DataError: If the data or the tokenizer cannot be read, on ``prepare_data`` and ``setup``.
     """
 
     sequence_dims: Mapping[str, int] = MappingProxyType(
         {"tokens": 1, "labels": 1, "loss_mask": 1, "position_ids": 1, "document_ids": 1}
     )
-    """Dim of each batch entry that runs along the sequence."""
+    """Sequence dim of each batch entry."""
 
     def __init__(
         self,
@@ -143,7 +146,7 @@ class PretrainDataModule(pl.LightningDataModule):
             )
         self.on_changed_data: OnChangedData = on_changed_data
         self.skip_samples = [list(r) for r in SkippedSamples(skip_samples or ()).ranges]
-        """Samples that training passes over."""
+        """Samples skipped by training."""
         self.batch_size_schedule = batch_size_schedule
         if mock == (data_prefix is not None):
             raise ConfigError(
@@ -191,7 +194,7 @@ class PretrainDataModule(pl.LightningDataModule):
 
     @property
     def batch_size(self) -> int:
-        """Samples of a batch on one data-parallel rank; with ``global_batch_size`` known from the
+        """Samples of a batch on a data-parallel rank. With ``global_batch_size`` known from the
         Trainer's setup on.
 
         Raises:
@@ -214,18 +217,18 @@ class PretrainDataModule(pl.LightningDataModule):
 
     @property
     def vocab_size(self) -> int | None:
-        """Size of the vocabulary; None if neither the setting nor a tokenizer gives it."""
+        """Size of the vocabulary. None if neither the setting nor a tokenizer gives a size."""
         return self.config.num_ids
 
     def check_files(self, stage: str) -> None:
-        """Check that the data suffice for ``stage``, before the strategy starts a process; builds
-        nothing.
+        """Check that the data suffice for ``stage``, before the strategy starts a process, without
+        building indices.
 
         Raises:
             ConfigError: If there is no part to train on.
-            DataError: If they cannot be read, or a part of the split has too few tokens.
+            DataError: If the data cannot be read, or a part of the split has too few tokens.
         """
-        # A subclass may create them there.
+        # A subclass may create the files in prepare_data.
         if not self.mock and type(self).prepare_data is PretrainDataModule.prepare_data:
             for name, num_samples in self._parts(stage).items():
                 for spec in self._blends(name):
@@ -234,11 +237,11 @@ class PretrainDataModule(pl.LightningDataModule):
                         plan_part(IndexedDataset(prefix), self._split_of(name), name, single)
 
     def use_model(self, module: pl.LightningModule | None) -> None:
-        """Take the size of a module's vocabulary where none is set."""
+        """Use the size of a module's vocabulary if none is set."""
         self._module = module
 
     def prepare_data(self) -> None:
-        """Build the index cache; Lightning calls this once on every node."""
+        """Build the index cache. Lightning calls this once on every node."""
         self._open((self.trainer and self.trainer.state.fn) or "fit")
 
     def setup(self, stage: str) -> None:
@@ -246,7 +249,7 @@ class PretrainDataModule(pl.LightningDataModule):
         self._datasets.update(self._open(stage))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what decides the order of the training samples, as plain values."""
+        """Return the settings of the order of training samples, as plain values."""
         strategy = None if self.trainer is None else self.trainer.strategy
         consumed = getattr(strategy, "consumed_samples", None)
         order = self._order()
@@ -264,7 +267,8 @@ class PretrainDataModule(pl.LightningDataModule):
         """Check that a resumed fit reads the samples in the checkpoint's order.
 
         Raises:
-            CheckpointError: If the order is another one, unless ``on_changed_data`` accepts it.
+            CheckpointError: If the order has changed, unless ``on_changed_data`` accepts the
+                change.
         """
         if self.trainer is not None and self.trainer.state.fn != "fit":
             return
@@ -292,7 +296,7 @@ class PretrainDataModule(pl.LightningDataModule):
         self.skip_samples = [list(r) for r in both.ranges]
 
     def _begin(self, phase: Phase) -> ContinuedBlend:
-        """Read the training data as they are from a position of the run on."""
+        """Read the current training data from a position of the run on."""
         (spec,) = self._blends("train")
         size = self._num_samples["train"]
         blend = ContinuedBlend(spec, self._contents(), size, phase, self._make("train"))
@@ -337,7 +341,7 @@ class PretrainDataModule(pl.LightningDataModule):
         return self.data.names
 
     def _blends(self, name: IndexSplit) -> list[BlendSpec]:
-        """Return the blends of a part: of validation one for each set."""
+        """Return the blends of a part. Validation has a blend for each set."""
         if name == "valid":
             return list(self.data.validation.values())
         blend = self.data.train if name == "train" else self.data.test
@@ -346,12 +350,12 @@ class PretrainDataModule(pl.LightningDataModule):
         return [] if blend is None else [blend]
 
     def _split_of(self, name: IndexSplit) -> GPTDatasetConfig:
-        """Return the options of a part; with data of its own it has all documents."""
+        """Return the options of a part. A part with separate data has all documents."""
         whole = {"train": "1,0,0", "valid": "0,1,0", "test": "0,0,1"}[name]
         return self.config if self.data.is_split else replace(self.config, split=whole)
 
     def _parts(self, stage: str) -> dict[IndexSplit, int | None]:
-        """Return the requested samples of the parts that ``stage`` reads; the others may be too
+        """Return the requested samples of the parts read by ``stage``. Other parts may be too
         small.
         """
         needed = {
@@ -369,7 +373,7 @@ class PretrainDataModule(pl.LightningDataModule):
         }
 
     def _make(self, name: IndexSplit) -> Make:
-        """Return what makes the data sets of a part."""
+        """Return the factory of a part's data sets."""
         vocab_size = self.config.vocab_size
         module = self._module
         if module is None and self.trainer is not None:
@@ -420,11 +424,11 @@ class PretrainDataModule(pl.LightningDataModule):
         return self._loader("train", drop_last=True)
 
     def val_dataloader(self) -> DataLoader[Batch] | list[DataLoader[Batch]]:
-        """Return the validation loader; an empty list if its weight in the split is 0."""
+        """Return the validation loader. For weight 0 in the split return an empty list."""
         return self._loader("valid", drop_last=False)
 
     def test_dataloader(self) -> DataLoader[Batch] | list[DataLoader[Batch]]:
-        """Return the test loader; an empty list if its weight in the split is 0."""
+        """Return the test loader. For weight 0 in the split return an empty list."""
         return self._loader("test", drop_last=False)
 
     def predict_dataloader(self) -> DataLoader[Batch] | list[DataLoader[Batch]]:
