@@ -43,7 +43,7 @@ class SwiGLU(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map [..., 2f], the gate first, to [..., f]."""
-        if torch.compiler.is_compiling():  # which fuses the operations by itself
+        if torch.compiler.is_compiling():  # the compiler fuses the operations
             gate, up = x.chunk(2, dim=-1)
             return F.silu(gate) * up
         out: Tensor = _SwiGLU.apply(x)  # type: ignore[no-untyped-call]

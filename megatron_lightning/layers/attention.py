@@ -70,7 +70,7 @@ class CoreAttention(nn.Module):
         Args:
             q: Queries.
             k: Keys. With ``sequence.cache``: keys of new tokens.
-            v: Values. None, only with ``sequence.cache``: the keys serve as values.
+            v: Values. None: the keys serve as values. Only allowed with ``sequence.cache``.
             sequence: Visibility of keys. None: causal.
             scale: Factor of the scores. None: d^-1/2.
 
@@ -240,7 +240,7 @@ class SelfAttention(nn.Module):
         if self.rotary is not None:
             cosines, sines = self.rotary(q.shape[0], q, positions)
             q, k = apply_rotary(q, cosines, sines), apply_rotary(k, cosines, sines)
-            if self.q_layernorm is None:  # which keeps the projection's output in any case
+            if self.q_layernorm is None:  # a norm keeps the projection's output in any case
                 v = attention_layout(v)
         q, k, v = (x.flatten(2, 3) for x in (q, k, v))
         context = self.core_attention(q, k, v, sequence, self.scale)

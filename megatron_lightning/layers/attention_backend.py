@@ -70,7 +70,7 @@ def attend_masked(
     mask: KeyMask,
     scale: float,
 ) -> Tensor:
-    """Return the contexts [b, n, s, e] of queries over t keys; values [b, g, t, e].
+    """Return the contexts [b, n, s, e] of queries over t keys and values [b, g, t, e].
 
     Args:
         q: [b, n, s, d].

@@ -48,7 +48,7 @@ class ColumnProduct(torch.autograd.Function):
         ctx.gathers = axis is not None and keeps_shard(x, deferred=owner is not None)
         needed = owner is not None or ctx.needs_input_grad[1]
         if needed and ctx.gathers and not gemm.gathers_codes:
-            operand = Operand(x)  # quantized when it has been gathered again
+            operand = Operand(x)  # quantized after the second gather
         elif needed and not gemm.two_sided:
             operand = gemm.operand(source, "input", transposed=True)
             full = operand if ctx.gathers else operand.gather(left)

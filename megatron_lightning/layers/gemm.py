@@ -240,8 +240,8 @@ def autocast(x: Tensor, weight: Tensor, gemm: Gemm, owner: object | None) -> tup
     without autocast.
 
     The gemm casts a weight with an owner, so that the gradient has the parameter's dtype. The gemm
-    also casts a weight that it quantizes, so that it sees the same tensor again and backward keeps
-    no copy.
+    also casts a weight to be quantized, so that the gemm sees the same tensor again and backward
+    keeps no copy.
 
     Raises:
         ConfigError: If the model casts its activations to the dtype of a quantized weight.

@@ -58,7 +58,7 @@ class AttentionForm(NamedTuple):
     scale: float
     """Factor of the scores."""
     window: int | None = None
-    """Earlier positions visible to a query. None: all."""
+    """Number of earlier positions visible to a query. None: all."""
     in_fp32: bool = False
     """Whether scores and contexts are computed in fp32."""
 
@@ -174,7 +174,7 @@ def _by_spans(step: CacheStep, store: KeyStore, q: Tensor, form: AttentionForm) 
     """Return contexts of queries [T, n, d], request by request."""
     contexts = []
     for first, count, slots, num_keys in step.spans:
-        hidden = 0  # keys that no query of the span sees
+        hidden = 0  # keys invisible to every query of the span
         if form.window is not None:
             hidden = max(0, num_keys - count - form.window)
         keys, values = store.read(_behind(slots, hidden))

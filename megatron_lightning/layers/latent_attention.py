@@ -128,7 +128,7 @@ class LatentAttention(nn.Module):
         q_sbnr = apply_rotary(q_sbnr, cosines, sines, interleaved=True)
         key_sbr = apply_rotary(self.shared_key(key_sbr), cosines, sines, interleaved=True)
         latent = self.kv_layernorm(latent)
-        if len(latent) < len(key_sbr):  # a sequence shard, which the up projection would gather
+        if len(latent) < len(key_sbr):  # a sequence shard: the up projection would gather
             latent = self.shared_key(latent)
         weight = self.linear_kv_up_proj.weight
         rows = weight.view(-1, mla.qk_head_dim + mla.v_head_dim, mla.kv_lora_rank)

@@ -369,7 +369,7 @@ class RowParallelLinear(_ParallelLinear):
                 shape, dim=1, size=group.size, rank=group.rank, axis=group.name
             )
         }
-        if bias:  # under sequence parallelism each rank adds it to its own tokens only
+        if bias:  # under sequence parallelism each rank adds the bias only to local tokens
             partial_over = (group.name,) if self.sequence_parallel else ()
             specs["bias"] = ShardSpec.replicated((self.out_features,), partial_over=partial_over)
         return specs

@@ -35,7 +35,7 @@ from megatron_lightning.parallel.collectives import (
 )
 
 _MOST_KEPT = 8
-"""Largest kept logits of a token, in units of the hidden size.
+"""Most logits of a token kept for backward, in units of the hidden size.
 
 A transformer layer keeps 17 to 34 (https://arxiv.org/abs/2205.05198, section 4.1).
 """
@@ -118,7 +118,7 @@ class _LinearLoss(torch.autograd.Function):
             terms.append(vocabulary.terms(logits, local.ids[chunk]))
             if keep:
                 kept.append(logits)
-            del logits  # before the next one is computed
+            del logits  # free the memory before the next chunk
         own = torch.cat(terms, dim=1)
         losses, normalizer = vocabulary.combine(own, local, num_rows)
         ctx.gathers = head.axis is not None and keeps_shard(x, deferred=False)

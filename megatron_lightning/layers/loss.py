@@ -179,8 +179,8 @@ class Vocabulary:
     def terms(self, logits: Tensor, targets: Tensor) -> Tensor:
         """Return the terms of the loss [k, n] for this rank's ``logits`` [n, r]: the log-sum-exp.
 
-        Relative to the log-sum-exp, also the logit of ``targets`` [n] and, for smoothed labels, the
-        sum of all logits.
+        The other terms are relative to the log-sum-exp: the logit of ``targets`` [n] and, for
+        smoothed labels, the sum of all logits.
         """
         log_p = logits.log_softmax(-1, dtype=_wide(logits.dtype))
         # Subtract maxima, not any two entries. Entries may be far larger than the difference.

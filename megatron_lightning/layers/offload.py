@@ -58,7 +58,7 @@ def offloaded(forward: Callable[..., Any], /, *args: Any, min_bytes: int, **kwar
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):
             values.copy_(tensor, non_blocking=True)
-        tensor.record_stream(stream)  # its memory is not reused before the copy is done
+        tensor.record_stream(stream)  # keeps the memory until the copy is done
         return _OnHost(values, device, stream)
 
     def unpack(packed: Tensor | _OnHost) -> Tensor:

@@ -22,7 +22,7 @@ class SequenceInfo:
     causal: bool = True
     """Whether a query sees the keys of no later position."""
     window: int | None = None
-    """Earlier positions visible to a causal query. None: all."""
+    """Number of earlier positions visible to a causal query. None: all."""
     documents: Documents | None = None
     """Documents of the full rows, invisible to each other. None: each row is a document."""
     cache: CacheStep | None = None

@@ -106,7 +106,7 @@ class HiddenWeight:
 
     def owner(self) -> Owner:
         """Return the owner of the layer's current parameter."""
-        layer = cast(Splittable, self._layer())  # alive: its backward is running
+        layer = cast(Splittable, self._layer())  # alive, because the layer's backward is running
         return Owner(cast(nn.Parameter, layer.weight), self.store, layer)
 
 

@@ -65,7 +65,7 @@ class LossScale:
 
     def __init__(self) -> None:
         self.value: Tensor | float = 1.0
-        self.is_followed = False  # the main loss exists: later reports belong to another one
+        self.is_followed = False  # the main loss exists: later reports belong to another loss
 
     def follow(self, loss: Tensor) -> None:
         """Record the gradient that arrives at ``loss``."""
@@ -108,7 +108,7 @@ class _Recorded:
     def __init__(self) -> None:
         self.sums: dict[Key, dict[int, tuple[Tensor, int]]] = {}  # and number, by micro-batch
         self.counts: dict[str, Tensor] = {}
-        self.training = True  # mode in which the sums were recorded
+        self.training = True  # training mode of the recorded sums
 
     def __reduce__(self) -> tuple[type[_Recorded], tuple[()]]:
         return _Recorded, ()
@@ -127,7 +127,7 @@ class _Attach(torch.autograd.Function):
         ctx.shape = loss.shape
         ctx.dtype = loss.dtype
         ctx.device = loss.device
-        return activation.detach()  # may be modified in place, unlike an input that is returned
+        return activation.detach()  # may be modified in place, unlike a returned input
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
@@ -292,7 +292,7 @@ def _ratio(value: Tensor, divisor: Any) -> Tensor:
 
 # ------------------------------------------------------------------------------- in plain Lightning
 
-_MARK = "_megatron_reports"  # on a LightningModule, the micro-batch that a strategy sets
+_MARK = "_megatron_reports"  # on a LightningModule: the micro-batch set by a strategy
 
 
 def bind(module: nn.Module, microbatch: CurrentMicrobatch) -> Callable[[], None]:

@@ -73,7 +73,7 @@ def _own_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     return type(self).forward(self, *args, **kwargs)
 
 
-_own_forward.__name__ = "forward"  # by which pickles take it: they find that of the class then
+_own_forward.__name__ = "forward"  # pickles look up by this name, and find the class's forward
 
 
 def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -328,7 +328,7 @@ class GPTModel(nn.Module):
         Hidden states may be a sequence shard. The output layer then gathers first.
         """
         for layer in () if self.mtp is None else self.mtp.layers.values():
-            hidden = layer(hidden, kept)  # a unit of the pipeline, which returns its input
+            hidden = layer(hidden, kept)  # a pipeline unit that returns the input
         if len(hidden) == length:
             logits = self._full(self.output_layer(hidden[kept]))
         else:

@@ -39,7 +39,7 @@ MESSAGES_PER_CHANNEL = 3
 """Two messages are received ahead of the consuming action, and one message waits for the
 receiver.
 """
-_MODEL = "model."  # where GPTLightningModule holds its model
+_MODEL = "model."  # attribute of GPTLightningModule with the model
 
 
 def stage_profile(sizes: Sizes, units: Sequence[str], recompute: RecomputeOptions) -> Profile:
@@ -51,7 +51,7 @@ def stage_profile(sizes: Sizes, units: Sequence[str], recompute: RecomputeOption
         recompute: Recomputed and offloaded activations.
     """
     stream = "received"
-    ends = replace(sizes, compiled=False)  # no block holds them
+    ends = replace(sizes, compiled=False)  # the ends are outside of blocks
     segments: list[Segment] = []
     if EMBEDDING in units:
         segments += _selective(layers.embedding(ends, stream), ends, recompute)
@@ -325,7 +325,7 @@ def _selective(
     if recompute.recompute_granularity == "selective":
         patterns = _compiled(recompute.recompute_modules)
     found = [_outermost(operation.path, patterns) for operation in operations]
-    if sizes.compiled:  # a graph keeps what products of its backward read, also of norms
+    if sizes.compiled:  # a graph keeps the operands of backward's GEMMs, also of norms
         found = [None if module is None or _is_cheap(module) else module for module in found]
     dropped: dict[str, str] = {}
     kept = []

@@ -94,7 +94,7 @@ def _unfused(
     w = max(MAIN_BYTES, e)
     probabilities = float(sizes.tokens * sizes.sequence_length * heads * w)
     copies = 1.0
-    if config.attention_dropout:  # those that are left, and which
+    if config.attention_dropout:  # probabilities after dropout, and the mask
         copies += 1 + (1 if sizes.device == "cpu" else 1 / w)
     return Operation(
         path=core,
@@ -161,7 +161,7 @@ def _grouped(sizes: Sizes, path: str, normed: str, heads: int) -> tuple[list[Ope
         )
     if rotated and not config.qk_layernorm and not sizes.compiled:  # the values are copied
         return operations, {f"{path} q": q, f"{path} k": k, f"{path} v": k}, d
-    kept = {fused: q + 2 * k}  # the values are a view of it
+    kept = {fused: q + 2 * k}  # the values are a view of the fused output
     if rotated or config.qk_layernorm:
         kept |= {f"{path} q": q, f"{path} k": k}
     elif heads > groups:

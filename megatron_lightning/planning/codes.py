@@ -15,7 +15,7 @@ from megatron_lightning.planning.parameters import ParameterCount, kind_of, loca
 from megatron_lightning.precision.recipes import BLOCK_SIZES, FP8Recipe
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
-_MODEL = "model."  # where GPTLightningModule holds its model
+_MODEL = "model."  # attribute of GPTLightningModule with the model
 
 
 def count_codes(

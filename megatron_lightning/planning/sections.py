@@ -92,9 +92,9 @@ def _nested(override: str) -> Mapping[str, Any]:
 
 def _merged(old: Any, new: Any) -> Any:
     if isinstance(new, dict):
-        if isinstance(old, str):  # the path of a class, whose arguments follow
+        if isinstance(old, str):  # a class path before its arguments
             old = {"class_path": old}
-        if isinstance(old, list) and old:  # arguments are those of the last object
+        if isinstance(old, list) and old:  # arguments belong to the last object
             return [*old[:-1], _merged(old[-1], new)]
     if not isinstance(old, dict):
         return new

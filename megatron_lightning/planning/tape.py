@@ -3,8 +3,8 @@
 Autograd keeps tensors from an operation's forward to its backward, so the live bytes rise along the
 tape and fall on the way back:
 
-    forward    kept by the operations so far + the operation's own output and temporaries
-    backward   kept by this operation and those before it + its gradients and temporaries
+    forward    kept by the operations so far + the operation's output and temporaries
+    backward   kept by this and earlier operations + the operation's gradients and temporaries
 
 Tensors have names, since two operations may keep the same tensor. A *segment* of the tape may be
 recomputed: only the segment's inputs are kept, and the segment's backward starts with another

@@ -180,7 +180,7 @@ def _linears(module: nn.Module) -> dict[str, nn.Module]:
 def _without_adapters(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Yield path and module of everything except adapters.
 
-    Adapter ranks are too small for scales.
+    The rank of a low-rank factor is too small for scales.
     """
     modules = dict(module.named_modules())
     inside = _adapters_in(modules)

@@ -50,7 +50,7 @@ class AmaxHistory:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._register()  # a copy has a number of its own
+        self._register()  # a copy gets a new number
 
     def note(self, amax: Tensor) -> None:
         """Note the amax of a micro-batch, unless a forward is recomputed."""

@@ -3,7 +3,7 @@
 A value is quantized data times a *scale*. Recipes differ in the number of values per scale, along
 the dim contracted by the GEMM:
 
-    delayed     the tensor; the scale comes from earlier micro-batches
+    delayed     the tensor, with a scale from earlier micro-batches
     current     the tensor
     rowwise     a row
     blockwise   128 values; of weights 128 x 128        (DeepSeek-V3, arXiv:2412.19437)
@@ -244,9 +244,7 @@ class FP8Recipe:
 
     @property
     def is_per_tensor(self) -> bool:
-        """Whether a tensor has a single scale, so that one operand serves both GEMMs of the
-        tensor.
-        """
+        """Whether a tensor has a single scale, so that one operand serves both GEMMs."""
         return self.scaling in _PER_TENSOR
 
     @property

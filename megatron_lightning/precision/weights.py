@@ -92,7 +92,7 @@ class WeightCodes:
             last = min(first + start + size - position, per_matrix)
             place = slice(position - start, position - start + last - first)
             height = self._block.rows
-            if height is None:  # all of them share a scale
+            if height is None:  # all rows share a scale
                 table = slice(index * num_scales, (index + 1) * num_scales)
                 yield _Window(place, 0, (1, last - first), table)
             else:

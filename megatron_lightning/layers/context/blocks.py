@@ -101,7 +101,7 @@ def blocks(
         queries: Spans of the local queries.
         keys: Spans of the keys.
         causal: Whether a query sees no later key.
-        window: Earlier positions visible to a causal query. None: all.
+        window: Number of earlier positions visible to a causal query. None: all.
     """
     whole = Block(slice(0, sum(map(len, queries))), slice(0, sum(map(len, keys))))
     if not causal:

@@ -237,7 +237,7 @@ class _Math:
         _, _, v = inputs
         scores = self._scores(inputs, block, scale)
         log_sum = scores.logsumexp(-1)
-        seen = log_sum.masked_fill(log_sum == -torch.inf, 0.0)  # of queries that see no key
+        seen = log_sum.masked_fill(log_sum == -torch.inf, 0.0)  # of queries without a visible key
         weights = (scores - seen.unsqueeze(-1)).exp()
         out = weights @ _per_query_head(v, inputs.q).to(weights.dtype)
         return Output(out.to(inputs.q.dtype), log_sum)

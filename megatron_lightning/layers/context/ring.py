@@ -67,7 +67,7 @@ class _Passing:
 
     def __init__(self, tensor: Tensor, group: AxisGroup) -> None:
         self._received = torch.empty_like(tensor)
-        self._sent = tensor  # alive until it is sent
+        self._sent = tensor  # keeps the tensor alive until sent
         following = group.ranks[(group.rank + 1) % group.size]
         preceding = group.ranks[group.rank - 1]
         self._works = dist.batch_isend_irecv(
@@ -111,7 +111,7 @@ class _Ring:
     ) -> tuple[Tensor, Tensor]:
         gradients = Gradients(grad, inputs.q, output, sharing)
         parts = _steps(torch.stack(inputs[1:]), sharing)
-        own = gradients.of(*next(parts))  # stays; what the other ranks add comes home at the end
+        own = gradients.of(*next(parts))  # stays here. The other ranks' sum arrives at the end
         traveling: _Passing | None = None
         for keys_and_values, visible in parts:
             sums = gradients.of(keys_and_values, visible)

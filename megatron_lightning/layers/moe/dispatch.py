@@ -6,8 +6,8 @@ hold shards of the same experts.
 
 An exchange has three steps, so that a layer can do other work while the row counts travel:
 
-    exchange = dispatcher.begin(order)        numbers of rows are on their way
-    x, counts = exchange.dispatch(tokens)     [n, h] rows of this rank's experts, sorted; [L]
+    exchange = dispatcher.begin(order)        row counts are in flight
+    x, counts = exchange.dispatch(tokens)     [n, h] sorted rows of this rank's experts, [L]
     y = exchange.combine(experts(x, counts))  [t, h] sums over a token's experts
 
 All dispatchers give the same result. They differ in communication:

@@ -295,7 +295,7 @@ class Router(nn.Module):
         nn.init.normal_(self.weight, std=init_method_std)
         bias = torch.zeros(moe.num_experts, dtype=torch.float32)
         self.register_buffer("expert_bias", bias if moe.router_enable_expert_bias else None)
-        self.equal_buffers = ("expert_bias",)  # over ranks: it follows the counts of all
+        self.equal_buffers = ("expert_bias",)  # equal over ranks: follows the counts of all ranks
         self.is_exact = False
         """Whether each token gets its chosen experts, as in generated text, without capacity and
         forced balancing. Both would make a token depend on other tokens.
@@ -355,7 +355,7 @@ class Router(nn.Module):
         if moe.router_force_load_balancing and not self.is_exact:
             with self._stream():
                 random = torch.empty_like(logits).normal_()
-            logits = random + (logits - logits.detach())  # The gradient is that of the logits.
+            logits = random + (logits - logits.detach())  # keeps the gradient of the logits
         return logits
 
     def _losses(self, logits_sbE: Tensor, is_padding: Tensor | None) -> tuple[RouterLoss, ...]:

@@ -2,10 +2,10 @@
 
 With h = A x [..., r]:
 
-    column-parallel  B takes the style of W; A is full. Ranks copy or gather h, r numbers a token.
+    column-parallel  B takes the style of W. A is full. Ranks copy or gather h, r numbers a token.
                      The gradient of A is a partial sum under sequence parallelism (A sees a shard
                      of the tokens) and inside a ``ParallelInput`` region (a rank's rows of B).
-    row-parallel     A takes the style of W, so that h is reduced, or reduce-scattered; B is full.
+    row-parallel     A takes the style of W, so that h is reduced, or reduce-scattered. B is full.
                      The gradient of B is a partial sum under sequence parallelism.
 
 A fused layer has an adapter for all rows, divided like W, or an adapter for each matrix in W,

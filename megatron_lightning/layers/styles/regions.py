@@ -26,8 +26,9 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class ParallelInput:
-    """A module inside which every rank computes with its shards: its input is copied, or gathered
-    from sequence shards.
+    """A module with rank-local shards inside.
+
+    The input is copied, or gathered from sequence shards.
     """
 
     splits = False

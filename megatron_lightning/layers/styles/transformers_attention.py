@@ -91,7 +91,7 @@ def _no_mask(
     Raises:
         ConfigError: If the model or the batch asks for more.
     """
-    if use_vmap:  # its sign of a mask function of the model's own
+    if use_vmap:  # transformers' sign of a custom mask function
         raise ConfigError(
             "the model combines its causal mask with one of its own, which cannot be combined with "
             "context_parallel_size above 1. Set it to 1."

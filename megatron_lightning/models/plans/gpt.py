@@ -94,7 +94,7 @@ def _style_of(config: TransformerConfig, weight: Weight) -> Style:
         return ExpertRouter()
     if weight.kind == "head_norm":
         return HeadParallel() if config.qk_layernorm_per_head else HeadsNorm()
-    if weight.split is None:  # computed by every rank, for its part of the sequence
+    if weight.split is None:  # every rank computes its sequence shard
         return SequenceParallel()
     if weight.kind == "embedding":
         return VocabParallel()

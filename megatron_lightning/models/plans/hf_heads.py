@@ -97,7 +97,7 @@ class Attention:
 def _read(owner: object, name: str) -> object:
     try:
         return getattr(owner, name, None)
-    except Exception:  # a configuration whose layers differ refuses to name one value
+    except Exception:  # configurations with different layers refuse a single value
         return None
 
 

@@ -142,7 +142,7 @@ class GroupedEngine(ModuleEngine):
 
     def _compute(self, x: Tensor, *args: Any) -> Tensor:
         (counts,) = args
-        sizes = counts.tolist()  # Transformer Engine reads them on the host
+        sizes = counts.tolist()  # Transformer Engine reads sizes on the host
         padded, padded_sizes = self._pad(x, sizes)
         out: Tensor = self.module(
             padded, torch.tensor(padded_sizes), is_first_microbatch=self._is_first()

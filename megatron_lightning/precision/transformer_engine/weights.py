@@ -5,10 +5,10 @@ data, scales, and transposed data for kernels that need a transpose. Here the da
 all-gathered buffer (``replace_raw_data``), and the layer's parameter is a view of the same buffer:
 
     main params, fp32   of this rank's range, stepped by the optimizer
-      | quantize_master_weights: ranks agree on scales; codes of this rank's range
-    all-gather          of codes, 1 byte a weight
-      | post_all_gather_processing: transposed codes, at the first forward
-    module              multiplies; the gradient goes to the layer's parameter
+      | quantize_master_weights: ranks agree on scales, data of this rank's range
+    all-gather          of quantized data, 1 byte a weight
+      | post_all_gather_processing: transposed data, at the first forward
+    module              multiplies. The gradient goes to the layer's parameter
 """
 
 from __future__ import annotations
