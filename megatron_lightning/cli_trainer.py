@@ -113,7 +113,7 @@ class MegatronCLI(LightningCLI):
         lightning_module: LightningModule, optimizer: Any, lr_scheduler: Any = None
     ) -> Any:
         """Return the optimizer and the scheduler of the command line, as a module would."""
-        # Lightning would step the scheduler once an epoch
+        # Lightning would step the scheduler once an epoch.
         if isinstance(lr_scheduler, ScheduledLR):
             return {
                 "optimizer": optimizer,

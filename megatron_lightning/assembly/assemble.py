@@ -137,6 +137,7 @@ def reattach(
             f"Trainer and cannot be used with {_describe(*requested)}. Create a new module, and "
             "load a checkpoint into it."
         )
+    # Layers hold groups of the earlier run, and an exception may have broken the communicators.
     if any(
         isinstance(value, AxisGroup) and value.is_broken
         for layer in module.modules()
@@ -159,6 +160,7 @@ def reattach(
             has_all_units=False,
         )
     part = describe_part(module, record.names, record.num_parameters, record.path, partition)
+    # A pickled module has lost the plans, and the module's own plans are all that can be known.
     declared = declared_plans(module, None)
     plans = record.plans if record.plans.applied else Plans(declared=declared, applied=declared)
     return replace(part, shards_sequence=record.shards_sequence, plans=plans)

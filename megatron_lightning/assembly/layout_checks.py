@@ -113,8 +113,10 @@ def _replicated_over_pp(
     """
     units = [unit for stage in stages for unit in stage]
     rank_of = [rank for stage, rank in zip(stages, placement.pp_ranks, strict=True) for _ in stage]
+    # Ranks that add up the gradients of tied copies.
     ends, found = {0, placement.num_ranks - 1}, set[str]()
     ends |= {rank for unit, rank in zip(units, rank_of, strict=True) if is_predicting(unit)}
+    # Names of a tied parameter. The dependency run knows a parameter by the first name only.
     first_name: dict[int, str] = {id(p): name for name, p in reversed([*module.named_parameters()])}
     names: dict[int, list[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
@@ -125,6 +127,7 @@ def _replicated_over_pp(
         homes = {index for index, unit in enumerate(units) for n in own if n.startswith(f"{unit}.")}
         if not homes:
             continue
+        # Units that read the parameter without having a name for it.
         readers = {index for name, index in read if name == first_name[identity]} - homes
         ranks = {rank_of[index] for index in homes}
         # If all ranks have the parameter in a unit, a name outside is an alias, and counts only

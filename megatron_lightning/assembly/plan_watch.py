@@ -72,7 +72,7 @@ class PlanWatch:
         self._hooks: dict[_Key, torch.utils.hooks.RemovableHandle] = {}
         self._num_runs = 0  # since the first finite run
         self._loss_differs = DIFFERENT
-        # equal in the first run, so a later differing loss includes another term
+        # Equal in the first run, so a later differing loss includes another term.
         self._was_right = False
         if self._group.size == 1:
             return
@@ -247,6 +247,7 @@ class PlanWatch:
             key.kind == "output" and s.norm > 0 for key, s in spreads.items()
         )
         ranks = f"the tensor-parallel ranks {list(self._group.ranks)}"
+        # Causes before effects: a wrong input also makes gradients and the output wrong.
         for found, describe in (
             (names("input", lambda _, spread: spread.is_equal and spread.varies), _copied),
             (names("partial", is_summed), _summed),

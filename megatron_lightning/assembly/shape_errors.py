@@ -137,6 +137,7 @@ def _explain_heads(
     ]
     if not columns:
         return None
+    # Name the model's own attribute, so that the user finds the line to change.
     counts = [name for name in vars(owner) if name in _HEAD_COUNTS]
     count = f"self.{counts[0]}" if counts else "its number of heads"
     prefix = f"{place.owner}." if place.owner else ""

@@ -31,12 +31,12 @@ from megatron_lightning.pipeline.schedules.partition import unit_names
 from megatron_lightning.pipeline.stages.units import find_pipelined
 
 _LARGEST = 8
-"""A module with more than this fraction of all elements is divided, if possible: 1 / 8."""
+"""A module with more than 1 / ``_LARGEST`` of all elements is divided, if possible."""
 _SMALLEST = 1000
-"""A module with fewer than this fraction of all elements stays full, 1 / 1000, if the module has
-..."""
+"""A module with fewer than 1 / ``_SMALLEST`` of all elements stays full, if the module also has
+fewer than ``_SMALL`` elements."""
 _SMALL = 2**16
-"""... fewer elements than this: 256 KiB of fp32. A network of 10 GB/s sends 256 KiB in 26
+"""Elements of 256 KiB of fp32. A network of 10 GB/s sends 256 KiB in 26
 microseconds, about the time to start a collective."""
 _LISTS = (nn.ModuleList, nn.ModuleDict)
 _CALLS_CHILDREN = (

@@ -357,6 +357,7 @@ def parallelize(
         attached = tuple(f"{path}." for path, module in modules if isinstance(module, Attachment))
         for path, module in modules:
             style = plan.style_of(path)
+            # The style of the layer divides the layer's attachments, not a row of their own.
             if style is None or f"{path}.".startswith(attached):
                 continue
             kind = type(base_layer(module))

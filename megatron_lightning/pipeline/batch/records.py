@@ -249,7 +249,7 @@ def _of_tensor(value: Tensor, recording: Recording) -> KeptTensor:
 def _is_searched(value: Any, depth: int) -> bool:
     if isinstance(value, list | tuple | dict | set | deque | np.ndarray):
         return True
-    # a class, or an object representing a class, has no dict
+    # A class, or an object representing a class, has no dict.
     own = getattr(value, "__dict__", None)
     if isinstance(value, (nn.Module, *_CODE)) or depth >= _DEPTH or not isinstance(own, dict):
         return False

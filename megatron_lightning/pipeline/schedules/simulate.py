@@ -226,6 +226,8 @@ def _execute(schedule: Schedule, costs: Costs) -> dict[Action, tuple[float, floa
     durations, communication = costs.durations(num_stages), costs.communication
     present = {action for row in schedule.actions for action in row}
     position, clock = [0] * len(schedule.actions), [0.0] * len(schedule.actions)
+    # A pp rank runs until a prerequisite is missing, and the prerequisite wakes the pp rank: no
+    # polling, so that the time is linear in the number of actions.
     waiting: dict[Action, list[int]] = defaultdict(list)
     runnable = list(range(len(schedule.actions)))
     while runnable:
@@ -249,6 +251,7 @@ def _execute(schedule: Schedule, costs: Costs) -> dict[Action, tuple[float, floa
                 runnable.extend(waiting.pop(action, ()))
                 continue
             break
+    # No pp rank is runnable any more, so waiting pp ranks wait forever.
     if waiting:
         stuck = sorted(
             (pp_rank, need) for need, pp_ranks in waiting.items() for pp_rank in pp_ranks

@@ -272,7 +272,7 @@ class StageCrossing:
                 if self._trace is not None:
                     raise StageExit(StageTensors())
             except StageExit as exit_:  # hooks of FSDP2 have to see the end of the forward
-                # the traceback's frames hold the hooks of unfinished checkpoints
+                # The traceback's frames hold the hooks of unfinished checkpoints.
                 exit_.__traceback__ = None
                 left.append(exit_)
                 return tuple(exit_.outputs)
@@ -321,7 +321,7 @@ class StageCrossing:
             return self._stub(index, unit, args, kwargs)
         if not call.entered:
             self._begin()
-            # outputs can only be followed to the end of a forward, and there is none
+            # Outputs can only be followed to the end of a forward, and there is none.
             self._trace = None
         if index != call.next:
             raise errors.wrong_order(self._hook, self._partition.units, index, call.next)

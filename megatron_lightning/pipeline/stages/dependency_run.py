@@ -281,6 +281,7 @@ def check_boundaries(uses: Uses, units: Sequence[str], starts: Sequence[int]) ->
     Raises:
         ConfigError: Naming the units and the boundaries that work.
     """
+    # Received copies do not share memory, so that a write into one copy misses the other.
     for source, alias in sorted(uses.aliased) if len(starts) > 1 else ():
         written = {source, alias} & (uses.written_between | {j for j, _ in uses.writes})
         if written:
