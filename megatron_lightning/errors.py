@@ -16,8 +16,8 @@ class MegatronLightningError(Exception):
 
 
 class ConfigError(MegatronLightningError, ValueError):
-    """A setting, or a combination of settings, beyond the abilities of this package. Raised before
-    any process group exists if possible.
+    """A setting, or a combination of settings, that cannot work. Raised before any process group
+    exists if possible.
     """
 
 

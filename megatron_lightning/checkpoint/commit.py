@@ -194,7 +194,7 @@ class _LocalSave(PendingSave):
         """Put the new files and the manifest into the existing directory of the name."""
         directory = os.open(self._path, os.O_RDONLY)
         try:
-            # One job at a time; where directories cannot be locked, only files of the replaced
+            # One job at a time. If directories cannot be locked, only files of the replaced
             # manifest are known garbage.
             alone = lock(directory)
             for name in manifest.files:
@@ -341,7 +341,7 @@ def _files_listed(text: bytes) -> frozenset[str]:
     try:
         return frozenset(Manifest.loads(text).files)
     except CheckpointError:
-        return frozenset()  # damaged; its files are removed with the abandoned ones
+        return frozenset()  # damaged: the files are removed with abandoned files
 
 
 def _is_foreign(names: Collection[str]) -> bool:

@@ -28,7 +28,8 @@ class Entry(NamedTuple):
     stored: str
     """Name of the tensor in the checkpoint. For a tied copy the owner's name."""
     name: str
-    """Name of the parameter or buffer. "": no parameter's, and every rank gets the full tensor."""
+    """Name of the parameter or buffer. "": the tensor belongs to no parameter, and every rank gets
+    the full tensor."""
     path: Path
     """Keys of the path to the tensor, or to the list of the tensor."""
     base: int
@@ -97,7 +98,7 @@ def without(value: Any, entries: Sequence[Entry]) -> Any:
             place = (*path, key)
             if place not in tensors:
                 left = copy(entry, place)
-                # Levels that only spelled names go with them.
+                # Levels used only to spell names go with the tensors.
                 if place not in inner or left != {}:
                     result[key] = left
         return result

@@ -35,7 +35,7 @@ KEPT = "hugging_face"
 """Entry of a checkpoint's state."""
 _MAX_FILE_BYTES = 64 << 20
 _TEMPLATES = "additional_chat_templates"
-# Weights in formats that nobody converts here would be those of another model beside new ones.
+# Weights in unconverted formats would belong to another model than the new weights.
 _LEFT_OUT = frozenset((
     ".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".ggml", ".h5", ".msgpack", ".onnx",
     ".onnx_data", ".ot", ".npz", ".pkl", ".pickle", ".tflite", ".mlmodel", ".mlpackage", ".tar",

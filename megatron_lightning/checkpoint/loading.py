@@ -54,7 +54,7 @@ def load_sharded(
     """
     stored = source.tensors()
     request = together(group, "loading the checkpoint", lambda: _request(tensors, stored))
-    # One bit for each tensor: thousands of ranks exchange their requests.
+    # One bit for each tensor, because thousands of ranks exchange requests.
     replies = group.all_gather_object(request._replace(wanted=[]))
     missing = sorted({name for reply in replies for name in reply.missing})
     misfits = sorted({text for reply in replies for text in reply.misfits})

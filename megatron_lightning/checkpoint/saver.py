@@ -66,7 +66,7 @@ class Saver:
         self._job: BackgroundJob | None = None
         self._group: AxisGroup | None = None
         self._rank = 0
-        # Guards the state that the main thread and the job share on the first rank:
+        # Guards the state shared by the main thread and the job on the first rank:
         self._lock = threading.Lock()
         self._writing = self._failed = False
         self._to_delete: list[str] = []

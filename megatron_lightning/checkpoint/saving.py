@@ -170,7 +170,8 @@ def _as_json(info: Mapping[str, Any]) -> dict[str, Any]:
         "torch": torch.__version__,
     }
     versions |= {name: version(name) for name in ("lightning", "numpy", "safetensors")}
-    # Values that JSON lacks become text; so do NaN and infinity, which other readers refuse.
+    # Values without a JSON form become text. So do NaN and infinity, because other readers refuse
+    # both.
     text = json.dumps({"versions": versions, **info}, default=str, skipkeys=True)
     result: dict[str, Any] = json.loads(text, parse_constant=str)
     return result

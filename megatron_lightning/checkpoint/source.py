@@ -43,7 +43,7 @@ from megatron_lightning.parallel.spec import Shard
 
 _MISSING = (b"", b"")
 _READ_THREADS = 4
-_MAX_MANIFEST_BYTES = 1 << 30  # that of 16,384 ranks has less than a fifth
+_MAX_MANIFEST_BYTES = 1 << 30  # the manifest of 16,384 ranks has less than a fifth
 _OPEN_FILES = 64
 
 

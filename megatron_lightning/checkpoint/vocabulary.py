@@ -79,7 +79,7 @@ def fit_vocabulary(
     )
     if not rows:
         return source
-    if context.tp.rank == context.dp_cp.rank == 0:  # each stage for its own tensors
+    if context.tp.rank == context.dp_cp.rank == 0:  # each stage for the stage's tensors
         warnings.warn(
             "The checkpoint's vocabulary has another size. Rows beyond the model's are left out, "
             f"and rows that the checkpoint lacks are zeros: {'; '.join(texts)}.",

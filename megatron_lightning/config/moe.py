@@ -118,8 +118,8 @@ class MoEConfig:
     """Layers with experts: every n-th layer, starting with the first, or a list with 1 (experts) or
     0 (dense) for each layer."""
     token_dispatcher_type: TokenDispatcher = "alltoall"
-    """Way of tokens to the ranks of the experts: every row is sent to the expert's rank (alltoall),
-    or all rows to all ranks (allgather)."""
+    """Dispatch of tokens to the ranks of the experts: every row is sent to the expert's rank
+    (alltoall), or all rows to all ranks (allgather)."""
     grouped_gemm: bool = True
     """Multiply all experts of a rank by a single grouped GEMM if torch has a kernel for the device
     and dtype. Otherwise, or if False, loop over the experts, with the same weights."""
@@ -127,7 +127,7 @@ class MoEConfig:
     def __post_init__(self) -> None:
         for name in ("router_load_balancing_type", "aux_loss_coeff", "layer_freq"):
             if isinstance(getattr(self, name), list):
-                # A config from YAML or a checkpoint equals one from code, and hashes.
+                # A config from YAML or a checkpoint equals a config from code, and hashes.
                 object.__setattr__(self, name, tuple(getattr(self, name)))
         optional = {field.name for field in fields(self) if field.default is None}
         for name in _COUNTS:

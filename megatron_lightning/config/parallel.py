@@ -124,7 +124,7 @@ class PipelineOptions:
     few as possible."""
     variable_seq_lengths: bool = False
     """Whether micro-batches of equal shapes may still differ in the shapes between stages, or in
-    the gradients between stages. Examples: steps trimming a batch by the batch's values, layers
+    the tensors with a gradient. Examples: steps that trim a batch by the batch's values, or layers
     frozen within an epoch. Every message then carries the shapes."""
     explicit_steps: bool = False
     """Whether steps get full batches and call ``run_pipeline(self, fn, batch)`` to run ``fn`` on

@@ -17,7 +17,7 @@ from megatron_lightning.errors import ConfigError
 
 RopeType = Literal["llama3", "yarn"]
 
-# The two bounds, lower first, and what else only this type has.
+# The two bounds, lower first, and all other fields of this type alone.
 _FIELDS: Mapping[str, tuple[str, ...]] = {
     "llama3": ("low_freq_factor", "high_freq_factor"),
     "yarn": (

@@ -106,9 +106,9 @@ def _norm_groups(context: ParallelContext, sharded: bool) -> dict[str, AxisGroup
 def _pieces(gradient: Tensor, norm_type: float) -> tuple[Tensor, ...]:
     """Return tensors with the same norm as ``gradient``.
 
-    On a CPU torch adds up a tensor in a single fp32 sum for each vector lane. The sum is 7e-4 too
-    low for 16 million elements, and so depends on how ranks shard the tensor. Norms of rows come
-    first, at no cost.
+    On a CPU torch adds up a tensor in a single fp32 sum for each vector lane. For 16 million
+    elements the sum is 7e-4 too low, and the error depends on the sharding of the tensor. Norms of
+    rows come first, at no cost.
     """
     num_rows = gradient.numel() // _ROW
     if gradient.device.type != "cpu" or gradient.dtype != torch.float32 or num_rows < 2:

@@ -76,7 +76,7 @@ def check_optimizers(
         (optimizer for optimizer in optimizers if hasattr(optimizer, "consolidate_state_dict")),
         None,
     )
-    if own is not None:  # torch's name for it, and that of optimizers after its model
+    if own is not None:  # method name of torch's and similar sharded optimizers
         raise ConfigError(
             f"configure_optimizers returned a {type(own).__name__}, which shards its state over "
             "the ranks, where checkpoints do not find it. Return the optimizer that it is made "

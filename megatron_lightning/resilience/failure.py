@@ -40,11 +40,11 @@ from megatron_lightning.errors import EXPLAINED
 from megatron_lightning.resilience.signals import SignalPipe
 
 _FAILURE = "failure"
-_ALARM = "alarm"  # set with a failure and to start a liveness check: the one key that is polled
-# All ranks ask one store: at most about a thousand requests a second.
+_ALARM = "alarm"  # set with a failure and to start a liveness check: the only polled key
+# All ranks ask the same store: at most about a thousand requests a second.
 _STORE_SECONDS_PER_RANK = 1e-3
 _DEAD_GRACE_S = 1.0  # for a main thread waiting for a dead rank, reached by few errors
-_WAKE_S = 10.0  # for a main thread that was woken to raise
+_WAKE_S = 10.0  # for a woken main thread to raise
 _END_S = 2.0  # for logs and exit handlers, when the main thread hangs
 _LOST = (
     "closed by peer",
@@ -57,7 +57,7 @@ _LOST = (
 # A path of gloo's source is in each gloo message. gloo's errors have no separate class.
 _GLOO = "gloo/"
 _NUMBERS = re.compile(r"\d+")
-_UNCAUGHT = "_megatron_uncaught"  # on an exception: what is printed in place of its traceback
+_UNCAUGHT = "_megatron_uncaught"  # on an exception: the text to print in place of the traceback
 
 
 class PeerFailure(SystemExit):
@@ -140,7 +140,7 @@ def end_process(write_logs: Callable[[], object]) -> NoReturn:
 
     def finish() -> None:
         for step in (write_logs, atexit._run_exitfuncs, sys.stdout.flush, sys.stderr.flush):
-            with suppress(Exception):  # the others run in any case
+            with suppress(Exception):  # all other steps run in any case
                 step()
 
     thread = threading.Thread(target=finish, name="process-end", daemon=True)
@@ -254,7 +254,7 @@ class FailureWatch:
             self._thread.join()
         self._signals.close()
         with suppress(RuntimeError):  # the store has ended
-            self._answer()  # a check that begins later: this rank has left, and is not dead
+            self._answer()  # for later checks: this rank has left, and is not dead
 
     def report(
         self,
@@ -304,7 +304,8 @@ class FailureWatch:
             print_message(first.text if prints_traceback else first.headline)
             if first.explained or (prints_traceback and not first.interrupted):
                 replace_traceback(exception)
-            # Time to read it before this process ends, perhaps with the store.
+            # Time for other ranks to read the report before this process ends, perhaps with the
+            # store.
             time.sleep(2 * self._poll_s)
         return lost and first.rank != self._rank
 
@@ -423,9 +424,9 @@ class FailureWatch:
                 self._wake(failure)
                 return
             self._announce(failure, f"rank {self._rank} ends, because it would wait for it forever")
-            # No exception reaches a main thread that is blocked in a collective. One that raised an
-            # error of its own may handle it (all ranks may be saving); one that lost its peers
-            # would wait for them in a callback as well.
+            # No exception reaches a main thread blocked in a collective. After an error of this
+            # rank, the main thread may handle the error (all ranks may be saving). After the loss
+            # of peers, the main thread would wait for the peers in a callback as well.
             if not self._leaving.wait(self._grace_s) or (
                 self._follows and not self._stopped.wait(self._grace_s)
             ):
@@ -451,7 +452,7 @@ class FailureWatch:
         here = failure.host == socket.gethostname()
         if here and failure.printed and not shows_own:
             return
-        # The failing rank prints its traceback where it runs.
+        # The failing rank prints the traceback on the rank's node.
         prints = self._rank == (1 if failure.rank == 0 else 0)
         details = failure.details if prints and not here else ""
         print_message(f"{failure.headline}; {consequence}\n{details}".rstrip())

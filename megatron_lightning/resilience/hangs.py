@@ -65,7 +65,7 @@ class HangMonitor:
         self._factor = factor
         self._at_least_s = at_least_s
         self._on_hang = on_hang
-        self._longest_s: dict[str, float] = {}  # by activity; an activity has had its first batch
+        self._longest_s: dict[str, float] = {}  # by activity, from the first batch on
         self._activity = ""
         self._since: float | None = None  # None: nothing is due
         self._step = 0

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from megatron_lightning.resilience.exit_codes import INTERRUPTED
 from megatron_lightning.resilience.failure import end_process, print_message
 
-# For processes to raise their own errors or to be ended by their watches, and to write their logs.
+# Time for processes to raise errors or to be ended by watches, and to write logs.
 GRACE_S = 3.0
-# By which a rank that ends because of another one outlives it: a starter takes the first to end for
-# the cause.
+# A rank ending because of another rank outlives the other rank by this time: a starter takes the
+# first ended rank for the cause.
 LINGER_S = 0.5
 _POLL_S = 0.2
 
@@ -98,8 +98,8 @@ class ChildWatch(threading.Thread):
                 deadline = time.monotonic() + GRACE_S
                 wait_for(children, GRACE_S)
                 kill(children)
-                # The main thread may be about to raise the same error, or wait in a collective for
-                # the rank that is gone.
+                # The main thread may be about to raise the same error, or may wait in a collective
+                # for the dead rank.
                 if self._end is not None and not self._stopped.wait(
                     max(0.0, deadline - time.monotonic())
                 ):

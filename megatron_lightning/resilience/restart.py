@@ -50,7 +50,7 @@ def attempt_in_process(number: int, *, is_last: bool) -> Iterator[None]:
     """Context of a run: failures of other ranks wake this process instead of ending the process,
     except in the last attempt.
     """
-    os.environ.pop(_VARIABLE, None)  # the starter's, in a process that it has started
+    os.environ.pop(_VARIABLE, None)  # set by the starter, in a started process
     if not is_last:
         os.environ[_VARIABLE] = str(number)
     try:

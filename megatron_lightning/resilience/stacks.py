@@ -24,7 +24,7 @@ _WAITS = (
     "parallel/collectives.py", "parallel/cpu_exchange.py", "parallel/sequence_exchange.py",
 )  # fmt: skip
 _COMPILES = ("torch/_dynamo/", "torch/_inductor/", "triton/compiler/")
-_INNERMOST = 8  # frames in which a wait is looked for
+_INNERMOST = 8  # frames searched for a wait
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,9 @@
 """The part of a checkpoint without sharded tensors: loops, callbacks, schedulers, hyper-parameters,
 generator states.
 
-The state is a nested dict, stored by ``torch.save``. Every save proves by a load with
-``weights_only=True``: no checkpoint requires running code of the checkpoint.
+The state is a nested dict, stored by ``torch.save``. Every save loads the stored bytes with
+``weights_only=True`` as a proof: no checkpoint is ever written that could only be read by running
+code from the checkpoint.
 
 Stored unchanged: None, bool, int, float, complex, str, bytes, list, tuple, dict, OrderedDict,
 Counter, set, tensors (moved to the CPU), torch.dtype, torch.device, torch.Size. Converted by a
@@ -42,7 +43,7 @@ _ATOMS = (bool, int, float, complex, str, bytes)
 _SAFE = (type(None), *_ATOMS, torch.dtype, torch.device, torch.Size)
 _TENSORS = (Tensor, torch.nn.Parameter, torch.nn.Buffer)
 _HYPER_PARAMETERS = ("hyper_parameters", "datamodule_hyper_parameters")
-# Lightning's, for OmegaConf; it reads a name as AttributeDict.
+# Lightning's entries for OmegaConf. Lightning reads a name as AttributeDict.
 _CLASS_ENTRIES = ("hparams_type", "datamodule_hparams_type")
 
 

@@ -59,14 +59,15 @@ def write_shards(
     *,
     fetch: Callable[[str, Shard], Tensor] = _data,
 ) -> list[WrittenFile]:
-    """Write shards to ``<stem>.<n>.safetensors``, each of at most ``max_file_bytes``.
+    """Write shards to ``<stem>.<n>.safetensors``, starting a new file before ``max_file_bytes``
+    would be exceeded.
 
     The data may be on any device, contiguous or not: no more than about 16 MiB are copied at a
     time. ``fetch`` returns the data of a shard just before the write.
     """
     batches: list[list[tuple[str, Shard]]] = []
     filled = 0
-    # Wide dtypes first keeps every tensor aligned for readers that map the file.
+    # Wide dtypes first keeps every tensor aligned for readers with a memory map.
     for name, shard in sorted(
         (s for s in shards if s[1].data.numel()), key=lambda s: -s[1].data.itemsize
     ):
@@ -132,7 +133,7 @@ def _write_one(
             for chunk in _chunks(fetch(name, shard).detach()):
                 data = chunk.cpu().resolve_conj().resolve_neg().view(torch.uint8).numpy().data
                 if pending is not None:
-                    pending.result()  # no more than one chunk waits for its checksums
+                    pending.result()  # no more than one chunk waits for checksums
                 pending = thread.submit(checksum.update, data)
                 yield data
         if pending is not None:
@@ -219,7 +220,7 @@ def plan_reads(
     first = sum(index * stride for index, stride in zip(low, strides, strict=True))
     count = 1 + sum((n - 1) * stride for n, stride in zip(extent, strides, strict=True))
     start, stop = first * dtype.itemsize, (first + count) * dtype.itemsize
-    # One range of bytes: split where checksums begin.
+    # A contiguous range of bytes: split at the begin of checksum blocks.
     if count == target.numel() and target.is_contiguous():
         flat = target.view(-1)
         while start < stop:
@@ -256,7 +257,7 @@ class ReadQueue:
         Raises:
             CheckpointError: If a block's checksum differs, naming file and bytes.
         """
-        # Reused: new memory costs more than reading into it.
+        # Reused: new memory costs more than the read.
         buffer = torch.empty(0, dtype=torch.uint8)
         while True:
             with self._turn:
@@ -297,7 +298,7 @@ def check_dtypes(
         dtypes: First byte of a shard -> (tensor name, dtype) in the manifest.
         file: The file's full name, for messages.
     """
-    first = min(dtypes)  # the header ends before it
+    first = min(dtypes)  # the header ends before the first shard
     data = read_range(reader, 0, min(first, _HEADER_BYTES))
     base = 8 + int.from_bytes(data[:8], "little")
     if len(data) < base <= first:

@@ -219,7 +219,7 @@ class LocalFolder:
 
 
 class _LocalReader:
-    num_streams = 1  # the system reads ahead of one
+    num_streams = 1  # the system reads ahead
 
     def __init__(self, path: Path, size_bytes: int, once: bool) -> None:
         self._path = path

@@ -38,7 +38,7 @@ def slabs(info: TensorInfo, max_bytes: int) -> Iterator[Box]:
         yield Box.full(shape)
         return
     inner = [prod(shape[dim + 1 :]) for dim in range(len(shape))]
-    # The first dim of which one index is small enough: those before it are taken index by index.
+    # The first dim with a small enough index. Earlier dims are taken index by index.
     split = next(dim for dim, count in enumerate(inner) if count <= max_elements)
     step, rest = max_elements // inner[split], shape[split + 1 :]
     for index in product(*map(range, shape[:split])):

@@ -51,8 +51,8 @@ from megatron_lightning.parallel.tensor_shards import TensorShards
 
 NODE = "{node_rank}"
 """Represents the node's number in the folder of the copies."""
-_CHUNK_BYTES = 16 << 20  # of which one is in memory while it is sent
-_NUM_KEPT = 2  # the newest may be lost while it is written
+_CHUNK_BYTES = 16 << 20  # a single chunk is in memory during a transfer
+_NUM_KEPT = 2  # the newest may be lost during the write
 _NAME = re.compile(r"step-(\d{12})-[0-9a-f]{12}")
 _FORMAT = "megatron_lightning local copies"
 
@@ -78,7 +78,7 @@ class Pointer:
     def write(self, path: str, newest: str) -> None:
         """Write the file with an additional copy. The complete file replaces the previous file."""
         known: Sequence[str] = ()
-        with suppress(CheckpointError):  # a damaged one is replaced
+        with suppress(CheckpointError):  # a damaged pointer is replaced
             before = Pointer.read(path)
             known = before.copies if before is not None else ()
         copies = [newest, *(name for name in known if _step_of(name) < _step_of(newest))][
@@ -220,7 +220,7 @@ class LocalCopies:
             return  # a single node has no neighbor
         send = partial(self._send, self._part(name, group.rank), to)
         receive = partial(self._receive, self._part(name, source), source)
-        is_even = group.rank // step % 2 == 0  # even nodes send first, odd ones receive first
+        is_even = group.rank // step % 2 == 0  # even nodes send first, odd nodes receive first
         self._run_transfers(
             [send, receive] if is_even else [receive, send], "sending a local copy to the next node"
         )

@@ -27,7 +27,7 @@ from megatron_lightning.errors import CheckpointError, ConfigError
 from megatron_lightning.parallel.spec import Box
 
 _WEIGHTS = "state_dict."
-_SUMMED_IN_OWN_DTYPE = (torch.float64, torch.complex64)  # others in float32
+_SUMMED_IN_OWN_DTYPE = (torch.float64, torch.complex64)  # all other dtypes in float32
 
 
 def average(

@@ -28,10 +28,10 @@ def inspect(path: str, tensors: str | None = None) -> None:
 
     Args:
         path: A checkpoint directory or a plain .ckpt file.
-        tensors: List every tensor with a global name of this pattern ("*" for all).
+        tensors: List every tensor with a global name matching this pattern ("*" for all).
     """
     sizes = folder_of(path).sizes()
-    # The others are not opened.
+    # Files of tensors are not opened.
     total = sum(size for name, size in sizes.items() if not name.endswith(".safetensors"))
     with progress_bar("inspecting", total) as advance:
         text = describe(path, tensors=tensors)
@@ -139,7 +139,7 @@ def prune(  # noqa: PLR0917  # every one is an option of the command line
         folder: The folder of checkpoints, or a URL. Leftovers of killed saves are always listed.
         keep_last: List old checkpoints, except this many of the newest.
         keep_every: List old checkpoints, except checkpoints with a step divisible by this number.
-        keep: Never list names of these patterns.
+        keep: Never list names matching any of these patterns.
         min_age_minutes: Never list younger leftovers: another job may still be writing.
         delete: Delete the listed entries. Without this option nothing changes.
     """

@@ -162,7 +162,7 @@ def _write_safetensors(
     advance: Advance,
 ) -> None:
     stored = source.tensors()
-    # Wide dtypes first keeps every tensor aligned for readers that map the file.
+    # Wide dtypes first keeps every tensor aligned for readers with a memory map.
     ordered = sorted(names, key=lambda name: -stored[names[name]].dtype.itemsize)
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     position = 0

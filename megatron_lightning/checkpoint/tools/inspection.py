@@ -18,7 +18,7 @@ def describe(path: str | os.PathLike[str], *, tensors: str | None = None) -> str
 
     Args:
         path: A checkpoint directory or a plain ``.ckpt`` file.
-        tensors: List every tensor with a global name of this pattern (``"*"`` for all). None:
+        tensors: List every tensor with a global name matching this pattern (``"*"`` for all). None:
             totals only.
     """
     source = open_checkpoint(path)

@@ -112,7 +112,7 @@ def find_prunable(
         return found
     checkpoints = list_checkpoints(top)
     kept = _referred_to(top, checkpoints)
-    # Nobody can resume from the others.
+    # Nobody can resume from a checkpoint without all files.
     sound = [checkpoint for checkpoint in checkpoints if _has_its_files(checkpoint.path)]
     kept |= {checkpoint.path for checkpoint in sound[-keep_last:]} if keep_last else set()
     for checkpoint in sound:
@@ -154,7 +154,7 @@ def _leftovers(folder: str | Path, min_age_s: float) -> Iterator[Prunable]:
         leftover = _LEFTOVER.fullmatch(path.name)
         if not leftover or path.is_symlink() or time.time() - path.stat().st_mtime < min_age_s:
             continue
-        # The replaced file is the only copy if its successor was never renamed.
+        # The replaced file is the only copy if the successor was never renamed.
         superseded = leftover["kind"] == "tmp" or os.path.lexists(path.parent / leftover["name"])
         if superseded and not _is_in_use(path):
             size = (
@@ -175,7 +175,7 @@ def _strays(folder: str | os.PathLike[str], min_age_s: float) -> Iterator[Prunab
         try:
             known = read_manifest(path).files if MANIFEST in sizes else {}
         except CheckpointError:
-            continue  # damaged: its files are unknown
+            continue  # damaged: the files are unknown
         strays = [name for name in sizes if OUR_FILES.fullmatch(name) and name not in known]
         if not strays or any(_age_s(place, name) < min_age_s for name in strays):
             continue
@@ -220,7 +220,7 @@ def _referred_to(folder: str | Path, checkpoints: Sequence[StoredCheckpoint]) ->
                 for path in _paths_in(open_checkpoint(checkpoint.path).state().get("callbacks", {}))
             }
         except CheckpointError:
-            continue  # damaged: use an older one
+            continue  # damaged: use an older checkpoint
         break
     if not isinstance(folder, Path):
         return {checkpoint.path for checkpoint in checkpoints if checkpoint.name in names}

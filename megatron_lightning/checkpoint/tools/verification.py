@@ -51,7 +51,7 @@ class Damage(NamedTuple):
         return f"{self.file}: {where}{self.problem}"
 
 
-_Stored = tuple[str, TensorInfo, StoredShard]  # a shard with its tensor's name and description
+_Stored = tuple[str, TensorInfo, StoredShard]  # tensor name, description of the tensor, shard
 
 
 def read_manifest(path: str | os.PathLike[str]) -> Manifest:

@@ -176,7 +176,7 @@ class ShardedUnits:
         for unit in self.units:
             for name, shard in unit.shards.items():
                 hooks[name].move(shard)
-        # Ranks that share experts, and those that share the rest, are all among these.
+        # All ranks of the same experts, and of the same other parameters, are among the callers.
         callers = context.axis("tp-dp-cp") if "edp" in manageable.values() else context.dp_cp
         self._order = UnitOrder([str(unit) for unit in self.units], callers, context.device)
 
@@ -215,14 +215,14 @@ class ShardedUnits:
     def _shard(self, division: Division, stage: int, index: int) -> None:
         """Shard several parameters of a module."""
         unit, low, axes = division.module, self.compute_dtype, division.data_axes
-        # What is sharded are the fp32 main params; the gathered parameters are cast. A frozen one
-        # needs none.
+        # FSDP2 shards the fp32 main params, and casts the gathered parameters. A frozen parameter
+        # needs no main param.
         if low is not None:
             for parameter in division.parameters:
                 if parameter.requires_grad or not self._keeps_frozen:
                     parameter.data = parameter.data.to(main_dtype(parameter.dtype))
-        # FSDP2's hooks gather. Ours run before them: in backward the first registered one, in
-        # forward the last one.
+        # FSDP2's hooks gather. Our hooks run before: in backward the first registered hook runs
+        # first, in forward the last registered hook.
         unit.register_forward_hook(
             _uncompiled(lambda _, __, output: self._watch_backward(output, stage, index))
         )
@@ -246,7 +246,7 @@ class ShardedUnits:
             before.append(sizes(args, kwargs))
             self._order.called(index)
             self.units[index].begin_call()
-            # A recomputation inside of a backward that needs the parameters next.
+            # In a recomputation, the backward needs the parameters next.
             again = self._backwards[stage].is_running
             sharded.set_reshard_after_forward(self._reshard and not again, recurse=False)
 
@@ -267,7 +267,7 @@ class ShardedUnits:
     ) -> None:
         """Shard a module around the pipeline units of a stage, for FSDP2 to prefetch gathers."""
         units = [child for child in modules if _is_sharded(child)]
-        # The LightningModule itself is not called: every unit is a root of its own.
+        # The LightningModule itself is not called: every unit is a separate root.
         if path == "" or not units:
             return
         root = StageRoot(units) if path is None else module.get_submodule(path)
@@ -331,7 +331,7 @@ class ShardedUnits:
         own, box = local_part(parameter)
         used = self.compute_dtype or own.dtype
         for shard in spec.part(box).shards(own):
-            # Main params begin at what is used, as they do where the module was built in that
+            # Main params begin at the rounded values, as for a module built in the low-precision
             # dtype.
             shard.data.copy_(full[shard.box.slices].to(used))
         self.unfilled = tuple(other for other in self.unfilled if other != name)

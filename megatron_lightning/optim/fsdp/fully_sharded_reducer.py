@@ -76,7 +76,7 @@ class UnitGradients:
         self.used: set[str] = set()
         """Parameters with a gradient on this rank in this step."""
         self._sum: Tensor | None = None  # this rank's shard, summed over the reductions
-        self._reduction: Reduction | None = None  # in progress, inside an instance or between them
+        self._reduction: Reduction | None = None  # in progress, inside or between instances
         self._part: Tensor | None = None  # this rank's shard of the buffer in reduction
         self._last = False
 
@@ -130,7 +130,7 @@ class UnitGradients:
             dim = _dim(self.unit.shards[name])
             gradient = gradient.movedim(dim, 0)
             rows = -(-len(gradient) // self._ranks)
-            full = len(gradient) // rows  # ranks that have as many rows as the first
+            full = len(gradient) // rows  # ranks with as many rows as the first
             rest = gradient[full * rows :].reshape(-1)
             even = gradient[: full * rows].reshape(full, rows, *gradient.shape[1:])
             part = even.movedim(1, dim + 1)

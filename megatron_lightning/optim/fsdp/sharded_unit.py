@@ -153,7 +153,7 @@ def allocate(path: str, unit: nn.Module, device: torch.device) -> list[str]:
         name: p for name, p in unit.named_parameters() if isinstance(p, DTensor) and p.is_meta
     }
     memory = {name: torch.empty_like(shard, device=device) for name, shard in shards.items()}
-    # FSDP2 looks at its shards again after this.
+    # FSDP2 looks at the shards again after a load.
     unit.load_state_dict(memory, strict=False, assign=True)
     return [f"{path}.{name}" if path else name for name in shards]
 

@@ -62,7 +62,7 @@ class StageBackward:
         self.reduce: Callable[[int, bool], None] = lambda unit, last: None
         """Function to reduce a unit's gradients, called with the unit's index and whether the
         gradients are the last of the step."""
-        # Units in the order in which their last calls end -> those whose first call follows.
+        # Units in the order of the ends of last calls -> units with the first call after.
         self._later: dict[int, list[int]] = {}
         self._ahead: dict[int, list[int]] = {}  # unit -> units that backward reaches earlier
         self._next: dict[int, int] = {}  # unit -> the unit to gather ahead
@@ -124,13 +124,14 @@ class StageBackward:
         }
         self._ahead = {unit: backward[:place] for place, unit in enumerate(backward)}
         for unit, following in zip(backward, [*backward[1:], *backward[-1:]], strict=True):
-            # FSDP2 would release and gather a unit, and those ahead, for each of its calls.
+            # FSDP2 would release and gather a unit, and the units ahead, for each of the unit's
+            # calls.
             is_repeated = order.count(unit) > 1
             self._units[unit].set_reshard_after_backward(
                 self._reshard and not is_repeated, recurse=False
             )
-            # By default FSDP2 prefetches the unit that ran before, which at the first unit is one
-            # of another micro-batch.
+            # By default FSDP2 prefetches the previous unit of the forward. For the first unit, the
+            # previous unit belongs to another micro-batch.
             self._next[unit] = unit if is_repeated else following
             self._units[unit].set_modules_to_backward_prefetch([self._units[self._next[unit]]])
 

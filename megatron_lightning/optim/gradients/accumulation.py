@@ -227,7 +227,7 @@ class GradientAccumulation:
         """Return the trainable parameters without a reduction of gradients."""
         known = self.reducer.parameters
         reduced = {id(parameter) for parameter in known.values()}
-        return {  # fsdp gives other objects while it has gathered them, pruning other names
+        return {  # gathered fsdp parameters are other objects, and pruning renames
             name: parameter
             for name, parameter in self._trainable().items()
             if id(parameter) not in reduced and (self._units is None or name not in known)

@@ -21,7 +21,7 @@ from megatron_lightning.optim.gradients.quantized_data import Quantizer
 from megatron_lightning.parallel.context import AxisGroup, ParallelContext
 from megatron_lightning.parallel.spec import ShardSpec
 
-_MIN_BUCKET_SIZE = 2**18  # below, a collective costs as much for its start as for its elements
+_MIN_BUCKET_SIZE = 2**18  # below, the start of a collective costs as much as the elements
 _MIN_BUCKETS = 8
 
 

@@ -287,7 +287,7 @@ class Bucket:
             shape = parameter.shape if is_full else (numel,)
             value, gradient = values[part].view(shape), gradients[part].view(shape)
             target = nn.Parameter(value)
-            # Stays the target where main params are elsewhere, or nothing steps it.
+            # Stays the target if main params are elsewhere, or if no optimizer steps the shard.
             if value.dtype != gradient.dtype:
                 set_grad_dtype(target, None)
             shards[name] = ParameterShard(start, is_full, value, gradient, target)

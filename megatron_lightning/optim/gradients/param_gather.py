@@ -139,7 +139,7 @@ class ParameterGather:
     def keep_quantized(self) -> None:
         """Store parameters with quantizers as quantized data from now on. A collective."""
         for bucket in self._reducer.buckets:
-            # Raises where hooks have written quantized data since the setup.
+            # Raises if hooks have written quantized data since the setup.
             bucket.quantized_data_are_stale()
             bucket.keep_quantized()
         self.start(bucket for bucket in self._reducer.buckets if bucket.holds_codes)

@@ -16,7 +16,7 @@ def column_sums(flat: Tensor) -> Tensor:
     if raw.storage_offset() % _WORD_BYTES:
         raw = raw.clone()
     rest = len(raw) % _WORD_BYTES
-    # Words, since a sum of narrower integers first makes wider copies of all of them.
+    # Words, since a sum of narrower integers first makes wider copies of all elements.
     words = raw[: len(raw) - rest].view(torch.int64)
     full = len(words) - len(words) % _COLUMNS
     sums = words[:full].view(-1, _COLUMNS).sum(0)

@@ -213,7 +213,7 @@ class DistributedOptimizer(OptimizerState):
                 elif is_several(entry.spec):
                     shared.setdefault(ALONE, []).append((entry, entry.spec))
         device = torch.device("cpu") if self._options.optimizer_cpu_offload else None
-        # In one order on all ranks.
+        # In the same order on all ranks.
         groups_in_order = sorted(shared, key=lambda group: group.name)
         return [MatrixExchange(shared[group], group, device) for group in groups_in_order]
 
@@ -262,7 +262,7 @@ class DistributedOptimizer(OptimizerState):
 
         def prepared() -> Any:
             nonlocal called
-            if called:  # again, for the gradients at weights that the optimizer has moved
+            if called:  # again, for the gradients at moved weights
                 self.synchronize()
             called = True
             result = closure()

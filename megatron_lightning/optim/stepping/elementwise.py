@@ -49,9 +49,9 @@ READERS: Mapping[str, bool] = {
     "DistributedShampoo": False,
     "SWATS": True,
 }
-"""Class not reliably shown by a trial -> whether an optimizer of the class reads a full group as
-well. Such optimizers read tensors only in rare steps (with gradients nearly orthogonal to a tensor,
-or every thousandth step)."""
+"""Class of optimizers missed by a trial -> whether the class reads a full group as well. A trial
+may miss optimizers that read full tensors only in rare steps (with gradients nearly orthogonal to a
+tensor, or every thousandth step)."""
 
 _LABELS = frozenset(
     {"params", "param_names", "name", "lr", "lr_scale", "initial_lr", "max_lr", "min_lr"}
@@ -165,7 +165,7 @@ def require_elementwise(
     passed = set() if passed is None else passed
     for group in optimizer.param_groups:
         target = next(iter(group["params"]), None)
-        if target is None:  # ranks that have some try it
+        if target is None:  # other ranks with parameters run the trial
             continue
         sizes = [p.shape for p in group["params"]] if shapes is None else shapes[id(group)]
         dtype = target.dtype if target.is_floating_point() else torch.float32

@@ -126,7 +126,7 @@ class MatrixExchange:
         ]
         self._owner = _assign_owners(
             [prod(matrix.box.shape) for matrix in self._matrices],
-            # The others do not know its gradient.
+            # Only holders know the gradient of a matrix.
             [
                 [rank for rank, other in enumerate(specs) if _overlaps(other[index], box)]
                 for index, box in self._matrices

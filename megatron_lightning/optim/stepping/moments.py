@@ -29,9 +29,9 @@ MOMENTS = frozenset(
 """States with averages of gradients. Unbounded sums of other optimizers would not survive the
 rounding."""
 
-# Option -> its name in messages.
+# Option -> name in messages.
 _DECAY_RATES: Mapping[str, str] = {"betas": "beta2", "alpha": "alpha", "rho": "rho"}
-# Half the distance of neighboring bf16 numbers, relative to the larger ones.
+# Half the distance of neighboring bf16 numbers, relative to the larger number.
 _SMALLEST_UPDATE = 2.0**-9
 
 
@@ -74,10 +74,10 @@ def narrow(optimizer: Optimizer, targets: Iterable[nn.Parameter]) -> None:
 
 def _cast(optimizer: Optimizer, target: nn.Parameter, dtype: torch.dtype) -> None:
     state = optimizer.state.get(target, {})
-    # A variance, the difference of two moments: rounded ones could make it negative.
+    # A variance is the difference of two moments. Rounded moments could make the variance negative.
     if "grad_avg" in state:
         return
     for key in MOMENTS.intersection(state):
         value = state[key]
-        if isinstance(value, Tensor):  # None: momentum that is switched off
+        if isinstance(value, Tensor):  # None: momentum is switched off
             state[key] = value.to(dtype)

@@ -32,7 +32,7 @@ class Muon(torch.optim.Muon):
         groups = list(params)
         if groups and not isinstance(groups[0], dict):
             groups = [{"params": groups}]
-        # torch's looks at the dims of those that it is made with.
+        # torch's Muon checks the dims of the parameters given to the constructor.
         super().__init__([nn.Parameter(torch.empty(1, 1))] if groups else [], **options)
         self.param_groups.clear()
         for group in groups:

@@ -324,7 +324,7 @@ def _copy_of(
     optimizer: Optimizer, group: Mapping[str, Any], parameters: list[nn.Parameter]
 ) -> Optimizer:
     """Return a copy of ``optimizer`` for ``parameters``, with the hyper-parameters of ``group``."""
-    # Modules and parameters that the optimizer refers to are large, and not the copy's to change.
+    # Modules and parameters of the optimizer are large, and the copy must not change either.
     memo: dict[int, Any] = {
         id(value): value for value in vars(optimizer).values() if isinstance(value, nn.Module)
     }
@@ -346,8 +346,8 @@ def _copy_of(
     left_out = ("state", "param_groups", "step")
     for key, value in vars(optimizer).items():
         if key not in left_out:
-            # Hooks belong to the original; everything else is copied, so that the trial leaves no
-            # trace in it.
+            # Hooks belong to the original optimizer. Everything else is copied: the trial leaves no
+            # trace in the original.
             attributes[key] = (
                 type(value)() if key.endswith("_hooks") else copy.deepcopy(value, memo)
             )

@@ -150,6 +150,6 @@ class WrittenWeights:
 def _checksum(flat: Tensor) -> Tensor:
     """Return a number [] shared by equal bits."""
     sums = column_sums(flat)
-    # Odd, so that a change of one column cannot cancel; 62 bits, so that a sum has an opposite.
+    # Odd: a change of one column cannot cancel. 62 bits: the negative of every sum fits.
     weights = torch.arange(len(sums), device=sums.device) * 0x9E3779B1 * 2 + 1
     return (sums * weights).sum() >> 2
