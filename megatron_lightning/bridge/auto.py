@@ -93,7 +93,7 @@ class AutoBridge:
             family. None: the family of the architecture.
         origin: The user's name of the folder, for checkpoints. None: the folder's path.
         revision: Branch, tag or commit of a Hub id.
-        kept: The folder in a checkpoint, if ``path`` has no weights.
+        kept: The folder's record in a checkpoint, if ``path`` has no weights.
         change: How the model differs on purpose from the folder's.
 
     Raises:
@@ -147,7 +147,7 @@ class AutoBridge:
         new_tensors: Sequence[str] = (),
         left_out: Sequence[str] = (),
     ) -> AutoBridge:
-        """Return the bridge of a folder, of a Hub id, or of a checkpoint with a folder inside.
+        """Return the bridge of a folder, of a Hub id, or of a checkpoint of a folder's model.
 
         Args:
             path: A folder, or a Hub id such as ``meta-llama/Llama-3.2-1B``. A cached Hub id is read
@@ -220,7 +220,7 @@ class AutoBridge:
         """Return the bridge of a folder without its weights.
 
         Args:
-            kept: The folder as kept in a checkpoint.
+            kept: The folder's record in a checkpoint.
             options: See the class.
 
         Raises:
@@ -400,8 +400,8 @@ class AutoBridge:
     def gpt_parts(
         self, config: TransformerConfig | None = None
     ) -> tuple[TransformerConfig, dict[str, Lazy], KeptFolder]:
-        """Return configuration and lazy tensors of the :class:`GPTModel`, and the folder for
-        checkpoints of the model.
+        """Return configuration and lazy tensors of the :class:`GPTModel`, and the folder's
+        record for checkpoints of the model.
 
         Args:
             config: The model. None: :meth:`to_config`.
@@ -553,7 +553,7 @@ class AutoBridge:
         )
 
     def keep(self, model: nn.Module) -> KeptFolder:
-        """Return the folder for checkpoints of a lazy model."""
+        """Return the folder's record for checkpoints of a lazy model."""
         used = self._used(lazy_parameters(model))
         changed = None if self._change == UNCHANGED else self._changed_table(model)
         names = self.folder.tensors

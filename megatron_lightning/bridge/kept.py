@@ -44,7 +44,7 @@ class ChangedTable(NamedTuple):
 
 
 class KeptFolder(FolderTensors):
-    """A folder without the values of the tensors, except for tensors ignored by the model.
+    """Record of a folder. Only tensors ignored by the model have values.
 
     Args:
         path: The checkpoint, for messages.
@@ -188,10 +188,10 @@ def keep(
     changed: ChangedTable | None = None,
     tied: Mapping[str, str] = MappingProxyType({}),
 ) -> KeptFolder:
-    """Return the folder for checkpoints.
+    """Return the folder's record for checkpoints.
 
     Args:
-        folder: The folder, or a folder from a checkpoint.
+        folder: The folder, or a folder's record from a checkpoint.
         used: Names of the tensors read by the model.
         origin: Folder or Hub id, as named by the user.
         revision: Branch, tag or commit of the Hub id.

@@ -252,7 +252,7 @@ def _unbind(x: Lazy, dim: int = 0) -> list[Lazy]:
 def _flatten(x: Lazy, dim: int) -> Lazy:
     """Merge dims ``dim`` and the next, of sizes (a, b).
 
-    A range of the merged dim is at most the end of a row, full rows, and the begin of a row.
+    A range of the merged dim is at most the end of a row, full rows, and the start of a row.
     """
     num_rows, length = x.shape[dim : dim + 2]
 

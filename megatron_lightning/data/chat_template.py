@@ -56,7 +56,7 @@ class Rendered:
     where: str
     text: str
     spans: Sequence[Span]
-    """Begin and end of every trained piece, in characters."""
+    """Start and end of every trained piece, in characters."""
     has_special_tokens: bool = True
     """Whether the text contains the special tokens, as written by templates."""
 
@@ -296,7 +296,7 @@ class _View:
         return text, [(start, len(text))]
 
     def _begin(self, text: str, answer: int) -> int:
-        """Return the begin of an answer: behind the generation prompt, if the text contains the
+        """Return the start of an answer: behind the generation prompt, if the text contains the
         prompt.
         """
         failed = None

@@ -31,7 +31,7 @@ class Make(Protocol):
 
 @dataclass(frozen=True)
 class Phase:
-    """Begin of a blend in a run."""
+    """Start of a blend in a run."""
 
     position: int
     """Samples of the run before the blend."""
@@ -52,7 +52,7 @@ class ContinuedBlend(Dataset[Sample]):
         spec: The data sets.
         contents: Digest of each.
         num_samples: Samples of the full run.
-        phase: Begin of the blend.
+        phase: Start of the blend.
         make: Makes a data set.
 
     Raises:

@@ -25,7 +25,7 @@ class Rows:
     documents: Numbers
     """Documents of all rows, row after row [D]."""
     bounds: Numbers
-    """Begin of each row in ``documents``, and the end [R + 1]."""
+    """Start of each row in ``documents``, and the end [R + 1]."""
 
     def __len__(self) -> int:
         return len(self.bounds) - 1

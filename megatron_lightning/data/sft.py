@@ -53,7 +53,7 @@ class SupervisedOptions:
     sequence_length: int
     """Longest document, in tokens."""
     truncation: Truncation = "drop"
-    """Treatment of a longer document: the document is left out (``drop``), or loses the begin
+    """Treatment of a longer document: the document is left out (``drop``), or loses the start
     (``left``) or the middle (``middle``) of the prompt, or the document's end (``right``)."""
     chat: ChatOptions = field(default_factory=ChatOptions)
     """The trained part of a conversation."""
@@ -87,7 +87,7 @@ class Encoder:
         self._template = template
         self._options = options
         self.counts: Counter[str] = Counter()
-        """Numbers of rows and of their outcomes."""
+        """Row counts by outcome."""
 
     @property
     def identity(self) -> dict[str, Any]:
@@ -224,7 +224,7 @@ class Documents(Sequence[Document]):
         self.folder = folder
         report = json.loads((folder / _REPORT).read_text())
         self.report: dict[str, int] = report["counts"]
-        """Numbers of rows and of their outcomes."""
+        """Row counts by outcome."""
         self.digest: str = report["digest"]
         """Of all ids and marks."""
         self.rows: npt.NDArray[np.int64] = np.load(folder / _ROWS)
@@ -240,7 +240,7 @@ class Documents(Sequence[Document]):
         Args:
             folder: Is made.
             documents: Documents, read once and in turn.
-            counts: Numbers of rows and of their outcomes, complete when all documents are read.
+            counts: Row counts by outcome, complete when all documents are read.
         """
         folder.mkdir(parents=True, exist_ok=True)
         bounds, rows, digest = [0], [], hashlib.sha256()

@@ -72,7 +72,7 @@ def sample_text(
 
 
 def _end(trained: npt.NDArray[np.bool_], documents: Numbers, *, packed: bool) -> int:
-    """Return the begin of padding: behind the last trained token, or at a document of padding."""
+    """Return the start of padding: behind the last trained token, or at a document of padding."""
     last = int(np.flatnonzero(trained)[-1]) + 1 if trained.any() else len(trained)
     if not packed:
         return last

@@ -1,7 +1,7 @@
 """lm-evaluation-harness over an engine: tasks, metrics and tables on any layout.
 
 Every rank runs the harness on all requests. Replicas share the work inside of each call and
-exchange the results, so that all ranks have all results. Texts are encoded and cut like in the
+exchange the results, so that all ranks have all results. Texts are encoded and cut as in the
 harness's own ``hf`` model, and give equal values.
 """
 

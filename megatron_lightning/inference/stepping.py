@@ -142,7 +142,7 @@ class Stepping:
                 self._report(live)
 
     def _collect(self, *, is_busy: bool) -> News:
-        """Return new orders. Wait for an order while there is no work."""
+        """Return the news. Wait for news while there is no work."""
         with self._wake:
             if not (is_busy or self._news.orders or self._news.given_up or self._news.stops):
                 self._wake.wait(_HEARTBEAT_S)

@@ -156,7 +156,7 @@ class HuggingFaceCodec:
 
     def chat(self, messages: Sequence[Message]) -> list[int]:
         """See :class:`Codec`."""
-        # The template itself writes the begin of a text, such as BOS. No ids are added.
+        # The template itself writes the start of a text, such as BOS. No ids are added.
         return self.ids(self.chat_text(messages), special=False)
 
     def chat_text(self, messages: Sequence[Message], *, continues: bool = False) -> str:
@@ -237,7 +237,7 @@ def _end_tokens(contents: Mapping[str, bytes]) -> tuple[int, ...]:
 
 
 def end_of(text: str, stop: Sequence[str], start: int = 0) -> int:
-    """Return the begin of the first stop string behind ``start``. Without a stop string return the
+    """Return the start of the first stop string behind ``start``. Without a stop string return the
     text's length.
     """
     found = (place for own in stop if (place := text.find(own, start)) >= 0)

@@ -76,7 +76,7 @@ class FinetuneDataModule(pl.LightningDataModule):
             attention (the sum of squares of the documents), so that data-parallel ranks wait less
             for each other. 0: rows keep the order.
         truncation: Treatment of a document longer than a row: the document is left out (``drop``),
-            or loses the begin (``left``) or the middle (``middle``) of the prompt, or the
+            or loses the start (``left``) or the middle (``middle``) of the prompt, or the
             document's end (``right``).
         train_on: All answers of a conversation, or only the last answer.
         split_turns: Whether every answer becomes a separate sample, behind the earlier messages.
@@ -290,7 +290,7 @@ class FinetuneDataModule(pl.LightningDataModule):
             rank_zero_info(self.describe())
 
     def describe(self) -> str:
-        """Return in a few lines the outcome of the rows, and the fill of a batch's rows.
+        """Describe in a few lines the outcome of the rows, and how full the rows of a batch are.
 
         Raises:
             ConfigError: Before ``setup("fit")``.

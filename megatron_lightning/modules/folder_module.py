@@ -16,7 +16,7 @@ from megatron_lightning.peft.record import is_adapters_only
 
 
 class FolderModule(LanguageModule):
-    """A :class:`LanguageModule` with a model possibly from a Hugging Face folder. Subclasses set
+    """A :class:`LanguageModule` for models with or without a Hugging Face folder. Subclasses set
     ``_source`` and make the model.
 
     Args:

@@ -60,8 +60,8 @@ class HuggingFaceModule(FolderModule):
 
     @classmethod
     def load_from_checkpoint(cls, checkpoint_path: Any, *args: Any, **kwargs: Any) -> Any:
-        """Return the module with a checkpoint's weights. A checkpoint with the folder inside needs
-        no folder. For arguments see ``LightningModule.load_from_checkpoint``.
+        """Return the module with a checkpoint's weights. A checkpoint with the
+        folder's record needs no folder. For arguments see ``LightningModule.load_from_checkpoint``.
         """
         is_path = isinstance(checkpoint_path, (str, PathLike))
         if is_path and "path" not in kwargs and read_kept(checkpoint_path) is not None:

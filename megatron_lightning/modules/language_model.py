@@ -121,7 +121,7 @@ class LanguageModule(LightningModule):
         self.fused = fused
         self.param_groups = (NO_DECAY,) if param_groups is None else tuple(groups)
         self.lr_schedule = lr_schedule
-        """Schedule of the learning rate. None: constant, or known at the begin of the fit."""
+        """Schedule of the learning rate. None: constant, or known at the start of the fit."""
         self._lengths = (min_learning_rate, warmup_steps, decay_steps)
         _check_lengths(lr_schedule, *self._lengths)
         if lr_schedule is None and decay_steps != "max" and not 0 < warmup_steps < 1:

@@ -87,9 +87,9 @@ class LoRA:
     exclude_modules: str | Sequence[str] = ()
     """Layers without adapters, in the same form."""
     rank_pattern: Mapping[str, int] = field(default_factory=dict)
-    """Regular expression of the end of a path -> rank other than ``r``."""
+    """Regular expression of the end of a path -> rank in the place of ``r``."""
     alpha_pattern: Mapping[str, float] = field(default_factory=dict)
-    """Regular expression of the end of a path -> lora_alpha other than the default."""
+    """Regular expression of the end of a path -> alpha in the place of ``lora_alpha``."""
     use_rslora: bool = False
     """Divide lora_alpha by sqrt(r) instead of r."""
     use_dora: bool = False

@@ -102,7 +102,7 @@ def is_adapters_only(source: CheckpointSource) -> bool:
 
 def attach_recorded(model: nn.Module, state: Mapping[str, Any], path: str = "model") -> bool:
     """Attach the adapters described by a checkpoint's state to a newly built model, in place.
-    Return whether there are any.
+    Return whether there were adapters to attach.
 
     Call this function before the model is divided. The checkpoint's tensors then match the model's.
 

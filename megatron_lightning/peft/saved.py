@@ -82,7 +82,7 @@ class Base:
         return cls(**{key: value for key, value in (entry or {}).items() if key in known})
 
     def check(self, digest: str, what: str) -> None:
-        """Check that ``what`` has the same weights as the base in training.
+        """Check that the weights of ``what`` are the base's weights in training.
 
         Raises:
             CheckpointError: If the digests differ.
