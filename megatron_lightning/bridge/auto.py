@@ -117,7 +117,7 @@ class AutoBridge:
         self.config = load_config(path, trust_remote_code=trust_remote_code)
         """Configuration of ``transformers``."""
         self._quantization = quantization_of(path / CONFIG)
-        if self._quantization is not None:  # the weights that the model gets are not
+        if self._quantization is not None:  # the model's weights are dequantized
             del self.config.quantization_config
         self._trusts = trust_remote_code
         self.origin = str(path) if origin is None else origin
@@ -228,7 +228,7 @@ class AutoBridge:
         """
         with kept.files.unpacked() as folder:
             bridge = cls(folder, kept=kept, **options)
-            _ = bridge.model_class  # its code may be in the folder, which is deleted here
+            _ = bridge.model_class  # the class may need code in the unpacked folder, deleted here
         return bridge
 
     @classmethod
@@ -630,7 +630,7 @@ class AutoBridge:
         Raises:
             CheckpointError: If the target exists, or the folder is damaged.
         """
-        tools = import_module("megatron_lightning.bridge.import_folder")  # which imports this file
+        tools = import_module("megatron_lightning.bridge.import_folder")  # imports this file
         bridge = cls.from_hf_pretrained(path, **options)
         tools.import_folder(bridge, Path(checkpoint), dtype=dtype, overwrite=overwrite)
 

@@ -24,11 +24,11 @@ from megatron_lightning.checkpoint.tools.progress import progress_bar
 from megatron_lightning.errors import CheckpointError
 
 Dtype = Literal["float32", "bfloat16", "float16"]
-_LOGITS = 1e-4  # relative to the largest logit: the same operations in fp32, in one order
+_LOGITS = 1e-4  # relative to the largest logit: the same operations in fp32, in equal order
 _LISTED = 10
 
 
-def export(  # noqa: PLR0917  # every one is an option of the command line
+def export(  # noqa: PLR0917  # every argument is an option of the command line
     checkpoint: str,
     target: str,
     like: str | None = None,
@@ -75,7 +75,7 @@ def export(  # noqa: PLR0917  # every one is an option of the command line
     print(f"{target} holds {len(tensors)} tensors in {len(folder.headers)} files.")
 
 
-def import_(  # noqa: PLR0917  # every one is an option of the command line
+def import_(  # noqa: PLR0917  # every argument is an option of the command line
     path: str,
     checkpoint: str,
     to: Literal["hf", "gpt"] = "hf",

@@ -92,7 +92,7 @@ def write_folder(
     finally:
         for descriptor in locks:
             release(descriptor)
-            shutil.rmtree(pending, ignore_errors=True)  # the old folder, or an unfinished one
+            shutil.rmtree(pending, ignore_errors=True)  # the old folder, or an unfinished folder
 
 
 def _begin(target: Path, pending: Path, overwrite: bool, locks: list[int]) -> None:

@@ -56,6 +56,7 @@ def tensors_of_checkpoint(
     state = source.state()
     found = kept_entry(state, model)
     config = gpt_config(source, None if found is None else found[1])
+    # A GPTModel trained from scratch has no folder: names come from a family.
     if like is None and found is None and config is not None and not _is_started(state):
         stored = source.tensors()
         gpt = new_gpt_folder(

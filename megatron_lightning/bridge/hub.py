@@ -42,7 +42,7 @@ def local_folder(path: str | Path, *, revision: str | None = None, weights: bool
         if not weights or all((snapshot / file).exists() for file in weight_files(snapshot)):
             return snapshot
     except LocalEntryNotFoundError:
-        pass  # not in the cache: the download below fetches the model, or says why it cannot
+        pass  # not in the cache: the download below fetches the model, or reports the reason
     except HFValidationError as error:
         raise MissingCheckpointError.at(path) from error
     try:

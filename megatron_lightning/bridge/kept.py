@@ -119,7 +119,7 @@ class KeptFolder(FolderTensors):
         return bool(self._fills)
 
     def __deepcopy__(self, memo: Any) -> KeptFolder:
-        return self  # nothing in it changes
+        return self  # immutable
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _of_entry, (self.entry, str(self.path))
@@ -303,6 +303,7 @@ def _of_entry(entry: Mapping[str, Any], path: str) -> KeptFolder:
     try:
         tables = {name: _header(name, text, path) for name, text in entry["tables"].items()}
         contents = entry["contents"]
+        # A damaged value must not reach an export.
         for digest, content in contents.items():
             if hashlib.sha256(content).hexdigest() != digest:
                 raise ValueError("values of ignored tensors are not what was saved")

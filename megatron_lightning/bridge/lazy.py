@@ -67,7 +67,7 @@ class Lazy(Tensor):
 
     def read(self, box: Box | None = None) -> Tensor:
         """Return the values of a box. None: all."""
-        with torch.device("cpu"):  # also where models are made on meta
+        with torch.device("cpu"):  # also while models are made on meta
             values = torch.empty(self.shape if box is None else box.shape, dtype=self.dtype)
             self.fill(box or Box.full(self.shape), values)
         return values
@@ -147,7 +147,7 @@ class _Cast:
     dtype: torch.dtype
 
     def __call__(self, box: Box, out: Tensor) -> None:
-        if out.is_meta or out.dtype == self.dtype:  # a fill casts to the dtype of its target
+        if out.is_meta or out.dtype == self.dtype:  # a fill casts to the dtype of the target
             self.fill(box, out)
         else:
             rounded = torch.empty(box.shape, dtype=self.dtype)

@@ -39,7 +39,7 @@ A language model of the class `{architecture}`, trained with `megatron_lightning
 """
 _NO_TOKENIZER = ("config.json", "generation_config.json", INDEX, "README.md", "params.json")
 _SPECIAL = ("bos", "eos", "pad")
-_MARK = "0123"  # an answer whose end shows in a chat template
+_MARK = "0123"  # an answer with a recognizable end in a chat template
 
 
 class NewFolder(FolderTensors):
@@ -73,7 +73,7 @@ class NewFolder(FolderTensors):
         self.config = to_theirs(family, config)
         """Configuration of ``transformers``."""
         self.config.architectures = [family.architecture]
-        for kind in _SPECIAL:  # those of the class are of another tokenizer
+        for kind in _SPECIAL:  # the class's defaults belong to another tokenizer
             setattr(self.config, f"{kind}_token_id", None)
         self.config.dtype = dtypes["decoder.final_layernorm.weight"]
         contents = {} if tokenizer is None else self._use_tokenizer(tokenizer, config)

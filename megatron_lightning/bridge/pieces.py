@@ -104,7 +104,7 @@ def _pieces(name: str, shape: Shape, box: Box, view: Tensor) -> Iterator[Piece]:
     dim_of = {stride: dim for dim, stride in enumerate(strides) if shape[dim] > 1}
     wide = [dim for dim in range(view.ndim) if view.shape[dim] > 1]
     merged = next((dim for dim in wide if view.stride(dim) not in dim_of), None)
-    if merged is not None:  # one dim of the folder's tensor is two of the parameter: row by row
+    if merged is not None:  # a dim of the folder's tensor is two dims of the parameter: row by row
         for row in range(view.shape[merged]):
             inner = spliced(box, merged, 1, (box.offset[merged] + row, 1))
             yield from _pieces(name, shape, inner, view.narrow(merged, row, 1))

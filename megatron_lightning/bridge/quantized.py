@@ -35,7 +35,7 @@ METHODS = ("fp8", "mxfp4")
 _SCALE = "_scale_inv"
 _LEFT_OUT = (".activation_scale", ".input_scale", ".k_scale", ".v_scale", ".q_scale")
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-_GROUP = 32  # numbers of MXFP4 that share a scale
+_GROUP = 32  # numbers of MXFP4 sharing a scale
 
 
 class DequantizedFolder(FolderTensors):
@@ -67,7 +67,7 @@ class DequantizedFolder(FolderTensors):
         for file, header in files.headers.items():
             self.add_file(file, header)
         self._files = _dequantized_files(folder.files, files.index_file)
-        if not getattr(rank_zero_only, "rank", None):  # unset where there are no ranks
+        if not getattr(rank_zero_only, "rank", None):  # unset without ranks
             warnings.warn(
                 f"{folder.path} has weights in {method}. They are dequantized, trained in the "
                 "precision of the Trainer, and exported in bf16.",

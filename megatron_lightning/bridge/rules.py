@@ -141,7 +141,7 @@ def missing_fields(family: type[Family], config: TransformerConfig) -> list[str]
         fields = differing(flat(config), flat(again))
         if not fields:
             list(_rows(family, config))
-    except Exception as error:  # of a class of transformers, or a row that takes no such value
+    except Exception as error:  # from a class of transformers, or a row refusing the value
         return [str(error).splitlines()[0]]
     return fields
 
@@ -180,7 +180,7 @@ def parameters(
             continue
         try:
             tensor: Any = move.join(config, [tensors[theirs] for theirs in names])
-        except RuntimeError:  # shapes that do not go together
+        except RuntimeError:  # shapes do not fit together
             misshapen += names
             continue
         if tuple(tensor.shape) != shape:

@@ -89,7 +89,7 @@ def is_deferred() -> bool:
     """Return whether models made now get their values later."""
     try:
         return bool(handle_torch_function(is_deferred, ()))
-    except TypeError:  # torch's answer where no mode is active
+    except TypeError:  # torch's answer without an active mode
         return False
 
 
@@ -221,7 +221,7 @@ def saved_table(model: nn.Module) -> dict[str, tuple[Shape, torch.dtype]]:
     seen: set[int] = set()
     state: dict[str, Tensor] = {}
     for name, value in model.state_dict(keep_vars=True).items():
-        if isinstance(value, Tensor) and id(value) not in seen:  # tied ones once
+        if isinstance(value, Tensor) and id(value) not in seen:  # tied tensors once
             seen.add(id(value))
             state[name] = Lazy(value.shape, value.dtype, lambda box, out: None)
     pretrained: Any = model

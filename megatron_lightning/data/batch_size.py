@@ -191,7 +191,7 @@ class ScheduledBatchSampler(BatchSampler):
         batch: list[int] = []
         start = True
         for index in self.sampler:
-            if start:  # the sampler has begun its pass only now
+            if start:  # the sampler begins a pass only now
                 self.consumed_samples = getattr(
                     self.sampler, "consumed_samples", self.consumed_samples
                 )

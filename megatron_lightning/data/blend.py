@@ -155,7 +155,7 @@ def _walk(
             t += 1.0
         np.multiply(shares, t, out=error)
         error -= counts
-        error.argmax(1, out=chosen)  # the first one of equals
+        error.argmax(1, out=chosen)  # the first of equals
         picks[step] = chosen
         chosen += row
         flat[chosen] += 1.0 if num_steps is None else (step < num_steps)

@@ -58,6 +58,7 @@ class BlendSpec:
                 f"{name}={given!r}: must be a prefix, a list of prefixes, or a list of pairs of a "
                 "weight and a prefix such as [[0.3, data/code], [0.7, data/web]]"
             )
+        # Megatron's flat lists start with a weight.
         entries: list[Any] = _pairs(given) if _is_number(given[0]) else list(given)
         if all(isinstance(entry, str) for entry in entries):
             found = cls(tuple(entries))

@@ -88,6 +88,7 @@ class ContinuedBlend(Dataset[Sample]):
         """Passes over each data set."""
         self.repeated: list[int] = []
         """Samples of each data set read once more by the run."""
+        # As many passes as the blend needs behind the samples already read.
         for prefix, request, start, count in zip(
             spec.prefixes, self.requests, self.starts, counts, strict=True
         ):

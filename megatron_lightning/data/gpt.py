@@ -120,6 +120,7 @@ def plan_part(
             f"split={config.split!r}: the {index_split} part has no weight; set it above 0"
         )
     sequences, extra = split_sequences(bounds, len(indexed)), config.extra_tokens
+    # Only lengths are read: this check also runs before processes start.
     lengths = (
         indexed.sequence_lengths[sequences[0] : sequences[-1] + 1]
         if len(sequences)

@@ -55,7 +55,7 @@ class _Job:
         return load_tokenizer(self.tokenizer_model, self.tokenizer_type)
 
 
-def preprocess(  # noqa: PLR0917  # every one is an option of the command line
+def preprocess(  # noqa: PLR0917  # every argument is an option of the command line
     output_prefix: str,
     input: str | list[str] = "stdlib",
     tokenizer_type: TokenizerType = "sentencepiece",
@@ -129,7 +129,7 @@ def preprocess(  # noqa: PLR0917  # every one is an option of the command line
             bar.update(sum(len(record.raw) for record in chunk))
         _check_not_empty(num_tokens, files)
         for writer in writers:
-            writer.finish()  # all of them, before the first is published
+            writer.finish()  # all files, before the first is published
     print(
         f"{sum(num_tokens.values())} tokens of {tokenizer.vocab_size} ids in "
         f"{', '.join(prefixes.values())}"

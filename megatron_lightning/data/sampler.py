@@ -50,7 +50,7 @@ class _SharedOrder:
         if "sampler" in states and generator is not None:
             generator.set_state(states["sampler"])
         total = len(self.order)  # type: ignore[arg-type]
-        indices = list(islice(self.order, total))  # RandomSampler draws once more at its end
+        indices = list(islice(self.order, total))  # RandomSampler draws once more at the end
         if not shared:
             torch.set_rng_state(before)
         return indices
@@ -84,7 +84,7 @@ class ResumableSampler(Sampler[int]):
         self._group = group
         self._batch_size = batch_size
         self._drop_last = drop_last
-        self._before = consumed  # samples of the passes before this one
+        self._before = consumed  # samples of the earlier passes
         self._shared = _SharedOrder(order, group)
         self.started = False
         """Whether an index has been requested."""
@@ -92,7 +92,7 @@ class ResumableSampler(Sampler[int]):
         # Of the generators, before this pass's order was drawn.
         self._states: dict[str, Tensor] = {}
         self._resuming = False
-        self._before_batch = 0  # samples of this pass that were consumed before the last batch
+        self._before_batch = 0  # samples of this pass consumed before the last batch
         self._skipped = skipped or SkippedSamples()
 
     def __len__(self) -> int:

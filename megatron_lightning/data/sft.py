@@ -177,7 +177,7 @@ class Encoder:
     def _cut(self, document: Document) -> Document | None:
         """Return a document within the length limit, or None if the document is left out."""
         ids, trained = document.ids, document.trained.copy()
-        trained[:1] = False  # nothing stands before it
+        trained[:1] = False  # the first token has no context
         length, limit = len(ids), self._options.sequence_length
         if length > limit:
             self.counts["too long"] += 1
@@ -256,7 +256,7 @@ class Documents(Sequence[Document]):
             with atomic_write(folder / name) as file:
                 np.save(file, np.array(numbers, np.int64))
         digest.update(np.array(bounds, np.int64).tobytes())
-        with atomic_write(folder / _REPORT) as file:  # the last one: it says that all are there
+        with atomic_write(folder / _REPORT) as file:  # written last: marks the folder as complete
             report = {"counts": dict(counts), "digest": digest.hexdigest()}
             file.write(json.dumps(report, indent=1).encode())
         return cls(folder)

@@ -51,7 +51,7 @@ def sample_text(
     tokens, labels = sample["tokens"], sample["labels"]
     documents = sample.get("document_ids", np.zeros(len(tokens), np.int64))
     trained = np.zeros(len(tokens), bool)
-    trained[1:] = labels[:-1] != IGNORED  # the label of a token is the one behind it
+    trained[1:] = labels[:-1] != IGNORED  # the label of a token is the next token
     end = _end(trained, documents, packed="document_ids" in sample)
     text, begin = Text(), 0
     for stop in range(1, end + 1):

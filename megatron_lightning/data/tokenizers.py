@@ -217,7 +217,7 @@ def train_sentencepiece(texts: Iterable[str], vocab_size: int, output: str | Pat
             add_dummy_prefix=False,
             allow_whitespace_only_pieces=True,
             max_sentence_length=1 << 16,
-            num_threads=1,  # the model file records it
+            num_threads=1,  # the model file records the number
             minloglevel=3,
         )
     except RuntimeError as error:

@@ -17,7 +17,7 @@ _MOST_STOPS = 4
 _DEFAULT_NEW_TOKENS: Mapping[bool, int] = {
     False: 16,
     True: 512,
-}  # of completions, as OpenAI's; of chats
+}  # of completions as in OpenAI's API, and of chats
 # Name -> values without an effect. A request may have these values.
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "n": (1, None),
@@ -114,6 +114,7 @@ def parse(body: Any, codec: Codec, *, name: str, longest: int, is_chat: bool) ->
     logprobs = _logprobs(body, is_chat)
     if wanted == 0 and not echo:
         raise ApiError(400, "max_tokens=0 without echo=true asks for nothing.", "max_tokens")
+    # The default number of new tokens adapts to the prompt. A requested number does not.
     room = longest - max(map(len, prompts))
     if wanted is None:
         wanted = min(_DEFAULT_NEW_TOKENS[is_chat], room)

@@ -31,6 +31,7 @@ def choose(batch: Batch, logits: Tensor) -> Tensor:
     Raises:
         NonFiniteError: If logits are not finite.
     """
+    # Greedy requests (temperature 0) report log-probabilities of the plain logits.
     temperatures = [
         portion.request.sampling.temperature or 1.0
         for portion in batch.portions

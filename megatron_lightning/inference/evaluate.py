@@ -15,7 +15,7 @@ from megatron_lightning.parallel.context import ALONE, AxisGroup
 from megatron_lightning.parallel.layout import ParallelLayout
 
 
-def evaluate(  # noqa: PLR0917  # every one is an option of the command line
+def evaluate(  # noqa: PLR0917  # every argument is an option of the command line
     checkpoint: str,
     tasks: list[str] | str,
     limit: float | None = None,

@@ -17,7 +17,7 @@ from megatron_lightning.inference.text import Codec, end_of
 from megatron_lightning.parallel.layout import ParallelLayout
 
 
-def generate(  # noqa: PLR0917  # every one is an option of the command line
+def generate(  # noqa: PLR0917  # every argument is an option of the command line
     checkpoint: str,
     prompts: list[str] | str,
     tokenizer_model: str | None = None,
@@ -97,7 +97,7 @@ def generate(  # noqa: PLR0917  # every one is an option of the command line
             virtual_pipeline_model_parallel_size=virtual_pipeline_model_parallel_size,
             expert_model_parallel_size=expert_model_parallel_size,
             expert_tensor_parallel_size=expert_tensor_parallel_size,
-            sequence_parallel=False,  # rows are short: gathering them would cost more than it saves
+            sequence_parallel=False,  # rows are short: gathers would cost more than the savings
         ),
         pipeline_schedule=pipeline_schedule,
         tokenizer_model=tokenizer_model,

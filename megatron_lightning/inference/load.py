@@ -122,7 +122,7 @@ def _of_checkpoint(source: CheckpointSource, saved: Mapping[str, Any]) -> SavedM
 def _of_bridge(bridge: AutoBridge) -> SavedModel:
     try:
         config = bridge.to_config()
-    except ConfigError:  # no rules for its architecture, or for its settings
+    except ConfigError:  # no rules for the architecture, or for the settings
         pass
     else:
         build = partial(_deferred, bridge, "gpt")

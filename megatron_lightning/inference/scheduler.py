@@ -236,7 +236,7 @@ class Scheduler:
         for request in sorted(running, key=lambda r: r.is_behind):  # stable
             end = min(request.num_inputs, request.done + budget)
             if request not in running or end == request.done:
-                continue  # it has given way to an older one, or waits for the next step
+                continue  # given way to an older request, or waiting for the next step
             if not self._reserve(request, end, running, portions):
                 continue
             portions.append(Portion(request, request.done, end))
@@ -278,8 +278,8 @@ class Scheduler:
             shares = shares and leader is not None and leader.reason is None
             if shares and leader is not None and leader.done < prompt - 1:
                 if leader not in self._waiting:
-                    break  # until its prompt is computed
-                shares = False  # it has given way
+                    break  # until the leader's prompt is computed
+                shares = False  # the leader has given way
             if not self.allocator.reserve(request, request.num_inputs, request.at_most):
                 break
             running.append(self._waiting.popleft())

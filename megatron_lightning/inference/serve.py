@@ -25,7 +25,7 @@ _KEY = "MEGATRON_LIGHTNING_API_KEY"
 _LOOPBACK = frozenset(("localhost", "127.0.0.1", "::1"))
 
 
-def serve(  # noqa: PLR0917  # every one is an option of the command line
+def serve(  # noqa: PLR0917  # every argument is an option of the command line
     checkpoint: str,
     host: str = "127.0.0.1",
     port: int = 8000,
@@ -118,6 +118,7 @@ def serve(  # noqa: PLR0917  # every one is an option of the command line
     )
     job.check()
     hosts = None
+    # A web page could reach a local server under a foreign name (DNS rebinding).
     if _is_loopback(host) or allowed_hosts:
         hosts = frozenset(
             {*_LOOPBACK, host.strip("[]").lower(), *map(str.lower, allowed_hosts or ())}

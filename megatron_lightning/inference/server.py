@@ -246,7 +246,7 @@ class Server:
         try:
             await asyncio.wait({gone, work}, return_when=asyncio.FIRST_COMPLETED)
             if not work.done():
-                return Response(status_code=499)  # nobody reads it
+                return Response(status_code=499)  # nobody reads the answer
             work.result()
         finally:
             gone.cancel()

@@ -18,8 +18,8 @@ from megatron_lightning.inference.engine import Engine
 from megatron_lightning.inference.sampling import Sampling
 from megatron_lightning.inference.scheduler import Request, Scheduler
 
-_HEARTBEAT_S = 10.0  # well below the time after which idle collectives fail
-_STEPS = 4  # of a pipeline's run, after which new requests are seen
+_HEARTBEAT_S = 10.0  # well below the timeout of idle collectives
+_STEPS = 4  # of a pipeline's run, before new requests are seen
 
 
 @dataclass(frozen=True)

@@ -175,7 +175,7 @@ class HuggingFaceCodec:
                     continue_final_message=continues,
                 )
             )
-        except Exception as error:  # templates are programs, and raise what they like
+        except Exception as error:  # templates are programs, and raise any error
             raise ConfigError(
                 f"the chat template of {self.name} refuses the messages: {error}. Look at the "
                 "roles and their order."

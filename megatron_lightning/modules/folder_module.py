@@ -58,7 +58,7 @@ class FolderModule(LanguageModule):
             found = None if path is None else read_kept(path)
             # Adapters alone are loaded into the weights of the folder.
             return path if found is not None and not is_adapters_only(found[0]) else None
-        except CheckpointError:  # copies on local disks; of what is damaged, loading tells more
+        except CheckpointError:  # copies on local disks, or damage: loading tells more
             return None
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:

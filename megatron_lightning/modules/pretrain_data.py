@@ -378,7 +378,7 @@ class PretrainDataModule(pl.LightningDataModule):
         module = self._module
         if module is None and self.trainer is not None:
             module = self.trainer.lightning_module
-        if self.vocab_size is None:  # the model's, where it is as in GPTLightningModule
+        if self.vocab_size is None:  # the model's size, if stored as in GPTLightningModule
             size = getattr(getattr(module, "config", None), "vocab_size", None)
             vocab_size = size if isinstance(size, int) else None
         config = replace(self._split_of(name), vocab_size=vocab_size)

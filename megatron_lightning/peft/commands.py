@@ -75,7 +75,7 @@ def export(
     print(f"{target} holds the adapters of {len(own.layers)} layers.")
 
 
-def merge(  # noqa: PLR0917  # every one is an option of the command line
+def merge(  # noqa: PLR0917  # every argument is an option of the command line
     source: str,
     target: str,
     base: str | None = None,
@@ -115,7 +115,7 @@ def merge(  # noqa: PLR0917  # every one is an option of the command line
     print(f"{target} holds the base with the adapters of {len(own.layers)} layers added.")
 
 
-def import_(  # noqa: PLR0917  # every one is an option of the command line
+def import_(  # noqa: PLR0917  # every argument is an option of the command line
     source: str,
     target: str,
     base: str | None = None,
@@ -141,6 +141,7 @@ def import_(  # noqa: PLR0917  # every one is an option of the command line
     if Path(target).exists() and not overwrite:
         raise CheckpointError(f"{target} exists. Name another one, or replace it with --overwrite.")
     own = folder.read_folder(source)
+    # A checkpoint as base means a GPTLightningModule. Other bases are folders.
     config = None if base is None else _gpt_config(base)
     if config is None:
         options: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}

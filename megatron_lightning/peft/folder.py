@@ -183,6 +183,7 @@ def write_folder(
     if theirs.base.digest is not None:
         metadata[_DIGEST] = own.base.digest or ""
     target.parent.mkdir(parents=True, exist_ok=True)
+    # Written beside the target, so that an interruption leaves no incomplete folder.
     pending = beside(target, f".tmp-{new_identifier()}")
     pending.mkdir()
     try:
@@ -202,6 +203,7 @@ def write_folder(
 def config_of(theirs: SavedAdapters) -> dict[str, Any]:
     """Return the configuration of adapters with names of ``transformers``."""
     lora = theirs.lora
+    # peft has a default rank and alpha. Other values go into the patterns.
     ranks: dict[str, Any] = {}
     alphas: dict[str, Any] = {}
     for layer, parts in theirs.layers.items():

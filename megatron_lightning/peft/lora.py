@@ -154,7 +154,7 @@ class LoRA:
         for child in saved.values():
             child.requires_grad_(True)
         avoid_fused_inference(module)
-        module.__dict__["expects_gradients"] = True  # adapters that are not read are an error
+        module.__dict__["expects_gradients"] = True  # unused adapters are an error
         module.__dict__[APPLIED] = AppliedLoRA(
             self,
             short_names(module, targets),

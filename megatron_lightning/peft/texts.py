@@ -56,7 +56,7 @@ def stops(files: Mapping[str, bytes], template: str | None = None) -> dict[str, 
         try:
             tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
         except (OSError, ValueError, KeyError, TypeError):
-            return added  # a tokenizer with code of its own
+            return added  # a tokenizer with custom code
     end = end_of_turn(tokenizer)
     plain: dict[str, Any] = json.loads(files.get(_GENERATION, b"{}"))
     before = plain.get("eos_token_id", tokenizer.eos_token_id)
