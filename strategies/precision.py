@@ -1,13 +1,13 @@
 """Precision plugins: Lightning's own, made right for several ranks.
 
-``Trainer(precision=...)`` builds Lightning's plugin. The strategy exchanges it for ours, so strings
-and plugins both work:
+``Trainer(precision=...)`` builds Lightning's plugin. The strategy replaces Lightning's plugin by
+ours, so strings and plugins both work:
 
     32-true      as Lightning's
     bf16-mixed   as Lightning's: fp32 weights, autocast
-    16-mixed     autocast, and Megatron's dynamic loss scaling. All ranks agree on overflow
+    16-mixed     autocast, and Megatron's dynamic loss scaling, with an overflow verdict by all ranks
     bf16-true    bf16 weights. Main params and reductions are fp32. Masks and positions are kept
-    16-true      the same in fp16. Without a loss scale, as Lightning's
+    16-true      as bf16-true, in fp16 without a loss scale, like Lightning's
 
 On the CPU Lightning turns the string ``16-mixed`` into ``bf16-mixed``. The plugin itself runs
 there: ``Trainer(plugins=[MegatronMixedPrecision("16-mixed", device="cpu")])``.

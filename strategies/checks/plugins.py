@@ -83,7 +83,7 @@ def check_compiled_precision(plugin: Precision | None, data_parallel: str) -> No
 
 
 def keeps_codes(plugin: Precision | None) -> bool:
-    """Return whether weights are kept, and gathered, as codes of 8 bits."""
+    """Return whether weights are kept and gathered as 8-bit quantized data."""
     fp8 = quantizing(plugin)
     return fp8 is not None and fp8.recipe.fp8_param_gather
 

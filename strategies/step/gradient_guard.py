@@ -102,7 +102,7 @@ class GradientGuard:
 
     @contextmanager
     def around(self, *names: str) -> Generator[None, None, None]:
-        """Enter around a call of the hooks of these names. Free without hooks of the user.
+        """Enter around a call of the hooks of these names. Costs nothing without hooks of the user.
 
         Raises:
             ConfigError: If a hook of the user changed a gradient, or takes a norm of shards.

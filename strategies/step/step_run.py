@@ -26,7 +26,7 @@ class StepRun:
         indices: Further arguments of the step.
         trains: Whether the run has backwards.
         loss_scale: Factor of the losses for fp16.
-        last_stage: The stage with the end of the step.
+        last_stage: The stage on which the step runs to the end.
     """
 
     def __init__(

@@ -35,7 +35,7 @@ class UpdateJudge(Protocol):
 
 
 def update_judges(trainer: pl.Trainer) -> list[UpdateJudge]:
-    """Return the callbacks with a judgment of updates."""
+    """Return the callbacks that judge updates."""
     callbacks: list[object] = getattr(trainer, "callbacks", [])
     return [c for c in callbacks if isinstance(c, UpdateJudge) and c.judges_updates]
 

@@ -33,8 +33,8 @@ class ValidationClock:
         self._last = 0.0
 
     def agree(self, trainer: pl.Trainer) -> None:
-        """Agree on the work after this batch. All ranks call this together. Free without a time
-        interval.
+        """Agree on the work after this batch. All ranks call this together. Costs nothing
+        without a time interval.
         """
         interval = seconds_between_validations(trainer)
         if interval is None or trainer.world_size == 1:
