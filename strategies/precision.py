@@ -5,7 +5,7 @@ ours, so strings and plugins both work:
 
     32-true      as Lightning's
     bf16-mixed   as Lightning's: fp32 weights, autocast
-    16-mixed     autocast, and Megatron's dynamic loss scaling, with an overflow verdict by all ranks
+    16-mixed     autocast, and Megatron's dynamic loss scaling. All ranks agree on overflow
     bf16-true    bf16 weights. Main params and reductions are fp32. Masks and positions are kept
     16-true      as bf16-true, in fp16 without a loss scale, like Lightning's
 
