@@ -2,8 +2,8 @@
 
 A Trainer of one CPU device becomes one of two, with pipeline_model_parallel_size=2. The suite's
 models get units: names, shapes and values of parameters stay what they are. A model that is one
-linear layer has its weight on the first stage and its bias on the last one, a ``Sequential`` is cut
-between its layers.
+linear layer multiplies on the first stage and adds its bias on the last one, a ``Sequential`` is
+cut between its layers.
 """
 
 from __future__ import annotations
@@ -18,24 +18,47 @@ from lightning.pytorch.strategies import SingleDeviceStrategy, Strategy
 from lightning.pytorch.trainer.connectors.accelerator_connector import _AcceleratorConnector
 from torch import Tensor, nn
 from torchmetrics import Metric
+from typing_extensions import override
 
 from megatron_lightning.strategies import MegatronStrategy
+from megatron_lightning.strategies.checks import preflight
+from megatron_lightning.strategies.divided_module import DividedModule
 from tests.conformance.in_step import InStep, run_in_step
 from tests.conformance.two import names_several_devices
 
 
+class Product(nn.Module):
+    """First unit of a layer."""
+
+    def forward(self, x: Tensor, weight: Tensor) -> Tensor:
+        """Multiply by ``weight``."""
+        return x @ weight.t()
+
+
+class Sum(nn.Module):
+    """Second unit of a layer."""
+
+    def forward(self, x: Tensor, bias: Tensor) -> Tensor:
+        """Add ``bias``."""
+        return x + bias
+
+
 class CutLinear(nn.Linear):
-    """Two units: the product, and the sum."""
+    """Two units without parameters: weight and bias are on both stages, under their names."""
+
+    @classmethod
+    def of(cls, layer: nn.Linear) -> None:
+        """Cut ``layer``, which stays the object that it is."""
+        layer.__class__ = cls
+        layer.product, layer.sum = Product(), Sum()
 
     def pipeline_units(self) -> list[str]:
         """Return the ordered names of the units."""
-        return ["weight", "bias"]
+        return ["product", "sum"]
 
     def forward(self, x: Tensor) -> Tensor:
-        """Do without the absent one."""
-        if self.weight is not None:
-            x = x @ self.weight.t()
-        return x if self.bias is None else x + self.bias
+        """Compute what a linear layer computes."""
+        return self.sum(self.product(x, self.weight), self.bias)
 
 
 class CutSequential(nn.Sequential):
@@ -60,7 +83,7 @@ def give_units(module: pl.LightningModule) -> None:
     if type(module).forward is BoringModel.forward:
         trained = [module.layer]  # whatever else there is
     if len(trained) == 1 and type(trained[0]) is nn.Linear and trained[0].bias is not None:
-        trained[0].__class__ = CutLinear
+        CutLinear.of(trained[0])
     elif len(trained) == 1 and type(trained[0]) is nn.Sequential and len(trained[0]) > 1:
         trained[0].__class__ = CutSequential
     elif "layer_end" in own:
@@ -91,22 +114,33 @@ def _chain(module: pl.LightningModule) -> None:
 
 
 class StagedStrategy(MegatronStrategy):
-    """Gives a module units before anything looks for them."""
+    """Waits where tests look into a folder."""
 
-    def check_before_launch(self, trainer: Any, data: Any = None) -> None:
-        """See the base class."""
-        if self.lightning_module is not None:
-            give_units(self.lightning_module)
-        super().check_before_launch(trainer, data)
-
+    @override
     def remove_checkpoint(self, filepath: Any) -> None:
-        """Come back on no rank before it is gone: tests look into the folder."""
+        """Come back on no rank before it is gone."""
         super().remove_checkpoint(filepath)
         self.barrier()
 
-    def _assemble(self) -> None:
-        give_units(self.module)
-        super()._assemble()
+
+def give_units_first() -> None:
+    """Give a module units before the checks at the start look for them, and before it is divided.
+
+    Raises:
+        AttributeError: If what is wrapped has another name: an override would be called no more.
+    """
+    check, assemble = preflight.check_before_launch, DividedModule.assemble_built
+
+    def check_cut(options: Any, world_size: int, module: pl.LightningModule, *args: Any) -> None:
+        give_units(module)
+        check(options, world_size, module, *args)
+
+    def assemble_cut(self: DividedModule) -> None:
+        give_units(self._module)  # with the layers that configure_model has built
+        assemble(self)
+
+    preflight.check_before_launch = check_cut
+    DividedModule.assemble_built = assemble_cut  # type: ignore[method-assign]
 
 
 class _Ranks:
@@ -148,6 +182,7 @@ def install(config: pytest.Config) -> None:
     """Make every Trainer of one CPU device a rank of two stages."""
     ranks = _Ranks(float(config.getoption("--timeout") or 60) / 2)
     config.pluginmanager.register(ranks, "megatron-in-step")
+    give_units_first()
     choose = _AcceleratorConnector._choose_strategy
 
     def choose_megatron(self: _AcceleratorConnector) -> Strategy | str:
