@@ -37,6 +37,8 @@ _SCHEMAS = (
 )
 REASONING = ("reasoning_content", "reasoning", "thinking")
 """Keys of the reasoning in a message."""
+_INSTEAD_OF_CONTENT = ("tool_calls", "function_call", *REASONING)
+"""Keys of an answer that needs no content."""
 THOUGHT = re.compile(r"<think>.*?</think>\s*", re.DOTALL)
 """Reasoning inside of a message's content."""
 
@@ -110,10 +112,34 @@ def _chat(row: Row, key: str, messages: Any, answers_from: int = 0) -> Chat:
             raise DataError(
                 f"{row.where}: message {index} of {key} must be an object with role and content"
             )
+        _check_message(row, index, message)
         if message["role"] == ASSISTANT and index >= answers_from and _counts(row, index, message):
             trained.add(index)
         made.append(_message(row, index, message))
     return Chat(row.where, made, _tools(row), frozenset(trained))
+
+
+def _check_message(row: Row, index: int, message: Mapping[str, Any]) -> None:
+    """Refuse a message that would be rendered as an empty one, or by a role of ShareGPT.
+
+    Raises:
+        DataError: the message has no content, or its role is another word for user or assistant.
+
+    """
+    role = message["role"]
+    meant = _ROLES.get(role, role)
+    if meant != role and meant in ("user", ASSISTANT):
+        raise DataError(
+            f"{row.where}: message {index} has the role {role!r}, which templates do not know and "
+            f"which has no loss; write {meant!r}"
+        )
+    if message.get("content") is not None or role == "tool":
+        return
+    if role != ASSISTANT or not any(message.get(key) for key in _INSTEAD_OF_CONTENT):
+        raise DataError(
+            f"{row.where}: message {index} of the role {role!r} has no content, but the keys "
+            f"{sorted(message)}; write its text as content"
+        )
 
 
 def _counts(row: Row, index: int, message: Mapping[str, Any]) -> bool:

@@ -86,10 +86,13 @@ class IndexedDataset:
                 return np.empty(0, np.uint8)  # an empty file cannot be mapped
             return np.memmap(path, np.uint8, mode="r").view(np.ndarray)
         except OSError as error:
+            written = f"{self.prefix}_text_document"  # what preprocess makes of --output-prefix
+            fix = "check the path, or write them with `megatron-lightning preprocess`"
+            if idx_path(written).is_file():
+                fix = f"{written} is here: set that prefix"
             raise DataError(
                 f"{path}: cannot be read ({error.strerror}); a dataset is two files, "
-                f"{self.prefix}.bin and {self.prefix}.idx, named by their common prefix: check the "
-                "path, or write them with `megatron-lightning preprocess`"
+                f"{self.prefix}.bin and {self.prefix}.idx, named by their common prefix: {fix}"
             ) from error
 
     def _read_header(self, index: npt.NDArray[np.uint8]) -> tuple[np.dtype[np.generic], int, int]:

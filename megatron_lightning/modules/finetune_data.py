@@ -274,9 +274,12 @@ class FinetuneDataModule(pl.LightningDataModule):
             self._validate = Sources([self._documents(path) for path in self.val_paths])
         for name, sources in (("training", self._train), ("validation", self._validate)):
             if sources is not None and not len(sources):
+                counts = self._counts(parts)
+                if not counts:
+                    raise DataError(f"the {name} data have no row: the files are empty")
                 raise DataError(
                     f"the {name} data have no document with a trained token: "
-                    f"{self._counts(parts)}. Set truncation or sequence_length so that some stay."
+                    f"{counts}. Set truncation or sequence_length so that some stay."
                 )
         if stage == "fit":
             self._order_of_rows = RowOrder(

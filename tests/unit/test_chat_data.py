@@ -316,6 +316,18 @@ WRONG: dict[str, tuple[Any, str]] = {
         {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
         "a part of the type 'image_url', and only text can be trained",
     ),
+    "another key": (
+        {"messages": [{"role": "user", "text": "a"}, TWO[1]]},
+        r"message 0 of the role 'user' has no content, but the keys \['role', 'text'\]",
+    ),
+    "an answer without content": (
+        {"messages": [TWO[0], {"role": "assistant", "content": None}]},
+        "message 1 of the role 'assistant' has no content",
+    ),
+    "a role of ShareGPT": (
+        {"messages": [TWO[0], {"role": "bot", "content": "a"}]},
+        "message 1 has the role 'bot', .* write 'assistant'",
+    ),
     "a fraction": (
         {"messages": [TWO[0], {**TWO[1], "weight": 0.5}]}, "message 1 has weight=0.5",
     ),
@@ -424,6 +436,8 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     (tmp_path / "notes.md").write_text("x")
     with pytest.raises(DataError, match="the suffix says no format"):
         list(read_rows(str(tmp_path / "notes.md")))
+    with pytest.raises(DataError, match="the training data have no row: the files are empty"):
+        _rows(_module(tmp_path, [], make_tokenizer()))
     with pytest.raises(DataError, match=r"labels must be a list of integers"):
         parse_row(Row("here", {"input_ids": [1], "labels": ["a"]}))
 

@@ -124,6 +124,12 @@ def damage(path: Path, position: int, value: bytes) -> None:
     path.write_bytes(bytes(content))
 
 
+def test_the_prefix_that_preprocess_made_is_named(tmp_path: Path) -> None:
+    (tmp_path / "text_text_document.idx").touch()
+    with pytest.raises(DataError, match=r"text_text_document is here: set that prefix"):
+        IndexedDataset(tmp_path / "text")
+
+
 @pytest.mark.parametrize(
     ("harm", "message"),
     [
