@@ -71,18 +71,20 @@ class ModelJob:
 
         Raises:
             ConfigError: If there is no tokenizer, or the tokenizer has more ids than the model.
+            CheckpointError: If the checkpoint cannot be read.
             DataError: If the tokenizer cannot be loaded.
         """
+        saved = self.saved  # first: where no model is, the model is missing, not its tokenizer
         name = self.tokenizer_model or self.checkpoint
         codec = (
             find_codec(self.checkpoint)
             if self.tokenizer_model is None
             else load_codec(self.tokenizer_model, self.tokenizer_type)
         )
-        if codec.vocab_size > self.saved.vocab_size:
+        if codec.vocab_size > saved.vocab_size:
             raise ConfigError(
                 f"{name} has {codec.vocab_size} ids and the model in "
-                f"{self.checkpoint} has vocab_size={self.saved.vocab_size}. Set tokenizer_model "
+                f"{self.checkpoint} has vocab_size={saved.vocab_size}. Set tokenizer_model "
                 "to the tokenizer that made the training data."
             )
         return codec

@@ -6,6 +6,7 @@ the same tokens.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -49,10 +50,10 @@ class Sampling:
                 f"max_new_tokens={self.max_new_tokens} must be a positive integer. Set it to 1 or "
                 "more."
             )
-        if not self.temperature >= 0.0:
+        if not 0.0 <= self.temperature < math.inf:
             raise ConfigError(
-                f"temperature={self.temperature} is below 0. Set it to 0 (most likely token) or "
-                "more."
+                f"temperature={self.temperature} is no finite number from 0 on. Set it to 0 (most "
+                "likely token) or more."
             )
         if self.top_k is not None and self.top_k < 1:
             raise ConfigError(

@@ -16,6 +16,7 @@ from typing import Any
 
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
+from starlette.exceptions import HTTPException
 
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.inference import page
@@ -123,6 +124,8 @@ class Server:
         app = FastAPI(title="megatron-lightning", docs_url=None, redoc_url=None, openapi_url=None)
         app.middleware("http")(self._guard)
         app.add_exception_handler(ApiError, _failed)
+        app.add_exception_handler(HTTPException, _failed)  # no such path or method
+        app.add_exception_handler(Exception, _failed)
         for path, text, kind in (
             ("/", page.HTML, "text/html"),
             ("/page.css", page.CSS, "text/css"),
@@ -216,9 +219,16 @@ class Server:
             if len(content) > limit:
                 raise ApiError(413, f"the body is larger than {limit:,} bytes.")
         try:
-            return json.loads(content)
+            body = json.loads(content)
+            # JSON may escape half of a surrogate pair ("\\ud800"), which is no character.
+            json.dumps(body, ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            raise ApiError(
+                400, "the body has an escaped surrogate without its pair, which is no character."
+            ) from error
         except (ValueError, RecursionError) as error:
             raise ApiError(400, f"the body is no JSON ({error}).") from error
+        return body
 
     def _readers(self, request: ApiRequest) -> list[Reader]:
         """Begin to write. Prompt i draws from the seed plus i."""
@@ -303,5 +313,11 @@ def _answer_of(error: ApiError) -> JSONResponse:
     return JSONResponse(error.body, status_code=error.status)
 
 
-async def _failed(_: Request, error: Exception) -> Response:
-    return _answer_of(error if isinstance(error, ApiError) else ApiError(500, str(error)))
+async def _failed(http: Request, error: Exception) -> Response:
+    if isinstance(error, ApiError):
+        return _answer_of(error)
+    if isinstance(error, HTTPException):
+        message = f"{http.method} {http.url.path}: {error.detail}."
+        return _answer_of(ApiError(error.status_code, message))
+    # The traceback goes to the server's log, not to the client.
+    return _answer_of(ApiError(500, "the server has failed; its log says why."))

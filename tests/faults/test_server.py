@@ -205,11 +205,21 @@ def _check_refusals(server: Served, client: openai.OpenAI) -> None:
         ({"prompt": [1, 9999]}, "token 9999"),
         ({"logprobs": 5}, "best token only"),
         ({"temperature": -1}, "temperature=-1"),
+        ({"prompt": [1, 2], "extra_body": {"stop": ""}}, "stop has to be"),
         ({"extra_body": {"chat_template": "x"}}, "no parameter 'chat_template'"),
     ):
         with pytest.raises(openai.BadRequestError, match=message):
             client.completions.create(**{"model": name, "prompt": "x", **options})
     assert server.post(b"{")[0] == 400 and server.post(b"[1]")[0] == 400
+    for body, message in (
+        (rb'{"prompt": "\ud800"}', "surrogate without its pair"),
+        (b'{"prompt": "x", "temperature": 1e400}', "temperature=inf is no finite number"),
+        (b'{"prompt": "x", "temperature": NaN}', "temperature=nan is no finite number"),
+    ):
+        status, answer = server.post(body)
+        assert status == 400 and message in answer["error"]["message"]
+    with pytest.raises(openai.NotFoundError, match="POST /v1/nothing: Not Found"):
+        client.post("/nothing", cast_to=object)
     assert server.post(b'{"prompt": "%s"}' % (b"x" * (5 << 20)))[0] == 413
     assert server.post(b'{"prompt": "x"}', {"Content-Type": "text/plain"})[0] == 415
     assert server.post(b'{"prompt": "x"}', {"Host": "evil.example"})[0] == 403
