@@ -1,7 +1,8 @@
 """Starts of one run: the number of starts, the first step of each start, and the logs of each
 start.
 
-Rank 0 keeps the file ``starts.json`` in ``default_root_dir``. A start from a checkpoint found by
+Rank 0 keeps the file ``starts.json`` in ``default_root_dir``, if a launcher may start the run again
+or the start is a restart. A start from a checkpoint found by
 Lightning itself (``ckpt_path="last"``, or Slurm's requeue) is a restart of the same run. Any other
 start begins a new record.
 """
@@ -80,7 +81,8 @@ class Starts:
             return
         drop_later_rows(trainer.loggers, next_logged_step(trainer))
         is_local = not is_remote(str(trainer.default_root_dir))
-        if not (is_local and trainer.checkpoint_callbacks):  # nothing to resume from
+        resumes = is_local and bool(trainer.checkpoint_callbacks)
+        if not (resumes and (self._is_restart or _may_start_again())):
             return
         self._path = _path_of(trainer)
         record = _read(trainer) if self._is_restart else {}
@@ -141,6 +143,12 @@ def _check_progress(starts: list[dict[str, Any]]) -> None:
             "broken machine does not. Look at the first traceback of the last start; a start by "
             "hand counts anew."
         )
+
+
+def _may_start_again() -> bool:
+    """Return whether torchrun, Slurm or the process itself starts this run again."""
+    elastic = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
+    return is_restarted() or elastic or "SLURM_JOB_ID" in os.environ
 
 
 def _is_automatic() -> bool:
