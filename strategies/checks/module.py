@@ -32,7 +32,8 @@ def planned_module(module: pl.LightningModule) -> pl.LightningModule | None:
     """
     if not is_built_later(module):
         return module
-    if is_overridden("setup", module):
+    sets_up = type(module).setup is not HuggingFaceModule.setup  # builds nothing
+    if is_overridden("setup", module) and sets_up:
         return None
     builds = type(module).configure_model
     if builds is HuggingFaceModule.configure_model:

@@ -3,6 +3,7 @@ bit-equal to those without it."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -27,11 +28,13 @@ class _Calls(pl.Callback):
     def on_train_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         for name, child in module.named_modules():
             if name.endswith(".linear_qkv"):
-                child.register_forward_hook(self._note)
+                # Not a hook, which the strategy refuses where it would see a shard.
+                child.forward = partial(self._note, child, child.forward)
 
-    def _note(self, child: torch.nn.Module, *_: Any) -> None:
+    def _note(self, child: torch.nn.Module, forward: Any, *args: Any, **kwargs: Any) -> Any:
         # The run that only follows what units use is not recorded.
         self.count += child.training and torch.is_grad_enabled()
+        return forward(*args, **kwargs)
 
 
 def _train(
