@@ -98,7 +98,7 @@ def _load(folder: str, tensor: int, pipeline: int) -> None:
         torch.testing.assert_close(copies["averaged"][name], parameter.detach() + 1, rtol=0, atol=0)
 
 
-@pytest.mark.spread(2)
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("size", LAYOUTS.values(), ids=LAYOUTS)
 def test_the_state_of_one_layout_is_read_by_another(size: tuple[int, int], tmp_path: Path) -> None:
     num_ranks = size[0] * size[1]
@@ -139,7 +139,7 @@ def _use_again(tensor: int, pipeline: int) -> None:
     assert assemble(module, context, None, placement, PipelineOptions()).specs == part.specs
 
 
-@pytest.mark.spread(2)
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("size", LAYOUTS.values(), ids=LAYOUTS)
 def test_a_part_is_used_again(size: tuple[int, int]) -> None:
     run_ranks(size[0] * size[1], _use_again, *size)

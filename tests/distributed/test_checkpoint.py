@@ -144,7 +144,7 @@ _PAIRS = [
 ]
 
 
-@pytest.mark.spread(2)
+@pytest.mark.spread(1)
 @pytest.mark.parametrize(("saved", "loaded"), _PAIRS)
 def test_any_layout_to_any_layout(tmp_path: Path, saved: str, loaded: str) -> None:
     path = str(tmp_path / "a.ckpt")
@@ -207,7 +207,7 @@ def _save_with_hidden_faults(path: str, fault: str) -> str:
     return _expect_error(lambda: save_sharded(path, shards, state, group=context.axis("world")))
 
 
-@pytest.mark.spread(2)
+@pytest.mark.spread(1)
 @pytest.mark.parametrize(
     ("fault", "message"),
     [

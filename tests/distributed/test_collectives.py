@@ -80,7 +80,7 @@ def pair_body(dim: int) -> None:
         assert torch.equal(x.detach(), ranks[rank]), f"{name} changed its argument"
 
 
-@pytest.mark.spread(2)
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("dim", [0, 1, -1])
 def test_pairs_do_what_they_say(dim: int) -> None:
     run_ranks(4 if dim == 0 else 2, pair_body, dim)
@@ -161,7 +161,7 @@ def loss_body(vocab_size: int, dtype: torch.dtype) -> None:
     assert not grad[0, 1].any()
 
 
-@pytest.mark.spread(2)
+@pytest.mark.spread(1)
 @pytest.mark.parametrize(("size", "vocab_size"), [(2, 64), (4, 50)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_vocab_parallel_loss_equals_cross_entropy(

@@ -109,7 +109,7 @@ def _spread(*usual: tuple[int, str], sizes: Sequence[int]) -> Any:
     )
 
 
-@pytest.mark.spread(2)
+@pytest.mark.spread(1)
 @_spread((2, "all_gather"), (2, "a2a"), (4, "p2p"), (4, "a2a+p2p"), sizes=[1, 2, 4, 8])
 def test_outputs_and_gradients_equal_an_explicit_mask(num_ranks: int, backend: str) -> None:
     _compare(num_ranks, backend)
@@ -174,7 +174,7 @@ def _gradcheck(num_ranks: int, backend: str) -> bool:
     return torch.autograd.gradcheck(run, [x.requires_grad_() for x in (q, k, v)])
 
 
-@pytest.mark.spread(2)
+@pytest.mark.spread(1)
 @_spread((2, "p2p"), (2, "all_gather"), (2, "a2a"), sizes=[1, 2, 4])
 def test_gradients_of_scatter_attention_gather(num_ranks: int, backend: str) -> None:
     assert all(run_ranks(num_ranks, _gradcheck, num_ranks, backend))

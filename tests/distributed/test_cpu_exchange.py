@@ -65,7 +65,7 @@ def _body(dtype: torch.dtype, kind: str) -> None:
     assert torch.equal(own, reduced)
 
 
-@pytest.mark.spread(2)
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("kind", COLUMNS)
 @pytest.mark.parametrize(
     ("size", "dtype"), [(2, torch.float32), (4, torch.bfloat16)], ids=["2-fp32", "4-bf16"]

@@ -172,7 +172,7 @@ def _run_all(layout: str, dispatcher: str) -> dict[str, list[Any]]:
     return results
 
 
-@pytest.mark.spread(2)
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("dispatcher", DISPATCHERS)
 @pytest.mark.parametrize(
     "layout",
@@ -196,7 +196,7 @@ def test_outputs_and_gradients_equal_a_dense_reference(layout: str, dispatcher: 
                 assert error <= tolerance, (name, dtype, index)
 
 
-@pytest.mark.spread(2)
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("name", CASES)
 def test_one_rank_equals_a_dense_reference(name: str) -> None:
     for dtype, tolerance in TOLERANCES.items():
@@ -227,7 +227,7 @@ def _order_of_rows(layout: str, dispatcher: str, name: str) -> tuple[Any, Any, A
     return rows[:, 0].tolist(), counts.tolist(), chosen
 
 
-@pytest.mark.spread(2)
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("name", ["random", "drop by position"])
 @pytest.mark.parametrize("dispatcher", DISPATCHERS)
 @pytest.mark.parametrize("layout", ["ep2", "ep2-etp2"])
@@ -280,7 +280,7 @@ def _traffic(layout: str, dispatcher: str, name: str) -> tuple[Any, ...]:
     return sent, int(routing.chosen.sum()) * HIDDEN, rows.numel(), shapes
 
 
-@pytest.mark.spread(2)
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("name", ["random", "90 % to one expert", "drop by probability"])
 @pytest.mark.parametrize(
     "layout",

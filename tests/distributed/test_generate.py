@@ -109,7 +109,7 @@ def reference(config: TransformerConfig, sampling: Sampling) -> list[list[int]]:
     return texts
 
 
-@pytest.mark.spread(2)
+@pytest.mark.spread(1)
 @pytest.mark.parametrize(
     "size", [(1, 1), (2, 1), (1, 2), (2, 2), (1, 3)], ids=lambda size: f"tp{size[0]}pp{size[1]}"
 )
@@ -122,7 +122,7 @@ def test_every_layout_gives_the_same_text(size: tuple[int, int], tmp_path: Path)
             assert texts == expected
 
 
-@pytest.mark.spread(2)
+@pytest.mark.spread(1)
 @pytest.mark.parametrize(("tensor", "pipeline", "experts"), [(2, 1, 1), (2, 1, 2), (2, 2, 2)])
 def test_experts_give_the_same_text(
     tensor: int, pipeline: int, experts: int, tmp_path: Path
@@ -201,7 +201,7 @@ def test_greedy_takes_the_most_likely_and_stops_at_the_end_of_the_document() -> 
     assert texts == [[0, 1, 2, 3, 4, 5, 6], [6, 5, 6, 7]]
 
 
-@pytest.mark.spread(2)
+@pytest.mark.spread(1)
 @pytest.mark.parametrize(
     ("options", "shares"),
     [
@@ -228,7 +228,7 @@ def test_a_seed_gives_the_same_text_again_whatever_stands_beside_it() -> None:
     assert together != sample(table, [[0], [4]], Sampling(max_new_tokens=20, seed=6))
 
 
-@pytest.mark.spread(2)
+@pytest.mark.spread(1)
 @pytest.mark.parametrize(
     "option",
     [{"max_new_tokens": 0}, {"temperature": -1.0}, {"top_k": 0}, {"top_p": 0.0}, {"top_p": 1.5}],

@@ -249,6 +249,7 @@ def _shift(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(GPTModel, "forward", shifted)
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("fault", [_forget, _ignore_window, _shift])
 def test_a_wrong_cache_gives_another_text(
     fault: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

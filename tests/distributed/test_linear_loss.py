@@ -67,7 +67,7 @@ def body(
         assert (grad - expected).norm() <= 1e-6 * expected.norm()
 
 
-@pytest.mark.spread(2)
+@pytest.mark.spread(1)
 @pytest.mark.parametrize(("size", "vocab_size"), [(2, 64), (2, 67), (4, 50), (4, 301)])
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["", "sp"])
 def test_losses_and_gradients_equal_one_rank(

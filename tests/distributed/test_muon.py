@@ -218,7 +218,7 @@ def assemble(shape: tuple[int, ...], boxes: list[Any]) -> Tensor:
     return torch.from_numpy(whole)
 
 
-@pytest.mark.spread(2)
+@pytest.mark.spread(1)
 @pytest.mark.parametrize(
     ("ranks", "sizes", "sharded", "dtype", "options"),
     [

@@ -212,7 +212,7 @@ def test_equals_one_process(
     check(results, reference(name), 1e-6)
 
 
-@pytest.mark.spread(2)
+@pytest.mark.spread(1)
 @pytest.mark.parametrize(("instances", "cp"), [(2, 1), (4, 1), (1, 2), (2, 2)])
 def test_hybrid_shards_equal_one_process(instances: int, cp: int) -> None:
     """Sharded among 4 / ``instances`` neighbours, of both axes, and replicated over the rest: the
@@ -235,7 +235,7 @@ def test_gradients_sent_as_bf16(sharded: bool) -> None:
     assert results[0]["norms"] != pytest.approx(expected["norms"], rel=1e-6)
 
 
-@pytest.mark.spread(2)
+@pytest.mark.spread(1)
 @pytest.mark.parametrize(
     ("name", "sharded", "ranks"), [("adamw", True, 2), ("adamw-fused", False, 1), ("sgd", True, 1)]
 )
@@ -262,7 +262,7 @@ def test_moments_in_bf16(name: str, sharded: bool, ranks: int) -> None:
 
 # bf16: gradients are rounded per sample as in the reference, then summed in fp32; a weight may
 # round to the next bf16 value (2^-8 relative) where the masters differ in the last fp32 digit.
-@pytest.mark.spread(2)
+@pytest.mark.spread(1)
 @pytest.mark.parametrize(("sharded", "ranks"), [(True, 4), (False, 2), (True, 1)])
 def test_half_precision_weights_have_fp32_masters_and_gradients(sharded: bool, ranks: int) -> None:
     micro = NUM_SAMPLES // ranks  # one sample a micro-batch, as in the reference

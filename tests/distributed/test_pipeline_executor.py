@@ -164,7 +164,7 @@ def _train(cases: list[tuple[str, list[list[int]], int | None]]) -> None:
 NAMES = ("gpipe", "1f1b", "gpipe/2", "v", "interleaved/2", "interleaved/3", "zb-h1", "zbv/2")
 
 
-@pytest.mark.spread(2)
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("pp", [1, 2, 4])
 def test_gradients_equal_one_process(pp: int) -> None:
     """Fewer micro-batches than stages, as many, more; equal and ragged, and other shapes in every

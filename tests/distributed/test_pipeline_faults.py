@@ -84,7 +84,7 @@ def _promise(text: str) -> tuple[str, str, PipelinePosition | None]:
     return _caught(lambda: executor.run(schedules.one_f_one_b(2, 4), program))
 
 
-@pytest.mark.spread(2)
+@pytest.mark.spread(1)
 @pytest.mark.parametrize(
     ("fault", "rank", "message"),
     [

@@ -85,7 +85,7 @@ def _groups() -> tuple[int, int, int]:
     return counts[0], counts[1], len(dist.distributed_c10d._world.pg_map) - before
 
 
-@pytest.mark.spread(2)
+@pytest.mark.spread(1)
 @pytest.mark.parametrize(("pp", "counts"), [(1, (0, 0, 0)), (2, (2, 4, 6)), (3, (2, 4, 6))])
 def test_groups_exist_only_for_channels_in_use(pp: int, counts: tuple[int, int, int]) -> None:
     assert run_ranks(pp, _groups) == [counts] * pp

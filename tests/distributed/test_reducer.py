@@ -141,7 +141,7 @@ def reduce_everything(tp: int, pp: int, sharded: bool, bucket_size: int) -> None
             assert float(norm) == pytest.approx(global_norm(context, order), rel=1e-6)
 
 
-@pytest.mark.spread(2)
+@pytest.mark.spread(1)
 @pytest.mark.parametrize(
     ("ranks", "tp", "pp", "sharded", "bucket_size"),
     [
@@ -203,7 +203,7 @@ def count_bytes(sharded: bool, dtype: torch.dtype) -> tuple[list[tuple[str, int]
     return counted.calls, dict(reducer.bytes_communicated)
 
 
-@pytest.mark.spread(2)
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("sharded", [False, True])
 def test_bytes_equal_theory(sharded: bool, dtype: torch.dtype) -> None:

@@ -114,7 +114,7 @@ def several_steps(options: dict[str, Any], sequence_parallel: bool) -> None:
             optimizer.zero_grad()
 
 
-@pytest.mark.spread(2)
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tp", "sp"])
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
@@ -143,7 +143,7 @@ def test_steps_equal_one_process_on_four_ranks() -> None:
     run_ranks(4, several_steps, VARIANTS["qwen-uneven-vocabulary"], True)
 
 
-@pytest.mark.spread(2)
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("per_head", [True, False])
 @pytest.mark.parametrize("groups", [1, 2])
 def test_ranks_share_query_groups(groups: int, per_head: bool) -> None:
@@ -234,7 +234,7 @@ def recorded_run(index: int) -> list[tuple[float, float]]:
     return result
 
 
-@pytest.mark.spread(2)
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("index", [0, 3, 4, 8], ids=["single", "tp2", "tp2-sp", "tied"])
 def test_megatron_core_run_is_reproduced(index: int) -> None:
     run = oracle_model.runs()[index]

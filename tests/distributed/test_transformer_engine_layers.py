@@ -49,7 +49,7 @@ def _compared(kind: str, dim: int | None, options: dict[str, Any]) -> list[float
     return [(a - b).abs().max().item() for a, b in zip(actual, expected, strict=True)]
 
 
-@pytest.mark.spread(2)
+@pytest.mark.spread(1)
 @pytest.mark.parametrize(
     ("kind", "dim", "options"),
     [

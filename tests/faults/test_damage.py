@@ -60,7 +60,7 @@ def _take_from_another_save(file: Path, chance: random.Random, other: Path) -> N
     shutil.copy(chance.choice(foreign), file)
 
 
-@pytest.mark.spread(2)
+@pytest.mark.spread(1)
 @pytest.mark.parametrize(
     "wound", [_flip, _truncate, _grow, _zero, _remove, _swap, _take_from_another_save]
 )

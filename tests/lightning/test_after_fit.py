@@ -67,7 +67,7 @@ def _exported(layout: Layout, folder: str) -> dict[str, Any]:
     return each
 
 
-@pytest.mark.spread(2)
+@pytest.mark.spread(1)
 @layouts(TP2_TOY, PP2, FSDP2, slow=[VPP2, DP2, TP2_PP2, TP2_DP2])
 def test_full_tensors_are_those_of_a_checkpoint(layout: Layout, tmp_path: Path) -> None:
     first, *others = run(layout, _exported, tmp_path)

@@ -140,13 +140,13 @@ def test_a_rate_that_each_stage_computes_is_refused(tmp_path: Path) -> None:
         assert re.search(r"set lr of their optimizer groups to 0\.\d+, 0\.\d+: ", str(error))
 
 
-@pytest.mark.spread(2)
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("case", [case for case in REFUSED if case != "rate"])
 def test_stages_that_differ_are_found_in_the_next_step(case: str, tmp_path: Path) -> None:
     _check(PP2, case, tmp_path)
 
 
-@pytest.mark.spread(2)
+@pytest.mark.spread(1)
 @pytest.mark.parametrize(
     ("layout", "case"),
     [

@@ -155,7 +155,7 @@ def _fit(layout: Layout, folder: str, kind: type[Classifier]) -> tuple[list[floa
     return module.losses, module.sizes
 
 
-@pytest.mark.spread(2)
+@pytest.mark.spread(1)
 @layouts(TP2, PP2, slow=[FSDP2, DP2])
 @pytest.mark.parametrize("kind", [ByClass, ByAttribute])
 def test_weight_decay_groups_equal_one_device(
@@ -174,7 +174,7 @@ def test_hooks_and_lists_of_a_models_parameters_work_on(layout: Layout, tmp_path
     assert_close(mean_over_ranks([rank[0] for rank in ranks]), losses)
 
 
-@pytest.mark.spread(2)
+@pytest.mark.spread(1)
 @pytest.mark.parametrize(
     ("layout", "kind"),
     [

@@ -160,7 +160,7 @@ def _fit(layout: Layout, folder: str, build: Callable[[], nn.Module]) -> Any:
     return module.losses, [path for path, m in module.named_modules() if isinstance(m, kinds)]
 
 
-@pytest.mark.spread(2)
+@pytest.mark.spread(1)
 @pytest.mark.parametrize(
     ("layout", "build", "split"),
     [
@@ -217,7 +217,7 @@ LLAMA = {
 }
 
 
-@pytest.mark.spread(2)
+@pytest.mark.spread(1)
 @pytest.mark.parametrize(
     ("build", "plan", "message"),
     [
@@ -321,7 +321,7 @@ _SHARDED = {
 }
 
 
-@pytest.mark.spread(2)
+@pytest.mark.spread(1)
 @pytest.mark.parametrize(
     ("build", "rows", "more"),
     [

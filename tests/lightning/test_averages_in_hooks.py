@@ -98,7 +98,7 @@ def _mixed(layout: Layout, folder: str, way: str) -> int:
     return fit.global_step
 
 
-@pytest.mark.spread(2)
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("way", [*WAYS, "callback"])
 def test_averages_that_mix_layers_are_refused_before_the_second_step(
     way: str, tmp_path: Path
@@ -133,7 +133,7 @@ def _alone(layout: Layout, folder: str, hook: str, kind: str) -> str:
     return str(error.value)
 
 
-@pytest.mark.spread(2)
+@pytest.mark.spread(1)
 @pytest.mark.parametrize(
     ("layout", "hook", "kind"),
     [

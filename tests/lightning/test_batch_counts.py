@@ -121,7 +121,7 @@ def _validated(layout: Layout, folder: str, kind: str) -> dict[str, Any]:
     }
 
 
-@pytest.mark.spread(2)
+@pytest.mark.spread(1)
 @pytest.mark.parametrize(
     ("layout", "reference", "kind"),
     [
@@ -229,7 +229,7 @@ def _refused(
     return str(caught.value), trainer.global_step
 
 
-@pytest.mark.spread(2)
+@pytest.mark.spread(1)
 @pytest.mark.parametrize(
     ("layout", "fn", "make", "numbers", "module", "message"),
     thinned(

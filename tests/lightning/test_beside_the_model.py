@@ -198,7 +198,7 @@ def _refused(layout: Layout, folder: str, case: str) -> str | None:
 _SLOW = {"flat", "layer by layer", "left"}  # found in the same place as the others
 
 
-@pytest.mark.spread(2)
+@pytest.mark.spread(1)
 @layouts(PP2, slow=[PP2_VPP2])
 @pytest.mark.parametrize(
     "case",

@@ -134,7 +134,7 @@ def _check(found: list[dict[str, Any]], expected: dict[str, Any]) -> None:
                 torch.testing.assert_close(weight, expected["weights"][name], rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.spread(2)
+@pytest.mark.spread(1)
 @pytest.mark.parametrize(
     ("mode", "write"),
     [("zero1", "in_place"), ("ddp", "replaced"), ("fsdp", "copied")]

@@ -140,7 +140,7 @@ def _wrong(found: Any, expected: Any, path: str = "") -> list[str]:
     return [] if found == expected else [path]
 
 
-@pytest.mark.spread(2)
+@pytest.mark.spread(1)
 @layouts(TP2_TOY, PP2, FSDP2, slow=[DP2, TP2_PP2, PP2_DP2])
 def test_every_rank_gets_its_own_part_back(layout: Layout, tmp_path: Path) -> None:
     run(layout, _save, tmp_path)
@@ -305,7 +305,7 @@ def _drifting(layout: Layout, folder: str, kind: str, saves: bool) -> str:
     return str(caught.value)
 
 
-@pytest.mark.spread(2)
+@pytest.mark.spread(1)
 @pytest.mark.parametrize(
     ("layout", "kind", "saves", "name"),
     [

@@ -124,7 +124,7 @@ def _fit(
     return {name: parameter.detach() for name, parameter in module.named_parameters()}
 
 
-@pytest.mark.spread(2)
+@pytest.mark.spread(1)
 @pytest.mark.parametrize(
     ("kind", "change", "at", "accumulate"),
     [
@@ -202,7 +202,7 @@ def _refused(layout: Layout, folder: str, kind: type[_Changes], change: Any, **o
     return "" if isinstance(error.value, PeerFailure) else str(error.value)
 
 
-@pytest.mark.spread(2)
+@pytest.mark.spread(1)
 @pytest.mark.parametrize(
     ("layout", "kind", "change", "text"),
     thinned(

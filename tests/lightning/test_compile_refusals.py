@@ -33,7 +33,7 @@ def _strategy(**options: Any) -> Callable[[], object]:
     return lambda: MegatronStrategy(**options)
 
 
-@pytest.mark.spread(2)
+@pytest.mark.spread(1)
 @pytest.mark.parametrize(
     ("make", "message"),
     [

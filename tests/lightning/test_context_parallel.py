@@ -445,7 +445,7 @@ def _losses(
     return [loss for loss, _ in module.seen], metrics
 
 
-@pytest.mark.spread(2)
+@pytest.mark.spread(1)
 @pytest.mark.parametrize(
     ("kind", "masked"), [(Counts, True), (Prompts, "prompts"), (CollectsForTheEpoch, False)]
 )
@@ -461,7 +461,7 @@ def test_means_are_over_the_items(
             assert rank[1] == pytest.approx(metrics, rel=1e-5)
 
 
-@pytest.mark.spread(2)
+@pytest.mark.spread(1)
 @pytest.mark.parametrize(
     ("given", "sizes", "words"),
     [
@@ -488,7 +488,7 @@ def test_options_that_contradict_themselves(given: Any, sizes: Any, words: str) 
         ContextOptions(cp_comm_type=given, hierarchical_context_parallel_sizes=sizes)
 
 
-@pytest.mark.spread(2)
+@pytest.mark.spread(1)
 @pytest.mark.parametrize(
     ("size", "sizes", "words"),
     [
@@ -622,7 +622,7 @@ def test_a_model_with_a_window_sees_no_further() -> None:
         )
 
 
-@pytest.mark.spread(2)
+@pytest.mark.spread(1)
 @pytest.mark.parametrize(
     ("size", "given", "levels", "words"),
     [

@@ -93,7 +93,7 @@ def _train(layout: Layout, folder: str, name: str) -> dict[str, Any]:
     }
 
 
-@pytest.mark.spread(2)
+@pytest.mark.spread(1)
 @pytest.mark.parametrize(
     ("layout", "name"),
     [

@@ -24,7 +24,7 @@ from megatron_lightning.rules import check_data_parallel
 from megatron_lightning.strategies import MegatronStrategy
 
 
-@pytest.mark.spread(2)
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("value", [0, -1, 1.5, True])
 def test_counts_are_whole_numbers(value: object) -> None:
     with pytest.raises(ConfigError, match=r"bucket_size is .*; it must be a positive integer"):
@@ -38,7 +38,7 @@ def test_moments_have_two_dtypes() -> None:
         DataParallelOptions(moments_dtype="fp8")  # type: ignore[arg-type]
 
 
-@pytest.mark.spread(2)
+@pytest.mark.spread(1)
 @pytest.mark.parametrize(
     ("cls", "options", "rounded"),
     [

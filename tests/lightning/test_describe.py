@@ -112,7 +112,7 @@ def _summary(layout: Layout, folder: str, rich: bool) -> list[str]:
     return [stream.getvalue(), *kept]
 
 
-@pytest.mark.spread(2)
+@pytest.mark.spread(1)
 @layouts(PP2, TP2_TOY, ONE)
 @pytest.mark.parametrize("rich", [False, True])
 def test_the_summary_shows_the_full_model(layout: Layout, rich: bool, tmp_path: Path) -> None:

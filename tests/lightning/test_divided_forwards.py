@@ -406,7 +406,7 @@ def _losses(layout: Layout, folder: str, net: str) -> list[float]:
     return losses
 
 
-@pytest.mark.spread(2)
+@pytest.mark.spread(1)
 @pytest.mark.parametrize(
     "net", [pytest.param(n, marks=[pytest.mark.slow] if n == "over two" else []) for n in NETS]
 )

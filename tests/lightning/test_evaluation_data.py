@@ -81,7 +81,7 @@ def _evaluated(layout: Layout, folder: str, kind: str) -> dict[str, Any]:
     return {"seen": module.seen, "metrics": metrics}
 
 
-@pytest.mark.spread(2)
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("kind", LOADERS)
 @layouts(DP2)
 def test_every_sample_is_seen_once(layout: Layout, kind: str, tmp_path: Path) -> None:

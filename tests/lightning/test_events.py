@@ -88,7 +88,7 @@ def _events(layout: Layout, folder: str, accumulate: int) -> dict[str, list[str]
     return found
 
 
-@pytest.mark.spread(2)
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("accumulate", [1, 3])
 @layouts(PP2, DP2, slow=[MICRO, DDP2, PP2_DP2])
 def test_order_of_events(layout: Layout, accumulate: int, tmp_path: Path) -> None:

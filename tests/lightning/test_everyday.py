@@ -121,7 +121,7 @@ def test_the_run_is_worth_comparing(plain: _Run) -> None:
     assert len(result["top"]) == 2
 
 
-@pytest.mark.spread(2)
+@pytest.mark.spread(1)
 def test_losses_and_gradient_norms(plain: _Run, ours: _Run) -> None:
     expected = plain.ranks[0]
     assert_close(mean_over_ranks([rank["losses"] for rank in ours.ranks]), expected["losses"])
@@ -129,7 +129,7 @@ def test_losses_and_gradient_norms(plain: _Run, ours: _Run) -> None:
         assert_close(rank["norms"], expected["norms"])
 
 
-@pytest.mark.spread(2)
+@pytest.mark.spread(1)
 def test_callback_metrics_on_every_rank(plain: _Run, ours: _Run) -> None:
     """Among them torchmetrics (val_acc, train_mean) and a metric computed in
     on_validation_epoch_end."""
@@ -144,13 +144,13 @@ def test_callback_metrics_on_every_rank(plain: _Run, ours: _Run) -> None:
         assert_close(actual, expected)
 
 
-@pytest.mark.spread(2)
+@pytest.mark.spread(1)
 def test_early_stopping(plain: _Run, ours: _Run) -> None:
     for rank in ours.ranks:
         assert_close(rank["stopped"], plain.ranks[0]["stopped"])
 
 
-@pytest.mark.spread(2)
+@pytest.mark.spread(1)
 def test_checkpoints(plain: _Run, ours: _Run) -> None:
     names = sorted(path.name for path in (plain.folder / "ckpt").iterdir())
     assert sorted(path.name for path in (ours.folder / "ckpt").iterdir()) == names
@@ -163,7 +163,7 @@ def test_checkpoints(plain: _Run, ours: _Run) -> None:
             assert_close(rank[key], plain.ranks[0][key])
 
 
-@pytest.mark.spread(2)
+@pytest.mark.spread(1)
 def test_learning_rates(plain: _Run, ours: _Run) -> None:
     for rank in ours.ranks:
         assert rank["rates"] == plain.ranks[0]["rates"]
@@ -177,7 +177,7 @@ def _tensorboard(folder: Path) -> dict[str, list[tuple[int, float]]]:
     }
 
 
-@pytest.mark.spread(2)
+@pytest.mark.spread(1)
 def test_tensorboard(plain: _Run, ours: _Run) -> None:
     expected, actual = _tensorboard(plain.folder), _tensorboard(ours.folder)
     direct, expected_direct = actual.pop("direct"), expected.pop("direct")
@@ -195,7 +195,7 @@ def test_tensorboard(plain: _Run, ours: _Run) -> None:
         assert_close(means, [value for _, value in expected_direct], 1e-4)
 
 
-@pytest.mark.spread(2)
+@pytest.mark.spread(1)
 def test_csv(plain: _Run, ours: _Run) -> None:
     def rows(folder: Path) -> list[dict[str, str]]:
         with open(folder / "csv" / "version_0" / "metrics.csv") as file:

@@ -110,7 +110,7 @@ class _Penalised(_Explicit):
         return super().training_step(batch, batch_idx)["loss"] + penalty
 
 
-@pytest.mark.spread(2)
+@pytest.mark.spread(1)
 @pytest.mark.parametrize(
     ("module", "options", "error", "message"),
     [

@@ -329,7 +329,7 @@ def test_a_child_that_fails_takes_the_others_along(capsys: pytest.CaptureFixture
     assert "rank 2 failed: its process" in capsys.readouterr().err
 
 
-@pytest.mark.spread(2)
+@pytest.mark.spread(1)
 @pytest.mark.parametrize(
     ("codes", "named"), [((1, -9), 2), ((-15, 1), 2), ((-15, 1, -9), 3), ((1, 1), 1), ((0, 7), 2)]
 )

@@ -152,7 +152,7 @@ ZB = {"pipeline_schedule": "zb-h1"}
 LOWEST = {"plugins": MegatronMixedPrecision("16-mixed", "cpu", LossScaleOptions(initial_scale=1.0))}
 
 
-@pytest.mark.spread(2)
+@pytest.mark.spread(1)
 @pytest.mark.parametrize(
     ("layout", "where", "more"),
     [

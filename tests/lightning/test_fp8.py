@@ -115,7 +115,7 @@ def _compared(strategy: dict[str, Any], scaling: str, options: dict[str, Any]) -
 BANDS = {"ep2": 5e-2, "sp2": 5e-2, "tp2-pp2": 5e-2}
 
 
-@pytest.mark.spread(2)
+@pytest.mark.spread(1)
 @recipe_matrix(SCALINGS, CASES, fast=FAST)
 def test_layouts_equal_one_process(scaling: str, case: str) -> None:
     """1e-5 where no scale crosses ranks: sums of gradients come in another order. Norms are global;
@@ -367,7 +367,7 @@ UNFIT: dict[str, tuple[FP8Recipe, str]] = {
 }
 
 
-@pytest.mark.spread(2)
+@pytest.mark.spread(1)
 @pytest.mark.parametrize(
     ("case", "model"),
     [*(("pattern", model) for model in ("gpt", "llama")), ("nothing", "llama"), ("layers", "t5")],

@@ -251,7 +251,7 @@ def _one(case: str, scaling: str) -> Results:
     return results  # type: ignore[no-any-return]
 
 
-@pytest.mark.spread(2)
+@pytest.mark.spread(1)
 @pytest.mark.timeout(200)
 @recipe_matrix(SCALINGS, CASES, fast=FAST, without=RANDOM)
 def test_training_and_evaluation_equal_one_process(scaling: str, case: str) -> None:

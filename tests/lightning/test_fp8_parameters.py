@@ -261,7 +261,7 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.spread(2)
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_cannot_be_is_refused_before_a_process_group(case: str) -> None:
     strategy, options, message = REFUSED[case]

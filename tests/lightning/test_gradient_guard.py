@@ -256,7 +256,7 @@ class _ReadsNorm(pl.Callback):
         )
 
 
-@pytest.mark.spread(2)
+@pytest.mark.spread(1)
 @pytest.mark.parametrize(
     ("layout", "kind", "text"),
     thinned(

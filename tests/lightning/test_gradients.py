@@ -83,7 +83,7 @@ def _visible(layout: Layout, folder: str, accumulate: int) -> dict[str, Any]:
     return grads.seen
 
 
-@pytest.mark.spread(2)
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("accumulate", [1, 2])
 @layouts(PP2, DDP2, slow=[MICRO, PP2_DDP2])
 def test_p_grad_is_the_full_gradient(layout: Layout, accumulate: int, tmp_path: Path) -> None:
@@ -168,7 +168,7 @@ def _weighted(layout: Layout, folder: str, flushes: int) -> dict[str, Any]:
     }
 
 
-@pytest.mark.spread(2)
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("flushes", [1, 2])
 @layouts(PP2, DP2, slow=[MICRO, DDP2, PP2_DP2, PP2_DDP2])
 def test_num_items_is_exact(layout: Layout, flushes: int, tmp_path: Path) -> None:
@@ -323,7 +323,7 @@ def _trained_without(style: str, sequence_parallel: bool) -> str | None:
     return None
 
 
-@pytest.mark.spread(2)
+@pytest.mark.spread(1)
 @pytest.mark.parametrize(
     ("style", "sequence_parallel", "found"),
     [

@@ -72,7 +72,7 @@ def test_micro_batches_with_different_numbers_of_labels() -> None:
     assert "num_items(batch)" in hint
 
 
-@pytest.mark.spread(2)
+@pytest.mark.spread(1)
 @pytest.mark.parametrize(
     ("ignored", "micro", "counts"),
     [

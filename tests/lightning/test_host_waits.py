@@ -97,7 +97,7 @@ def _reads(precision: str, options: Mapping[str, Any]) -> list[str]:
     return module.reads.found
 
 
-@pytest.mark.spread(2)
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
 @pytest.mark.parametrize("micro_batch_size", [None, 2])
 def test_one_rank_never_waits(precision: str, micro_batch_size: int | None) -> None:

@@ -82,7 +82,7 @@ def test_a_masked_training_under_a_pipeline_equals_plain_lightning(folder: str) 
         assert rates == plain[1] == pytest.approx([0.0, 5e-4, 1e-3, 5e-4])
 
 
-@pytest.mark.spread(2)
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true"])
 @pytest.mark.parametrize("options", [None, {}])
 def test_a_bf16_folder_moves_at_a_small_rate(

@@ -121,7 +121,7 @@ def _play(layout: Layout, folder: str, toggle: Toggle) -> dict[str, Any]:
     }
 
 
-@pytest.mark.spread(2)
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("toggle", ["toggled", "unsynchronised", "never"])
 @layouts(DP2, DDP2)
 def test_two_optimizers(layout: Layout, toggle: Toggle, tmp_path: Path) -> None:

@@ -77,7 +77,7 @@ def _refusal(layout: Layout, folder: str, kind: type[_Manual]) -> str:
     return "" if isinstance(error.value, PeerFailure) else str(error.value)
 
 
-@pytest.mark.spread(2)
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("kind", [_CallsBackward, _Assigns])
 @layouts(DP2, DDP2)
 def test_gradients_of_one_rank_are_refused(

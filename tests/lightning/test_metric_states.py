@@ -200,7 +200,7 @@ def _hidden(layout: Layout, folder: str) -> dict[str, float]:
     return counter.values
 
 
-@pytest.mark.spread(2)
+@pytest.mark.spread(1)
 @layouts(DP2, TP2_TOY, STAGES, slow=[PP2])
 def test_metrics_that_are_no_attributes(layout: Layout, tmp_path: Path) -> None:
     expected = single(_hidden)

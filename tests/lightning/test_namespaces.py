@@ -30,6 +30,7 @@ except Exception as error:
 """
 
 
+@pytest.mark.slow
 def test_the_import_to_write_is_named() -> None:
     run = subprocess.run(
         [sys.executable, "-c", PROGRAM],

@@ -130,7 +130,7 @@ def _scripted(
     }
 
 
-@pytest.mark.spread(2)
+@pytest.mark.spread(1)
 @layouts(MICRO, DP2, PP2_DP2, slow=[PP2, DDP2])
 def test_loss_scale_and_skipped_steps_on_every_rank(layout: Layout, tmp_path: Path) -> None:
     """The scale moves by Megatron's rule, a skipped step moves neither weights nor schedule, and

@@ -602,7 +602,7 @@ def _lce_forward(self: nn.Module, x: Tensor) -> Tensor:
 _lce_forward.__module__ = "liger_kernel.transformers.model.llama"
 
 
-@pytest.mark.spread(2)
+@pytest.mark.spread(1)
 @pytest.mark.parametrize(
     ("sizes", "sharded", "refused"),
     [

@@ -128,7 +128,7 @@ ALL_STOPS = [
 ]
 
 
-@pytest.mark.spread(2)
+@pytest.mark.spread(1)
 @pytest.mark.parametrize(
     ("layout", "shuffle", "num_workers", "stop"),
     [

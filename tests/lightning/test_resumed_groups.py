@@ -117,7 +117,7 @@ def _regrouped(
     return ""
 
 
-@pytest.mark.spread(2)
+@pytest.mark.spread(1)
 @pytest.mark.parametrize(
     ("saves", "loads", "plain", "text"),
     [

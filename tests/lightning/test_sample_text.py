@@ -110,6 +110,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(path)
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize(
     "name",
     [pytest.param(n, marks=[] if n in USUAL else pytest.mark.slow) for n in LAYOUTS],

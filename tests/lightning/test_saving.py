@@ -251,7 +251,7 @@ def test_lightnings_plugin_asks_for_saves_in_the_background(tmp_path: Path) -> N
         assert result == (True, False, {"step=4.ckpt", "last.ckpt"})
 
 
-@pytest.mark.spread(2)
+@pytest.mark.spread(1)
 @pytest.mark.parametrize(
     ("options", "plugins", "how"),
     [
@@ -364,7 +364,7 @@ class _Uploader(DummyLogger):
     _log_model = True
 
 
-@pytest.mark.spread(2)
+@pytest.mark.spread(1)
 @pytest.mark.parametrize(
     ("logger", "options", "warnings_of_it"),
     [

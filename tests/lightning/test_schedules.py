@@ -94,7 +94,7 @@ def _everything(layout: Layout, folder: str) -> dict[str, Any]:
     return {"norms": norms, "fitted": fitted, "tested": tested, "predicted": predicted}
 
 
-@pytest.mark.spread(2)
+@pytest.mark.spread(1)
 @layouts(INTERLEAVED, ZB_H1, ZBV, slow=[GPIPE_2, INTERLEAVED_4])
 def test_everything_is_as_on_one_device(layout: Layout, tmp_path: Path) -> None:
     """Random masks, keyword arguments on every stage, a ragged last batch, accumulation, clipping,

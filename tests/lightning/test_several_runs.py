@@ -45,7 +45,7 @@ def _second_module(layout: Layout, folder: str) -> dict[str, Tensor]:
     return dict(read_full(Path(folder, "second.ckpt"))["state_dict"])
 
 
-@pytest.mark.spread(2)
+@pytest.mark.spread(1)
 @layouts(DP2, PP2, FSDP2)
 def test_a_second_module_starts_equal_on_all_ranks(layout: Layout, tmp_path: Path) -> None:
     for rank in run(layout, _second_module, tmp_path):

@@ -157,6 +157,7 @@ def _asked(layout: Layout, folder: str, how: str) -> dict[str, Any]:
     }
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize(
     ("how", "code"), [("file", 75), ("time", 75), ("time, code 0", 0)], ids=["file", "time", "code"]
 )

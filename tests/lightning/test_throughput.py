@@ -160,7 +160,7 @@ def test_flops_by_the_model_for_each_length(monkeypatch: pytest.MonkeyPatch) -> 
     assert run.logged["mfu"] == pytest.approx(speed / 1e6)
 
 
-@pytest.mark.spread(2)
+@pytest.mark.spread(1)
 @pytest.mark.parametrize(
     ("options", "module", "expected"),
     [
@@ -285,7 +285,7 @@ def _fit(options: dict[str, Any], batch_size: int, accumulated: int) -> dict[str
     return {k.split("/")[1]: float(v) for k, v in logged if k.startswith("throughput/")}
 
 
-@pytest.mark.spread(2)
+@pytest.mark.spread(1)
 @pytest.mark.parametrize(
     ("ranks", "options", "batch_size", "accumulated"),
     [

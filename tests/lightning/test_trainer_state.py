@@ -144,7 +144,7 @@ def test_the_users_checkpoint_plugin_saves_and_resumes(tmp_path: Path) -> None:
     assert first + rest == whole  # bit-equal
 
 
-@pytest.mark.spread(2)
+@pytest.mark.spread(1)
 @pytest.mark.parametrize(
     ("plugin", "is_file"),
     [

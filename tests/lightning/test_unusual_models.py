@@ -324,7 +324,7 @@ def _asking(layout: Layout, folder: str, what: str) -> None:
     )
 
 
-@pytest.mark.spread(2)
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("what", _ASKING)
 def test_what_ranks_exchange_is_not_asked_for_in_a_pipelined_step(
     what: str, tmp_path: Path

@@ -126,6 +126,7 @@ def test_the_next_command_is_that_of_this_process() -> None:
     assert next_command(["train.py"], False, "y.ckpt") == ""
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize(
     ("make", "message"),
     [

@@ -154,7 +154,7 @@ SEVERAL = (
 VECTOR = (("on_train_batch_start", 4, "vector"),)
 
 
-@pytest.mark.spread(2)
+@pytest.mark.spread(1)
 @pytest.mark.parametrize(
     ("layout", "writes"),
     [

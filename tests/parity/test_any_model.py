@@ -83,7 +83,7 @@ def _cases() -> list[Any]:
     ]
 
 
-@pytest.mark.spread(2)
+@pytest.mark.spread(1)
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(("name", "layouts"), _cases())
 def test_untouched_models_equal_one_device(name: str, layouts: list[str]) -> None:

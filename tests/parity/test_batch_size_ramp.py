@@ -89,6 +89,7 @@ def _launch(layout: str, folder: Path, checkpoint: Path | None = None) -> list[A
     return run_ranks(LAYOUTS[layout][0], _fit, layout, str(folder), path, timeout_s=100)
 
 
+@pytest.mark.slow
 def test_batches_grow_alike_under_every_layout(tmp_path: Path) -> None:
     assert [SCHEDULE.batch_size(sum(SIZES[:step])) for step in range(len(SIZES))] == SIZES
     norms, _, epochs = _launch("plain", tmp_path / "plain")[0]

@@ -65,7 +65,7 @@ def _weights(name: str, path: Path) -> dict[str, Tensor]:
     return state
 
 
-@pytest.mark.spread(2)
+@pytest.mark.spread(1)
 @pytest.mark.parametrize(("name", "layout"), CASES)
 def test_a_checkpoint_is_given_back(
     folders: dict[str, Path], tmp_path: Path, name: str, layout: str
@@ -84,7 +84,7 @@ def test_a_checkpoint_is_given_back(
     assert max(float((found[key] - before[key]).abs().max()) for key in found) > 1e-3
 
 
-@pytest.mark.spread(2)
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("name", MODELS)
 def test_an_untrained_folder_comes_back_byte_by_byte(
     folders: dict[str, Path], tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]

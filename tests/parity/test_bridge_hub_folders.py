@@ -47,6 +47,7 @@ def _untied(path: Path) -> dict[str, Tensor]:
 CASES = {"prefix": ("gpt2", _prefix), "twice": ("tied", _twice), "untied": ("tied", _untied)}
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("case", CASES)
 def test_a_folder_of_the_hub_comes_back_byte_by_byte(tmp_path: Path, case: str) -> None:
     name, change = CASES[case]

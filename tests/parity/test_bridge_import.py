@@ -35,6 +35,7 @@ def _content(folder: Path) -> dict[str, bytes]:
     return {file.name: file.read_bytes() for file in folder.iterdir()}
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("name", MODELS)
 def test_a_folder_goes_into_a_checkpoint_and_comes_back(
     folders: dict[str, Path], tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]

@@ -85,6 +85,7 @@ def _write(layout: dict[str, Any], folder: str) -> list[Any]:
     return results
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("tensor", "layout"),

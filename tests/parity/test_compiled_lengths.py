@@ -44,6 +44,7 @@ def _train(model: dict[str, Any], *, documents: bool, compiled: bool) -> Any:
     return record.losses, graphs.count, graphs.breaks
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "documents"),
     [

@@ -143,7 +143,7 @@ def _cases() -> list[Any]:
     ]
 
 
-@pytest.mark.spread(2)
+@pytest.mark.spread(1)
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(("model", "layouts", "masked"), _cases())
 def test_training_equals_one_process(model: str, layouts: list[str], masked: bool) -> None:

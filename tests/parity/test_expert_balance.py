@@ -210,6 +210,7 @@ def test_biases_equal_one_process(name: str) -> None:
     assert layers == expected[0].keys() and len(layers) == 3
 
 
+@pytest.mark.slow
 def test_biases_change_the_routing() -> None:
     found = _found("bias")
     _, biases, logged = found["plain"][0]
@@ -313,6 +314,7 @@ def test_losses_of_the_global_batch(reference: str, names: list[str]) -> None:
                         assert rank[2][key] == pytest.approx(value, rel=1e-5), (name, key)
 
 
+@pytest.mark.slow
 def test_counts_of_the_global_batch_grow_over_micro_batches_and_matter() -> None:
     found = _found("global")
     losses = {name: _step_losses(name, found[name]) for name in ("plain", "micro", "dp2-micro")}

@@ -119,7 +119,7 @@ def _difference(name: str, fault: str | None) -> float:
     )
 
 
-@pytest.mark.spread(2)
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("name", FAULTS)
 def test_the_comparison_with_one_process_finds_it(name: str) -> None:
     assert _difference(name, name) > FOUND

@@ -191,7 +191,7 @@ def _slow(*values: Any) -> Any:
     return pytest.param(*values, marks=pytest.mark.slow)
 
 
-@pytest.mark.spread(2)
+@pytest.mark.spread(1)
 @pytest.mark.parametrize(
     ("layout", "data_parallel", "optimizer"),
     [
@@ -349,7 +349,7 @@ def _initialize(name: str) -> None:
         dist.barrier()  # else a rank ends while a peer still connects to it
 
 
-@pytest.mark.spread(2)
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("layout", ["one", "ep2-etp2", "tp2-ep4"])
 def test_initial_values_of_a_model_on_meta(layout: str) -> None:
     run_ranks(LAYOUTS[layout][0], _initialize, layout)
@@ -393,7 +393,7 @@ def _perturb(layout: str, name: str, axis: str) -> None:
         check_replicas(parameters, part.specs, context)
 
 
-@pytest.mark.spread(2)
+@pytest.mark.spread(1)
 @pytest.mark.parametrize(
     ("layout", "name", "axis"),
     [("etp2", "fc1", "edp"), ("ep2-etp2", "bias", "etp"), ("ep4", "router", "dp-cp")],

@@ -163,7 +163,7 @@ def _one(model: str, microbatches: int = 1) -> Any:
     return run_ranks(1, _train, model, options, 1)[0]
 
 
-@pytest.mark.spread(2)
+@pytest.mark.spread(1)
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(
     ("model", "names"),

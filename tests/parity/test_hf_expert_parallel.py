@@ -140,7 +140,7 @@ def _one_rank_gets_no_token(implementation: str) -> None:
         )
 
 
-@pytest.mark.spread(2)
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("implementation", ["eager", "grouped_mm", "batched_mm"])
 def test_a_rank_may_get_no_token(implementation: str) -> None:
     run_ranks(2, _one_rank_gets_no_token, implementation)
@@ -193,7 +193,7 @@ def _apply(module: nn.Module, **layout: int) -> None:
     parallelize(model, ParallelContext(ParallelLayout(**layout)), plan)
 
 
-@pytest.mark.spread(2)
+@pytest.mark.spread(1)
 @pytest.mark.parametrize(
     ("module", "message"),
     [
@@ -216,7 +216,7 @@ def _fit(family: str, **options: Any) -> None:
     fit.fit(Untouched(family), hf_models.loader(family))
 
 
-@pytest.mark.spread(2)
+@pytest.mark.spread(1)
 @pytest.mark.parametrize(
     ("layout", "message"),
     [

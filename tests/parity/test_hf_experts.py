@@ -132,7 +132,7 @@ def _assert_equal_gradients(theirs: nn.Module, ours: GPTModel) -> None:
         assert error < 1e-5, f"{name}: relative error {error}"
 
 
-@pytest.mark.spread(2)
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda f: f.__name__)
 def test_forward_and_gradients_equal_hugging_face(family: Family) -> None:
     torch.manual_seed(0)
@@ -149,7 +149,7 @@ def test_forward_and_gradients_equal_hugging_face(family: Family) -> None:
     _assert_equal_gradients(theirs, ours)
 
 
-@pytest.mark.spread(2)
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("family", [mixtral, qwen3_moe, olmoe], ids=lambda f: f.__name__)
 def test_balancing_loss_of_a_layer_is_hugging_face_s(family: Family) -> None:
     """Theirs counts a token once for each of its experts, ours once: the coefficient is k times

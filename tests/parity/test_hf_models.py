@@ -147,7 +147,7 @@ FAMILIES: list[
 ]
 
 
-@pytest.mark.spread(2)
+@pytest.mark.spread(1)
 @pytest.mark.parametrize(("family", "mapping"), FAMILIES, ids=lambda f: f.__name__)
 def test_forward_and_gradients_equal_hugging_face(family: Any, mapping: Any) -> None:
     torch.manual_seed(0)
@@ -179,7 +179,7 @@ def test_forward_and_gradients_equal_hugging_face(family: Any, mapping: Any) -> 
         assert error < 1e-5, f"{name}: relative error {error}"
 
 
-@pytest.mark.spread(2)
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("family", [llama, llama3, yarn], ids=lambda f: f.__name__)
 def test_given_positions_equal_hugging_face(family: Any) -> None:
     torch.manual_seed(0)

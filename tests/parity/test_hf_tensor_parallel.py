@@ -91,7 +91,7 @@ def llama_body(sequence_parallel: bool, options: dict[str, Any]) -> None:
             assert error < 1e-5, f"{name}, {path}: relative error {error}"
 
 
-@pytest.mark.spread(2)
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tp", "sp"])
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_llama_by_a_table(sequence_parallel: bool, attention: str) -> None:

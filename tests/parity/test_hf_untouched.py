@@ -74,7 +74,7 @@ _DEFAULT = [
 ]
 
 
-@pytest.mark.spread(2)
+@pytest.mark.spread(1)
 @pytest.mark.parametrize(
     ("name", "optimizer"),
     [

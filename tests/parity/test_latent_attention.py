@@ -373,7 +373,7 @@ def _one(model: str) -> Any:
     return run_ranks(1, _train, model, None)[0]
 
 
-@pytest.mark.spread(2)
+@pytest.mark.spread(1)
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(
     ("model", "names"),

@@ -133,7 +133,7 @@ def _layouts() -> list[Any]:
     ]
 
 
-@pytest.mark.spread(2)
+@pytest.mark.spread(1)
 @pytest.mark.parametrize(("tp", "pp", "dp", "sp", "mode", "micro"), _layouts())
 def test_layout_equals_one_device(
     tp: int, pp: int, dp: int, sp: bool, mode: str, micro: int
@@ -151,7 +151,7 @@ def test_layout_equals_one_device(
 BIAS = {"normalization": "LayerNorm", "activation": "gelu", "add_bias_linear": True}
 
 
-@pytest.mark.spread(2)
+@pytest.mark.spread(1)
 @pytest.mark.parametrize(
     ("config", "data"),
     [
@@ -188,7 +188,7 @@ def test_model_variants_equal_one_device(config: dict[str, Any], data: int) -> N
     _check(4 * data, config, options)
 
 
-@pytest.mark.spread(2)
+@pytest.mark.spread(1)
 @pytest.mark.parametrize(
     ("pp", "cut"),
     [
@@ -245,7 +245,7 @@ def _schedules() -> list[Any]:
     ]
 
 
-@pytest.mark.spread(2)
+@pytest.mark.spread(1)
 @pytest.mark.parametrize(
     ("schedule", "pp", "vpp", "tp", "dp", "mode", "micro", "tied"), _schedules()
 )
@@ -266,7 +266,7 @@ def test_schedule_equals_one_device(
     )
 
 
-@pytest.mark.spread(2)
+@pytest.mark.spread(1)
 @pytest.mark.parametrize(
     ("world", "options"),
     [

@@ -174,7 +174,7 @@ def _one(model: str) -> Any:
     return run_ranks(1, train, _config(model), None)[0]
 
 
-@pytest.mark.spread(2)
+@pytest.mark.spread(1)
 @pytest.mark.timeout(500)
 @pytest.mark.parametrize(
     ("model", "names"),

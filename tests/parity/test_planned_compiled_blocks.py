@@ -69,7 +69,7 @@ def saved_bytes(config: TransformerConfig, precision: str) -> int:
     return found
 
 
-@pytest.mark.spread(2)
+@pytest.mark.spread(1)
 @pytest.mark.parametrize(
     "name", [n if n in FEW else pytest.param(n, marks=pytest.mark.slow) for n in CASES]
 )

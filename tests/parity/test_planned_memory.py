@@ -226,7 +226,7 @@ def _train(case: Case) -> tuple[int, int]:
     return peak.resident_bytes, peak.peak_bytes
 
 
-@pytest.mark.spread(2)
+@pytest.mark.spread(1)
 @pytest.mark.parametrize(
     "name", [n if n in FEW else pytest.param(n, marks=pytest.mark.slow) for n in CASES]
 )

@@ -56,7 +56,7 @@ def test_an_fp32_residual_stream_is_nearer_to_fp32(kind: dict[str, Any]) -> None
     assert (precise - exact).norm() < (plain.float() - exact).norm()
 
 
-@pytest.mark.spread(2)
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("name", PRECISE)
 def test_nothing_changes_in_an_fp32_model(name: str) -> None:
     assert torch.equal(_logits(torch.float32, **{name: True})[0], _logits(torch.float32)[0])

@@ -38,7 +38,7 @@ def _predict(options: dict[str, Any] | None) -> list[Any]:
     return [batch.tolist() for batch in predicted]
 
 
-@pytest.mark.spread(2)
+@pytest.mark.spread(1)
 @pytest.mark.parametrize(
     "layout",
     ["native", "ep2", "pp2"]

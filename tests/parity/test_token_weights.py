@@ -87,7 +87,7 @@ _CONFIGS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.spread(2)
+@pytest.mark.spread(1)
 @pytest.mark.parametrize(
     "layout",
     ["cp2", "dp2", "pp2-reports"]

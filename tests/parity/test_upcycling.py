@@ -69,7 +69,7 @@ def _first_loss(path: Path, sizes: dict[str, Any]) -> float:
     return losses.losses[0]
 
 
-@pytest.mark.spread(2)
+@pytest.mark.spread(1)
 @pytest.mark.parametrize(
     "options",
     [

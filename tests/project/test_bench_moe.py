@@ -9,11 +9,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from benchmarks import bench_moe, gpu, gpu_moe
 from benchmarks.moe_counts import choices
 from megatron_lightning.config import MoEConfig
 
 
+@pytest.mark.slow
 def test_a_quick_run_compares_and_sends_what_theory_says(tmp_path: Path) -> None:
     page = bench_moe.run(bench_moe.QUICK, [bench_moe.QUICK], 2, tmp_path)
     assert "| ep1 | mixtral-eager | 1.50 |" in page and "| ep2 | ep1 |" in page

@@ -161,7 +161,7 @@ def test_a_gpu_case_continues_with_what_is_missing_and_survives_a_failure(tmp_pa
     assert "| ms | 4.0 |" in gpu.markdown(record)
 
 
-@pytest.mark.spread(2)
+@pytest.mark.spread(1)
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 @pytest.mark.parametrize("arguments", [[], ["--case", "step"], ["--case", ""]])
 def test_without_a_gpu_the_programs_say_so(monkeypatch, capsys, arguments):

@@ -45,7 +45,7 @@ def instantiate(path: Path, tokenizer: str) -> Any:
     return trainer_cli(options, run=False)
 
 
-@pytest.mark.spread(2)
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
 def test_a_recipe_is_valid(
     path: Path, tokenizer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -42,7 +42,7 @@ def _train(names: Sequence[str], layout: str | None) -> list[list[float]]:
     return [optimizers.train(name, layout) for name in names]
 
 
-@pytest.mark.spread(2)
+@pytest.mark.spread(1)
 @pytest.mark.parametrize(
     ("layout", "names"),
     [

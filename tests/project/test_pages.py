@@ -91,7 +91,7 @@ def _classes(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     return names
 
 
-@pytest.mark.spread(2)
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("name", ["NanoGPT", "Llama", "Bert"])
 def test_the_models_of_the_page_train_and_are_divided(
     name: str, monkeypatch: pytest.MonkeyPatch
