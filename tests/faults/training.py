@@ -112,7 +112,12 @@ def train(
     is_new = not Path(folder, "run", "last.ckpt").exists()
     pl.seed_everything(7 if is_new else 8, verbose=False)  # a checkpoint must know better
     fit = trainer(
-        strategy, devices=2, max_steps=STEPS, callbacks=[progress, keep], enable_checkpointing=True
+        strategy,
+        devices=2,
+        max_steps=STEPS,
+        callbacks=[progress, keep],
+        enable_checkpointing=True,
+        default_root_dir=f"{folder}/root",
     )
     data = ToyData(batch_size=8, num_samples=8 * (STEPS + 1), shuffle=True)
     fit.fit(ToyModule(num_layers=2, mask=True), datamodule=data, ckpt_path="last")
