@@ -6,15 +6,14 @@ from typing import Any
 
 import lightning.pytorch as pl
 
+from megatron_lightning.callbacks.text_callback import TextCallback
 from megatron_lightning.data.tokenizers import TokenizerType
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.inference.evaluate import check_installed, sharing_of
 from megatron_lightning.inference.options import EngineOptions
-from megatron_lightning.inference.text import Codec
-from megatron_lightning.strategies.texts import find_codec, text_engine
 
 
-class EvaluateTasks(pl.Callback):
+class EvaluateTasks(TextCallback):
     """Evaluate the model on tasks of lm-evaluation-harness at each validation, or every so many
     optimizer steps, with the current weights and on every layout.
 
@@ -58,8 +57,7 @@ class EvaluateTasks(pl.Callback):
                 f"tasks is {tasks!r}; EvaluateTasks takes a list of names. Set it to one, such as "
                 "['hellaswag']."
             )
-        if every_n_steps is not None and every_n_steps < 1:
-            raise ConfigError(f"every_n_steps is {every_n_steps}. Set it to 1 or more.")
+        super().__init__(every_n_steps, tokenizer_model, tokenizer_type, options)
         check_installed()
         self._settings: dict[str, Any] = {
             "tasks": list(tasks),
@@ -69,44 +67,24 @@ class EvaluateTasks(pl.Callback):
             "include_path": include_path,
             "confirm_run_unsafe_code": confirm_run_unsafe_code,
         }
-        self._every_n_steps = every_n_steps
-        self._tokenizer = tokenizer_model, tokenizer_type
         self._prefix = prefix
-        self._options = options
-        self._codec: Codec | None = None
-        self._last_step = -1
         self.values: list[tuple[int, dict[str, float]]] = []
         """Optimizer step, and the values, of each evaluation of this fit."""
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Begin anew."""
-        self._codec = None
-        self._last_step = -1
+        super().setup(trainer, pl_module, stage)
         self.values = []
 
     def on_validation_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Evaluate, unless every so many steps."""
-        if self._every_n_steps is None and not trainer.sanity_checking:
-            self._evaluate(trainer, pl_module)
+        self._compute_at_validation(trainer, pl_module)
 
-    def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any, **__: Any
-    ) -> None:
-        """Evaluate every so many optimizer steps."""
-        step = trainer.global_step
-        if self._every_n_steps is None or step % self._every_n_steps or step == self._last_step:
-            return
-        self._last_step = step
-        if step:
-            self._evaluate(trainer, pl_module)
-
-    def _evaluate(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+    def _compute(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         from megatron_lightning.inference import harness
 
-        if self._codec is None:
-            self._codec = find_codec(trainer, module, *self._tokenizer)
-        engine = text_engine(trainer, module, self._codec, self._options)
-        model = harness.HarnessModel(engine, self._codec, sharing_of(engine))
+        codec, engine = self._codec_and_engine(trainer, module)
+        model = harness.HarnessModel(engine, codec, sharing_of(engine))
         results = harness.evaluate_tasks(model, **self._settings)
         values = {f"{self._prefix}{k}": v for k, v in harness.values_of(results).items()}
         self.values.append((trainer.global_step, values))

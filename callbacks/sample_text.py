@@ -10,16 +10,16 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.pytorch.loggers import Logger
 
+from megatron_lightning.callbacks.text_callback import TextCallback
 from megatron_lightning.data.tokenizers import TokenizerType
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.inference.evaluate import sharing_of
 from megatron_lightning.inference.options import EngineOptions
 from megatron_lightning.inference.sampling import Sampling
 from megatron_lightning.inference.text import Codec, end_of
-from megatron_lightning.strategies.texts import find_codec, text_engine
 
 
-class SampleText(pl.Callback):
+class SampleText(TextCallback):
     """Continue prompts after each validation, or every so many optimizer steps, and log the texts.
 
     On every layout the texts equal the texts of one device. Writing leaves the training unchanged:
@@ -71,11 +71,10 @@ class SampleText(pl.Callback):
                 f"prompts is {prompts!r}; SampleText continues a list of texts. Set it to one, "
                 "such as ['Once upon a time']."
             )
-        for option, value in (("every_n_steps", every_n_steps), ("num_samples", num_samples)):
-            if value is not None and value < 1:
-                raise ConfigError(f"{option} is {value}. Set it to 1 or more.")
+        super().__init__(every_n_steps, tokenizer_model, tokenizer_type, options)
+        if num_samples < 1:
+            raise ConfigError(f"num_samples is {num_samples}. Set it to 1 or more.")
         self._prompts = list(prompts)
-        self._every_n_steps = every_n_steps
         self._sampling = Sampling(
             max_new_tokens=max_new_tokens,
             temperature=temperature,
@@ -86,42 +85,22 @@ class SampleText(pl.Callback):
         )
         self._num_samples = num_samples
         self._chat = chat
-        self._tokenizer = tokenizer_model, tokenizer_type
         self._name = name
-        self._options = options
-        self._codec: Codec | None = None
-        self._last_step = -1
         self.texts: list[tuple[int, list[list[str]]]] = []
         """Optimizer step, and the texts of each prompt, of each writing of this fit."""
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Load the tokenizer."""
+        """Begin anew. Texts of a fit stay until the next fit."""
+        super().setup(trainer, pl_module, stage)
         if stage == "fit":
-            self._codec = None
-            self._last_step = -1
             self.texts = []
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Write, unless every so many steps."""
-        if self._every_n_steps is None and not trainer.sanity_checking:
-            self._write(trainer, pl_module)
+        self._compute_at_validation(trainer, pl_module)
 
-    def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any, **__: Any
-    ) -> None:
-        """Write every so many optimizer steps."""
-        step = trainer.global_step
-        if self._every_n_steps is None or step % self._every_n_steps or step == self._last_step:
-            return
-        self._last_step = step
-        if step:
-            self._write(trainer, pl_module)
-
-    def _write(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-        if self._codec is None:
-            self._codec = find_codec(trainer, module, *self._tokenizer)
-        codec = self._codec
-        engine = text_engine(trainer, module, codec, self._options)
+    def _compute(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        codec, engine = self._codec_and_engine(trainer, module)
         ids = [
             codec.chat([{"role": "user", "content": prompt}])
             if self._chat

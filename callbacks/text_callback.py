@@ -1,0 +1,83 @@
+"""Common part of callbacks for text and scores: when to compute, the tokenizer and the engine."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any
+
+import lightning.pytorch as pl
+
+from megatron_lightning.data.tokenizers import TokenizerType
+from megatron_lightning.errors import ConfigError
+from megatron_lightning.inference.engine import Engine
+from megatron_lightning.inference.options import EngineOptions
+from megatron_lightning.inference.own_generate import OwnGenerate
+from megatron_lightning.inference.text import Codec
+from megatron_lightning.strategies.texts import find_codec, text_engine
+
+
+class TextCallback(pl.Callback, ABC):
+    """Compute texts or scores at each validation, or every so many optimizer steps.
+
+    Args:
+        every_n_steps: Optimizer steps from one computation to the next. None: at each validation.
+        tokenizer_model: The tokenizer. None: the tokenizer saved with the model, or the data
+            module's.
+        tokenizer_type: sentencepiece or huggingface.
+        options: Sizes of the engine. None: the defaults.
+
+    Raises:
+        ConfigError: If ``every_n_steps`` is below 1.
+    """
+
+    def __init__(
+        self,
+        every_n_steps: int | None,
+        tokenizer_model: str | None,
+        tokenizer_type: TokenizerType,
+        options: EngineOptions | None,
+    ) -> None:
+        if every_n_steps is not None and every_n_steps < 1:
+            raise ConfigError(f"every_n_steps is {every_n_steps}. Set it to 1 or more.")
+        self._every_n_steps = every_n_steps
+        self._tokenizer = tokenizer_model, tokenizer_type
+        self._options = options
+        self._codec: Codec | None = None
+        self._last_step = -1
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Forget the tokenizer and the last step of an earlier run."""
+        self._codec = None
+        self._last_step = -1
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any, **__: Any
+    ) -> None:
+        """Compute every so many optimizer steps."""
+        step = trainer.global_step
+        if self._every_n_steps is None or step % self._every_n_steps or step == self._last_step:
+            return
+        self._last_step = step
+        if step:
+            self._compute(trainer, pl_module)
+
+    def _compute_at_validation(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        """Compute, unless every so many steps."""
+        if self._every_n_steps is None and not trainer.sanity_checking:
+            self._compute(trainer, module)
+
+    @abstractmethod
+    def _compute(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        """Compute and log the texts or scores of the current weights."""
+
+    def _codec_and_engine(
+        self, trainer: pl.Trainer, module: pl.LightningModule
+    ) -> tuple[Codec, Engine | OwnGenerate]:
+        """Return the tokenizer's codec, loaded once a run, and an engine for the current weights.
+
+        Raises:
+            ConfigError: If no tokenizer is found, or the model cannot write text on this layout.
+        """
+        if self._codec is None:
+            self._codec = find_codec(trainer, module, *self._tokenizer)
+        return self._codec, text_engine(trainer, module, self._codec, self._options)
