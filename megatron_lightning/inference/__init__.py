@@ -2,10 +2,11 @@
 commands.
 """
 
-from megatron_lightning.inference.engine import Completion, Engine, Score
+from megatron_lightning.inference.engine import Engine
 from megatron_lightning.inference.load import load_engine
 from megatron_lightning.inference.options import EngineOptions
 from megatron_lightning.inference.sampling import Sampling, sample
+from megatron_lightning.inference.text_model import Completion, Score
 
 __all__ = [
     "Completion",

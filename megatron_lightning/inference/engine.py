@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -25,12 +24,10 @@ from megatron_lightning.inference.cache import Allocator, Pages, Runs
 from megatron_lightning.inference.options import EngineOptions
 from megatron_lightning.inference.requests import Decode, RequestMaker
 from megatron_lightning.inference.rounds import Rounds
-from megatron_lightning.inference.sampling import Sampling
 from megatron_lightning.inference.scheduler import Request, Scheduler
 from megatron_lightning.inference.steps import Steps
+from megatron_lightning.inference.text_model import Observe, TextModel
 from megatron_lightning.layers.key_cache import KeyCache
-from megatron_lightning.layers.moe.router import Router
-from megatron_lightning.layers.step_report import CurrentMicrobatch, StepReport
 from megatron_lightning.models.transformer import GPTModel
 from megatron_lightning.parallel.collectives import all_reduce
 from megatron_lightning.parallel.context import ParallelContext
@@ -38,38 +35,8 @@ from megatron_lightning.parallel.layout import ParallelLayout
 from megatron_lightning.pipeline.executor import PipelineExecutor
 from megatron_lightning.pipeline.schedules.actions import Placement
 
-Observe = Callable[[Sequence[Request]], object]
-"""Called every few steps with the requests of a call."""
 
-
-@dataclass(frozen=True)
-class Completion:
-    """A text continued by a model."""
-
-    tokens: list[int]
-    """New tokens, without the end token."""
-    logprobs: list[float]
-    """Log-probability of each new token: of the logits divided by the temperature, before top-k and
-    top-p."""
-    reason: str
-    """Why the text ended: ``stop`` (an end token or a stop string) or ``length``."""
-
-
-@dataclass(frozen=True)
-class Score:
-    """Likelihood of a text after a context."""
-
-    logprob: float
-    """Sum over the tokens of the text."""
-    is_greedy: bool
-    """Whether each token is the most likely token."""
-    logprobs: list[float]
-    """Log-probability of each token."""
-    best: list[tuple[int, float]]
-    """The most likely token at each place, and the token's log-probability."""
-
-
-class Engine:
+class Engine(TextModel):
     """Continues and scores texts.
 
     Args:
@@ -102,16 +69,18 @@ class Engine:
         forward_context: Callable[[], AbstractContextManager[Any]] = nullcontext,
         prepare: Callable[[], object] = lambda: None,
     ) -> None:
-        self.model = model
-        self.context = context
+        super().__init__(
+            model,
+            context,
+            RequestMaker(longest=longest, stops=frozenset(stops), decode=decode),
+            uses_inference_mode=part.units is None,
+            forward_context=forward_context,
+            prepare=prepare,
+        )
         self.options = options or EngineOptions()
-        self.requests = RequestMaker(longest=longest, stops=frozenset(stops), decode=decode)
-        """Makes requests for :meth:`run`."""
         self._part = part
         self._runner = StageRunner(model, part, context, executor)
         self._keeps_cache = keeps_cache
-        self._forward_context = forward_context
-        self._prepare = prepare
         self._num_slots: int | None = None
         self._cache: KeyCache | None = None
         self._scheduler: Scheduler | None = None
@@ -168,74 +137,6 @@ class Engine:
         longest = model.config.max_sequence_length
         return cls(model, part, context, executor, longest=longest, **options)
 
-    @property
-    def longest(self) -> int:
-        """Most input tokens of the model."""
-        return self.requests.longest
-
-    # --------------------------------------------------------------------------------------- calls
-
-    def generate(
-        self,
-        prompts: Sequence[Sequence[int]],
-        sampling: Sampling | None = None,
-        num_samples: int = 1,
-        *,
-        seeds: Sequence[int] | None = None,
-        observe: Observe = lambda _: None,
-    ) -> list[list[Completion]]:
-        """Continue prompts. Every rank of a replica passes the same prompts, and gets the same
-        texts.
-
-        A text depends only on the prompt and the seed: neither on neighbors nor on the layout.
-
-        Args:
-            prompts: Token ids of each prompt, at least one id.
-            sampling: Options of sampling. Sample j of prompt i draws from the seed plus
-                i * num_samples + j. None: the defaults.
-            num_samples: Texts of each prompt. The keys of a prompt are computed once.
-            seeds: Seed of each prompt's first sample. Each further sample adds 1. None: seeds
-                derived from the seed of ``sampling``.
-            observe: Called every few steps with all requests.
-
-        Returns:
-            The samples of each prompt.
-
-        Raises:
-            ConfigError: If a prompt is empty, can never fit, or stop strings need a tokenizer.
-        """
-        rows = self.requests.samples(prompts, sampling or Sampling(), num_samples, seeds)
-        # The first sample of each prompt before the second of any: later samples wait for the first
-        # sample's keys.
-        self.run([request for row in rows for request in row], observe)
-        return [[completion_of(row[i]) for row in rows] for i in range(len(prompts))]
-
-    def score(
-        self,
-        contexts: Sequence[Sequence[int]],
-        continuations: Sequence[Sequence[int]],
-        *,
-        observe: Observe = lambda _: None,
-    ) -> list[Score]:
-        """Return the likelihood of each continuation after the context. Every rank of a replica
-        passes the same texts, and gets the same scores.
-
-        The model sees at most ``longest`` tokens. Earlier tokens are left out.
-
-        Args:
-            contexts: Token ids, at least one id each.
-            continuations: Token ids, at least one id each.
-            observe: Called every few steps with all requests.
-
-        Raises:
-            ConfigError: If a context or continuation is empty, or too long.
-        """
-        requests = self.requests.scored(contexts, continuations)
-        self.run(requests, observe)
-        return [score_of(request) for request in requests]
-
-    # ---------------------------------------------------------------------------------------- steps
-
     def run(self, requests: Sequence[Request], observe: Observe = lambda _: None) -> None:
         """Run requests to their ends. A collective of the replica, and of all replicas stepping
         together.
@@ -252,14 +153,7 @@ class Engine:
         """Context for calls of :meth:`step`. Yields the scheduler. The scheduler's requests are
         forgotten at the end.
         """
-        with ExitStack() as stack:
-            self._prepare()
-            stack.enter_context(evaluated(self.model))
-            stack.enter_context(torch.no_grad())
-            # Parameters gathered by FSDP in inference mode could not be trained.
-            stack.enter_context(torch.inference_mode(self._part.units is None))
-            stack.enter_context(torch.compiler.set_stance("force_eager"))
-            stack.enter_context(self._forward_context())
+        with self._writing():
             cache = self._allocate()
             allocator: Allocator
             if self._has_pages:
@@ -342,40 +236,3 @@ class Engine:
 
 def _device_of(model: nn.Module) -> torch.device:
     return next((p.device for p in model.parameters()), torch.device("cpu"))
-
-
-def completion_of(request: Request) -> Completion:
-    """Return the text of an ended request."""
-    return Completion(request.new_tokens, request.logprobs, request.reason or "length")
-
-
-def score_of(request: Request) -> Score:
-    """Return the score of an ended request."""
-    scored = request.tokens[-request.num_scored :]
-    is_greedy = [token for token, _ in request.best] == scored
-    return Score(sum(request.logprobs), is_greedy, request.logprobs, request.best)
-
-
-@contextmanager
-def evaluated(model: nn.Module) -> Iterator[None]:
-    """Inside the block the model is in eval mode. Routers drop no token, so that no text depends on
-    neighbors. Layers report nothing.
-    """
-    modes = [(module, module.training) for module in model.modules()]
-    routers = [module for module in model.modules() if isinstance(module, Router)]
-    reports = [module for module in model.modules() if isinstance(module, StepReport)]
-    recorded = [report.microbatch for report in reports]
-    try:
-        model.eval()
-        for router in routers:
-            router.is_exact = True
-        for report in reports:
-            report.microbatch = CurrentMicrobatch(records=False)
-        yield
-    finally:
-        for module, mode in modes:
-            module.training = mode
-        for router in routers:
-            router.is_exact = False
-        for report, microbatch in zip(reports, recorded, strict=True):
-            report.microbatch = microbatch

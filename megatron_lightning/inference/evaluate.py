@@ -7,10 +7,11 @@ from typing import Any
 from megatron_lightning.data.tokenizers import TokenizerType
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.inference.job import ModelJob
-from megatron_lightning.inference.load import Dtype, TextModel
+from megatron_lightning.inference.load import Dtype
 from megatron_lightning.inference.options import EngineOptions
 from megatron_lightning.inference.own_generate import OwnGenerate
 from megatron_lightning.inference.text import Codec
+from megatron_lightning.inference.text_model import TextModel
 from megatron_lightning.parallel.context import ALONE, AxisGroup
 from megatron_lightning.parallel.layout import ParallelLayout
 

@@ -9,11 +9,12 @@ from typing import Any
 
 from megatron_lightning.data.tokenizers import TokenizerType
 from megatron_lightning.inference.job import ModelJob
-from megatron_lightning.inference.load import Dtype, TextModel
+from megatron_lightning.inference.load import Dtype
 from megatron_lightning.inference.options import EngineOptions
 from megatron_lightning.inference.progress import Progress
 from megatron_lightning.inference.sampling import Sampling
 from megatron_lightning.inference.text import Codec, end_of
+from megatron_lightning.inference.text_model import TextModel
 from megatron_lightning.parallel.layout import ParallelLayout
 
 

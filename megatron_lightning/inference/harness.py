@@ -22,9 +22,9 @@ from lm_eval.tasks import TaskManager
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window, make_table
 
 from megatron_lightning.errors import ConfigError
-from megatron_lightning.inference.load import TextModel
 from megatron_lightning.inference.sampling import Sampling
 from megatron_lightning.inference.text import Codec, Message, end_of
+from megatron_lightning.inference.text_model import TextModel
 from megatron_lightning.parallel.context import AxisGroup
 
 Item = TypeVar("Item")

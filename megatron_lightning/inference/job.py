@@ -21,7 +21,6 @@ from megatron_lightning.errors import ConfigError
 from megatron_lightning.inference.load import (
     Dtype,
     SavedModel,
-    TextModel,
     check_model,
     find_codec,
     find_model,
@@ -30,6 +29,7 @@ from megatron_lightning.inference.load import (
 )
 from megatron_lightning.inference.options import EngineOptions
 from megatron_lightning.inference.text import Codec, load_codec
+from megatron_lightning.inference.text_model import TextModel
 from megatron_lightning.parallel.layout import ParallelLayout
 from megatron_lightning.pipeline.schedules import resolve
 from megatron_lightning.resilience.workers import run_workers

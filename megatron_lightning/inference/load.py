@@ -36,6 +36,7 @@ from megatron_lightning.inference.text import (
     end_tokens_of_files,
     load_codec,
 )
+from megatron_lightning.inference.text_model import TextModel
 from megatron_lightning.models.transformer import GPTModel
 from megatron_lightning.parallel.context import ALONE, ParallelContext
 from megatron_lightning.parallel.layout import ParallelLayout
@@ -45,8 +46,6 @@ from megatron_lightning.pipeline.schedules import resolve
 from megatron_lightning.rules import check_model_layout
 
 Dtype = Literal["float32", "bfloat16", "float16"]
-TextModel = Engine | OwnGenerate
-"""Continues and scores texts."""
 _PREFIX = "state_dict.model."
 """Prefix of the model's names in a checkpoint of ``GPTLightningModule``."""
 _Fill = Callable[[nn.Module, Part, ParallelContext], object]

@@ -8,7 +8,7 @@ engine, so that a seed gives the same text on every layout.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -16,22 +16,15 @@ from torch import Tensor
 
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.inference.choice import choose
-from megatron_lightning.inference.engine import (
-    Completion,
-    Observe,
-    Score,
-    completion_of,
-    evaluated,
-    score_of,
-)
 from megatron_lightning.inference.requests import RequestMaker
-from megatron_lightning.inference.sampling import Sampling
 from megatron_lightning.inference.scheduler import Batch, Portion, Request
+from megatron_lightning.inference.text_model import Observe, TextModel
 from megatron_lightning.parallel.context import ParallelContext
 
 
-class OwnGenerate:
-    """Continues and scores texts as :class:`~megatron_lightning.inference.engine.Engine` does.
+class OwnGenerate(TextModel):
+    """Continues and scores texts as :class:`~megatron_lightning.inference.engine.Engine` does. All
+    ranks compute all texts, since a forward may be a collective of all.
 
     Args:
         model: A rank's part of a model of ``transformers``.
@@ -45,9 +38,6 @@ class OwnGenerate:
     Raises:
         ConfigError: If ranks share layers or sequences.
     """
-
-    steps_together = True
-    """All ranks compute all texts, since a forward may be a collective of all."""
 
     def __init__(
         self,
@@ -70,57 +60,20 @@ class OwnGenerate:
                     f"calls the whole model for each token. Set {name} to 1, or load the "
                     "checkpoint in another layout."
                 )
-        self.model = model
-        self.context = context
-        self.requests = requests
-        self._uses_inference_mode = uses_inference_mode
-        self._forward_context = forward_context
-        self._prepare = prepare
+        super().__init__(
+            model,
+            context,
+            requests,
+            uses_inference_mode=uses_inference_mode,
+            forward_context=forward_context,
+            prepare=prepare,
+        )
 
-    @property
-    def longest(self) -> int:
-        """Most input tokens of the model."""
-        return self.requests.longest
-
-    def generate(
-        self,
-        prompts: Sequence[Sequence[int]],
-        sampling: Sampling | None = None,
-        num_samples: int = 1,
-        *,
-        seeds: Sequence[int] | None = None,
-        observe: Observe = lambda _: None,
-    ) -> list[list[Completion]]:
-        """See :meth:`Engine.generate`. All ranks pass the same arguments."""
-        rows = self.requests.samples(prompts, sampling or Sampling(), num_samples, seeds)
-        requests = [request for row in rows for request in row]
-        self._run(requests, self._continue, observe)
-        return [[completion_of(row[i]) for row in rows] for i in range(len(prompts))]
-
-    def score(
-        self,
-        contexts: Sequence[Sequence[int]],
-        continuations: Sequence[Sequence[int]],
-        *,
-        observe: Observe = lambda _: None,
-    ) -> list[Score]:
-        """See :meth:`Engine.score`. All ranks pass the same arguments."""
-        requests = self.requests.scored(contexts, continuations)
-        self._run(requests, self._score, observe)
-        return [score_of(request) for request in requests]
-
-    def _run(
-        self, requests: Sequence[Request], work: Callable[[Request], None], observe: Observe
-    ) -> None:
-        self._prepare()
-        with ExitStack() as stack:
-            stack.enter_context(evaluated(self.model))
-            stack.enter_context(torch.no_grad())
-            stack.enter_context(torch.inference_mode(self._uses_inference_mode))
-            stack.enter_context(torch.compiler.set_stance("force_eager"))
-            stack.enter_context(self._forward_context())
+    def run(self, requests: Sequence[Request], observe: Observe = lambda _: None) -> None:
+        """Run requests to their ends. All ranks pass the same requests."""
+        with self._writing():
             for request in requests:
-                work(request)
+                (self._score if request.num_scored else self._continue)(request)
                 observe(requests)
 
     def _score(self, request: Request) -> None:

@@ -16,9 +16,10 @@ from megatron_lightning.data.tokenizers import TokenizerType
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.inference.engine import Engine
 from megatron_lightning.inference.job import ModelJob
-from megatron_lightning.inference.load import Dtype, TextModel
+from megatron_lightning.inference.load import Dtype
 from megatron_lightning.inference.options import EngineOptions
 from megatron_lightning.inference.text import Codec
+from megatron_lightning.inference.text_model import TextModel
 from megatron_lightning.parallel.layout import ParallelLayout
 
 _KEY = "MEGATRON_LIGHTNING_API_KEY"
