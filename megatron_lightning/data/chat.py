@@ -15,6 +15,9 @@ from typing import Any
 from megatron_lightning.data.sources import Row
 from megatron_lightning.errors import DataError
 
+PARSER_VERSION = 2
+"""Part of the name of cached documents. A change in the rows accepted here, or in the content
+returned for a row, raises the version: a cached file is not parsed again."""
 ASSISTANT = "assistant"
 _ROLES: Mapping[str, str] = {
     "human": "user",
@@ -123,8 +126,8 @@ def _check_message(row: Row, index: int, message: Mapping[str, Any]) -> None:
     """Refuse a message that would be rendered as an empty one, or by a role of ShareGPT.
 
     Raises:
-        DataError: the message has no content, or its role is another word for user or assistant.
-
+        DataError: If the message has no content, or the role is another word for user or
+            assistant.
     """
     role = message["role"]
     meant = _ROLES.get(role, role)

@@ -108,7 +108,9 @@ class ChatTemplate:
     @property
     def identity(self) -> dict[str, Any]:
         """All inputs to the text of a conversation, beside the conversation."""
-        return {"templates": self.sources, "values": {k: str(v) for k, v in self._values.items()}}
+        # The text "False" is true in a template, and False is not.
+        values = {name: json.dumps(value, default=str) for name, value in self._values.items()}
+        return {"templates": self.sources, "values": values}
 
     def samples(self, chat: Chat, options: ChatOptions) -> Iterator[Rendered]:
         """Yield the samples of a conversation: a single sample, or with ``split_turns`` a sample

@@ -19,7 +19,7 @@ from typing import Any, Literal, NamedTuple, get_args
 import numpy as np
 import numpy.typing as npt
 
-from megatron_lightning.data.chat import Chat, Text, Tokens, parse_row
+from megatron_lightning.data.chat import PARSER_VERSION, Chat, Text, Tokens, parse_row
 from megatron_lightning.data.chat_template import ChatOptions, ChatTemplate, Rendered
 from megatron_lightning.data.chat_tokenizer import ChatTokenizer
 from megatron_lightning.data.files import atomic_write
@@ -94,6 +94,7 @@ class Encoder:
         """All inputs to the documents, beside the rows."""
         return {
             "version": _VERSION,
+            "parser": PARSER_VERSION,
             "tokenizer": self._tokenizer.identity,
             "template": None if self._template is None else self._template.identity,
             **asdict(self._options),

@@ -443,18 +443,36 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
 
 
 def test_the_cache_is_read_again_and_never_for_other_options(tmp_path: Path) -> None:
-    tokenizer = make_tokenizer()
-    data = _module(tmp_path, chats(5), tokenizer)
-    _rows(data)
-    folders = set((tmp_path / "cache").iterdir())
-    _rows(_module(tmp_path, chats(5), make_tokenizer(), packing="online"))
-    stamps = {folder.name for folder in folders}
-    path = write_rows(tmp_path / "rows.jsonl", chats(5))
-    _rows(FinetuneDataModule(
-        path, sequence_length=200, batch_size=1, tokenizer=tokenizer, train_on="last",
-        cache_dir=str(tmp_path / "cache"),
-    ))  # fmt: skip
-    assert {folder.name for folder in (tmp_path / "cache").iterdir()} > stamps
+    path, tokenizer = write_rows(tmp_path / "rows.jsonl", chats(5)), make_tokenizer()
+
+    def folders(**options: Any) -> int:
+        """Return the number of cached sources after another run."""
+        data = FinetuneDataModule(
+            path, sequence_length=200, batch_size=1, tokenizer=tokenizer,
+            cache_dir=str(tmp_path / "cache"), **options,
+        )  # fmt: skip
+        _rows(data)
+        return len(list((tmp_path / "cache").iterdir()))
+
+    assert folders() == 1
+    assert folders(packing="online") == 1
+    assert folders(train_on="last") == 2
+    assert folders(template_options={"enable_thinking": False}) == 3
+    assert folders(template_options={"enable_thinking": "False"}) == 4  # true in a template
+
+
+def test_the_cache_of_an_earlier_parser_is_not_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A row accepted by an earlier release is refused now, cached or not."""
+    bad = {"messages": [TWO[0], TWO[1], {"role": "bot", "content": "a"}]}
+    data = _module(tmp_path, [bad], make_tokenizer())
+    with monkeypatch.context() as earlier:
+        earlier.setattr("megatron_lightning.data.chat._check_message", lambda *_: None)
+        earlier.setattr("megatron_lightning.data.sft.PARSER_VERSION", 1)
+        assert len(_rows(data)) == 1
+    with pytest.raises(DataError, match="message 2 has the role 'bot'"):
+        _rows(data)
 
 
 def test_workers_read_the_same_rows(tmp_path: Path) -> None:

@@ -163,8 +163,8 @@ def partial_over(module: nn.Module, group: AxisGroup) -> nn.Module:
 
 
 def draw_from_stream(dropout: Dropout, context: ParallelContext, *, sharded: bool) -> None:
-    """Let a dropout draw from a stream of the rank, if the input differs between the ranks of a
-    replica. ``sharded``: the input differs between tensor-parallel ranks.
+    """Draw a dropout's numbers from a stream of the rank, if the input differs between the ranks of
+    a replica. ``sharded``: the input differs between tensor-parallel ranks.
     """
     if sharded or context.cp.size > 1:
         dropout.streams = context.rng
