@@ -7,6 +7,7 @@ the layer and the attachments.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 
 from torch import Tensor, nn
@@ -15,12 +16,12 @@ _BASES = ("base_layer", "original_module")
 """Names of the wrapped layer in wrappers of ``peft``."""
 
 
-class Attachment(nn.Module):
+class Attachment(nn.Module, ABC):
     """A child of a layer, divided by the layer's style, with an initialization of its own."""
 
+    @abstractmethod
     def init_weights(self, name: str, tensor: Tensor) -> None:
         """Fill ``tensor``, of the full shape of parameter ``name``, with the initial values."""
-        raise NotImplementedError
 
 
 def attachment_of(module: nn.Module) -> Attachment | None:
