@@ -65,6 +65,8 @@ class SavedModel:
     """Returns the model on ``meta``."""
     fill: _Fill
     """Reads the weights of a rank's part, after the model is divided."""
+    refusal: str | None = None
+    """Why the model cannot be a :class:`GPTModel`. None: the model is a :class:`GPTModel`."""
 
 
 def read_config(checkpoint: str | os.PathLike[str]) -> TransformerConfig:
@@ -121,16 +123,13 @@ def _of_checkpoint(source: CheckpointSource, saved: Mapping[str, Any]) -> SavedM
 def _of_bridge(bridge: AutoBridge) -> SavedModel:
     try:
         config = bridge.to_config()
-    except ConfigError:  # no rules for the architecture, or for the settings
-        pass
-    else:
-        build = partial(_deferred, bridge, "gpt")
-        return SavedModel(
-            config, config.vocab_size, config.max_sequence_length, build, read_weights
-        )
-    longest = getattr(bridge.config, "max_position_embeddings", None) or 1 << 30
-    build = partial(_deferred, bridge, "transformers")
-    return SavedModel(None, bridge.config.vocab_size, longest, build, read_weights)
+    except ConfigError as error:  # no rules for the architecture, or for the settings
+        longest = getattr(bridge.config, "max_position_embeddings", None) or 1 << 30
+        build = partial(_deferred, bridge, "transformers")
+        vocab_size = bridge.config.vocab_size
+        return SavedModel(None, vocab_size, longest, build, read_weights, refusal=str(error))
+    build = partial(_deferred, bridge, "gpt")
+    return SavedModel(config, config.vocab_size, config.max_sequence_length, build, read_weights)
 
 
 def _deferred(bridge: AutoBridge, kind: Literal["gpt", "transformers"]) -> nn.Module:
@@ -216,6 +215,13 @@ def check_model(saved: SavedModel, layout: ParallelLayout, world_size: int) -> N
     """
     if saved.config is not None:
         check_model_layout(saved.config, layout, world_size)
+    elif layout.pp > 1:
+        raise ConfigError(
+            f"pipeline_model_parallel_size={layout.pp}: the model writes text by its own generate, "
+            "which calls the whole model for each token. Set it to 1, and "
+            "tensor_model_parallel_size above 1 to divide the model. The engine does not support "
+            f"the model: {saved.refusal}"
+        )
     if layout.cp > 1:
         raise ConfigError(
             f"context_parallel_size={layout.cp}: a text grows by one token at a time, which ranks "

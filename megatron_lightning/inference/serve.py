@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from megatron_lightning.data.tokenizers import TokenizerType
 from megatron_lightning.errors import ConfigError
@@ -117,6 +117,12 @@ def serve(  # noqa: PLR0917  # every argument is an option of the command line
             cache_gib=cache_gib,
         ),
     )
+    if job.saved.refusal is not None:
+        raise ConfigError(
+            f"{checkpoint} writes by its own generate, one text at a time, and is not served. "
+            "Serve its folder with vLLM, SGLang or transformers. The engine does not support the "
+            f"model: {job.saved.refusal}"
+        )
     job.check()
     hosts = None
     # A web page could reach a local server under a foreign name (DNS rebinding).
@@ -142,14 +148,10 @@ def serve(  # noqa: PLR0917  # every argument is an option of the command line
 
 def _serve(engine: TextModel, codec: Codec, settings: Any) -> None:
     """Serve on a single rank."""
-    if not isinstance(engine, Engine):
-        raise ConfigError(
-            f"a {type(engine.model).__name__} writes by its own generate, one text at a time, and "
-            "is not served. Serve its folder with vLLM, SGLang or transformers."
-        )
     from megatron_lightning.inference.stepping import Stepping
 
-    stepping = Stepping(engine, settings["max_queue"])
+    # Models with a generate of their own are refused before processes start.
+    stepping = Stepping(cast(Engine, engine), settings["max_queue"])
     if engine.context.rank != 0:
         # The first rank drains, and then ends all ranks.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)

@@ -15,6 +15,7 @@ from megatron_lightning.config import TransformerConfig
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.inference import Engine, EngineOptions, Sampling, load_engine
 from megatron_lightning.inference.generate import generate
+from megatron_lightning.inference.load import check_model, find_model
 from megatron_lightning.parallel.layout import ParallelLayout
 from tests.helpers.ranks import run_ranks
 
@@ -106,6 +107,8 @@ def test_other_models_write_by_their_own_generate(size: int, tmp_path: Path) -> 
         assert score.is_greedy and len(score.logprobs) == len(text)
     with pytest.raises(ConfigError, match="GPTNeoXForCausalLM, which has no rules"):
         Engine.load(tmp_path / "neox")
+    with pytest.raises(ConfigError, match=r"pipeline_model_parallel_size=2.*GPTNeoX"):
+        check_model(find_model(tmp_path / "neox"), ParallelLayout(**{PP: 2}), 2)
 
 
 @pytest.fixture

@@ -25,6 +25,7 @@ pytest.importorskip("uvicorn")
 pytest.importorskip("openai")
 pytest.importorskip("transformers")
 import openai
+import transformers
 
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.inference import Sampling, load_engine
@@ -276,6 +277,9 @@ def test_what_cannot_be_served_is_refused(
     monkeypatch.delenv("MEGATRON_LIGHTNING_API_KEY", raising=False)
     with pytest.raises(ConfigError, match=r"host=0\.0\.0\.0 is reached by others"):
         serve(str(folder), host="0.0.0.0")
+    transformers.GPTNeoXConfig(architectures=["GPTNeoXForCausalLM"]).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=r"own generate, .* is not served.*GPTNeoX"):
+        serve(str(tmp_path))
     (tmp_path / "empty").write_text("\n")
     with pytest.raises(ConfigError, match="is empty"):
         serve(str(folder), api_key_file=str(tmp_path / "empty"))
