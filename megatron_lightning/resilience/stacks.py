@@ -23,7 +23,13 @@ _WAITS = (
     "torch/distributed/", "pipeline/channel.py", "strategies/launch/ranks.py",
     "parallel/collectives.py", "parallel/cpu_exchange.py", "parallel/sequence_exchange.py",
 )  # fmt: skip
-_COMPILES = ("torch/_dynamo/", "torch/_inductor/", "triton/compiler/")
+# Compiled code and kernels of custom operators, such as the collectives of tensor parallelism, have
+# torch/_dynamo/eval_frame.py on the stack. A wait in such code is no compilation.
+_COMPILES = (
+    "torch/_dynamo/convert_frame.py", "compile_fx_inner (torch/_inductor/",
+    "precompile (torch/_inductor/", "benchmark_all_configs (torch/_inductor/",
+    "coordinate_descent_tuning (torch/_inductor/", "triton/compiler/",
+)  # fmt: skip
 _INNERMOST = 8  # frames searched for a wait
 
 
@@ -39,7 +45,7 @@ class Position:
     seconds: float
     """Since the rank's last batch ended."""
     stack: list[str]
-    """Frames of the main thread, the innermost first."""
+    """Frames of the main thread, the innermost first, and frames of a compilation further out."""
     collectives: dict[str, tuple[int, str]] = field(default_factory=dict)
     """Process group -> number of the group's collectives begun by this rank, and the last
     collective."""
@@ -52,7 +58,7 @@ class Position:
     @property
     def compiles(self) -> bool:
         """Whether the rank compiles."""
-        return any(part in frame for frame in self.stack for part in _COMPILES)
+        return any(map(_is_compilation, self.stack))
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain values, for JSON."""
@@ -68,16 +74,25 @@ class Position:
 
 
 def main_stack() -> list[str]:
-    """Return the frames of this process's main thread, the innermost first."""
+    """Return the innermost frames of this process's main thread, the innermost first.
+
+    Frames of a compilation further out are included: a compiler's own stack may be deeper.
+    """
     frame: FrameType | None = sys._current_frames().get(threading.main_thread().ident or 0)
     stack: list[str] = []
-    while frame is not None and len(stack) < _NUM_FRAMES:
+    while frame is not None:
         code = frame.f_code
         name = getattr(code, "co_qualname", code.co_name)  # Python 3.11
         path = code.co_filename.rpartition("site-packages/")[2]
-        stack.append(f"{name} ({path}:{frame.f_lineno})")
+        text = f"{name} ({path}:{frame.f_lineno})"
+        if len(stack) < _NUM_FRAMES or _is_compilation(text):
+            stack.append(text)
         frame = frame.f_back
     return stack
+
+
+def _is_compilation(frame: str) -> bool:
+    return any(part in frame for part in _COMPILES)
 
 
 def last_collectives() -> dict[str, tuple[int, str]]:

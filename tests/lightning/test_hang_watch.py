@@ -9,10 +9,12 @@ from typing import Any
 
 import lightning.pytorch as pl
 import pytest
+import torch
+from torch import Tensor
 
 from megatron_lightning.callbacks import HangWatch
 from megatron_lightning.errors import ConfigError
-from megatron_lightning.resilience.stacks import Position, describe, suspects
+from megatron_lightning.resilience.stacks import Position, describe, main_stack, suspects
 from tests.helpers.toy import ToyModule
 from tests.lightning.support import DP2, ONE, TP2_PP2, Layout, layouts, run
 
@@ -96,6 +98,27 @@ def test_ranks_are_grouped_by_what_they_do() -> None:
     ]
     assert suspects(positions, [3]) == [3, 2]
     assert at(0, "compile (torch/_dynamo/convert_frame.py:1)").compiles
+
+
+def test_a_collective_in_compiled_code_is_no_compilation() -> None:
+    stacks: dict[str, list[str]] = {}
+
+    def compiler(graph: torch.fx.GraphModule, _: list[Tensor]) -> Any:
+        def nested(depth: int) -> list[str]:
+            return nested(depth - 1) if depth else main_stack()
+
+        stacks["compiler"] = nested(200)  # a compiler's own frames
+        return graph.forward
+
+    @torch.compiler.disable  # as torch does for the kernels of custom operators
+    def collective(x: Tensor) -> Tensor:
+        stacks["collective"] = main_stack()
+        return x
+
+    torch.compile(lambda x: collective(x + 1) * 2, backend=compiler)(torch.ones(2))
+    found = {name: Position(0, 7, "training", 9.0, stack) for name, stack in stacks.items()}
+    assert any("torch/_dynamo/" in frame for frame in stacks["collective"])
+    assert found["compiler"].compiles and not found["collective"].compiles
 
 
 def test_limits_that_every_batch_passes_are_refused() -> None:
