@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
-import os
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any, get_args
 
@@ -18,17 +14,13 @@ from torch.utils.data import DataLoader
 
 from megatron_lightning.data.chat_template import ChatOptions, ChatTemplate, Reasoning, TrainOn
 from megatron_lightning.data.chat_tokenizer import ChatTokenizer
+from megatron_lightning.data.document_cache import DocumentCache
 from megatron_lightning.data.packing import Numbers, efficiency, pack
 from megatron_lightning.data.report import describe_documents
 from megatron_lightning.data.resume import OnChangedData, describe_changes
-from megatron_lightning.data.sft import (
-    UNENDED,
-    Documents,
-    Encoder,
-    SupervisedOptions,
-    Truncation,
-)
-from megatron_lightning.data.sources import file_stamps, read_rows, source_files
+from megatron_lightning.data.sft import Documents, Encoder, SupervisedOptions, Truncation
+from megatron_lightning.data.source_list import parse_sources
+from megatron_lightning.data.sources import source_files
 from megatron_lightning.data.supervised import (
     Packing,
     RowDataset,
@@ -128,8 +120,8 @@ class FinetuneDataModule(pl.LightningDataModule):
         on_changed_data: OnChangedData = "refuse",
     ) -> None:
         super().__init__()
-        self.paths, self.weights = _sources(path)
-        self.val_paths = [] if val_path is None else _sources(val_path)[0]
+        self.paths, self.weights = parse_sources(path)
+        self.val_paths = [] if val_path is None else parse_sources(val_path)[0]
         self.options = SupervisedOptions(
             sequence_length=sequence_length,
             truncation=truncation,
@@ -147,8 +139,7 @@ class FinetuneDataModule(pl.LightningDataModule):
         self._tokenizer = tokenizer
         self._template = chat_template
         self._template_options = template_options
-        self._split = (split, subset)
-        self._cache_dir = cache_dir
+        self._cache = DocumentCache(cache_dir, split=split, subset=subset)
         self._known: dict[str, Documents] = {}
         self._module: pl.LightningModule | None = None
         self._check()
@@ -323,32 +314,11 @@ class FinetuneDataModule(pl.LightningDataModule):
     def _documents(self, path: str) -> Documents:
         """Return the tokenized documents of a source. Files changed during a fit have no effect."""
         if path not in self._known:
-            self._known[path] = self._tokenized(path)
+            encoder = Encoder(self.tokenizer, self.template, self.options)
+            self._known[path], note = self._cache.documents(path, encoder)
+            if note is not None:
+                rank_zero_warn(note)
         return self._known[path]
-
-    def _tokenized(self, path: str) -> Documents:
-        """Return the tokenized documents of a source, made if missing from the cache."""
-        encoder = Encoder(self.tokenizer, self.template, self.options)
-        key = {"files": file_stamps([path]), "split": self._split, **encoder.identity}
-        name = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:32]
-        folder = self._cache_folder() / name
-        if not Documents.are_in(folder):
-            rows = read_rows(path, split=self._split[0], subset=self._split[1])
-            made = Documents.build(folder, encoder.documents(rows), encoder.counts)
-            unended = made.report.get(UNENDED, 0)
-            if unended:
-                rank_zero_warn(
-                    f"{path}: {unended} of {made.report.get('documents', 0)} samples end without a "
-                    "special token in what is trained, so that the model may not learn to stop. "
-                    "End answers in chat_template with the tokenizer's end of turn."
-                )
-        return Documents(folder)
-
-    def _cache_folder(self) -> Path:
-        if self._cache_dir is not None:
-            return Path(self._cache_dir)
-        home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-        return Path(home) / "megatron_lightning" / "documents"
 
     def state_dict(self) -> dict[str, Any]:
         """Return the settings of the order of training rows, as plain values."""
@@ -451,31 +421,3 @@ class FinetuneDataModule(pl.LightningDataModule):
             pin_memory=torch.cuda.is_available(),
             **options,
         )
-
-
-def _sources(path: Any) -> tuple[list[str], list[float] | None]:
-    """Return the paths, and the weights if there are any."""
-    given = [path] if isinstance(path, str | os.PathLike) else list(path)
-    entries = [os.fspath(one) if isinstance(one, os.PathLike) else one for one in given]
-    pairs = [entry for entry in entries if not isinstance(entry, str)]
-    if not entries or (pairs and len(pairs) != len(entries)):
-        raise ConfigError(
-            f"path={path!r}: must be a path, a list of paths, or a list of pairs of a weight and a "
-            "path"
-        )
-    if not pairs:
-        paths, weights = [str(entry) for entry in entries], None
-    else:
-        for pair in pairs:
-            is_pair = isinstance(pair, Sequence) and len(pair) == 2
-            if not is_pair or not isinstance(pair[0], int | float) or not isinstance(pair[1], str):
-                raise ConfigError(
-                    f"path has the entry {pair!r}; a pair is a weight and a path, as in [0.3, "
-                    "chats.jsonl]"
-                )
-        paths, weights = [pair[1] for pair in pairs], [float(pair[0]) for pair in pairs]
-        if any(not weight > 0 for weight in weights):
-            raise ConfigError(f"path has the weights {weights}; each must be above 0")
-    if len(set(paths)) < len(paths):
-        raise ConfigError(f"path names a source twice: {paths}; add the weights of equal sources")
-    return paths, weights
