@@ -208,12 +208,12 @@ class AutoBridge:
                 "the folder: --like FOLDER."
             )
         source, place, kept = found
-        bridge = cls.from_kept(kept, **options)
         if reads:
-            plan = bridge.plan()
+            # The checkpoint holds the folder's own model, without the caller's differences.
+            plan = cls.from_kept(kept, **{**options, "change": UNCHANGED}).plan()
             made = plan.tensors(fills_of_checkpoint(source, plan.parameters, place))
             kept.read_from({name: made[name].fill for name in plan.pieces})
-        return bridge
+        return cls.from_kept(kept, **{"origin": str(path), "revision": None, **options})
 
     @classmethod
     def from_kept(cls, kept: KeptFolder, **options: Any) -> AutoBridge:
@@ -226,8 +226,9 @@ class AutoBridge:
         Raises:
             ConfigError: See the class.
         """
+        named = {"origin": kept.origin, "revision": kept.revision, **options}
         with kept.files.unpacked() as folder:
-            bridge = cls(folder, kept=kept, **options)
+            bridge = cls(folder, kept=kept, **named)
             _ = bridge.model_class  # the class may need code in the unpacked folder, deleted here
         return bridge
 
@@ -411,11 +412,7 @@ class AutoBridge:
             ConfigError: If there are no rules for the folder, or ``config`` describes another
                 model.
         """
-        if self._change != UNCHANGED:
-            raise ConfigError(
-                f"a GPTModel is the folder's own model, and {self._change} was asked for. Leave it "
-                'out, or take to_model("transformers").'
-            )
+        self._refuse_change()
         gpt = self.gpt_folder()
         config = gpt.config if config is None else gpt.check(config)
         tensors = gpt.tensors(config)
@@ -424,6 +421,13 @@ class AutoBridge:
         used = [*gpt.names_of_copies(config), *self._used(tensors)]
         kept = keep(self.folder, used, self.origin, self.revision)
         return config, tensors, kept.of_gpt(config.to_dict(), self._family)
+
+    def _refuse_change(self) -> None:
+        if self._change != UNCHANGED:
+            raise ConfigError(
+                f"a GPTModel is the folder's own model, and {self._change} was asked for. Leave it "
+                'out, or take to_model("transformers").'
+            )
 
     def _gpt_model(self, config: TransformerConfig | None, dtype: torch.dtype | None) -> nn.Module:
         config, tensors, kept = self.gpt_parts(config)
@@ -442,7 +446,16 @@ class AutoBridge:
 
         Args:
             options: Options of the module: learning rate, schedule, ``config``.
+
+        Raises:
+            ConfigError: If the model differs on purpose from the folder's, or there is no folder.
         """
+        self._refuse_change()
+        if not self.origin:
+            raise ConfigError(
+                "to_module() starts from a folder's weights, and a configuration has none. Make "
+                "the module by GPTLightningModule(bridge.to_config())."
+            )
         # Modules are above the bridge.
         modules = import_module("megatron_lightning.modules")
         return modules.GPTLightningModule(

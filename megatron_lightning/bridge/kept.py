@@ -193,13 +193,15 @@ def keep(
     Args:
         folder: The folder, or a folder's record from a checkpoint.
         used: Names of the tensors read by the model.
-        origin: Folder or Hub id, as named by the user.
+        origin: Folder or Hub id, as named by the user. A record from a checkpoint keeps its own.
         revision: Branch, tag or commit of the Hub id.
         changed: Differences of the model from the folder's, if there are any.
         tied: See :class:`KeptFolder`.
     """
-    if isinstance(folder, KeptFolder) and changed is None:
-        return folder
+    if isinstance(folder, KeptFolder):
+        if changed is None:
+            return folder
+        origin, revision = folder.origin, folder.revision
     read = {*used, *tied}
     if changed is not None:
         read |= changed.left_out

@@ -14,8 +14,9 @@ from torch.utils.data import DataLoader
 from megatron_lightning.bridge import AutoBridge, commands
 from megatron_lightning.checkpoint.commit import is_committed
 from megatron_lightning.checkpoint.format import storage
+from megatron_lightning.checkpoint.source import open_checkpoint
 from megatron_lightning.cli import main
-from megatron_lightning.errors import CheckpointError
+from megatron_lightning.errors import CheckpointError, ConfigError
 from megatron_lightning.modules import HuggingFaceModule
 from megatron_lightning.strategies import MegatronStrategy
 from tests.helpers.ranks import run_ranks
@@ -123,3 +124,21 @@ def test_weights_of_a_folder_are_read_into_a_model(
     assert "LlamaForCausalLM" in AutoBridge.list_supported_models()
     config = json.loads((folders["experts"] / "config.json").read_text())
     assert config["architectures"][0] in AutoBridge.list_supported_models()
+
+
+def test_modules_start_from_folders_and_from_their_checkpoints(
+    folders: dict[str, Path], tmp_path: Path
+) -> None:
+    checkpoint, again = tmp_path / "c.ckpt", tmp_path / "again.ckpt"
+    AutoBridge.import_ckpt(folders["llama"], checkpoint)
+    expected = AutoBridge.from_hf_pretrained(folders["llama"]).to_model("gpt").state_dict()
+    for path in (folders["llama"], checkpoint):
+        module = AutoBridge.from_hf_pretrained(path).to_module(learning_rate=1e-3)
+        module.configure_model()
+        for name, value in module.model.state_dict().items():
+            assert torch.equal(value, expected[name]), name
+    AutoBridge.import_ckpt(checkpoint, again)
+    assert open_checkpoint(again).state()["hyper_parameters"]["path"] == str(checkpoint)
+    bridge = AutoBridge.from_hf_pretrained(folders["llama"])
+    with pytest.raises(ConfigError, match="a configuration has none"):
+        AutoBridge.from_hf_config(bridge.config).to_module()

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from megatron_lightning.bridge import AutoBridge, commands
+from megatron_lightning.bridge.kept import kept_folders
 from megatron_lightning.errors import CheckpointError, ConfigError
 from megatron_lightning.strategies import MegatronStrategy
 from tests.helpers.ranks import run_ranks
@@ -89,8 +90,22 @@ def test_what_is_not_named_is_an_error(tmp_path: Path) -> None:
         AutoBridge.from_hf_pretrained(path, **{**HEAD, "left_out": []}).to_model()
     with pytest.raises(ConfigError, match="own model"):
         AutoBridge.from_hf_pretrained(path, **HEAD).to_model("gpt")
+    with pytest.raises(ConfigError, match="own model"):
+        AutoBridge.from_hf_pretrained(path, **HEAD).to_module()
     bridge = AutoBridge.from_hf_pretrained(path, **HEAD)
     model = bridge.to_model()
     bridge.save_hf_pretrained(model, tmp_path / "out")
     again = transformers.LlamaForSequenceClassification.from_pretrained(tmp_path / "out")
     assert torch.equal(again.score.weight, model.score.weight)  # type: ignore[union-attr,attr-defined]
+
+
+def test_a_checkpoint_gets_a_new_head(tmp_path: Path) -> None:
+    path, checkpoint = make_folder("llama", tmp_path), tmp_path / "c.ckpt"
+    AutoBridge.import_ckpt(path, checkpoint)
+    model: Any = AutoBridge.from_hf_pretrained(checkpoint, **HEAD).to_model()
+    expected = transformers.LlamaForCausalLM.from_pretrained(path).model.state_dict()
+    found = model.model.state_dict()
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+    assert kept_folders(model)[""].origin == str(path)
+    assert model.score.weight.abs().max() > 0
