@@ -11,6 +11,7 @@ import json
 import mmap
 import os
 import stat
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property, partial
@@ -48,7 +49,7 @@ class Use(NamedTuple):
     """Strided view of the target, at the place of the box."""
 
 
-class FolderTensors:
+class FolderTensors(ABC):
     """The table of a folder's tensors: names, shapes, dtypes and files, in order.
 
     Args:
@@ -88,13 +89,13 @@ class FolderTensors:
         return next(files, None)
 
     @property
+    @abstractmethod
     def files(self) -> KeptFiles:
         """All other files: configuration, tokenizer, licences."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _read(self, file: str, stored: StoredTensor, box: Box, out: Tensor) -> None:
         """Copy the values of a box of a stored tensor."""
-        raise NotImplementedError
 
     def _fill(self, name: str, read: Fill, box: Box, out: Tensor) -> None:
         """Fill a target, or record the use for a target on ``meta``."""

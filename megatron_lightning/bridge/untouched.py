@@ -157,7 +157,7 @@ def defer_weights(model: nn.Module, *, reads: bool = True) -> nn.Module:
 
 
 def defer_values(model: nn.Module, tensors: Mapping[str, Lazy]) -> None:
-    """Let :func:`read_weights` read the values of a model on ``meta`` later.
+    """Leave the values of a model on ``meta`` to a later :func:`read_weights`.
 
     Args:
         model: The model.
