@@ -70,10 +70,13 @@ class ClosingSummary(pl.Callback):
         best, last = _checkpoints(trainer)
         if best:
             lines.append(f"  best checkpoint: {best}")
-        if last:
+        if last and last != best:
             lines.append(f"  last checkpoint: {last}")
-        command = next_command(sys.argv, how == "finished", best or last)
-        if command and (best or last):
+        is_finished = how == "finished"
+        # A start from "last" goes on with the logs of this start.
+        resumed = "last" if last in (c.last_model_path for c in _savers(trainer)) else last
+        command = next_command(sys.argv, is_finished, (best or last) if is_finished else resumed)
+        if command and last:
             lines.append(f"  next: {command}")
         self.text = "\n".join(lines)
         print(self.text, flush=True)
@@ -85,7 +88,7 @@ def next_command(argv: list[str], is_finished: bool, checkpoint: str) -> str:
     Args:
         argv: Of this process.
         is_finished: Whether the fit has finished.
-        checkpoint: Path.
+        checkpoint: Path, or "last".
     """
     if len(argv) < 2 or argv[1] != "fit":
         return ""
@@ -93,18 +96,26 @@ def next_command(argv: list[str], is_finished: bool, checkpoint: str) -> str:
     if "--ckpt_path" in options:
         place = options.index("--ckpt_path")
         options[place : place + 2] = []
-    path = checkpoint if is_finished else "last"
     verb = "validate" if is_finished else "fit"
-    return shlex.join(["megatron-lightning", verb, *options, "--ckpt_path", path])
+    return shlex.join(["megatron-lightning", verb, *options, "--ckpt_path", checkpoint])
 
 
 def _checkpoints(trainer: pl.Trainer) -> tuple[str, str]:
     """Return the best and the newest checkpoint saved by callbacks. "": none."""
-    saved = [c for c in trainer.checkpoint_callbacks if isinstance(c, ModelCheckpoint)]
+    saved = _savers(trainer)
     best = next((c.best_model_path for c in saved if c.best_model_path and c.monitor), "")
-    steps = [(vars(c).get("_last_global_step_saved", 0), c) for c in saved if c.last_model_path]
-    last = max(steps, key=lambda pair: pair[0])[1].last_model_path if steps else ""
+    steps = [(vars(c).get("_last_global_step_saved", 0), _newest(c)) for c in saved]
+    _, last = max(((step, path) for step, path in steps if path), default=(0, ""))
     return best, last
+
+
+def _savers(trainer: pl.Trainer) -> list[ModelCheckpoint]:
+    return [c for c in trainer.checkpoint_callbacks if isinstance(c, ModelCheckpoint)]
+
+
+def _newest(callback: ModelCheckpoint) -> str:
+    """Return the newest checkpoint of a callback, with ``save_last`` and without. "": none."""
+    return callback.last_model_path or vars(callback).get("_last_checkpoint_saved", "")
 
 
 def _duration(seconds: float) -> str:

@@ -6,9 +6,11 @@ import gc
 import gzip
 import json
 import math
+import sys
 import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import lightning.pytorch as pl
 import pytest
@@ -104,23 +106,37 @@ def test_values_are_equal_on_every_rank(layout: Layout, tmp_path: Path) -> None:
     assert "samples a second" in first["text"]
 
 
-def _ended(layout: Layout, folder: str) -> tuple[str, bool]:
+def _ended(layout: Layout, folder: str, save_last: bool) -> tuple[str, bool]:
     closing = ClosingSummary()
-    fails = pl.callbacks.LambdaCallback(on_after_backward=lambda *_: 1 / 0)
-    trainer = layout.trainer(folder, callbacks=[closing, GarbageCollection(), fails], max_steps=1)
-    with pytest.raises(ZeroDivisionError):
+    fails = pl.callbacks.LambdaCallback(
+        on_after_backward=lambda trainer, _: 1 / (2 - trainer.global_step)
+    )
+    keep = ModelCheckpoint(folder, "{step}", save_last=save_last, every_n_train_steps=1)
+    trainer = layout.trainer(
+        folder,
+        callbacks=[closing, GarbageCollection(), fails, keep],
+        max_steps=4,
+        enable_checkpointing=True,
+    )
+    command = ["megatron-lightning", "fit", "--config=a.yaml"]
+    with pytest.raises(ZeroDivisionError), mock.patch.object(sys, "argv", command):
         trainer.fit(ToyModule(), datamodule=layout.data_module())
     return closing.text, gc.isenabled()
 
 
-def test_an_exception_restores_the_collection_and_is_summed_up(tmp_path: Path) -> None:
-    ((text, is_enabled),) = run(ONE, _ended, tmp_path)
-    assert text.startswith("fit ended early (ZeroDivisionError) at step 0") and is_enabled
+@pytest.mark.parametrize("save_last", [False, True])
+def test_an_exception_restores_the_collection_and_is_summed_up(
+    save_last: bool, tmp_path: Path
+) -> None:
+    ((text, is_enabled),) = run(ONE, _ended, tmp_path, save_last)
+    assert text.startswith("fit ended early (ZeroDivisionError) at step 2") and is_enabled
+    newest = "last" if save_last else f"{tmp_path}/step=2.ckpt"  # without it, last finds nothing
+    assert text.endswith(f"next: megatron-lightning fit --config=a.yaml --ckpt_path {newest}")
 
 
 def test_the_next_command_is_that_of_this_process() -> None:
     argv = ["megatron-lightning", "fit", "--config", "a b.yaml", "--ckpt_path", "x.ckpt"]
-    again = "megatron-lightning fit --config 'a b.yaml' --ckpt_path last"
+    again = "megatron-lightning fit --config 'a b.yaml' --ckpt_path y.ckpt"
     assert next_command(argv, False, "y.ckpt") == again
     assert next_command(argv, True, "y.ckpt").startswith("megatron-lightning validate --config")
     assert next_command(["train.py"], False, "y.ckpt") == ""
