@@ -16,7 +16,7 @@ from megatron_lightning.errors import ConfigError
 from megatron_lightning.inference.evaluate import sharing_of
 from megatron_lightning.inference.options import EngineOptions
 from megatron_lightning.inference.sampling import Sampling
-from megatron_lightning.inference.text import Codec, end_of
+from megatron_lightning.inference.text import Codec, end_of, prompt_ids
 
 
 class SampleText(TextCallback):
@@ -101,12 +101,7 @@ class SampleText(TextCallback):
 
     def _compute(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         codec, engine = self._codec_and_engine(trainer, module)
-        ids = [
-            codec.chat([{"role": "user", "content": prompt}])
-            if self._chat
-            else codec.encode(prompt)
-            for prompt in self._prompts
-        ]
+        ids = [prompt_ids(codec, prompt, as_chat=self._chat) for prompt in self._prompts]
         replicas = sharing_of(engine)
         own = list(enumerate(ids))[replicas.rank :: replicas.size]
         shared = replicas.all_gather_object(self._continued(engine, codec, own))

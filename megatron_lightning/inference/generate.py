@@ -10,12 +10,10 @@ from typing import Any
 from megatron_lightning.data.tokenizers import TokenizerType
 from megatron_lightning.inference.job import ModelJob
 from megatron_lightning.inference.load import Dtype
-from megatron_lightning.inference.options import EngineOptions
 from megatron_lightning.inference.progress import Progress
 from megatron_lightning.inference.sampling import Sampling
-from megatron_lightning.inference.text import Codec, end_of
+from megatron_lightning.inference.text import Codec, end_of, prompt_ids
 from megatron_lightning.inference.text_model import TextModel
-from megatron_lightning.parallel.layout import ParallelLayout
 
 
 def generate(  # noqa: PLR0917  # every argument is an option of the command line
@@ -92,24 +90,19 @@ def generate(  # noqa: PLR0917  # every argument is an option of the command lin
     """
     job = ModelJob(
         checkpoint=checkpoint,
-        layout=ParallelLayout(
-            tensor_model_parallel_size=tensor_model_parallel_size,
-            pipeline_model_parallel_size=pipeline_model_parallel_size,
-            virtual_pipeline_model_parallel_size=virtual_pipeline_model_parallel_size,
-            expert_model_parallel_size=expert_model_parallel_size,
-            expert_tensor_parallel_size=expert_tensor_parallel_size,
-            sequence_parallel=False,  # rows are short: gathers would cost more than the savings
-        ),
-        pipeline_schedule=pipeline_schedule,
         tokenizer_model=tokenizer_model,
         tokenizer_type=tokenizer_type,
+        tensor_model_parallel_size=tensor_model_parallel_size,
+        pipeline_model_parallel_size=pipeline_model_parallel_size,
+        virtual_pipeline_model_parallel_size=virtual_pipeline_model_parallel_size,
+        expert_model_parallel_size=expert_model_parallel_size,
+        expert_tensor_parallel_size=expert_tensor_parallel_size,
+        pipeline_schedule=pipeline_schedule,
         device=device,
         dtype=dtype,
-        options=EngineOptions(
-            max_tokens=max_tokens,
-            max_requests=min(max_requests, max_tokens),
-            cache_gib=cache_gib,
-        ),
+        max_tokens=max_tokens,
+        max_requests=max_requests,
+        cache_gib=cache_gib,
     )
     sampling = Sampling(
         max_new_tokens=max_new_tokens,
@@ -121,10 +114,7 @@ def generate(  # noqa: PLR0917  # every argument is an option of the command lin
     )
     job.check()
     texts = [prompts] if isinstance(prompts, str) else prompts
-    ids = [
-        job.codec.chat([{"role": "user", "content": text}]) if chat else job.codec.encode(text)
-        for text in texts
-    ]
+    ids = [prompt_ids(job.codec, text, as_chat=chat) for text in texts]
     continued = job.run(_continue, (ids, sampling, num_samples)) or []
     return [
         _text(job.codec, own, new, sampling.stop, answer_only=chat)

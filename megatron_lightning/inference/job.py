@@ -7,7 +7,7 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -41,20 +41,57 @@ Rank 0's result is plain data."""
 
 @dataclass(frozen=True, kw_only=True)
 class ModelJob:
-    """A trained model, a tokenizer, and the processes to run the model. Plain values."""
+    """A trained model, a tokenizer, and the processes to run the model. Plain values: the options
+    of commands, described at each command.
+    """
 
     checkpoint: str
-    layout: ParallelLayout
-    pipeline_schedule: str | list[str] = "auto"
-    tokenizer_model: str | None = None
-    tokenizer_type: TokenizerType = "sentencepiece"
-    device: str = "auto"
-    dtype: Dtype = "float32"
-    options: EngineOptions = field(default_factory=EngineOptions)
+    tokenizer_model: str | None
+    tokenizer_type: TokenizerType
+    tensor_model_parallel_size: int
+    pipeline_model_parallel_size: int
+    virtual_pipeline_model_parallel_size: int
+    expert_model_parallel_size: int
+    expert_tensor_parallel_size: int | None
+    pipeline_schedule: str | list[str]
+    device: str
+    dtype: Dtype
+    max_tokens: int
+    max_requests: int
+    cache_gib: float
     num_replicas: int = 1
     """Number of replicas to start."""
     runs_replicas: bool = False
     """Whether processes beyond one replica have separate work."""
+
+    @cached_property
+    def layout(self) -> ParallelLayout:
+        """Sizes of the layout.
+
+        Raises:
+            ConfigError: If a size cannot work.
+        """
+        return ParallelLayout(
+            tensor_model_parallel_size=self.tensor_model_parallel_size,
+            pipeline_model_parallel_size=self.pipeline_model_parallel_size,
+            virtual_pipeline_model_parallel_size=self.virtual_pipeline_model_parallel_size,
+            expert_model_parallel_size=self.expert_model_parallel_size,
+            expert_tensor_parallel_size=self.expert_tensor_parallel_size,
+            sequence_parallel=False,  # rows are short: gathers would cost more than the savings
+        )
+
+    @cached_property
+    def options(self) -> EngineOptions:
+        """Sizes of the engine.
+
+        Raises:
+            ConfigError: If a size cannot work.
+        """
+        return EngineOptions(
+            max_tokens=self.max_tokens,
+            max_requests=min(self.max_requests, self.max_tokens),
+            cache_gib=self.cache_gib,
+        )
 
     @cached_property
     def saved(self) -> SavedModel:
@@ -109,6 +146,7 @@ class ModelJob:
             DataError: If the tokenizer cannot be loaded.
         """
         layout, world_size = self.layout, self.world_size
+        _ = self.options
         _check_experts(layout)
         resolve(self.pipeline_schedule, num_ranks=layout.pp, num_chunks=layout.vpp)
         _ = self.codec

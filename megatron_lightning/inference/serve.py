@@ -17,10 +17,8 @@ from megatron_lightning.errors import ConfigError
 from megatron_lightning.inference.engine import Engine
 from megatron_lightning.inference.job import ModelJob
 from megatron_lightning.inference.load import Dtype
-from megatron_lightning.inference.options import EngineOptions
 from megatron_lightning.inference.text import Codec
 from megatron_lightning.inference.text_model import TextModel
-from megatron_lightning.parallel.layout import ParallelLayout
 
 _KEY = "MEGATRON_LIGHTNING_API_KEY"
 _LOOPBACK = frozenset(("localhost", "127.0.0.1", "::1"))
@@ -98,24 +96,19 @@ def serve(  # noqa: PLR0917  # every argument is an option of the command line
         )
     job = ModelJob(
         checkpoint=checkpoint,
-        layout=ParallelLayout(
-            tensor_model_parallel_size=tensor_model_parallel_size,
-            pipeline_model_parallel_size=pipeline_model_parallel_size,
-            virtual_pipeline_model_parallel_size=virtual_pipeline_model_parallel_size,
-            expert_model_parallel_size=expert_model_parallel_size,
-            expert_tensor_parallel_size=expert_tensor_parallel_size,
-            sequence_parallel=False,
-        ),
-        pipeline_schedule=pipeline_schedule,
         tokenizer_model=tokenizer_model,
         tokenizer_type=tokenizer_type,
+        tensor_model_parallel_size=tensor_model_parallel_size,
+        pipeline_model_parallel_size=pipeline_model_parallel_size,
+        virtual_pipeline_model_parallel_size=virtual_pipeline_model_parallel_size,
+        expert_model_parallel_size=expert_model_parallel_size,
+        expert_tensor_parallel_size=expert_tensor_parallel_size,
+        pipeline_schedule=pipeline_schedule,
         device=device,
         dtype=dtype,
-        options=EngineOptions(
-            max_tokens=max_tokens,
-            max_requests=min(max_requests, max_tokens),
-            cache_gib=cache_gib,
-        ),
+        max_tokens=max_tokens,
+        max_requests=max_requests,
+        cache_gib=cache_gib,
     )
     if job.saved.refusal is not None:
         raise ConfigError(

@@ -236,6 +236,15 @@ def _end_tokens(contents: Mapping[str, bytes]) -> tuple[int, ...]:
     return ()
 
 
+def prompt_ids(codec: Codec, text: str, *, as_chat: bool) -> list[int]:
+    """Return the ids of a prompt, plain or as a user's message of a chat.
+
+    Raises:
+        ConfigError: If there is no chat template, or the template refuses the message.
+    """
+    return codec.chat([{"role": "user", "content": text}]) if as_chat else codec.encode(text)
+
+
 def end_of(text: str, stop: Sequence[str], start: int = 0) -> int:
     """Return the start of the first stop string behind ``start``. Without a stop string return the
     text's length.
