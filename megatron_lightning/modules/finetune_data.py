@@ -8,7 +8,6 @@ from types import MappingProxyType
 from typing import Any, get_args
 
 import lightning.pytorch as pl
-import torch
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch.utils.data import DataLoader
 
@@ -30,12 +29,12 @@ from megatron_lightning.data.supervised import (
 )
 from megatron_lightning.errors import ConfigError, DataError
 from megatron_lightning.modules.folder_data import check_model, folder_tokenizer
+from megatron_lightning.modules.run_data import Batch, RunDataModule
 
-Batch = dict[str, torch.Tensor]
 Paths = str | list[str] | list[tuple[float, str]]
 
 
-class FinetuneDataModule(pl.LightningDataModule):
+class FinetuneDataModule(RunDataModule):
     """Batches ``{"tokens": [b, s], "labels": [b, s]}`` from conversations, prompts with
     completions, texts or tokens. Packed batches also have ``document_ids`` and ``position_ids`` [b,
     s].
@@ -119,7 +118,7 @@ class FinetuneDataModule(pl.LightningDataModule):
         cache_dir: str | None = None,
         on_changed_data: OnChangedData = "refuse",
     ) -> None:
-        super().__init__()
+        super().__init__(num_workers)
         self.paths, self.weights = parse_sources(path)
         self.val_paths = [] if val_path is None else parse_sources(val_path)[0]
         self.options = SupervisedOptions(
@@ -133,7 +132,6 @@ class FinetuneDataModule(pl.LightningDataModule):
         self.packing_window = packing_window
         self.balance_rows = balance_rows
         self.seed = seed
-        self.num_workers = num_workers
         self.on_changed_data: OnChangedData = on_changed_data
         self.new_tokens = tuple(new_tokens)
         self._tokenizer = tokenizer
@@ -141,7 +139,6 @@ class FinetuneDataModule(pl.LightningDataModule):
         self._template_options = template_options
         self._cache = DocumentCache(cache_dir, split=split, subset=subset)
         self._known: dict[str, Documents] = {}
-        self._module: pl.LightningModule | None = None
         self._check()
         self._train: Sources | None = None
         self._validate: Sources | None = None
@@ -200,10 +197,7 @@ class FinetuneDataModule(pl.LightningDataModule):
         """
         if self._tokenizer is not None:
             return ChatTokenizer.load(self._tokenizer, new_tokens=self.new_tokens)
-        module = self._module
-        if module is None and self.trainer is not None:
-            module = self.trainer.lightning_module
-        tokenizer = folder_tokenizer(module, self.new_tokens)
+        tokenizer = folder_tokenizer(self._run_module(), self.new_tokens)
         if tokenizer is None:
             raise ConfigError(
                 "tokenizer of FinetuneDataModule is not set, and the model comes with none. Set it "
@@ -237,10 +231,6 @@ class FinetuneDataModule(pl.LightningDataModule):
         self.use_model(module)
         check_model(module, len(self.tokenizer), packed=self.packing != "none")
         _ = self.template
-
-    def use_model(self, module: pl.LightningModule | None) -> None:
-        """Use the tokenizer of a module's model if none is set."""
-        self._module = module
 
     def prepare_data(self) -> None:
         """Render and tokenize, unless the result is cached. Lightning calls this once on every
@@ -322,11 +312,7 @@ class FinetuneDataModule(pl.LightningDataModule):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the settings of the order of training rows, as plain values."""
-        strategy = None if self.trainer is None else self.trainer.strategy
-        return {
-            "order": self._order(),
-            "consumed_samples": getattr(strategy, "consumed_samples", None),
-        }
+        return {"order": self._order(), "consumed_samples": self._consumed_samples()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Check that a resumed fit reads the rows in the checkpoint's order.
@@ -399,7 +385,9 @@ class FinetuneDataModule(pl.LightningDataModule):
                 f"tokens, and batch_size={self.batch_size}: there is no full batch. Set batch_size "
                 f"to {len(order)} or less."
             )
-        return self._loader(self.train_dataset(), sampler=order, drop_last=True)
+        return self._loader_of(
+            self.train_dataset(), batch_size=self.batch_size, sampler=order, drop_last=True
+        )
 
     def val_dataloader(self) -> DataLoader[Batch] | list[DataLoader[Batch]]:
         """Return the validation loader. Without validation data return an empty list."""
@@ -410,14 +398,4 @@ class FinetuneDataModule(pl.LightningDataModule):
         dataset = RowDataset(
             self._validate, self.sequence_length, self.tokenizer.padding, rows, packed=packed
         )
-        return self._loader(dataset, shuffle=False)
-
-    def _loader(self, dataset: RowDataset, **options: Any) -> DataLoader[Batch]:
-        return DataLoader(
-            dataset,
-            batch_size=self.batch_size,
-            num_workers=self.num_workers,
-            persistent_workers=self.num_workers > 0,
-            pin_memory=torch.cuda.is_available(),
-            **options,
-        )
+        return self._loader_of(dataset, batch_size=self.batch_size, shuffle=False)

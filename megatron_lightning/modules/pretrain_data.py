@@ -7,8 +7,6 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, get_args
 
-import lightning.pytorch as pl
-import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.utils.data import DataLoader, SequentialSampler
 
@@ -33,12 +31,12 @@ from megatron_lightning.data.resume import OnChangedData, describe_changes
 from megatron_lightning.data.skipped import SkippedSamples
 from megatron_lightning.data.tokenizers import TokenizerType, load_tokenizer
 from megatron_lightning.errors import ConfigError
+from megatron_lightning.modules.run_data import Batch, RunDataModule
 
-Batch = dict[str, torch.Tensor]
 _SPLIT = "969,30,1"
 
 
-class PretrainDataModule(pl.LightningDataModule):
+class PretrainDataModule(RunDataModule):
     """Batches ``{"tokens": [b, s], "labels": [b, s], "loss_mask": [b, s]}`` from files of
     ``megatron-lightning preprocess``.
 
@@ -125,7 +123,7 @@ class PretrainDataModule(pl.LightningDataModule):
         mock: bool = False,
         on_changed_data: OnChangedData = "refuse",
     ) -> None:
-        super().__init__()
+        super().__init__(num_workers)
         _check_counts(
             num_workers,
             batch_size=batch_size,
@@ -168,7 +166,6 @@ class PretrainDataModule(pl.LightningDataModule):
         self.data_prefix = data_prefix
         self.global_batch_size = global_batch_size
         self._batch_size = batch_size
-        self.num_workers = num_workers
         self.tokenizer = (
             None if tokenizer_model is None else load_tokenizer(tokenizer_model, tokenizer_type)
         )
@@ -189,7 +186,6 @@ class PretrainDataModule(pl.LightningDataModule):
             "test": num_test_samples,
         }
         self._digests: dict[str, str] = {}
-        self._module: pl.LightningModule | None = None
         self._datasets: dict[IndexSplit, Any] = {}
 
     @property
@@ -236,10 +232,6 @@ class PretrainDataModule(pl.LightningDataModule):
                     for prefix in spec.prefixes:
                         plan_part(IndexedDataset(prefix), self._split_of(name), name, single)
 
-    def use_model(self, module: pl.LightningModule | None) -> None:
-        """Use the size of a module's vocabulary if none is set."""
-        self._module = module
-
     def prepare_data(self) -> None:
         """Build the index cache. Lightning calls this once on every node."""
         self._open((self.trainer and self.trainer.state.fn) or "fit")
@@ -250,8 +242,7 @@ class PretrainDataModule(pl.LightningDataModule):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the settings of the order of training samples, as plain values."""
-        strategy = None if self.trainer is None else self.trainer.strategy
-        consumed = getattr(strategy, "consumed_samples", None)
+        consumed = self._consumed_samples()
         order = self._order()
         data: dict[str, Any] = {}
         if not self.mock:
@@ -375,11 +366,8 @@ class PretrainDataModule(pl.LightningDataModule):
     def _make(self, name: IndexSplit) -> Make:
         """Return the factory of a part's data sets."""
         vocab_size = self.config.vocab_size
-        module = self._module
-        if module is None and self.trainer is not None:
-            module = self.trainer.lightning_module
         if self.vocab_size is None:  # the model's size, if stored as in GPTLightningModule
-            size = getattr(getattr(module, "config", None), "vocab_size", None)
+            size = getattr(getattr(self._run_module(), "config", None), "vocab_size", None)
             vocab_size = size if isinstance(size, int) else None
         config = replace(self._split_of(name), vocab_size=vocab_size)
 
@@ -459,13 +447,7 @@ class PretrainDataModule(pl.LightningDataModule):
                     SequentialSampler(dataset), self.batch_size_schedule
                 )
             }
-        return DataLoader(
-            dataset,
-            **batches,
-            num_workers=self.num_workers,
-            persistent_workers=self.num_workers > 0,
-            pin_memory=torch.cuda.is_available(),
-        )
+        return self._loader_of(dataset, **batches)
 
 
 def _check_counts(num_workers: int, **counts: int | None) -> None:
