@@ -15,7 +15,7 @@ from megatron_lightning.data.tokenizers import TokenizerType
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.inference.evaluate import sharing_of
 from megatron_lightning.inference.options import EngineOptions
-from megatron_lightning.inference.sampling import Sampling
+from megatron_lightning.inference.sampling import Sampling, check_num_samples
 from megatron_lightning.inference.text import Codec, end_of, prompt_ids
 
 
@@ -72,8 +72,7 @@ class SampleText(TextCallback):
                 "such as ['Once upon a time']."
             )
         super().__init__(every_n_steps, tokenizer_model, tokenizer_type, options)
-        if num_samples < 1:
-            raise ConfigError(f"num_samples is {num_samples}. Set it to 1 or more.")
+        check_num_samples(num_samples)
         self._prompts = list(prompts)
         self._sampling = Sampling(
             max_new_tokens=max_new_tokens,

@@ -11,7 +11,7 @@ from megatron_lightning.data.tokenizers import TokenizerType
 from megatron_lightning.inference.job import ModelJob
 from megatron_lightning.inference.load import Dtype
 from megatron_lightning.inference.progress import Progress
-from megatron_lightning.inference.sampling import Sampling
+from megatron_lightning.inference.sampling import Sampling, check_num_samples
 from megatron_lightning.inference.text import Codec, end_of, prompt_ids
 from megatron_lightning.inference.text_model import TextModel
 
@@ -112,6 +112,7 @@ def generate(  # noqa: PLR0917  # every argument is an option of the command lin
         seed=seed,
         stop=tuple(stop or ()),
     )
+    check_num_samples(num_samples)
     job.check()
     texts = [prompts] if isinstance(prompts, str) else prompts
     ids = [prompt_ids(job.codec, text, as_chat=chat) for text in texts]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from megatron_lightning.errors import ConfigError
-from megatron_lightning.inference.sampling import Sampling
+from megatron_lightning.inference.sampling import Sampling, check_num_samples
 from megatron_lightning.inference.scheduler import Request
 
 Decode = Callable[[Sequence[int]], str]
@@ -83,7 +83,12 @@ class RequestMaker:
 
         Sample j of prompt i draws from the i-th of ``seeds`` plus j. Without seeds sample j of
         prompt i draws from the sampling's seed plus i * num_samples + j.
+
+        Raises:
+            ConfigError: If ``num_samples`` is below 1, a prompt is empty, or stop strings need a
+                tokenizer.
         """
+        check_num_samples(num_samples)
         if seeds is None:
             seeds = [sampling.seed + i * num_samples for i in range(len(prompts))]
         rows = [

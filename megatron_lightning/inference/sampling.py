@@ -96,6 +96,16 @@ class Sampling:
         return logits
 
 
+def check_num_samples(num_samples: int) -> None:
+    """Check the number of texts of each prompt.
+
+    Raises:
+        ConfigError: If the number is below 1.
+    """
+    if num_samples < 1:
+        raise ConfigError(f"num_samples is {num_samples}. Set it to 1 or more.")
+
+
 def sample(
     next_logits: NextLogits,
     prompts: Sequence[Sequence[int]],

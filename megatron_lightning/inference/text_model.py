@@ -118,7 +118,8 @@ class TextModel(ABC):
             The samples of each prompt.
 
         Raises:
-            ConfigError: If a prompt is empty, can never fit, or stop strings need a tokenizer.
+            ConfigError: If a prompt is empty, can never fit, stop strings need a tokenizer, or
+                ``num_samples`` is below 1.
         """
         rows = self.requests.samples(prompts, sampling or Sampling(), num_samples, seeds)
         # The first sample of each prompt before the second of any: later samples wait for the first

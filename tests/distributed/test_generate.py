@@ -306,6 +306,8 @@ def test_generate_refuses_what_does_not_fit(
         generate(
             checkpoint, "x", tokenizer, tensor_model_parallel_size=2, expert_model_parallel_size=2
         )
+    with pytest.raises(ConfigError, match="num_samples is 0"):
+        generate(checkpoint, "x", tokenizer, num_samples=0, tensor_model_parallel_size=2)
     with pytest.raises(ConfigError, match="tokenizer that made the training data"):
         generate(save_plain(tmp_path / "small.ckpt", LLAMA), "x", tokenizer)
     monkeypatch.setenv("RANK", "0")

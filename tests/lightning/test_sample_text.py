@@ -190,6 +190,7 @@ def test_what_cannot_work_is_refused(tokenizer: str) -> None:
         ({"prompts": "text"}, "continues a list of texts"),
         ({"prompts": []}, "continues a list of texts"),
         ({"prompts": ["x"], "every_n_steps": 0}, "every_n_steps is 0"),
+        ({"prompts": ["x"], "num_samples": 0}, "num_samples is 0"),
         ({"prompts": ["x"], "temperature": -1.0}, "temperature=-1.0"),
     ):
         with pytest.raises(ConfigError, match=message):
