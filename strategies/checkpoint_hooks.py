@@ -88,6 +88,9 @@ class CheckpointHooks(RankHooks):
         """
         if self.run is not None:
             self._refuse_in_step("a checkpoint")
+            # Before the first collective: ranks without the exception never join a collective.
+            if not self._saves_plain_files and not self.run.checkpoints.can_save(str(filepath)):
+                return
             self.run.share_written()
         if self._saves_plain_files:
             if self.run is not None:

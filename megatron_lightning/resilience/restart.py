@@ -73,7 +73,7 @@ class Meeting:
         self._world_size = world_size
 
     def cancel(self) -> None:
-        """Tell all other ranks that this rank will not come."""
+        """Announce to all other ranks that this rank will not come."""
         self._store.set("cancelled", "1")
 
     def wait(self) -> bool:

@@ -107,14 +107,26 @@ class Checkpoints:
 
     # ----------------------------------------------------------------------------------------- save
 
-    def save(self, checkpoint: dict[str, Any], path: str, part: Part, *, background: bool) -> None:
-        """Write ``checkpoint`` as a directory. A rename commits the directory after every rank has
-        written a part.
+    def can_save(self, path: str) -> bool:
+        """Return whether the ranks can save together, and warn if not. Not a collective.
 
         After an exception on some ranks only, nothing is saved, since the other ranks write no
         parts. Nothing is saved either after an exception in the middle of an optimizer step, or
         before the step on some ranks and after the step on other ranks: the parts would belong to
         two steps.
+        """
+        if self._trainer.state.status != TrainerStatus.INTERRUPTED or self._interrupted_together():
+            return True
+        warnings.warn(
+            f"{path} is not saved: the exception reached only some of the "
+            f"{self._context.world_size} ranks, or came in the middle of an optimizer step.",
+            stacklevel=2,
+        )
+        return False
+
+    def save(self, checkpoint: dict[str, Any], path: str, part: Part, *, background: bool) -> None:
+        """Write ``checkpoint`` as a directory, if :meth:`can_save`. A rename commits the directory
+        after every rank has written a part.
 
         Args:
             checkpoint: Lightning's dict.
@@ -128,14 +140,6 @@ class Checkpoints:
                 is intact.
         """
         if self._trainer.state.status == TrainerStatus.INTERRUPTED:
-            if not self._interrupted_together():
-                warnings.warn(
-                    f"{path} is not saved: the exception reached only some of the "
-                    f"{self._context.world_size} ranks, or came in the middle of an optimizer "
-                    "step.",
-                    stacklevel=2,
-                )
-                return
             self._forget_batch()
         background &= self._trainer.state.status == TrainerStatus.RUNNING
         path = self._ranks.broadcast(path)

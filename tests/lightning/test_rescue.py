@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.environments import SLURMEnvironment
+from lightning.pytorch.trainer.states import TrainerStatus
 from torch.distributed import DistNetworkError
 
 from megatron_lightning import compat
@@ -26,6 +27,7 @@ from megatron_lightning.callbacks import RescueCheckpoint
 from megatron_lightning.checkpoint import commit, is_committed, open_checkpoint
 from megatron_lightning.config import CheckpointOptions
 from megatron_lightning.errors import ConfigError
+from megatron_lightning.optim.stepping.written import WrittenWeights
 from megatron_lightning.resilience.failure import FailureWatch
 from megatron_lightning.strategies.launch.ranks import ProcessGroups
 from megatron_lightning.strategies.megatron import MegatronStrategy
@@ -313,21 +315,29 @@ class _Fails(pl.Callback):
 def _failed(layout: Layout, folder: str, *places: str) -> dict[str, Any]:
     whole, losses = _fit(layout, f"{folder}/whole")
     impatient = partialmethod(ProcessGroups.all_interrupted, within_s=1.0)
+    own_share, shared_after = WrittenWeights.share, list[bool]()
+
+    def share(written: WrittenWeights, **options: Any) -> bool:
+        shared_after.append(trainer.state.status == TrainerStatus.INTERRUPTED)
+        return own_share(written, **options)
+
+    trainer = layout.trainer(
+        folder,
+        max_epochs=2,
+        enable_checkpointing=True,
+        callbacks=[RescueCheckpoint(folder, on_sigterm=False), _Fails(*places)],
+    )
     with (
         mock.patch.object(ProcessGroups, "all_interrupted", impatient),
         # It would end the ranks of this test.
         mock.patch.object(FailureWatch, "report", return_value=False),
         mock.patch.object(compat, "abort_process_groups"),
+        mock.patch.object(WrittenWeights, "share", share),
         pytest.raises(ValueError, match="raised"),
     ):
-        layout.trainer(
-            folder,
-            max_epochs=2,
-            enable_checkpointing=True,
-            callbacks=[RescueCheckpoint(folder, on_sigterm=False), _Fails(*places)],
-        ).fit(ToyModule(), datamodule=layout.data_module())
+        trainer.fit(ToyModule(), datamodule=layout.data_module())
     if not is_committed(f"{folder}/rescue.ckpt"):
-        return {"saved": False}
+        return {"saved": False, "collective": any(shared_after)}
     end, rest = _fit(layout, folder, RescueCheckpoint(folder), ckpt_path="last")
     same = all(torch.equal(a, b) for a, b in zip(whole, end, strict=True))
     return {"saved": True, "losses": rest == losses[-len(rest) :], "steps": len(rest), "same": same}
@@ -342,7 +352,7 @@ def test_ranks_that_an_exception_meets_on_two_sides_of_an_update_save_nothing(
     tmp_path: Path,
 ) -> None:
     for rank in run(PP2, _failed, tmp_path, "after the update", "before the update"):
-        assert rank == {"saved": False}
+        assert rank == {"saved": False, "collective": False}
 
 
 def test_a_rank_whose_rank_0_is_gone_is_alone() -> None:
