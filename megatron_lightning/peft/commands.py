@@ -105,6 +105,7 @@ def merge(  # noqa: PLR0917  # every argument is an option of the command line
     """
     own = read_saved(source)
     if own.is_gpt and (checkpoint := _gpt_checkpoint(own, source, base)) is not None:
+        _check_free(target, overwrite=overwrite)
         _merge_gpt(own, source, target, checkpoint, dtype)
     else:
         options: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
@@ -138,8 +139,7 @@ def import_(  # noqa: PLR0917  # every argument is an option of the command line
     Raises:
         CheckpointError: If the folder is none, or the target exists.
     """
-    if Path(target).exists() and not overwrite:
-        raise CheckpointError(f"{target} exists. Name another one, or replace it with --overwrite.")
+    _check_free(target, overwrite=overwrite)
     own = folder.read_folder(source)
     # A checkpoint as base means a GPTLightningModule. Other bases are folders.
     config = None if base is None else _gpt_config(base)
@@ -274,8 +274,6 @@ def _merge_gpt(
     own: SavedAdapters, source: str, target: str, base: str, dtype: Dtype | None
 ) -> None:
     """Write a checkpoint of a ``GPTLightningModule`` with the adapters merged into the weights."""
-    if Path(target).exists():
-        raise CheckpointError(f"{target} exists. Name another checkpoint.")
     opened = open_checkpoint(base)
     config = _config_in(opened)
     with torch.device("meta"):
@@ -358,6 +356,12 @@ def _write(
     with progress_bar("writing", size) as advance:
         files = spread_evenly(stored, lambda entry: slabs(entry, _PART_BYTES), 1)
         write_checkpoint(target, stored, read, state, info, files=files, advance=advance)
+
+
+def _check_free(target: str, *, overwrite: bool) -> None:
+    """Check that a checkpoint does not exist, or is to be replaced."""
+    if Path(target).exists() and not overwrite:
+        raise CheckpointError(f"{target} exists. Name another one, or replace it with --overwrite.")
 
 
 def _tokenizer_files(source: str) -> dict[str, bytes]:

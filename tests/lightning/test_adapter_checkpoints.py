@@ -216,7 +216,10 @@ def test_a_folder_of_peft_is_trained_further(base: Path, trained: Path, tmp_path
 def test_a_gpt_is_merged_into_a_checkpoint_without_adapters(tmp_path: Path) -> None:
     path = str(tmp_path / "gpt.ckpt")
     run_ranks(2, _fit, "", {TP: 2}, 2, None, path, "gpt")
-    main(["adapters", "merge", path, str(tmp_path / "merged.ckpt")])
+    (tmp_path / "merged.ckpt").mkdir()
+    with pytest.raises(SystemExit):
+        main(["adapters", "merge", path, str(tmp_path / "merged.ckpt")])
+    main(["adapters", "merge", path, str(tmp_path / "merged.ckpt"), "--overwrite"])
     adapted = GPTLightningModule.load_from_checkpoint(path)
     merged = GPTLightningModule.load_from_checkpoint(str(tmp_path / "merged.ckpt"))
     assert merged.peft is None
