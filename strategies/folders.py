@@ -10,8 +10,8 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 
 from megatron_lightning.assembly.full_state import FullState
-from megatron_lightning.bridge.auto import Plan
 from megatron_lightning.bridge.export import write_folder
+from megatron_lightning.bridge.folder_model import Plan
 from megatron_lightning.bridge.give_back import model_with_folder, plan_of_model
 from megatron_lightning.bridge.lazy import Lazy
 from megatron_lightning.bridge.values import fills_of_checkpoint, fills_of_ranks, values_of

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from megatron_lightning.bridge.auto import Plan
+from megatron_lightning.bridge.folder_model import Plan
 from megatron_lightning.bridge.kept import kept_folders
 from megatron_lightning.bridge.new_folder import new_gpt_folder
 from megatron_lightning.checkpoint.format.manifest import TensorInfo

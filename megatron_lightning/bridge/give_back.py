@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatron_lightning.bridge.auto import AutoBridge, Plan
+from megatron_lightning.bridge.auto import AutoBridge
 from megatron_lightning.bridge.export import write_folder
 from megatron_lightning.bridge.folder import FolderTensors
+from megatron_lightning.bridge.folder_model import Plan
 from megatron_lightning.bridge.gpt import gpt_config
 from megatron_lightning.bridge.kept import kept_folders
 from megatron_lightning.bridge.lazy import Lazy

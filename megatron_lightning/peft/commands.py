@@ -13,8 +13,9 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from megatron_lightning.bridge.auto import AutoBridge, Plan
+from megatron_lightning.bridge.auto import AutoBridge
 from megatron_lightning.bridge.export import write_folder as write_model
+from megatron_lightning.bridge.folder_model import Plan
 from megatron_lightning.bridge.import_folder import state_before_training
 from megatron_lightning.bridge.lazy import Fill
 from megatron_lightning.bridge.values import fills_of_checkpoint

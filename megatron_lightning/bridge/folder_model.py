@@ -1,0 +1,298 @@
+"""A Hugging Face folder and the model in it: classes, lazy parameters, and recipes between both."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import nn
+from typing_extensions import Self
+
+from megatron_lightning.bridge.configuration import (
+    CONFIG,
+    config_text,
+    load_config,
+    load_generation_config,
+)
+from megatron_lightning.bridge.families import family_for, family_of
+from megatron_lightning.bridge.folder import FolderTensors, HuggingFaceFolder
+from megatron_lightning.bridge.gpt import GPTFolder
+from megatron_lightning.bridge.kept import ChangedTable, KeptFolder, keep
+from megatron_lightning.bridge.lazy import Fill, Lazy
+from megatron_lightning.bridge.pieces import Piece, assembled, inverse, uses_of
+from megatron_lightning.bridge.quantized import DequantizedFolder, quantization_of
+from megatron_lightning.bridge.rules import Family
+from megatron_lightning.bridge.untouched import (
+    UNCHANGED,
+    Change,
+    fits,
+    lazy_model,
+    lazy_parameters,
+    tied_parameters,
+)
+from megatron_lightning.config import TransformerConfig
+from megatron_lightning.errors import ConfigError
+
+
+class Plan(NamedTuple):
+    """Recipes between the tensors of a folder and the parameters of the folder's model."""
+
+    folder: FolderTensors
+    parameters: dict[str, Lazy]
+    """Name in the model -> tensor made of the folder's."""
+    pieces: dict[str, list[Piece]]
+    """Name in the folder -> pieces of parameters. See :func:`pieces.inverse`."""
+
+    def tensors(
+        self, fills: Mapping[str, Fill], dtype: torch.dtype | None = None
+    ) -> dict[str, Lazy]:
+        """Return the folder's tensors with other values.
+
+        Args:
+            fills: Name in the model -> function that fills boxes of the parameter.
+            dtype: Dtype of floating tensors. None: the folder's.
+        """
+        return assembled(self.folder, self.pieces, fills, dtype)
+
+
+class FolderModel:
+    """The model in a Hugging Face folder.
+
+    Args:
+        path: The folder.
+        trust_remote_code: Whether code in the folder may run.
+        attn_implementation: Attention of ``transformers``, such as "sdpa" or "eager". None: the
+            model's default.
+        family: Rules from the folder's model to ``GPTModel``: a name of
+            :data:`~megatron_lightning.bridge.families.FAMILIES`, or the class path of a user's
+            family. None: the family of the architecture.
+        origin: The user's name of the folder, for checkpoints. None: the folder's path.
+        revision: Branch, tag or commit of a Hub id.
+        kept: The folder's record in a checkpoint, if ``path`` has no weights.
+        change: How the model differs on purpose from the folder's.
+
+    Raises:
+        ConfigError: If the folder needs custom code and ``trust_remote_code`` is False.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        trust_remote_code: bool = False,
+        attn_implementation: str | None = None,
+        family: str | None = None,
+        origin: str | None = None,
+        revision: str | None = None,
+        kept: KeptFolder | None = None,
+        change: Change = UNCHANGED,
+    ) -> None:
+        self.path = path
+        """The folder."""
+        self.config = load_config(path, trust_remote_code=trust_remote_code)
+        """Configuration of ``transformers``."""
+        self._quantization = quantization_of(path / CONFIG)
+        if self._quantization is not None:  # the model's weights are dequantized
+            del self.config.quantization_config
+        self._trusts = trust_remote_code
+        self.origin = str(path) if origin is None else origin
+        """The user's name of the folder."""
+        self.revision = revision
+        """Branch, tag or commit of a Hub id."""
+        self._kept = kept
+        self._change = change
+        self._family = family
+        if family is None and kept is not None and kept.gpt is not None:
+            self._family = kept.gpt["family"]
+        self._generation_config = load_generation_config(path)
+        self._options: dict[str, Any] = {}
+        if attn_implementation is not None:
+            self._options["attn_implementation"] = attn_implementation
+
+    @classmethod
+    def from_kept(cls, kept: KeptFolder, **options: Any) -> Self:
+        """Return the model of a folder without its weights.
+
+        Args:
+            kept: The folder's record in a checkpoint.
+            options: See the class.
+
+        Raises:
+            ConfigError: See the class.
+        """
+        named = {"origin": kept.origin, "revision": kept.revision, **options}
+        with kept.files.unpacked() as folder:
+            made = cls(folder, kept=kept, **named)
+            _ = made.model_class  # the class may need code in the unpacked folder, deleted here
+        return made
+
+    @cached_property
+    def model_class(self) -> Any:
+        """Class of the model: ``architectures`` of config.json, so that the model is complete.
+
+        Raises:
+            ConfigError: If ``transformers`` has no such class.
+        """
+        import transformers
+
+        names = list(getattr(self.config, "architectures", None) or ())
+        if self._change.architecture is not None:
+            names = [self._change.architecture]
+        remote = getattr(self.config, "auto_map", {}) if self._trusts else {}
+        if "AutoModelForCausalLM" in remote:
+            from transformers.dynamic_module_utils import get_class_from_dynamic_module
+
+            return get_class_from_dynamic_module(remote["AutoModelForCausalLM"], str(self.path))
+        found = next((getattr(transformers, name, None) for name in names), None)
+        if found is None:
+            raise ConfigError(
+                f"{self.path / 'config.json'} names the architectures {names}, and transformers "
+                f"{transformers.__version__} has none of them. Install a version that has, or set "
+                "trust_remote_code=True if the folder has code that you trust."
+            )
+        return found
+
+    @cached_property
+    def folder(self) -> FolderTensors:
+        """The tensors of the folder, dequantized from 8 or 4 bits.
+
+        Raises:
+            CheckpointError: If the folder is damaged.
+            ConfigError: For an unsupported quantization method.
+        """
+        if self._kept is not None:
+            return self._kept
+        folder = HuggingFaceFolder(self.path)
+        settings = self._quantization
+        return folder if settings is None else DequantizedFolder(folder, settings)
+
+    @property
+    def family(self) -> type[Family]:
+        """Rules from the folder's model to :class:`GPTModel`.
+
+        Raises:
+            ConfigError: If there are none.
+        """
+        if self._family is not None:
+            return family_of(self._family)
+        return family_for(getattr(self.config, "architectures", None) or (), self.path)
+
+    def gpt_folder(self) -> GPTFolder:
+        """Return the folder as a :class:`GPTModel`: configuration, weights, and the way back.
+
+        Raises:
+            CheckpointError: If the folder is damaged.
+            ConfigError: If there are no rules for the folder.
+        """
+        return GPTFolder(self.family, self.folder, self.config, self.model_class)
+
+    def to_config(self) -> TransformerConfig:
+        """Return the configuration of :class:`GPTModel` for the folder's model.
+
+        Raises:
+            ConfigError: Naming the folder's settings without a counterpart in :class:`GPTModel`.
+        """
+        return self.gpt_folder().config
+
+    def gpt_parts(
+        self, config: TransformerConfig | None = None
+    ) -> tuple[TransformerConfig, dict[str, Lazy], KeptFolder]:
+        """Return configuration and lazy tensors of the :class:`GPTModel`, and the folder's
+        record for checkpoints of the model.
+
+        Args:
+            config: The model. None: :meth:`to_config`.
+
+        Raises:
+            CheckpointError: If the folder does not fit the model, or is damaged.
+            ConfigError: If there are no rules for the folder, or ``config`` describes another
+                model.
+        """
+        self._refuse_change()
+        gpt = self.gpt_folder()
+        config = gpt.config if config is None else gpt.check(config)
+        tensors = gpt.tensors(config)
+        if self._kept is None:
+            gpt.check_copies(config)
+        used = [*gpt.names_of_copies(config), *self._used(tensors)]
+        kept = keep(self.folder, used, self.origin, self.revision)
+        return config, tensors, kept.of_gpt(config.to_dict(), self._family)
+
+    def _refuse_change(self) -> None:
+        if self._change != UNCHANGED:
+            raise ConfigError(
+                f"a GPTModel is the folder's own model, and {self._change} was asked for. Leave it "
+                'out, or take to_model("transformers").'
+            )
+
+    def plan(self, config: TransformerConfig | None = None) -> Plan:
+        """Return how the folder's tensors are made of the model's parameters.
+
+        Args:
+            config: Configuration of a :class:`GPTModel`. None: the model of the checkpoint if the
+                bridge came from a checkpoint, else the untouched model.
+
+        Raises:
+            CheckpointError: If the folder does not fit the model, or no way back is known.
+            ConfigError: If ``config`` describes another model.
+        """
+        if config is None and self._kept is not None and self._kept.gpt is not None:
+            config = TransformerConfig(**self._kept.gpt["config"])
+        if config is not None:
+            gpt = self.gpt_folder()
+            parameters = gpt.tensors(gpt.check(config))
+            return Plan(self.folder, parameters, gpt.pieces(config, parameters))
+        # In the folder's dtypes: a cast there and back would round.
+        model = self.lazy_model(dtype="auto")
+        if self._change != UNCHANGED:
+            return type(self).from_kept(self.keep(model), trust_remote_code=self._trusts).plan()
+        parameters = lazy_parameters(model)
+        ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
+        pieces = inverse(self.folder, parameters, ignored, tied_parameters(model))
+        return Plan(self.folder, parameters, pieces)
+
+    def lazy_model(self, dtype: torch.dtype | Literal["auto"]) -> nn.Module:
+        """Return the model with lazy parameters, without reading values.
+
+        Args:
+            dtype: Dtype of the parameters. "auto": the folder's.
+
+        Raises:
+            CheckpointError: If the folder does not fit the model, or is damaged.
+        """
+        options = {**self._options, "dtype": dtype}
+        return lazy_model(
+            self.folder, self.model_class, self.config, change=self._change, **options
+        )
+
+    def keep(self, model: nn.Module) -> KeptFolder:
+        """Return the folder's record for checkpoints of a lazy model."""
+        used = self._used(lazy_parameters(model))
+        changed = None if self._change == UNCHANGED else self._changed_table(model)
+        names = self.folder.tensors
+        tied = {
+            copy: owner
+            for copy, owner in tied_parameters(model).items()
+            if copy in names and owner in names
+        }
+        return keep(self.folder, used, self.origin, self.revision, changed=changed, tied=tied)
+
+    def _changed_table(self, model: nn.Module) -> ChangedTable:
+        state = model.state_dict(keep_vars=True)
+        added = {
+            name: (tuple(value.shape), value.dtype)
+            for name, value in state.items()
+            if not isinstance(value, Lazy) and fits(name, self._change.new_tensors)
+        }
+        left_out = {n for n in self.folder.tensors if fits(n, self._change.left_out)}
+        config = copy.deepcopy(self.config)
+        config.architectures = [self.model_class.__name__]
+        return ChangedTable(added, left_out, {CONFIG: config_text(config)})
+
+    def _used(self, parameters: Mapping[str, Lazy]) -> list[str]:
+        """Return the names of the folder's tensors used by parameters."""
+        return [use.name for lazy in parameters.values() for use in uses_of(self.folder, lazy)]
