@@ -8,7 +8,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 
-from megatron_lightning.resilience.failure import FailureWatch
+from megatron_lightning.resilience.failure_watch import FailureWatch
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -30,7 +30,7 @@ from megatron_lightning.parallel.layout import ParallelLayout
 from megatron_lightning.parallel.nccl import NcclOptions
 from megatron_lightning.parallel.replica_rng import ReplicaStreams
 from megatron_lightning.resilience.connections import cut_connections
-from megatron_lightning.resilience.failure import FailureWatch
+from megatron_lightning.resilience.failure_watch import FailureWatch
 from megatron_lightning.resilience.restart import restarts_in_process
 from megatron_lightning.strategies import lightning_internals as internals
 

@@ -18,8 +18,9 @@ import pytest
 import torch.distributed as dist
 
 from megatron_lightning.errors import ConfigError, DataError, MissingCheckpointError
-from megatron_lightning.resilience import failure
-from megatron_lightning.resilience.failure import Failure, FailureWatch
+from megatron_lightning.resilience import failure_watch
+from megatron_lightning.resilience.failure import Failure
+from megatron_lightning.resilience.failure_watch import FailureWatch
 from megatron_lightning.resilience.processes import Child, ChildWatch, kill, print_failure, wait_for
 from megatron_lightning.strategies.launch.failures import AgreedStop, report_failure
 
@@ -96,7 +97,7 @@ SAME_ERROR = """
 import sys
 import torch.distributed as dist
 from megatron_lightning.errors import CheckpointError
-from megatron_lightning.resilience.failure import FailureWatch
+from megatron_lightning.resilience.failure_watch import FailureWatch
 store, rank, kind = sys.argv[1], int(sys.argv[2]), sys.argv[3]
 watch = FailureWatch(dist.FileStore(store, 4), rank=rank, world_size=4)
 try:
@@ -249,7 +250,7 @@ def test_a_failure_that_was_survived_does_not_end_the_next_run(store: dist.Store
 PROGRAM = """
 import socket, sys, time
 import torch.distributed as dist
-from megatron_lightning.resilience.failure import FailureWatch
+from megatron_lightning.resilience.failure_watch import FailureWatch
 socket.gethostname = lambda: "another node"
 watch = FailureWatch(dist.FileStore(sys.argv[1], 2), rank=0, poll_s=0.05, grace_s=0.2)
 watch.start()
@@ -389,7 +390,7 @@ def test_sigterm_finds_a_dead_rank_though_the_main_thread_is_blocked(
     watch = FailureWatch(store, rank=1, world_size=2, poll_s=0.02, grace_s=0.05, liveness_s=0.2)
     handler = signal.signal(signal.SIGTERM, lambda *_: None)
     try:
-        with mock.patch.object(failure, "end_process", lambda _: ended.set()):
+        with mock.patch.object(failure_watch, "end_process", lambda _: ended.set()):
             watch.start()
             os.kill(os.getpid(), signal.SIGTERM)
             assert ended.wait(10)
@@ -408,7 +409,7 @@ def test_sigterm_ends_nobody_where_all_ranks_live(store: dist.Store) -> None:
     watch = FailureWatch(store, rank=1, world_size=2, poll_s=0.02, grace_s=0.05, liveness_s=0.1)
     handler = signal.signal(signal.SIGTERM, lambda *_: None)
     try:
-        with mock.patch.object(failure, "end_process") as end:
+        with mock.patch.object(failure_watch, "end_process") as end:
             watch.start()
             os.kill(os.getpid(), signal.SIGTERM)
             time.sleep(0.5)

@@ -28,7 +28,7 @@ from megatron_lightning.checkpoint import commit, is_committed, open_checkpoint
 from megatron_lightning.config import CheckpointOptions
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.optim.stepping.written import WrittenWeights
-from megatron_lightning.resilience.failure import FailureWatch
+from megatron_lightning.resilience.failure_watch import FailureWatch
 from megatron_lightning.strategies.launch.ranks import ProcessGroups
 from megatron_lightning.strategies.megatron import MegatronStrategy
 from tests.helpers.toy import ToyModule
