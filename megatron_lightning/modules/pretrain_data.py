@@ -59,7 +59,7 @@ class PretrainDataModule(RunDataModule):
             of ranks. Replaces ``batch_size``.
         batch_size_schedule: Growing global batch sizes of training. Replaces ``batch_size``.
         split: Weights of train, validation and test, splitting the documents in file order. A part
-            of weight 0 has no loader. ``predict`` reads the test part.
+            of weight 0 has no loader. ``predict`` reads the test part. None: 969, 30 and 1.
         seed: Seed of the order of documents and samples.
         num_train_samples: Training samples of the full run, over as many epochs as needed. Default:
             one epoch, repeated by Lightning in the same order.
@@ -106,7 +106,7 @@ class PretrainDataModule(RunDataModule):
         *,
         global_batch_size: int | None = None,
         batch_size_schedule: BatchSizeSchedule | None = None,
-        split: str = _SPLIT,
+        split: str | None = None,
         seed: int = 1234,
         num_train_samples: int | None = None,
         num_val_samples: int | None = None,
@@ -158,10 +158,11 @@ class PretrainDataModule(RunDataModule):
             )
         self.mock = mock
         self.data = DataSpec.parse(data_prefix or "mock")
-        if not self.data.is_split and split != _SPLIT:
+        if not self.data.is_split and split is not None:
             raise ConfigError(
                 f"split={split!r} beside data_prefix with train, validation and test, each of "
-                "which reads all documents of its own data: leave split out"
+                "which reads all documents of its own data: leave split out, or set split=null "
+                "over the value of a recipe"
             )
         self.data_prefix = data_prefix
         self.global_batch_size = global_batch_size
@@ -172,7 +173,7 @@ class PretrainDataModule(RunDataModule):
         self.config = GPTDatasetConfig(
             sequence_length=sequence_length,
             random_seed=seed,
-            split=split,
+            split=split or _SPLIT,
             tokenizer=self.tokenizer,
             vocab_size=vocab_size,
             cache_dir=cache_dir,
