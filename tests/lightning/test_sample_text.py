@@ -95,7 +95,6 @@ def fit(
     # another model on another layout.
     module = GPTLightningModule(config, learning_rate=1e-2 if config.moe is None else 1e-6)
     run.fit(module, DataLoader(rows, batch_size=size), DataLoader(rows, batch_size=size))
-    assert all(m.training for m in module.modules())
     return losses.losses, texts.texts
 
 
@@ -151,7 +150,10 @@ def _write(folder: str, tokenizer: str) -> None:
         callbacks=[sampler(tokenizer, every_n_steps=2, name="tales")],
         logger=[CSVLogger(folder, "csv", ""), TensorBoardLogger(folder, "board", "")],
     )
-    run.fit(GPTLightningModule(DENSE), DataLoader(rows, batch_size=2))
+    module = GPTLightningModule(DENSE)
+    run.fit(module, DataLoader(rows, batch_size=2))
+    # Lightning sets the mode after a validation only.
+    assert all(m.training for m in module.modules()), "text leaves the mode of training"
 
 
 def test_every_logger_gets_the_texts(

@@ -152,9 +152,9 @@ def test_what_a_checkpoint_keeps_is_hashed(folder: Path, tmp_path: Path) -> None
     assert entry["origin"] == str(folder)
     assert len(entry["ignored"]) == 4
     assert len(entry["contents"]) == 1  # equal masks are kept once
-    entry["files"]["LICENSE"]["sha256"] = "0" * 64
+    license = {**entry["files"]["LICENSE"], "sha256": "0" * 64}
     with pytest.raises(CheckpointError, match="LICENSE is not what was saved"):
-        KeptFiles.from_state(entry["files"], "c.ckpt")
+        KeptFiles.from_state({**entry["files"], "LICENSE": license}, "c.ckpt")
     for name in ("../outside", "/etc/passwd", "a/b", ".."):
         hostile = {name: entry["files"]["config.json"]}
         with pytest.raises(CheckpointError, match="is no plain file name"):
@@ -162,7 +162,16 @@ def test_what_a_checkpoint_keeps_is_hashed(folder: Path, tmp_path: Path) -> None
     bomb = {**entry["files"]["config.json"], "bytes": 10}
     with pytest.raises(CheckpointError, match="is not what was saved"):
         KeptFiles.from_state({"config.json": bomb}, "c.ckpt")
-    for damage in ({"contents": {"0": b"1"}}, {"tables": {"../a": b""}}, {"tables": {"a": b"1"}}):
+    torch.save({"state_dict": {}, KEPT: {"model": entry}}, tmp_path / "good.ckpt")
+    read_kept(tmp_path / "good.ckpt")
+    [(digest, values)] = entry["contents"].items()
+    changed = {digest: bytes([values[0] ^ 1]) + values[1:]}
+    for damage in (
+        {"contents": changed},
+        {"contents": {"0": b"1"}},
+        {"tables": {"../a": b""}},
+        {"tables": {"a": b"1"}},
+    ):
         torch.save({"state_dict": {}, KEPT: {"model": entry | damage}}, tmp_path / "bad.ckpt")
         with pytest.raises(CheckpointError, match=r"bad\.ckpt"):
             read_kept(tmp_path / "bad.ckpt")
