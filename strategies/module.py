@@ -234,7 +234,7 @@ def defer_weight_gradients(
     executor: PipelineExecutor,
     undo: ExitStack,
 ) -> None:
-    """Let linear layers defer their weight gradients until ``undo`` is closed, since the schedule
+    """Defer the weight gradients of linear layers until ``undo`` is closed, since the schedule
     splits backward.
     """
     split, others = split_backwards(module, executor.weight_gradients)

@@ -21,10 +21,11 @@ from megatron_lightning.errors import ConfigError
 
 _BY_DIM: Mapping[str, int] = {
     **dict.fromkeys(("narrow", "select", "index_select", "cumsum", "cumprod", "flip"), 1),
-    **dict.fromkeys(("diff", "roll"), 2),
+    **dict.fromkeys(("gather", "unbind", "unfold"), 1),
+    **dict.fromkeys(("diff", "roll", "take_along_dim", "split"), 2),
 }
 """Function that selects or mixes positions -> place of the argument ``dim``."""
-_NAMES: Mapping[str, str] = {"flip": "dims", "roll": "dims"}
+_NAMES: Mapping[str, str] = {"flip": "dims", "roll": "dims", "unfold": "dimension"}
 """Function -> keyword of the dim, if not ``dim``."""
 
 
@@ -103,7 +104,10 @@ class PositionWatch(TorchFunctionMode):
         name = str(getattr(func, "__name__", ""))
         by_index = name == "__getitem__" and _selects(tensor, dim, args[1])
         by_dim = name in _BY_DIM and _dim_of(tensor, name, args, kwargs) == dim
-        keeps_all = name == "narrow" and result.shape == tensor.shape
+        # Pieces of one size are for losses in chunks, and lose nothing.
+        keeps_all = (name == "narrow" and result.shape == tensor.shape) or (
+            name == "split" and not isinstance(args[1:2] and args[1], list | tuple)
+        )
         if by_index or (by_dim and not keeps_all):
             self._refuse(name, dim)
         for leaf in tree_leaves(result):

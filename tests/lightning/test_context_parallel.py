@@ -686,6 +686,20 @@ def _takes_last(net: nn.Module, tokens: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(net(tokens).select(1, -1), labels[:2, ..., :].float().mean(1).long())
 
 
+def _splits(net: nn.Module, tokens: Tensor, labels: Tensor) -> Tensor:
+    first, _ = net(tokens).split([labels.shape[1] - 1, 1], dim=1)
+    return F.cross_entropy(
+        first.flatten(0, 1), labels.split([1, labels.shape[1] - 1], 1)[1].flatten()
+    )
+
+
+def _loses_in_chunks(net: nn.Module, tokens: Tensor, labels: Tensor) -> Tensor:
+    logits = net(tokens)
+    pieces = zip(logits.split(2, dim=1), labels.split(2, dim=1), strict=True)
+    losses = [F.cross_entropy(x.flatten(0, 1), y.flatten(), reduction="sum") for x, y in pieces]
+    return torch.stack(losses).sum() / labels.numel()
+
+
 def _selects_nothing(net: nn.Module, tokens: Tensor, labels: Tensor) -> Tensor:
     logits = net(tokens)[:, 0:]
     mask = labels >= 0
@@ -712,6 +726,8 @@ def _shifted(layout: Layout, folder: str, loss: Any) -> str:
             (_rolls, "calls roll on a sequence along dim 1"),
             (_selects_nothing, "passes"),
             (_takes_last, "calls select on a sequence along dim 1"),
+            (_splits, "calls split on a sequence along dim 1"),
+            (_loses_in_chunks, "passes"),
         ]
     ),
 )

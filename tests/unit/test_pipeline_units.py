@@ -230,3 +230,12 @@ def test_a_unit_that_writes_into_what_others_use_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"unit 'second' writes into the output of unit 'first'"):
         check_boundaries(uses, UNITS, [0, 2])
     check_boundaries(uses, UNITS, [0, 1])
+
+
+def test_units_without_a_module_are_refused() -> None:
+    class Scaled(nn.Linear):
+        def pipeline_units(self) -> list[str]:
+            return ["weight", "bias"]
+
+    with pytest.raises(ConfigError, match=r"pipeline_units\(\) of Scaled names no module"):
+        find_pipelined(nn.Sequential(Scaled(2, 2)))

@@ -34,7 +34,7 @@ from megatron_lightning.layers.context.blocks import Block, visible_blocks
 from megatron_lightning.layers.context.kernels import Inputs, Output
 from megatron_lightning.layers.context.merged import Gradients, Merged, Sharing
 from megatron_lightning.layers.context.ring import RingAttention
-from megatron_lightning.layers.context.shared import differentiable
+from megatron_lightning.layers.context.shared import GroupAttention, differentiable
 from megatron_lightning.layers.sequence_info import SequenceInfo
 from megatron_lightning.parallel.collectives import finish, reduce_scatter_start
 from megatron_lightning.parallel.context import AxisGroup, ParallelContext
@@ -46,7 +46,7 @@ from megatron_lightning.parallel.sequence_exchange import (
 )
 
 
-class GatheredAttention:
+class GatheredAttention(GroupAttention):
     """Attention between the queries of a rank and gathered keys.
 
     Args:
@@ -54,22 +54,7 @@ class GatheredAttention:
     """
 
     def __init__(self, group: AxisGroup) -> None:
-        self.group = group
-
-    def __call__(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        sequence: SequenceInfo,
-        scale: float,
-        *,
-        backend: AttentionBackend = "auto",
-    ) -> Tensor:
-        """Map this rank's queries [b, n, s, d], keys and values [b, g, s, d] to outputs [b, n, s,
-        d].
-        """
-        return _attend(Inputs(q, k, v), self.group, sequence, scale, backend)
+        super().__init__(group, _attend)
 
 
 def _gather(inputs: Inputs, group: AxisGroup) -> Tensor:

@@ -24,17 +24,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_lightning.config import AttentionBackend
 from megatron_lightning.layers.context.blocks import Block, visible_blocks
 from megatron_lightning.layers.context.kernels import Inputs, Output
 from megatron_lightning.layers.context.merged import Gradients, Merged, Sharing
-from megatron_lightning.layers.context.shared import differentiable
-from megatron_lightning.layers.sequence_info import SequenceInfo
+from megatron_lightning.layers.context.shared import GroupAttention, differentiable
 from megatron_lightning.parallel.context import AxisGroup
 from megatron_lightning.parallel.sequence import SequencePart
 
 
-class RingAttention:
+class RingAttention(GroupAttention):
     """Attention between the queries of a rank and the keys of all ranks of a group.
 
     Args:
@@ -42,22 +40,7 @@ class RingAttention:
     """
 
     def __init__(self, group: AxisGroup) -> None:
-        self.group = group
-
-    def __call__(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        sequence: SequenceInfo,
-        scale: float,
-        *,
-        backend: AttentionBackend = "auto",
-    ) -> Tensor:
-        """Map this rank's queries [b, n, s, d], keys and values [b, g, s, d] to outputs [b, n, s,
-        d].
-        """
-        return _attend(Inputs(q, k, v), self.group, sequence, scale, backend)
+        super().__init__(group, _attend)
 
 
 class _Passing:

@@ -43,6 +43,34 @@ class Attention(Protocol):
         ...
 
 
+class GroupAttention:
+    """Attention between the queries of a rank and the keys of all ranks of a group.
+
+    Args:
+        group: The context-parallel ranks.
+        attend: Function made by :func:`differentiable`.
+    """
+
+    def __init__(self, group: AxisGroup, attend: Callable[..., Tensor]) -> None:
+        self.group = group
+        self._attend = attend
+
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sequence: SequenceInfo,
+        scale: float,
+        *,
+        backend: AttentionBackend = "auto",
+    ) -> Tensor:
+        """Map this rank's queries [b, n, s, d], keys and values [b, g, s, d] to outputs [b, n, s,
+        d].
+        """
+        return self._attend(Inputs(q, k, v), self.group, sequence, scale, backend)
+
+
 class _Attend(torch.autograd.Function):
     @staticmethod
     def forward(

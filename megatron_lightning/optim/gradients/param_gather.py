@@ -84,8 +84,8 @@ class ParameterGather:
         self.wait(reader.buckets)
 
     def _learn(self) -> None:
-        """Let called modules wait for parameters of modules without calls. From then on overlap
-        gathers.
+        """Assign the waits for parameters of modules without calls to called modules. From then on
+        gathers overlap.
         """
         for path, reader in self._readers.items():
             if reader.called:

@@ -84,9 +84,19 @@ def has_own_forward(module: nn.Module) -> bool:
 def _modules_only(module: nn.Module, units: Iterable[Unit]) -> tuple[Unit, ...]:
     """Leave out parameters and buffers, since every stage keeps parameters and buffers outside of
     units.
+
+    Raises:
+        ConfigError: If no module is left.
     """
     tensors = {name for name, _ in (*module.named_parameters(), *module.named_buffers())}
-    return tuple(unit for unit in units if unit_names([unit])[0] not in tensors)
+    modules = tuple(unit for unit in units if unit_names([unit])[0] not in tensors)
+    if not modules:
+        raise ConfigError(
+            f"pipeline_units() of {type(module).__name__} names no module, and a pipeline divides "
+            "modules: parameters and buffers are on every stage. Name the children that forward "
+            "calls in order, or remove the method, so that units are found."
+        )
+    return modules
 
 
 def _named(root: nn.Module, patterns: Sequence[str]) -> Pipelined:
