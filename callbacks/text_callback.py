@@ -13,7 +13,7 @@ from megatron_lightning.inference.engine import Engine
 from megatron_lightning.inference.options import EngineOptions
 from megatron_lightning.inference.own_generate import OwnGenerate
 from megatron_lightning.inference.text import Codec
-from megatron_lightning.strategies.texts import find_codec, text_engine
+from megatron_lightning.strategies.outputs.texts import find_codec, text_engine
 
 
 class TextCallback(pl.Callback, ABC):

@@ -62,11 +62,13 @@ from megatron_lightning.rules import (
 )
 from megatron_lightning.strategies import lightning_internals as internals
 from megatron_lightning.strategies.checkpoint.io import users_io
-from megatron_lightning.strategies.checkpoint_hooks import CheckpointHooks
 from megatron_lightning.strategies.checks import preflight
 from megatron_lightning.strategies.checks.folders import check_folder_saving
 from megatron_lightning.strategies.checks.namespaces import warn_of_other_namespace
 from megatron_lightning.strategies.checks.plugins import check_layer_sync
+from megatron_lightning.strategies.hooks.checkpoint_hooks import CheckpointHooks
+from megatron_lightning.strategies.hooks.setup_hooks import SetupHooks
+from megatron_lightning.strategies.hooks.step_hooks import StepHooks
 from megatron_lightning.strategies.launch.failures import AgreedStop
 from megatron_lightning.strategies.launch.hooks import LaunchHooks
 from megatron_lightning.strategies.launch.launcher import make_launcher
@@ -76,8 +78,6 @@ from megatron_lightning.strategies.launch.torchrun import sizes_of_torchrun
 from megatron_lightning.strategies.options import StrategyOptions
 from megatron_lightning.strategies.progress import Progress
 from megatron_lightning.strategies.run import Run
-from megatron_lightning.strategies.setup_hooks import SetupHooks
-from megatron_lightning.strategies.step_hooks import StepHooks
 
 
 class MegatronStrategy(SetupHooks, StepHooks, CheckpointHooks):

@@ -31,12 +31,9 @@ from megatron_lightning.inference.engine import Engine
 from megatron_lightning.inference.own_generate import OwnGenerate
 from megatron_lightning.optim.gradients.parameter_shard import MainShard
 from megatron_lightning.pipeline.executor import PipelineExecutor
-from megatron_lightning.strategies.after_fit import PartWarning, full_state
 from megatron_lightning.strategies.checkpoint.checkpoints import Checkpoints
 from megatron_lightning.strategies.checks.attention_kernels import report_attention
 from megatron_lightning.strategies.divided_module import DividedModule
-from megatron_lightning.strategies.engines import live_engine
-from megatron_lightning.strategies.folders import LiveFolder
 from megatron_lightning.strategies.launch.ranks import ProcessGroups
 from megatron_lightning.strategies.lightning_internals import connector_of, hide_sync_advice
 from megatron_lightning.strategies.module import (
@@ -47,17 +44,20 @@ from megatron_lightning.strategies.module import (
     wrap_configure_model,
 )
 from megatron_lightning.strategies.options import StrategyOptions
+from megatron_lightning.strategies.outputs.after_fit import PartWarning, full_state
+from megatron_lightning.strategies.outputs.engines import live_engine
+from megatron_lightning.strategies.outputs.folders import LiveFolder
+from megatron_lightning.strategies.outputs.weight_stream import WeightStream, streamed_model
 from megatron_lightning.strategies.progress import Progress
-from megatron_lightning.strategies.step.dataloaders import skipped_samples
+from megatron_lightning.strategies.step.gradients.training import Training
+from megatron_lightning.strategies.step.loaders.dataloaders import skipped_samples
+from megatron_lightning.strategies.step.loaders.shared_loader import shared_loader
+from megatron_lightning.strategies.step.loaders.transfer import BatchCopies
 from megatron_lightning.strategies.step.native import NativeStepRunner
 from megatron_lightning.strategies.step.pipelined import PipelinedStepRunner
 from megatron_lightning.strategies.step.run_context import RunContext
-from megatron_lightning.strategies.step.shared_loader import shared_loader
 from megatron_lightning.strategies.step.step_runner import StepRunner
-from megatron_lightning.strategies.step.training import Training
-from megatron_lightning.strategies.step.transfer import BatchCopies
 from megatron_lightning.strategies.step.validation_clock import ValidationClock
-from megatron_lightning.strategies.weight_stream import WeightStream, streamed_model
 
 
 class Run:

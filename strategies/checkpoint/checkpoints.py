@@ -44,12 +44,12 @@ from megatron_lightning.parallel.context import AxisGroup
 from megatron_lightning.peft.record import left_out_of
 from megatron_lightning.strategies.checkpoint.adapters import AdapterCheckpoints
 from megatron_lightning.strategies.checkpoint.run_state import RunState
-from megatron_lightning.strategies.folders import FoldersOfCheckpoints
 from megatron_lightning.strategies.launch.ranks import ProcessGroups
 from megatron_lightning.strategies.lightning_internals import trainer_state
 from megatron_lightning.strategies.options import StrategyOptions
+from megatron_lightning.strategies.outputs.folders import FoldersOfCheckpoints
 from megatron_lightning.strategies.progress import Progress
-from megatron_lightning.strategies.step.dataloaders import training_samplers
+from megatron_lightning.strategies.step.loaders.dataloaders import training_samplers
 
 
 class Checkpoints:

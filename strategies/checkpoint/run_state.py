@@ -28,7 +28,7 @@ from megatron_lightning.pipeline.batch.metrics import check_persistent_states
 from megatron_lightning.strategies.checkpoint.global_batch import step_size
 from megatron_lightning.strategies.lightning_internals import restart_fetching, training_loaders
 from megatron_lightning.strategies.progress import Progress
-from megatron_lightning.strategies.step.dataloaders import training_samplers
+from megatron_lightning.strategies.step.loaders.dataloaders import training_samplers
 
 
 class RunState:

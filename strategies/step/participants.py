@@ -14,31 +14,31 @@ from dataclasses import dataclass
 from megatron_lightning.assembly.buffers import BufferSync
 from megatron_lightning.assembly.plan_watch import PlanWatch
 from megatron_lightning.pipeline.batch.metrics import MetricSync
-from megatron_lightning.strategies.step.agreement import Agreement
-from megatron_lightning.strategies.step.buffer_values import BufferValues
-from megatron_lightning.strategies.step.consumed_samples import ConsumedSamples
-from megatron_lightning.strategies.step.expert_updates import ExpertUpdates
-from megatron_lightning.strategies.step.finite_check import FiniteCheck
-from megatron_lightning.strategies.step.first_batches import FirstBatches
+from megatron_lightning.strategies.step.checks.agreement import Agreement
+from megatron_lightning.strategies.step.checks.first_batches import FirstBatches
+from megatron_lightning.strategies.step.checks.hints import StepHints
+from megatron_lightning.strategies.step.checks.hook_comparison import HookComparison
+from megatron_lightning.strategies.step.checks.hook_logs import HookLogs
+from megatron_lightning.strategies.step.checks.plan_comparison import PlanComparison
+from megatron_lightning.strategies.step.checks.trained_parameters import TrainedParameters
+from megatron_lightning.strategies.step.checks.world_guard import WorldGuard
+from megatron_lightning.strategies.step.checks.written_weights import WrittenWeights
 from megatron_lightning.strategies.step.forward_times import ForwardTimes, step_watches
-from megatron_lightning.strategies.step.hints import StepHints
-from megatron_lightning.strategies.step.hook_comparison import HookComparison
-from megatron_lightning.strategies.step.hook_logs import HookLogs
-from megatron_lightning.strategies.step.logs import StepLogs
-from megatron_lightning.strategies.step.metric_states import MetricStates
-from megatron_lightning.strategies.step.module_values import ModuleValues
+from megatron_lightning.strategies.step.gradients.expert_updates import ExpertUpdates
+from megatron_lightning.strategies.step.gradients.finite_check import FiniteCheck
+from megatron_lightning.strategies.step.gradients.training import Training
+from megatron_lightning.strategies.step.gradients.update_judges import UpdateJudges, update_judges
+from megatron_lightning.strategies.step.loaders.consumed_samples import ConsumedSamples
 from megatron_lightning.strategies.step.participant import StepParticipant
-from megatron_lightning.strategies.step.plan_comparison import PlanComparison
 from megatron_lightning.strategies.step.precision_contexts import PrecisionContexts, UnitOrder
-from megatron_lightning.strategies.step.random_states import RandomStates
-from megatron_lightning.strategies.step.reports import StepReports
 from megatron_lightning.strategies.step.run_context import RunContext
-from megatron_lightning.strategies.step.sequence_parts import SequenceParts
-from megatron_lightning.strategies.step.trained_parameters import TrainedParameters
-from megatron_lightning.strategies.step.training import Training
-from megatron_lightning.strategies.step.update_judges import UpdateJudges, update_judges
-from megatron_lightning.strategies.step.world_guard import WorldGuard
-from megatron_lightning.strategies.step.written_weights import WrittenWeights
+from megatron_lightning.strategies.step.values.buffer_values import BufferValues
+from megatron_lightning.strategies.step.values.logs import StepLogs
+from megatron_lightning.strategies.step.values.metric_states import MetricStates
+from megatron_lightning.strategies.step.values.module_values import ModuleValues
+from megatron_lightning.strategies.step.values.random_states import RandomStates
+from megatron_lightning.strategies.step.values.reports import StepReports
+from megatron_lightning.strategies.step.values.sequence_parts import SequenceParts
 
 
 @dataclass(frozen=True, kw_only=True)

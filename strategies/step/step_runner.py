@@ -18,7 +18,9 @@ from megatron_lightning.assembly.buffers import BufferSync
 from megatron_lightning.errors import ConfigError, PipelineError
 from megatron_lightning.pipeline.batch.metrics import MetricSync
 from megatron_lightning.pipeline.stages.parallel_call import ParallelCall, find_parallel_module
-from megatron_lightning.strategies.step.batch_counts import (
+from megatron_lightning.strategies.step.checks.world_guard import WorldGuard
+from megatron_lightning.strategies.step.gradients.training import Training
+from megatron_lightning.strategies.step.loaders.batch_counts import (
     EvaluationCounts,
     check_training,
     forwards_together,
@@ -26,10 +28,8 @@ from megatron_lightning.strategies.step.batch_counts import (
 from megatron_lightning.strategies.step.participant import Participants, StepBatch
 from megatron_lightning.strategies.step.participants import SharedParts, step_participants
 from megatron_lightning.strategies.step.run_context import RunContext
-from megatron_lightning.strategies.step.sequence_parts import SequenceParts
-from megatron_lightning.strategies.step.training import Training
 from megatron_lightning.strategies.step.unseen import unseen
-from megatron_lightning.strategies.step.world_guard import WorldGuard
+from megatron_lightning.strategies.step.values.sequence_parts import SequenceParts
 
 _ASK_BEFORE = "Ask for it in a hook before the step (setup, on_fit_start) and keep it."
 

@@ -27,7 +27,7 @@ from megatron_lightning.optim import DistributedOptimizer, GradientReducer
 from megatron_lightning.parallel import ParallelContext, ParallelLayout, ShardSpec
 from megatron_lightning.parallel.rng import RngStreams
 from megatron_lightning.strategies.megatron import MegatronStrategy
-from megatron_lightning.strategies.step.transfer import BatchCopies
+from megatron_lightning.strategies.step.loaders.transfer import BatchCopies
 
 pytestmark = [
     pytest.mark.gpu,

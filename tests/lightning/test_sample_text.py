@@ -198,7 +198,7 @@ def test_what_cannot_work_is_refused(tokenizer: str) -> None:
         with pytest.raises(ConfigError, match=message):
             SampleText(**options)
     run = pl.Trainer(logger=False, enable_checkpointing=False, accelerator="cpu")
-    from megatron_lightning.strategies.texts import find_codec
+    from megatron_lightning.strategies.outputs.texts import find_codec
 
     with pytest.raises(ConfigError, match="came without a tokenizer"):
         find_codec(run, GPTLightningModule(DENSE), None, "sentencepiece")

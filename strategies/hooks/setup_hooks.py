@@ -30,10 +30,10 @@ from megatron_lightning.parallel.absent import AbsentListing, drop_absent
 from megatron_lightning.strategies import lightning_internals as internals
 from megatron_lightning.strategies.checks import preflight
 from megatron_lightning.strategies.checks.connections import check_connections, gpu_capability
+from megatron_lightning.strategies.hooks.rank_hooks import RankHooks
 from megatron_lightning.strategies.launch.stopping import handle_requeue
 from megatron_lightning.strategies.module import describe_module
 from megatron_lightning.strategies.precision import megatron_plugin
-from megatron_lightning.strategies.rank_hooks import RankHooks
 from megatron_lightning.strategies.run import Run
 
 

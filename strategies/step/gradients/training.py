@@ -23,18 +23,21 @@ from megatron_lightning.strategies.checks.optimizers import effective_data_paral
 from megatron_lightning.strategies.fp8 import kept_quantized
 from megatron_lightning.strategies.lightning_internals import put_around_hooks
 from megatron_lightning.strategies.precision import MegatronMixedPrecision
-from megatron_lightning.strategies.step.gradient_guard import GradientGuard, describe_parts
-from megatron_lightning.strategies.step.manual import (
+from megatron_lightning.strategies.step.gradients.gradient_guard import (
+    GradientGuard,
+    describe_parts,
+)
+from megatron_lightning.strategies.step.gradients.manual import (
     check_reduced,
     follow_toggling,
     follow_zero_grad,
     unwrapped,
 )
+from megatron_lightning.strategies.step.gradients.schedulers import hold_schedulers
+from megatron_lightning.strategies.step.gradients.zeroing import ZeroingCheck
 from megatron_lightning.strategies.step.overrides import users_hooks
 from megatron_lightning.strategies.step.participant import Participants
 from megatron_lightning.strategies.step.run_context import RunContext
-from megatron_lightning.strategies.step.schedulers import hold_schedulers
-from megatron_lightning.strategies.step.zeroing import ZeroingCheck
 
 
 class Training:

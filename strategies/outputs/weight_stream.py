@@ -17,7 +17,7 @@ from megatron_lightning.checkpoint.format.manifest import TensorInfo
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.models.blueprint import saved_tensors
 from megatron_lightning.models.transformer import GPTModel
-from megatron_lightning.strategies.folders import LiveFolder
+from megatron_lightning.strategies.outputs.folders import LiveFolder
 
 
 class WeightMeta(NamedTuple):

@@ -16,8 +16,8 @@ from megatron_lightning.inference.options import EngineOptions
 from megatron_lightning.inference.own_generate import OwnGenerate
 from megatron_lightning.inference.requests import Decode
 from megatron_lightning.strategies.checkpoint.global_batch import keep_global_batch
-from megatron_lightning.strategies.rank_hooks import RankHooks
-from megatron_lightning.strategies.step.manual import unwrapped
+from megatron_lightning.strategies.hooks.rank_hooks import RankHooks
+from megatron_lightning.strategies.step.gradients.manual import unwrapped
 
 
 class StepHooks(RankHooks):

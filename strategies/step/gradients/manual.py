@@ -27,7 +27,7 @@ from torch.optim import Optimizer
 
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.optim.gradients.accumulation import GradientAccumulation
-from megatron_lightning.strategies.step.gradient_guard import GradientGuard
+from megatron_lightning.strategies.step.gradients.gradient_guard import GradientGuard
 from megatron_lightning.strategies.step.overrides import override
 
 

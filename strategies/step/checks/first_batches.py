@@ -8,10 +8,10 @@ from typing import Any
 
 from megatron_lightning.assembly.replicas import check_same_batch
 from megatron_lightning.assembly.shape_errors import explained_shapes
+from megatron_lightning.strategies.step.checks.world_guard import WorldGuard
 from megatron_lightning.strategies.step.participant import StepBatch, StepParticipant
 from megatron_lightning.strategies.step.run_context import RunContext
 from megatron_lightning.strategies.step.step_run import StepRun
-from megatron_lightning.strategies.step.world_guard import WorldGuard
 
 
 class FirstBatches(StepParticipant):

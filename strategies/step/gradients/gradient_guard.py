@@ -24,15 +24,15 @@ from megatron_lightning.errors import ConfigError
 from megatron_lightning.optim.gradients.accumulation import GradientAccumulation
 from megatron_lightning.parallel.context import ParallelContext
 from megatron_lightning.parallel.origin import is_library
-from megatron_lightning.strategies.step.mentions import (
+from megatron_lightning.strategies.step.gradients.mentions import (
     CLIPS,
     READ_BY_STRATEGY,
     edits_gradients,
     mentioned,
     takes_norms,
 )
+from megatron_lightning.strategies.step.gradients.withheld import WithheldGradients
 from megatron_lightning.strategies.step.overrides import users_methods
-from megatron_lightning.strategies.step.withheld import WithheldGradients
 
 _ADVICE = (
     "self.trainer.strategy.gradient_norm() is the norm of all; clip with "

@@ -14,8 +14,8 @@ from megatron_lightning.inference.options import EngineOptions
 from megatron_lightning.inference.own_generate import OwnGenerate
 from megatron_lightning.inference.text import Codec, codec_of, codec_of_files, load_codec
 from megatron_lightning.models.transformer import GPTModel
-from megatron_lightning.strategies.engines import find_text_model
 from megatron_lightning.strategies.megatron import MegatronStrategy
+from megatron_lightning.strategies.outputs.engines import find_text_model
 
 
 def find_codec(

@@ -12,9 +12,9 @@ from lightning.fabric.utilities.data import sized_len
 from megatron_lightning.data.skipped import SkippedSamples
 from megatron_lightning.parallel.context import ParallelContext
 from megatron_lightning.strategies.options import StrategyOptions
-from megatron_lightning.strategies.step.agreed_loader import Agreement, agreed_loader
-from megatron_lightning.strategies.step.batch_counts import check_loader, forwards_together
-from megatron_lightning.strategies.step.dataloaders import prepared_loader
+from megatron_lightning.strategies.step.loaders.agreed_loader import Agreement, agreed_loader
+from megatron_lightning.strategies.step.loaders.batch_counts import check_loader, forwards_together
+from megatron_lightning.strategies.step.loaders.dataloaders import prepared_loader
 
 
 def shared_loader(

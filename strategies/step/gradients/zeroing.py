@@ -14,8 +14,8 @@ from typing import Any
 import lightning.pytorch as pl
 
 from megatron_lightning.errors import ConfigError
-from megatron_lightning.strategies.step.manual import unwrapped
-from megatron_lightning.strategies.step.mentions import mentioned
+from megatron_lightning.strategies.step.gradients.manual import unwrapped
+from megatron_lightning.strategies.step.gradients.mentions import mentioned
 from megatron_lightning.strategies.step.overrides import override, users_methods
 
 

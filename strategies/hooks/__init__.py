@@ -1,0 +1,1 @@
+"""Lightning's hooks of the strategy, by subject."""

@@ -1,0 +1,1 @@
+"""Weights, folders and text of a live model."""
