@@ -163,6 +163,10 @@ class ParallelContext:
         self.cp_levels = self._levels()
         """Neighbors among the context-parallel ranks, and the ranks at the same position of the
         other groups of neighbors. None: no levels."""
+        if initialized and self.device.type == "cpu":
+            # gloo connects a group's members one by one. A rank that failed or ended right after
+            # its own connections would break the connections that its peers still set up.
+            dist.barrier()
         self.rng = RngStreams(
             seed,
             device=self.device,

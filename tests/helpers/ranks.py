@@ -12,7 +12,6 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
-from contextlib import suppress
 from datetime import timedelta
 from functools import lru_cache
 from multiprocessing.connection import Connection
@@ -73,8 +72,6 @@ def _rank_main(
         # Plain pickles hold the values of tensors; a pipe's own would share memory with a rank that
         # may have ended before they are read.
         pipe.send_bytes(pickle.dumps((True, result)))
-        # A body that ends with a new group would close connections that a peer still sets up.
-        pipe.poll(timeout_s)
         if dist.is_initialized():
             dist.destroy_process_group()
     except BaseException:
@@ -122,7 +119,7 @@ def run_ranks(
     with tempfile.TemporaryDirectory() as folder:
         ranks = []
         for rank in range(size):
-            receiver, sender = context.Pipe()  # both ways
+            receiver, sender = context.Pipe(duplex=False)
             process = context.Process(
                 target=_rank_main, args=(body, rank, size, folder, sender, args, timeout_s)
             )
@@ -149,9 +146,6 @@ def run_ranks(
                 else:
                     errors.append(f"rank {rank}:\n{value}")
         finally:
-            for _, receiver in ranks:
-                with suppress(OSError):
-                    receiver.send(None)
             for process, receiver in ranks:
                 process.join(0.2 if errors else 5)
                 if process.is_alive():
