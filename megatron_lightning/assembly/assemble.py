@@ -27,12 +27,8 @@ from megatron_lightning.errors import ConfigError
 from megatron_lightning.parallel.context import AxisGroup, ParallelContext
 from megatron_lightning.parallel.layout import ParallelLayout
 from megatron_lightning.parallel.materialize import materialize
-from megatron_lightning.parallel.sharding import (
-    ShardingPlan,
-    parallelize,
-    record_ties,
-    untied,
-)
+from megatron_lightning.parallel.sharding import ShardingPlan, parallelize
+from megatron_lightning.parallel.ties import record_ties, untied
 from megatron_lightning.pipeline.schedules.actions import Placement
 from megatron_lightning.pipeline.stages.stage import StagePartition, has_unit
 

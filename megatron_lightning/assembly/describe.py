@@ -21,12 +21,9 @@ from megatron_lightning.config import PipelineOptions
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.parallel.context import ParallelContext
 from megatron_lightning.parallel.layout import ParallelLayout
-from megatron_lightning.parallel.sharding import (
-    ShardingPlan,
-    named_shard_specs,
-    shared_names,
-)
+from megatron_lightning.parallel.sharding import ShardingPlan, named_shard_specs
 from megatron_lightning.parallel.spec import ShardSpec
+from megatron_lightning.parallel.ties import shared_names
 from megatron_lightning.pipeline.schedules.actions import Placement
 
 _HEADER = ("module", "stage", "style", "local shape", "axes")

@@ -12,8 +12,9 @@ from megatron_lightning.compat import GradientHooks
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.parallel.attachments import Attachment
 from megatron_lightning.parallel.parameters import copy_attributes
-from megatron_lightning.parallel.sharding import named_shard_specs, tied_names
+from megatron_lightning.parallel.sharding import named_shard_specs
 from megatron_lightning.parallel.spec import Shape, ShardSpec
+from megatron_lightning.parallel.ties import tied_names
 
 _EMPTY = "_left_empty"
 

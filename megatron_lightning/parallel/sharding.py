@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Protocol, TypeVar
@@ -28,12 +27,12 @@ from megatron_lightning.parallel.attachments import (
 from megatron_lightning.parallel.parameters import check_gradient_hooks, copy_attributes, rebind
 from megatron_lightning.parallel.patterns import compile_pattern, describe_unused
 from megatron_lightning.parallel.spec import ShardSpec
+from megatron_lightning.parallel.ties import tied_names, untied
 
 if TYPE_CHECKING:
     from megatron_lightning.parallel.context import ParallelContext
 
 _Value = TypeVar("_Value")
-_RECORDED_TIES = "_megatron_ties"
 _GATHERED_INPUT = "_megatron_gathered_input"
 _LISTED = 6  # patterns in a message
 
@@ -69,26 +68,6 @@ def take_shards(module: nn.Module, source: nn.Module, specs: Mapping[str, ShardS
     module.shard_specs = dict(specs)  # type: ignore[assignment]
     if module is not source and hasattr(source, "fused_rows"):
         module.fused_rows = source.fused_rows
-
-
-def record_ties(model: nn.Module) -> None:
-    """Record in ``model`` the tied parameters (a tensor under several names), for
-    :func:`tied_names`.
-
-    Call the function before partitioning, since partitioning may send the names of a tensor to
-    different ranks.
-    """
-    model.__dict__[_RECORDED_TIES] = {
-        name: owner for owner, *names in shared_names(model) for name in names
-    }
-
-
-def tied_names(model: nn.Module) -> dict[str, str]:
-    """Return copy -> owner for every tied parameter of ``model``.
-
-    The ties come from :func:`record_ties`, even if this rank holds only a single name.
-    """
-    return dict(vars(model).get(_RECORDED_TIES, {}))
 
 
 def named_shard_specs(model: nn.Module) -> dict[str, ShardSpec]:
@@ -407,52 +386,3 @@ def _divide_extension(
             "target_modules."
         )
     divide(module, context, plan)
-
-
-def shared_names(model: nn.Module) -> list[list[str]]:
-    """Return the names of every parameter with several names."""
-    names: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
-    return [group for group in names.values() if len(group) > 1]
-
-
-@contextmanager
-def untied(model: nn.Module) -> Iterator[None]:
-    """Give every name of a shared parameter a parameter of its own inside the block, with the same
-    data, so that each module takes shards. Afterwards, also after an error, all names share the
-    first parameter.
-
-    Raises:
-        ShardingError: If the shards differ.
-    """
-    tied = shared_names(model)
-    for owner, *copies in tied:
-        parameter = model.get_parameter(owner)
-        for copy in copies:
-            _set(model, copy, nn.Parameter(parameter.detach(), parameter.requires_grad))
-    try:
-        yield
-        for owner, *copies in tied:
-            _check_shapes(model, owner, copies)
-    finally:
-        for owner, *copies in tied:
-            parameter = model.get_parameter(owner)
-            for copy in copies:
-                _set(model, copy, parameter)
-
-
-def _check_shapes(model: nn.Module, owner: str, copies: list[str]) -> None:
-    shape = tuple(model.get_parameter(owner).shape)
-    for copy in copies:
-        found = tuple(model.get_parameter(copy).shape)
-        if found != shape:
-            raise ShardingError(
-                f"{copy} and {owner} were one parameter, and the plan gives them the shapes "
-                f"{found} and {shape}. Give both modules the same style."
-            )
-
-
-def _set(model: nn.Module, path: str, parameter: nn.Parameter) -> None:
-    parent, _, name = path.rpartition(".")
-    setattr(model.get_submodule(parent), name, parameter)

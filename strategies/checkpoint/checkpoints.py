@@ -17,13 +17,12 @@ import lightning.pytorch as pl
 from lightning.pytorch.trainer.states import TrainerStatus
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
-from torch.optim import Optimizer
 
 from megatron_lightning.assembly.entries import StateEntries
 from megatron_lightning.assembly.module_shards import ModuleState
 from megatron_lightning.assembly.part import Part
 from megatron_lightning.bridge.kept import write_kept
-from megatron_lightning.checkpoint import TensorShards, load_sharded, open_checkpoint
+from megatron_lightning.checkpoint import TensorShards, open_checkpoint
 from megatron_lightning.checkpoint.agreement import together
 from megatron_lightning.checkpoint.local_copies.local import Pointer
 from megatron_lightning.checkpoint.local_copies.local_plan import copy_plan, open_copy
@@ -32,17 +31,21 @@ from megatron_lightning.checkpoint.saving import Snapshot, take_snapshot, write_
 from megatron_lightning.checkpoint.source import CheckpointSource, PlainSource
 from megatron_lightning.checkpoint.vocabulary import fit_vocabulary
 from megatron_lightning.errors import CheckpointError
-from megatron_lightning.optim.class_names import CLASSES, check_class, class_names
 from megatron_lightning.optim.gradients.parameter_shard import MainShard
 from megatron_lightning.optim.stepping.distributed import DistributedOptimizer
-from megatron_lightning.optim.stepping.group_names import (
-    check_regrouping,
-    groups_of_rank,
-    merge_groups,
-)
 from megatron_lightning.parallel.context import AxisGroup
 from megatron_lightning.peft.record import left_out_of
 from megatron_lightning.strategies.checkpoint.adapters import AdapterCheckpoints
+from megatron_lightning.strategies.checkpoint.optimizers import (
+    check_optimizers,
+    check_sizes,
+    load_optimizer,
+    merged_groups,
+    optimizer_states,
+    optimizer_tensors,
+    state_prefix,
+    view_of,
+)
 from megatron_lightning.strategies.checkpoint.run_state import RunState
 from megatron_lightning.strategies.launch.ranks import ProcessGroups
 from megatron_lightning.strategies.lightning_internals import trainer_state
@@ -261,41 +264,18 @@ class Checkpoints:
         if compares:
             self._check_replicas()
         rest = self.state.write_to(checkpoint, self._module, part)
-        optimizers = [_view_of(optimizer) for optimizer in rest.pop("optimizer_states", [])]
+        views = [view_of(handle) for handle in rest.pop("optimizer_states", [])]
         state = self._module_state(part)
         tensors = self._adapters.write_to(rest, state.module_shards(rest), state)
         entries = StateEntries(state).take(rest, compare=compares)
         tensors += entries.shards
-        for index, optimizer in enumerate(optimizers):
-            tensors += optimizer.state_tensors(f"optimizer_states.{index}.state.")
-        if optimizers:
-            groups = self._merged_groups(optimizers, part)
-            rest["optimizer_states"] = [
-                {
-                    "state": optimizer.plain_state(),
-                    "param_groups": mine,
-                    CLASSES: class_names(optimizer.optimizer),
-                }
-                for optimizer, mine in zip(optimizers, groups, strict=True)
-            ]
+        tensors += optimizer_tensors(views)
+        if views:
+            rest["optimizer_states"] = optimizer_states(views, part, self._context.pp)
         return tensors, rest, entries.copies
 
     def _module_state(self, part: Part) -> ModuleState:
         return ModuleState(self._module, part, self._context, self._main_shards())
-
-    def _merged_groups(
-        self, optimizers: Sequence[DistributedOptimizer], part: Part
-    ) -> list[list[dict[str, Any]]]:
-        """Return each optimizer's parameter groups with the names of all pipeline ranks, in the
-        full model's order.
-        """
-        ranks = self._context.pp.all_gather_object(
-            [optimizer.param_groups() for optimizer in optimizers]
-        )
-        place = {name: position for position, name in enumerate(part.names)}
-        return [
-            merge_groups([rank[index] for rank in ranks], place) for index in range(len(optimizers))
-        ]
 
     # ----------------------------------------------------------------------------------------- load
 
@@ -371,103 +351,20 @@ class Checkpoints:
         states, world = checkpoint["optimizer_states"], self._context.axis("world")
         # A plain file numbers the parameters of optimizers. The optimizers exist by now.
         if self._is_plain and states:
-            merged = self._merged_groups(views, part)
+            merged = merged_groups(views, part, self._context.pp)
             order = [[name for group in groups for name in group["params"]] for groups in merged]
             source = self._fitted(
                 open_checkpoint(self._path, optimizer_parameters=order, group=world), part
             )
             states = source.state()["optimizer_states"]
-            together(world, "loading the optimizers", lambda: _check_sizes(merged, states))
+            together(world, "loading the optimizers", lambda: check_sizes(merged, states))
         if not states and views:  # as in Lightning: states left out on purpose
             rank_zero_warn(
                 "the checkpoint has no optimizer states: the optimizers begin with none."
             )
             views = []
-        together(world, "loading the optimizers", lambda: _check_optimizers(views, states))
+        together(world, "loading the optimizers", lambda: check_optimizers(views, states))
         for index, (view, saved) in enumerate(zip(views, states, strict=True)):
-            _load_optimizer(view, saved, source, f"optimizer_states.{index}.state.", world)
+            load_optimizer(view, saved, source, state_prefix(index), world)
         self._source = None
         self.state.restore_random_state()
-
-
-class OptimizerHandle(dict[str, Any]):
-    """Represents an optimizer's state between Lightning's dump and our save.
-
-    Args:
-        optimizer: The user's optimizer.
-        view: The optimizer in the form of checkpoints.
-    """
-
-    def __init__(self, optimizer: Optimizer, view: DistributedOptimizer) -> None:
-        super().__init__(optimizer.state_dict())
-        self.view = view
-
-
-def _view_of(handle: Any) -> DistributedOptimizer:
-    if not isinstance(handle, OptimizerHandle):
-        raise CheckpointError(
-            "optimizer_states of the checkpoint were replaced by a hook; leave them to the "
-            "strategy."
-        )
-    return handle.view
-
-
-def _load_optimizer(
-    view: DistributedOptimizer,
-    saved: Mapping[str, Any],
-    source: CheckpointSource,
-    prefix: str,
-    world: AxisGroup,
-) -> None:
-    described = {}
-    for full, info in source.tensors().items():
-        if full.startswith(prefix):
-            name, _, key = full.removeprefix(prefix).rpartition(".")
-            described[name, key] = (info.shape, info.dtype)
-    view.load_param_groups(groups_of_rank(view.param_groups(), saved["param_groups"]))
-    shards = view.allocate_state(described, prefix)
-    view.load_plain_state(saved["state"])
-    load_sharded(source, shards, prefix=prefix, strict=True, group=world)
-    view.finish_restore()
-
-
-def _check_optimizers(
-    views: Sequence[DistributedOptimizer], saved: Sequence[Mapping[str, Any]]
-) -> None:
-    """Check that no optimizer, and no parameter of an optimizer, would silently begin without
-    state.
-    """
-    if len(views) != len(saved):
-        raise CheckpointError(
-            f"the checkpoint holds the states of {len(saved)} optimizers, and the model has "
-            f"{len(views)}. Return as many from configure_optimizers, or load the weights alone."
-        )
-    for view, state in zip(views, saved, strict=True):
-        check_class(view.optimizer, state.get(CLASSES, ()))
-        known = {name for group in state["param_groups"] for name in group["params"]}
-        new = [
-            name for group in view.param_groups() for name in group["params"] if name not in known
-        ]
-        if known and new:
-            more = f" and {len(new) - 8} more" if len(new) > 8 else ""
-            raise CheckpointError(
-                f"{type(view.optimizer).__name__} has parameters of which the checkpoint's "
-                f"optimizer knows nothing: {', '.join(new[:8])}{more}. Resume with the parameters "
-                "it was saved with, or load the weights alone."
-            )
-        check_regrouping(type(view.optimizer).__name__, view.param_groups(), state["param_groups"])
-
-
-def _check_sizes(
-    groups: Sequence[Sequence[Mapping[str, Any]]], saved: Sequence[Mapping[str, Any]]
-) -> None:
-    """Check group sizes against a plain file. A plain file numbers parameters group by group."""
-    for mine, state in zip(groups, saved, strict=True):
-        now = [len(group["params"]) for group in mine]
-        then = [len(group["params"]) for group in state["param_groups"]]
-        if now != then:
-            raise CheckpointError(
-                f"the checkpoint's optimizer has parameter groups of {then} parameters, and there "
-                f"are groups of {now} now, so that the states would be those of other parameters. "
-                "Group the parameters as they were saved, or load the weights alone."
-            )

@@ -14,8 +14,8 @@ from typing_extensions import override
 
 from megatron_lightning.checkpoint.requeue import committed_requeue
 from megatron_lightning.checkpoint.saver import SaveReport
-from megatron_lightning.strategies.checkpoint.checkpoints import OptimizerHandle
 from megatron_lightning.strategies.checkpoint.io import ShardedCheckpointIO, complete_io, users_io
+from megatron_lightning.strategies.checkpoint.optimizers import OptimizerHandle
 from megatron_lightning.strategies.checks.plugins import check_storage_options
 from megatron_lightning.strategies.hooks.rank_hooks import RankHooks
 from megatron_lightning.strategies.outputs.after_fit import path_of

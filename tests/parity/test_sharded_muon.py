@@ -23,7 +23,8 @@ from megatron_lightning.config import CompileOptions, DataParallelOptions, MoECo
 from megatron_lightning.models import GPTModel
 from megatron_lightning.modules import GPTLightningModule
 from megatron_lightning.optim import ChainedOptimizer, Muon
-from megatron_lightning.parallel.sharding import named_shard_specs, tied_names
+from megatron_lightning.parallel.sharding import named_shard_specs
+from megatron_lightning.parallel.ties import tied_names
 from megatron_lightning.strategies import MegatronStrategy
 from tests.helpers.ranks import run_ranks
 from tests.helpers.trainers import Losses, trainer

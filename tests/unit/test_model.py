@@ -15,8 +15,9 @@ from megatron_lightning.errors import ConfigError, ShardingError
 from megatron_lightning.models import GPTModel, TransformerConfig, num_parameters
 from megatron_lightning.parallel import ParallelContext, ParallelLayout, ShardingPlan, parallelize
 from megatron_lightning.parallel.materialize import materialize
-from megatron_lightning.parallel.sharding import named_shard_specs, record_ties
+from megatron_lightning.parallel.sharding import named_shard_specs
 from megatron_lightning.parallel.spec import ShardSpec
+from megatron_lightning.parallel.ties import record_ties
 from megatron_lightning.pipeline.stages.stage import StagePartition
 
 CONFIG = TransformerConfig(

@@ -20,7 +20,7 @@ from megatron_lightning.optim import (
     make_param_groups,
 )
 from megatron_lightning.parallel.patterns import compile_pattern
-from megatron_lightning.parallel.sharding import record_ties
+from megatron_lightning.parallel.ties import record_ties
 from megatron_lightning.pipeline.stages.stage import StagePartition
 
 CONFIG = TransformerConfig(
