@@ -39,9 +39,9 @@ from megatron_lightning.models.plans.hf_plans import transformers_models
 from megatron_lightning.optim.gradients.data_groups import has_replicas
 from megatron_lightning.parallel.context import AxisGroup, ParallelContext
 from megatron_lightning.parallel.parameters import copy_attributes
+from megatron_lightning.peft.base_digest import check_loaded_base
 from megatron_lightning.pipeline.executor import PipelineExecutor
 from megatron_lightning.pipeline.schedules import ScheduleChoice
-from megatron_lightning.strategies.checkpoint.adapters import check_loaded_base
 from megatron_lightning.strategies.checkpoint.finetuning import announces_unfreezing
 from megatron_lightning.strategies.checks.module import built_module
 from megatron_lightning.strategies.checks.preflight import check_layers

@@ -101,10 +101,11 @@ class Engine(TextModel):
                 or Hub id.
             layout: Sizes for the processes connected by ``torch.distributed``. Further processes
                 are replicas, with different requests. None: this process alone.
-            options: ``options`` (:class:`EngineOptions`), ``device`` ("cpu"), ``dtype`` of the
-                weights ("float32", "bfloat16" or "float16", default torch's),
-                ``pipeline_schedule``, ``stops`` (token ids at the end of a text, default from the
-                model's generation configuration), ``decode``.
+            options: ``adapters`` (folder of ``peft``, or checkpoint), ``options``
+                (:class:`EngineOptions`), ``device`` ("cpu"), ``dtype`` of the weights ("float32",
+                "bfloat16" or "float16", default torch's), ``pipeline_schedule``, ``stops`` (token
+                ids at the end of a text, default from the model's generation configuration),
+                ``decode``.
 
         Raises:
             CheckpointError: On every rank, if the checkpoint cannot be read or holds another model.

@@ -23,6 +23,7 @@ def evaluate(  # noqa: PLR0917  # every argument is an option of the command lin
     include_path: str | None = None,
     output: str | None = None,
     confirm_run_unsafe_code: bool = False,
+    adapters: str | None = None,
     tokenizer_model: str | None = None,
     tokenizer_type: TokenizerType = "sentencepiece",
     tensor_model_parallel_size: int = 1,
@@ -54,6 +55,7 @@ def evaluate(  # noqa: PLR0917  # every argument is an option of the command lin
         include_path: Folder with YAML files of tasks of your own.
         output: File for the results as JSON.
         confirm_run_unsafe_code: Let tasks run code written by the model.
+        adapters: Folder of peft, or checkpoint, with adapters for the model.
         tokenizer_model: The tokenizer of the training data. Default: the tokenizer saved with the
             model.
         tokenizer_type: sentencepiece or huggingface.
@@ -84,6 +86,7 @@ def evaluate(  # noqa: PLR0917  # every argument is an option of the command lin
     check_installed()
     job = ModelJob(
         checkpoint=checkpoint,
+        adapters=adapters,
         tokenizer_model=tokenizer_model,
         tokenizer_type=tokenizer_type,
         tensor_model_parallel_size=tensor_model_parallel_size,

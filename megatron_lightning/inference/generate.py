@@ -19,6 +19,7 @@ from megatron_lightning.inference.text_model import TextModel
 def generate(  # noqa: PLR0917  # every argument is an option of the command line
     checkpoint: str,
     prompts: list[str] | str,
+    adapters: str | None = None,
     tokenizer_model: str | None = None,
     tokenizer_type: TokenizerType = "sentencepiece",
     max_new_tokens: int = 64,
@@ -51,6 +52,7 @@ def generate(  # noqa: PLR0917  # every argument is an option of the command lin
         checkpoint: Checkpoint directory, plain Lightning .ckpt file, Hugging Face folder, or Hub
             id.
         prompts: A text, or a list of texts, to continue.
+        adapters: Folder of peft, or checkpoint, with adapters for the model.
         tokenizer_model: The tokenizer of the training data. Default: the tokenizer saved with the
             model.
         tokenizer_type: sentencepiece or huggingface.
@@ -90,6 +92,7 @@ def generate(  # noqa: PLR0917  # every argument is an option of the command lin
     """
     job = ModelJob(
         checkpoint=checkpoint,
+        adapters=adapters,
         tokenizer_model=tokenizer_model,
         tokenizer_type=tokenizer_type,
         tensor_model_parallel_size=tensor_model_parallel_size,

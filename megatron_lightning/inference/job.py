@@ -46,6 +46,7 @@ class ModelJob:
     """
 
     checkpoint: str
+    adapters: str | None
     tokenizer_model: str | None
     tokenizer_type: TokenizerType
     tensor_model_parallel_size: int
@@ -100,7 +101,7 @@ class ModelJob:
         Raises:
             CheckpointError: If the checkpoint cannot be read.
         """
-        return find_model(self.checkpoint)
+        return find_model(self.checkpoint, adapters=self.adapters)
 
     @cached_property
     def codec(self) -> Codec:
@@ -151,6 +152,8 @@ class ModelJob:
         resolve(self.pipeline_schedule, num_ranks=layout.pp, num_chunks=layout.vpp)
         _ = self.codec
         check_model(self.saved, layout, world_size)
+        if self.adapters is not None:
+            self.saved.build()  # on meta: reads the adapters alone
         if layout.data_parallel_size(world_size) > 1 and not self.runs_replicas:
             raise ConfigError(
                 f"{world_size} processes were started, and tensor_model_parallel_size={layout.tp} "
@@ -197,6 +200,7 @@ class ModelJob:
         engine = load_engine(
             self.checkpoint,
             self.layout,
+            adapters=self.adapters,
             options=self.options,
             pipeline_schedule=self.pipeline_schedule,
             device=self.torch_device + index,

@@ -7,7 +7,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -40,7 +40,10 @@ from megatron_lightning.inference.text_model import TextModel
 from megatron_lightning.models.transformer import GPTModel
 from megatron_lightning.parallel.context import ALONE, ParallelContext
 from megatron_lightning.parallel.layout import ParallelLayout
-from megatron_lightning.peft import LoRA
+from megatron_lightning.peft import LoRA, load_adapters
+from megatron_lightning.peft.base_digest import check_loaded_base
+from megatron_lightning.peft.lora import applied_to
+from megatron_lightning.peft.record import read_records
 from megatron_lightning.pipeline.executor import PipelineExecutor
 from megatron_lightning.pipeline.schedules import resolve
 from megatron_lightning.rules import check_model_layout
@@ -82,19 +85,33 @@ def read_config(checkpoint: str | os.PathLike[str]) -> TransformerConfig:
 
 
 def find_model(
-    checkpoint: str | os.PathLike[str], context: ParallelContext | None = None
+    checkpoint: str | os.PathLike[str],
+    context: ParallelContext | None = None,
+    *,
+    adapters: str | os.PathLike[str] | None = None,
 ) -> SavedModel:
     """Return the model in a checkpoint, a Hugging Face folder, or of a Hub id, without reading
-    tensors. With a context a collective.
+    tensors of the model. With a context a collective.
+
+    Args:
+        checkpoint: The model.
+        context: Groups of this rank. None: this process alone.
+        adapters: Folder of ``peft``, or checkpoint, with adapters for the model.
 
     Raises:
         CheckpointError: If the checkpoint cannot be read, or holds another kind of model.
     """
+    saved = _find_model(checkpoint, context)
+    return saved if adapters is None else _with_adapters(saved, adapters)
+
+
+def _find_model(checkpoint: str | os.PathLike[str], context: ParallelContext | None) -> SavedModel:
     is_hub_id = not is_checkpoint(str(checkpoint)) and not Path(checkpoint).exists()
     if is_hub_id or (Path(checkpoint) / "config.json").is_file():
         return _of_bridge(AutoBridge.from_hf_pretrained(str(checkpoint)))
     source = open_checkpoint(checkpoint, group=ALONE if context is None else context.axis("world"))
     saved = source.state().get("hyper_parameters", {})
+    _check_base(source, str(checkpoint))
     if isinstance(saved.get("config"), Mapping):
         return _of_checkpoint(source, saved)
     if read_kept(checkpoint) is not None:
@@ -106,18 +123,52 @@ def find_model(
     )
 
 
+def _check_base(source: CheckpointSource, checkpoint: str) -> None:
+    """Check that a checkpoint holds the base of its adapters."""
+    for record in read_records(source.state(), checkpoint):
+        if record.left_out:
+            origin = record.base.origin or "BASE"
+            raise CheckpointError(
+                f"{checkpoint} holds adapters alone, without the {len(record.left_out)} tensors of "
+                f"their base. Name both: --checkpoint {origin} --adapters {checkpoint}."
+            )
+
+
 def _of_checkpoint(source: CheckpointSource, saved: Mapping[str, Any]) -> SavedModel:
-    config, adapters = TransformerConfig(**saved["config"]), saved.get("peft")
+    config, lora = TransformerConfig(**saved["config"]), saved.get("peft")
 
     def build() -> nn.Module:
         with torch.device("meta"):
             model = GPTModel(config)
-            return model if adapters is None else LoRA(**adapters).apply(model)
+            return model if lora is None else LoRA(**lora).apply(model)
 
     def fill(model: nn.Module, part: Part, context: ParallelContext) -> None:
-        ModuleState(model, part, context).load_module(source, prefix=_PREFIX)
+        state = ModuleState(model, part, context)
+        names = state.local_tensors() if lora is None else ()
+        loaded_apart = {name for name in names if ".adapters." in name}
+        state.load_module(source, prefix=_PREFIX, left_out=loaded_apart)
 
     return SavedModel(config, config.vocab_size, config.max_sequence_length, build, fill)
+
+
+def _with_adapters(saved: SavedModel, adapters: str | os.PathLike[str]) -> SavedModel:
+    """Return the model with adapters loaded. The adapters' base is checked by digest."""
+
+    def build() -> nn.Module:
+        model = saved.build()
+        if applied_to(model):
+            raise ConfigError(
+                f"adapters={adapters}, and the model has adapters of its own, which are loaded "
+                "with it. Merge those first (megatron-lightning adapters merge), or leave the "
+                "option out."
+            )
+        return load_adapters(model, adapters)
+
+    def fill(model: nn.Module, part: Part, context: ParallelContext) -> None:
+        saved.fill(model, part, context)
+        check_loaded_base(ModuleState(model, part, context))
+
+    return replace(saved, build=build, fill=fill)
 
 
 def _of_bridge(bridge: AutoBridge) -> SavedModel:
@@ -171,6 +222,7 @@ def load_engine(
     checkpoint: str | os.PathLike[str],
     layout: ParallelLayout | None = None,
     *,
+    adapters: str | os.PathLike[str] | None = None,
     options: EngineOptions | None = None,
     pipeline_schedule: str | list[str] = "auto",
     device: torch.device | str = "cpu",
@@ -184,7 +236,7 @@ def load_engine(
     layout = layout or ParallelLayout()
     choice = resolve(pipeline_schedule, num_ranks=layout.pp, num_chunks=layout.vpp)
     context = ParallelContext(layout, device=device)
-    saved = find_model(checkpoint, context)
+    saved = find_model(checkpoint, context, adapters=adapters)
     check_model(saved, layout, context.world_size)
     ends = find_stops(checkpoint) if stops is None else stops
     with _default_dtype(dtype):

@@ -34,6 +34,7 @@ def serve(  # noqa: PLR0917  # every argument is an option of the command line
     max_queue: int = 256,
     timeout_s: float = 600.0,
     max_body_mib: float = 4.0,
+    adapters: str | None = None,
     tokenizer_model: str | None = None,
     tokenizer_type: TokenizerType = "sentencepiece",
     tensor_model_parallel_size: int = 1,
@@ -64,6 +65,7 @@ def serve(  # noqa: PLR0917  # every argument is an option of the command line
         max_queue: Running and waiting requests, at most. Further requests are refused.
         timeout_s: Seconds of a request.
         max_body_mib: MiB of a request.
+        adapters: Folder of peft, or checkpoint, with adapters for the model.
         tokenizer_model: The tokenizer of the training data. Default: the tokenizer saved with the
             model.
         tokenizer_type: sentencepiece or huggingface.
@@ -96,6 +98,7 @@ def serve(  # noqa: PLR0917  # every argument is an option of the command line
         )
     job = ModelJob(
         checkpoint=checkpoint,
+        adapters=adapters,
         tokenizer_model=tokenizer_model,
         tokenizer_type=tokenizer_type,
         tensor_model_parallel_size=tensor_model_parallel_size,

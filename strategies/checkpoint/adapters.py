@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -10,12 +10,10 @@ from torch import nn
 
 from megatron_lightning.assembly.module_shards import ModuleState
 from megatron_lightning.errors import CheckpointError, ConfigError
-from megatron_lightning.layers.adapters import adapted_layers
-from megatron_lightning.parallel.digest import as_text, digest_of_shards
 from megatron_lightning.parallel.tensor_shards import TensorShards
+from megatron_lightning.peft.base_digest import digest_of_part, frozen_names
 from megatron_lightning.peft.lora import applied_to
 from megatron_lightning.peft.record import PEFT, Record, base_of, read_records, write_record
-from megatron_lightning.peft.sources import take_expected_bases
 
 _MODULE = "state_dict."
 
@@ -55,7 +53,7 @@ class AdapterCheckpoints:
         write_record(state.module, checkpoint)
         if not self._adapters_only or PEFT not in checkpoint:
             return tensors
-        frozen = set(_frozen(state.module))
+        frozen = set(frozen_names(state.module))
         everywhere = state.context.pp.all_gather_object(sorted(frozen))
         for path, entry in checkpoint[PEFT].items():
             prefix = f"{path}." if path else ""
@@ -101,47 +99,8 @@ class AdapterCheckpoints:
         """
         key = f"{path} {hash(frozenset(names))}"  # of one process
         if key not in self._digests:
-            self._digests[key] = _digest_of(state, path, names)
+            self._digests[key] = digest_of_part(state, path, names)
         return self._digests[key]
-
-
-def check_loaded_base(state: ModuleState) -> None:
-    """Check the weights of models against the base of adapters loaded earlier by ``load_adapters``,
-    when the models had no weights yet. All ranks call this when the weights are read.
-
-    Raises:
-        CheckpointError: On every rank, if a model has other weights.
-    """
-    for path, base in take_expected_bases(state.module).items():
-        prefix = f"{path}." if path else ""
-        names = [name for name in _frozen(state.module) if name.startswith(prefix)]
-        base.check(_digest_of(state, path, names), path or type(state.module).__name__)
-
-
-def _digest_of(state: ModuleState, path: str, names: Collection[str]) -> str:
-    """Return the digest of parameters of the model at ``path``. A collective."""
-    prefix = f"{path}." if path else ""
-    chosen = set(names)
-    shards = (
-        state.shards(name.removeprefix(prefix), name, parameter.detach())
-        for name, parameter in state.module.named_parameters()
-        if name in chosen and name not in state.part.tied
-    )
-    own = digest_of_shards(shards)
-    total = sum(state.context.axis("world").all_gather_object(own))
-    record: dict[str, Any] = {}
-    write_record(state.module, record)
-    return as_text(total, record[PEFT][path]["names"])
-
-
-def _frozen(module: nn.Module) -> Iterator[str]:
-    """Yield the names of the frozen weights of adapted models. A tied weight has several names."""
-    for path in applied_to(module):
-        model = module.get_submodule(path)
-        own = tuple(f"{layer}.adapters." for layer in adapted_layers(model))
-        for name, parameter in model.named_parameters(remove_duplicate=False):
-            if not parameter.requires_grad and not name.startswith(own):
-                yield f"{path}.{name}" if path else name
 
 
 def _check_paths(module: nn.Module, record: Record) -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from megatron_lightning.config import TransformerConfig
-from megatron_lightning.errors import ConfigError
+from megatron_lightning.errors import CheckpointError, ConfigError
 from megatron_lightning.inference import Engine, EngineOptions, Sampling, load_engine
 from megatron_lightning.inference.generate import generate
 from megatron_lightning.inference.load import check_model, find_model
@@ -83,8 +83,8 @@ def test_families_on_two_ranks(layout: dict[str, Any], tmp_path: Path) -> None:
         assert found == expected
 
 
-@pytest.mark.parametrize("size", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_other_models_write_by_their_own_generate(size: int, tmp_path: Path) -> None:
+def make_neox(folder: Path) -> None:
+    """Write a model without rules."""
     torch.manual_seed(0)
     options = {"initializer_range": 0.4, "bos_token_id": None, "eos_token_id": None}
     model = transformers.GPTNeoXForCausalLM(
@@ -98,7 +98,12 @@ def test_other_models_write_by_their_own_generate(size: int, tmp_path: Path) -> 
             **options,
         )
     )
-    model.save_pretrained(tmp_path / "neox")
+    model.save_pretrained(folder)
+
+
+@pytest.mark.parametrize("size", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_other_models_write_by_their_own_generate(size: int, tmp_path: Path) -> None:
+    make_neox(tmp_path / "neox")
     expected = theirs_in(tmp_path / "neox")
     for found in run_ranks(size, texts_of, [tmp_path / "neox"], {TP: size}, "OwnGenerate"):
         assert found == [expected]
@@ -191,3 +196,71 @@ def test_adapters_of_a_checkpoint_are_part_of_the_model(tmp_path: Path) -> None:
         found = Engine.load(path).generate(PROMPTS, GREEDY)
         assert [one.tokens for (one,) in found] == expected
         assert expected != uncached(GPTModel(config).eval(), GREEDY, PROMPTS)
+
+
+def adapted_texts(checkpoint: Path, adapters: Path, layout: dict[str, Any]) -> Any:
+    engine = load_engine(checkpoint, ParallelLayout(**layout), adapters=adapters)
+    return [one.tokens for (one,) in engine.generate(PROMPTS, GREEDY)]
+
+
+def adapted_in(folder: Path, adapters: Path) -> Any:
+    """Return the model of a folder with filled adapters, and write the adapters to a folder."""
+    from megatron_lightning.peft import LoRA, save_adapters
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    LoRA(r=4).apply(model)
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.4, generator=generator)
+    save_adapters(model, adapters)
+    return model
+
+
+def test_adapters_beside_their_model(tmp_path: Path) -> None:
+    folder, adapters = folder_of("llama", tmp_path), tmp_path / "adapters"
+    expected = theirs(adapted_in(folder, adapters))
+    assert expected != theirs_in(folder)
+    assert adapted_texts(folder, adapters, {}) == expected
+    for found in run_ranks(2, adapted_texts, folder, adapters, {TP: 2}):
+        assert found == expected
+
+
+def test_adapters_beside_a_model_without_rules(tmp_path: Path) -> None:
+    folder, adapters = tmp_path / "neox", tmp_path / "adapters"
+    make_neox(folder)
+    expected = theirs(adapted_in(folder, adapters))
+    assert adapted_texts(folder, adapters, {}) == expected != theirs_in(folder)
+    other = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    with torch.no_grad():
+        other.gpt_neox.final_layer_norm.weight.add_(1.0)
+    other.save_pretrained(tmp_path / "other")
+    with pytest.raises(CheckpointError, match="the adapters were trained on other weights"):
+        load_engine(tmp_path / "other", adapters=adapters)
+
+
+def test_adapters_alone_and_twice_are_refused(tmp_path: Path) -> None:
+    from dataclasses import asdict
+
+    from megatron_lightning.models import GPTModel
+    from megatron_lightning.peft import LoRA
+    from tests.distributed.test_inference_engine import SIZES
+
+    config, lora = TransformerConfig(**SIZES), LoRA(r=4)
+    model = lora.apply(GPTModel(config))
+    state = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
+    saved = {"config": asdict(config), "peft": asdict(lora)}
+    record = {"lora": asdict(lora), "targets": ["linear_qkv"], "names": "gpt", "left_out": ["a"]}
+    record |= {"fused": {}, "saved": [], "base": {}}
+    checkpoint = {"state_dict": state, "hyper_parameters": saved}
+    torch.save(checkpoint, tmp_path / "whole.ckpt")
+    torch.save({**checkpoint, "peft": {"model": record}}, tmp_path / "alone.ckpt")
+    with pytest.raises(
+        CheckpointError, match=r"alone.ckpt holds adapters alone.*--checkpoint BASE"
+    ):
+        load_engine(tmp_path / "alone.ckpt")
+    folder = folder_of("llama", tmp_path)
+    adapted_in(folder, tmp_path / "adapters")
+    with pytest.raises(ConfigError, match="the model has adapters of its own"):
+        load_engine(tmp_path / "whole.ckpt", adapters=tmp_path / "adapters")
