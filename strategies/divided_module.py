@@ -14,7 +14,7 @@ from megatron_lightning.assembly.module_shards import ModuleState
 from megatron_lightning.assembly.part import Part
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.parallel.context import ParallelContext
-from megatron_lightning.strategies.fp8 import kept_quantized, quantizing
+from megatron_lightning.strategies.fp8 import parameter_storage, quantizing
 from megatron_lightning.strategies.module import assemble_module, place_module
 from megatron_lightning.strategies.options import StrategyOptions
 from megatron_lightning.strategies.summary import summarize_full
@@ -103,5 +103,4 @@ class DividedModule:
             caches = part.units is None
             plugin.quantize_layers(self._module, self._context, self._undo, caches_weights=caches)
         if part.units is not None:
-            quantizers = kept_quantized(self._module, part, precision)
-            part.units.codes.keep(part.units.units, quantizers)
+            part.units.store(parameter_storage(self._module, part, precision))

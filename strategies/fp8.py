@@ -16,11 +16,12 @@ from typing_extensions import override
 from megatron_lightning.assembly.part import Part
 from megatron_lightning.config.value_checks import check_kind
 from megatron_lightning.errors import ConfigError
-from megatron_lightning.optim.gradients.quantized_data import Quantizer
+from megatron_lightning.optim.gradients.parameter_storage import ParameterStorage, PlainStorage
 from megatron_lightning.parallel.context import ParallelContext
 from megatron_lightning.precision.backends import Backend, Chosen, choose_backend
 from megatron_lightning.precision.native import find_gpu
 from megatron_lightning.precision.quantized_layers import QuantizedLayers, RecipeLayers
+from megatron_lightning.precision.quantized_storage import QuantizedStorage
 from megatron_lightning.precision.recipes import FP8Recipe
 from megatron_lightning.precision.transformer_engine.backend import TransformerEngine
 from megatron_lightning.precision.transformer_engine.library import load as load_library
@@ -211,15 +212,15 @@ def quantizing(precision: Precision | None) -> MegatronFP8Precision | None:
     return precision if isinstance(precision, MegatronFP8Precision) else None
 
 
-def kept_quantized(
+def parameter_storage(
     module: pl.LightningModule, part: Part, precision: Precision
-) -> dict[str, Quantizer]:
-    """Return quantizers, by name, of the parameters kept as quantized data. Tied parameters are
-    excluded: their copies stay plain.
+) -> ParameterStorage:
+    """Return the storage of the parameters. Tied parameters are stored as values, as their copies
+    are.
     """
     plugin = quantizing(precision)
     if plugin is None or plugin.layers is None:
-        return {}
+        return PlainStorage()
     tied = {*part.tied, *part.tied.values()}
     quantizers = plugin.layers.weight_quantizers(module)
-    return {name: quantizer for name, quantizer in quantizers.items() if name not in tied}
+    return QuantizedStorage(module, {n: q for n, q in quantizers.items() if n not in tied})

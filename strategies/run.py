@@ -219,7 +219,7 @@ class Run:
     def begin_steps(self, precision: Precision) -> None:
         """Run batches from now on: by Lightning's own steps, or as pipeline runs."""
         if self.part.units is not None:
-            self.part.units.codes.encode()
+            self.part.units.stored.encode()
         if self.part.units is not None or self._options.layout.model_parallel_size > 1:
             SavingGuard.attach(self._divided.state(), PartWarning())
         scope, training = self._scope(precision), self._training if self._fits else None

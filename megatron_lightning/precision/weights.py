@@ -1,5 +1,5 @@
 """Quantize a weight shard by shard, so that the FP8 data can be all-gathered
-(:mod:`megatron_lightning.optim.gradients.quantized_data`).
+(:mod:`megatron_lightning.precision.quantized_data`).
 
 The data are bit-equal to the data that the layer's GEMMs quantize from the full weight. Row-wise
 and column-wise data therefore have to be equal: recipes with one scale a tensor, or with square
@@ -29,7 +29,7 @@ from megatron_lightning.precision.scaling import amax_of, scales_of, to_blocks
 
 def weight_quantizers(
     module: nn.Module, quantized: Mapping[str, EmulatedGemm]
-) -> dict[str, WeightCodes]:
+) -> dict[str, RecipeQuantizer]:
     """Return quantizers of untied weights, in the layout that the layer's GEMMs use, by parameter
     name.
 
@@ -44,7 +44,7 @@ def weight_quantizers(
         weight = layer._parameters.get("weight")
         turned = isinstance(layer, TransposedColumnParallelLinear | TransposedRowParallelLinear)
         if weight is not None and uses[id(weight)] == 1 and not turned:
-            quantizers[f"{path}.weight"] = WeightCodes(gemm, tuple(weight.shape))
+            quantizers[f"{path}.weight"] = RecipeQuantizer(gemm, tuple(weight.shape))
     return quantizers
 
 
@@ -60,8 +60,8 @@ class _Window(NamedTuple):
     """Place of the window's blocks in the table of scales."""
 
 
-class WeightCodes:
-    """Quantized data of the weight [out, in] or [E, out, in] of a layer.
+class RecipeQuantizer:
+    """Quantizer of the weight [out, in] or [E, out, in] of a layer.
 
     Args:
         gemm: GEMMs of the layer.
@@ -79,7 +79,7 @@ class WeightCodes:
         self._grid = (-(-self._rows // height), -(-self._columns // width))
         self._stacked = len(shape) > 2
         self.num_scales = self._matrices * math.prod(self._grid)
-        """See ``WeightQuantizer`` in ``optim.gradients.quantized_data``, also for the rest."""
+        """See ``WeightQuantizer`` in ``precision.quantized_data``, also for the rest."""
         self.dtype = DTYPES[recipe.code_format("weight")]
         self.group: AxisGroup | None = gemm.group if recipe.scaling == "current" else None
 
@@ -107,12 +107,12 @@ class WeightCodes:
 
     def _filled(self, values: Tensor, window: _Window) -> Tensor:
         """Return a window with the range's values, padded with zeros."""
-        part = values[window.place].to(self._gemm.dtype)
-        if len(part) == math.prod(window.shape):
-            return part.view(window.shape)
-        filled = part.new_zeros(math.prod(window.shape))
-        filled[window.offset : window.offset + len(part)] = part
-        return filled.view(window.shape)
+        present = values[window.place].to(self._gemm.dtype)
+        if len(present) == math.prod(window.shape):
+            return present.view(window.shape)
+        padded = present.new_zeros(math.prod(window.shape))
+        padded[window.offset : window.offset + len(present)] = present
+        return padded.view(window.shape)
 
     def amax(self, values: Tensor, start: int) -> Tensor:
         """Return the amax of every block within a range."""
@@ -124,14 +124,14 @@ class WeightCodes:
 
     def encode(self, values: Tensor, start: int, amax: Tensor) -> Tensor:
         """Return the quantized data of a range."""
-        codes = torch.empty(values.shape, dtype=self.dtype, device=values.device)
+        data = torch.empty(values.shape, dtype=self.dtype, device=values.device)
         for window in self._windows(start, len(values)):
-            part = self._codes(self._filled(values, window), amax[window.scales]).flatten()
+            blocks = self._quantize(self._filled(values, window), amax[window.scales]).flatten()
             size = window.place.stop - window.place.start
-            codes[window.place] = part[window.offset : window.offset + size]
-        return codes
+            data[window.place] = blocks[window.offset : window.offset + size]
+        return data
 
-    def _codes(self, window: Tensor, amax: Tensor) -> Tensor:
+    def _quantize(self, window: Tensor, amax: Tensor) -> Tensor:
         if self._recipe.scaling == "delayed":
             factor = self._gemm.histories["weight"].factor.to(window.device)
             return cast(window.float() * factor, self._recipe.code_format("weight"))

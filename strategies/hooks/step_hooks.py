@@ -107,7 +107,7 @@ class StepHooks(RankHooks):
         )
         self._running.checkpoints.state.restore_position(self.module.trainer)
         self._running.steps.begin_training()
-        self._running.training.keep_quantized()
+        self._running.training.store_parameters()
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
@@ -142,7 +142,7 @@ class StepHooks(RankHooks):
         self.starts.end(self.module.trainer)
         self._running.steps.end_training()
         self._running.share_written()
-        self._running.training.accumulation.gather.drop_quantized()
+        self._running.training.accumulation.gather.restore_values()
         self._running.share_buffers()
         self._running.check_replicas()
 

@@ -19,15 +19,15 @@ from megatron_lightning.compat import set_grad_dtype
 from megatron_lightning.config import MoEConfig, RecomputeOptions, TransformerConfig
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.modules import GPTLightningModule
-from megatron_lightning.optim.gradients.quantized_data import (
-    Range,
-    WeightRanges,
-    all_reduce,
-    encode,
-)
+from megatron_lightning.optim.gradients.parameter_storage import all_reduce
 from megatron_lightning.parallel.context import AxisGroup
 from megatron_lightning.precision import FP8Recipe
 from megatron_lightning.precision.backends import Backend
+from megatron_lightning.precision.quantized_data import (
+    Range,
+    WeightRanges,
+    encode,
+)
 from megatron_lightning.precision.transformer_engine.library import load
 from megatron_lightning.precision.transformer_engine.recipes import check_available, te_recipe
 from megatron_lightning.precision.transformer_engine.weights import QuantizedWeight

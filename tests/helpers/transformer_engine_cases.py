@@ -14,9 +14,9 @@ from megatron_lightning.compat import set_grad_dtype
 from megatron_lightning.config import MoEConfig, TransformerConfig
 from megatron_lightning.layers.attention import CoreAttention
 from megatron_lightning.models import GPTModel
-from megatron_lightning.optim.gradients.quantized_data import Range
 from megatron_lightning.parallel import ParallelContext, ParallelLayout, parallelize
 from megatron_lightning.precision import FP8Recipe
+from megatron_lightning.precision.quantized_data import Range
 from megatron_lightning.precision.transformer_engine.backend import TransformerEngine
 from megatron_lightning.precision.transformer_engine.library import Library
 

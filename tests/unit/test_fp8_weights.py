@@ -7,12 +7,12 @@ import itertools
 import pytest
 import torch
 
-from megatron_lightning.optim.gradients.quantized_data import Range, WeightRanges, encode
 from megatron_lightning.parallel.context import ALONE
 from megatron_lightning.precision import FP8Recipe
 from megatron_lightning.precision.emulation import EmulatedGemm
 from megatron_lightning.precision.native import NativeGemm
-from megatron_lightning.precision.weights import WeightCodes
+from megatron_lightning.precision.quantized_data import Range, WeightRanges, encode
+from megatron_lightning.precision.weights import RecipeQuantizer
 
 SHAPES = {"one block": (64, 40), "ragged": (300, 200), "experts": (3, 130, 150), "one": (1, 256, 8)}
 CUTS = {"rows": [128 * 40], "anywhere": [1, 77, 3000, 9001], "none": []}
@@ -33,7 +33,7 @@ def test_ranges_have_the_codes_of_the_full_weight(
     gemm = kind(FP8Recipe(scaling=scaling))  # type: ignore[arg-type]
     if gemm.histories:
         gemm.histories["weight"].load(torch.tensor([3.0]))
-    quantizer = WeightCodes(gemm, SHAPES[shape])
+    quantizer = RecipeQuantizer(gemm, SHAPES[shape])
     codes = torch.zeros(weight.numel(), dtype=torch.uint8)
     ends = sorted({0, *(cut for cut in CUTS[cuts] if cut < len(codes)), len(codes)})
     flat = weight.flatten()
@@ -56,7 +56,7 @@ def test_a_weight_that_overflowed_shows_in_its_codes(scaling: str) -> None:
     weight = torch.ones(4, 4)
     weight[1, 2] = torch.inf
     gemm = EmulatedGemm(FP8Recipe(scaling=scaling))  # type: ignore[arg-type]
-    quantizer, codes = WeightCodes(gemm, (4, 4)), torch.zeros(16, dtype=torch.uint8)
+    quantizer, codes = RecipeQuantizer(gemm, (4, 4)), torch.zeros(16, dtype=torch.uint8)
     weights = [WeightRanges(quantizer, [Range(0, weight.flatten(), codes)], CPU)]
     encode(weights, ALONE, lambda *_: None)
     kept = gemm.operand(codes.view(quantizer.dtype).view(4, 4), "weight")
@@ -67,7 +67,7 @@ def test_a_weight_that_overflowed_shows_in_its_codes(scaling: str) -> None:
 def test_largest_values_of_other_ranks_are_shared_once() -> None:
     """A weight of which a tensor-parallel rank has the larger part takes that rank's scale."""
     gemm = EmulatedGemm(FP8Recipe(scaling="current"))
-    quantizer, codes = WeightCodes(gemm, (2, 8)), torch.zeros(16, dtype=torch.uint8)
+    quantizer, codes = RecipeQuantizer(gemm, (2, 8)), torch.zeros(16, dtype=torch.uint8)
     quantizer.group = ALONE
 
     def other_rank(tensor: torch.Tensor, *_: object) -> None:

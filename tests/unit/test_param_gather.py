@@ -33,11 +33,8 @@ class _Bucket:
     def __init__(self, parameter: nn.Parameter) -> None:
         self.parameters, self.gathering = [parameter], None
 
-    def record_codes(self) -> None:
-        """There are none."""
-
-    def record_versions(self) -> None:
-        """Nobody asks for them."""
+    def record_gathered(self) -> None:
+        """Nobody asks for it."""
 
 
 class _Attention(nn.Module):

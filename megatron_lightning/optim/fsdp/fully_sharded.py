@@ -50,7 +50,6 @@ from megatron_lightning.optim.fsdp.sharded_unit import (
     local_part,
 )
 from megatron_lightning.optim.fsdp.unit_backward import StageBackward
-from megatron_lightning.optim.fsdp.unit_codes import UnitCodes
 from megatron_lightning.optim.fsdp.unit_order import UnitOrder
 from megatron_lightning.optim.full_parameters import (
     can_be_extended,
@@ -60,6 +59,12 @@ from megatron_lightning.optim.full_parameters import (
 )
 from megatron_lightning.optim.gradients.data_groups import DataGroups
 from megatron_lightning.optim.gradients.parameter_shard import main_dtype
+from megatron_lightning.optim.gradients.parameter_storage import (
+    ParameterStorage,
+    PlainUnits,
+    StoredUnits,
+    UnitShard,
+)
 from megatron_lightning.parallel.context import ParallelContext
 from megatron_lightning.parallel.spec import ShardSpec
 from megatron_lightning.pipeline.stages.structure import sizes
@@ -171,14 +176,34 @@ class ShardedUnits:
         """Name of a parameter kept in full on every rank -> the reason."""
         self.unfilled = tuple(unfilled)
         """Names of parameters allocated from ``meta`` and not initialized yet."""
-        self.codes = UnitCodes()
-        """Quantized data of the FSDP2 weights gathered in 8 bits."""
+        self.stored: StoredUnits = PlainUnits()
+        """Parameters of the units, as gathered by FSDP2."""
         for unit in self.units:
             for name, shard in unit.shards.items():
                 hooks[name].move(shard)
         # All ranks of the same experts, and of the same other parameters, are among the callers.
         callers = context.axis("tp-dp-cp") if "edp" in manageable.values() else context.dp_cp
         self._order = UnitOrder([str(unit) for unit in self.units], callers, context.device)
+
+    def store(self, storage: ParameterStorage) -> None:
+        """Store the parameters of the units by ``storage`` from now on.
+
+        Raises:
+            ShardingError: If the units were gathered otherwise before.
+        """
+        stored = storage.of_units(
+            UnitShard(name, shard, unit.groups)
+            for unit in self.units
+            for name, shard in unit.shards.items()
+        )
+        if stored.names != self.stored.names and any(unit.gathered for unit in self.units):
+            raise ShardingError(
+                f"{len(stored.names)} weights are to be gathered as quantized data of 8 bits, and "
+                f"an earlier Trainer has gathered {len(self.stored.names)} so. Use the same "
+                "recipe, or create a new module and load a checkpoint into it."
+            )
+        self.stored = stored
+        stored.store()
 
     def _shard_stage(
         self,

@@ -31,7 +31,7 @@ from megatron_lightning.optim.fsdp.sharded_unit import Unit, local_part
 from megatron_lightning.optim.gradients.bucket_plan import sum_groups_of
 from megatron_lightning.optim.gradients.bucket_reduction import Reduction
 from megatron_lightning.optim.gradients.parameter_shard import ParameterShard, main_dtype
-from megatron_lightning.optim.gradients.quantized_data import Quantizer
+from megatron_lightning.optim.gradients.parameter_storage import ParameterStorage, StoredUnits
 from megatron_lightning.optim.gradients.reducer import GradientReducer
 from megatron_lightning.optim.gradients.usage import Beside, Usage
 from megatron_lightning.optim.stepping.matrices import is_split
@@ -156,7 +156,7 @@ class FullyShardedReducer(GradientReducer):
         units: ShardedUnits,
         matrices: Set[str] = frozenset(),
         options: DataParallelOptions | None = None,
-        quantizers: Mapping[str, Quantizer] | None = None,
+        storage: ParameterStorage | None = None,
     ) -> None:
         rest = {
             name: parameter for name, parameter in parameters.items() if name not in units.names
@@ -168,7 +168,7 @@ class FullyShardedReducer(GradientReducer):
             sharded=True,
             matrices=matrices - units.names,
             options=options,
-            quantizers=quantizers,
+            storage=storage,
         )
         self.units = units
         self._in_units = {
@@ -243,21 +243,10 @@ class FullyShardedReducer(GradientReducer):
         for gradients in self._gradients:
             gradients.clear()
 
-    def encode_units(self) -> None:
-        """Renew the quantized data gathered by FSDP2. A collective."""
-        self.units.codes.encode(self._all_reduce)
-
-    def look_for_writes(self) -> None:
-        """Look before a step for writes into weights with quantized data gathered by FSDP2.
-
-        Raises:
-            ConfigError: If weights were written. On GPUs a step later.
-        """
-        self.units.codes.look_for_writes()
-
-    def units_were_written(self) -> bool:
-        """Return the same. Waits for the device."""
-        return self.units.codes.were_written()
+    @property
+    def stored_units(self) -> StoredUnits:
+        """Parameters of FSDP2's units."""
+        return self.units.stored
 
     def begin_step(self) -> None:
         """Begin the accumulation of an optimizer step, without a gradient yet."""
@@ -322,7 +311,7 @@ class FullyShardedReducer(GradientReducer):
         if not shards:
             return
         buffer = torch.cat(list(shards))
-        self._all_reduce(buffer, group)
+        self.all_reduce(buffer, group)
         for shard, summed in zip(
             shards, torch.split(buffer, [shard.numel() for shard in shards]), strict=True
         ):

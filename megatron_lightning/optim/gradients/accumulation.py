@@ -31,7 +31,7 @@ from megatron_lightning.optim.fsdp.fully_sharded import ShardedUnits
 from megatron_lightning.optim.fsdp.fully_sharded_reducer import FullyShardedReducer
 from megatron_lightning.optim.gradients.data_groups import has_replicas
 from megatron_lightning.optim.gradients.param_gather import ParameterGather
-from megatron_lightning.optim.gradients.quantized_data import Quantizer
+from megatron_lightning.optim.gradients.parameter_storage import ParameterStorage
 from megatron_lightning.optim.gradients.reducer import GradientReducer
 from megatron_lightning.optim.gradients.usage import Beside
 from megatron_lightning.optim.optimizer_checks import check_stepped_tensors, check_tied_copies
@@ -57,7 +57,7 @@ class GradientAccumulation:
         stage_of: Name of a parameter -> the using pipeline stage. Parameters of several stages are
             absent.
         units: The FSDP2 units. None without FSDP2.
-        quantizers: Name -> quantizer of a parameter stored as quantized data, if sharded.
+        storage: Storage of the parameters in sharded buckets. None: as values.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class GradientAccumulation:
         options: DataParallelOptions,
         stage_of: Mapping[str, int],
         units: ShardedUnits | None = None,
-        quantizers: Mapping[str, Quantizer] | None = None,
+        storage: ParameterStorage | None = None,
     ) -> None:
         self._module = module
         self._specs = specs
@@ -81,7 +81,7 @@ class GradientAccumulation:
         self._options = options
         self._stage_of = stage_of
         self._units = units
-        self._quantizers = quantizers
+        self._storage = storage
         self._names = dict(module.named_parameters())
         self._passed_trials: set[Trial] = set()
         self._attach(self._trainable())
@@ -113,7 +113,7 @@ class GradientAccumulation:
                 matrices=matrices,
                 stage_of=self._stage_of,
                 options=options,
-                quantizers=self._quantizers,
+                storage=self._storage,
             )
         else:
             self.reducer = FullyShardedReducer(
@@ -123,7 +123,7 @@ class GradientAccumulation:
                 units=self._units,
                 matrices=matrices,
                 options=options,
-                quantizers=self._quantizers,
+                storage=self._storage,
             )
         self.reducer.late = frozenset(trainable) - self._stage_of.keys()
         self.gather = ParameterGather(

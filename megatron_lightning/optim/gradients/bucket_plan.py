@@ -17,7 +17,7 @@ from torch import nn
 from megatron_lightning.optim.gradients.buckets import Bucket
 from megatron_lightning.optim.gradients.data_groups import DataGroups
 from megatron_lightning.optim.gradients.parameter_shard import main_dtype
-from megatron_lightning.optim.gradients.quantized_data import Quantizer
+from megatron_lightning.optim.gradients.parameter_storage import ParameterStorage, PlainStorage
 from megatron_lightning.parallel.context import AxisGroup, ParallelContext
 from megatron_lightning.parallel.spec import ShardSpec
 
@@ -33,7 +33,8 @@ class _Key(NamedTuple):
     data_axes: str
     sum_groups: tuple[AxisGroup, ...]
     is_matrix: bool
-    is_coded: bool
+    is_plain: bool
+    """Whether the parameters are stored as values."""
     stage: int
 
 
@@ -47,7 +48,7 @@ def build_buckets(
     matrices: Set[str] = frozenset(),
     stage_of: Mapping[str, int] | None = None,
     bucket_size: int | None = None,
-    quantizers: Mapping[str, Quantizer] | None = None,
+    storage: ParameterStorage | None = None,
 ) -> list[Bucket]:
     """Distribute parameters over buckets, in the order of completion by backward.
 
@@ -65,13 +66,14 @@ def build_buckets(
         stage_of: Name -> pipeline stage completing the parameter's gradient. A bucket with an early
             reduction belongs to a single stage.
         bucket_size: Elements of a full bucket. None: see :class:`DataParallelOptions`.
-        quantizers: Name -> quantizer of a parameter stored as quantized data, if sharded.
+        storage: Storage of the parameters in sharded buckets. None: as values.
 
     Returns:
         The buckets: first the buckets with only the data-parallel reduction, then the buckets with
         sums over other axes.
     """
-    quantizers, stages = quantizers or {}, stage_of or {}
+    plain, stages = PlainStorage(), stage_of or {}
+    storage = storage or plain
     sizes = {
         name: _equal_share(specs[name], context)
         for name in _completion_order(parameters, specs, tied)
@@ -89,7 +91,7 @@ def build_buckets(
                 spec.data_axes,
                 sum_groups,
                 is_matrix=name in matrices,
-                is_coded=name in quantizers and groups[spec.data_axes].sharded,
+                is_plain=name not in storage.names or not groups[spec.data_axes].sharded,
                 stage=-1 if sum_groups else stages.get(name, -1),
             )
 
@@ -104,7 +106,7 @@ def build_buckets(
             key.sum_groups,
             groups[key.data_axes],
             tuple(sizes[name] for name in names) if key.is_matrix else None,
-            tuple(quantizers[name] for name in names) if key.is_coded else (),
+            plain if key.is_plain else storage,
         )
         for key, names in _fill(keys, sizes, limit)
     ]

@@ -29,22 +29,19 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron_lightning.compat import set_grad_dtype
-from megatron_lightning.errors import ConfigError
 from megatron_lightning.optim.gradients.data_groups import DataGroups
 from megatron_lightning.optim.gradients.parameter_shard import ParameterShard, main_dtype
-from megatron_lightning.optim.gradients.quantized_data import Quantizer, Range, WeightRanges
-from megatron_lightning.optim.stepping.column_sums import column_sums
-from megatron_lightning.optim.stepping.rebound import check_rebound
-from megatron_lightning.optim.write_watch import WriteWatch
+from megatron_lightning.optim.gradients.parameter_storage import (
+    BucketLayout,
+    ParameterStorage,
+    PlainStorage,
+    StoredBucket,
+)
 from megatron_lightning.parallel.context import AxisGroup
-from megatron_lightning.parallel.cpu_exchange import Messages, gather_chunks
+from megatron_lightning.parallel.cpu_exchange import Messages
 
 PARAMETER_ALIGNMENT = 64  # elements; keeps every view on a 128-byte boundary in 2-byte dtypes
 BUCKET_ALIGNMENT = 128
-_NO_ROOM = (
-    "Such weights are kept as quantized data of 8 bits, which have no room for other weights. "
-    "Replace weights before the strategy sets up the fit, or set fp8_param_gather=False."
-)
 
 
 @dataclass(eq=False)
@@ -60,23 +57,12 @@ class Bucket:
     assigned_by: tuple[int, ...] | None = None
     """Weight of each parameter, each assigned to a single shard. None: shards ignore the edges of
     parameters."""
-    quantizers: tuple[Quantizer, ...] = ()
-    """Quantizers of the parameters. Ranks gather quantized data instead of values. Empty:
-    values."""
+    storage: ParameterStorage = field(default_factory=PlainStorage)
+    """Storage of the parameters, if sharded."""
     gradient: Tensor = field(init=False)
     """1-D buffer of all gradients."""
-    value: Tensor | None = field(init=False, default=None)
-    """1-D buffer of all parameters, as values or quantized data. Sharded buckets only."""
-    main: Tensor | None = field(init=False, default=None)
-    """1-D buffer of this rank's shard in the parameters' dtype, with quantizers only."""
-    holds_codes: bool = field(init=False, default=False)
-    """Whether the parameters are codes now."""
-    encoded: Tensor | None = field(init=False, default=None)
-    """Column sums of the main params at the last gather of quantized data."""
-    gathered: Tensor | None = field(init=False, default=None)
-    """Column sums of these codes."""
-    watch: WriteWatch = field(init=False, default_factory=WriteWatch)
-    """Watches this rank's codes between steps."""
+    stored: StoredBucket | None = field(init=False, default=None)
+    """The stored parameters. Sharded buckets only."""
     views: list[Tensor] = field(init=False)
     """The gradient of each parameter, in the parameter's shape."""
     touched: list[bool] = field(init=False)
@@ -100,22 +86,23 @@ class Bucket:
             self.offsets, size = assigned_layout(numels, self.assigned_by, num_shards)
         like = self.parameters[0]
         self.gradient = torch.zeros(size, dtype=main_dtype(like.dtype), device=like.device)
-        self.views = [self._view(self.gradient, index) for index in range(len(self.parameters))]
+        layout = self._layout
+        self.views = [layout.view(self.gradient, i) for i in range(len(self.parameters))]
         self.touched = [False] * len(self.parameters)
         for parameter in self.parameters:
             if parameter.dtype != self.gradient.dtype:
                 set_grad_dtype(parameter, None)
         if self.sharded:
-            self.value = torch.zeros(size, dtype=like.dtype, device=like.device)
-            for index, parameter in enumerate(self.parameters):
-                parameter.data = self._view(self.value, index).copy_(parameter.data)
-        if self.quantizers and self.value is not None:
-            self.main = self.value[self.shard].clone()
-            self.keep_quantized()
-        self.record_versions()
+            self.stored = self.storage.of_bucket(layout)
+        self._record_versions()
 
-    def record_versions(self) -> None:
-        """Record the versions of the parameters as gathered."""
+    def record_gathered(self) -> None:
+        """Record the parameters as gathered."""
+        if self.stored is not None:
+            self.stored.record()
+        self._record_versions()
+
+    def _record_versions(self) -> None:
         self.versions = [parameter._version for parameter in self.parameters]
 
     def names_written(self) -> list[str]:
@@ -125,120 +112,21 @@ class Bucket:
         rows = zip(self.names, self.parameters, self.versions, strict=True)
         return [name for name, parameter, version in rows if parameter._version != version]
 
-    def keep_quantized(self) -> None:
-        """Keep this rank's shard as main params, and store all parameters as quantized data, not
-        computed yet. Without quantizers do nothing.
-        """
-        if self.main is None or self.value is None or self.holds_codes:
-            return
-        self.main.copy_(self.value[self.shard])
-        self.watch.forget()
-        self.value = torch.zeros(self.value.shape, dtype=torch.uint8, device=self.value.device)
-        for index, (parameter, quantizer) in enumerate(
-            zip(self.parameters, self.quantizers, strict=True)
-        ):
-            parameter.data = self._view(self.value, index).view(quantizer.dtype)
-            set_grad_dtype(parameter, None)
-        self.holds_codes = True
-
-    def coded_weights(self) -> list[WeightRanges]:
-        """Return the parameters stored as quantized data, with this rank's range of each."""
-        if self.value is None or self.main is None or not self.holds_codes:
-            return []
-        codes, coded = self.value[self.shard], []
-        for index, quantizer in enumerate(self.quantizers):
-            part, start = self._own_part(index)
-            own = Range(start, self.main[part], codes[part])
-            coded.append(
-                WeightRanges(quantizer, [own] if len(own.values) else [], self.main.device)
-            )
-        return coded
-
-    def drop_quantized(self, group: dist.ProcessGroup) -> None:
-        """Gather the main params, and store the parameters as values again. A collective."""
-        if self.main is None or not self.holds_codes:
-            return
-        values = self.main.new_zeros(self.gradient.numel())
-        values[self.shard] = self.main
-        gathering = gather_chunks(values, group)
-        if gathering is not None:
-            gathering.wait()
-        self.value = values
-        self.holds_codes = False
-        self.watch.forget()
-        for index, parameter in enumerate(self.parameters):
-            parameter.data = self._view(values, index)
-            set_grad_dtype(parameter, parameter.dtype)
-
-    def record_codes(self) -> None:
-        """Record the gathered quantized data, and the main params at the gather."""
-        if self.holds_codes and self.main is not None and self.value is not None:
-            self.encoded = column_sums(self.main)
-            self.gathered = column_sums(self.value)
-
-    def quantized_data_are_stale(self) -> bool:
-        """Return whether main params were written since their codes were gathered. Waits for the
-        device.
-
-        Raises:
-            ConfigError: If the codes themselves were written.
-        """
-        if not self.holds_codes or self.main is None or self.value is None:
-            return False
-        if self.gathered is not None and not torch.equal(column_sums(self.value), self.gathered):
-            raise ConfigError(f"{self._some_names}: written outside of a step. {_NO_ROOM}")
-        return self.encoded is not None and not torch.equal(column_sums(self.main), self.encoded)
-
-    def watch_codes(self) -> None:
-        """Record this rank's new quantized data."""
-        if self.holds_codes and self.value is not None:
-            self.watch.record([self.value[self.shard]])
-
-    def look_for_writes(self) -> None:
-        """Look before a step for writes into this rank's quantized data. The step would overwrite
-        such writes.
-
-        Raises:
-            ConfigError: If quantized data were written. On GPUs a step later.
-        """
-        if self.holds_codes and self.value is not None:
-            self.watch.look([self.value[self.shard]], [self._some_names], _NO_ROOM)
+    @property
+    def value(self) -> Tensor | None:
+        """1-D buffer of all parameters as ranks gather them. None: not sharded."""
+        return None if self.stored is None else self.stored.value
 
     @property
-    def _some_names(self) -> str:
-        if len(self.names) == 1:
-            return self.names[0]
-        return f"some of {', '.join(self.names[:3])}{', …' if len(self.names) > 3 else ''}"
-
-    def bind(self) -> None:
-        """Copy rebound parameters (``p.data = ...``) into the buffer, and bind the parameters to
-        the buffer again.
-
-        Raises:
-            ConfigError: If shape, dtype or device of a parameter have changed.
-        """
-        if self.value is None:
-            return
-        first, size = self.value.data_ptr(), self.value.element_size()
-        for index, (name, parameter) in enumerate(zip(self.names, self.parameters, strict=True)):
-            if parameter.data_ptr() == first + self.offsets[index] * size or not parameter.numel():
-                continue
-            like = self.views[index] if self.main is not None else self._view(self.value, index)
-            check_rebound(name, parameter.data, like, coded=self.holds_codes)
-            parameter.data = self._view(self.value, index).copy_(parameter.data)
-
-    def _view(self, buffer: Tensor, index: int) -> Tensor:
-        parameter, offset = self.parameters[index], self.offsets[index]
-        return buffer[offset : offset + parameter.numel()].view(parameter.shape)
-
-    def _own_part(self, index: int) -> tuple[slice, int]:
-        """Return a parameter's elements of this rank's shard, possibly none, and the index in the
-        parameter of the first element.
-        """
-        shard, offset = self.shard, self.offsets[index]
-        low = max(offset, shard.start)
-        high = max(low, min(offset + self.parameters[index].numel(), shard.stop))
-        return slice(low - shard.start, high - shard.start), low - offset
+    def _layout(self) -> BucketLayout:
+        return BucketLayout(
+            self.names,
+            self.parameters,
+            self.offsets,
+            self.gradient.numel(),
+            self.shard,
+            self.data.shard,
+        )
 
     @property
     def sharded(self) -> bool:
@@ -268,18 +156,17 @@ class Bucket:
         """Return this rank's shard of each parameter, by name. Parameters in other ranks' shards
         are absent.
         """
-        if self.value is None:
+        if self.stored is None:
             return {
                 name: ParameterShard.full(parameter, view)
                 for name, parameter, view in zip(
                     self.names, self.parameters, self.views, strict=True
                 )
             }
-        values = self.value[self.shard] if self.main is None else self.main
-        gradients = self.gradient[self.shard]
+        layout, values, gradients = self._layout, self.stored.main, self.gradient[self.shard]
         shards = {}
         for index, (name, parameter) in enumerate(zip(self.names, self.parameters, strict=True)):
-            part, start = self._own_part(index)
+            part, start = layout.own_part(index)
             numel = part.stop - part.start
             if not numel:
                 continue

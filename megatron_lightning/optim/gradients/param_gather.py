@@ -22,6 +22,7 @@ from torch import nn
 from torch.autograd.graph import increment_version
 
 from megatron_lightning.optim.gradients.buckets import Bucket
+from megatron_lightning.optim.gradients.parameter_storage import StoredBucket
 from megatron_lightning.optim.gradients.reducer import GradientReducer
 from megatron_lightning.parallel.cpu_exchange import gather_chunks
 
@@ -108,12 +109,12 @@ class ParameterGather:
         started = []
         for bucket in buckets:
             group = bucket.data.shard.process_group
-            if bucket.value is None or group is None:
+            if bucket.stored is None or group is None:
                 continue
             self.wait([bucket])
-            self._reducer.encode(bucket)
-            self._reducer.bytes_communicated["all_gather"] += bucket.value.nbytes
-            bucket.gathering = gather_chunks(bucket.value, group)
+            bucket.stored.encode(self._reducer.all_reduce)
+            self._reducer.bytes_communicated["all_gather"] += bucket.stored.value.nbytes
+            bucket.gathering = gather_chunks(bucket.stored.value, group)
             started.append(bucket)
         if not self._overlapped:
             self.wait(started)
@@ -131,28 +132,30 @@ class ParameterGather:
             if bucket.gathering is not None:
                 bucket.gathering.wait()
                 bucket.gathering = None
-                bucket.record_codes()
                 # Autograd refuses a backward with the old value.
                 increment_version(bucket.parameters)
-                bucket.record_versions()
+                bucket.record_gathered()
 
-    def keep_quantized(self) -> None:
-        """Store parameters with quantizers as quantized data from now on. A collective."""
-        for bucket in self._reducer.buckets:
+    def store(self) -> None:
+        """Store the parameters by the buckets' storages from now on. A collective."""
+        for stored in self._stored():
             # Raises if hooks have written quantized data since the setup.
-            bucket.quantized_data_are_stale()
-            bucket.keep_quantized()
-        self.start(bucket for bucket in self._reducer.buckets if bucket.holds_codes)
+            stored.were_written()
+            stored.store()
+        self.start(
+            bucket
+            for bucket in self._reducer.buckets
+            if bucket.stored is not None and bucket.stored.is_quantized
+        )
 
-    def drop_quantized(self) -> None:
-        """Gather the main params of parameters stored as quantized data, and store values again
-        from now on. A collective.
-        """
+    def restore_values(self) -> None:
+        """Store all parameters as values, until the next call of :meth:`store`. A collective."""
         self.wait()
-        for bucket in self._reducer.buckets:
-            group = bucket.data.shard.process_group
-            if group is not None:
-                bucket.drop_quantized(group)
+        for stored in self._stored():
+            stored.restore_values()
+
+    def _stored(self) -> list[StoredBucket]:
+        return [b.stored for b in self._reducer.buckets if b.stored is not None]
 
     def detach(self) -> None:
         """Remove the hooks without waiting, since other ranks may have failed."""

@@ -32,7 +32,11 @@ from megatron_lightning.optim.gradients.bucket_reduction import Reduction
 from megatron_lightning.optim.gradients.buckets import Bucket
 from megatron_lightning.optim.gradients.data_groups import DataGroups
 from megatron_lightning.optim.gradients.parameter_shard import MainShard, ParameterShard
-from megatron_lightning.optim.gradients.quantized_data import Quantizer, encode
+from megatron_lightning.optim.gradients.parameter_storage import (
+    ParameterStorage,
+    PlainUnits,
+    StoredUnits,
+)
 from megatron_lightning.optim.gradients.usage import Beside, Usage, UsageAgreement
 from megatron_lightning.parallel.context import AxisGroup, ParallelContext
 from megatron_lightning.parallel.spec import ShardSpec
@@ -52,7 +56,7 @@ class GradientReducer:
         matrices: Names of parameters needed as full matrices by the optimizer.
         stage_of: Name -> pipeline stage completing the parameter's gradient. None: all together.
         options: Size and communication of the buckets.
-        quantizers: Name -> quantizer of a parameter stored as quantized data, if sharded.
+        storage: Storage of the parameters in sharded buckets. None: as values.
     """
 
     def __init__(
@@ -65,7 +69,7 @@ class GradientReducer:
         matrices: Set[str] = frozenset(),
         stage_of: Mapping[str, int] | None = None,
         options: DataParallelOptions | None = None,
-        quantizers: Mapping[str, Quantizer] | None = None,
+        storage: ParameterStorage | None = None,
     ) -> None:
         self.options = options = options or DataParallelOptions()
         self.parameters = dict(parameters)
@@ -92,7 +96,7 @@ class GradientReducer:
             matrices=matrices,
             stage_of=stage_of,
             bucket_size=options.bucket_size,
-            quantizers=quantizers,
+            storage=storage,
         )
         self.shards: dict[str, ParameterShard] = {}
         """Name -> this rank's shard of a bucketed parameter. The optimizer may replace
@@ -197,26 +201,10 @@ class GradientReducer:
             run_last(parameter, handle)
         self.publish()
 
-    def encode(self, bucket: Bucket) -> None:
-        """Renew the quantized data of this rank's shard, if parameters are stored as quantized
-        data. A collective.
-        """
-        encode(bucket.coded_weights(), bucket.data.shard, self._all_reduce)
-        bucket.watch_codes()
-
-    def encode_units(self) -> None:
-        """Renew the quantized data gathered by FSDP2. A collective."""
-
-    def look_for_writes(self) -> None:
-        """Look before a step for writes into weights with quantized data gathered by FSDP2.
-
-        Raises:
-            ConfigError: If weights were written. On GPUs a step later.
-        """
-
-    def units_were_written(self) -> bool:
-        """Return the same. Waits for the device."""
-        return False
+    @property
+    def stored_units(self) -> StoredUnits:
+        """Parameters of FSDP2's units."""
+        return PlainUnits()
 
     def hide(self) -> None:
         """Clear ``p.grad``, to protect gradients from ``zero_grad``. :meth:`publish` restores
@@ -275,7 +263,7 @@ class GradientReducer:
             if bucket.sum_groups:
                 bucket.complete()
                 for group in bucket.sum_groups:
-                    self._all_reduce(bucket.gradient, group)
+                    self.all_reduce(bucket.gradient, group)
                 self._reduce(bucket)
         self._unused = self._agreement.unused(self._usage(), beside)
         for reduction in self._reductions:
@@ -375,15 +363,16 @@ class GradientReducer:
     def main_shards(self) -> dict[str, MainShard]:
         """Return the main params of parameters stored as quantized data, by name."""
         return {
-            name: MainShard(self.shards.get(name), bucket.main.dtype, bucket.data)
+            name: MainShard(self.shards.get(name), bucket.stored.main.dtype, bucket.data)
             for bucket in self.buckets
-            if bucket.main is not None and bucket.holds_codes
+            if bucket.stored is not None and bucket.stored.is_quantized
             for name in bucket.names
         }
 
-    def _all_reduce(
+    def all_reduce(
         self, tensor: Tensor, group: AxisGroup, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
     ) -> None:
+        """Reduce in place over the ranks of a group, and count the bytes."""
         self.bytes_communicated["all_reduce"] += tensor.nbytes
         dist.all_reduce(tensor, op, group=group.process_group)
 
@@ -396,7 +385,7 @@ class GradientReducer:
 
     @cached_property
     def _agreement(self) -> UsageAgreement:
-        return UsageAgreement(self._usage(), self.context.device, self._all_reduce)
+        return UsageAgreement(self._usage(), self.context.device, self.all_reduce)
 
 
 def _tied_groups(

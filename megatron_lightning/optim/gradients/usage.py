@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_lightning.optim.gradients.quantized_data import AllReduce
+from megatron_lightning.optim.gradients.parameter_storage import AllReduce
 from megatron_lightning.parallel.context import AxisGroup
 
 

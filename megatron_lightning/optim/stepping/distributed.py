@@ -90,6 +90,7 @@ class DistributedOptimizer(OptimizerState):
             for bucket in reversed(reducer.buckets)
             if bucket.sharded and not used.isdisjoint(bucket.names)
         ]
+        self._stored = [bucket.stored for bucket in self._buckets if bucket.stored is not None]
         for group, entries in zip(optimizer.param_groups, self._entries, strict=True):
             self._replace(group, entries)
         self._followed = [
@@ -280,9 +281,9 @@ class DistributedOptimizer(OptimizerState):
                 exchange.take_over()
             else:
                 exchange.look_for_writes()
-        for bucket in self._buckets:
+        for bucket in self._stored:
             bucket.look_for_writes()
-        self._reducer.look_for_writes()
+        self._reducer.stored_units.look_for_writes()
         if self._options.moments_dtype == "bf16":
             moments.widen(self.optimizer, self._targets())
         for exchange in self._exchanges:
@@ -302,8 +303,8 @@ class DistributedOptimizer(OptimizerState):
         Raises:
             ConfigError: If shape, dtype or device of a parameter have changed.
         """
-        for bucket in self._buckets:
-            bucket.bind()
+        for bucket in self._stored:
+            bucket.take_over()
         for parameter, shard in self._followed:
             if parameter.data_ptr() != shard.value.data_ptr():
                 check_rebound(self._name_of[id(parameter)], parameter.data, shard.value)
@@ -329,7 +330,7 @@ class DistributedOptimizer(OptimizerState):
             ConfigError: If the parameters were written as well.
         """
         self.bind()
-        return self._main.were_written() or self._reducer.units_were_written()
+        return self._main.were_written() or self._reducer.stored_units.were_written()
 
     @torch.no_grad()
     def take_over(self) -> None:
@@ -365,7 +366,7 @@ class DistributedOptimizer(OptimizerState):
             self._main.record()
         for exchange in self._exchanges:
             exchange.scatter_results()
-        self._reducer.encode_units()
+        self._reducer.stored_units.encode(self._reducer.all_reduce)
         self._gather.start(self._buckets)
 
     @torch.no_grad()

@@ -20,28 +20,23 @@ from megatron_lightning.errors import ConfigError
 from megatron_lightning.optim.fsdp.shard_views import GuardedViews
 
 
-def check_rebound(name: str, value: Tensor, like: Tensor, *, coded: bool = False) -> None:
+def check_rebound(name: str, value: Tensor, like: Tensor) -> None:
     """Check that a parameter's new memory can be copied into the old one.
 
     Args:
         name: Name of the parameter.
         value: The present tensor of the parameter.
         like: The previous tensor, or a similar tensor.
-        coded: Whether the previous tensor was 8-bit quantized data.
 
     Raises:
-        ConfigError: If shape, dtype or device differ, or the parameter is quantized data.
+        ConfigError: If shape, dtype or device differ.
     """
-    advice = f"Write into the parameter instead: {name}.data.copy_(...)."
-    if coded:
-        advice = (
-            "Replace weights before the strategy sets up the fit, or set fp8_param_gather=False."
-        )
-    if coded or (value.shape, value.dtype, value.device) != (like.shape, like.dtype, like.device):
+    if (value.shape, value.dtype, value.device) != (like.shape, like.dtype, like.device):
         raise ConfigError(
             f"{name}.data was replaced by a tensor of shape {tuple(value.shape)}, {value.dtype}, "
             f"{value.device}; the ranks share the parameter as shape {tuple(like.shape)}, "
-            f"{like.dtype}, {like.device}{' (quantized weights)' if coded else ''}. {advice}"
+            f"{like.dtype}, {like.device}. Write into the parameter instead: "
+            f"{name}.data.copy_(...)."
         )
 
 

@@ -110,7 +110,8 @@ class WrittenWeights:
         by_group: dict[AxisGroup, list[Bucket]] = defaultdict(list)
         for bucket in {id(b): b for view in self._views for b in view.buckets}.values():
             by_group[bucket.data.shard].append(bucket)
-        stale = [bucket.quantized_data_are_stale() for some in by_group.values() for bucket in some]
+        stored = [bucket.stored for some in by_group.values() for bucket in some]
+        stale = [bucket.were_written() for bucket in stored if bucket is not None]
         differ = any(stale)
         for group in sorted(by_group, key=lambda group: group.name):
             sums = torch.stack(

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from megatron_lightning.layers.gemm import is_quantized
-from megatron_lightning.optim.gradients.quantized_data import LibraryQuantizer, Range, WeightRanges
 from megatron_lightning.parallel.context import AxisGroup
+from megatron_lightning.precision.quantized_data import LibraryQuantizer, Range, WeightRanges
 
 
 class QuantizedWeight(LibraryQuantizer):

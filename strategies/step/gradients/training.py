@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,13 +14,12 @@ from torch.utils.hooks import RemovableHandle
 from megatron_lightning.layers.split_backward import hide_quantized, join_backwards
 from megatron_lightning.optim.gradients.accumulation import GradientAccumulation
 from megatron_lightning.optim.gradients.data_groups import has_replicas
-from megatron_lightning.optim.gradients.quantized_data import LibraryQuantizer
 from megatron_lightning.optim.lr_schedules import ScheduledLR
 from megatron_lightning.optim.norms import GradientNorms
 from megatron_lightning.pipeline.weight_gradients import WeightGradients
 from megatron_lightning.strategies.checkpoint.finetuning import unfreeze_again
 from megatron_lightning.strategies.checks.optimizers import effective_data_parallel
-from megatron_lightning.strategies.fp8 import kept_quantized
+from megatron_lightning.strategies.fp8 import parameter_storage
 from megatron_lightning.strategies.lightning_internals import put_around_hooks
 from megatron_lightning.strategies.precision import MegatronMixedPrecision
 from megatron_lightning.strategies.step.gradients.gradient_guard import (
@@ -58,7 +57,7 @@ class Training:
         module, part, context = scope.module, scope.part, scope.context
         options, undo = scope.options, scope.undo
         self._scope = scope
-        quantizers = kept_quantized(module, part, scope.precision)
+        storage = parameter_storage(module, part, scope.precision)
         replicas = context.dp_cp.size
         data_parallel = effective_data_parallel(options.data_parallel, optimizers, replicas)
         self.optimizers = optimizers
@@ -76,22 +75,18 @@ class Training:
             options=options.data,
             stage_of=part.stage_of,
             units=part.units,
-            quantizers=quantizers,
+            storage=storage,
         )
         if names := self.accumulation.tried_optimizers:
             rank_zero_info(
                 f"MegatronStrategy: {', '.join(names)} was tried, not known: two copies that "
                 "step halves of its parameters, as the ranks do, agree with one that steps all."
             )
-        self._coded: dict[str, Any] = {
-            name: module.get_submodule(name.rpartition(".")[0])
-            for name, quantizer in quantizers.items()
-            if not isinstance(quantizer, LibraryQuantizer)
-        }
+        self._opaque: Mapping[str, Any] = storage.opaque_layers
         self._weight_gradients = WeightGradients()  # of compiled layers
-        if quantizers:
+        if storage.names:
             undo.callback(join_backwards, module)
-            self.keep_quantized()
+            self.store_parameters()
         undo.callback(self.accumulation.detach)
         self.norms = GradientNorms(self.accumulation, context)
         self._parts = describe_parts(context, data_parallel)
@@ -166,12 +161,12 @@ class Training:
                 "gradient_clip_algorithm=...)."
             )
 
-    def keep_quantized(self) -> None:
-        """From now on, keep the weights with quantizers as quantized data. A collective."""
-        self.accumulation.gather.keep_quantized()
+    def store_parameters(self) -> None:
+        """Store the parameters as the precision plugin demands from now on. A collective."""
+        self.accumulation.gather.store()
         names = self.accumulation.reducer.main_shards()
         hide_quantized(
-            [layer for name, layer in self._coded.items() if name in names], self._weight_gradients
+            [layer for name, layer in self._opaque.items() if name in names], self._weight_gradients
         )
 
     @property

@@ -15,7 +15,7 @@ The data are equal to what each rank would quantize from the full weight. Main p
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_lightning.optim.gradients.parameter_storage import AllReduce
 from megatron_lightning.parallel.context import AxisGroup
 
 
@@ -43,7 +44,7 @@ class WeightQuantizer(Protocol):
         ...
 
     def encode(self, values: Tensor, start: int, amax: Tensor) -> Tensor:
-        """Return the codes [n] of a range, given the amax values of the full weight."""
+        """Return the quantized data [n] of a range, given the amax values of the full weight."""
         ...
 
     def set_scales(self, amax: Tensor) -> None:
@@ -79,8 +80,8 @@ class Range(NamedTuple):
     start: int
     values: Tensor
     """Main params [n]."""
-    codes: Tensor
-    """Their codes [n], uint8."""
+    data: Tensor
+    """Quantized data [n] of the main params, uint8."""
 
 
 @dataclass(frozen=True)
@@ -90,14 +91,6 @@ class WeightRanges:
     quantizer: Quantizer
     ranges: Sequence[Range]
     device: torch.device
-
-
-AllReduce = Callable[[Tensor, AxisGroup, dist.ReduceOp.RedOpType], None]
-
-
-def all_reduce(tensor: Tensor, group: AxisGroup, op: dist.ReduceOp.RedOpType) -> None:
-    """Reduce in place over the ranks of a group."""
-    dist.all_reduce(tensor, op, group=group.process_group)
 
 
 @torch.no_grad()
@@ -113,23 +106,23 @@ def encode(weights: Sequence[WeightRanges], group: AxisGroup, reduce: AllReduce)
     for weight in weights:
         if isinstance(weight.quantizer, LibraryQuantizer):
             by_library.setdefault(type(weight.quantizer), []).append(weight)
-    for library, some in by_library.items():
-        library.quantize(some, group)
-    own = [(w.quantizer, w) for w in weights if not isinstance(w.quantizer, LibraryQuantizer)]
-    if not own:
+    for library, library_weights in by_library.items():
+        library.quantize(library_weights, group)
+    pairs = [(w.quantizer, w) for w in weights if not isinstance(w.quantizer, LibraryQuantizer)]
+    if not pairs:
         return
-    amax = torch.cat([_amax_of_ranges(quantizer, weight) for quantizer, weight in own])
+    amax = torch.cat([_amax_of_ranges(quantizer, weight) for quantizer, weight in pairs])
     reduce(amax, group, dist.ReduceOp.MAX)
-    tables = torch.split(amax, [quantizer.num_scales for quantizer, _ in own])
-    _share([quantizer for quantizer, _ in own], tables, reduce)
-    for (quantizer, weight), table in zip(own, tables, strict=True):
-        for start, values, codes in weight.ranges:
-            codes.copy_(quantizer.encode(values, start, table).view(torch.uint8))
+    tables = torch.split(amax, [quantizer.num_scales for quantizer, _ in pairs])
+    _share([quantizer for quantizer, _ in pairs], tables, reduce)
+    for (quantizer, weight), table in zip(pairs, tables, strict=True):
+        for start, values, data in weight.ranges:
+            data.copy_(quantizer.encode(values, start, table).view(torch.uint8))
         quantizer.set_scales(table)
 
 
 def _amax_of_ranges(quantizer: WeightQuantizer, weight: WeightRanges) -> Tensor:
-    """Return the largest values in this rank's ranges."""
+    """Return the amax of each block within this rank's ranges."""
     amax = torch.zeros(quantizer.num_scales, device=weight.device)
     for start, values, _ in weight.ranges:
         torch.maximum(amax, quantizer.amax(values, start), out=amax)
