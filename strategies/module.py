@@ -173,7 +173,7 @@ def print_layout(
     """Print layout and parameter counts on rank 0."""
     if context.world_size > 1:
         layout = options.layout
-        sequence_parallel = describe_sequence_parallel(layout, shards_sequence=part.shards_sequence)
+        sequence_parallel = describe_sequence_parallel(layout, part.plans)
         schedule = f", schedule {options.schedule}" if layout.num_stages > 1 else ""
         shards = "" if part.units is None else f" {part.units.describe()}"
         shared = f" x context {layout.cp} ({', '.join(options.sequence.exchanges)})"

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from megatron_lightning.assembly.assemble import is_assembled, parallelize_models
 from megatron_lightning.assembly.layout_checks import find_stages
-from megatron_lightning.assembly.plans import PlanChoice, resolve_plans
+from megatron_lightning.assembly.plans import PlanChoice, Plans, resolve_plans
 from megatron_lightning.config import PipelineOptions
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.parallel.context import ParallelContext
@@ -72,24 +72,20 @@ def describe_layout(
             lines = [_parameter(name, spec, context) for name, spec in own.items()] or [("-", "-")]
             rows.append((path, stage, styles.get(path, "-"), *lines[0]))
             rows += [("", "", "", *line) for line in lines[1:]]
-    shards = layout.sp and plans.shards_sequence
-    title = _title(layout, specs, describe_sequence_parallel(layout, shards_sequence=shards))
+    title = _title(layout, specs, describe_sequence_parallel(layout, plans))
     return "\n".join([title, *_aligned(rows)])
 
 
-def describe_sequence_parallel(layout: ParallelLayout, *, shards_sequence: bool) -> str:
-    """Return whether sequence parallelism is on. If the user leaves the choice to the plan and the
-    plan decides against, say why.
-
-    Args:
-        layout: Sizes of the parallel axes.
-        shards_sequence: Whether a plan shards the sequence.
+def describe_sequence_parallel(layout: ParallelLayout, plans: Plans) -> str:
+    """Return whether sequence parallelism is on. If the user leaves the choice to the plans and
+    the plans decide against, say why.
     """
-    if shards_sequence:
+    if not layout.sp:
+        return "off"
+    if plans.shards_sequence:
         return "on"
-    if layout.sp:
-        return "off (the sharding plan does not say where the sequence is sharded)"
-    return "off"
+    why = "the sharding plan does not say where the sequence is sharded"
+    return f"off ({plans.why_full_sequence or why})"
 
 
 def _title(layout: ParallelLayout, specs: Mapping[str, ShardSpec], sequence_parallel: str) -> str:

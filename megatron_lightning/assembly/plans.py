@@ -49,6 +49,12 @@ class Plans:
         """Whether any plan shards activations over the sequence."""
         return any(plan.shards_sequence for plan in self.applied.values())
 
+    @property
+    def why_full_sequence(self) -> str | None:
+        """Why a plan does not shard the sequence, if a plan says why."""
+        found = (plan.why_full_sequence for plan in self.applied.values())
+        return next(filter(None, found), None)
+
     def __deepcopy__(self, memo: object) -> Plans:
         return self
 
@@ -222,11 +228,12 @@ def _check_split(
         )
     without = [path for path, own_plan in plans.items() if not own_plan.shards_sequence]
     if layout.sequence_parallel is True and without:
-        model = module.get_submodule(without[0])
+        model, why = module.get_submodule(without[0]), plans[without[0]].why_full_sequence
         raise ConfigError(
             f"sequence_parallel is True, and the sharding plan of {type(model).__name__} does not "
-            "say where activations are shards of the sequence (it has no SequenceParallel or "
-            'ShardSequence row). Set sequence_parallel to "auto" or False, or write a table with '
+            "say where activations are shards of the sequence "
+            f"({why or 'it has no SequenceParallel or ShardSequence row'}). "
+            'Set sequence_parallel to "auto" or False, or write a table with '
             "these rows and pass MegatronStrategy(sharding_plan=...)."
         )
 

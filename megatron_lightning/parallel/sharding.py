@@ -155,6 +155,10 @@ class ShardingPlan:
     """Whether the model returns shards on purpose, to a step that expects shards. Otherwise a
     sharded output is an error in the first step."""
 
+    why_full_sequence: str | None = None
+    """Why no row shards the sequence, to be told where sequence parallelism is off. None: the plan
+    does not say."""
+
     def __post_init__(self) -> None:
         for pattern, style in self.modules.items():
             if isinstance(style, type) or not callable(getattr(style, "apply", None)):
@@ -189,6 +193,7 @@ class ShardingPlan:
             documents=self.documents if other.documents is None else other.documents,
             packed_positions=self.packed_positions or other.packed_positions,
             shards_output=self.shards_output or other.shards_output,
+            why_full_sequence=self.why_full_sequence or other.why_full_sequence,
         )
 
     def style_of(self, path: str) -> Style | None:

@@ -257,7 +257,7 @@ def test_describe_says_of_the_sequence_what_the_run_says() -> None:
     text = MegatronStrategy(tensor_model_parallel_size=2, sharding_plan="auto").describe(
         Tokens(MinGPT)
     )
-    assert "sequence parallel off (the sharding plan does not say where" in text
+    assert "sequence parallel off (every layer gathers its output)" in text
 
 
 def test_what_stays_whole() -> None:

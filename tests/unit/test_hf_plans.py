@@ -16,14 +16,20 @@ from megatron_lightning.assembly.plans import find_plans, resolve_plans
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.layers.styles import (
     ColumnParallel,
+    GatherSequence,
     HeadParallel,
     KeyOrValue,
+    ParallelInput,
     RowParallel,
+    SequenceParallel,
+    SequenceRegion,
+    ShardSequence,
     Split,
     TensorParallelExperts,
     VocabParallel,
 )
 from megatron_lightning.models import llama_hf_plan
+from megatron_lightning.models.plans import hf_sequence
 from megatron_lightning.models.plans.hf_plans import transformers_plan
 from megatron_lightning.parallel import ParallelLayout
 from megatron_lightning.strategies import MegatronStrategy
@@ -43,21 +49,65 @@ def test_a_plan_has_one_row_for_all_layers() -> None:
     rows = transformers_plan(_llama(), 2).modules
     attention, mlp = "model.layers.*.self_attn", "model.layers.*.mlp"
     assert rows == {
-        "lm_head": VocabParallel(gather_output=True),
+        "lm_head": VocabParallel(gather_output=True, shard_sequence=False),
+        "model": SequenceRegion(),
         "model.embed_tokens": VocabParallel(shard_sequence=False),
-        f"{attention}.q_proj": ColumnParallel(num_heads=4),
-        f"{attention}.k_proj": ColumnParallel(num_heads=2),
-        f"{attention}.v_proj": ColumnParallel(num_heads=2),
+        "model.layers.0": ShardSequence(),
+        attention: ParallelInput(),
+        f"{attention}.q_proj": ColumnParallel(num_heads=4, copy_input=False),
+        f"{attention}.k_proj": ColumnParallel(num_heads=2, copy_input=False),
+        f"{attention}.v_proj": ColumnParallel(num_heads=2, copy_input=False),
         f"{attention}.o_proj": RowParallel(),
-        f"{mlp}.gate_proj": ColumnParallel(),
-        f"{mlp}.up_proj": ColumnParallel(),
+        mlp: ParallelInput(),
+        f"{mlp}.gate_proj": ColumnParallel(copy_input=False),
+        f"{mlp}.up_proj": ColumnParallel(copy_input=False),
         f"{mlp}.down_proj": RowParallel(),
+        "model.layers.*.input_layernorm": SequenceParallel(),
+        "model.layers.*.post_attention_layernorm": SequenceParallel(),
+        "model.norm": GatherSequence(),
     }
+
+
+def _with_hook() -> Any:
+    model = _llama()
+    model.model.layers[1].self_attn.q_proj.register_forward_hook(print)
+    return model
+
+
+class _Changed(transformers.LlamaForCausalLM):  # type: ignore[misc]
+    """A user's subclass, whose forward may do anything."""
+
+
+@pytest.mark.parametrize(
+    ("make", "why"),
+    [
+        (hf_models.MODELS["mixtral"], "MixtralForCausalLM is not of a family whose blocks"),
+        (lambda: _Changed(_llama().config), "_Changed is not of a family whose blocks"),
+        (hf_models.MODELS["gpt2"], "the table of GPT2Model shards features only"),
+        (hf_models.MODELS["bloom"], "every layer gathers its output"),
+        (lambda: hf_models._decoder("Phi3", resid_pdrop=0.1), "drops activations (p=0.1)"),
+        (_with_hook, "model.layers.1.self_attn.q_proj has a hook"),
+    ],
+    ids=["experts", "subclass", "table", "gathered", "dropout", "hook"],
+)
+def test_a_model_that_keeps_full_sequences_says_why(make: Any, why: str) -> None:
+    plan = transformers_plan(make(), 2)
+    assert not plan.shards_sequence
+    assert why in (plan.why_full_sequence or "")
+
+
+def test_modules_that_every_rank_computes_keep_full_sequences(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The modules, not only the family's name, decide: a family may have experts in some sizes."""
+    monkeypatch.setattr(hf_sequence, "FAMILIES", {"mixtral", "deepseek_v2", "llama4_text"})
+    why = transformers_plan(hf_models.MODELS["mixtral"](), 2).why_full_sequence
+    assert why and "MixtralSparseMoeBlock" in why
 
 
 def test_ranks_that_outnumber_the_keys_share_them() -> None:
     plan = transformers_plan(_llama(), 4)
-    assert plan.modules["model.layers.*.self_attn.k_proj"] == KeyOrValue(2)
+    assert plan.modules["model.layers.*.self_attn.k_proj"] == KeyOrValue(2, copy_input=False)
     rewrite = plan.attributes["model.layers.0.self_attn.num_key_value_groups"]
     assert rewrite.args == (2,)  # type: ignore[attr-defined]
 
@@ -177,9 +227,11 @@ def test_what_cannot_be_split_is_refused(make: Any, tensor: int, message: str) -
 
 def test_sequence_parallelism_needs_rows_that_shard_the_sequence() -> None:
     model = _llama()
-    resolve_plans(model, _layout(), None)
+    assert resolve_plans(model, _layout(sequence_parallel=True), None).shards_sequence
     resolve_plans(model, _layout(sequence_parallel=True), llama_hf_plan(model.config))
-    with pytest.raises(ConfigError, match=r'sequence_parallel is True.*LlamaForCausalLM.*"auto"'):
+    model = hf_models.MODELS["mixtral"]()
+    resolve_plans(model, _layout(), None)
+    with pytest.raises(ConfigError, match=r'is True.*MixtralForCausalLM.*of a family.*"auto"'):
         resolve_plans(model, _layout(sequence_parallel=True), None)
 
 
@@ -190,4 +242,4 @@ def test_a_refusal_comes_before_the_launch() -> None:
         max_epochs=1,
     )
     with pytest.raises(ConfigError, match="sequence_parallel is True"):
-        fit.fit(hf_models.Untouched("llama"), hf_models.loader("llama"))
+        fit.fit(hf_models.Untouched("mixtral"), hf_models.loader("mixtral"))

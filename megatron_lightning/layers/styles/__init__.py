@@ -11,11 +11,13 @@ from megatron_lightning.layers.styles.parameters import (
 )
 from megatron_lightning.layers.styles.regions import (
     CopyOutput,
+    GatherSequence,
     ParallelInput,
     ReduceOutput,
     ShardSequence,
     ShareInput,
 )
+from megatron_lightning.layers.styles.sequence_region import SequenceRegion
 from megatron_lightning.layers.styles.stacked_experts import DispatchedExperts
 from megatron_lightning.layers.styles.tensor import (
     ColumnParallel,
@@ -48,6 +50,7 @@ __all__ = [
     "ExpertParallel",
     "ExpertRouter",
     "GatherLogits",
+    "GatherSequence",
     "HeadParallel",
     "HeadsNorm",
     "KeyOrValue",
@@ -57,6 +60,7 @@ __all__ = [
     "ReduceOutput",
     "RowParallel",
     "SequenceParallel",
+    "SequenceRegion",
     "ShardSequence",
     "ShareInput",
     "Split",

@@ -12,8 +12,10 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from megatron_lightning.layers.styles.adapters import partial_over
 from megatron_lightning.parallel.collectives import (
     copy_to_axis,
+    gather,
     gather_sequence,
     reduce_from_axis,
     scatter,
@@ -70,6 +72,26 @@ class ShardSequence:
         shard = partial(scatter, group=context.tp, dim=plan.sequence_dim)
         module.register_forward_pre_hook(_MapInput(self.argument, shard), with_kwargs=True)
         return module
+
+
+@dataclass(frozen=True)
+class GatherSequence:
+    """The last module with sequence-sharded activations under sequence parallelism: a norm.
+
+    Weights: full, with gradients that are partial sums. Output: gathered. Backward: each rank takes
+    the gradient of the local tokens.
+    """
+
+    splits = False
+
+    shards_sequence = True
+
+    def apply(self, module: nn.Module, context: ParallelContext, plan: ShardingPlan) -> nn.Module:
+        """Gather the output, and declare the gradients partial."""
+        if not plan.is_sequence_parallel(context):
+            return module
+        module.register_forward_hook(_GatherOutput(context.tp, plan.sequence_dim))
+        return partial_over(module, context.tp)
 
 
 @dataclass(frozen=True)
@@ -149,6 +171,15 @@ def map_tensors(value: T, change: Callable[[Tensor], Tensor]) -> T:
     return value
 
 
+FULL_SEQUENCE = "_full_sequence"
+"""Attribute of a module whose hooks leave full sequences unchanged during a call."""
+
+
+def sees_full_sequence(module: nn.Module) -> bool:
+    """Return whether the hooks of ``module`` leave full sequences unchanged during this call."""
+    return FULL_SEQUENCE in vars(module)
+
+
 # Hooks are objects, not closures, so that modules can be copied and pickled.
 
 
@@ -179,6 +210,17 @@ class _Divide:
 
 
 @dataclass(frozen=True)
+class _GatherOutput:
+    group: AxisGroup
+    dim: int
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
+        if sees_full_sequence(module):
+            return output
+        return gather(output, self.group, self.dim).contiguous()
+
+
+@dataclass(frozen=True)
 class _MapInput:
     argument: str
     change: Callable[[Tensor], Tensor]
@@ -186,6 +228,8 @@ class _MapInput:
     def __call__(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if sees_full_sequence(module):
+            return args, kwargs
         if args:
             return (self.change(args[0]), *args[1:]), kwargs
         return args, {**kwargs, self.argument: self.change(kwargs[self.argument])}

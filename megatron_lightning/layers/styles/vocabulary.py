@@ -37,9 +37,11 @@ class VocabParallel:
     """
 
     shard_sequence: bool = True
-    """Under sequence parallelism the embedding returns a sequence shard.
+    """Under sequence parallelism the embedding returns, and the output layer takes, a sequence
+    shard.
 
-    False: the model scatters the output later.
+    False: the model scatters the embedding's output later, and gathers the output layer's input
+    before.
     """
     gather_output: bool = False
     """The output layer returns the logits of the full vocabulary on every rank."""
@@ -52,7 +54,7 @@ class VocabParallel:
         Raises:
             ShardingError: If the module cannot be divided.
         """
-        sharded = is_sharded(layout, plan)
+        sharded = is_sharded(layout, plan) and self.shard_sequence
         if not isinstance(module, nn.Embedding):
             VocabParallelLinear.check(
                 module, gather_output=self.gather_output, sequence_parallel=sharded
@@ -63,7 +65,7 @@ class VocabParallel:
         # The output of a custom forward for other ranks' ids is dropped afterwards.
         own_forward = has_own_forward(module, EMBEDDING)
         shards = ["input"] if own_forward else []
-        shards += ["output"] if own_forward or (sharded and self.shard_sequence) else []
+        shards += ["output"] if own_forward or sharded else []
         check_hooks(module, "VocabParallel", shards)
         check_parameter_hooks(module, "weight")
 
@@ -72,15 +74,13 @@ class VocabParallel:
         if context.tp.size == 1:
             return keep(module, context.tp, "weight", "bias")
         self.check(module, context.layout, plan)
+        options = layer_options(context, plan, shards=self.shard_sequence)
         if isinstance(module, nn.Embedding):
-            options = layer_options(context, plan, shards=self.shard_sequence)
             if has_own_forward(module, EMBEDDING):
                 return shard_vocabulary(module, **options)
             return VocabParallelEmbedding.from_embedding(module, **options)
         linear = expect(module, nn.Linear, "VocabParallel")
-        return VocabParallelLinear.from_linear(
-            linear, gather_output=self.gather_output, **layer_options(context, plan)
-        )
+        return VocabParallelLinear.from_linear(linear, gather_output=self.gather_output, **options)
 
 
 class _GatherLogits(nn.Identity):

@@ -80,7 +80,11 @@ class _Gathered:
         }
         rows = {path: style for path, style in styles.items() if style is not None}
         rows = split_both_ends(self._model, rows)
-        return ShardingPlan(modules=as_patterns(rows, modules), sequence_dim=1)
+        return ShardingPlan(
+            modules=as_patterns(rows, modules),
+            sequence_dim=1,
+            why_full_sequence="every layer gathers its output",
+        )
 
     def _style(self, module: nn.Module, tensor_size: int) -> Style | None:
         if id(module) in self._whole:

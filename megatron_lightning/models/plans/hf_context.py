@@ -58,9 +58,10 @@ def with_context(model: nn.Module, plan: ShardingPlan) -> ShardingPlan:
         for path, child in paths.items()
         if looks_attention_up(child)
     }
+    bound = as_patterns(rows, paths)
     return replace(
         plan,
-        modules={**as_patterns(rows, paths), **plan.modules},
+        modules={**bound, **{p: row for p, row in plan.modules.items() if p not in bound}},
         positions="position_ids",
         documents=_DOCUMENTS,
         packed_positions=True,

@@ -36,6 +36,7 @@ from megatron_lightning.models.plans.gathered import gathered_plan
 from megatron_lightning.models.plans.hf_context import with_context
 from megatron_lightning.models.plans.hf_heads import Attention, count_rewrites, projection
 from megatron_lightning.models.plans.hf_rows import as_patterns, split_both_ends
+from megatron_lightning.models.plans.hf_sequence import FullSequenceError, sequence_rows
 from megatron_lightning.models.plans.hf_tables import table_of
 from megatron_lightning.parallel.attachments import base_layer, without_attachments
 from megatron_lightning.parallel.patterns import compile_pattern
@@ -265,11 +266,16 @@ class _Translation:
         for path, splits in self._splits.items():
             self._rows[path] = ParameterShards(splits)
         self._add_activations()
-        self._rows = split_both_ends(self._model, self._rows)
+        rows, why = split_both_ends(self._model, self._rows), None
+        try:
+            rows = sequence_rows(self._model, rows)
+        except FullSequenceError as error:
+            why = str(error)
         return ShardingPlan(
-            modules=as_patterns(self._rows, self._modules),
+            modules=as_patterns(rows, self._modules),
             sequence_dim=1,
             attributes=count_rewrites(attentions, self._size),
+            why_full_sequence=why,
         )
 
     def _attentions(self) -> Iterator[Attention]:

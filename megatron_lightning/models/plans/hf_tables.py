@@ -126,7 +126,7 @@ def table_of(model: nn.Module, tensor_size: int) -> ShardingPlan | None:
     """
     found = next(
         (
-            (path, _TABLES[kind.__name__])
+            (path, _TABLES[kind.__name__], kind.__name__)
             for path, module in model.named_modules()
             for kind in type(module).__mro__
             if kind.__name__ in _TABLES and kind.__module__.startswith("transformers.")
@@ -135,7 +135,7 @@ def table_of(model: nn.Module, tensor_size: int) -> ShardingPlan | None:
     )
     if found is None:
         return None
-    path, table = found
+    path, table, table_name = found
     heads = getattr(model.get_submodule(path).config, table.heads)
     if heads % tensor_size:
         raise ConfigError(
@@ -154,6 +154,7 @@ def table_of(model: nn.Module, tensor_size: int) -> ShardingPlan | None:
         modules=as_patterns(split_both_ends(model, _by_path(model, rows)), paths),
         sequence_dim=1,
         attributes=attributes,
+        why_full_sequence=f"the table of {table_name} shards features only",
     )
 
 
