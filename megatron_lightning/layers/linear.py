@@ -15,7 +15,7 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import Tensor, nn
 
-from megatron_lightning.layers.change_class import change_class, changed_class
+from megatron_lightning.layers.change_class import changed_class
 from megatron_lightning.layers.column_product import ColumnProduct
 from megatron_lightning.layers.gemm import Operand, SequenceAxis, autocast
 from megatron_lightning.layers.linear_loss import Head, OutputLinear, linear_losses
@@ -41,8 +41,8 @@ Self = TypeVar("Self", bound="_ParallelLinear")
 
 
 class AdaptableLinear(Splittable, nn.Linear):
-    """An ``nn.Linear`` with replaceable GEMMs, engine and backward. :func:`make_adaptable` converts
-    a layer.
+    """An ``nn.Linear`` with replaceable GEMMs, engine and backward
+    (:mod:`megatron_lightning.layers.adaptable`).
     """
 
     def forward(self, x: Tensor) -> Tensor:
@@ -54,22 +54,6 @@ class AdaptableLinear(Splittable, nn.Linear):
 
 LINEAR: tuple[type[nn.Module], ...] = (nn.Linear, AdaptableLinear, OutputLinear)
 """Classes that only compute x W^T + b."""
-
-
-def make_adaptable(layer: nn.Module) -> None:
-    """Prepare a plain ``nn.Linear`` for quantization or a split backward, in place.
-
-    Other modules stay unchanged.
-    """
-    if type(layer) is nn.Linear:
-        change_class(layer, AdaptableLinear)
-
-
-def make_plain(layer: nn.Module) -> None:
-    """Undo :func:`make_adaptable`, unless something is still replaced."""
-    replaced = ("gemm", "engine", "hidden_weight")
-    if type(layer) is AdaptableLinear and not any(name in vars(layer) for name in replaced):
-        layer.__class__ = nn.Linear  # type: ignore[assignment]
 
 
 class _ParallelLinear(Splittable, nn.Linear, ABC):

@@ -5,10 +5,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import cast
 
 from torch import nn
 
-from megatron_lightning.layers.linear import make_adaptable, make_plain
+from megatron_lightning.layers.adaptable import adapt, can_replace, restore
 from megatron_lightning.layers.splittable import HiddenWeight, Splittable
 from megatron_lightning.parallel.absent import present_modules
 from megatron_lightning.pipeline.weight_gradients import WeightGradients
@@ -23,9 +24,8 @@ def split_backwards(root: nn.Module, store: WeightGradients) -> tuple[list[str],
     """
     split, others = [], []
     for name, module in present_modules(root):
-        make_adaptable(module)
-        if isinstance(module, Splittable) and module.engine is None:
-            module.hidden_weight = HiddenWeight(module, store)
+        if can_replace(module, "hidden_weight") and getattr(module, "engine", None) is None:
+            adapt(module, hidden_weight=HiddenWeight(cast(Splittable, module), store))
             split.append(name)
         elif not isinstance(module, nn.Embedding) and any(
             p.ndim > 1 and p.requires_grad for p in module.parameters(recurse=False)
@@ -37,9 +37,7 @@ def split_backwards(root: nn.Module, store: WeightGradients) -> tuple[list[str],
 def join_backwards(root: nn.Module) -> None:
     """Undo :func:`split_backwards`."""
     for module in root.modules():
-        if isinstance(module, Splittable):
-            vars(module).pop("hidden_weight", None)
-        make_plain(module)
+        restore(module, "hidden_weight")
 
 
 def hide_quantized(layers: Iterable[Splittable], store: WeightGradients) -> None:
@@ -48,6 +46,7 @@ def hide_quantized(layers: Iterable[Splittable], store: WeightGradients) -> None
     """
     for layer in layers:
         if layer.hidden_weight is None:
-            layer.hidden_weight = HiddenWeight(layer, store, defers=False)
+            hidden = HiddenWeight(layer, store, defers=False)
+            adapt(cast(nn.Module, layer), hidden_weight=hidden)
         else:
             layer.hidden_weight.renew()

@@ -16,8 +16,9 @@ import torch
 from torch import nn
 
 from megatron_lightning.errors import ConfigError
+from megatron_lightning.layers.adaptable import adapt, adaptable_class, restore
 from megatron_lightning.layers.gemm import Gemm
-from megatron_lightning.layers.linear import VocabParallelLinear, make_adaptable, make_plain
+from megatron_lightning.layers.linear import VocabParallelLinear
 from megatron_lightning.layers.moe.experts import GroupedLinear
 from megatron_lightning.layers.splittable import Splittable
 from megatron_lightning.layers.transposed import (
@@ -161,10 +162,9 @@ def remove_recipe(module: nn.Module) -> None:
     for child in module.modules():
         gemm = vars(child).get("gemm")
         if isinstance(gemm, EmulatedGemm):
-            del child.gemm
+            restore(child, "gemm")
             if gemm.one_by_one:
-                child.gemm = Gemm(one_by_one=True)  # type: ignore[assignment]
-        make_plain(child)
+                adapt(child, gemm=Gemm(one_by_one=True))
 
 
 def _linears(module: nn.Module) -> dict[str, nn.Module]:
@@ -173,7 +173,7 @@ def _linears(module: nn.Module) -> dict[str, nn.Module]:
     return {
         path: child
         for path, child in _without_adapters(module)
-        if type(child) is nn.Linear or issubclass(type(child), kinds)
+        if issubclass(adaptable_class(type(child)), kinds)
     }
 
 
@@ -272,12 +272,11 @@ def _quantize(
     dtype: torch.dtype,
     kind: type[EmulatedGemm],
 ) -> EmulatedGemm:
-    make_adaptable(layer)
     group = _sharing(layer, context)
     streams = None if context is None else context.rng
     one_by_one = layer.gemm.one_by_one if isinstance(layer, GroupedLinear) else False
     gemm = kind(recipe, dtype=dtype, group=group, streams=streams, one_by_one=one_by_one)
-    layer.gemm = gemm  # type: ignore[assignment]
+    adapt(layer, gemm=gemm)
     return gemm
 
 

@@ -21,7 +21,9 @@ from megatron_lightning.layers import (
     RowParallelLinear,
     VocabParallelEmbedding,
 )
-from megatron_lightning.layers.linear import AdaptableLinear, make_adaptable, make_plain
+from megatron_lightning.layers.adaptable import adapt, restore
+from megatron_lightning.layers.gemm import Gemm
+from megatron_lightning.layers.linear import AdaptableLinear
 from megatron_lightning.layers.norm import RMSNorm
 from megatron_lightning.layers.styles import (
     ColumnParallel,
@@ -143,15 +145,25 @@ def test_shared_parameters_stay_one() -> None:
 
 def test_plain_layers_become_adaptable_and_plain_again() -> None:
     layer, marker = nn.Linear(4, 8), Marker(4, 8)
-    make_adaptable(layer)
-    make_adaptable(marker)
-    assert type(layer) is AdaptableLinear and type(marker) is Marker
-    layer.hidden_weight = None
-    make_plain(layer)
-    assert type(layer) is AdaptableLinear
-    del layer.hidden_weight
-    make_plain(layer)
-    assert type(layer) is nn.Linear
+    gemm, hooks = Gemm(), layer._forward_hooks
+    adapt(layer, gemm=gemm, hidden_weight=None)
+    assert type(layer) is AdaptableLinear and layer.gemm is gemm
+    with pytest.raises(TypeError, match="Marker declares no gemm"):
+        adapt(marker, gemm=gemm)
+    assert type(marker) is Marker
+    restore(layer, "hidden_weight")
+    assert type(layer) is AdaptableLinear and layer.gemm is gemm
+    restore(layer, "gemm")
+    assert type(layer) is nn.Linear and layer._forward_hooks is hooks
+
+
+def test_an_attribute_of_the_user_is_no_replacement() -> None:
+    """Engines are removed from all layers of a module, and other modules may have an `engine`."""
+    module = nn.Sequential(nn.LayerNorm(4))
+    module.engine = "diesel"
+    for layer in module.modules():
+        restore(layer, "engine")
+    assert module.engine == "diesel"
 
 
 # ------------------------------------------------------------------------------------------ refused

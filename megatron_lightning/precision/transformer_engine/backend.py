@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron_lightning.errors import ConfigError
+from megatron_lightning.layers.adaptable import adapt, restore
 from megatron_lightning.layers.attention import CoreAttention
 from megatron_lightning.layers.moe.experts import GroupedLinear
 from megatron_lightning.parallel.absent import present_modules
@@ -26,7 +27,6 @@ from megatron_lightning.precision.transformer_engine.fusion import (
     has_engine,
     is_untouched,
 )
-from megatron_lightning.precision.transformer_engine.layers import put_engine, remove_engines
 from megatron_lightning.precision.transformer_engine.library import Library
 from megatron_lightning.precision.transformer_engine.random import StreamTracker
 from megatron_lightning.precision.transformer_engine.recipes import check_recipe, te_recipe
@@ -83,7 +83,7 @@ class TransformerEngine:
         self._tracker = StreamTracker(context.rng)
         self._caches = caches_weights
         self._made = []
-        remove_engines(module)
+        _remove_engines(module)
         recipes = recipes_of_layers(module, self.recipe)
         present = dict(present_modules(module))
         keeps_codes = caches_weights and self.recipe.fp8_param_gather
@@ -137,7 +137,7 @@ class TransformerEngine:
                 recipe = recipes[f"{fusion.target}.linear_fc1"]
                 engine = build.norm_mlp(norm, target, fusion.activation, self._row(recipe))
             self._put(fusion.target, target, engine, recipe)
-            put_engine(norm, PassedNorm())
+            adapt(norm, engine=PassedNorm())
         return len(fusions)
 
     def _attach_others(self, present: dict[str, nn.Module], build: Builder) -> int:
@@ -145,21 +145,21 @@ class TransformerEngine:
         norms = 0
         for layer in present.values():
             if isinstance(layer, CoreAttention):
-                put_engine(layer, build.attention(layer))
+                adapt(layer, engine=build.attention(layer))
             elif has_engine(layer) and is_untouched(layer):
-                put_engine(layer, build.norm(layer))  # type: ignore[arg-type]
+                adapt(layer, engine=build.norm(layer))  # type: ignore[arg-type]
                 norms += 1
         return norms
 
     def _put(self, path: str, layer: nn.Module, engine: ModuleEngine, recipe: FP8Recipe) -> None:
-        put_engine(layer, engine)
+        adapt(layer, engine=engine)
         self.engines[path] = engine
         self._scalings[path] = recipe
 
     def detach(self, module: nn.Module) -> dict[str, Any]:
         """Remove the engines from the layers, and return this rank's state."""
         state = read_state(self.engines, self.library.version)
-        remove_engines(module)
+        _remove_engines(module)
         self.engines = {}
         self._scalings = {}
         self._context = None
@@ -303,6 +303,11 @@ class TransformerEngine:
         made = te_recipe(recipe, self.library, reduces=reduces)
         self._made.append((recipe, made))
         return made
+
+
+def _remove_engines(module: nn.Module) -> None:
+    for layer in module.modules():
+        restore(layer, "engine")
 
 
 def _sharing(context: ParallelContext) -> Any:
