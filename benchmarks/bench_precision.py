@@ -22,7 +22,7 @@ from torch import Tensor
 
 from benchmarks import machine
 from benchmarks.statistics import Ratio, ratio_of_medians
-from megatron_lightning.layers.gemm import Gemm, product
+from megatron_lightning.layers.gemm import Gemm, matmul
 from megatron_lightning.precision import FP8Recipe
 from megatron_lightning.precision.emulation import EmulatedGemm
 from megatron_lightning.precision.recipes import Scaling
@@ -33,7 +33,7 @@ GOAL = 6.0  # times fp32
 
 def step(gemm: Gemm, x: Tensor, w: Tensor, dy: Tensor) -> None:
     """Compute one layer's output and both gradients."""
-    y = product(x, w, None, gemm)
+    y = matmul(x, w, None, gemm)
     torch.autograd.grad(y, (x, w), dy)
 
 

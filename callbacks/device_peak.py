@@ -55,13 +55,13 @@ def measured_peak(device: torch.device, dtype: torch.dtype) -> float:
     """
     size = _SMALLEST
     while True:
-        seconds = _seconds_of_product(size, device, dtype)
+        seconds = _seconds_of_matmul(size, device, dtype)
         if seconds >= _LONG_S or size >= _LARGEST:
             return 2.0 * size**3 / seconds
         size *= 2
 
 
-def _seconds_of_product(size: int, device: torch.device, dtype: torch.dtype) -> float:
+def _seconds_of_matmul(size: int, device: torch.device, dtype: torch.dtype) -> float:
     # Random numbers would shift the training's draws. Equal numbers would flatter a GPU's clock.
     left = torch.arange(size * size, device=device).sin().reshape(size, size).to(dtype)
     right, result = left.t().contiguous(), torch.empty_like(left)
@@ -82,8 +82,8 @@ def _name(precision: Precision) -> str:
 
 
 def _kind(device: torch.device, precision: Precision) -> Kind:
-    """Return the number format of a precision's products."""
-    # Emulated products are bf16.
+    """Return the number format of a precision's GEMMs."""
+    # Emulated GEMMs are bf16.
     fp8 = quantizing(precision)
     if fp8 is not None and fp8.backend != "emulation":
         return "fp8"

@@ -80,7 +80,7 @@ class MegatronFP8Precision(MegatronMixedPrecision):
         rank_zero_info(f"MegatronFP8Precision ({self.backend}): {summary}")
         if context.device.type == "cuda" and self.backend == "emulation":
             rank_zero_warn(
-                "MegatronFP8Precision emulates its products, which is slower than bf16: it shows "
+                "MegatronFP8Precision emulates its GEMMs, which is slower than bf16: it shows "
                 "what a recipe does to a training, not its speed."
             )
 

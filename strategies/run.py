@@ -33,7 +33,6 @@ from megatron_lightning.optim.gradients.parameter_shard import MainShard
 from megatron_lightning.pipeline.executor import PipelineExecutor
 from megatron_lightning.strategies.checkpoint.checkpoints import Checkpoints
 from megatron_lightning.strategies.checks.attention_kernels import report_attention
-from megatron_lightning.strategies.divided_module import DividedModule
 from megatron_lightning.strategies.launch.ranks import ProcessGroups
 from megatron_lightning.strategies.lightning_internals import connector_of, hide_sync_advice
 from megatron_lightning.strategies.module import (
@@ -48,6 +47,7 @@ from megatron_lightning.strategies.outputs.after_fit import PartWarning, full_st
 from megatron_lightning.strategies.outputs.engines import live_engine
 from megatron_lightning.strategies.outputs.folders import LiveFolder
 from megatron_lightning.strategies.outputs.weight_stream import WeightStream, streamed_model
+from megatron_lightning.strategies.partitioned_module import PartitionedModule
 from megatron_lightning.strategies.progress import Progress
 from megatron_lightning.strategies.step.gradients.training import Training
 from megatron_lightning.strategies.step.loaders.dataloaders import skipped_samples
@@ -97,11 +97,11 @@ class Run:
         self._until_setup = self.undo.enter_context(ExitStack())
         self._injects_samplers = True
         self._draws = DrawnValues()
-        earlier: DividedModule | None = None
+        earlier: PartitionedModule | None = None
         if previous is not None and previous.module is module:
-            earlier = previous._divided
+            earlier = previous._partitioned
             self._draws = previous._draws.of_next_run()
-        self._divided: DividedModule = DividedModule(
+        self._partitioned: PartitionedModule = PartitionedModule(
             module, ranks.context, options, self.undo, layer_sync=layer_sync, earlier=earlier
         )
         self._training: Training | None = None if previous is None else previous._training
@@ -131,7 +131,7 @@ class Run:
         """Copies batches to the device."""
         self.clock = ValidationClock(ranks.broadcast)
         """Decides for all ranks when a validation by time is due."""
-        wrap_configure_model(module, self._divided.assemble_built, self._until_setup)
+        wrap_configure_model(module, self._partitioned.assemble_built, self._until_setup)
 
     # --------------------------------------------------------------------------------------- module
 
@@ -142,23 +142,23 @@ class Run:
         Raises:
             ConfigError: Before the module is assembled.
         """
-        return self._divided.part
+        return self._partitioned.part
 
     def assemble(self) -> None:
         """Reduce the module to this rank's part, unless the module already is this part and no hook
         has built layers since.
         """
-        self._divided.assemble()
+        self._partitioned.assemble()
 
     def forget_part(self) -> None:
         """Describe the module again, since its layers hold groups of an earlier run."""
-        self._divided.forget()
+        self._partitioned.forget()
 
     def place(self, precision: Precision) -> None:
         """Bring the module into its dtype, onto this rank's device and, with ``fsdp``, into this
         rank's shards.
         """
-        self._divided.place(precision)
+        self._partitioned.place(precision)
 
     # ---------------------------------------------------------------------------------------- setup
 
@@ -221,7 +221,7 @@ class Run:
         if self.part.units is not None:
             self.part.units.stored.encode()
         if self.part.units is not None or self._options.layout.model_parallel_size > 1:
-            SavingGuard.attach(self._divided.state(), PartWarning())
+            SavingGuard.attach(self._partitioned.state(), PartWarning())
         scope, training = self._scope(precision), self._training if self._fits else None
         if self._options.is_native:
             self._steps = NativeStepRunner(scope, training)

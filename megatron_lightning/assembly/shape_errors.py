@@ -27,7 +27,7 @@ _MEETING = re.compile(
 _CONCATENATED = re.compile(
     r"Sizes of tensors must match except in dimension \d+\. Expected size (\d+) but got size (\d+)"
 )
-_PRODUCT = re.compile(r"mat1 and mat2 shapes cannot be multiplied \(\d+x(\d+) and (\d+)x\d+\)")
+_MATMUL = re.compile(r"mat1 and mat2 shapes cannot be multiplied \(\d+x(\d+) and (\d+)x\d+\)")
 _NORMALIZED = re.compile(r"normalized_shape=\[(\d+)\].* got input of size\s?\[(?:.*, ?)?(\d+)\]")
 _TARGETS = re.compile(r"Expected input batch_size \((\d+)\) to match target batch_size \((\d+)\)")
 _UNPACKED = re.compile(r"values to unpack \(expected \d+")
@@ -125,7 +125,7 @@ def _explain_heads(
     """
     text = str(error)
     path, owner = place.path, place.module
-    if isinstance(owner, RowParallelLinear) and _PRODUCT.search(text):
+    if isinstance(owner, RowParallelLinear) and _MATMUL.search(text):
         path = path.rpartition(".")[0]
         owner = module.get_submodule(path)
     elif not (_VIEW.search(text) or _UNPACKED.search(text)):
@@ -173,7 +173,7 @@ def _explain_shard(error: Exception, module: nn.Module) -> str:
 def _mismatch(text: str) -> _Mismatch | None:
     if found := _MEETING.search(text):
         return _Mismatch((int(found[1]), int(found[2])), int(found[3]), is_feature=False)
-    if found := _PRODUCT.search(text) or _NORMALIZED.search(text):
+    if found := _MATMUL.search(text) or _NORMALIZED.search(text):
         return _Mismatch((int(found[1]), int(found[2])), None, is_feature=True)
     if found := _TARGETS.search(text) or _CONCATENATED.search(text):
         return _Mismatch((int(found[1]), int(found[2])), None, is_feature=False)

@@ -47,7 +47,7 @@ class DequantizedFolder(FolderTensors):
 
     Raises:
         ConfigError: If the method is not read.
-        CheckpointError: If codes and scales do not fit.
+        CheckpointError: If quantized data and scales do not fit.
     """
 
     def __init__(self, folder: FolderTensors, settings: Mapping[str, Any]) -> None:
@@ -148,8 +148,8 @@ def _block(folder: FolderTensors, name: str, scale: Lazy, block: Any) -> Shape:
     return (*(1 for _ in shape[:-2]), *sizes)
 
 
-def _fill_fp8(codes: Lazy, scales: Lazy, block: Shape, box: Box, out: Tensor) -> None:
-    values = codes.read(box).to(torch.float32)
+def _fill_fp8(data: Lazy, scales: Lazy, block: Shape, box: Box, out: Tensor) -> None:
+    values = data.read(box).to(torch.float32)
     if scales.numel() == 1:
         out.copy_(values * scales.read().to(torch.float32).reshape(()))
         return
@@ -198,9 +198,9 @@ def _fill_mxfp4(blocks: Lazy, scales: Lazy, box: Box, out: Tensor) -> None:
     (expert, column, row), (num_experts, num_columns, num_rows) = box
     first, last = column // _GROUP, -(-(column + num_columns) // _GROUP)
     groups = Box((expert, row, first), (num_experts, num_rows, last - first))
-    codes = blocks.read(Box((*groups.offset, 0), (*groups.shape, _GROUP // 2)))
+    data = blocks.read(Box((*groups.offset, 0), (*groups.shape, _GROUP // 2)))
     table = torch.tensor([*_E2M1, *(-value for value in _E2M1)])
-    pairs = torch.stack([table[(codes & 15).long()], table[(codes >> 4).long()]], -1)
+    pairs = torch.stack([table[(data & 15).long()], table[(data >> 4).long()]], -1)
     exponents = scales.read(groups).to(torch.int32) - 127
     values = torch.ldexp(pairs.flatten(-2), exponents.unsqueeze(-1)).flatten(-2)
     inside = values.narrow(-1, column - first * _GROUP, num_columns)

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from megatron_lightning.checkpoint.agreement import together
 from megatron_lightning.checkpoint.format.manifest import TensorInfo
-from megatron_lightning.checkpoint.replicas import MIN_DIVIDED_BYTES, divide_shard
+from megatron_lightning.checkpoint.replicas import MIN_SPLIT_BYTES, divide_shard
 from megatron_lightning.checkpoint.source import CheckpointSource
 from megatron_lightning.errors import CheckpointError
 from megatron_lightning.parallel.context import ALONE, AxisGroup
@@ -119,7 +119,7 @@ def _is_divided(tensor: TensorShards, shard: Shard) -> bool:
     """Whether replicas each read a part. All replicas read small shards, because communicating is
     slower.
     """
-    return tensor.replicas.process_group is not None and shard.data.nbytes > MIN_DIVIDED_BYTES
+    return tensor.replicas.process_group is not None and shard.data.nbytes > MIN_SPLIT_BYTES
 
 
 def _exchange(tensor: TensorShards) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from megatron_lightning.parallel.spec import Shard, shard_range
 from megatron_lightning.parallel.tensor_shards import TensorShards
 
-MIN_DIVIDED_BYTES = 4 << 20
+MIN_SPLIT_BYTES = 4 << 20
 """Shards up to this size are not divided among replicas."""
 
 
@@ -23,7 +23,7 @@ def divide_shard(name: str, shard: Shard, num_replicas: int) -> Iterator[tuple[i
     first = zlib.crc32(name.encode()) % num_replicas
     # Slices of a contiguous shard are contiguous.
     dim = next((dim for dim, n in enumerate(data.shape) if n > 1), None)
-    wanted = min(num_replicas, -(-data.nbytes // MIN_DIVIDED_BYTES))
+    wanted = min(num_replicas, -(-data.nbytes // MIN_SPLIT_BYTES))
     if dim is None or wanted <= 1:
         yield first, shard
         return

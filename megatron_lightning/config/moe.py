@@ -78,7 +78,7 @@ class MoEConfig:
     """Groups to choose a token's experts from: the groups with the largest sums of the router_topk
     // router_group_topk best scores."""
     router_dtype: RouterDtype = "fp32"
-    """Dtype of the router's product, scores and probabilities, under autocast as well."""
+    """Dtype of the router's matmul, scores and probabilities, under autocast as well."""
     router_load_balancing_type: LoadBalancing | Sequence[LoadBalancing] = "aux_loss"
     """Scope of the auxiliary loss to balance tokens over the experts: a micro-batch (aux_loss),
     each sequence (seq_aux_loss) or the global batch (global_aux_loss). A list combines several

@@ -1,6 +1,6 @@
 """GEMMs of activations with weights, for every layer. A precision replaces only these GEMMs.
 
-A linear layer Y = X W^T has three products,
+A linear layer Y = X W^T has three GEMMs,
 
     forward      Y  = X W^T       contracts the input's features
     input_grad   dX = dY W        contracts the output's features
@@ -18,7 +18,7 @@ gather sends quantized data. A quantizing gemm inherits from :class:`Gemm`, is a
 ``layer.gemm``, and holds the layer's scaling state across steps. If scales lie along the contracted
 dim, the two GEMMs of a tensor need two operands (``two_sided = False``). ``transposed=True`` makes
 the second operand from the same tensor. A gather may then send the tensor once instead of two
-operands (``gathers_codes = False``).
+operands (``gathers_quantized = False``).
 
 With ``counts`` [E] the GEMMs are *grouped*: the weight is [E, out, in], one matrix an expert, and
 ``counts`` gives the tokens of each expert in the sorted batch.
@@ -91,7 +91,7 @@ class Gemm:
 
     two_sided: bool = True
     """Whether a tensor needs only one operand for both of its GEMMs."""
-    gathers_codes: bool = True
+    gathers_quantized: bool = True
     """Whether operands are made before the gather, instead of after.
 
     If False, GEMMs also take operands without scales, and quantize them.
@@ -118,7 +118,7 @@ class Gemm:
             role: Place of the tensor in the GEMMs.
             transposed: Whether the GEMM contracts a dim other than the last: ``weight_grad`` for an
                 input or the output's gradient, ``input_grad`` for a weight.
-            counts: Tokens of each expert [E], for grouped products.
+            counts: Tokens of each expert [E], for grouped GEMMs.
         """
         return Operand(tensor)
 
@@ -130,7 +130,7 @@ class Gemm:
         Returns:
             The tensor to make operands from, and the remaining axis to gather operands along.
         """
-        if axis is None or self.gathers_codes:
+        if axis is None or self.gathers_quantized:
             return tensor, axis
         return Operand(tensor).gather(axis).data, None
 
@@ -174,8 +174,8 @@ class Gemm:
         The sum is in fp32 or wider.
         """
         if total is None:
-            product = self.weight_grad(grad, x)
-            return product.to(torch.promote_types(product.dtype, torch.float32))
+            total = self.weight_grad(grad, x)
+            return total.to(torch.promote_types(total.dtype, torch.float32))
         if self.differentiable and total.dtype == grad.data.dtype:
             return total.addmm_(rows(grad.data).t(), rows(x.data))
         return total.add_(self.weight_grad(grad, x))
@@ -197,7 +197,7 @@ class WeightOwner(Protocol):
         ...
 
 
-def product(
+def matmul(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -213,7 +213,7 @@ def product(
         x: Input [..., in].
         weight: [out, in], or with ``counts`` [E, out, in].
         bias: [out]. None with ``counts`` or ``scatter``.
-        gemm: Products of the layer.
+        gemm: GEMMs of the layer.
         owner: Receives the weight gradient. None: autograd receives the gradient.
         counts: Tokens of each expert [E].
         scatter: Reduce-scatter the output along the sequence. The output's gradient is gathered as
@@ -222,7 +222,7 @@ def product(
     if gemm.differentiable and owner is None and counts is None and scatter is None:
         return F.linear(x, weight, bias)
     x, weight = autocast(x, weight, gemm, owner)
-    y: Tensor = _Product.apply(x, weight, bias, gemm, owner, counts, scatter)  # type: ignore[no-untyped-call]
+    y: Tensor = _Matmul.apply(x, weight, bias, gemm, owner, counts, scatter)  # type: ignore[no-untyped-call]
     return y
 
 
@@ -249,8 +249,8 @@ def autocast(x: Tensor, weight: Tensor, gemm: Gemm, owner: object | None) -> tup
     if is_quantized(x.dtype):
         raise ConfigError(
             f"the input of a layer has dtype {x.dtype}: the model casts its activations to the "
-            "dtype of a weight, and fp8_param_gather=True keeps weights as codes of 8 bits. Set "
-            "fp8_param_gather=False."
+            "dtype of a weight, and fp8_param_gather=True keeps weights as quantized data of 8 "
+            "bits. Set fp8_param_gather=False."
         )
     device = x.device.type
     if not torch.is_autocast_enabled(device):
@@ -265,7 +265,7 @@ def is_quantized(dtype: torch.dtype) -> bool:
     return dtype.is_floating_point and dtype.itemsize == 1
 
 
-class _Product(torch.autograd.Function):
+class _Matmul(torch.autograd.Function):
     """X W^T + b forward, optionally reduce-scattered. Backward multiplies the (gathered)
     gradient.
     """
@@ -332,22 +332,22 @@ class _Product(torch.autograd.Function):
 def _grouped_mm(a: Tensor, b: Tensor, counts: Tensor, one_by_one: bool) -> Tensor:
     if not one_by_one and takes_grouped_mm(a) and takes_grouped_mm(b):
         return F.grouped_mm(a, b, offs=counts.cumsum(0, dtype=torch.int32)).contiguous()
-    product = _empty_product(a, b, counts)
+    output = _empty_output(a, b, counts)
     sizes = counts.tolist()
     if b.ndim == 3:
-        groups = zip(torch.split(a, sizes), b, torch.split(product, sizes), strict=True)
+        groups = zip(torch.split(a, sizes), b, torch.split(output, sizes), strict=True)
     else:
-        groups = zip(torch.split(a, sizes, dim=1), torch.split(b, sizes), product, strict=True)
+        groups = zip(torch.split(a, sizes, dim=1), torch.split(b, sizes), output, strict=True)
     for left, right, out in groups:
         torch.mm(left, right, out=out)
-    return product
+    return output
 
 
 @_grouped_mm.register_fake
 def _(a: Tensor, b: Tensor, counts: Tensor, one_by_one: bool) -> Tensor:
-    return _empty_product(a, b, counts)
+    return _empty_output(a, b, counts)
 
 
-def _empty_product(a: Tensor, b: Tensor, counts: Tensor) -> Tensor:
+def _empty_output(a: Tensor, b: Tensor, counts: Tensor) -> Tensor:
     m, n = a.shape[0], b.shape[-1]
     return a.new_empty((m, n) if b.ndim == 3 else (len(counts), m, n))

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_lightning.layers.change_class import changed_class
-from megatron_lightning.layers.column_product import ColumnProduct
+from megatron_lightning.layers.column_gemm import ColumnGemm
 from megatron_lightning.layers.gemm import Operand, SequenceAxis, autocast
 from megatron_lightning.layers.linear_loss import Head, OutputLinear, linear_losses
 from megatron_lightning.layers.loss import CrossEntropy
@@ -215,7 +215,7 @@ class ColumnParallelLinear(_ParallelLinear):
             weight, owner = hide(x, self)
             x, weight = autocast(x, weight, self.gemm, owner)
             axis = self.sequence_axis
-            y = ColumnProduct.apply(x, weight, self.bias, self.gemm, owner, self.group, axis)  # type: ignore[no-untyped-call]
+            y = ColumnGemm.apply(x, weight, self.bias, self.gemm, owner, self.group, axis)  # type: ignore[no-untyped-call]
         if not self.gather_output or self.group.size == 1:
             return y
         # Contiguous and no view, like the output of a plain layer, because models write into the

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from megatron_lightning.compat import never_drop
 from megatron_lightning.errors import ConfigError, PipelineError
 from megatron_lightning.layers.engine import Engine
-from megatron_lightning.layers.gemm import Gemm, Operand, SequenceAxis, is_quantized, product
+from megatron_lightning.layers.gemm import Gemm, Operand, SequenceAxis, is_quantized, matmul
 from megatron_lightning.pipeline.weight_gradients import WeightGradients
 
 
@@ -32,7 +32,7 @@ class Splittable:
 
     weight: Tensor
     gemm: Gemm = Gemm()
-    """Products of the layer."""
+    """GEMMs of the layer."""
     engine: Engine | None = None
     """Computes the layer instead of ``gemm``."""
     hidden_weight: HiddenWeight | None = None
@@ -55,7 +55,7 @@ class Owner:
     layer: Splittable
 
     def deliver(self, grad: Operand, x: Operand, counts: Tensor | None) -> None:
-        """Deliver the product of the output's gradient and the layer's input to the store."""
+        """Deliver the matmul of the output's gradient and the layer's input to the store."""
         layer = self.layer
         self.store.deliver(
             self.parameter, lambda: layer.gemm.weight_grad(grad, layer.full_input(x), counts)
@@ -178,8 +178,8 @@ def hide(x: Tensor, layer: Splittable) -> tuple[Tensor, Owner | HiddenWeight | N
         if is_compiling and weight.requires_grad and is_quantized(weight.dtype):
             raise ConfigError(
                 f"a compiled layer has a weight of shape {tuple(weight.shape)} that is kept as "
-                "codes of 8 bits, and an input without a gradient: its graph would round the "
-                "weight's gradient to 8 bits. Leave this layer uncompiled, or set "
+                "quantized data of 8 bits, and an input without a gradient: its graph would round "
+                "the weight's gradient to 8 bits. Leave this layer uncompiled, or set "
                 "fp8_param_gather=False."
             )
         return weight, None
@@ -199,7 +199,7 @@ def linear(
     """Map x [..., in] to x W^T + b [..., out] with the layer's weight.
 
     The weight gradient can be deferred. ``counts`` and ``scatter`` as for
-    :func:`~megatron_lightning.layers.gemm.product`.
+    :func:`~megatron_lightning.layers.gemm.matmul`.
     """
     weight, owner = hide(x, layer)
-    return product(x, weight, bias, layer.gemm, owner=owner, counts=counts, scatter=scatter)
+    return matmul(x, weight, bias, layer.gemm, owner=owner, counts=counts, scatter=scatter)

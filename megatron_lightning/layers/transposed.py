@@ -11,7 +11,7 @@ from typing import TypeVar
 from torch import Tensor, nn
 
 from megatron_lightning.layers.change_class import change_class
-from megatron_lightning.layers.gemm import Gemm, product
+from megatron_lightning.layers.gemm import Gemm, matmul
 from megatron_lightning.parallel.collectives import copy_to_axis, reduce_from_axis
 from megatron_lightning.parallel.context import AxisGroup
 from megatron_lightning.parallel.sharding import take_shards
@@ -43,9 +43,9 @@ class _TransposedLinear(nn.Module):
         take_shards(layer, layer, own)
         return layer
 
-    def _product(self, x: Tensor) -> Tensor:
+    def _matmul(self, x: Tensor) -> Tensor:
         """Map [..., in] to x W [..., out]."""
-        return product(x, self.weight.t(), None, self.gemm)
+        return matmul(x, self.weight.t(), None, self.gemm)
 
     def extra_repr(self) -> str:
         """Return the global sizes."""
@@ -85,7 +85,7 @@ class TransposedColumnParallelLinear(_TransposedLinear):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map [..., in] to [..., out / ranks]."""
-        y = self._product(copy_to_axis(x, self.group))
+        y = self._matmul(copy_to_axis(x, self.group))
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
 
@@ -107,5 +107,5 @@ class TransposedRowParallelLinear(_TransposedLinear):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map [..., in / ranks] to [..., out]."""
-        y = reduce_from_axis(self._product(x), self.group)
+        y = reduce_from_axis(self._matmul(x), self.group)
         return y if self.bias is None else y + self.bias.to(y.dtype)

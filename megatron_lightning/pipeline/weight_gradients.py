@@ -6,7 +6,7 @@ https://arxiv.org/abs/2401.10241, section 2). While a store collects, layers han
 the store as a function. The store calls the function at the scheduled action.
 
 The graph is walked once, in the first half, so custom functions, collectives and recomputed
-activations run once. A product enters autograd at the parameter itself: hooks fire, and gradients
+activations run once. A GEMM enters autograd at the parameter itself: hooks fire, and gradients
 are summed in the dtype and the order of a full backward.
 """
 
@@ -25,7 +25,7 @@ from megatron_lightning import compat
 
 Key = tuple[int, int]
 """Stage and micro-batch."""
-_Product = tuple[nn.Parameter, Callable[[], Tensor]]
+_Matmul = tuple[nn.Parameter, Callable[[], Tensor]]
 
 
 class Holder(Protocol):
@@ -40,8 +40,8 @@ class WeightGradients:
     """Store of the GEMMs deferred by the layers of a rank."""
 
     def __init__(self) -> None:
-        self._deferred: dict[Key, deque[_Product]] = {}
-        self._open: deque[_Product] | None = None
+        self._deferred: dict[Key, deque[_Matmul]] = {}
+        self._open: deque[_Matmul] | None = None
         self.holders: WeakSet[Holder] = WeakSet()
         """Objects to renew when a run begins."""
 
@@ -66,25 +66,25 @@ class WeightGradients:
         for holder in self.holders:
             holder.renew()
 
-    def deliver(self, parameter: nn.Parameter, product: Callable[[], Tensor]) -> None:
-        """Defer the gradient of ``parameter`` returned by ``product``. Outside of a split backward,
+    def deliver(self, parameter: nn.Parameter, compute: Callable[[], Tensor]) -> None:
+        """Defer the gradient of ``parameter`` returned by ``compute``. Outside of a split backward,
         compute the gradient.
         """
         if self._open is None:
-            torch.autograd.backward(parameter, product())
+            torch.autograd.backward(parameter, compute())
         else:
-            self._open.append((parameter, product))
+            self._open.append((parameter, compute))
 
     def compute(self, key: Key) -> None:
         """Compute the deferred gradients of a stage and micro-batch, in the order of the
         backward.
         """
-        products = self._deferred.pop(key)
-        while products:
-            parameter, product = products.popleft()
+        deferred = self._deferred.pop(key)
+        while deferred:
+            parameter, compute = deferred.popleft()
             with torch.no_grad():
-                gradient = product()
-            del product  # releases the activations before the next gradient is computed
+                gradient = compute()
+            del compute  # releases the activations before the next gradient is computed
             compat.run_backward((parameter,), (gradient,))
 
     def clear(self) -> None:

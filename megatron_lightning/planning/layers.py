@@ -19,8 +19,8 @@ from typing import Literal
 
 from megatron_lightning.config import MoEConfig, TransformerConfig
 from megatron_lightning.parallel.layout import ParallelLayout
-from megatron_lightning.planning.codes import operand_bytes, recipe_of
 from megatron_lightning.planning.precision import Precision
+from megatron_lightning.planning.quantized_weights import operand_bytes, recipe_of
 from megatron_lightning.planning.tape import Operation
 from megatron_lightning.precision.recipes import FP8Recipe
 

@@ -31,10 +31,10 @@ from megatron_lightning.planning.activations import (
     stage_profile,
 )
 from megatron_lightning.planning.adapters import AdaptedState, AdapterSizes
-from megatron_lightning.planning.codes import kept_weight_bytes
 from megatron_lightning.planning.layers import DeviceKind, Sizes
 from megatron_lightning.planning.parameters import split_stages
 from megatron_lightning.planning.precision import precision_of
+from megatron_lightning.planning.quantized_weights import cached_weight_bytes
 from megatron_lightning.planning.states import State
 from megatron_lightning.precision.recipes import FP8Recipe
 from megatron_lightning.rules import (
@@ -210,7 +210,7 @@ def memory(
         )
         if data_parallel != "fsdp" and not sizes.compiled:
             activations += sum(
-                kept_weight_bytes(config, layout, unit, fp8_recipe)
+                cached_weight_bytes(config, layout, unit, fp8_recipe)
                 for units in own
                 for unit in units
             )

@@ -23,17 +23,17 @@ from collections.abc import Sequence
 from megatron_lightning.config import DataParallel, DataParallelOptions, TransformerConfig
 from megatron_lightning.models.blueprint import EMBEDDING, OUTPUT
 from megatron_lightning.parallel.grid import RankGrid
-from megatron_lightning.planning.codes import count_codes
 from megatron_lightning.planning.parameters import (
     ParameterCount,
     count_rank,
     count_unit,
 )
 from megatron_lightning.planning.precision import Precision
+from megatron_lightning.planning.quantized_weights import count_quantized
 from megatron_lightning.precision.recipes import FP8Recipe
 
 _MAIN = 4  # bytes of fp32
-_CODE = 1  # byte of a code
+_QUANTIZED = 1  # byte of a code
 _MOMENTS = 2  # of Adam
 
 
@@ -71,7 +71,9 @@ class State:
             shards = (1, 1)
         tied = {EMBEDDING, OUTPUT} if config.share_embeddings_and_output_weights else set[str]()
         tied |= {EMBEDDING} if config.num_predicting_layers else set()
-        codes = {unit: _shared(count_codes(config, layout, unit, recipe), shards) for unit in units}
+        quantized = {
+            unit: _shared(count_quantized(config, layout, unit, recipe), shards) for unit in units
+        }
         # Parameters sharded by fsdp, by unit: all except shared embeddings.
         managed = {
             unit: _shared(count_unit(config, layout, unit), shards)
@@ -79,39 +81,39 @@ class State:
             if mode == "fsdp" and unit not in tied
         }
         of_units = sum(managed.values(), ParameterCount(0))
-        coded = sum((codes[unit] for unit in managed), ParameterCount(0))
+        of_units_quantized = sum((quantized[unit] for unit in managed), ParameterCount(0))
         left = _minus(self.parameters, of_units)
-        left_coded = _minus(sum(codes.values(), ParameterCount(0)), coded)
+        left_quantized = _minus(sum(quantized.values(), ParameterCount(0)), of_units_quantized)
         moments = _MOMENTS * (2 if options.moments_dtype == "bf16" else _MAIN)
         main, wide = precision.main_bytes, precision.weight_bytes
         own_shard = _share(of_units, shards)
         self.optimizer_bytes = round(
             (moments + main) * _share(left, shards)
             + moments * own_shard
-            + _MAIN * _share(left_coded, shards)
+            + _MAIN * _share(left_quantized, shards)
         )
         if options.optimizer_cpu_offload:
             self.optimizer_bytes = 0
 
-        def in_use(count: int, codes: int) -> float:
-            return float(wide * (count - codes) + _CODE * codes)
+        def in_use(count: int, quantized: int) -> float:
+            return float(wide * (count - quantized) + _QUANTIZED * quantized)
 
         reshards = options.reshard_after_forward
         if reshards is None:
             reshards = num_microbatches == 1
-        everything = in_use(of_units.total, coded.total)
+        everything = in_use(of_units.total, of_units_quantized.total)
         # The next unit, without experts, arrives beside the largest unit.
         at_once = max(
-            (in_use(one.total, codes[unit].total) for unit, one in managed.items()),
+            (in_use(one.total, quantized[unit].total) for unit, one in managed.items()),
             default=0.0,
         ) + max(
-            (in_use(one.dense, codes[unit].dense) for unit, one in managed.items()),
+            (in_use(one.dense, quantized[unit].dense) for unit, one in managed.items()),
             default=0.0,
         )
         self.weights_bytes = round(
-            in_use(left.total, left_coded.total)
+            in_use(left.total, left_quantized.total)
             + (main or wide) * own_shard
-            + _CODE * _share(coded, shards)
+            + _QUANTIZED * _share(of_units_quantized, shards)
             + (min(at_once, everything) if reshards else everything)
         )
         largest = max((unit.total for unit in managed.values()), default=0)

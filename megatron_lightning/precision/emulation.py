@@ -12,7 +12,7 @@ With per-tensor scales one operand serves both GEMMs of a tensor (``two_sided``)
 quantized data. Blocks lie along the contracted dim, so inputs and gradients need a second operand
 with blocks of tokens. Two gathers of quantized data would send as much as one gather of 16-bit
 values. The 16-bit values are therefore gathered, and each rank quantizes like a single rank
-(``gathers_codes = False``).
+(``gathers_quantized = False``).
 
 Grouped GEMMs scale every expert separately. If blocks lie along the tokens, zeros pad the tokens of
 an expert to full blocks.
@@ -92,7 +92,7 @@ class EmulatedGemm(Gemm):
         self.group = group
         self.streams = streams
         self.two_sided = recipe.is_per_tensor
-        self.gathers_codes = recipe.is_per_tensor
+        self.gathers_quantized = recipe.is_per_tensor
         self.histories = make_histories(recipe)
         self.notes = True
         """Whether amax values enter the history. False in evaluation."""
@@ -138,12 +138,12 @@ class EmulatedGemm(Gemm):
                 x, experts = self._by_expert(x, counts, second)
             if second and self._rotates:
                 x = rotate(x)
-            codes, scales = self._encode(x, role, second, experts)
+            data, scales = self._encode(x, role, second, experts)
             if second:
-                return Operand(codes, scales)
+                return Operand(data, scales)
             if scales.ndim:
                 scales = scales.reshape(*tensor.shape[:-1], scales.shape[-1])
-            return Operand(codes.reshape(tensor.shape), scales)
+            return Operand(data.reshape(tensor.shape), scales)
 
     def forget_weight(self) -> None:
         """Drop the weight's cached quantized data before the weight changes."""
@@ -195,16 +195,16 @@ class EmulatedGemm(Gemm):
             self._weight_scales.copy_(scales)
             self._weight_amax.copy_(amax)
 
-    def _kept(self, codes: Tensor, *, first: bool) -> Operand:
+    def _kept(self, data: Tensor, *, first: bool) -> Operand:
         """Return the operand of a weight stored as quantized data."""
         if self._weight_scales is None or self._weight_amax is None:
             raise ConfigError(
-                f"a weight of shape {tuple(codes.shape)} has codes in {codes.dtype} and no scales: "
-                "the fit that quantized it has ended. Create a new module, and load a checkpoint "
-                "into it."
+                f"a weight of shape {tuple(data.shape)} has quantized data in {data.dtype} and no "
+                "scales: the fit that quantized it has ended. Create a new module, and load a "
+                "checkpoint into it."
             )
         self._note(self._weight_amax if self.histories else None, "weight", first=first)
-        return Operand(codes, self._weight_scales)
+        return Operand(data, self._weight_scales)
 
     def _has_second(self, role: Role) -> bool:
         """Whether the second GEMM of a tensor takes another operand."""
@@ -243,12 +243,12 @@ class EmulatedGemm(Gemm):
         block = self._block(role, second, experts is not None)
         amax = self._shared_amax(x, role, block, experts)
         random = self._random(x) if role == "output_grad" else None
-        codes, scales = encode(x, self.recipe, role, block, shared_amax=amax, random=random)
+        data, scales = encode(x, self.recipe, role, block, shared_amax=amax, random=random)
         if isinstance(scales, TwoLevelScales):
             scales = scales.blocks.float() * scales.tensor
         if self.recipe.is_per_tensor and x.ndim == 2 and experts is None:
             scales = scales.reshape(())
-        return codes, scales
+        return data, scales
 
     def _shared_amax(
         self, x: Tensor, role: Role, block: Block, experts: tuple[Tensor, int] | None
@@ -280,13 +280,13 @@ class EmulatedGemm(Gemm):
 
     def _by_history(self, tensor: Tensor, role: Role) -> tuple[Operand, Tensor]:
         """Return the operand with the scale of the history, and the amax."""
-        history, name = self.histories[role], self.recipe.code_format(role)
+        history, name = self.histories[role], self.recipe.data_format(role)
         amax = amax_of_matrices(tensor.reshape(1, -1)).reshape(())
         factor = history.factor.to(tensor.device)
         scale = factor.reciprocal().where(amax.isfinite(), torch.nan)
         return Operand(cast(tensor.float() * factor, name), scale), amax
 
-    # ------------------------------------------------------------------------------------- products
+    # ---------------------------------------------------------------------------------------- GEMMs
 
     def _values(
         self, operand: Operand, role: Role, counts: Tensor | None, *, second: bool = False
@@ -294,14 +294,14 @@ class EmulatedGemm(Gemm):
         """Return the fp32 values of an operand. An operand without scales is quantized first."""
         if operand.scales is None:
             operand = self.operand(operand.data, role, transposed=second, counts=counts)
-        codes, scales = operand.data, operand.scales
+        data, scales = operand.data, operand.scales
         if scales is None or scales.ndim == 0:
-            return codes.float() * (1.0 if scales is None else scales)
+            return data.float() * (1.0 if scales is None else scales)
         grouped = counts is not None and role != "weight"
         block = self._block(role, second and self._has_second(role), grouped)
-        if role == "weight" or codes.ndim == 2:
-            return values_of(codes, scales, block)
-        return values_of(rows(codes), rows(scales), block).reshape(codes.shape)
+        if role == "weight" or data.ndim == 2:
+            return values_of(data, scales, block)
+        return values_of(rows(data), rows(scales), block).reshape(data.shape)
 
     def forward(
         self, x: Operand, weight: Operand, bias: Tensor | None = None, counts: Tensor | None = None

@@ -28,7 +28,7 @@ DTYPES: Mapping[str, torch.dtype] = {
     "e2m1": torch.float8_e4m3fn,
 }
 """Storage dtype of a format's values."""
-LARGEST: Mapping[str, float] = {"e4m3": 448.0, "e5m2": 57344.0, "e2m1": 6.0}
+FORMAT_MAX: Mapping[str, float] = {"e4m3": 448.0, "e5m2": 57344.0, "e2m1": 6.0}
 """Largest value of a format."""
 E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """Values of the codes 0 to 7. Bit 3 is the sign."""
@@ -44,7 +44,7 @@ def cast(x: Tensor, name: str, random: Tensor | None = None) -> Tensor:
         random: Uniform in [0, 1), of the shape of ``x``: round up with the probability that keeps
             the mean (e2m1 only).
     """
-    largest = LARGEST[name]
+    largest = FORMAT_MAX[name]
     x = x.clamp(-largest, largest)
     return (_round_e2m1(x, random) if name == "e2m1" else x).to(DTYPES[name])
 

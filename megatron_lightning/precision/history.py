@@ -36,7 +36,7 @@ class AmaxHistory:
     def __init__(self, recipe: FP8Recipe, role: Role) -> None:
         self._recipe = recipe
         self._role = role
-        self._format = recipe.code_format(role)
+        self._format = recipe.data_format(role)
         self.entries = torch.zeros(0)
         """The latest first, in fp32. 0 for a non-finite amax."""
         self.factor = torch.ones(())

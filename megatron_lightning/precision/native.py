@@ -9,7 +9,7 @@ other, up to the order and the width of the sums:
     weight_grad  dw = dy^T x      contracts tokens        a = dy^T   b = x^T
 
 Both a and b have to be contiguous along the contracted dim (see
-:mod:`~megatron_lightning.precision.scaled_products`). Operands of forward are contiguous already.
+:mod:`~megatron_lightning.precision.scaled_gemms`). Operands of forward are contiguous already.
 Other operands need a written transpose, one byte a value. With scales of rows or blocks, the cast
 writes the transpose in the same pass, since the second operand has separate quantized data. With
 one scale for a tensor, the transpose is written before the GEMM, so that backward stores only one
@@ -31,9 +31,9 @@ from megatron_lightning.layers.gemm import Operand, Role, rows
 from megatron_lightning.precision.backends import Gpu
 from megatron_lightning.precision.emulation import EmulatedGemm
 from megatron_lightning.precision.groups import padded_counts
-from megatron_lightning.precision.scaled_products import (
+from megatron_lightning.precision.scaled_gemms import (
     BLOCK,
-    Codes,
+    QuantizedData,
     Shared,
     align_experts,
     column_major,
@@ -86,27 +86,27 @@ class NativeGemm(EmulatedGemm):
 
         For experts with ``rowwise``, scales are [E, n].
         """
-        codes, scales = super().operand(tensor, role, transposed=transposed, counts=counts)
+        data, scales = super().operand(tensor, role, transposed=transposed, counts=counts)
         if not transposed:
-            return Operand(codes, scales)
+            return Operand(data, scales)
         if counts is not None and role != "weight" and self._shared == "row" and scales is not None:
             scales = _of_experts(scales, counts)
-        return Operand(column_major(codes), scales)
+        return Operand(column_major(data), scales)
 
     def _made(
         self, operand: Operand, role: Role, counts: Tensor | None, *, second: bool = False
-    ) -> Codes:
+    ) -> QuantizedData:
         """Return the operand as a matrix. An operand without scales is quantized first."""
         if operand.scales is None:
             operand = self.operand(operand.data, role, transposed=second, counts=counts)
-        codes, scales = operand
+        data, scales = operand
         if scales is None:
             raise ValueError(f"the {role} of {self!r} has no scales.")
         if role == "weight":
-            return Codes(codes, scales)
-        return Codes(rows(codes), rows(scales) if scales.ndim else scales)
+            return QuantizedData(data, scales)
+        return QuantizedData(rows(data), rows(scales) if scales.ndim else scales)
 
-    # ------------------------------------------------------------------------------------- products
+    # ---------------------------------------------------------------------------------------- GEMMs
 
     def forward(
         self, x: Operand, weight: Operand, bias: Tensor | None = None, counts: Tensor | None = None
@@ -143,25 +143,29 @@ class NativeGemm(EmulatedGemm):
             b, counts = self._tokens_last(right, counts)[0], padded
         return self._multiply_groups(a, b, counts)
 
-    def _multiply_groups(self, a: Codes, b: Codes, counts: Tensor, *, fast: bool = False) -> Tensor:
+    def _multiply_groups(
+        self, a: QuantizedData, b: QuantizedData, counts: Tensor, *, fast: bool = False
+    ) -> Tensor:
         options = {"fast": fast, "one_by_one": self.one_by_one}
         return multiply_groups(a, b, counts, self._shared, self.dtype, **options)
 
-    def _tokens_last(self, tokens: Codes, counts: Tensor) -> tuple[Codes, Tensor]:
+    def _tokens_last(self, tokens: QuantizedData, counts: Tensor) -> tuple[QuantizedData, Tensor]:
         """Return tokens [t, n] as [n, p] with each expert padded, scales [E, n] or [E, 1], and the
         padded counts.
         """
-        codes, scales = tokens
+        data, scales = tokens
         if scales.ndim and self._shared == "tensor":
             scales = _of_experts(scales, counts)
-        codes, counts = align_experts(codes, counts)
-        return Codes(codes.t(), scales), counts
+        data, counts = align_experts(data, counts)
+        return QuantizedData(data.t(), scales), counts
 
 
-def _turned(matrix: Codes) -> Codes:
+def _turned(matrix: QuantizedData) -> QuantizedData:
     """Return the transpose of quantized data and scales."""
-    codes, scales = matrix
-    return Codes(codes.transpose(-2, -1), scales.transpose(-2, -1) if scales.ndim else scales)
+    data, scales = matrix
+    return QuantizedData(
+        data.transpose(-2, -1), scales.transpose(-2, -1) if scales.ndim else scales
+    )
 
 
 def _of_experts(scales: Tensor, counts: Tensor) -> Tensor:

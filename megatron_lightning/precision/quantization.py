@@ -87,7 +87,7 @@ def encode(
             blocks' amax.
         random: See :func:`~megatron_lightning.precision.formats.cast`.
     """
-    blocks, name = to_blocks(x, block), recipe.code_format(role)
+    blocks, name = to_blocks(x, block), recipe.data_format(role)
     amax = amax_of(blocks)
     scales: Tensor | TwoLevelScales
     if recipe.scaling == "nvfp4":
@@ -131,12 +131,12 @@ def quantize(
         )
     matrix = _matrices(x, recipe, role)
     shared_amax = amax_of_matrices(matrix) * 2.0**recipe.margin if recipe.margin else None
-    codes, scales = encode(matrix, recipe, role, block_of(recipe, role), shared_amax=shared_amax)
-    codes = codes.reshape(x.shape)
+    data, scales = encode(matrix, recipe, role, block_of(recipe, role), shared_amax=shared_amax)
+    data = data.reshape(x.shape)
     if isinstance(scales, TwoLevelScales):
         blocks = _of_rows(scales.blocks, matrix, x)
-        return pack_e2m1(codes), TwoLevelScales(blocks, _of_tensor(scales.tensor))
-    return codes, _of_tensor(scales) if recipe.is_per_tensor else _of_rows(scales, matrix, x)
+        return pack_e2m1(data), TwoLevelScales(blocks, _of_tensor(scales.tensor))
+    return data, _of_tensor(scales) if recipe.is_per_tensor else _of_rows(scales, matrix, x)
 
 
 def _matrices(x: Tensor, recipe: FP8Recipe, role: Role) -> Tensor:

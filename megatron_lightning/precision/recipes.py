@@ -32,13 +32,13 @@ BLOCK_SIZES: Mapping[str, int] = {"blockwise": 128, "mxfp8": 32, "nvfp4": 16}
 """Values per scale, for recipes with blocks."""
 _PER_TENSOR = ("delayed", "current")
 _TWO_SETS = (
-    "its scales lie along the dim that a product contracts, so that a weight has two sets of "
-    "codes, 2 bytes a weight, as many as one of bf16."
+    "its scales lie along the dim that a GEMM contracts, so that a weight has two sets of "
+    "quantized data, 2 bytes a weight, as many as one of bf16."
 )
 _NOT_GATHERED: Mapping[str, str] = {
     "rowwise": _TWO_SETS,
     "mxfp8": _TWO_SETS,
-    "nvfp4": "codes of 4 bits share bytes, which no parameter can have as its elements.",
+    "nvfp4": "quantized data of 4 bits share bytes, which no parameter can have as its elements.",
 }
 
 
@@ -168,7 +168,8 @@ class FP8Recipe:
         if self.fp8_param and not self.fp8_param_gather:
             raise ConfigError(
                 "fp8_param is True and fp8_param_gather is False; parameters that are kept as "
-                "codes are gathered as codes. Set fp8_param_gather to True, or fp8_param to False."
+                "quantized data are gathered as quantized data. Set fp8_param_gather to "
+                "True, or fp8_param to False."
             )
         if not self.fp8_param_gather:
             return
@@ -254,7 +255,7 @@ class FP8Recipe:
             return self.scaling in ("blockwise", "mxfp8")
         return self.power_of_two_scales
 
-    def code_format(self, role: Role) -> Literal["e4m3", "e5m2", "e2m1"]:
+    def data_format(self, role: Role) -> Literal["e4m3", "e5m2", "e2m1"]:
         """Return the number format of a tensor in this role."""
         if self.scaling == "nvfp4":
             return "e2m1"

@@ -6,7 +6,7 @@ blocks, and zeros change no amax. A block over a full dim exists even if the dim
 
 With ``amax`` the largest absolute value of a block and ``M`` the largest value of the format,
 
-    factor = M / amax         codes = cast(x * factor)         scale = 1 / factor
+    factor = M / amax         data = cast(x * factor)          scale = 1 / factor
 
 A block of zeros has the factor 1. A block with an infinity or NaN has a scale that makes its values
 NaN (or, for e8m0, so large that they overflow), so that an overflow shows in the GEMM's result.
@@ -21,14 +21,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_lightning.precision.formats import (
-    LARGEST,
+    FORMAT_MAX,
     cast,
     power_of_two_below,
     to_e8m0,
 )
 
 _FP32_MAX = torch.finfo(torch.float32).max
-_SCALE_MAX = LARGEST["e4m3"]  # of the scales of 4-bit blocks
+_SCALE_MAX = FORMAT_MAX["e4m3"]  # of the scales of 4-bit blocks
 
 
 class Block(NamedTuple):
@@ -41,8 +41,8 @@ class Block(NamedTuple):
 def to_blocks(x: Tensor, block: Block) -> Tensor:
     """Return [..., R, C] as fp32 [..., ceil(R / r), r, ceil(C / c), c], padded with zeros."""
     num_rows, num_columns = x.shape[-2:]
-    rows, below = _divided_into(num_rows, block.rows)
-    columns, right = _divided_into(num_columns, block.columns)
+    rows, below = _count_blocks(num_rows, block.rows)
+    columns, right = _count_blocks(num_columns, block.columns)
     x = x.float()
     if right or below:
         x = F.pad(x, (0, right, 0, below))
@@ -50,7 +50,7 @@ def to_blocks(x: Tensor, block: Block) -> Tensor:
     return x.reshape(*stacked, height // rows, rows, width // columns, columns)
 
 
-def _divided_into(extent: int, size: int | None) -> tuple[int, int]:
+def _count_blocks(extent: int, size: int | None) -> tuple[int, int]:
     """Return the extent of blocks in a dim, and the padding that completes the last block."""
     if size is None:
         size = max(1, extent)
@@ -75,14 +75,14 @@ def amax_of_matrices(x: Tensor) -> Tensor:
     return x.abs().amax(dim=(-2, -1), keepdim=True).float()
 
 
-def _divided(number: float, x: Tensor) -> Tensor:
+def _quotient(number: float, x: Tensor) -> Tensor:
     """Return number / x, rounded once: Python's operator multiplies by the rounded reciprocal."""
     return torch.full_like(x, number) / x
 
 
 def factors(amax: Tensor, name: str, *, power_of_two: bool) -> Tensor:
     """Return the factors applied before the cast to a format, in fp32."""
-    factor = _divided(LARGEST[name], amax).clamp(max=_FP32_MAX)
+    factor = _quotient(FORMAT_MAX[name], amax).clamp(max=_FP32_MAX)
     if power_of_two:
         factor = power_of_two_below(factor)
     return factor.where((amax > 0.0) & amax.isfinite(), 1.0)
@@ -97,7 +97,7 @@ def scales_of(amax: Tensor, name: str, *, power_of_two: bool) -> tuple[Tensor, T
 def mx_scales(amax: Tensor, name: str) -> tuple[Tensor, Tensor]:
     """Return factors in fp32 and scales in e8m0."""
     # A product with the rounded reciprocal, as in Transformer Engine.
-    scales = to_e8m0(amax * torch.tensor(1.0 / LARGEST[name], dtype=torch.float32))
+    scales = to_e8m0(amax * torch.tensor(1.0 / FORMAT_MAX[name], dtype=torch.float32))
     return scales.float().reciprocal(), scales  # exact
 
 
@@ -107,10 +107,10 @@ def two_level_scales(amax: Tensor, tensor_amax: Tensor) -> tuple[Tensor, Tensor,
     A block's value is code x e4m3 scale x tensor scale. The largest block has an e4m3 scale of 448.
     The order of the operations is Transformer Engine's.
     """
-    encode = _divided(_SCALE_MAX * LARGEST["e2m1"], tensor_amax).clamp(max=_FP32_MAX)
+    encode = _quotient(_SCALE_MAX * FORMAT_MAX["e2m1"], tensor_amax).clamp(max=_FP32_MAX)
     encode = encode.where((tensor_amax > 0.0) & tensor_amax.isfinite(), 1.0)
     decode = encode.reciprocal()
-    sixth = torch.tensor(LARGEST["e2m1"], device=amax.device).reciprocal()
+    sixth = torch.tensor(FORMAT_MAX["e2m1"], device=amax.device).reciprocal()
     block = cast((amax * (encode * sixth)).clamp(max=_FP32_MAX), "e4m3")
     factor = (block.float() * decode).reciprocal().clamp(max=_FP32_MAX)
     return factor, block, decode.where(tensor_amax.isfinite(), torch.nan)
@@ -123,9 +123,9 @@ def apply_factors(
     return cast(blocks * factor.unsqueeze(-2).unsqueeze(-1), name, random)
 
 
-def values_of(codes: Tensor, scales: Tensor, block: Block) -> Tensor:
+def values_of(data: Tensor, scales: Tensor, block: Block) -> Tensor:
     """Return the fp32 values [..., R, C] of quantized data [..., R, C] with scales [..., nR,
     nC].
     """
-    blocks = to_blocks(codes, block) * scales.float().unsqueeze(-2).unsqueeze(-1)
-    return from_blocks(blocks, *codes.shape[-2:])
+    blocks = to_blocks(data, block) * scales.float().unsqueeze(-2).unsqueeze(-1)
+    return from_blocks(blocks, *data.shape[-2:])

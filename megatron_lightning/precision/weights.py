@@ -80,7 +80,7 @@ class RecipeQuantizer:
         self._stacked = len(shape) > 2
         self.num_scales = self._matrices * math.prod(self._grid)
         """See ``WeightQuantizer`` in ``precision.quantized_data``, also for the rest."""
-        self.dtype = DTYPES[recipe.code_format("weight")]
+        self.dtype = DTYPES[recipe.data_format("weight")]
         self.group: AxisGroup | None = gemm.group if recipe.scaling == "current" else None
 
     def _windows(self, start: int, size: int) -> Iterator[_Window]:
@@ -134,7 +134,7 @@ class RecipeQuantizer:
     def _quantize(self, window: Tensor, amax: Tensor) -> Tensor:
         if self._recipe.scaling == "delayed":
             factor = self._gemm.histories["weight"].factor.to(window.device)
-            return cast(window.float() * factor, self._recipe.code_format("weight"))
+            return cast(window.float() * factor, self._recipe.data_format("weight"))
         table = amax.view(-1, self._grid[1])
         return encode(window, self._recipe, "weight", self._block, shared_amax=table)[0]
 
@@ -144,7 +144,7 @@ class RecipeQuantizer:
             factor = self._gemm.histories["weight"].factor.to(amax.device)
             scales = factor.reciprocal().where(amax.isfinite(), torch.nan)
         else:
-            name, rounds = self._recipe.code_format("weight"), self._recipe.rounds_scales
+            name, rounds = self._recipe.data_format("weight"), self._recipe.rounds_scales
             _, scales = scales_of(amax, name, power_of_two=rounds)
         per_tensor = self._recipe.is_per_tensor and self._matrices == 1
         if per_tensor and (not self._stacked or self._recipe.scaling == "delayed"):

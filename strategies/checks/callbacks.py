@@ -71,7 +71,7 @@ def check_callbacks(
     num_replicas: int,
     *,
     overlapped: bool = False,
-    coded: bool = False,
+    keeps_quantized: bool = False,
     copied: bool = False,
 ) -> None:
     """Check the effects of callbacks on the optimizer and the weights.
@@ -82,7 +82,7 @@ def check_callbacks(
         data_parallel: The strategy's mode.
         num_replicas: Data-parallel ranks.
         overlapped: Whether parameters are gathered beside the next forward.
-        coded: Whether weights are kept as quantized data.
+        keeps_quantized: Whether weights are kept as quantized data.
         copied: Whether optimizers step copies of the parameters.
 
     Raises:
@@ -97,11 +97,11 @@ def check_callbacks(
             "between a step and the next forward, when overlap_param_gather=True is still "
             "gathering them. Set overlap_param_gather=False",
         )
-    if coded and sharded:
+    if keeps_quantized and sharded:
         _check_readers(
             callbacks,
-            "and fp8_param_gather=True keeps those of quantized layers as codes of 8 bits. Set "
-            "fp8_param_gather=False",
+            "and fp8_param_gather=True keeps those of quantized layers as quantized data of 8 "
+            "bits. Set fp8_param_gather=False",
         )
     if sharded or layout.pp > 1:
         _check_finetuning(callbacks, layout, data_parallel, num_replicas, sharded=sharded)

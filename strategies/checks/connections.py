@@ -40,7 +40,7 @@ def check_connections(
         if value == "1":
             raise ConfigError(
                 f'{VARIABLE} is 1 and data_parallel is "fsdp", whose gathers would wait in line '
-                f"with the products that they overlap. Unset {VARIABLE}, or set data_parallel to "
+                f"with the GEMMs that they overlap. Unset {VARIABLE}, or set data_parallel to "
                 '"zero1".'
             )
         return
@@ -48,7 +48,7 @@ def check_connections(
         rank_zero_warn(
             f"{VARIABLE} is {value or 'not set'}, with tensor parallel {layout.tp} x context "
             f"parallel {layout.cp} on a GPU of compute capability {capability[0]}.{capability[1]}. "
-            "Below 10.0 collectives overlap with products only if kernels start in the order of "
+            "Below 10.0 collectives overlap with GEMMs only if kernels start in the order of "
             f"their launch. Set {VARIABLE}=1 before Python starts."
         )
 

@@ -68,7 +68,7 @@ def check_compiled_precision(plugin: Precision | None, data_parallel: str) -> No
         ConfigError: If Transformer Engine computes the layers of the blocks, or FSDP2 gathers 8-bit
             quantized data.
     """
-    if keeps_codes(plugin) and data_parallel == "fsdp":
+    if keeps_quantized(plugin) and data_parallel == "fsdp":
         raise ConfigError(
             'compile="block" and fp8_param_gather=True with data_parallel="fsdp": the graph of a '
             "block would round gradients to the 8 bits of the weights that FSDP2 gathers. Set "
@@ -82,32 +82,33 @@ def check_compiled_precision(plugin: Precision | None, data_parallel: str) -> No
         )
 
 
-def keeps_codes(plugin: Precision | None) -> bool:
+def keeps_quantized(plugin: Precision | None) -> bool:
     """Return whether weights are kept and gathered as 8-bit quantized data."""
     fp8 = quantizing(plugin)
     return fp8 is not None and fp8.recipe.fp8_param_gather
 
 
-def check_kept_codes(plugin: Precision | None, data_parallel: str) -> None:
+def check_quantized_storage(plugin: Precision | None, data_parallel: str) -> None:
     """Check that weights to be kept as quantized data have main params elsewhere.
 
     Raises:
         ConfigError: If every rank steps the full parameters, or FSDP2 would have to gather
             Transformer Engine's tensors.
     """
-    if keeps_codes(plugin) and data_parallel == "ddp":
+    if keeps_quantized(plugin) and data_parallel == "ddp":
         raise ConfigError(
             'fp8_param_gather=True and data_parallel="ddp": every rank steps its full parameters, '
             'so that there is nothing to gather. Set data_parallel to "zero1" or "fsdp", or '
             "fp8_param_gather to False."
         )
     is_engine = getattr(plugin, "backend", None) == "transformer_engine"
-    if keeps_codes(plugin) and is_engine and data_parallel == "fsdp":
+    if keeps_quantized(plugin) and is_engine and data_parallel == "fsdp":
         raise ConfigError(
             'fp8_param_gather=True, backend="transformer_engine" and data_parallel="fsdp": FSDP2 '
-            "frees a layer's full weight after use, and Transformer Engine keeps its codes, and "
-            "their transpose, in a tensor for as long as the layer lives. Set data_parallel to "
-            '"zero1", or backend to native or emulation, or fp8_param_gather to False.'
+            "frees a layer's full weight after use, and Transformer Engine keeps its quantized "
+            "data, and their transpose, in a tensor for as long as the layer lives. Set "
+            'data_parallel to "zero1", or backend to native or emulation, or '
+            "fp8_param_gather to False."
         )
 
 

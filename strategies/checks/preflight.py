@@ -49,10 +49,10 @@ from megatron_lightning.strategies.checks.namespaces import check_namespace
 from megatron_lightning.strategies.checks.plugins import (
     check_checkpoint_io,
     check_compiled_precision,
-    check_kept_codes,
     check_precision,
+    check_quantized_storage,
     check_recipe_of,
-    keeps_codes,
+    keeps_quantized,
 )
 from megatron_lightning.strategies.options import StrategyOptions
 
@@ -79,7 +79,7 @@ def check_trainer(
     grid = RankGrid(options.layout, world_size)
     check_data_parallel(grid, options.data_parallel, options.data)
     check_precision(precision, world_size)
-    check_kept_codes(precision, options.data_parallel)
+    check_quantized_storage(precision, options.data_parallel)
     check_checkpoint_io(checkpoint_io, world_size)
     if options.compile is not None:
         check_compiler(options.compile, device)
@@ -230,7 +230,7 @@ def _check_trained_by(
         options.data_parallel,
         replicas,
         overlapped=overlapped,
-        coded=keeps_codes(trainer.precision_plugin),
+        keeps_quantized=keeps_quantized(trainer.precision_plugin),
         copied=options.data.optimizer_cpu_offload
         or options.data.moments_dtype == "bf16"
         or trainer.precision in ("bf16-true", "16-true"),

@@ -22,7 +22,7 @@ from typing_extensions import override
 
 from megatron_lightning.strategies import MegatronStrategy
 from megatron_lightning.strategies.checks import preflight
-from megatron_lightning.strategies.divided_module import DividedModule
+from megatron_lightning.strategies.partitioned_module import PartitionedModule
 from tests.conformance.in_step import InStep, run_in_step
 from tests.conformance.two import names_several_devices
 
@@ -129,18 +129,18 @@ def give_units_first() -> None:
     Raises:
         AttributeError: If what is wrapped has another name: an override would be called no more.
     """
-    check, assemble = preflight.check_before_launch, DividedModule.assemble_built
+    check, assemble = preflight.check_before_launch, PartitionedModule.assemble_built
 
     def check_cut(options: Any, world_size: int, module: pl.LightningModule, *args: Any) -> None:
         give_units(module)
         check(options, world_size, module, *args)
 
-    def assemble_cut(self: DividedModule) -> None:
+    def assemble_cut(self: PartitionedModule) -> None:
         give_units(self._module)  # with the layers that configure_model has built
         assemble(self)
 
     preflight.check_before_launch = check_cut
-    DividedModule.assemble_built = assemble_cut  # type: ignore[method-assign]
+    PartitionedModule.assemble_built = assemble_cut  # type: ignore[method-assign]
 
 
 class _Ranks:

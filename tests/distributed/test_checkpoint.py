@@ -373,8 +373,8 @@ def _shared_work(path: str) -> tuple[int, int, bool]:
         return replacement
 
     with (
-        mock.patch.object(replicas, "MIN_DIVIDED_BYTES", 64),
-        mock.patch.object(loading, "MIN_DIVIDED_BYTES", 64),
+        mock.patch.object(replicas, "MIN_SPLIT_BYTES", 64),
+        mock.patch.object(loading, "MIN_SPLIT_BYTES", 64),
     ):
         with mock.patch.object(saving, "write_shards", counted(saving.write_shards, written, 2)):
             save_sharded(path, shards(values), {}, group=group)

@@ -126,7 +126,7 @@ def steps_as_on_gpus() -> None:
     """Keep the sequence shards of inputs only, which backward gathers again."""
     layers = "megatron_lightning.layers"
     with (
-        patch(f"{layers}.column_product.keeps_shard", return_value=True) as asked,
+        patch(f"{layers}.column_gemm.keeps_shard", return_value=True) as asked,
         patch(f"{layers}.linear_loss.keeps_shard", return_value=True) as asked_for_losses,
     ):
         several_steps(VARIANTS["llama"], True)

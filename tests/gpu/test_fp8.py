@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from megatron_lightning.config import TransformerConfig
-from megatron_lightning.layers.gemm import Gemm, product
+from megatron_lightning.layers.gemm import Gemm, matmul
 from megatron_lightning.modules import GPTLightningModule
 from megatron_lightning.precision import FP8Recipe
 from megatron_lightning.precision.assignment import apply_recipe
@@ -64,7 +64,7 @@ def _experts(counts: list[int], size_in: int, size_out: int) -> list[Tensor]:
 
 def _products(inputs: list[Tensor], gemm: Gemm, counts: Tensor | None = None) -> list[Tensor]:
     *leaves, dy = (x.clone().requires_grad_() for x in inputs)
-    y = product(*leaves, None, gemm, counts=counts)  # type: ignore[arg-type]
+    y = matmul(*leaves, None, gemm, counts=counts)  # type: ignore[arg-type]
     return [y.detach(), *torch.autograd.grad(y, leaves, dy)]
 
 

@@ -94,13 +94,13 @@ def fp32_scales(amax: np.float32, largest: float, power_of_two: bool) -> tuple[F
 
 
 def quantize_matrix(
-    x: Floats, scaling: str, code_format: NumberFormat, block: tuple[int, int], power_of_two: bool
+    x: Floats, scaling: str, data_format: NumberFormat, block: tuple[int, int], power_of_two: bool
 ) -> tuple[Codes, NDArray[np.generic], np.float32]:
     """Return codes, scales of blocks and scale of the tensor of a matrix."""
     rows, columns = block
     shape = (-(-x.shape[0] // rows), -(-x.shape[1] // columns))
     codes, scales = np.zeros(x.shape, np.uint8), []
-    largest = code_format.values[-1]
+    largest = data_format.values[-1]
     tensor_scale, encode = np.float32(1.0), np.float32(1.0)
     if scaling == "nvfp4":
         encode, tensor_scale = fp32_scales(np.abs(x).max(), 448.0 * 6.0, False)
@@ -119,6 +119,6 @@ def quantize_matrix(
         else:
             factor, scale = fp32_scales(amax, largest, power_of_two)
         with np.errstate(invalid="ignore", over="ignore"):
-            codes[place] = code_format.encode(x[place] * factor)
+            codes[place] = data_format.encode(x[place] * factor)
         scales.append(scale)
     return codes, np.array(scales).reshape(shape), tensor_scale

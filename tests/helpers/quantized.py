@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megatron_lightning.layers.gemm import Gemm, Operand
 from megatron_lightning.precision.emulation import EmulatedGemm
-from megatron_lightning.precision.formats import LARGEST, cast, power_of_two_below
+from megatron_lightning.precision.formats import FORMAT_MAX, cast, power_of_two_below
 
 CODES = 255
 """Different values of 8 bits with one scale."""
@@ -58,7 +58,7 @@ def dithered_casts(seed: int) -> Iterator[None]:
 
     def dithered(x: Tensor, name: str, random: Tensor | None = None) -> Tensor:
         bits, least = _MANTISSAS[name]
-        x = x.clamp(-LARGEST[name], LARGEST[name])
+        x = x.clamp(-FORMAT_MAX[name], FORMAT_MAX[name])
         step = power_of_two_below(x).clamp(min=least) * 2.0**-bits
         steps = (x.abs() / step + torch.rand(x.shape, generator=generator)).floor()
         return cast((steps * step).copysign(x), name)

@@ -74,17 +74,17 @@ def describe_cases(library: Library) -> dict[str, Any]:
     found = {}
     for name, (options, layout) in CASES.items():
         layout = dict(layout)
-        keeps_codes = layout.pop("fp8_param_gather", False)
-        size = 2 if keeps_codes else layout.get("tensor_model_parallel_size", 1)
+        keeps_quantized = layout.pop("fp8_param_gather", False)
+        size = 2 if keeps_quantized else layout.get("tensor_model_parallel_size", 1)
         dist.init_process_group("fake", rank=0, world_size=size, store=FakeStore())
         try:
             context = ParallelContext(ParallelLayout(**layout), device="cpu")
             model = GPTModel(config(**options))
             parallelize(model, context, model.sharding_plan())
-            recipe = FP8Recipe(scaling="current", fp8_param_gather=keeps_codes)
+            recipe = FP8Recipe(scaling="current", fp8_param_gather=keeps_quantized)
             backend = TransformerEngine(recipe, library)
             backend.attach(model, context, caches_weights=True)
-            found[name] = _codes(model, backend) if keeps_codes else _engines(model)
+            found[name] = _codes(model, backend) if keeps_quantized else _engines(model)
         finally:
             dist.destroy_process_group()
     return found

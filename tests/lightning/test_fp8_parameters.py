@@ -1,4 +1,6 @@
-"""Weights that are kept and gathered as codes of 8 bits: nothing else changes, and less is sent."""
+"""Weights that are kept and gathered as quantized data of 8 bits: nothing else changes, and
+less is sent.
+"""
 
 from __future__ import annotations
 
@@ -257,7 +259,11 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         {},
         'compile="block" and fp8_param_gather=True with data_parallel="fsdp"',
     ),
-    "average": ({}, {"callbacks": [WeightAveraging()]}, "WeightAveraging reads .* codes of 8 bits"),
+    "average": (
+        {},
+        {"callbacks": [WeightAveraging()]},
+        "WeightAveraging reads .* data of 8 bits",
+    ),
 }
 
 
@@ -306,7 +312,7 @@ def test_a_model_that_casts_to_the_dtype_of_a_weight_is_told() -> None:
     model.linear.weight.data = model.linear.weight.data.to(torch.float8_e4m3fn)
     with pytest.raises(ConfigError, match=r"casts its activations .*fp8_param_gather=False"):
         model(torch.ones(2, 16))
-    with pytest.raises(ConfigError, match=r"codes .* and no scales: the fit .* has ended"):
+    with pytest.raises(ConfigError, match=r"quantized data .* and no scales: the fit .* has ended"):
         model.linear(torch.ones(2, 16))
 
 

@@ -257,7 +257,7 @@ def test_products_with_weights_are_in_one_file() -> None:
         if (name := _product(node)) and name not in WITHOUT_WEIGHTS.get(path, ())
     ]
     assert not found, (
-        "call megatron_lightning.layers.gemm.product for a product with a weight; list one without "
+        "call megatron_lightning.layers.gemm.matmul for a product with a weight; list one without "
         "a weight here:\n" + "\n".join(found)
     )
 

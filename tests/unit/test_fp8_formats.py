@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron_lightning.precision.formats import (
-    LARGEST,
+    FORMAT_MAX,
     cast,
     pack_e2m1,
     power_of_two_below,
@@ -59,7 +59,7 @@ def test_every_code_is_a_fixed_point(name: str) -> None:
     theirs = codes.view(other).astype(np.float64)
     assert np.array_equal(theirs[finite], values[finite])
     assert finite.sum() == {"e4m3": 254, "e5m2": 248, "e2m1": 16}[name]
-    assert values[finite].max() == LARGEST[name]
+    assert values[finite].max() == FORMAT_MAX[name]
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -67,7 +67,7 @@ def test_values_are_rounded_to_the_nearest_code_and_ties_to_the_even_one(name: s
     reference, other = FORMATS[name]
     x = _around(reference.values)
     assert np.array_equal(_codes(torch.tensor(x), name), reference.encode(x))
-    inside = x[np.abs(x) <= LARGEST[name]]
+    inside = x[np.abs(x) <= FORMAT_MAX[name]]
     theirs = inside.astype(other).view(np.uint8)
     assert np.array_equal(_codes(torch.tensor(inside), name), theirs)
 
@@ -82,7 +82,7 @@ def test_random_values_are_rounded_as_the_definition_says(name: str) -> None:
 @pytest.mark.parametrize("name", FORMATS)
 def test_values_beyond_the_largest_saturate(name: str) -> None:
     """In memory of any layout: torch takes other paths for short and for strided tensors."""
-    largest = LARGEST[name]
+    largest = FORMAT_MAX[name]
     beyond = [largest * 1.001, largest * 1.07, largest * 2, 1e30, float("inf")]
     for x in (torch.tensor(beyond), torch.tensor(beyond).repeat(64), torch.ones(9, 5)):
         x = torch.tensor(beyond).expand(9, 5).t() if x.ndim == 2 else x

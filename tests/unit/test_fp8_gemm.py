@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron_lightning.config import MoEConfig, TransformerConfig
 from megatron_lightning.errors import ConfigError
-from megatron_lightning.layers.gemm import Gemm, product
+from megatron_lightning.layers.gemm import Gemm, matmul
 from megatron_lightning.layers.linear import AdaptableLinear
 from megatron_lightning.layers.linear_loss import OutputLinear, token_losses
 from megatron_lightning.layers.loss import CrossEntropy
@@ -63,7 +63,7 @@ def _products(
     x: Tensor, w: Tensor, dy: Tensor, gemm: Gemm, counts: Tensor | None = None
 ) -> list[Tensor]:
     inputs = x.clone().requires_grad_(), w.clone().requires_grad_()
-    y = product(*inputs, None, gemm, counts=counts)
+    y = matmul(*inputs, None, gemm, counts=counts)
     return [y.detach(), *torch.autograd.grad(y, inputs, dy.to(y.dtype))]
 
 
@@ -93,7 +93,7 @@ def test_products_in_bf16_are_rounded_once(name: str) -> None:
     exact = EmulatedGemm(replace(RECIPES[name], stochastic_rounding=False), dtype=torch.float32)
     bias = torch.randn(50)
     with torch.autocast("cpu", torch.bfloat16):
-        y = product(x.view(8, 5, 70), w, bias, gemm)
+        y = matmul(x.view(8, 5, 70), w, bias, gemm)
     rounded = x.bfloat16().float(), w.bfloat16().float()
     expected = _products(*rounded, dy, exact)[0] + bias
     assert y.shape == (8, 5, 50) and y.dtype == torch.bfloat16
@@ -483,7 +483,7 @@ def test_a_frozen_weight_is_quantized_once(name: str) -> None:
     kept = gemm.operand(w, "weight"), gemm.operand(w, "weight", transposed=True)
     assert all(operand.data.dtype.itemsize == 1 for operand in kept)
     inputs = x.clone().requires_grad_()
-    y = product(inputs, w, None, gemm)
+    y = matmul(inputs, w, None, gemm)
     (dx,) = torch.autograd.grad(y, inputs, dy)
     assert torch.equal(gemm.forward(gemm.operand(x, "input"), kept[0]), y)
     assert torch.equal(gemm.input_grad(gemm.operand(dy, "output_grad"), kept[1]), dx)

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from megatron_lightning.errors import ConfigError
-from megatron_lightning.layers.gemm import product
+from megatron_lightning.layers.gemm import matmul
 from megatron_lightning.layers.split_backward import split_backwards
 from megatron_lightning.pipeline.weight_gradients import WeightGradients
 from megatron_lightning.precision import FP8Recipe
@@ -23,7 +23,7 @@ from megatron_lightning.precision.backends import Gpu, choose_backend
 from megatron_lightning.precision.emulation import EmulatedGemm
 from megatron_lightning.precision.history import advance
 from megatron_lightning.precision.native import NativeGemm
-from megatron_lightning.precision.scaled_products import pad
+from megatron_lightning.precision.scaled_gemms import pad
 from tests.helpers.scaled_kernels import stand_ins
 from tests.unit.test_fp8_gemm import COUNTS, _matrices, _products
 
@@ -76,13 +76,12 @@ def test_results_in_bf16_are_rounded_once(name: str) -> None:
     w, bias = w.bfloat16().float(), torch.randn(50)  # as each backend rounds a weight
     with stand_ins():
         results = [
-            product(x.view(8, 5, 70), w, bias, gemm).float()
-            for gemm in _gemms(name, torch.bfloat16)
+            matmul(x.view(8, 5, 70), w, bias, gemm).float() for gemm in _gemms(name, torch.bfloat16)
         ]
     assert results[0].shape == (8, 5, 50)
     torch.testing.assert_close(*results, rtol=1 / 128, atol=1 / 64)
     if "blockwise" not in name:
-        exact = product(x.view(8, 5, 70), w, bias.bfloat16().float(), _gemms(name)[0])
+        exact = matmul(x.view(8, 5, 70), w, bias.bfloat16().float(), _gemms(name)[0])
         assert (results[1] != exact.bfloat16().float()).float().mean() <= 1 / 256
 
 

@@ -74,10 +74,10 @@ def test_codes_and_scales_are_those_of_the_definition(
     matrix = x.float().reshape(-1, x.shape[-1]).numpy()
     data, scales = quantize(x, recipe, role)
     is_e5m2 = recipe.format == "hybrid" and role == "output_grad"
-    code_format = E2M1 if recipe.scaling == "nvfp4" else E5M2 if is_e5m2 else E4M3
+    data_format = E2M1 if recipe.scaling == "nvfp4" else E5M2 if is_e5m2 else E4M3
     block = _block(recipe, role, matrix.shape)  # type: ignore[arg-type]
     codes, expected, tensor_scale = quantize_matrix(
-        matrix, recipe.scaling, code_format, block, recipe.rounds_scales
+        matrix, recipe.scaling, data_format, block, recipe.rounds_scales
     )
     if isinstance(scales, TwoLevelScales):
         assert data.shape == (*x.shape[:-1], (x.shape[-1] + 1) // 2)
@@ -112,10 +112,10 @@ def test_values_come_back_within_half_a_step(name: str, role: Role) -> None:
     recipe = RECIPES[name]
     x = torch.randn(40, 200) if role == "weight" else torch.randn(4, 10, 200)
     y = dequantize(*quantize(x, recipe, role), recipe, role)
-    step = {"e4m3": 2**-4, "e5m2": 2**-3, "e2m1": 2**-2}[recipe.code_format(role)]
-    smallest = {"e4m3": 2**-10, "e5m2": 2**-17, "e2m1": 0.25}[recipe.code_format(role)]
+    step = {"e4m3": 2**-4, "e5m2": 2**-3, "e2m1": 2**-2}[recipe.data_format(role)]
+    smallest = {"e4m3": 2**-10, "e5m2": 2**-17, "e2m1": 0.25}[recipe.data_format(role)]
     # Scales rounded up to powers of two leave up to one binary place unused, e4m3 ones 2^-4.
-    largest = {"e4m3": 448.0, "e5m2": 57344.0, "e2m1": 6.0}[recipe.code_format(role)]
+    largest = {"e4m3": 448.0, "e5m2": 57344.0, "e2m1": 6.0}[recipe.data_format(role)]
     limit = torch.maximum(x.abs() * step, x.abs().max() / largest * smallest * 2.2)
     assert ((y - x).abs() <= limit).all()
     odd = x[..., :33].contiguous()

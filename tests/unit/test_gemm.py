@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megatron_lightning.compat import takes_grouped_mm
 from megatron_lightning.layers import ColumnParallelLinear, RowParallelLinear, gemm
-from megatron_lightning.layers.gemm import Gemm, Operand, Role, product
+from megatron_lightning.layers.gemm import Gemm, Operand, Role, matmul
 from megatron_lightning.layers.linear import AdaptableLinear
 from megatron_lightning.layers.moe.experts import GroupedLinear
 from megatron_lightning.layers.split_backward import split_backwards
@@ -107,7 +107,7 @@ def test_grouped_products_equal_a_loop(
     weight = torch.randn(4, *shape, dtype=dtype, requires_grad=True)
     grad = torch.randn(sum(counts), shape[0], dtype=dtype)
     assert takes_grouped_mm(weight) == (shape == (24, 16) and dtype != torch.float64)
-    y = product(x, weight, None, Gemm(), counts=torch.tensor(counts))
+    y = matmul(x, weight, None, Gemm(), counts=torch.tensor(counts))
     actual = _gradients(y, grad, x, weight)
     expected = _gradients(_loop(x, weight, counts), grad, x, weight)
     tolerance = TOLERANCE[dtype]
@@ -120,10 +120,10 @@ def test_torch_multiplies_groups_where_it_can(monkeypatch: pytest.MonkeyPatch) -
     x, weight = torch.randn(11, 16, requires_grad=True), torch.randn(4, 24, 16, requires_grad=True)
     counts, grad = torch.tensor(COUNTS["empty"]), torch.randn(11, 24)
     with patch.object(F, "grouped_mm", wraps=F.grouped_mm) as kernel:
-        fused = _gradients(product(x, weight, None, Gemm(), counts=counts), grad, x, weight)
+        fused = _gradients(matmul(x, weight, None, Gemm(), counts=counts), grad, x, weight)
         assert kernel.call_count == 3
         monkeypatch.setattr(gemm, "takes_grouped_mm", lambda x: False)
-        looped = _gradients(product(x, weight, None, Gemm(), counts=counts), grad, x, weight)
+        looped = _gradients(matmul(x, weight, None, Gemm(), counts=counts), grad, x, weight)
         assert kernel.call_count == 3
     torch.testing.assert_close(fused, looped, rtol=1e-6, atol=1e-6)
 
@@ -148,9 +148,9 @@ def test_gradients_are_those_of_finite_differences() -> None:
     )
     stacked, counts = torch.randn(4, 5, 3, dtype=torch.float64), torch.tensor([2, 0, 4, 1])
     stacked.requires_grad_()
-    assert torch.autograd.gradcheck(lambda *t: product(*t, _Function()), (x, weight, bias))
+    assert torch.autograd.gradcheck(lambda *t: matmul(*t, _Function()), (x, weight, bias))
     assert torch.autograd.gradcheck(
-        lambda *t: product(*t, None, Gemm(), counts=counts), (x, stacked)
+        lambda *t: matmul(*t, None, Gemm(), counts=counts), (x, stacked)
     )
 
 
@@ -162,12 +162,12 @@ def test_grouped_products_are_traced(dtype: torch.dtype) -> None:
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         fake = [mode.from_tensor(tensor) for tensor in (x, weight, counts)]
         fake[1].requires_grad_()
-        y = product(fake[0], fake[1], None, Gemm(), counts=fake[2])
+        y = matmul(fake[0], fake[1], None, Gemm(), counts=fake[2])
         y.sum().backward()
         assert y.shape == (11, 24) and fake[1].grad is not None
 
     def run(x: Tensor, weight: Tensor) -> Tensor:
-        return product(x, weight, None, Gemm(), counts=counts).square()
+        return matmul(x, weight, None, Gemm(), counts=counts).square()
 
     inputs = [tensor.requires_grad_() for tensor in (x, weight)]
     compiled = torch.compile(run, backend="aot_eager", fullgraph=True)
@@ -224,7 +224,7 @@ def test_products_are_those_of_autograd_bit_by_bit(
     results = []
     for kind in (Gemm(), _Function()):
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-            y = product(x, weight, bias, kind)
+            y = matmul(x, weight, bias, kind)
         results.append(_gradients(y, grad.detach().to(y.dtype), x, weight, bias))
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         y = F.linear(x, weight, bias)
@@ -259,7 +259,7 @@ def _saved(kind: Gemm, trained: bool) -> list[tuple[int, ...]]:
     )
     weight = torch.ones(5, 6, requires_grad=trained)
     with hooks:
-        product(torch.ones(2, 3, 6, requires_grad=True), weight, None, kind)
+        matmul(torch.ones(2, 3, 6, requires_grad=True), weight, None, kind)
     return shapes
 
 
@@ -320,7 +320,7 @@ def _quantized_layers(two_sided: bool, deferred: bool, gathers_again: bool) -> N
     start, sent = gemm.all_gather_start, list[Tensor]()
     with (
         patch.object(gemm, "all_gather_start", lambda t, *a: sent.append(t) or start(t, *a)),
-        patch("megatron_lightning.layers.column_product.keeps_shard", return_value=gathers_again),
+        patch("megatron_lightning.layers.column_gemm.keeps_shard", return_value=gathers_again),
     ):
         y = layers(shard)
         with store.collect((0, 0)):

@@ -34,7 +34,7 @@ from torch import Tensor, nn
 
 from megatron_lightning.config.moe import LoadBalancing, MoEConfig
 from megatron_lightning.errors import ConfigError
-from megatron_lightning.layers.gemm import Gemm, product
+from megatron_lightning.layers.gemm import Gemm, matmul
 from megatron_lightning.parallel.rng import RngStreams
 
 ChooseExperts = Callable[[Tensor, MoEConfig], Tensor]
@@ -66,7 +66,7 @@ def route(
     Scores are computed in fp32, or in fp64 for fp64 logits.
 
     Args:
-        logits: [t, E] outputs of the router's product.
+        logits: [t, E] outputs of the router's matmul.
         moe: The layer's configuration.
         expert_bias: [E] numbers added to the scores for the choice of experts.
         choose: Function of the scores [t, E], with bias, and ``moe``. Returns the indices of the
@@ -351,7 +351,7 @@ class Router(nn.Module):
                 low, high = 1.0 - moe.input_jitter_eps, 1.0 + moe.input_jitter_eps
                 hidden = hidden * torch.empty_like(hidden).uniform_(low, high)
         with torch.autocast(hidden.device.type, enabled=False):
-            logits = product(hidden, self.weight.to(dtype), None, self.gemm)
+            logits = matmul(hidden, self.weight.to(dtype), None, self.gemm)
         if moe.router_force_load_balancing and not self.is_exact:
             with self._stream():
                 random = torch.empty_like(logits).normal_()

@@ -45,9 +45,9 @@ from megatron_lightning.optim.fsdp.sharded_unit import (
     Unit,
     allocate,
     callable_modules,
-    divided_dim,
     divisions,
     local_part,
+    sharded_dim,
 )
 from megatron_lightning.optim.fsdp.unit_backward import StageBackward
 from megatron_lightning.optim.fsdp.unit_order import UnitOrder
@@ -257,7 +257,7 @@ class ShardedUnits:
             unit,
             mesh=self._meshes[axes],
             reshard_after_forward=self._reshard,
-            shard_placement_fn=lambda p: Shard(divided_dim(p.shape, size, axes)),
+            shard_placement_fn=lambda p: Shard(sharded_dim(p.shape, size, axes)),
             mp_policy=MixedPrecisionPolicy(param_dtype=low, cast_forward_inputs=False),
             ignored_params={
                 parameter for parameter in unit.parameters() if id(parameter) not in kept

@@ -158,7 +158,7 @@ def allocate(path: str, unit: nn.Module, device: torch.device) -> list[str]:
     return [f"{path}.{name}" if path else name for name in shards]
 
 
-def divided_dim(shape: Sequence[int], num_ranks: int, data_axes: str) -> int:
+def sharded_dim(shape: Sequence[int], num_ranks: int, data_axes: str) -> int:
     """Return the sharded dim of a parameter, given the number of ranks."""
     if data_axes != "edp":
         return 0

@@ -34,7 +34,7 @@ from megatron_lightning.optim.stepping.matrices import (
     is_several,
     is_split,
     matrix_groups,
-    require_undivided,
+    require_unsharded,
     tensor_group,
 )
 from megatron_lightning.optim.stepping.optimizer_state import OptimizerState
@@ -207,7 +207,7 @@ class DistributedOptimizer(OptimizerState):
             if part is not None:
                 shared.setdefault(part[1], []).append((entry, part[0]))
             elif entry.shard is not None:
-                require_undivided(entry, entry.shard, context)
+                require_unsharded(entry, entry.shard, context)
                 if is_split(entry.spec, context):
                     group = tensor_group(entry.spec, context)
                     shared.setdefault(group, []).append((entry, entry.spec))

@@ -110,7 +110,7 @@ class MainParams:
         for shard, main in copies:
             value = shard.value
             alike[value.dtype, value.device, main.dtype, main.device].append((shard, main))
-        self._chunks = [_make_chunk(some) for copies in alike.values() for some in _divided(copies)]
+        self._chunks = [_make_chunk(some) for copies in alike.values() for some in _sharded(copies)]
         self.record()
 
     def record(self) -> None:
@@ -139,7 +139,7 @@ class MainParams:
         return any(chunk.main_was_written() for chunk in self._chunks)
 
 
-def _divided(
+def _sharded(
     copies: Sequence[tuple[ParameterShard, nn.Parameter]],
 ) -> Iterable[list[tuple[ParameterShard, nn.Parameter]]]:
     """Yield runs of copies of at most a chunk's size, or a single larger tensor."""

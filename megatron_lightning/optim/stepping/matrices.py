@@ -347,7 +347,7 @@ def is_several(spec: ShardSpec) -> bool:
     return bool(spec.fused_rows) or len(spec.global_shape) > 2
 
 
-def require_undivided(
+def require_unsharded(
     entry: OptimizerEntry, shard: ParameterShard, context: ParallelContext
 ) -> None:
     """Check that no axis other than tensor parallelism shards a matrix."""

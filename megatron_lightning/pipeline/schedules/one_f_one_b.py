@@ -46,7 +46,7 @@ def sweep(
     """
     group_size = group_size or placement.num_ranks
 
-    def visits(kind: Kind, stages: tuple[int, ...]) -> Iterator[Action]:
+    def stage_calls(kind: Kind, stages: tuple[int, ...]) -> Iterator[Action]:
         for start in range(0, num_microbatches, group_size):
             for stage in stages:
                 for microbatch in range(start, min(start + group_size, num_microbatches)):
@@ -54,7 +54,8 @@ def sweep(
 
     owned = [placement.stages_of(pp_rank) for pp_rank in range(placement.num_ranks)]
     rows = tuple(
-        (*visits(Kind.FORWARD, stages), *visits(Kind.BACKWARD, stages[::-1])) for stages in owned
+        (*stage_calls(Kind.FORWARD, stages), *stage_calls(Kind.BACKWARD, stages[::-1]))
+        for stages in owned
     )
     return Schedule(name, placement, num_microbatches, rows)
 
@@ -126,7 +127,7 @@ def interleaved(
             f"microbatch_group_size_per_vp_stage is {size}, below the {num_ranks} pipeline ranks: "
             f"the first would wait for its own next chunk. Set it to {num_ranks} or more."
         )
-    visits = [
+    stage_calls = [
         (chunk, microbatch)
         for start in range(0, num_microbatches, size)
         for chunk in range(num_chunks)
@@ -134,17 +135,17 @@ def interleaved(
     ]
 
     def actions_of(stage: int) -> tuple[Action, ...]:  # of the pp rank with this first stage
-        forwards = [Action(stage + chunk * num_ranks, Kind.FORWARD, m) for chunk, m in visits]
+        forwards = [Action(stage + chunk * num_ranks, Kind.FORWARD, m) for chunk, m in stage_calls]
         backwards = [
             Action(stage + (num_chunks - 1 - chunk) * num_ranks, Kind.BACKWARD, m)
-            for chunk, m in visits
+            for chunk, m in stage_calls
         ]
         # Two more forwards for every stage behind this stage, since the last chunk's gradient has
         # to travel back through all pp ranks. Also all earlier chunks of a group before the group's
         # last chunk.
-        warmup = min(2 * (num_ranks - 1 - stage) + (num_chunks - 1) * size, len(visits))
+        warmup = min(2 * (num_ranks - 1 - stage) + (num_chunks - 1) * size, len(stage_calls))
         steady = chain.from_iterable(zip(forwards[warmup:], backwards, strict=False))
-        return (*forwards[:warmup], *steady, *backwards[len(visits) - warmup :])
+        return (*forwards[:warmup], *steady, *backwards[len(stage_calls) - warmup :])
 
     placement = Placement.loop(num_ranks, num_chunks)
     actions = tuple(actions_of(placement.stages_of(pp_rank)[0]) for pp_rank in range(num_ranks))
@@ -162,8 +163,8 @@ def groups_fill(num_ranks: int, num_microbatches: int, group_size: int) -> bool:
     """Return whether every group has at least P micro-batches, or there is only a single group: the
     interleaved schedule then runs, as fast as the formula says.
     """
-    tail = num_microbatches % group_size
-    return tail == 0 or tail >= num_ranks or num_microbatches < group_size
+    last_group = num_microbatches % group_size
+    return last_group == 0 or last_group >= num_ranks or num_microbatches < group_size
 
 
 def _fitting_sizes(num_ranks: int, num_microbatches: int) -> list[int]:
@@ -179,14 +180,14 @@ def _check_groups(schedule: Schedule, group_size: int) -> None:
     try:
         validate(schedule)
     except ConfigError as error:
-        tail = num_microbatches % group_size
+        left = num_microbatches % group_size
         sizes = _fitting_sizes(num_ranks, num_microbatches)
         nearest = sorted(sorted(sizes, key=lambda size: abs(size - group_size))[:2])
         raise ConfigError(
             f"{num_microbatches} micro-batches in groups of "
-            f"microbatch_group_size_per_vp_stage={group_size} leave a last group of {tail}, "
+            f"microbatch_group_size_per_vp_stage={group_size} leave a last group of {left}, "
             f"smaller than the {num_ranks} pipeline ranks, which would wait for each other "
             f"forever. Set microbatch_group_size_per_vp_stage to {' or '.join(map(str, nearest))}, "
-            f"or run {num_microbatches - tail} or {num_microbatches - tail + num_ranks} "
+            f"or run {num_microbatches - left} or {num_microbatches - left + num_ranks} "
             "micro-batches."
         ) from error

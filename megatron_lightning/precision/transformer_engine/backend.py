@@ -86,9 +86,9 @@ class TransformerEngine:
         _remove_engines(module)
         recipes = recipes_of_layers(module, self.recipe)
         present = dict(present_modules(module))
-        keeps_codes = caches_weights and self.recipe.fp8_param_gather
-        codes = self._te_recipe(self.recipe) if keeps_codes else None
-        build = Builder(self.library, context, self, codes)
+        keeps_quantized = caches_weights and self.recipe.fp8_param_gather
+        weights_recipe = self._te_recipe(self.recipe) if keeps_quantized else None
+        build = Builder(self.library, context, self, weights_recipe)
         own = {p: r for p, r in recipes.items() if r is not None and p in present}
         for path, recipe in own.items():
             check_layer(path, present[path], recipe.scaling)

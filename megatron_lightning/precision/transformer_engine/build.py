@@ -57,8 +57,8 @@ class Builder:
         library: Transformer Engine.
         context: Groups of this rank.
         around: The backend.
-        codes: Recipe of the step for weights stored as quantized data, if ranks share main params.
-            None: weights are not stored as quantized data.
+        weights_recipe: Recipe of the step for weights stored as quantized data, if ranks share
+            main params. None: weights are not stored as quantized data.
     """
 
     def __init__(
@@ -66,13 +66,13 @@ class Builder:
         library: Library,
         context: ParallelContext,
         around: Surroundings,
-        codes: Any = None,
+        weights_recipe: Any = None,
     ) -> None:
         self._te = library.pytorch
         self._tensors = library.tensors
         self._context = context
         self._around = around
-        self._codes = codes
+        self._weights_recipe = weights_recipe
 
     def linear(self, layer: Any, recipe: Any = None) -> LinearEngine:
         """Return the engine of a linear layer."""
@@ -177,26 +177,26 @@ class Builder:
         ``initializers``: keywords of the weight initializers.
         """
         keywords["params_dtype"] = layer.weight.dtype
-        if not self._keeps_codes(layer):
+        if not self._keeps_quantized(layer):
             return kind(*sizes, device="meta", **keywords)
         keywords |= dict.fromkeys(initializers, nn.init.zeros_)
-        recipe = self._codes if recipe is None else recipe
+        recipe = self._weights_recipe if recipe is None else recipe
         with self._te.quantized_model_init(enabled=True, recipe=recipe):
             return kind(*sizes, device=self._context.device, **keywords)
 
-    def _keeps_codes(self, layer: nn.Module) -> bool:
+    def _keeps_quantized(self, layer: nn.Module) -> bool:
         context = self._context
         sharing = context.edp if isinstance(layer, GroupedLinear) else context.dp_cp
-        return self._codes is not None and sharing.size > 1
+        return self._weights_recipe is not None and sharing.size > 1
 
     def _weights(
         self, module: Any, layers: Mapping[str, Any], recipe: Any
     ) -> list[QuantizedWeight]:
         """Return the quantized weights of a module. ``layers``: layers by name prefix."""
-        recipe = self._codes if recipe is None else recipe
+        recipe = self._weights_recipe if recipe is None else recipe
         weights = []
         for prefix, layer in layers.items():
-            if self._keeps_codes(layer):
+            if self._keeps_quantized(layer):
                 is_stacked = isinstance(layer, GroupedLinear)
                 numbers = range(len(layer.weight)) if is_stacked else ("",)
                 names = [f"{prefix}weight{number}" for number in numbers]

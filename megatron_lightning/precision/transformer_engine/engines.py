@@ -88,7 +88,7 @@ class ModuleEngine:
         """Compute the layer."""
         self.module._parameters.update(self._parameters())
         for weight in self.weights:
-            if weight.holds_codes:
+            if weight.holds_quantized:
                 self.module._parameters.update(weight.bound())
         if self.module.training != self._layer.training:
             self.module.train(self._layer.training)

@@ -85,25 +85,25 @@ def te_recipe(recipe: FP8Recipe, library: Library, *, reduces: bool) -> Any:
             not, no group is reduced over: a group of None would be all ranks.
     """
     te = library.recipe
-    code_format = te.Format.HYBRID if recipe.format == "hybrid" else te.Format.E4M3
+    data_format = te.Format.HYBRID if recipe.format == "hybrid" else te.Format.E4M3
     if recipe.scaling == "delayed":
         return te.DelayedScaling(
             margin=recipe.margin,
-            fp8_format=code_format,
+            fp8_format=data_format,
             amax_history_len=recipe.amax_history_len,
             amax_compute_algo=recipe.amax_compute_algo,
             reduce_amax=reduces,
         )
     if recipe.scaling == "current":
         own = te.Float8CurrentScaling(
-            use_power_2_scales=recipe.rounds_scales, fp8_format=code_format
+            use_power_2_scales=recipe.rounds_scales, fp8_format=data_format
         )
         return _with_rounding(own, recipe, te)
     if recipe.scaling == "blockwise":
-        own = te.Float8BlockScaling(use_f32_scales=not recipe.rounds_scales, fp8_format=code_format)
+        own = te.Float8BlockScaling(use_f32_scales=not recipe.rounds_scales, fp8_format=data_format)
         return _with_rounding(own, recipe, te)
     if recipe.scaling == "mxfp8":
-        return te.MXFP8BlockScaling(fp8_format=code_format, enable_2d_quantization=False)
+        return te.MXFP8BlockScaling(fp8_format=data_format, enable_2d_quantization=False)
     return te.NVFP4BlockScaling(
         disable_rht=not recipe.random_hadamard_transform,
         disable_stochastic_rounding=not recipe.stochastic_rounding,

@@ -25,7 +25,7 @@ def read_state(engines: Mapping[str, ModuleEngine], version: str) -> dict[str, A
     and ``about``: JSON of Transformer Engine's version and the number of GEMMs of each layer.
     """
     tensors: dict[str, Any] = {}
-    products: dict[str, int] = {}
+    num_gemms: dict[str, int] = {}
     for path, engine in engines.items():
         meta = engine.module.fp8_meta
         for direction in _DIRECTIONS:
@@ -34,10 +34,10 @@ def read_state(engines: Mapping[str, ModuleEngine], version: str) -> dict[str, A
                 value = getattr(scaling, name, None)
                 if isinstance(value, Tensor) and hasattr(scaling, "amax_history"):
                     tensors[f"{path}.{name}_{direction}"] = value.detach().cpu()
-                    products[path] = int(meta["num_gemms"])
+                    num_gemms[path] = int(meta["num_gemms"])
     if not tensors:
         return {}
-    return tensors | {_ABOUT: json.dumps({"version": version, "num_gemms": products})}
+    return tensors | {_ABOUT: json.dumps({"version": version, "num_gemms": num_gemms})}
 
 
 def latest_amax(engines: Mapping[str, ModuleEngine]) -> Iterator[tuple[str, Tensor]]:
@@ -58,9 +58,9 @@ def join_states(states: list[dict[str, Any]]) -> dict[str, Any]:
     if not states:
         return {}
     about = [json.loads(state[_ABOUT]) for state in states]
-    products = {path: n for own in about for path, n in own["num_gemms"].items()}
+    num_gemms = {path: n for own in about for path, n in own["num_gemms"].items()}
     joined = {name: value for state in states for name, value in state.items()}
-    return joined | {_ABOUT: json.dumps({"version": about[0]["version"], "num_gemms": products})}
+    return joined | {_ABOUT: json.dumps({"version": about[0]["version"], "num_gemms": num_gemms})}
 
 
 def load_state(
@@ -78,18 +78,18 @@ def load_state(
     """
     if not state:
         return
-    products = json.loads(state[_ABOUT])["num_gemms"]
-    if missing := sorted(recipes.keys() - products.keys()):
+    num_gemms = json.loads(state[_ABOUT])["num_gemms"]
+    if missing := sorted(recipes.keys() - num_gemms.keys()):
         raise CheckpointError(
-            f"the checkpoint has Transformer Engine's scales of {len(products)} layers and none of "
-            f"{', '.join(missing[:3])}: it was saved with another recipe, or other recomputed "
+            f"the checkpoint has Transformer Engine's scales of {len(num_gemms)} layers and none "
+            f"of {', '.join(missing[:3])}: it was saved with another recipe, or other recomputed "
             "modules. Set those that it was saved with, or scaling to current."
         )
     for path, recipe in recipes.items():
         module = engines[path].module
         meta = module.fp8_meta
         meta["recipe"] = recipe
-        meta["num_gemms"] = products[path]
+        meta["num_gemms"] = num_gemms[path]
         module.init_fp8_meta_tensors(recipe)
         for direction in _DIRECTIONS:
             scaling = meta[f"scaling_{direction}"]

@@ -44,7 +44,7 @@ class QuantizedWeight(LibraryQuantizer):
         self.recipe = recipe
         self._tensors = tensors
         self.utils = utils
-        self._codes: Tensor | None = None
+        self._data: Tensor | None = None
         self._is_processed = False
 
     @property
@@ -53,7 +53,7 @@ class QuantizedWeight(LibraryQuantizer):
         return weight
 
     @property
-    def holds_codes(self) -> bool:
+    def holds_quantized(self) -> bool:
         """Whether the layer's parameter is currently quantized data."""
         return is_quantized(self._weight.dtype)
 
@@ -97,13 +97,13 @@ class QuantizedWeight(LibraryQuantizer):
 
     def _share_memory(self) -> None:
         """Bind the tensors' data to the memory of the layer's parameter."""
-        codes = self._weight.detach().view(torch.uint8)
-        if self._codes is not None and self._codes.data_ptr() == codes.data_ptr():
+        data = self._weight.detach().view(torch.uint8)
+        if self._data is not None and self._data.data_ptr() == data.data_ptr():
             return
-        parts = codes.unbind() if codes.ndim > 2 else (codes,)
+        parts = data.unbind() if data.ndim > 2 else (data,)
         for tensor, part in zip(self._tensors.values(), parts, strict=True):
             self.utils.replace_raw_data(tensor, part)
-        self._codes = codes
+        self._data = data
 
     def bound(self) -> dict[str, Tensor]:
         """Return the tensors for the module's forward.

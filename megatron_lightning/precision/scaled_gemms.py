@@ -41,7 +41,7 @@ ALIGNMENT = 16
 BLOCK = 128
 
 
-class Codes(NamedTuple):
+class QuantizedData(NamedTuple):
     """Quantized data of matrices, and scales in fp32."""
 
     data: Tensor
@@ -49,8 +49,8 @@ class Codes(NamedTuple):
 
 
 def multiply(
-    a: Codes,
-    b: Codes,
+    a: QuantizedData,
+    b: QuantizedData,
     shared: Shared,
     dtype: torch.dtype,
     *,
@@ -145,8 +145,8 @@ def _(a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, dtype: torch.dtype
 
 
 def multiply_groups(
-    a: Codes,
-    b: Codes,
+    a: QuantizedData,
+    b: QuantizedData,
     counts: Tensor,
     shared: Shared,
     dtype: torch.dtype,
@@ -154,7 +154,7 @@ def multiply_groups(
     fast: bool = False,
     one_by_one: bool = False,
 ) -> Tensor:
-    """Return the product of every expert: [t, K], [E, N, K] -> [t, N], or [M, t], [N, t] ->
+    """Return the GEMM of every expert: [t, K], [E, N, K] -> [t, N], or [M, t], [N, t] ->
     [E, M, N], with zeros for an expert without tokens.
 
     Scales of tensors and experts ([], [t, 1], [E, 1, 1] and [E, 1]) expand to scales of rows.
@@ -197,7 +197,7 @@ def _scaled_grouped_mm(  # noqa: PLR0917 (operators pass by position)
     fast: bool,
     one_by_one: bool,
 ) -> Tensor:
-    left, right = Codes(a, scale_a), Codes(b, scale_b)
+    left, right = QuantizedData(a, scale_a), QuantizedData(b, scale_b)
     one_by_one = one_by_one or shared == "block" or not a.numel()
     if one_by_one or not compat.takes_scaled_grouped_mm(a, b):
         return _one_by_one(left, right, counts, shared, dtype, fast=fast)
@@ -220,7 +220,7 @@ def _(  # noqa: PLR0917 (as above)
     return a.new_empty(shape if b.ndim == 3 else (counts.shape[0], *shape), dtype=dtype)
 
 
-def _at_once(a: Codes, b: Codes, counts: Tensor, *, fast: bool) -> Tensor:
+def _at_once(a: QuantizedData, b: QuantizedData, counts: Tensor, *, fast: bool) -> Tensor:
     (x, scale_a), (w, scale_b) = a, b
     ends = counts.cumsum(0, dtype=torch.int32)
     num_rows, num_columns = x.shape[0], w.shape[-2]
@@ -237,8 +237,8 @@ def _at_once(a: Codes, b: Codes, counts: Tensor, *, fast: bool) -> Tensor:
 
 
 def _one_by_one(
-    a: Codes,
-    b: Codes,
+    a: QuantizedData,
+    b: QuantizedData,
     counts: Tensor,
     shared: Shared,
     dtype: torch.dtype,
@@ -264,6 +264,6 @@ def _one_by_one(
         if shared == "tensor" and left.numel():
             scales = of_left[0, 0], of_right[0, 0]
         # Copies start at multiples of 16 bytes. Kernels may require the alignment.
-        pair = Codes(left, scales[0].clone()), Codes(right, scales[1].clone())
+        pair = QuantizedData(left, scales[0].clone()), QuantizedData(right, scales[1].clone())
         results.append(multiply(*pair, shared, dtype, fast=fast))
     return torch.stack(results) if contracts_tokens else torch.cat(results)

@@ -18,7 +18,7 @@ from megatron_lightning.parallel.collectives import (
 from megatron_lightning.parallel.context import AxisGroup
 
 
-class ColumnProduct(torch.autograd.Function):
+class ColumnGemm(torch.autograd.Function):
     """Linear layer on the copied (or gathered) input in forward.
 
     The input's gradient is all-reduced (or reduce-scattered) in backward.
@@ -40,14 +40,14 @@ class ColumnProduct(torch.autograd.Function):
         group: AxisGroup,
         axis: SequenceAxis | None,
     ) -> Tensor:
-        """Return the product with the full input."""
+        """Return the GEMM with the full input."""
         source, left = gemm.gather_first(x, axis)
         operand = gemm.operand(source, "input")
         full = operand.gather(left)
         y = gemm.forward(full, gemm.operand(weight, "weight"), bias)
         ctx.gathers = axis is not None and keeps_shard(x, deferred=owner is not None)
         needed = owner is not None or ctx.needs_input_grad[1]
-        if needed and ctx.gathers and not gemm.gathers_codes:
+        if needed and ctx.gathers and not gemm.gathers_quantized:
             operand = Operand(x)  # quantized after the second gather
         elif needed and not gemm.two_sided:
             operand = gemm.operand(source, "input", transposed=True)

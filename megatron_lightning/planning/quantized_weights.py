@@ -18,7 +18,7 @@ _LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
 _MODEL = "model."  # attribute of GPTLightningModule with the model
 
 
-def count_codes(
+def count_quantized(
     config: TransformerConfig, layout: ParallelLayout, unit: str, recipe: FP8Recipe | None
 ) -> ParameterCount:
     """Return the weights of a unit on a rank that are stored as quantized data if ranks share main
@@ -57,7 +57,7 @@ def operand_bytes(recipe: FP8Recipe) -> float:
     return 1 + scale / BLOCK_SIZES.get(recipe.scaling, 1)
 
 
-def kept_weight_bytes(
+def cached_weight_bytes(
     config: TransformerConfig, layout: ParallelLayout, unit: str, recipe: FP8Recipe | None
 ) -> float:
     """Return the bytes of the quantized weights that a unit caches in a pipeline run, beside the

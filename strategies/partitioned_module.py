@@ -20,7 +20,7 @@ from megatron_lightning.strategies.options import StrategyOptions
 from megatron_lightning.strategies.summary import summarize_full
 
 
-class DividedModule:
+class PartitionedModule:
     """The module of a run, from its assembly on.
 
     Args:
@@ -40,7 +40,7 @@ class DividedModule:
         undo: ExitStack,
         *,
         layer_sync: LayerSync | None,
-        earlier: DividedModule | None,
+        earlier: PartitionedModule | None,
     ) -> None:
         self._module = module
         self._context = context

@@ -1,4 +1,6 @@
-"""Weights that are kept as codes of 8 bits: what a plan counts is what ranks hold between steps."""
+"""Weights that are kept as quantized data of 8 bits: what a plan counts is what ranks hold
+between steps.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +18,8 @@ from megatron_lightning.layers.gemm import is_quantized
 from megatron_lightning.modules import GPTLightningModule
 from megatron_lightning.parallel.layout import ParallelLayout
 from megatron_lightning.planning import memory
-from megatron_lightning.planning.codes import count_codes
 from megatron_lightning.planning.parameters import ParameterCount, count_rank, pipeline_units
+from megatron_lightning.planning.quantized_weights import count_quantized
 from megatron_lightning.precision import FP8Recipe
 from megatron_lightning.strategies import MegatronFP8Precision, MegatronStrategy
 from tests.helpers.ranks import run_ranks
@@ -114,7 +116,7 @@ def test_ranks_hold_the_planned_codes(name: str) -> None:
     )  # fmt: skip
     results = run_ranks(case.world_size, _train, case, timeout_s=120)
     units = [unit if isinstance(unit, str) else unit[0] for unit in pipeline_units(config)]
-    in_units = [count_codes(config, layout, unit, recipe) for unit in units]
+    in_units = [count_quantized(config, layout, unit, recipe) for unit in units]
     coded = sum(in_units, ParameterCount())
     ends = {rank: results[rank] for rank in (0, case.world_size - 1)}
     if case.data_parallel == "zero1":
