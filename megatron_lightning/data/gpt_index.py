@@ -12,7 +12,6 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -20,9 +19,9 @@ import numpy.typing as npt
 from megatron_lightning.errors import ConfigError
 
 Bounds = tuple[float, float]
-_Index = TypeVar("_Index", bound=np.generic)
 # A final epoch used for less than this fraction is shuffled separately.
 _MIN_FULL_FINAL_EPOCH = 0.80
+_BLOCK = 1 << 22  # documents
 
 
 def split_matrix(split: str) -> list[Bounds | None]:
@@ -122,49 +121,68 @@ def build_indices(
     Both shuffles draw from ``numpy.random.RandomState(seed)``, documents before samples.
     """
     random = np.random.RandomState(seed)
-    separate = plan.num_samples_before_final > 0
-    num_together = plan.num_epochs - 1 if separate else plan.num_epochs
-    document_index = _shuffled_parts(
-        random, [np.tile(sequences, num_together), sequences.copy() if separate else sequences[:0]]
-    )
-    sample_index = _sample_starts(
-        sequence_lengths[document_index], plan.num_samples, sequence_length, extra
+    num_final = len(sequences) if plan.num_samples_before_final > 0 else 0
+    document_index = np.tile(sequences, plan.num_epochs)
+    _shuffle_parts(random, document_index, len(document_index) - num_final)
+    sample_index = sample_starts(
+        sequence_lengths, document_index, plan.num_samples, sequence_length, extra
     )
     fits = plan.num_samples < np.iinfo(np.uint32).max - 1
-    order: npt.NDArray[np.uint32 | np.int64] = np.arange(
+    shuffle_index: npt.NDArray[np.uint32 | np.int64] = np.arange(
         plan.num_samples, dtype=np.uint32 if fits else np.int64
     )
-    shuffle_index = _shuffled_parts(
-        random, [order[: plan.num_samples_before_final], order[plan.num_samples_before_final :]]
-    )
+    _shuffle_parts(random, shuffle_index, plan.num_samples_before_final)
     return SampleIndices(document_index, sample_index, shuffle_index)
 
 
-def _shuffled_parts(
-    random: np.random.RandomState, parts: list[npt.NDArray[_Index]]
-) -> npt.NDArray[_Index]:
-    for part in parts:
-        random.shuffle(part)
-    return np.concatenate(parts)
+def _shuffle_parts(
+    random: np.random.RandomState, array: npt.NDArray[np.generic], boundary: int
+) -> None:
+    """Shuffle the entries before ``boundary``, then the other entries, in place."""
+    random.shuffle(array[:boundary])
+    random.shuffle(array[boundary:])
 
 
-def _sample_starts(
-    lengths: npt.NDArray[np.int32], num_samples: int, sequence_length: int, extra: int
+def sample_starts(
+    lengths: npt.NDArray[np.int32],
+    document_index: npt.NDArray[np.int32],
+    num_samples: int,
+    sequence_length: int,
+    extra: int,
 ) -> npt.NDArray[np.int32 | np.int64]:
-    """Return the starts of the samples, tokens j * q of a stream of documents of ``lengths``, as
-    (document, offset).
+    """Return the starts of the samples as (position in ``document_index``, offset)
+    [n + 1, 2]: tokens j * q of the stream of documents.
 
     A start belongs to the document of the last token read by the previous sample, at j * q + x - 1.
-    The end of the stream bounds a partial last sample.
+    The end of the stream bounds a partial last sample. The documents are read in blocks, so that
+    the memory beyond the result does not depend on their number.
+
+    Args:
+        lengths: Tokens of each sequence.
+        document_index: Sequence at each position of the stream.
+        num_samples: Number of samples (n).
+        sequence_length: Tokens of a sample (q).
+        extra: See :func:`plan_epochs` (x).
     """
-    ends = np.cumsum(lengths, dtype=np.int64)
-    starts = np.minimum(
-        np.arange(num_samples + 1, dtype=np.int64) * sequence_length, ends[-1] - extra
-    )
-    documents = np.minimum(
-        np.searchsorted(ends, starts + extra - 1, side="right"), len(lengths) - 1
-    )
-    sample_index = np.stack([documents, starts - (ends[documents] - lengths[documents])], axis=1)
-    sample_index[0] = 0
-    fits = max(len(lengths), int(lengths.max())) <= np.iinfo(np.int32).max
-    return sample_index.astype(np.int32 if fits else np.int64)
+    num_documents = len(document_index)
+    fits = max(num_documents, int(lengths.max())) <= np.iinfo(np.int32).max
+    starts_of = np.empty((num_samples + 1, 2), np.int32 if fits else np.int64)
+    num_before = row = 0  # tokens before the block, rows written
+    for begin in range(0, num_documents, _BLOCK):
+        sizes = lengths[document_index[begin : begin + _BLOCK]]
+        ends = np.cumsum(sizes, dtype=np.int64)
+        num_read, is_last = num_before + int(ends[-1]), begin + _BLOCK >= num_documents
+        stop = num_samples + 1
+        if not is_last:
+            stop = min(stop, -((num_read - extra + 1) // -sequence_length))
+        starts = np.arange(row, stop, dtype=np.int64) * sequence_length
+        if is_last:
+            starts = np.minimum(starts, num_read - extra)
+        starts -= num_before
+        found = np.searchsorted(ends, starts + extra - 1, side="right")
+        documents = np.minimum(found, len(sizes) - 1)
+        starts_of[row:stop, 0] = documents + begin
+        starts_of[row:stop, 1] = starts - (ends[documents] - sizes[documents])
+        num_before, row = num_read, max(row, stop)
+    starts_of[0] = 0
+    return starts_of

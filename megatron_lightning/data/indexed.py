@@ -8,7 +8,7 @@ holds, with S sequences and D - 1 documents::
     i64[D] first sequence of each document, then S
 
 A document is a run of sequences, for text a single sequence. Multimodal files carry i8[S] modes at
-the end. The modes are ignored.
+the end. Training ignores the modes.
 """
 
 from __future__ import annotations
@@ -49,6 +49,14 @@ def idx_path(prefix: str | Path) -> Path:
     return Path(f"{prefix}.idx")
 
 
+def index_header(dtype: np.dtype[np.generic], num_sequences: int, num_boundaries: int) -> bytes:
+    """Return the first bytes of an index file. There is a boundary before, between and behind the
+    documents.
+    """
+    code = [np.dtype(name) for name in _DTYPES[1:]].index(dtype) + 1
+    return _HEADER.pack(_MAGIC, _VERSION, code, num_sequences, num_boundaries)
+
+
 class IndexedDataset:
     """Memory-mapped, read-only view of a dataset. ``dataset[i]`` is sequence i as an array [length]
     of the stored dtype.
@@ -77,6 +85,9 @@ class IndexedDataset:
         self.sequence_lengths: npt.NDArray[np.int32] = index[starts[0] : starts[1]].view("<i4")
         self.sequence_pointers: npt.NDArray[np.int64] = index[starts[1] : starts[2]].view("<i8")
         self.document_indices: npt.NDArray[np.int64] = index[starts[2] : starts[3]].view("<i8")
+        modes = index[starts[3] :].view("i1")
+        self.modes: npt.NDArray[np.int8] | None = modes if len(modes) else None
+        """Modes of the sequences of multimodal data [S]. None: there are none."""
         self._tokens = self._map(bin_path(prefix))
         self._check_token_file()
 
@@ -188,6 +199,10 @@ class IndexedDataset:
             )
         return self._tokens[begin:end].view(self.dtype)
 
+    def all_tokens(self) -> npt.NDArray[np.generic]:
+        """Return the tokens of all sequences, back to back in the order of the file."""
+        return self._tokens.view(self.dtype)
+
     def __reduce__(self) -> tuple[object, ...]:
         # Another process maps the files again instead of receiving their bytes.
         return (IndexedDataset, (self.prefix,))
@@ -276,25 +291,6 @@ class IndexedDatasetWriter:
         self._boundaries.append(np.cumsum(counts) + self._num_sequences)
         self._num_sequences += len(lengths)
 
-    def append(self, prefix: str | Path) -> None:
-        """Append all documents of the dataset ``prefix``.
-
-        Raises:
-            DataError: If the dataset cannot be read or has another dtype.
-        """
-        other = IndexedDataset(prefix)
-        if other.dtype != self.dtype:
-            raise DataError(
-                f"{prefix}.idx: has tokens of {other.dtype}, {self.prefix} of {self.dtype}: "
-                "preprocess both alike"
-            )
-        with bin_path(prefix).open("rb") as file:
-            while block := file.read(1 << 24):
-                self._file.write(block)
-        self._lengths.append(np.array(other.sequence_lengths))
-        self._boundaries.append(other.document_indices[1:] + self._num_sequences)
-        self._num_sequences += len(other)
-
     def finish(self) -> None:
         """Write all data to the disk, so that :meth:`close` only renames the files.
 
@@ -333,8 +329,7 @@ class IndexedDatasetWriter:
         lengths = np.concatenate([np.zeros(0, np.int32), *self._lengths])
         ends = np.cumsum(lengths, dtype=np.int64) * self.dtype.itemsize
         boundaries = np.concatenate(self._boundaries)
-        code = [np.dtype(name) for name in _DTYPES[1:]].index(self.dtype) + 1
-        header = _HEADER.pack(_MAGIC, _VERSION, code, len(lengths), len(boundaries))
+        header = index_header(self.dtype, len(lengths), len(boundaries))
         pointers = np.concatenate([np.zeros(1, np.int64), ends])[: len(lengths)]
         return (
             header

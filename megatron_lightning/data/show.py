@@ -15,6 +15,8 @@ from megatron_lightning.errors import ConfigError
 if TYPE_CHECKING:
     from rich.text import Text
 
+Decode = Callable[[Sequence[int]], str]
+"""Token ids -> text."""
 _BARS = 16
 _WIDTH = 48
 _EIGHTHS = " ▏▎▍▌▋▊▉"
@@ -37,9 +39,7 @@ def new_console() -> Any:
     return Console(highlight=False, soft_wrap=True)
 
 
-def sample_text(
-    sample: Mapping[str, npt.NDArray[np.int64]], decode: Callable[[Sequence[int]], str]
-) -> Text:
+def sample_text(sample: Mapping[str, npt.NDArray[np.int64]], decode: Decode) -> Text:
     """Return a sample as text: each token in the style of its kind, a line between two documents.
 
     Args:
@@ -91,6 +91,7 @@ def histogram(lengths: Numbers, longest: int) -> Text:
 
     edges = np.unique(np.linspace(0, longest, _BARS + 1).astype(int))
     counts, _ = np.histogram(lengths - 1, edges)
+    num_longer = int((lengths > longest).sum())
     most, text = max(1, int(counts.max())), Text()
     digits = len(str(longest))
     for number, count in enumerate(counts.tolist()):
@@ -102,7 +103,37 @@ def histogram(lengths: Numbers, longest: int) -> Text:
         text.append(bar, style=TRAINED)
         text.append(f" {count}\n" if count else "\n", style=PROMPT)
     median = int(np.median(lengths)) if len(lengths) else 0
+    longer = f", {num_longer} longer than {longest}" if num_longer else ""
     text.append(
-        f"{len(lengths)} documents, {int(lengths.sum())} tokens, median {median}", style=NOTE
+        f"{len(lengths)} documents, {int(lengths.sum())} tokens, median {median}{longer}",
+        style=NOTE,
     )
     return text
+
+
+def stream_text(tokens: Sequence[int], end: int | None, decode: Decode) -> Text:
+    """Return a sample of pre-training as text, with a line at each end of a document.
+
+    Args:
+        tokens: Token ids.
+        end: Id at the end of a document. None: unknown.
+        decode: Ids -> text.
+    """
+    from rich.text import Text
+
+    text, begin = Text(), 0
+    ends = [place + 1 for place, token in enumerate(tokens) if token == end]
+    for stop in dict.fromkeys([*ends, len(tokens)]):
+        is_end = stop in ends
+        shown = decode(tokens[begin : stop - is_end]).translate(_SPACES)
+        text.append(shown, style=TRAINED)
+        if is_end:
+            text.append("\n" if shown and not shown.endswith("\n") else "")
+            text.append(f"{'─' * 12} end of document\n", style=NOTE)
+        begin = stop
+    return text
+
+
+def as_numbers(ids: Sequence[int]) -> str:
+    """Return ids without a tokenizer."""
+    return " ".join(map(str, ids))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -12,20 +12,45 @@ import yaml
 from jsonargparse import ArgumentParser
 from lightning.pytorch import LightningDataModule, LightningModule
 
-from megatron_lightning.data.show import histogram, new_console, sample_note, sample_text
+from megatron_lightning.data.indexed import IndexedDataset
+from megatron_lightning.data.inspection import inspect, length_picture
+from megatron_lightning.data.merge import merge
+from megatron_lightning.data.show import (
+    as_numbers,
+    histogram,
+    new_console,
+    sample_note,
+    sample_text,
+    stream_text,
+)
+from megatron_lightning.data.tokenizers import Tokenizer, TokenizerType, load_tokenizer
 from megatron_lightning.errors import ConfigError, DataError
 from megatron_lightning.modules.finetune_data import FinetuneDataModule
 from megatron_lightning.modules.pretrain_data import PretrainDataModule
 
 
-def show(*, config: list[str], overrides: list[str] | None = None, samples: int = 3) -> None:
-    """Print training samples of a configuration file with the trained tokens in color, and the
-    lengths of the documents.
+def show(
+    *,
+    config: list[str] | None = None,
+    overrides: list[str] | None = None,
+    prefix: str | None = None,
+    tokenizer_model: str | None = None,
+    tokenizer_type: TokenizerType = "sentencepiece",
+    samples: int = 3,
+) -> None:
+    """Print training samples of a configuration file, or documents of an indexed data set, as text,
+    and the lengths of the documents.
+
+    Of conversations, the trained tokens are in color. In samples of pre-training, the ends of
+    documents are marked. Without a tokenizer, ids are printed.
 
     Args:
         config: Configuration files of ``fit``. Later files win.
         overrides: Options of ``fit``, such as ``data.packing=none``.
-        samples: Number of samples.
+        prefix: Prefix of an indexed data set, in the place of configuration files.
+        tokenizer_model: Tokenizer of the indexed data set.
+        tokenizer_type: sentencepiece or huggingface.
+        samples: Number of samples or documents.
 
     Raises:
         ConfigError: If the files name no data supported by ``show``.
@@ -33,16 +58,33 @@ def show(*, config: list[str], overrides: list[str] | None = None, samples: int 
     """
     if samples < 1:
         raise ConfigError(f"samples={samples}: set it to 1 or more")
-    console = new_console()
-    data, model = data_of(config, overrides or [])
-    if not isinstance(data, FinetuneDataModule):
+    if (config is None) == (prefix is None):
         raise ConfigError(
-            f"data is a {type(data).__name__}, and what can be shown is a FinetuneDataModule. Set "
-            "data.class_path to megatron_lightning.modules.FinetuneDataModule."
+            f"config is {config} and prefix is {prefix}. Set one of the two: configuration files "
+            "of `fit`, or the prefix of an indexed data set."
         )
-    data.use_model(model)
-    data.prepare_data()
-    data.setup("fit")
+    console = new_console()
+    if prefix is not None:
+        tokenizer = tokenizer_model and load_tokenizer(tokenizer_model, tokenizer_type)
+        _show_documents(console, prefix, tokenizer or None, samples)
+        return
+    data, model = data_of(config or [], overrides or [])
+    if isinstance(data, FinetuneDataModule | PretrainDataModule):
+        data.use_model(model)
+        data.prepare_data()
+        data.setup("fit")
+    if isinstance(data, FinetuneDataModule):
+        _show_conversations(console, data, samples)
+    elif isinstance(data, PretrainDataModule):
+        _show_stream(console, data, samples)
+    else:
+        raise ConfigError(
+            f"data is a {type(data).__name__}, and what can be shown is a FinetuneDataModule or a "
+            "PretrainDataModule. Set data.class_path to one of megatron_lightning.modules."
+        )
+
+
+def _show_conversations(console: Any, data: FinetuneDataModule, samples: int) -> None:
     rows = data.train_dataset()
     order = list(data.row_order())
     for number, row in enumerate(order[:samples]):
@@ -51,6 +93,37 @@ def show(*, config: list[str], overrides: list[str] | None = None, samples: int 
         console.print(sample_text(sample, data.tokenizer.decode))
     console.rule("lengths", align="left")
     console.print(histogram(data.lengths, data.sequence_length))
+
+
+def _show_stream(console: Any, data: PretrainDataModule, samples: int) -> None:
+    """Print samples of pre-training, and the lengths of the documents of each data set."""
+    dataset, tokenizer = data.train_dataset(), data.tokenizer
+    decode = as_numbers if tokenizer is None else tokenizer.decode
+    for number in range(min(samples, len(dataset))):
+        sample = dataset[number]
+        source = f", data set {int(sample['dataset_id'])}" if "dataset_id" in sample else ""
+        title = f"sample {number + 1} of {len(dataset)}: {data.sequence_length} tokens{source}"
+        console.rule(title, align="left")
+        end = None if tokenizer is None else tokenizer.eod
+        console.print(stream_text(sample["tokens"].tolist(), end, decode))
+    for prefix in data.train_prefixes():
+        console.rule(f"lengths of {prefix}", align="left")
+        console.print(length_picture(IndexedDataset(prefix)))
+
+
+def _show_documents(console: Any, prefix: str, tokenizer: Tokenizer | None, samples: int) -> None:
+    indexed = IndexedDataset(prefix)
+    decode = as_numbers if tokenizer is None else tokenizer.decode
+    bounds = indexed.document_indices.tolist()
+    for number in range(min(samples, indexed.num_documents)):
+        sequences = [indexed[i] for i in range(bounds[number], bounds[number + 1])]
+        tokens = [token for sequence in sequences for token in sequence.tolist()]
+        title = f"document {number + 1} of {indexed.num_documents}: {len(tokens)} tokens"
+        console.rule(title, align="left")
+        end = None if tokenizer is None else tokenizer.eod
+        console.print(stream_text(tokens, end, decode))
+    console.rule("lengths", align="left")
+    console.print(length_picture(indexed))
 
 
 def index(*, config: list[str], overrides: list[str] | None = None) -> None:
@@ -130,5 +203,7 @@ def _merged(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, An
     return merged
 
 
-COMMANDS = MappingProxyType({"show": show, "index": index})
+COMMANDS: Mapping[str, Callable[..., None]] = MappingProxyType(
+    {"show": show, "inspect": inspect, "merge": merge, "index": index}
+)
 """Name of a tool -> function."""

@@ -241,6 +241,14 @@ class PretrainDataModule(RunDataModule):
         """Map the data and their indices into memory."""
         self._datasets.update(self._open(stage))
 
+    def train_dataset(self) -> Any:
+        """Return the training samples in the order of a fit. ``setup`` must have run."""
+        return self._datasets["train"]
+
+    def train_prefixes(self) -> list[str]:
+        """Return the data sets of training. None for random samples."""
+        return [] if self.mock else list(self._blends("train")[0].prefixes)
+
     def state_dict(self) -> dict[str, Any]:
         """Return the settings of the order of training samples, as plain values."""
         consumed = self._consumed_samples()

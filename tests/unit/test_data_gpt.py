@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 import torch
 
+from megatron_lightning.data import gpt_index
 from megatron_lightning.data.gpt import GPTDataset, GPTDatasetConfig, IndexSplit
 from megatron_lightning.data.gpt_index import build_indices, plan_epochs, split_matrix
 from megatron_lightning.data.indexed import IndexedDatasetWriter
@@ -267,7 +268,10 @@ def walk(lengths: list[int], num_samples: int, sequence_length: int, extra: int)
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_vectorised_sample_index_equals_the_walk(seed: int) -> None:
+def test_vectorised_sample_index_equals_the_walk(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpt_index, "_BLOCK", (1 << 22, 1, 3, 7)[seed % 4])
     random = np.random.RandomState(seed)
     lengths = random.randint(1, 40, size=random.randint(1, 30)).astype(np.int32)
     lengths[:-1][random.rand(len(lengths) - 1) < 0.2] = 0  # empty sequences are legal in a file
@@ -299,6 +303,20 @@ def test_index_of_a_billion_tokens() -> None:
     indices = build_indices(lengths, sequences, plan, sequence_length=2048, extra=1, seed=1)
     position, offset = indices.sample_index[-1].tolist()
     assert position * 1000 + offset == plan.num_samples * 2048
+
+
+@pytest.mark.slow
+def test_index_of_a_trillion_tokens() -> None:
+    """More than 2**31 positions of documents: arrays without memory stand for the stream."""
+    lengths, num_documents = np.array([500], np.int32), 2**31 + 5
+    stream = np.broadcast_to(np.int32(0), (num_documents,))
+    num_samples, sequence_length = 1000, 1 << 30
+    found = gpt_index.sample_starts(lengths, stream, num_samples, sequence_length, 1)
+    assert found.dtype == np.int64 and num_documents * 500 > 10**12
+    expected = np.arange(num_samples + 1) * sequence_length
+    # the start of a document is read by the sample before, whose last label it is
+    assert (found[1:, 0] == expected[1:] // 500).all() and (found[:, 1] == expected % 500).all()
+    assert gpt_index.sample_starts(lengths, stream[:9], 8, 500, 1).dtype == np.int32
 
 
 def test_samples_tile_the_stream(corp: str) -> None:

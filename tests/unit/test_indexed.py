@@ -19,7 +19,8 @@ import numpy as np
 import pytest
 
 from megatron_lightning.data.indexed import IndexedDataset, IndexedDatasetWriter, token_dtype
-from megatron_lightning.errors import DataError
+from megatron_lightning.data.merge import merge
+from megatron_lightning.errors import ConfigError, DataError
 
 ORACLE = json.loads((Path(__file__).parents[1] / "oracles" / "datasets_gpt.json").read_text())[
     "facts"
@@ -89,19 +90,56 @@ def test_merge_equals_megatron_core(tmp_path: Path) -> None:
     names = merged["name"].removeprefix("merge ").split("+")
     for name in names:
         write_case(tmp_path / name, WRITTEN[name])
-    with IndexedDatasetWriter(tmp_path / "merged", "int32") as writer:
-        for name in names:
-            writer.append(tmp_path / name)
+    merge([str(tmp_path / name) for name in names], output_prefix=str(tmp_path / "merged"))
     assert (tmp_path / "merged.idx").read_bytes() == base64.b64decode(merged["idx_b64"])
     assert (
         hashlib.sha256((tmp_path / "merged.bin").read_bytes()).hexdigest() == merged["bin_sha256"]
     )
     write_case(tmp_path / "small", WRITTEN["b_uint16"])
-    with (
-        pytest.raises(DataError, match=r"small\.idx: has tokens of uint16"),
-        IndexedDatasetWriter(tmp_path / "x", "int32") as writer,
-    ):
-        writer.append(tmp_path / "small")
+    with pytest.raises(DataError, match=r"small\.idx has tokens of uint16"):
+        merge([str(tmp_path / name) for name in (names[0], "small")], output_prefix="x")
+
+
+@pytest.mark.parametrize(
+    ("inputs", "error", "message"),
+    [
+        (["a", "a"], ConfigError, "a is named twice"),
+        (["a", "empty"], ConfigError, "has no data set"),
+        (["a", "merged"], ConfigError, "is an input and the output"),
+        (["a", "none"], DataError, r"none\.idx: cannot be read"),
+        (["a", "modes"], DataError, "has modes of sequences"),
+    ],
+)
+def test_merges_that_cannot_be_are_refused(
+    inputs: list[str], error: type[Exception], message: str, tmp_path: Path
+) -> None:
+    for name in ("a", "modes"):
+        write_case(tmp_path / name, WRITTEN["a_int32"])
+    with (tmp_path / "modes.idx").open("ab") as file:
+        file.write(bytes(len(IndexedDataset(tmp_path / "a"))))
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(error, match=message):
+        merge([str(tmp_path / name) for name in inputs], output_prefix=str(tmp_path / "merged"))
+    assert not [path for path in tmp_path.iterdir() if "merged" in path.name]
+
+
+def test_a_folder_is_merged_in_the_order_of_names_by_blocks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("megatron_lightning.data.merge._BLOCK", 2)
+    for name in ("b", "a"):
+        write_case(tmp_path / "parts" / name, WRITTEN["a_int32"])
+        with (tmp_path / "parts" / f"{name}.idx").open("ab") as file:
+            file.write(bytes([3] * len(IndexedDataset(tmp_path / "parts" / name))))
+    merge([str(tmp_path / "parts")], output_prefix=str(tmp_path / "out"))
+    merged, one = IndexedDataset(tmp_path / "out"), IndexedDataset(tmp_path / "parts" / "a")
+    assert [merged[i].tolist() for i in range(len(merged))] == 2 * [
+        one[i].tolist() for i in range(len(one))
+    ]
+    assert merged.modes is not None and merged.modes.tolist() == [3] * len(merged)
+    assert f"2 data sets, {2 * one.num_documents} documents" in capsys.readouterr().out
+    with pytest.raises(ConfigError, match="exists"):
+        merge([str(tmp_path / "parts")], output_prefix=str(tmp_path / "out"))
 
 
 def test_modes_of_multimodal_files_are_ignored(tmp_path: Path) -> None:

@@ -1,0 +1,111 @@
+"""``megatron-lightning data inspect``: sizes, ids and lengths of indexed data sets."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron_lightning.data.indexed import IndexedDataset
+from megatron_lightning.data.show import NOTE, histogram, new_console
+from megatron_lightning.errors import DataError
+
+_BLOCK = 1 << 24  # tokens
+_MOST_SHOWN = 0.99  # of the documents, by length
+
+
+def inspect(prefixes: list[str], *, vocab_size: int | None = None) -> None:
+    """Check indexed data sets and print documents, tokens, ids and lengths.
+
+    All tokens are read: ids outside of the vocabulary and damaged indices are named.
+
+    Args:
+        prefixes: Prefixes of data sets (PREFIX.bin and PREFIX.idx).
+        vocab_size: Number of ids of the tokenizer. Default: ids are not checked.
+
+    Raises:
+        DataError: If a data set is missing or damaged, or an id is outside of the vocabulary.
+    """
+    console = new_console()
+    for prefix in prefixes:
+        indexed = IndexedDataset(prefix)
+        check_index(indexed)
+        console.rule(prefix, align="left")
+        smallest, largest = id_range(indexed)
+        if vocab_size is not None and not 0 <= smallest <= largest < vocab_size:
+            raise DataError(
+                f"{prefix}.bin: has ids {smallest} to {largest}, and vocab_size={vocab_size}: the "
+                "data were made with another tokenizer. Set vocab_size to that one's."
+            )
+        console.print(_summary(indexed, smallest, largest))
+        console.print(length_picture(indexed))
+
+
+def length_picture(indexed: IndexedDataset) -> Any:
+    """Return the number of documents of each length, as bars. The longest hundredth is counted."""
+    lengths = document_lengths(indexed)
+    shown = max(1, int(np.quantile(lengths, _MOST_SHOWN))) if len(lengths) else 1
+    return histogram(lengths, shown)
+
+
+def _summary(indexed: IndexedDataset, smallest: int, largest: int) -> Any:
+    from rich.text import Text
+
+    mebibytes = indexed.num_tokens * indexed.dtype.itemsize / 2**20
+    kinds = "" if indexed.modes is None else ", with modes (multimodal data)"
+    return Text(
+        f"{indexed.num_documents:,} documents of {len(indexed):,} sequences{kinds}\n"
+        f"{indexed.num_tokens:,} tokens of {indexed.dtype.name} ({mebibytes:,.1f} MiB), ids "
+        f"{smallest:,} to {largest:,}",
+        style=NOTE,
+    )
+
+
+def document_lengths(indexed: IndexedDataset) -> npt.NDArray[np.int64]:
+    """Return the tokens of each document."""
+    if not indexed.num_documents:
+        return np.zeros(0, np.int64)
+    ends = np.concatenate([[0], np.cumsum(indexed.sequence_lengths, dtype=np.int64)])
+    return np.diff(ends[indexed.document_indices])
+
+
+def id_range(indexed: IndexedDataset) -> tuple[int, int]:
+    """Return the smallest and the largest token id, 0 and 0 without tokens."""
+    tokens, smallest, largest = indexed.all_tokens(), None, None
+    for begin in range(0, len(tokens), _BLOCK):
+        block = tokens[begin : begin + _BLOCK]
+        low, high = int(block.min()), int(block.max())
+        smallest = low if smallest is None else min(smallest, low)
+        largest = high if largest is None else max(largest, high)
+    return smallest or 0, largest or 0
+
+
+def check_index(indexed: IndexedDataset) -> None:
+    """Check every length, offset and boundary of an index.
+
+    Raises:
+        DataError: Naming the first that is damaged.
+    """
+    lengths, pointers = indexed.sequence_lengths, indexed.sequence_pointers
+    negative = np.flatnonzero(lengths < 0)
+    if len(negative):
+        raise _damaged(indexed, f"sequence {negative[0]} has {lengths[negative[0]]} tokens")
+    ends = pointers + lengths.astype(np.int64) * indexed.dtype.itemsize
+    size = len(indexed.all_tokens()) * indexed.dtype.itemsize
+    outside = np.flatnonzero((pointers < 0) | (ends > size))
+    if len(outside):
+        at = outside[0]
+        raise _damaged(
+            indexed, f"sequence {at} lies at bytes {pointers[at]} to {ends[at]} of {size}"
+        )
+    backwards = np.flatnonzero(np.diff(indexed.document_indices) < 0)
+    if len(backwards):
+        raise _damaged(indexed, f"document {backwards[0]} ends before it begins")
+
+
+def _damaged(indexed: IndexedDataset, what: str) -> DataError:
+    return DataError(
+        f"{indexed.prefix}.idx: {what}: the file is damaged. Copy it again, or run preprocess "
+        "again."
+    )
