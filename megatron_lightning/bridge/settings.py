@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any, Protocol
+from typing import Any, Protocol, get_args
 
 from megatron_lightning.config import (
     LatentAttentionConfig,
@@ -20,6 +20,8 @@ from megatron_lightning.config import (
     RopeScaling,
     TransformerConfig,
 )
+from megatron_lightning.config.by_layer import unrotated_layers, windowed_layers
+from megatron_lightning.config.rope_scaling import RopeType
 
 Values = dict[str, Any]
 _ABSENT: Any = object()
@@ -218,30 +220,37 @@ class Dropouts(Row):
 
 @dataclass(frozen=True)
 class Window(Row):
-    """A single sliding window for all layers. Theirs counts the query's own position."""
+    """Sliding windows. Theirs count the query's own position."""
 
     switch: str | None = None
     """Key of the switch for the window. None: the window's own key is the switch."""
+    by_layer: bool = False
+    """Whether ``layer_types`` names the layers with a window."""
 
     def read(self, theirs: Settings) -> Values:
-        """Return the field. Windows on only a part of the layers are refused."""
-        size, kinds = theirs.get("sliding_window"), set(theirs.get("layer_types") or ())
+        """Return the fields. Layers of other types, and layers without a size, are refused."""
+        size, kinds = theirs.get("sliding_window"), list(theirs.get("layer_types") or ())
         if self.switch is not None:
             theirs.get("max_window_layers")
             size = size if theirs.get(self.switch) else None
-        is_windowed = "sliding_attention" in kinds if kinds else bool(size)
-        if not is_windowed:
-            return {"window_size": None}
-        if not size or kinds - {"sliding_attention"}:
+        windowed = [kind == "sliding_attention" for kind in kinds] or [bool(size)]
+        if set(kinds) - {"sliding_attention", "full_attention"} or (any(windowed) and not size):
             raise UnsupportedSettingError({"layer_types": theirs["layer_types"]})
-        return {"window_size": (size - 1, 0)}
+        if not any(windowed):
+            return {"window_size": None}
+        flags = {} if all(windowed) else {"window_attn_skip_freq": tuple(map(int, windowed))}
+        return {"window_size": (int(size or 0) - 1, 0), **flags}
 
     def write(self, ours: Values) -> Values:
         """Return the keys."""
-        window = ours["window_size"]
+        window, frequency = ours["window_size"], ours["window_attn_skip_freq"]
         keys: Values = {"sliding_window": None if window is None else window[0] + 1}
         if self.switch is not None:
             keys |= {self.switch: window is not None, "max_window_layers": 0}
+        if self.by_layer:
+            windowed = frequency or (int(window is not None),) * ours["num_layers"]
+            names = ("full_attention", "sliding_attention")
+            keys["layer_types"] = [names[entry] for entry in windowed]
         return keys
 
 
@@ -249,14 +258,26 @@ class Window(Row):
 class Rope(Row):
     """Base and scaling of rotary frequencies (``rope_parameters`` of transformers 5)."""
 
+    by_window: bool = False
+    """Whether layers with a window have a separate base."""
     partial: bool = False
     """Whether the family rotates a part of a head."""
     original: str | None = None
     """Key of the longest sequence of the pretraining, if the family has a separate key."""
 
     def read(self, theirs: Settings) -> Values:
-        """Return the fields. Rules of scaling other than Llama 3's and YaRN are refused."""
+        """Return the fields. Rules of scaling other than ``RopeScaling``'s are refused."""
         rope = dict(theirs.get("rope_parameters") or {})
+        if self.by_window:
+            local = rope["sliding_attention"]
+            if local.get("rope_type", "default") != "default":
+                raise UnsupportedSettingError({"rope_parameters.sliding_attention": local})
+            base = {"window_rotary_base": float(local["rope_theta"])}
+            is_used = "sliding_attention" in (theirs.get("layer_types") or ())
+            return self._read(rope["full_attention"], theirs) | (base if is_used else {})
+        return self._read(rope, theirs)
+
+    def _read(self, rope: Values, theirs: Settings) -> Values:
         if self.original is not None:
             theirs.get(self.original)
         ours: Values = {"rotary_base": float(rope["rope_theta"])}
@@ -265,9 +286,11 @@ class Rope(Row):
         kind = rope.get("rope_type", "default")
         if kind == "default":
             return ours
-        if kind not in ("llama3", "yarn"):
+        if kind not in get_args(RopeType):
             raise UnsupportedSettingError({"rope_parameters.rope_type": kind})
         ours |= {"rope_scaling.rope_type": kind, "rope_scaling.factor": float(rope["factor"])}
+        if kind == "linear":
+            return ours
         names = ["original_max_position_embeddings"]
         names += ["low_freq_factor", "high_freq_factor"] if kind == "llama3" else []
         ours |= {f"rope_scaling.{name}": rope[name] for name in names}
@@ -285,12 +308,17 @@ class Rope(Row):
                 if name.startswith("rope_scaling.")
             }
             kind = scaling["rope_type"]
-            names = ["rope_type", "factor", "original_max_position_embeddings"]
+            names = ["rope_type", "factor"]
+            names += [] if kind == "linear" else ["original_max_position_embeddings"]
             names += ["low_freq_factor", "high_freq_factor"] if kind == "llama3" else []
             rope |= {name: scaling[name] for name in names}
             rope |= _yarn_theirs(scaling) if kind == "yarn" else {}
         length = rope.get("original_max_position_embeddings")
         key = {} if self.original is None or length is None else {self.original: length}
+        if self.by_window:
+            base = ours["window_rotary_base"] or ours["rotary_base"]
+            local = {"rope_theta": base, "rope_type": "default"}
+            rope = {"full_attention": rope, "sliding_attention": local}
         return {"rope_parameters": rope, **key}
 
 
@@ -343,6 +371,13 @@ def flat(config: TransformerConfig) -> Values:
     if config.mla is None:
         values["kv_channels"] = config.head_dim
         values["softmax_scale"] = config.softmax_scale or config.head_dim**-0.5
+    windowed, unrotated = windowed_layers(config), unrotated_layers(config)
+    values["window_size"] = config.window_size if any(windowed) else None
+    is_mixed = len(set(windowed)) > 1
+    values["window_attn_skip_freq"] = tuple(map(int, windowed)) if is_mixed else None
+    values["no_rope_freq"] = tuple(map(int, unrotated)) if any(unrotated) else None
+    if config.rope_scaling is None and config.window_rotary_base == config.rotary_base:
+        values["window_rotary_base"] = None
     kinds = config.layer_kinds
     if set(kinds) <= {"dense", "expert"}:
         values["layer_pattern"] = None

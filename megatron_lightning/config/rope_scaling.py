@@ -1,8 +1,9 @@
 """Rotary frequencies for sequences longer than in the pretraining, by Llama 3's rule
-(https://arxiv.org/abs/2407.21783) or YaRN (https://arxiv.org/abs/2309.00071).
+(https://arxiv.org/abs/2407.21783), by YaRN (https://arxiv.org/abs/2309.00071), or all divided by a
+factor (https://arxiv.org/abs/2306.15595).
 
-Both rules look at the turns of a channel over the original length: below a lower bound the
-channel's frequency is divided by ``factor``, above an upper bound kept, and in between
+Llama 3's rule and YaRN look at the turns of a channel over the original length: below a lower bound
+the channel's frequency is divided by ``factor``, above an upper bound kept, and in between
 interpolated.
 """
 
@@ -15,7 +16,7 @@ from typing import Literal, get_args
 from megatron_lightning.config.value_checks import check_choice, check_counts
 from megatron_lightning.errors import ConfigError
 
-RopeType = Literal["llama3", "yarn"]
+RopeType = Literal["llama3", "yarn", "linear"]
 
 # The two bounds, lower first, and all other fields of this type alone.
 _FIELDS: Mapping[str, tuple[str, ...]] = {
@@ -28,15 +29,17 @@ _FIELDS: Mapping[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class RopeScaling:
-    """Rotary frequencies for longer sequences, by Llama 3's rule or YaRN."""
+    """Rotary frequencies for longer sequences, by Llama 3's rule, by YaRN, or all divided."""
 
     rope_type: RopeType
-    """Rule: llama3 interpolates over the turns, yarn over the channels."""
+    """Rule: llama3 interpolates over the turns, yarn over the channels. linear divides all
+    frequencies (Megatron's seq_len_interpolation_factor)."""
     factor: float
-    """Divisor of the low frequencies, 1 or more. Megatron's default for llama3 is 8."""
-    original_max_position_embeddings: int
-    """Longest sequence of the pretraining in tokens. Megatron's default is 8192 for llama3 and 4096
-    for yarn."""
+    """Divisor of the low frequencies, for linear of all frequencies, 1 or more. Megatron's default
+    for llama3 is 8."""
+    original_max_position_embeddings: int | None = None
+    """llama3 and yarn: longest sequence of the pretraining in tokens. Megatron's default is 8192
+    for llama3 and 4096 for yarn."""
     low_freq_factor: float = 1.0
     """llama3: lower bound, in turns."""
     high_freq_factor: float = 4.0
@@ -56,7 +59,7 @@ class RopeScaling:
 
     def __post_init__(self) -> None:
         check_choice("rope_scaling.rope_type", self.rope_type, get_args(RopeType))
-        check_counts(self, "original_max_position_embeddings")
+        self._check_length()
         if not 1.0 <= self.factor < float("inf"):
             raise ConfigError(
                 f"rope_scaling.factor is {self.factor}; low frequencies are divided by it, so that "
@@ -70,6 +73,8 @@ class RopeScaling:
                         f"rope_scaling.{name}={getattr(self, name)} is an option of {other}, and "
                         f"rope_type is {self.rope_type}. Leave it out, or set rope_type to {other}."
                     )
+        if self.rope_type == "linear":
+            return
         lower, upper = _FIELDS[self.rope_type][:2]
         if not 0.0 < getattr(self, lower) < getattr(self, upper) < float("inf"):
             raise ConfigError(
@@ -83,3 +88,23 @@ class RopeScaling:
                     f"rope_scaling.{name} is {getattr(self, name)}; attention would become flatter "
                     "with longer sequences. Set it to 0 or more."
                 )
+
+    @property
+    def original_length(self) -> int:
+        """Longest sequence of the pretraining, for rules that look at turns."""
+        return self.original_max_position_embeddings or 0
+
+    def _check_length(self) -> None:
+        length = self.original_max_position_embeddings
+        if self.rope_type != "linear" and length is None:
+            raise ConfigError(
+                f"rope_scaling.rope_type is {self.rope_type}, and original_max_position_embeddings "
+                "is not set; turns are counted over it. Set it to the longest sequence of the "
+                "pretraining."
+            )
+        if self.rope_type == "linear" and length is not None:
+            raise ConfigError(
+                f"rope_scaling.original_max_position_embeddings={length} with rope_type=linear: "
+                "all frequencies are divided by the factor. Leave it out."
+            )
+        check_counts(self, "original_max_position_embeddings")

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal, get_args
 
+from megatron_lightning.config.by_layer import check_rotary, check_windows, layer_config
 from megatron_lightning.config.latent_attention import LatentAttentionConfig
 from megatron_lightning.config.layer_kinds import check_pattern
 from megatron_lightning.config.moe import MoEConfig
@@ -76,6 +77,12 @@ class TransformerConfig:
     rope_scaling: RopeScaling | None = None
     """Rotary frequencies for longer sequences (Llama 3.1, YaRN). None: frequencies of
     rotary_base."""
+    window_rotary_base: float | None = None
+    """Base of the rotary frequencies in layers with a sliding window, without rope_scaling (Gemma
+    3). None: rotary_base and rope_scaling."""
+    no_rope_freq: int | Sequence[int] | None = None
+    """Layers without rotary positions (SmolLM 3): every n-th layer, or a list with 1 (no rotary
+    positions) or 0 for each layer. None: every layer has rotary positions."""
     activation: Activation = "swiglu"
     """Feed-forward activation. swiglu is gated: linear_fc1 holds gate and up, gate first. gelu_tanh
     is GPT-2's."""
@@ -98,6 +105,9 @@ class TransformerConfig:
     window_size: tuple[int, int] | None = None
     """Sliding window of attention: visible positions before a query's position, and visible
     positions after (must be 0). None: all positions before."""
+    window_attn_skip_freq: int | Sequence[int] | None = None
+    """Layers that see all positions in spite of window_size: every n-th layer, or a list with 1
+    (window) or 0 (all positions) for each layer. None: every layer has the window."""
     fp32_residual_connection: bool = False
     """Keep the residual stream, from the embedding to the last norm, in fp32 with weights in bf16
     or fp16."""
@@ -153,11 +163,6 @@ class TransformerConfig:
                 raise ConfigError(
                     f"{name} is {getattr(self, name)}; it cannot be below 0. Set it to 0 or more."
                 )
-        if not self.rotary_base > 0.0:
-            raise ConfigError(
-                f"rotary_base is {self.rotary_base}; rotary frequencies are its powers. Set it "
-                "above 0."
-            )
         for name in ("softmax_scale", *_FACTORS):
             value = getattr(self, name)
             if not (value is None and name == "softmax_scale") and not 0.0 < value < float("inf"):
@@ -180,9 +185,12 @@ class TransformerConfig:
         self._check_latent_attention()
         self._check_heads()
         self._check_head_norms()
-        self._check_window()
         self._restore("rope_scaling", RopeScaling)
-        self._check_rope_scaling()
+        for name in ("window_attn_skip_freq", "no_rope_freq"):
+            if isinstance(getattr(self, name), list):  # of YAML or a checkpoint
+                object.__setattr__(self, name, tuple(getattr(self, name)))
+        check_windows(self)
+        check_rotary(self)
         self._restore("moe", MoEConfig)
         self._check_layer_kinds()
 
@@ -254,36 +262,6 @@ class TransformerConfig:
                 raise ConfigError(
                     f"{name}={getattr(self, name)} with mla: {reason}. Leave {name} out."
                 )
-
-    def _check_rope_scaling(self) -> None:
-        if self.rope_scaling is None:
-            return
-        if self.position_embedding_type != "rope":
-            raise ConfigError(
-                f"rope_scaling is set, and position_embedding_type={self.position_embedding_type} "
-                "has no rotary frequencies. Leave it out, or set position_embedding_type to rope."
-            )
-        if self.rope_scaling.rope_type == "yarn" and self.rotary_base <= 1.0:
-            raise ConfigError(
-                f"rotary_base={self.rotary_base} with rope_scaling.rope_type=yarn: yarn looks for "
-                "the channel of a frequency, and frequencies do not fall from channel to channel. "
-                "Set rotary_base above 1."
-            )
-
-    def _check_window(self) -> None:
-        window = self.window_size
-        if window is None:
-            return
-        if len(window) != 2 or window[0] < 0 or window[1] != 0:
-            raise ConfigError(
-                f"window_size is {window}; a position sees itself and some before it. Set it to "
-                "(positions before, 0), or leave it unset."
-            )
-        if self.attention_dropout:
-            raise ConfigError(
-                f"window_size={window} and attention_dropout={self.attention_dropout} cannot be "
-                "combined. Set attention_dropout to 0."
-            )
 
     def _check_head_norms(self) -> None:
         if self.qk_layernorm_per_head:
@@ -369,6 +347,13 @@ class TransformerConfig:
         if self.moe is not None:
             return self.moe.layer_kinds(self.num_layers)
         return ("dense",) * self.num_layers
+
+    def of_layer(self, index: int) -> TransformerConfig:
+        """Return the configuration of a layer, with the layer's window and rotary positions.
+
+        Layers of multi-token prediction count as the last layer.
+        """
+        return layer_config(self, min(index, self.num_layers - 1))
 
     @property
     def num_predicting_layers(self) -> int:

@@ -34,18 +34,25 @@ class CoreAttention(nn.Module):
         dropout: Dropout probability of the attention weights.
         in_fp32: Compute scores, softmax and context in fp32, under autocast as well.
         backend: Torch's kernels to use. "auto": torch chooses.
+        window: Number of earlier positions visible to a query. None: as in the sequence.
     """
 
     engine: Engine | None = None
     """Computes attention over the sequences accepted by :meth:`Engine.takes`."""
 
     def __init__(
-        self, dropout: float, *, in_fp32: bool = False, backend: AttentionBackend = "auto"
+        self,
+        dropout: float,
+        *,
+        in_fp32: bool = False,
+        backend: AttentionBackend = "auto",
+        window: int | None = None,
     ) -> None:
         super().__init__()
         self.dropout = Dropout(dropout)
         self.in_fp32 = in_fp32
         self.backend = backend
+        self.window = window
         self.exchange: ContextBackend | None = None
         """Attention over the ranks that share a sequence. None: every rank has full sequences."""
         self.cp_comm_type: str | None = None
@@ -78,6 +85,8 @@ class CoreAttention(nn.Module):
             ConfigError: If the backend cannot compute the attention.
         """
         sequence = sequence or SequenceInfo()
+        if self.window is not None:
+            sequence = sequence.with_window(self.window)
         scale = q.shape[3] ** -0.5 if scale is None else scale
         if sequence.cache is not None:
             return self._attend_cached(q, k, v, sequence, sequence.cache, scale)
@@ -189,6 +198,16 @@ def _with_equal_heads(*tensors: Tensor) -> list[Tensor]:
     return [x if x.shape[-1] == size else F.pad(x, (0, size - x.shape[-1])) for x in tensors]
 
 
+def build_core(config: TransformerConfig) -> CoreAttention:
+    """Return the attention of a layer's heads."""
+    return CoreAttention(
+        config.attention_dropout,
+        in_fp32=config.attention_softmax_in_fp32,
+        backend=config.attention_backend,
+        window=None if config.window_size is None else config.window_size[0],
+    )
+
+
 class SelfAttention(nn.Module):
     """Projection to queries, keys and values, attention, projection back.
 
@@ -215,11 +234,7 @@ class SelfAttention(nn.Module):
         self.k_layernorm = build_norm(config, k_size) if k_size else None
         self.norms_heads_alone = config.qk_layernorm_per_head
         self.rotary = rotary
-        self.core_attention = CoreAttention(
-            config.attention_dropout,
-            in_fp32=config.attention_softmax_in_fp32,
-            backend=config.attention_backend,
-        )
+        self.core_attention = build_core(config)
         projected = config.num_attention_heads * config.head_dim
         self.linear_proj = nn.Linear(projected, config.hidden_size, bias=config.add_bias_linear)
 

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_lightning.config import LatentAttentionConfig, TransformerConfig
-from megatron_lightning.layers.attention import CoreAttention
+from megatron_lightning.layers.attention import build_core
 from megatron_lightning.layers.gemm import by_heads
 from megatron_lightning.layers.norm import build_norm
 from megatron_lightning.layers.rotary import RotaryEmbedding, apply_rotary, score_factor
@@ -63,11 +63,7 @@ class LatentAttention(nn.Module):
         """Point of entry of the shared key into the heads of a rank."""
         self.rotary = rotary
         self.scale = mla.q_head_dim**-0.5 * score_factor(config.rope_scaling)
-        self.core_attention = CoreAttention(
-            config.attention_dropout,
-            in_fp32=config.attention_softmax_in_fp32,
-            backend=config.attention_backend,
-        )
+        self.core_attention = build_core(config)
         self.linear_proj = nn.Linear(n * mla.v_head_dim, h, bias=False)
 
     def forward(self, hidden: Tensor, sequence: SequenceInfo | None = None) -> Tensor:

@@ -1,6 +1,7 @@
 """Rotary position embedding (https://arxiv.org/abs/2104.09864), of the two halves of a head or of
 neighboring channels, with frequencies scaled for longer sequences as in Llama 3
-(https://arxiv.org/abs/2407.21783) or by YaRN (https://arxiv.org/abs/2309.00071, section 3).
+(https://arxiv.org/abs/2407.21783), by YaRN (https://arxiv.org/abs/2309.00071, section 3), or all by
+a factor (https://arxiv.org/abs/2306.15595).
 
 Shapes: ``s`` sequence, ``b`` batch, ``r`` rotated channels of a head (``rotary_dim``).
 """
@@ -27,6 +28,8 @@ def inverse_frequencies(
     frequencies = 1.0 / base**exponents
     if scaling is None:
         return frequencies
+    if scaling.rope_type == "linear":
+        return frequencies / scaling.factor
     if scaling.rope_type == "llama3":
         kept = _kept_by_turns(frequencies, scaling)
     else:
@@ -38,7 +41,7 @@ def _kept_by_turns(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
     """Return Llama 3's weights [r/2] of the original frequencies: linear in their turns over the
     original length.
     """
-    turns = scaling.original_max_position_embeddings * frequencies / (2.0 * math.pi)
+    turns = scaling.original_length * frequencies / (2.0 * math.pi)
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
     return ((turns - low) / (high - low)).clamp(0.0, 1.0)
 
@@ -51,7 +54,7 @@ def _kept_by_channel(
     """
 
     def channel(turns: float) -> float:
-        wavelength = scaling.original_max_position_embeddings / turns
+        wavelength = scaling.original_length / turns
         return rotary_dim * math.log(wavelength / (2.0 * math.pi)) / (2.0 * math.log(base))
 
     first, last = channel(scaling.beta_fast), channel(scaling.beta_slow)

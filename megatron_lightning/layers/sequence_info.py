@@ -38,6 +38,10 @@ class SequenceInfo:
                 "True, or window to None."
             )
 
+    def with_window(self, window: int) -> SequenceInfo:
+        """Return the sequences with a window."""
+        return SequenceInfo(self.position_ids, self.causal, window, self.documents, self.cache)
+
     @property
     def is_plain(self) -> bool:
         """Whether torch's attention supports the visibility: all positions, or only earlier

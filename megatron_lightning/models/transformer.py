@@ -149,14 +149,26 @@ def build_layer(config: TransformerConfig, rotary: RotaryEmbedding | None, kind:
     return entry_of(kind, LAYERS, "build")(config, rotary)
 
 
+def build_layers(config: TransformerConfig) -> list[nn.Module]:
+    """Return the layers of the model. Layers with equal frequencies share the rotary positions."""
+    rotary = dict[tuple[object, ...], RotaryEmbedding | None]()
+    layers = []
+    for index, kind in enumerate(config.layer_kinds):
+        own = config.of_layer(index)
+        key = (own.position_embedding_type, own.rotary_base, own.rope_scaling)
+        if key not in rotary:
+            rotary[key] = build_rotary(own)
+        layers.append(build_layer(own, rotary[key], kind))
+    return layers
+
+
 class TransformerBlock(nn.Module):
     """The layers, keyed by their number in the full model, and the final norm."""
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
-        rotary = build_rotary(config)
         self.layers = nn.ModuleDict(
-            {str(i): build_layer(config, rotary, k) for i, k in enumerate(config.layer_kinds)}
+            {str(index): layer for index, layer in enumerate(build_layers(config))}
         )
         self.final_layernorm = build_norm(config, config.hidden_size)
         self.layers_at_once = 1
@@ -184,10 +196,11 @@ class TransformerBlock(nn.Module):
 
 def build_multi_token_prediction(config: TransformerConfig) -> MultiTokenPrediction | None:
     """Return the config's multi-token prediction before its embeddings are shared, or None."""
-    rotary, kind = build_rotary(config), config.layer_kinds[-1]
+    own, kind = config.of_layer(config.num_layers - 1), config.layer_kinds[-1]
+    rotary = build_rotary(own)
     layers = [
         MultiTokenPredictionLayer(
-            config, LanguageModelEmbedding(config), build_layer(config, rotary, kind)
+            config, LanguageModelEmbedding(config), build_layer(own, rotary, kind)
         )
         for _ in range(config.num_predicting_layers)
     ]
@@ -264,13 +277,7 @@ class GPTModel(nn.Module):
         hidden: Tensor = self.embedding(tokens, position_ids)
         if self.config.fp32_residual_connection:
             hidden = hidden.float()
-        window = self.config.window_size
-        sequence = SequenceInfo(
-            position_ids,
-            window=None if window is None else window[0],
-            documents=documents,
-            cache=cache,
-        )
+        sequence = SequenceInfo(position_ids, documents=documents, cache=cache)
         hidden = self.decoder(hidden, sequence)
         if cache is not None:
             return self._kept_output(hidden, tokens.shape[1], cache.kept)
@@ -329,6 +336,7 @@ class GPTModel(nn.Module):
         """
         for layer in () if self.mtp is None else self.mtp.layers.values():
             hidden = layer(hidden, kept)  # a pipeline unit that returns the input
+        hidden = self._scaled(hidden)
         if len(hidden) == length:
             logits = self._full(self.output_layer(hidden[kept]))
         else:

@@ -25,6 +25,7 @@ from megatron_lightning.planning import layers
 from megatron_lightning.planning.attention_memory import attention as attention_tape
 from megatron_lightning.planning.layers import Sizes
 from megatron_lightning.planning.parameters import (
+    config_of,
     kind_of,
     layer_of,
     predicting_layer_of,
@@ -200,6 +201,7 @@ def _layer(sizes: Sizes, unit: str, stream: str, path: str | None = None) -> lis
     The layer is a unit or is inside a unit at ``path``.
     """
     kind = kind_of(sizes.config, unit) or "dense"
+    sizes = replace(sizes, config=config_of(sizes.config, unit))
     operations = entry_of(kind, LEDGERS, "ledger")(sizes, path or unit, stream)
     # The gradient of the residual stream waits beside each operation.
     return [

@@ -24,7 +24,7 @@ from megatron_lightning.models.blueprint import (
     unit_names,
     unit_weights,
 )
-from megatron_lightning.planning.parameters import kind_of, predicting_layer_of
+from megatron_lightning.planning.parameters import config_of, kind_of, predicting_layer_of
 
 OPERATIONS_PER_WEIGHT = 6
 """Operations of a multiply-add of forward: 2, and twice as many in backward."""
@@ -86,7 +86,8 @@ def multiply_adds(config: TransformerConfig, unit: str, lengths: Sequence[int]) 
     per_token = _active_size(config, weights) + _counted_norms(config, unit)
     if not has_attention(weights):
         return float(tokens * per_token)
-    pairs = sum(visible_pairs(length, config.window_size) for length in lengths)
+    window = config_of(config, unit).window_size
+    pairs = sum(visible_pairs(length, window) for length in lengths)
     return tokens * per_token + pairs * pair_channels(config)
 
 

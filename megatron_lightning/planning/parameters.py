@@ -87,6 +87,12 @@ def kind_of(config: TransformerConfig, unit: str) -> str | None:
     return None if predicting is None else config.predicting_kinds[predicting]
 
 
+def config_of(config: TransformerConfig, unit: str) -> TransformerConfig:
+    """Return the configuration of a unit's layer, with the layer's window and positions."""
+    layer = layer_of(unit)
+    return config.of_layer(config.num_layers if layer is None else layer)
+
+
 def count_unit(config: TransformerConfig, layout: ParallelLayout, unit: str) -> ParameterCount:
     """Return the parameters of a unit on tensor-parallel rank 0, the fullest rank, without copies
     of the embedding.

@@ -41,7 +41,8 @@ LATENT = LatentAttentionConfig(
 )
 CONFIGS = {
     "grouped": TransformerConfig(**SIZES),
-    "window": TransformerConfig(**SIZES, window_size=(8, 0)),
+    "window": TransformerConfig(**SIZES, window_size=(8, 0), window_attn_skip_freq=3),
+    "scaled": TransformerConfig(**SIZES, logits_scaling=0.7),
     "sliding": TransformerConfig(**{**SIZES, "max_sequence_length": 30}),
     "experts": TransformerConfig(
         **SIZES,
@@ -285,9 +286,10 @@ def test_samples_of_a_prompt_share_its_keys(storage: Any, tmp_path: Path) -> Non
     assert steps == GREEDY.max_new_tokens + 1  # the others wait until the prompts are computed
 
 
-def test_log_probabilities_are_those_of_the_training_forward(engine: Engine) -> None:
+@pytest.mark.parametrize("name", ["grouped", "scaled"])
+def test_log_probabilities_are_those_of_the_training_forward(name: str, tmp_path: Path) -> None:
     """fp32, sums of 67 exponentials and of a few hundred products: 1e-5."""
-    model = model_of(CONFIGS["grouped"])
+    model, engine = model_of(CONFIGS[name]), Engine.load(save_plain(tmp_path / name, CONFIGS[name]))
     found = engine.generate(PROMPTS, DRAWN)
     scores = engine.score(PROMPTS, [one.tokens for (one,) in found])
     for prompt, (one,), score in zip(PROMPTS, found, scores, strict=True):

@@ -52,7 +52,7 @@ FOLDERS: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral": ("Mistral", {"head_dim": 12, "sliding_window": 5, "rope_parameters": _ROPE}),
     "qwen2": ("Qwen2", _TIED | {"rope_parameters": _ROPE}),
     "qwen2-window": ("Qwen2", {
-        "use_sliding_window": True, "sliding_window": 5, "max_window_layers": 0,
+        "use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1,
         "rope_parameters": _ROPE,
     }),
     "qwen3": ("Qwen3", {"head_dim": 12, "rope_parameters": _ROPE}),

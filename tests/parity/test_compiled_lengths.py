@@ -50,7 +50,12 @@ def _train(model: dict[str, Any], *, documents: bool, compiled: bool) -> Any:
     [
         pytest.param({"window_size": (3, 0)}, True, id="window, documents"),
         pytest.param({}, False, id="plain", marks=pytest.mark.slow),
-        pytest.param({"window_size": (3, 0)}, False, id="window", marks=pytest.mark.slow),
+        pytest.param(
+            {"window_size": (3, 0), "window_attn_skip_freq": 2},
+            False,
+            id="window",
+            marks=pytest.mark.slow,
+        ),
         pytest.param({"attention_backend": "math"}, False, id="math", marks=pytest.mark.slow),
     ],
 )
@@ -60,4 +65,5 @@ def test_sizes_become_symbols_with_the_second_length(
     expected = _train(model, documents=documents, compiled=False)[0]
     losses, num_graphs, breaks = _train(model, documents=documents, compiled=True)
     assert losses == pytest.approx(expected, rel=1e-6)
-    assert num_graphs == 2 and not breaks
+    num_forms = 2 if "window_attn_skip_freq" in model else 1  # of layers
+    assert num_graphs == 2 * num_forms and not breaks

@@ -68,9 +68,12 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 MODELS: dict[str, dict[str, Any]] = {
     "mha": {},
     "gqa": {"num_query_groups": 2},
-    "window": {"window_size": (5, 0)},
+    "window": {
+        "window_size": (5, 0), "window_attn_skip_freq": 2, "window_rotary_base": 300.0,
+        "no_rope_freq": [0, 0, 0, 1],
+    },
     "learned": {"position_embedding_type": "learned_absolute"},
-}
+}  # fmt: skip
 SPREAD = {
     "mha": ["cp2", "cp2-pp2", "cp4-mixed"],
     "gqa": [

@@ -129,6 +129,8 @@ def _other(field: str, said: dict[str, Any]) -> Any:
         return value * 1.5 + 0.5
     if field == "moe.layer_freq":
         return (1 - value[0], *value[1:])
+    if field == "window_attn_skip_freq":
+        return value[::-1]
     if isinstance(value, tuple):
         return (value[0] + 1, *value[1:])
     assert value is None
@@ -270,11 +272,11 @@ def _copy(folders: dict[str, Path], name: str, parent: Path, **settings: Any) ->
         ("llama", {"hidden_act": "gelu"}, "sets hidden_act='gelu'"),
         (
             "mistral",
-            {"rope_parameters": {"rope_type": "linear", "rope_theta": 1.0, "factor": 2.0}},
-            "rope_parameters.rope_type='linear'",
+            {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1.0, "factor": 2.0}},
+            "rope_parameters.rope_type='dynamic'",
         ),
         (
-            "qwen2-window", {"layer_types": ["full_attention", "sliding_attention"]},
+            "qwen2-window", {"layer_types": ["full_attention", "chunked_attention"]},
             "layer_types=",
         ),
         ("llama", {"quantization_config": {"quant_method": "gptq"}}, "quantized by 'gptq'"),

@@ -74,7 +74,7 @@ def test_wrong_values_name_value_and_fix(changes: dict[str, Any], message: str) 
 @pytest.mark.parametrize(
     ("scaling", "changes", "message"),
     [
-        (LLAMA3, {"rope_type": "linear"}, "rope_scaling.rope_type is 'linear'.*llama3, yarn"),
+        (LLAMA3, {"rope_type": "dynamic"}, "rope_scaling.rope_type is 'dynamic'.*llama3, yarn"),
         (
             LLAMA3,
             {"original_max_position_embeddings": 0},

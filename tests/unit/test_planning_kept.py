@@ -26,6 +26,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "qk_layernorm": True, "position_embedding_type": "learned_absolute",
     },
     "windows": {"window_size": (8, 0)},
+    "windows of other layers": {"window_size": (8, 0), "window_attn_skip_freq": 2},
     "multipliers": {"residual_multiplier": 0.4, "softmax_scale": 0.2},
     "norms behind": {"norm_placement": "post"},
     "norms before and behind": {"norm_placement": "sandwich"},

@@ -10,7 +10,7 @@ HEAD_NORMS = table(
         for x in "qk"
     }
 )
-WINDOW = Window(switch="use_sliding_window")
+WINDOW = Window(switch="use_sliding_window", by_layer=True)
 
 
 class Qwen2(Family):

@@ -5,7 +5,7 @@ from megatron_lightning.bridge.families.llama import OURS, SETTINGS, THEIRS, WEI
 from megatron_lightning.bridge.families.qwen import HEAD_NORMS, WINDOW
 from megatron_lightning.bridge.moves import Experts, Stacked
 from megatron_lightning.bridge.rules import Family, table
-from megatron_lightning.bridge.settings import Choice, Constant, Rope, Same
+from megatron_lightning.bridge.settings import Choice, Constant, Rope, Same, Window
 
 HEAD_DIM = Same("kv_channels", "head_dim")
 TOPK = (
@@ -30,8 +30,8 @@ class Qwen3Moe(Family):
 
     architecture = "Qwen3MoeForCausalLM"
     settings = (
-        *SETTINGS, Rope(), WINDOW, HEAD_DIM, Constant("qk_layernorm", True), *TOPK, WIDTH,
-        Same("moe.num_experts", "num_local_experts"), SparseSteps(),
+        *SETTINGS, Rope(), Window(switch="use_sliding_window"), HEAD_DIM, *TOPK, WIDTH,
+        Constant("qk_layernorm", True), Same("moe.num_experts", "num_local_experts"), SparseSteps(),
     )  # fmt: skip
     weights = table(WEIGHTS, HEAD_NORMS, EXPERTS)
 

@@ -1,0 +1,137 @@
+"""Windows and rotary positions of single layers. No torch here.
+
+``window_size`` and ``rotary_base`` are options of the model. ``window_attn_skip_freq`` and
+``no_rope_freq`` name the layers, by Megatron-Core's rules: a number n means every n-th layer,
+counted from 1, and a list has an entry for each layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from megatron_lightning.config.value_checks import is_count
+from megatron_lightning.errors import ConfigError
+
+if TYPE_CHECKING:
+    from megatron_lightning.config.transformer import TransformerConfig
+
+
+def layer_config(config: TransformerConfig, index: int) -> TransformerConfig:
+    """Return the configuration of layer ``index``. The fields that name layers are left out."""
+    has_window = config.window_size is None or windowed_layers(config)[index]
+    base, scaling, kind = config.rotary_base, config.rope_scaling, config.position_embedding_type
+    if config.window_rotary_base is not None and has_window:
+        base, scaling = config.window_rotary_base, None
+    if unrotated_layers(config)[index]:
+        kind, scaling = "none", None
+    window = config.window_size if has_window else None
+    if (window, base, scaling, kind) == (
+        config.window_size, config.rotary_base, config.rope_scaling, config.position_embedding_type
+    ):  # fmt: skip
+        return config
+    return replace(
+        config, window_size=window, window_attn_skip_freq=None, rotary_base=base,
+        window_rotary_base=None, rope_scaling=scaling, position_embedding_type=kind,
+        no_rope_freq=None,
+    )  # fmt: skip
+
+
+def windowed_layers(config: TransformerConfig) -> tuple[bool, ...]:
+    """Return whether each layer has a sliding window."""
+    frequency, layers = config.window_attn_skip_freq, range(1, config.num_layers + 1)
+    if config.window_size is None or frequency is None:
+        return (config.window_size is not None,) * config.num_layers
+    if isinstance(frequency, int):
+        return tuple(number % frequency != 0 for number in layers)
+    return tuple(bool(entry) for entry in frequency)
+
+
+def unrotated_layers(config: TransformerConfig) -> tuple[bool, ...]:
+    """Return whether each layer is without the rotary positions of the other layers."""
+    frequency = config.no_rope_freq
+    if frequency is None:
+        return (False,) * config.num_layers
+    if isinstance(frequency, int):
+        return tuple(number % frequency == 0 for number in range(1, config.num_layers + 1))
+    return tuple(bool(entry) for entry in frequency)
+
+
+def check_windows(config: TransformerConfig) -> None:
+    """Check the window and the layers with a window.
+
+    Raises:
+        ConfigError: If a value is wrong, or dropout is combined with a window.
+    """
+    window = config.window_size
+    if window is None:
+        if config.window_attn_skip_freq is not None:
+            raise ConfigError(
+                f"window_attn_skip_freq is {config.window_attn_skip_freq}, and window_size is not "
+                "set, so no layer has a window. Set window_size, or leave it out."
+            )
+        return
+    if len(window) != 2 or window[0] < 0 or window[1] != 0:
+        raise ConfigError(
+            f"window_size is {window}; a position sees itself and some before it. Set it to "
+            "(positions before, 0), or leave it unset."
+        )
+    if config.attention_dropout:
+        raise ConfigError(
+            f"window_size={window} and attention_dropout={config.attention_dropout} cannot be "
+            "combined. Set attention_dropout to 0."
+        )
+    _check_layers(config, "window_attn_skip_freq", "(window) or 0 (all positions)")
+
+
+def _check_layers(config: TransformerConfig, name: str, meaning: str) -> None:
+    frequency: int | Sequence[int] | None = getattr(config, name)
+    if frequency is None or is_count(frequency):
+        return
+    entries = list(frequency) if isinstance(frequency, Sequence) else []
+    known = all(type(entry) is int and entry in (0, 1) for entry in entries)
+    if not known or len(entries) != config.num_layers:
+        raise ConfigError(
+            f"{name} is {frequency!r}, and num_layers is {config.num_layers}. Set it to a positive "
+            f"integer n, for every n-th layer, or to a list with 1 {meaning} for each layer."
+        )
+
+
+def check_rotary(config: TransformerConfig) -> None:
+    """Check the bases and the scaling of rotary frequencies, and the layers with such positions.
+
+    Raises:
+        ConfigError: If a value is wrong, or options contradict each other.
+    """
+    for name in ("rotary_base", "window_rotary_base"):
+        base = getattr(config, name)
+        if base is not None and not 0.0 < base < float("inf"):
+            raise ConfigError(
+                f"{name} is {base}; rotary frequencies are its powers. Set it above 0."
+            )
+    kind = config.position_embedding_type
+    for name in ("rope_scaling", "window_rotary_base", "no_rope_freq"):
+        if kind != "rope" and getattr(config, name) is not None:
+            raise ConfigError(
+                f"{name} is set, and position_embedding_type={kind} has no rotary frequencies. "
+                "Leave it out, or set position_embedding_type to rope."
+            )
+    if config.window_rotary_base is not None and config.window_size is None:
+        raise ConfigError(
+            f"window_rotary_base is {config.window_rotary_base}, and window_size is not set, so no "
+            "layer has a window. Set window_size, or leave it out."
+        )
+    if config.no_rope_freq is not None and config.mla is not None:
+        raise ConfigError(
+            f"no_rope_freq is {config.no_rope_freq}, and mla has channels for rotary positions "
+            "alone. Leave no_rope_freq out."
+        )
+    _check_layers(config, "no_rope_freq", "(no rotary positions) or 0")
+    scaling = config.rope_scaling
+    if scaling is not None and scaling.rope_type == "yarn" and config.rotary_base <= 1.0:
+        raise ConfigError(
+            f"rotary_base={config.rotary_base} with rope_scaling.rope_type=yarn: yarn looks for "
+            "the channel of a frequency, and frequencies do not fall from channel to channel. "
+            "Set rotary_base above 1."
+        )
