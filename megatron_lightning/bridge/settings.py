@@ -219,6 +219,19 @@ class Dropouts(Row):
 
 
 @dataclass(frozen=True)
+class RootOfWidth(Row):
+    """Word embeddings times the root of the hidden size."""
+
+    def read(self, theirs: Settings) -> Values:
+        """Return the field."""
+        return {"embedding_multiplier": float(theirs["hidden_size"]) ** 0.5}
+
+    def write(self, ours: Values) -> Values:
+        """Return no key: the class multiplies by no other number."""
+        return {}
+
+
+@dataclass(frozen=True)
 class Window(Row):
     """Sliding windows. Theirs count the query's own position."""
 

@@ -24,7 +24,9 @@ from megatron_lightning.errors import ConfigError
 Normalization = Literal["RMSNorm", "LayerNorm"]
 NormPlacement = Literal["pre", "post", "sandwich"]
 PositionEmbedding = Literal["rope", "learned_absolute", "none"]
-Activation = Literal["swiglu", "gelu", "gelu_tanh"]
+Activation = Literal[
+    "swiglu", "geglu", "geglu_tanh", "quick_geglu", "gelu", "gelu_tanh", "squared_relu"
+]
 AttentionBackend = Literal["auto", "flash", "cudnn", "efficient", "math"]
 
 _CHOICES: Mapping[str, tuple[str, ...]] = {
@@ -66,6 +68,8 @@ class TransformerConfig:
     norm_placement: NormPlacement = "pre"
     """Norms of attention and feed-forward: of their inputs, of their outputs before these join the
     residual stream (OLMo 2), or of both."""
+    layernorm_zero_centered_gamma: bool = False
+    """Whether norms multiply by 1 + weight, with weights around 0 (Gemma, Nemotron)."""
     layernorm_epsilon: float = 1e-5
     """Added to the variance in the norms."""
     position_embedding_type: PositionEmbedding = "rope"
@@ -84,8 +88,14 @@ class TransformerConfig:
     """Layers without rotary positions (SmolLM 3): every n-th layer, or a list with 1 (no rotary
     positions) or 0 for each layer. None: every layer has rotary positions."""
     activation: Activation = "swiglu"
-    """Feed-forward activation. swiglu is gated: linear_fc1 holds gate and up, gate first. gelu_tanh
-    is GPT-2's."""
+    """Feed-forward activation. swiglu, geglu, geglu_tanh (Gemma) and quick_geglu (gpt-oss) are
+    gated: linear_fc1 holds gate and up, gate first. gelu_tanh is GPT-2's, squared_relu
+    Nemotron's."""
+    activation_func_clamp_value: float | None = None
+    """Largest gate, and largest absolute value of up, in gated activations (gpt-oss: 7). None:
+    unlimited."""
+    glu_linear_offset: float = 0.0
+    """Added to up in gated activations (gpt-oss: 1)."""
     add_bias_linear: bool = False
     """Whether the linear layers (but not the output layer) have a bias."""
     add_qkv_bias: bool = False
@@ -189,6 +199,7 @@ class TransformerConfig:
         for name in ("window_attn_skip_freq", "no_rope_freq"):
             if isinstance(getattr(self, name), list):  # of YAML or a checkpoint
                 object.__setattr__(self, name, tuple(getattr(self, name)))
+        self._check_activation()
         check_windows(self)
         check_rotary(self)
         self._restore("moe", MoEConfig)
@@ -262,6 +273,19 @@ class TransformerConfig:
                 raise ConfigError(
                     f"{name}={getattr(self, name)} with mla: {reason}. Leave {name} out."
                 )
+
+    def _check_activation(self) -> None:
+        limit, offset = self.activation_func_clamp_value, self.glu_linear_offset
+        if limit is not None and not 0.0 < limit < float("inf"):
+            raise ConfigError(
+                f"activation_func_clamp_value is {limit}, and values are limited to its size. Set "
+                "it above 0, or leave it out."
+            )
+        if not self.gated and (limit is not None or offset):
+            raise ConfigError(
+                f"activation_func_clamp_value={limit} and glu_linear_offset={offset} are options "
+                f"of gated activations, and activation is {self.activation}. Leave them out."
+            )
 
     def _check_head_norms(self) -> None:
         if self.qk_layernorm_per_head:
@@ -381,7 +405,7 @@ class TransformerConfig:
     @property
     def gated(self) -> bool:
         """Whether linear_fc1 holds a gate and an up projection."""
-        return self.activation == "swiglu"
+        return self.activation in ("swiglu", "geglu", "geglu_tanh", "quick_geglu")
 
     @property
     def qkv_rows(self) -> int:

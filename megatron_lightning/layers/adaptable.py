@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from megatron_lightning.layers.change_class import change_class
 from megatron_lightning.layers.engine import Engine
 from megatron_lightning.layers.linear import AdaptableLinear
-from megatron_lightning.layers.norm import RMSNorm
+from megatron_lightning.layers.norm import LayerNorm, RMSNorm
 
 
 class AdaptableRMSNorm(nn.RMSNorm):
@@ -53,6 +53,10 @@ class AdaptableLayerNorm(nn.LayerNorm):
         return super().forward(input)
 
 
+class AdaptableModelLayerNorm(AdaptableLayerNorm, LayerNorm):
+    """The LayerNorm of our models, with a place for an engine."""
+
+
 REPLACEMENTS: Final = ("gemm", "engine", "hidden_weight")
 """Attributes that replace a computation."""
 _ADAPTABLE: Mapping[type[nn.Module], type[nn.Module]] = {
@@ -60,6 +64,7 @@ _ADAPTABLE: Mapping[type[nn.Module], type[nn.Module]] = {
     nn.RMSNorm: AdaptableRMSNorm,
     RMSNorm: AdaptableModelRMSNorm,
     nn.LayerNorm: AdaptableLayerNorm,
+    LayerNorm: AdaptableModelLayerNorm,
 }
 _PLAIN: Mapping[type[nn.Module], type[nn.Module]] = {
     adaptable: plain for plain, adaptable in _ADAPTABLE.items()

@@ -1,4 +1,4 @@
-"""The feed-forward layer: gated SwiGLU (https://arxiv.org/abs/2002.05202) or GELU."""
+"""The feed-forward layer: gated (https://arxiv.org/abs/2002.05202) or not."""
 
 from __future__ import annotations
 

@@ -18,32 +18,36 @@ from megatron_lightning.parallel.context import AxisGroup
 class _RMSNorm(torch.autograd.Function):
     """RMSNorm for CPUs. Torch's CPU version runs ten kernels and keeps two tensors.
 
-        y = x r w            r = (mean(x^2) + eps)^-1/2
+        y = x r w            r = (mean(x^2) + eps)^-1/2, and 1 + w in place of w if zero-centered
         dx = r (dy w - x r^2 mean(dy w x))          dw = sum(dy x r) over tokens
 
     Half precision is computed in fp32, as torch does.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, centered: bool) -> Tensor:
         wide = x.to(_wide(x))
         norm: Tensor = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
         scale = norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
         ctx.save_for_backward(x, weight, scale)
-        return (wide * scale).mul_(weight).to(x.dtype)
+        ctx.centered = centered
+        gain = weight.to(scale.dtype) + 1.0 if centered else weight
+        return (wide * scale).mul_(gain).to(x.dtype)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
         x, weight, scale = ctx.saved_tensors
         wide, grad, w = (tensor.to(scale.dtype) for tensor in (x, grad, weight))
+        if ctx.centered:
+            w = w + 1.0
         products = grad * wide
         means = (products @ w).unsqueeze(-1).mul_(scale).mul_(scale).div_(-x.shape[-1])
         grad_weight = None
         if ctx.needs_input_grad[1]:
             grad_weight = products.mul_(scale).reshape(-1, x.shape[-1]).sum(0).to(weight.dtype)
         grad_x = torch.mul(grad, w, out=products).addcmul_(wide, means).mul_(scale)
-        return grad_x.to(x.dtype), grad_weight, None
+        return grad_x.to(x.dtype), grad_weight, None, None
 
 
 def _wide(x: Tensor) -> torch.dtype:
@@ -55,19 +59,30 @@ class RMSNorm(nn.RMSNorm):
     CPU.
     """
 
+    zero_centered = False
+    """Whether the norm multiplies by 1 + weight."""
+
     def forward(self, x: Tensor) -> Tensor:
         """Normalize [..., size]."""
-        return rms_norm(x, self.weight, self.eps)
+        return rms_norm(x, self.weight, self.eps, zero_centered=self.zero_centered)
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float | None) -> Tensor:
+def rms_norm(
+    x: Tensor, weight: Tensor, eps: float | None, *, zero_centered: bool = False
+) -> Tensor:
     """Return RMSNorm of x [..., size]: torch's fused kernel on a GPU, a compiler-fused graph, or
     our function on a CPU.
+
+    With ``zero_centered`` the gain 1 + weight exists in fp32 alone: half precision would round the
+    weight away.
     """
     is_plain = type(x) is Tensor and eps is not None
     if x.device.type != "cpu" or not is_plain or torch.compiler.is_compiling():
+        if zero_centered:
+            gain = 1.0 + weight.to(_wide(x))
+            return F.rms_norm(x.to(gain.dtype), gain.shape, gain, eps).to(x.dtype)
         return F.rms_norm(x, weight.shape, weight, eps)
-    out: Tensor = _RMSNorm.apply(x, weight, eps)  # type: ignore[no-untyped-call]
+    out: Tensor = _RMSNorm.apply(x, weight, eps, zero_centered)  # type: ignore[no-untyped-call]
     return out
 
 
@@ -78,10 +93,27 @@ class MixedRMSNorm(RMSNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalize [..., size]."""
-        return rms_norm(x, self.weight.to(x.dtype), self.eps).to(self.weight.dtype)
+        weight, centered = self.weight.to(x.dtype), self.zero_centered
+        return rms_norm(x, weight, self.eps, zero_centered=centered).to(self.weight.dtype)
 
 
-class MixedLayerNorm(nn.LayerNorm):
+class LayerNorm(nn.LayerNorm):
+    """torch's LayerNorm (https://arxiv.org/abs/1607.06450), or with a gain of 1 + weight."""
+
+    zero_centered = False
+    """Whether the norm multiplies by 1 + weight."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Normalize [..., size]."""
+        if not self.zero_centered:
+            return super().forward(input)
+        wide = _wide(input)
+        gain, bias = 1.0 + self.weight.to(wide), self.bias.to(wide)
+        out = F.layer_norm(input.to(wide), self.normalized_shape, gain, bias, self.eps)
+        return out.to(input.dtype)
+
+
+class MixedLayerNorm(LayerNorm):
     """LayerNorm of an input more precise than the weight. Dtypes as in :class:`MixedRMSNorm`."""
 
     def forward(self, input: Tensor) -> Tensor:
@@ -89,6 +121,7 @@ class MixedLayerNorm(nn.LayerNorm):
         if input.dtype == self.weight.dtype:
             return super().forward(input)
         weight, bias = self.weight.to(input.dtype), self.bias.to(input.dtype)
+        weight = 1.0 + weight if self.zero_centered else weight
         return F.layer_norm(input, self.normalized_shape, weight, bias, self.eps).to(
             self.weight.dtype
         )
@@ -120,8 +153,9 @@ class HeadsRMSNorm(RMSNorm):
         mean = copy_to_axis(total, group) / group.size
         num_parts = self.weight.numel() // width
         first = group.rank * num_parts // group.size * width
-        weight = self.weight.narrow(0, first, width)
-        return (wide * (mean + (self.eps or 0.0)).rsqrt() * weight.to(wide.dtype)).to(x.dtype)
+        gain = self.weight.narrow(0, first, width).to(wide.dtype)
+        gain = gain + 1.0 if self.zero_centered else gain
+        return (wide * (mean + (self.eps or 0.0)).rsqrt() * gain).to(x.dtype)
 
 
 def build_norm(config: TransformerConfig, size: int) -> nn.Module:
@@ -129,7 +163,11 @@ def build_norm(config: TransformerConfig, size: int) -> nn.Module:
     rms, layer = (
         (MixedRMSNorm, MixedLayerNorm)
         if config.fp32_residual_connection
-        else (RMSNorm, nn.LayerNorm)
+        else (RMSNorm, LayerNorm if config.layernorm_zero_centered_gamma else nn.LayerNorm)
     )
     kind = rms if config.normalization == "RMSNorm" else layer
-    return kind(size, eps=config.layernorm_epsilon)
+    norm = kind(size, eps=config.layernorm_epsilon)
+    if config.layernorm_zero_centered_gamma and isinstance(norm, (RMSNorm, LayerNorm)):
+        norm.zero_centered = True
+        nn.init.zeros_(norm.weight)
+    return norm

@@ -31,7 +31,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron_lightning.config import RecomputeOptions
 from megatron_lightning.errors import ConfigError
-from megatron_lightning.layers.activation import SwiGLU
+from megatron_lightning.layers.activation import GatedUnit, SquaredReLU, SwiGLU
 from megatron_lightning.layers.dropped_outputs import drop_output
 from megatron_lightning.layers.offload import offloaded
 from megatron_lightning.layers.wrapped_methods import (
@@ -49,7 +49,9 @@ _ALIASES: Mapping[str, tuple[str, ...]] = {
     "core_attn": ("**.core_attention",),
     "layernorm": ("**.input_layernorm", "**.pre_mlp_layernorm"),
 }
-_CHEAP = (nn.LayerNorm, nn.RMSNorm, SwiGLU, nn.SiLU, nn.GELU, nn.ReLU)
+_CHEAP = (
+    nn.LayerNorm, nn.RMSNorm, SwiGLU, GatedUnit, SquaredReLU, nn.SiLU, nn.GELU, nn.ReLU,
+)  # fmt: skip
 
 
 def apply_recompute(

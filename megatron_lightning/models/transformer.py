@@ -382,7 +382,7 @@ class GPTModel(nn.Module):
         The values depend only on the config's seed, the name, and the device type, because a
         generator of the device draws. Matrices are normal with the config's standard deviation,
         divided by sqrt(2 x layers) for projections into the residual stream (Megatron-LM, GPT-2).
-        Norms are one, biases zero.
+        Norms are one (zero if zero-centered), biases zero.
         """
         config = self.config
         if config.share_embeddings_and_output_weights and name == _OUTPUT:
@@ -390,7 +390,7 @@ class GPTModel(nn.Module):
         if name.endswith("bias"):
             tensor.zero_()
         elif name.endswith("norm.weight"):
-            tensor.fill_(1.0)
+            tensor.fill_(0.0 if config.layernorm_zero_centered_gamma else 1.0)
         else:
             into_residual = name.endswith(("linear_proj.weight", "linear_fc2.weight"))
             std = config.init_method_std / (

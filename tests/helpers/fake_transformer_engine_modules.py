@@ -129,7 +129,7 @@ class _Parallel(_Module):
             self._add("layer_norm_bias", size, given=given)
 
     def _norm(self, x: Tensor) -> Tensor:
-        weight = self.layer_norm_weight
+        weight = self.layer_norm_weight + float(self.zero_centered_gamma)
         if self.normalization == "RMSNorm":
             return F.rms_norm(x.float(), weight.shape, weight, self.eps)
         return F.layer_norm(x.float(), weight.shape, weight, self.layer_norm_bias, self.eps)
@@ -255,10 +255,10 @@ class _Norm(_Module):
             self.bias = nn.Parameter(torch.empty(shape, **factory))
 
     def forward(self, x: Tensor) -> Tensor:
-        shape = self.weight.shape
+        shape, weight = self.weight.shape, self.weight + float(self.zero_centered_gamma)
         if isinstance(self, LayerNorm):
-            return F.layer_norm(x.float(), shape, self.weight, self.bias, self.eps)
-        return F.rms_norm(x.float(), shape, self.weight, self.eps)
+            return F.layer_norm(x.float(), shape, weight, self.bias, self.eps)
+        return F.rms_norm(x.float(), shape, weight, self.eps)
 
 
 class RMSNorm(_Norm):

@@ -90,6 +90,7 @@ FOLDERS: dict[str, tuple[str, dict[str, Any]]] = {
         "attention_multiplier": 0.2, "rope_parameters": _ROPE,
     }),
     "olmo2": ("Olmo2", {"rope_parameters": _ROPE}),
+    "gemma": ("Gemma", {"head_dim": 12, "rope_parameters": _ROPE}),
     "kimi-k2": ("DeepseekV3", _LATENT | {
         "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1,
         "rope_parameters": _ROPE, "num_nextn_predict_layers": 0,

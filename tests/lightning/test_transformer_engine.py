@@ -111,6 +111,7 @@ def _compared(strategy: dict[str, Any], options: dict[str, Any], others: dict[st
 
 
 SINGLE = {"micro_batch_size": 1}
+CENTERED = {"layernorm_zero_centered_gamma": True, "activation": "geglu_tanh"}
 CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "one": (1, {}, LLAMA, {}),
     "native": (1, {"micro_batch_size": None}, GPT, {}),
@@ -123,6 +124,7 @@ CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "dp2": (2, SINGLE, LLAMA, {"replicas": 2}),
     "fsdp2": (2, {"data_parallel": "fsdp", **SINGLE}, LLAMA, {"replicas": 2}),
     "cp2": (2, {CP: 2}, LLAMA, {}),
+    "zero-centered": (2, {TP: 2}, LLAMA | CENTERED, {}),
     "experts-tp2": (2, {TP: 2}, MOE, {}),
     "experts-ep2": (2, {EP: 2, **SINGLE}, MOE, {"replicas": 2}),
 }

@@ -114,7 +114,7 @@ def _other(field: str, said: dict[str, Any]) -> Any:
     if isinstance(value, bool):
         return not value
     words = {
-        "activation": {"swiglu": "gelu", "gelu_tanh": "gelu"},
+        "activation": {"swiglu": "geglu", "gelu_tanh": "gelu", "geglu_tanh": "geglu"},
         "normalization": {"RMSNorm": "LayerNorm", "LayerNorm": "RMSNorm"},
         "position_embedding_type": {"learned_absolute": "rope"},
         "norm_placement": {"post": "sandwich"},

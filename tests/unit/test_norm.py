@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_lightning.layers.norm import MixedRMSNorm, RMSNorm, rms_norm
+from megatron_lightning.layers.norm import MixedRMSNorm, RMSNorm, build_norm, rms_norm
+from tests.helpers.language_model import small_gpt
 
 # Half precision is rounded once; fp32 in another order than torch's.
 TOLERANCE = {
@@ -25,16 +29,20 @@ def _values(dtype: torch.dtype, scale: float = 1.0) -> tuple[Tensor, Tensor, Ten
     return x.to(dtype).requires_grad_(), (torch.rand(24) + 0.5).to(dtype), grad.to(dtype)
 
 
+@pytest.mark.parametrize("centered", [False, True])
 @pytest.mark.parametrize("scale", [1e-3, 1.0, 300.0])
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-def test_values_and_gradients_are_those_of_the_definition(dtype: torch.dtype, scale: float) -> None:
+def test_values_and_gradients_are_those_of_the_definition(
+    dtype: torch.dtype, scale: float, centered: bool
+) -> None:
     x, weight, grad = _values(dtype, scale)
     norm = RMSNorm(24, eps=1e-5, dtype=dtype)
+    norm.zero_centered = centered
     norm.weight.data.copy_(weight)
     out = norm(x)
     out.backward(grad)
     exact = [tensor.detach().double().requires_grad_() for tensor in (x, weight)]
-    expected = F.rms_norm(exact[0], (24,), exact[1], 1e-5)
+    expected = F.rms_norm(exact[0], (24,), exact[1] + float(centered), 1e-5)
     expected.backward(grad.double())
     assert out.dtype == dtype and x.grad is not None and norm.weight.grad is not None
     for found, right in zip(
@@ -94,3 +102,26 @@ def test_a_stream_in_fp32_is_normalized_in_fp32() -> None:
     norm = MixedRMSNorm(24, eps=1e-5, dtype=torch.bfloat16)
     expected = F.rms_norm(x, (24,), eps=1e-5).to(torch.bfloat16)
     assert torch.equal(norm(x), expected)
+
+
+@pytest.mark.parametrize("kind", ["RMSNorm", "LayerNorm"])
+@pytest.mark.parametrize("wide_stream", [False, True])
+def test_a_zero_centered_norm_multiplies_by_one_plus_its_weight(
+    kind: Any, wide_stream: bool
+) -> None:
+    """A weight of 2^-9 beside 1 is lost in bf16: the sum exists in fp32 alone."""
+    options: Any = {"normalization": kind, "fp32_residual_connection": wide_stream}
+    plain = small_gpt(2, **options)
+    norm: Any = build_norm(replace(plain, layernorm_zero_centered_gamma=True), 32)
+    same: Any = build_norm(plain, 32)
+    assert norm.weight.eq(0.0).all()
+    x = torch.randn(5, 32)
+    torch.testing.assert_close(norm(x), same(x))
+    torch.nn.init.constant_(norm.weight, 2.0**-9)
+    torch.nn.init.constant_(same.weight, 1.0 + 2.0**-9)
+    torch.testing.assert_close(norm(x), same(x))
+    values = x if wide_stream else x.bfloat16()
+    half = norm.to(torch.bfloat16)(values)
+    assert half.dtype == torch.bfloat16
+    torch.nn.init.zeros_(norm.weight)
+    assert not torch.equal(half, norm(values))

@@ -27,6 +27,12 @@ MODELS: dict[str, dict[str, Any]] = {
     },
     "windows": {"window_size": (8, 0)},
     "windows of other layers": {"window_size": (8, 0), "window_attn_skip_freq": 2},
+    "zero-centered norms": {"layernorm_zero_centered_gamma": True, "qk_layernorm": True},
+    "a gated gelu": {"activation": "geglu_tanh"},
+    "limits": {
+        "activation": "quick_geglu", "activation_func_clamp_value": 7.0, "glu_linear_offset": 1.0,
+    },
+    "squared": {"activation": "squared_relu"},
     "multipliers": {"residual_multiplier": 0.4, "softmax_scale": 0.2},
     "norms behind": {"norm_placement": "post"},
     "norms before and behind": {"norm_placement": "sandwich"},

@@ -208,7 +208,11 @@ class Builder:
         """Return the engine of a norm."""
         kind = self._te.RMSNorm if isinstance(norm, nn.RMSNorm) else self._te.LayerNorm
         module = kind(
-            norm.normalized_shape[0], eps=norm.eps, dtype=norm.weight.dtype, device="meta"
+            norm.normalized_shape[0],
+            eps=norm.eps,
+            dtype=norm.weight.dtype,
+            device="meta",
+            zero_centered_gamma=_is_zero_centered(norm),
         )
         return NormEngine(norm, module, lambda: _named(norm), self._around)
 
@@ -326,4 +330,12 @@ def _named(layer: nn.Module, prefix: str = "") -> dict[str, Tensor]:
 
 def _normalization(norm: Norm) -> dict[str, Any]:
     kind = "RMSNorm" if isinstance(norm, nn.RMSNorm) else "LayerNorm"
-    return {"normalization": kind, "eps": norm.eps}
+    return {
+        "normalization": kind,
+        "eps": norm.eps,
+        "zero_centered_gamma": _is_zero_centered(norm),
+    }
+
+
+def _is_zero_centered(norm: Norm) -> bool:
+    return bool(getattr(norm, "zero_centered", False))

@@ -14,7 +14,7 @@ from torch import nn
 from megatron_lightning.layers.activation import SwiGLU
 from megatron_lightning.layers.attention import SelfAttention
 from megatron_lightning.layers.mlp import MLP
-from megatron_lightning.layers.norm import RMSNorm
+from megatron_lightning.layers.norm import LayerNorm, RMSNorm
 from megatron_lightning.precision.recipes import FP8Recipe
 
 _FIRST_LINEAR: Mapping[type[nn.Module], str] = {SelfAttention: "linear_qkv", MLP: "linear_fc1"}
@@ -64,7 +64,7 @@ def find_fusions(
 def has_engine(norm: nn.Module) -> bool:
     """Return whether Transformer Engine computes such a norm: with a weight, over the last dim."""
     return (
-        type(norm) in (nn.RMSNorm, RMSNorm, nn.LayerNorm)
+        type(norm) in (nn.RMSNorm, RMSNorm, nn.LayerNorm, LayerNorm)
         and norm.weight is not None
         and norm.eps is not None
         and len(norm.normalized_shape) == 1  # type: ignore[arg-type]
