@@ -348,20 +348,20 @@ def check_levels(options: ContextOptions, num_ranks: int) -> None:
     )
 
 
-def check_exchanged_heads(
+def check_cp_comm_heads(
     config: TransformerConfig, layout: ParallelLayout, options: ContextOptions
 ) -> None:
     """Check that the heads of a tensor-parallel rank divide over the head-exchanging ranks."""
     heads = config.num_attention_heads // layout.tp
-    for exchange in options.exchanges:
-        size = options.num_exchanging(exchange, layout.cp)
+    for cp_comm_type in options.cp_comm_types:
+        size = options.num_a2a_ranks(cp_comm_type, layout.cp)
         if heads % size:
             works = [number for number in range(1, heads + 1) if heads % number == 0]
             name = "context_parallel_size"
-            if exchange == "a2a+p2p":
+            if cp_comm_type == "a2a+p2p":
                 name = "the first of hierarchical_context_parallel_sizes"
             raise ConfigError(
-                f'cp_comm_type="{exchange}" divides the {heads} attention heads of a '
+                f'cp_comm_type="{cp_comm_type}" divides the {heads} attention heads of a '
                 f"tensor-parallel rank over {size} ranks, {name}. Set it to one of {works}, "
                 'or cp_comm_type to "p2p" or "all_gather".'
             )

@@ -176,7 +176,7 @@ def print_layout(
         sequence_parallel = describe_sequence_parallel(layout, part.plans)
         schedule = f", schedule {options.schedule}" if layout.num_stages > 1 else ""
         shards = "" if part.units is None else f" {part.units.describe()}"
-        shared = f" x context {layout.cp} ({', '.join(options.sequence.exchanges)})"
+        shared = f" x context {layout.cp} ({', '.join(options.sequence.cp_comm_types)})"
         experts = ""
         if layout.divides_experts:
             experts = (

@@ -137,7 +137,7 @@ def reattach(
     if any(
         isinstance(value, AxisGroup) and value.is_broken
         for layer in module.modules()
-        for holder in (layer, getattr(layer, "exchange", None))
+        for holder in (layer, getattr(layer, "cp_comm", None))
         if holder is not None
         for value in vars(holder).values()
     ):

@@ -53,7 +53,7 @@ def bound_attention(module: nn.Module) -> dict[str, CoreAttention]:
     return {
         path: child
         for path, child in present_modules(module)
-        if isinstance(child, CoreAttention) and child.exchange is not None
+        if isinstance(child, CoreAttention) and child.cp_comm is not None
     }
 
 

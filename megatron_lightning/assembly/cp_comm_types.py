@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from torch import nn
 
-from megatron_lightning.config import ContextExchange
+from megatron_lightning.config import CPCommType
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.layers.styles import ContextAttention
 from megatron_lightning.parallel.sharding import ShardingPlan
@@ -21,7 +21,7 @@ from megatron_lightning.parallel.sharding import ShardingPlan
 def assign_cp_comm_types(
     module: nn.Module,
     plans: Mapping[str, ShardingPlan],
-    exchange: ContextExchange | Sequence[ContextExchange],
+    cp_comm_type: CPCommType | Sequence[CPCommType],
 ) -> dict[str, ShardingPlan]:
     """Return the plans with a row for each bound attention module, naming the module's entry in the
     list of types. With a single type, return the plans unchanged.
@@ -29,12 +29,13 @@ def assign_cp_comm_types(
     Args:
         module: The full module.
         plans: Plans of the module by path.
-        exchange: A single type, or a type for each bound module in the order of the full module.
+        cp_comm_type: A single type, or a type for each bound module in the order of the full
+            module.
 
     Raises:
         ConfigError: If the list has another length than there are bound modules.
     """
-    if isinstance(exchange, str):
+    if isinstance(cp_comm_type, str):
         return dict(plans)
     rows: dict[str, dict[str, ContextAttention]] = {}
     places: dict[int, int] = {}
@@ -43,12 +44,12 @@ def assign_cp_comm_types(
             style = plan.style_of(path)
             if isinstance(style, ContextAttention):
                 place = places.setdefault(id(child), len(places))
-                if place < len(exchange):
-                    own = replace(style, cp_comm_type=exchange[place])
+                if place < len(cp_comm_type):
+                    own = replace(style, cp_comm_type=cp_comm_type[place])
                     rows.setdefault(owner, {})[path] = own
-    if len(places) != len(exchange):
+    if len(places) != len(cp_comm_type):
         raise ConfigError(
-            f"cp_comm_type lists {len(exchange)} types, and the sharding plan of "
+            f"cp_comm_type lists {len(cp_comm_type)} types, and the sharding plan of "
             f"{type(module).__name__} binds {len(places)} attention modules to the "
             f"context-parallel ranks. List {len(places)}, in the order of the model, or one type "
             "for all, not in a list."

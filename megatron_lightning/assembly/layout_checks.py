@@ -13,7 +13,7 @@ from torch import nn
 from megatron_lightning.assembly.plans import PlanChoice, resolve_plans
 from megatron_lightning.assembly.sharded_modules import find_sharded
 from megatron_lightning.config import (
-    ContextExchange,
+    CPCommType,
     PipelineOptions,
     RecomputeOptions,
     TransformerConfig,
@@ -211,7 +211,7 @@ def check_layers(
     recompute: RecomputeOptions,
     layout: ParallelLayout,
     plan: PlanChoice,
-    cp_comm_type: ContextExchange | Sequence[ContextExchange] = "p2p",
+    cp_comm_type: CPCommType | Sequence[CPCommType] = "p2p",
 ) -> None:
     """Check the recomputed layers and the sharding plan of a full module.
 

@@ -24,7 +24,7 @@ from megatron_lightning.checkpoint.stored_tensor import StoredTensor
 from megatron_lightning.errors import CheckpointError
 from megatron_lightning.layers.gemm import is_quantized
 from megatron_lightning.layers.styles import VocabParallel
-from megatron_lightning.optim.fsdp.sharded_unit import local_part
+from megatron_lightning.optim.fsdp.sharded_unit import local_shard
 from megatron_lightning.optim.gradients.parameter_shard import MainShard
 from megatron_lightning.parallel.context import ParallelContext
 from megatron_lightning.parallel.spec import Shape, ShardSpec, is_writer
@@ -65,7 +65,7 @@ class ModuleState:
         spec = self.spec(name, tensor)
         writes = is_writer(spec, self.context)
         if isinstance(tensor, DTensor) and self.part.units is not None:
-            own, box = local_part(tensor)
+            own, box = local_shard(tensor)
             replicas = self.part.units.groups[spec.data_axes].replicas
             return TensorShards.local(
                 saved_as, spec.part(box), own, writes=writes, replicas=replicas

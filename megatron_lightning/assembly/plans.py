@@ -12,7 +12,7 @@ from torch import nn
 
 from megatron_lightning.assembly.attention_watch import check_attention_rows
 from megatron_lightning.assembly.cp_comm_types import assign_cp_comm_types
-from megatron_lightning.config import ContextExchange
+from megatron_lightning.config import CPCommType
 from megatron_lightning.errors import ConfigError, ShardingError
 from megatron_lightning.layers.styles import ContextAttention, DispatchedExperts
 from megatron_lightning.models.plans.gathered import auto_plan
@@ -157,7 +157,7 @@ def resolve_plans(
     module: nn.Module,
     layout: ParallelLayout,
     plan: PlanChoice,
-    cp_comm_type: ContextExchange | Sequence[ContextExchange] = "p2p",
+    cp_comm_type: CPCommType | Sequence[CPCommType] = "p2p",
 ) -> Plans:
     """Return the plans of a full module, checked against the module and the layout.
 

@@ -41,7 +41,7 @@ from megatron_lightning.checkpoint.tools.progress import Advance, silent
 from megatron_lightning.errors import CheckpointError
 from megatron_lightning.parallel.context import ALONE, AxisGroup
 
-_PART_BYTES = 64 << 20  # largest box in memory
+_CHUNK_BYTES = 64 << 20  # largest box in memory
 
 
 def write_folder(
@@ -215,7 +215,7 @@ def _content(
     yield header.text
     for stored in header.tensors:
         tensor = tensors[stored.name]
-        for box in slabs(TensorInfo(tuple(tensor.shape), tensor.dtype), _PART_BYTES):
+        for box in slabs(TensorInfo(tuple(tensor.shape), tensor.dtype), _CHUNK_BYTES):
             values = torch.empty(box.shape, dtype=tensor.dtype, device=device)
             tensor.fill(box, values)
             advance(values.nbytes)

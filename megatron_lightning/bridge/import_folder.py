@@ -17,7 +17,7 @@ from megatron_lightning.bridge.untouched import lazy_parameters
 from megatron_lightning.checkpoint.format.manifest import TensorInfo
 from megatron_lightning.checkpoint.format.naming import OWN
 from megatron_lightning.checkpoint.format.streaming import (
-    PART_BYTES,
+    CHUNK_BYTES,
     slabs,
     spread_evenly,
     write_checkpoint,
@@ -93,7 +93,7 @@ def import_folder(
             "hyper_parameters": settings,
         },
         {"imported_from": bridge.origin, "tied": tied, "global_step": 0, "epoch": 0},
-        files=spread_evenly(infos, lambda info: slabs(info, PART_BYTES), num_files),
+        files=spread_evenly(infos, lambda info: slabs(info, CHUNK_BYTES), num_files),
     )
     return len(infos)
 

@@ -2,11 +2,14 @@
 torch here.
 """
 
+import warnings
+from typing import TYPE_CHECKING
+
 from megatron_lightning.config.latent_attention import LatentAttentionConfig
 from megatron_lightning.config.moe import MoEConfig
 from megatron_lightning.config.parallel import (
-    ContextExchange,
     ContextOptions,
+    CPCommType,
     DataParallel,
     DataParallelOptions,
     MomentsDtype,
@@ -34,10 +37,10 @@ from megatron_lightning.config.transformer import (
 __all__ = [
     "Activation",
     "AttentionBackend",
+    "CPCommType",
     "CheckpointOptions",
     "CompileOptions",
     "CompileScope",
-    "ContextExchange",
     "ContextOptions",
     "DataParallel",
     "DataParallelOptions",
@@ -56,3 +59,17 @@ __all__ = [
     "StartMethod",
     "TransformerConfig",
 ]
+
+
+if not TYPE_CHECKING:  # a type checker would take any name
+
+    def __getattr__(name: str) -> object:
+        """Return what a former name means now."""
+        if name != "ContextExchange":
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        warnings.warn(
+            "config.ContextExchange is config.CPCommType now, and goes with the next release.",
+            DeprecationWarning,
+            stacklevel=2,
+        )
+        return CPCommType

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -10,7 +11,7 @@ from megatron_lightning.errors import ConfigError
 
 DataParallel = Literal["ddp", "zero1", "fsdp"]
 MomentsDtype = Literal["fp32", "bf16"]
-ContextExchange = Literal["p2p", "all_gather", "a2a", "a2a+p2p"]
+CPCommType = Literal["p2p", "all_gather", "a2a", "a2a+p2p"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +52,7 @@ class DataParallelOptions:
 class ContextOptions:
     """Attention over sequences sharded over ranks, with Megatron-Core's names."""
 
-    cp_comm_type: ContextExchange | list[ContextExchange] = "p2p"
+    cp_comm_type: CPCommType | list[CPCommType] = "p2p"
     """Context-parallel communication: "p2p" passes keys and values around the ranks (ring
     attention), "all_gather" gathers keys and values, "a2a" exchanges parts of the sequence for
     heads (Ulysses), "a2a+p2p" exchanges heads among neighbors and passes keys and values around the
@@ -62,9 +63,9 @@ class ContextOptions:
     a ring. The product is context_parallel_size. None: no levels."""
 
     def __post_init__(self) -> None:
-        for name in self.exchanges:
-            check_choice("cp_comm_type", name, get_args(ContextExchange))
-        sizes, needed = self.hierarchical_context_parallel_sizes, "a2a+p2p" in self.exchanges
+        for name in self.cp_comm_types:
+            check_choice("cp_comm_type", name, get_args(CPCommType))
+        sizes, needed = self.hierarchical_context_parallel_sizes, "a2a+p2p" in self.cp_comm_types
         if sizes is None and needed:
             raise ConfigError(
                 'cp_comm_type "a2a+p2p" has two levels of ranks, and '
@@ -87,16 +88,26 @@ class ContextOptions:
             )
 
     @property
-    def exchanges(self) -> tuple[ContextExchange, ...]:
+    def cp_comm_types(self) -> tuple[CPCommType, ...]:
         """The types in use, each once."""
         given = self.cp_comm_type
         return tuple(dict.fromkeys(given if isinstance(given, list) else [given]))
 
-    def num_exchanging(self, exchange: ContextExchange, num_ranks: int) -> int:
+    @property
+    def exchanges(self) -> tuple[CPCommType, ...]:
+        """The former name of :attr:`cp_comm_types`."""
+        warnings.warn(
+            "ContextOptions.exchanges is cp_comm_types now, and goes with the next release.",
+            DeprecationWarning,
+            stacklevel=2,
+        )
+        return self.cp_comm_types
+
+    def num_a2a_ranks(self, cp_comm_type: CPCommType, num_ranks: int) -> int:
         """Return the number of context-parallel ranks, among ``num_ranks``, to divide the heads."""
-        if exchange == "a2a+p2p" and self.hierarchical_context_parallel_sizes is not None:
+        if cp_comm_type == "a2a+p2p" and self.hierarchical_context_parallel_sizes is not None:
             return self.hierarchical_context_parallel_sizes[0]
-        return num_ranks if exchange == "a2a" else 1
+        return num_ranks if cp_comm_type == "a2a" else 1
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,6 +7,7 @@ tensor shapes, so no count needs rewriting.
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import torch
@@ -53,10 +54,10 @@ class CoreAttention(nn.Module):
         self.in_fp32 = in_fp32
         self.backend = backend
         self.window = window
-        self.exchange: ContextBackend | None = None
+        self.cp_comm: ContextBackend | None = None
         """Attention over the ranks that share a sequence. None: every rank has full sequences."""
         self.cp_comm_type: str | None = None
-        """Name of the exchange."""
+        """Communication of :attr:`cp_comm`: p2p, all_gather, a2a or a2a+p2p."""
         self.takes_parts = True
         """Whether inputs are currently this rank's sequence shards, if ranks share sequences."""
 
@@ -136,13 +137,13 @@ class CoreAttention(nn.Module):
     ) -> Tensor:
         """Return contexts [s, b, n, d] of queries, keys and values with equal heads."""
         q_bnsd, k_bgsd, v_bgsd = (x.permute(1, 2, 0, 3) for x in (q, k, v))
-        if self.exchange is not None or not sequence.is_plain:
+        if self.cp_comm is not None or not sequence.is_plain:
             if torch.is_autocast_enabled(q.device.type):  # as torch's own attention does
                 dtype = torch.get_autocast_dtype(q.device.type)
                 q_bnsd, k_bgsd, v_bgsd = (x.to(dtype) for x in (q_bnsd, k_bgsd, v_bgsd))
-            self._check_exchange(sequence)
-            exchange = self.exchange or LocalAttention()
-            out = exchange(q_bnsd, k_bgsd, v_bgsd, sequence, scale, backend=self.backend)
+            self._check_cp_comm(sequence)
+            attention = self.cp_comm or LocalAttention()
+            out = attention(q_bnsd, k_bgsd, v_bgsd, sequence, scale, backend=self.backend)
             return out.permute(2, 0, 1, 3)
         run = self._attend_in_stream if self.dropout.draws_from_stream else attend
         out = run(
@@ -172,19 +173,29 @@ class CoreAttention(nn.Module):
         Raises:
             ConfigError: If ranks share the sequence, and no positions are passed.
         """
-        if self.exchange is not None and (sequence is None or sequence.position_ids is None):
+        if self.cp_comm is not None and (sequence is None or sequence.position_ids is None):
             raise ConfigError(
                 "each rank holds a part of every sequence, and the model was not given its "
                 "positions. Pass position_ids, such as SequencePart(rank, num_ranks).positions(s)."
             )
 
-    def _check_exchange(self, sequence: SequenceInfo) -> None:
+    @property
+    def exchange(self) -> ContextBackend | None:
+        """The former name of :attr:`cp_comm`."""
+        warnings.warn(
+            "CoreAttention.exchange is cp_comm now, and goes with the next release.",
+            DeprecationWarning,
+            stacklevel=2,
+        )
+        return self.cp_comm
+
+    def _check_cp_comm(self, sequence: SequenceInfo) -> None:
         if self.dropout.active_p:
             raise ConfigError(
                 f"attention_dropout={self.dropout.p} cannot be combined with windows, documents "
                 "that share a row, or sequences that ranks share. Set it to 0."
             )
-        if self.exchange is not None and not self.takes_parts:
+        if self.cp_comm is not None and not self.takes_parts:
             raise ConfigError(
                 "a model whose attention is bound to the ranks of context_parallel_size was called "
                 "outside of a training, validation, test or predict step, on a sequence that is "

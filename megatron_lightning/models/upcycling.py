@@ -29,7 +29,7 @@ from torch import Tensor
 from megatron_lightning.checkpoint.format.manifest import TensorInfo
 from megatron_lightning.checkpoint.format.naming import OWN
 from megatron_lightning.checkpoint.format.streaming import (
-    PART_BYTES,
+    CHUNK_BYTES,
     read_box,
     slabs,
     spread_evenly,
@@ -184,7 +184,7 @@ class Upcycling:
             self.fetch,
             self._new_state(),
             {"global_step": 0, "config": asdict(self.config), "tied": dict(own.get("tied", {}))},
-            files=spread_evenly(tensors, lambda info: slabs(info, PART_BYTES), 1),
+            files=spread_evenly(tensors, lambda info: slabs(info, CHUNK_BYTES), 1),
             advance=advance,
         )
 

@@ -42,7 +42,7 @@ from megatron_lightning.peft.sources import read_saved, record_of
 from megatron_lightning.peft.texts import card, stops
 
 Dtype = Literal["float32", "bfloat16", "float16"]
-_PART_BYTES = 64 << 20
+_CHUNK_BYTES = 64 << 20
 _OF_TOKENIZER = (
     "token", "vocab", "merges", "special", "added", "chat_template", "additional_chat",
     "generation_config",
@@ -355,7 +355,7 @@ def _write(
 ) -> None:
     size = sum(entry.num_bytes() for entry in stored.values())
     with progress_bar("writing", size) as advance:
-        files = spread_evenly(stored, lambda entry: slabs(entry, _PART_BYTES), 1)
+        files = spread_evenly(stored, lambda entry: slabs(entry, _CHUNK_BYTES), 1)
         write_checkpoint(target, stored, read, state, info, files=files, advance=advance)
 
 

@@ -125,7 +125,7 @@ def _describe(recipe: Recipe, errors: Errors) -> dict[str, Any] | None:
     )
     errors.attempt(rules.check_levels, recipe.context, recipe.layout.cp)
     if recipe.layout.cp > 1:
-        errors.attempt(rules.check_exchanged_heads, recipe.model, recipe.layout, recipe.context)
+        errors.attempt(rules.check_cp_comm_heads, recipe.model, recipe.layout, recipe.context)
     if grid is not None:
         errors.attempt(rules.check_data_parallel, grid, recipe.data_parallel, recipe.data)
     choice = errors.attempt(

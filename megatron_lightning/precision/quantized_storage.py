@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 
 from megatron_lightning.compat import set_gather_hooks, set_grad_dtype
 from megatron_lightning.errors import ConfigError
-from megatron_lightning.optim.fsdp.sharded_unit import local_part
+from megatron_lightning.optim.fsdp.sharded_unit import local_shard
 from megatron_lightning.optim.gradients.data_groups import DataGroups
 from megatron_lightning.optim.gradients.parameter_storage import (
     AllReduce,
@@ -165,7 +165,7 @@ class QuantizedBucket(PlainBucket):
         """Return the parameters with this rank's range of each."""
         weights = []
         for index, quantizer in enumerate(self._quantizers):
-            elements, start = self.layout.own_part(index)
+            elements, start = self.layout.own_range(index)
             values = self._main[elements]
             ranges = [Range(start, values, data[elements])] if len(values) else []
             weights.append(WeightRanges(quantizer, ranges, self._main.device))
@@ -240,7 +240,7 @@ class QuantizedUnits:
         for name, shard, groups in self._shards:
             weight = _gather_quantized(shard, self._quantizers[name], groups.shard.size)
             self._weights.setdefault(groups, []).append(weight)
-            self._main[name] = local_part(shard)[0]
+            self._main[name] = local_shard(shard)[0]
 
     def encode(self, reduce: AllReduce = all_reduce) -> None:
         """Quantize the main params."""
@@ -263,7 +263,7 @@ def _dim(shard: DTensor) -> int:
 
 def _gather_quantized(shard: DTensor, quantizer: Quantizer, num_ranks: int) -> WeightRanges:
     """Make FSDP2 gather the quantized data of a parameter."""
-    main, box = local_part(shard)
+    main, box = local_shard(shard)
     shape = list(main.shape)
     shape[0] = -(-shard.shape[0] // num_ranks) if _dim(shard) == 0 else shape[0]
     # As many on every rank; as bytes, since gloo does not know torch's 8-bit floats.

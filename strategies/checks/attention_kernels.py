@@ -69,7 +69,7 @@ def report_attention(
         config = configs.get(core)
         if core.engine is not None and core.backend == "auto":
             descriptions["by Transformer Engine"] = None
-        elif core.exchange is not None or core.window is not None:
+        elif core.cp_comm is not None or core.window is not None:
             kernel = kernel_for(device, core.backend).name
             descriptions[f"in blocks by {kernel} (attention_backend={core.backend})"] = None
         elif config is not None:

@@ -23,8 +23,8 @@ from megatron_lightning.pipeline.schedules.advice import advice_on_full_batches
 from megatron_lightning.rules import (
     check_accumulation,
     check_compiled_shards,
+    check_cp_comm_heads,
     check_data_parallel,
-    check_exchanged_heads,
     check_trained_experts,
 )
 from megatron_lightning.strategies.checkpoint.adapters import check_adapters_only
@@ -158,7 +158,7 @@ def check_context(
                 f"attention_dropout={config.attention_dropout} cannot be combined with "
                 f"context_parallel_size={options.layout.cp}. Set it to 0."
             )
-        check_exchanged_heads(config, options.layout, options.sequence)
+        check_cp_comm_heads(config, options.layout, options.sequence)
     if options.pipeline.explicit_steps:
         raise ConfigError(
             "explicit_steps of pipeline_options cannot be combined with context_parallel_size="

@@ -540,7 +540,7 @@ def _bound(layout: Layout, folder: str) -> dict[int, str]:
     module = _gpt()
     layout.trainer(folder, max_steps=1).fit(module, DataLoader(_rows(), batch_size=2))
     return {
-        int(path.split(".")[-3]): type(child.exchange).__name__
+        int(path.split(".")[-3]): type(child.cp_comm).__name__
         for path, child in present_modules(module)
         if isinstance(child, CoreAttention)
     }

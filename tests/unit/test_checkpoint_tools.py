@@ -159,7 +159,7 @@ def test_verify_names_single_blocks_of_a_large_tensor(tmp_path: Path) -> None:
 def test_a_resharded_checkpoint_holds_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_files: int
 ) -> None:
-    monkeypatch.setattr("megatron_lightning.checkpoint.tools.resharding.PART_BYTES", 3000)
+    monkeypatch.setattr("megatron_lightning.checkpoint.tools.resharding.CHUNK_BYTES", 3000)
     monkeypatch.setattr("megatron_lightning.checkpoint.tools.resharding.BLOCK_BYTES", 256)
     tensors = _save(tmp_path / "a")
     done: list[int] = []
@@ -250,7 +250,7 @@ def test_a_checkpoint_is_cut_like_another(
 def test_three_plain_forms_hold_the_same_module(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("megatron_lightning.checkpoint.tools.consolidation.PART_BYTES", 1000)
+    monkeypatch.setattr("megatron_lightning.checkpoint.tools.consolidation.CHUNK_BYTES", 1000)
     tensors = _save(tmp_path / "a")
     expected = {
         name.removeprefix("state_dict."): t
@@ -297,7 +297,7 @@ def test_an_interrupted_consolidation_keeps_the_old_file(
 def test_the_mean_is_taken_in_float32_part_by_part(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("megatron_lightning.checkpoint.tools.averaging.PART_BYTES", 1000)
+    monkeypatch.setattr("megatron_lightning.checkpoint.tools.averaging.CHUNK_BYTES", 1000)
     seeds = (0, 1, 2)
     stored = [_save(tmp_path / str(seed), seed, step=seed) for seed in seeds]
     torch.save(read_full(tmp_path / "1"), tmp_path / "1.ckpt")

@@ -23,7 +23,7 @@ from megatron_lightning.checkpoint.source import CheckpointSource
 from megatron_lightning.checkpoint.tools.progress import Advance, silent
 from megatron_lightning.parallel.spec import Box, Shard
 
-PART_BYTES = 64 << 20
+CHUNK_BYTES = 64 << 20
 """Largest box in memory."""
 
 

@@ -15,7 +15,7 @@ from megatron_lightning.checkpoint.entries import TABLE
 from megatron_lightning.checkpoint.format.manifest import TensorInfo
 from megatron_lightning.checkpoint.format.naming import FULL_STATE, OWN
 from megatron_lightning.checkpoint.format.streaming import (
-    PART_BYTES,
+    CHUNK_BYTES,
     read_box,
     slabs,
     spread_evenly,
@@ -76,7 +76,7 @@ def average(
         {key: value for key, value in states[-1].items() if key not in FULL_STATE}
         | ({OWN: own} if own else {}),
         {"average_of": [str(source) for source in sources], "tied": dict(own.get("tied", {}))},
-        files=spread_evenly(tensors[-1], lambda info: slabs(info, PART_BYTES), 1),
+        files=spread_evenly(tensors[-1], lambda info: slabs(info, CHUNK_BYTES), 1),
     )
 
 

@@ -20,7 +20,7 @@ from megatron_lightning.checkpoint.format.naming import (
 )
 from megatron_lightning.checkpoint.format.shard_file import header_bytes, header_entry
 from megatron_lightning.checkpoint.format.storage import completed_file, is_remote, local_path
-from megatron_lightning.checkpoint.format.streaming import PART_BYTES, read_box, slabs
+from megatron_lightning.checkpoint.format.streaming import CHUNK_BYTES, read_box, slabs
 from megatron_lightning.checkpoint.source import CheckpointSource, open_checkpoint
 from megatron_lightning.checkpoint.tools.progress import Advance, silent
 from megatron_lightning.errors import ConfigError
@@ -181,7 +181,7 @@ def _write_safetensors(
 def _bytes(
     source: CheckpointSource, name: str, info: TensorInfo, advance: Advance
 ) -> Iterator[memoryview]:
-    for box in slabs(info, PART_BYTES):
+    for box in slabs(info, CHUNK_BYTES):
         values = read_box(source, name, info.dtype, box)
         advance(values.nbytes)
         yield values.reshape(-1).view(torch.uint8).numpy().data

@@ -9,7 +9,7 @@ from math import prod
 
 from megatron_lightning.checkpoint.format.manifest import BLOCK_BYTES, Manifest, TensorInfo
 from megatron_lightning.checkpoint.format.streaming import (
-    PART_BYTES,
+    CHUNK_BYTES,
     read_box,
     slabs,
     spread_evenly,
@@ -93,7 +93,7 @@ def files_of_ranks(
     ranks: dict[str, list[tuple[str, Box]]] = {}
     for name, info in template.tensors.items():
         for shard in info.shards:
-            slabs_of_shard = slabs(TensorInfo(shard.box.shape, stored[name].dtype), PART_BYTES)
+            slabs_of_shard = slabs(TensorInfo(shard.box.shape, stored[name].dtype), CHUNK_BYTES)
             boxes = [(name, slab.shifted(shard.box.offset)) for slab in slabs_of_shard]
             # A rank may have several files.
             ranks.setdefault(shard.file.rsplit(".", 2)[0], []).extend(boxes)
@@ -119,5 +119,5 @@ def column_boxes(info: TensorInfo, num_columns: int) -> Iterator[Box]:
     extent = tuple(n // count for n, count in zip(shape, counts, strict=True))
     for index in product(*(range(count) for count in counts)):
         corner = tuple(i * n for i, n in zip(index, extent, strict=True))
-        for slab in slabs(TensorInfo(extent, info.dtype), PART_BYTES):
+        for slab in slabs(TensorInfo(extent, info.dtype), CHUNK_BYTES):
             yield slab.shifted(corner)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from megatron_lightning.config import ContextExchange
+from megatron_lightning.config import CPCommType
 from megatron_lightning.errors import ShardingError
 from megatron_lightning.layers.attention import CoreAttention
 from megatron_lightning.layers.context.backends import BACKENDS
@@ -42,7 +42,7 @@ class ContextAttention:
     context-parallel ranks.
     """
 
-    cp_comm_type: ContextExchange | None = None
+    cp_comm_type: CPCommType | None = None
     """Context-parallel communication. None: the default of ``ContextOptions``."""
     also: Style | None = None
     """Another style of the same module, applied first."""
@@ -79,15 +79,15 @@ class ContextAttention:
                 f"attention_dropout={core.dropout.p} cannot be combined with "
                 f"context_parallel_size={context.cp.size}. Set it to 0."
             )
-        core.cp_comm_type = exchange = self._exchange(context)
-        core.exchange = BACKENDS[exchange](context)
+        core.cp_comm_type = cp_comm_type = self._cp_comm_type(context)
+        core.cp_comm = BACKENDS[cp_comm_type](context)
         return module
 
-    def _exchange(self, context: ParallelContext) -> ContextExchange:
-        exchange = self.cp_comm_type or context.context_options.cp_comm_type
-        if isinstance(exchange, list) or exchange not in BACKENDS:
+    def _cp_comm_type(self, context: ParallelContext) -> CPCommType:
+        cp_comm_type = self.cp_comm_type or context.context_options.cp_comm_type
+        if isinstance(cp_comm_type, list) or cp_comm_type not in BACKENDS:
             raise ShardingError(
-                f"cp_comm_type is {exchange!r}, and one attention module has one of "
+                f"cp_comm_type is {cp_comm_type!r}, and one attention module has one of "
                 f"{', '.join(BACKENDS)}. Write ContextAttention(cp_comm_type=...) with it."
             )
-        return exchange
+        return cp_comm_type

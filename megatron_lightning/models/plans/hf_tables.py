@@ -27,7 +27,7 @@ from megatron_lightning.parallel.patterns import compile_pattern
 from megatron_lightning.parallel.sharding import ShardingPlan, Style
 
 
-def local_part(size: int, context: ParallelContext) -> int:
+def local_shard(size: int, context: ParallelContext) -> int:
     """Return a rank's share of a size."""
     return size // context.tp.size
 
@@ -146,7 +146,7 @@ def table_of(model: nn.Module, tensor_size: int) -> ShardingPlan | None:
     prefix, paths = f"{path}." if path else "", [name for name, _ in model.named_modules()]
     rows = {prefix + pattern: style for pattern, style in table.modules.items()}
     attributes: dict[str, Callable[[int, ParallelContext], int]] = {
-        prefix + pattern: local_part
+        prefix + pattern: local_shard
         for pattern in table.local
         if any(map(compile_pattern(prefix + pattern.rpartition(".")[0]).fullmatch, paths))
     }

@@ -46,7 +46,7 @@ from megatron_lightning.optim.fsdp.sharded_unit import (
     allocate,
     callable_modules,
     divisions,
-    local_part,
+    local_shard,
     sharded_dim,
 )
 from megatron_lightning.optim.fsdp.unit_backward import StageBackward
@@ -353,7 +353,7 @@ class ShardedUnits:
             full: The global value, of ``spec.global_shape``.
             spec: The spec of the parameter before FSDP2's sharding.
         """
-        own, box = local_part(parameter)
+        own, box = local_shard(parameter)
         used = self.compute_dtype or own.dtype
         for shard in spec.part(box).shards(own):
             # Main params begin at the rounded values, as for a module built in the low-precision

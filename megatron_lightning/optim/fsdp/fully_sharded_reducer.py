@@ -27,7 +27,7 @@ from megatron_lightning.compat import set_grad_dtype
 from megatron_lightning.config import DataParallelOptions
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.optim.fsdp.fully_sharded import ShardedUnits
-from megatron_lightning.optim.fsdp.sharded_unit import Unit, local_part
+from megatron_lightning.optim.fsdp.sharded_unit import Unit, local_shard
 from megatron_lightning.optim.gradients.bucket_plan import sum_groups_of
 from megatron_lightning.optim.gradients.bucket_reduction import Reduction
 from megatron_lightning.optim.gradients.parameter_shard import ParameterShard, main_dtype
@@ -212,14 +212,14 @@ class FullyShardedReducer(GradientReducer):
             return super().frozen_shard(parameter)
         return _shard_of(parameter, is_main=self.units.compute_dtype is not None)
 
-    def part_of(self, name: str) -> tuple[ShardSpec, AxisGroup] | None:
+    def matrix_shard(self, name: str) -> tuple[ShardSpec, AxisGroup] | None:
         """Return the spec of this rank's shard of a matrix (possibly empty) and the ranks of all
         shards.
         """
         if name not in self._in_units:
             return None
         spec = self.specs[name]
-        _, box = local_part(self._in_units[name])
+        _, box = local_shard(self._in_units[name])
         divided = is_split(spec, self.context)
         group = self._exchange_group if divided else self.units.groups[spec.data_axes].shard
         return spec.part(box), group
@@ -344,7 +344,7 @@ def _dim(tensor: DTensor) -> int:
 
 def _shard_of(parameter: DTensor, *, is_main: bool) -> ParameterShard | None:
     """Return this rank's shard, in the memory of the sharded parameter. None: an empty shard."""
-    own, box = local_part(parameter)
+    own, box = local_shard(parameter)
     if own.numel() == 0:
         return None
     is_full = own.numel() == parameter.numel()

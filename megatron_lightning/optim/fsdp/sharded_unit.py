@@ -166,7 +166,7 @@ def sharded_dim(shape: Sequence[int], num_ranks: int, data_axes: str) -> int:
     return next((dim for dim, size in enumerate(shape) if size % num_ranks == 0), 0)
 
 
-def local_part(tensor: DTensor) -> tuple[Tensor, Box]:
+def local_shard(tensor: DTensor) -> tuple[Tensor, Box]:
     """Return this rank's shard of a sharded tensor, and the shard's range in the tensor."""
     own = tensor.to_local().detach()
     [placement] = tensor.placements

@@ -166,7 +166,7 @@ class Bucket:
         layout, values, gradients = self._layout, self.stored.main, self.gradient[self.shard]
         shards = {}
         for index, (name, parameter) in enumerate(zip(self.names, self.parameters, strict=True)):
-            part, start = layout.own_part(index)
+            part, start = layout.own_range(index)
             numel = part.stop - part.start
             if not numel:
                 continue

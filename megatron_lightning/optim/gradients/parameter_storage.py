@@ -53,7 +53,7 @@ class BucketLayout:
         parameter, offset = self.parameters[index], self.offsets[index]
         return buffer[offset : offset + parameter.numel()].view(parameter.shape)
 
-    def own_part(self, index: int) -> tuple[slice, int]:
+    def own_range(self, index: int) -> tuple[slice, int]:
         """Return a parameter's elements of this rank's shard, possibly none, and the index in the
         parameter of the first element.
         """

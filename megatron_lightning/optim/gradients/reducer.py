@@ -154,7 +154,7 @@ class GradientReducer:
         """Return this rank's shard of a frozen parameter. None: this rank has no shard."""
         return ParameterShard.full(parameter)
 
-    def part_of(self, name: str) -> tuple[ShardSpec, AxisGroup] | None:
+    def matrix_shard(self, name: str) -> tuple[ShardSpec, AxisGroup] | None:
         """Return the spec of this rank's shard of a matrix and the ranks of the other shards. None:
         an undivided matrix.
         """

@@ -203,7 +203,7 @@ class DistributedOptimizer(OptimizerState):
         for entry in self._all_entries():
             if id(entry.group) not in groups or entry.name not in self._reducer.parameters:
                 continue
-            part = self._reducer.part_of(entry.name)
+            part = self._reducer.matrix_shard(entry.name)
             if part is not None:
                 shared.setdefault(part[1], []).append((entry, part[0]))
             elif entry.shard is not None:
@@ -315,7 +315,7 @@ class DistributedOptimizer(OptimizerState):
         """The sharded buckets of the optimizer's parameters."""
         return self._buckets
 
-    def parts_were_written(self) -> bool:
+    def shards_were_written(self) -> bool:
         """Return whether shards of exchanged matrices were written outside of a step. Waits for the
         device.
         """

@@ -78,7 +78,7 @@ class WrittenWeights:
             return False
         between_steps = second and not self._due and not first
         self._due = False
-        parts = [view.parts_were_written() for view in self._views if between_steps]
+        parts = [view.shards_were_written() for view in self._views if between_steps]
         for view in self._views:
             view.take_over()
         self._always |= self.share(found=any(parts)) and between_steps
