@@ -15,4 +15,9 @@ def is_library(function: object) -> bool:
     while isinstance(function, partial):
         function = function.func
     owner = getattr(function, "__module__", None) or type(function).__module__
-    return str(owner).partition(".")[0] in _LIBRARIES
+    return is_library_module(str(owner))
+
+
+def is_library_module(name: str) -> bool:
+    """Return whether a Python module, by its full name, is of a known library."""
+    return name.partition(".")[0] in _LIBRARIES

@@ -34,7 +34,7 @@ class Failure:
     """Report of a rank's failure."""
 
     rank: int
-    """Global rank. -1: the store was lost."""
+    """Global rank. -1: the failure of several ranks, or the loss of the store."""
     host: str
     summary: str
     """One line: the exception, or the way the process ended."""
@@ -51,6 +51,11 @@ class Failure:
     """Whether the failing rank itself prints the failure, for all ranks of the rank's node."""
     gone: bool = False
     """Whether the rank's process no longer exists, or the store is lost."""
+
+    @property
+    def is_lost_store(self) -> bool:
+        """Whether this rank has lost the store, without a report of another rank."""
+        return self.rank < 0 and not self.explained
 
     @property
     def headline(self) -> str:

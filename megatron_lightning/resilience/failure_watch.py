@@ -13,6 +13,8 @@ a liveness check: every rank answers from the rank's thread. A rank without an a
 process, or a lost node) is named. SIGTERM starts a check as well, from the thread: torchrun sends
 SIGTERM to the remaining ranks after a rank has died, and the remaining ranks may wait for the dead
 rank forever.
+
+The thread also finds ranks that wait for each other although none has failed (``lone_ranks.py``).
 """
 
 from __future__ import annotations
@@ -30,12 +32,14 @@ from dataclasses import asdict
 import torch.distributed as dist
 
 from megatron_lightning import compat
+from megatron_lightning.resilience.course import Course
 from megatron_lightning.resilience.failure import (
     Failure,
     end_process,
     print_message,
     replace_traceback,
 )
+from megatron_lightning.resilience.lone_ranks import LoneRanks
 from megatron_lightning.resilience.signals import SignalPipe
 
 _FAILURE = "failure"
@@ -77,6 +81,7 @@ class FailureWatch:
         unblock: Wakes a main thread waiting for other ranks, to start another run in this process.
             None: the process is ended instead. The process is ended in any case if a rank's process
             is gone.
+        course: Calls of this rank that all ranks make in the same order. None: not recorded.
     """
 
     def __init__(
@@ -90,6 +95,7 @@ class FailureWatch:
         liveness_s: float = 3.0,
         write_logs: Callable[[], object] = lambda: None,
         unblock: Callable[[], object] | None = None,
+        course: Course | None = None,
     ) -> None:
         store = compat.default_store() if store is None else store
         self._rank = dist.get_rank() if rank is None else rank
@@ -97,6 +103,10 @@ class FailureWatch:
         self._store = compat.PrefixStore(f"megatron_lightning/watch/{number}", store)
         self._store.set(f"host/{self._rank}", socket.gethostname())
         self._world_size = world_size or (dist.get_world_size() if dist.is_initialized() else 1)
+        self._course = course
+        self._lone_ranks = (
+            None if course is None else LoneRanks(course, self._store, self._rank, self._world_size)
+        )
         self._poll_s = max(poll_s, self._world_size * _STORE_SECONDS_PER_RANK)
         self._grace_s = grace_s
         self._liveness_s = liveness_s
@@ -151,6 +161,8 @@ class FailureWatch:
             Whether the exception is only the loss of the connection to an earlier failed rank.
         """
         lost = self._follows = _is_lost_connection(exception)
+        if self._course is not None:
+            self._course.end()
         self._leaving.set()
         if lost and threading.current_thread() is threading.main_thread():
             # A handler could wait for dead ranks.
@@ -284,17 +296,17 @@ class FailureWatch:
         while not self._stopped.wait(self._poll_s):
             if signal.SIGTERM in self._signals.received():
                 self._look_for_dead()
-            failure = self._poll(answering=True)
+            failure = self._poll(answering=True) or self._find_lone_ranks()
             if failure is None:
                 continue
             if self._stopped.is_set() or (failure.rank == self._rank and self._leaving.is_set()):
                 return
-            if failure.rank < 0 and self._stopped.wait(self._grace_s):
+            if failure.is_lost_store and self._stopped.wait(self._grace_s):
                 return  # the end of an ordinary run: another process ended earlier
             if self._unblock is not None and not failure.gone:
                 self._wake(failure)
                 return
-            self._announce(failure, f"rank {self._rank} ends, because it would wait for it forever")
+            self._announce(failure, f"rank {self._rank} ends, because it would wait forever")
             # No exception reaches a main thread blocked in a collective. After an error of this
             # rank, the main thread may handle the error (all ranks may be saving). After the loss
             # of peers, the main thread would wait for the peers in a callback as well.
@@ -303,6 +315,19 @@ class FailureWatch:
             ):
                 end_process(self._write_logs)
             return
+
+    def _find_lone_ranks(self) -> Failure | None:
+        """Report ranks that wait for each other, on rank 0."""
+        try:
+            failure = None if self._lone_ranks is None else self._lone_ranks.look()
+        except RuntimeError as error:
+            return self._lost_store(error)
+        if failure is None:
+            return None
+        first = self._publish(failure)
+        if first == failure:
+            print_message(failure.text)
+        return first
 
     def _wake(self, failure: Failure) -> None:
         """Wake the main thread, to leave the run. End the process if the main thread does not

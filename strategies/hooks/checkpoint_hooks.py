@@ -91,6 +91,7 @@ class CheckpointHooks(RankHooks):
             # Before the first collective: ranks without the exception never join a collective.
             if not self._saves_plain_files and not self.run.checkpoints.can_save(str(filepath)):
                 return
+            self.ranks.course.mark("trainer.save_checkpoint()")
             self.run.share_written()
         if self._saves_plain_files:
             if self.run is not None:
@@ -206,6 +207,7 @@ class CheckpointHooks(RankHooks):
             prefix = f"{path_of(root, module)}." if module not in {None, root} else ""
             state = {n: t for n, t in root.state_dict().items() if isinstance(t, Tensor)}
             return ((n[len(prefix) :], t) for n, t in state.items() if n.startswith(prefix))
+        self.ranks.course.mark("strategy.full_tensors()")
         return self.run.full_state(module).tensors()
 
     def full_state_dict(self, module: nn.Module | None = None) -> dict[str, Any]:
@@ -218,6 +220,7 @@ class CheckpointHooks(RankHooks):
             root = self.module if module is None else module
             path_of(self.module, root)
             return dict(root.state_dict())
+        self.ranks.course.mark("strategy.full_state_dict()")
         return self.run.full_state(module).collect(keeps=self.is_global_zero)
 
     def export_hf_weights(
@@ -236,6 +239,7 @@ class CheckpointHooks(RankHooks):
             ConfigError: If the model was not loaded from a folder.
             PipelineError: In a step, over several pipeline ranks.
         """
+        self.ranks.course.mark("strategy.export_hf_weights()")
         return self._running.live_folder(module, dtype).weights()
 
     def weights(
@@ -263,6 +267,7 @@ class CheckpointHooks(RankHooks):
             PipelineError: In a step, over several pipeline ranks.
         """
         check_format(weight_format)
+        self.ranks.course.mark("strategy.weights()")
         return self._running.weight_stream(module, dtype)
 
     def save_hf_pretrained(
@@ -288,6 +293,7 @@ class CheckpointHooks(RankHooks):
         Raises:
             CheckpointError: On every rank, if the target exists, or a rank failed.
         """
+        self.ranks.course.mark("strategy.save_hf_pretrained()")
         self._running.live_folder(module, dtype).write(Path(path), overwrite=overwrite)
 
     def full_module_state(self) -> dict[str, Any] | None:
@@ -296,4 +302,5 @@ class CheckpointHooks(RankHooks):
         Returns:
             None if this rank's own module is full.
         """
+        self.ranks.course.mark("strategy.full_module_state()")
         return self._running.full_module_state(keeps=self.local_rank == 0)

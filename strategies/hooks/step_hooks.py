@@ -15,6 +15,7 @@ from megatron_lightning.inference.engine import Engine
 from megatron_lightning.inference.options import EngineOptions
 from megatron_lightning.inference.own_generate import OwnGenerate
 from megatron_lightning.inference.requests import Decode
+from megatron_lightning.resilience.lone_ranks import BATCH, END_OF_TRAINING, VALIDATION
 from megatron_lightning.strategies.checkpoint.global_batch import keep_global_batch
 from megatron_lightning.strategies.hooks.rank_hooks import RankHooks
 from megatron_lightning.strategies.step.gradients.manual import unwrapped
@@ -25,6 +26,7 @@ class StepHooks(RankHooks):
 
     @override
     def training_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        self.ranks.course.mark(f"the step of a {BATCH}")
         with self.ranks.streams.in_step():
             return self._running.steps.training_step(batch, *args, *kwargs.values())
 
@@ -111,6 +113,8 @@ class StepHooks(RankHooks):
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        epoch = self.module.trainer.current_epoch
+        self.ranks.course.mark(f"{BATCH} {batch_idx} of epoch {epoch}")
         if batch_idx == 0 or self._running.training.accumulation.written.is_due:
             self._running.check_draws()
         self._running.clock.agree(self.module.trainer)
@@ -118,6 +122,7 @@ class StepHooks(RankHooks):
 
     @override
     def on_validation_start(self) -> None:
+        self.ranks.course.mark(VALIDATION)
         self._running.share_written()
         self._running.share_buffers()
         self._running.begin_evaluation("validation_step")
@@ -125,11 +130,13 @@ class StepHooks(RankHooks):
 
     @override
     def on_test_start(self) -> None:
+        self.ranks.course.mark("a test")
         self._running.share_written()
         self._running.begin_evaluation("test_step")
 
     @override
     def on_predict_start(self) -> None:
+        self.ranks.course.mark("a prediction")
         self._running.share_written()
         self._running.begin_evaluation("predict_step")
 
@@ -139,6 +146,7 @@ class StepHooks(RankHooks):
 
     @override
     def on_train_end(self) -> None:
+        self.ranks.course.mark(END_OF_TRAINING)
         self.starts.end(self.module.trainer)
         self._running.steps.end_training()
         self._running.share_written()
@@ -219,16 +227,19 @@ class StepHooks(RankHooks):
 
     def gradient_norm(self) -> Tensor:
         """Return the 2-norm of all current gradients over every axis. A collective."""
+        self.ranks.course.mark("strategy.gradient_norm()")
         return self._running.training.norms.norm()
 
     def gradient_group_norms(self, optimizer: Optimizer) -> dict[str, Tensor]:
         """Return the 2-norm of the gradients of every parameter group, by the group's name or
         number. A collective.
         """
+        self.ranks.course.mark("strategy.gradient_group_norms()")
         return self._running.training.norms.group_norms(unwrapped(optimizer))
 
     def num_zero_gradients(self) -> Tensor:
         """Return the number of zero elements in the gradients, over every axis. A collective."""
+        self.ranks.course.mark("strategy.num_zero_gradients()")
         return self._running.training.norms.zero_count()
 
     def wait_for_parameters(self) -> None:

@@ -30,6 +30,7 @@ from megatron_lightning.parallel.layout import ParallelLayout
 from megatron_lightning.parallel.nccl import NcclOptions
 from megatron_lightning.parallel.replica_rng import ReplicaStreams
 from megatron_lightning.resilience.connections import cut_connections
+from megatron_lightning.resilience.course import Course
 from megatron_lightning.resilience.failure_watch import FailureWatch
 from megatron_lightning.resilience.restart import restarts_in_process
 from megatron_lightning.strategies import lightning_internals as internals
@@ -68,6 +69,8 @@ class ProcessGroups:
         self.streams = ReplicaStreams(self._device)
         """Random streams of steps, and of hooks outside of steps."""
         self._is_alone = False  # after an exception on this rank alone
+        self.course = Course()
+        """Calls that all ranks make in the same order, for the failure watch."""
         self.failure_watch: FailureWatch | None = None
         """Ends this rank after a failure of another rank. None outside a run and on one rank."""
 
@@ -115,7 +118,10 @@ class ProcessGroups:
             unblock = None
             if restarts_in_process():
                 unblock = partial(cut_connections, environment.main_port)
-            self.failure_watch = FailureWatch(write_logs=write_logs, unblock=unblock)
+            self.course = Course()
+            self.failure_watch = FailureWatch(
+                write_logs=write_logs, unblock=unblock, course=self.course
+            )
             self.failure_watch.start()
         if self._context is not None:
             return False
@@ -224,11 +230,15 @@ class ProcessGroups:
     def barrier(self) -> None:
         """Wait for all ranks."""
         if self.are_several and not self._is_alone:
+            self.course.mark("a barrier of the strategy")
             dist.barrier(device_ids=[self._device.index] if self._device.type == "cuda" else None)
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         """Return rank ``src``'s object on every rank."""
-        return _broadcast(obj, src) if self.are_several else obj
+        if not self.are_several:
+            return obj
+        self.course.mark("a broadcast of the strategy")
+        return _broadcast(obj, src)
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Reduce over the data-parallel ranks, for the world too: ranks of one replica hold the
@@ -240,6 +250,7 @@ class ProcessGroups:
         group = self.data_group if is_default(group) else group
         if not isinstance(tensor, Tensor) or group is None:
             return tensor
+        self.course.mark("a reduction, as of self.log(sync_dist=True)", _ranks_of(group))
         if isinstance(reduce_op, str):
             name = reduce_op.upper()
             reduce_op = dist.ReduceOp.AVG if name == "MEAN" else getattr(dist.ReduceOp, name)
@@ -273,8 +284,8 @@ class ProcessGroups:
             axis = self.context.dp
             self._check_equal_over_context(tensor)
         else:
-            ranks = tuple(dist.get_process_group_ranks(group))
-            axis = AxisGroup("user", ranks, dist.get_rank(group), group)
+            axis = AxisGroup("user", _ranks_of(group), dist.get_rank(group), group)
+        self.course.mark("all_gather of the module", axis.ranks)
         with nullcontext() if sync_grads else torch.no_grad():
             return gather_sequence(tensor.unsqueeze(0), axis, 0)
 
@@ -313,6 +324,7 @@ class ProcessGroups:
         """Agree over the world: control flow must be the same on every rank."""
         if not self.are_several:
             return decision
+        self.course.mark("a decision of the strategy")
         votes = torch.tensor(int(decision), device=self._device)
         dist.all_reduce(votes)
         return bool(votes == dist.get_world_size()) if all else bool(votes > 0)
@@ -325,6 +337,7 @@ class ProcessGroups:
         Ctrl-C reaches all ranks. After a negative answer, :meth:`barrier` no longer waits.
         """
         arrived = 0
+        self.course.end()
         if restarts_in_process():  # the next run continues from the last checkpoint
             self._is_alone = True
             return False
@@ -346,6 +359,10 @@ class ProcessGroups:
 def is_default(group: Any) -> bool:
     """Whether ``group`` is the default process group, or None in its place."""
     return group is None or group == dist.group.WORLD
+
+
+def _ranks_of(group: dist.ProcessGroup) -> tuple[int, ...]:
+    return tuple(dist.get_process_group_ranks(group))
 
 
 def _broadcast(obj: Any, src: int = 0) -> Any:
