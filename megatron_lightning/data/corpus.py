@@ -1,128 +1,33 @@
-"""Readers of documents: JSON-lines files, plain-text files, and the Python standard library's own
-source.
-
-Readers yield raw records, cheap to send to a worker for decoding and parsing. A record has a file
-and a line.
+"""Readers of documents: JSON lines, Parquet and plain text, compressed or not, local or at a URL,
+and the Python standard library's own source.
 """
 
 from __future__ import annotations
 
-import json
+import gzip
+import importlib
+import io
 import os
 import sysconfig
+import zlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
-from megatron_lightning.errors import DataError
+import fsspec
+from fsspec.core import url_to_fs
+
+from megatron_lightning.data.records import Record, Row
+from megatron_lightning.errors import ConfigError, DataError
 
 STDLIB = "stdlib"
 """Input name of the standard library's source: 12 MB of real text, present on every machine."""
 _NOT_EVERYWHERE = frozenset(
     {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 )
-_JSON_SUFFIXES = (".jsonl", ".json")
-
-
-@dataclass(frozen=True)
-class Record:
-    """An undecoded document: a line of JSON, or the text itself."""
-
-    path: str
-    line: int
-    """Number of the record's first line in the file, from 1."""
-    raw: bytes
-    is_json: bool
-
-    @property
-    def where(self) -> str:
-        """``file:line``, for messages."""
-        return f"{self.path}:{self.line}"
-
-    def text(self) -> str:
-        """Return the record decoded as UTF-8.
-
-        Raises:
-            DataError: If the record is not UTF-8, with file, line and byte.
-        """
-        try:
-            return self.raw.decode()
-        except UnicodeDecodeError as error:
-            line = self.line + self.raw.count(b"\n", 0, error.start)
-            raise DataError(
-                f"{self.path}:{line}: not UTF-8: byte 0x{self.raw[error.start]:02x} at offset "
-                f"{error.start} of the document ({error.reason}); convert the file, for instance "
-                "with `iconv -t UTF-8`"
-            ) from error
-
-    def texts(self, json_keys: Sequence[str]) -> list[str]:
-        """Return the text under every key of ``json_keys``. Plain text counts as every key.
-
-        Raises:
-            DataError: If the record is undecodable, invalid JSON, or lacks a key, with file and
-                line.
-        """
-        if not self.is_json:
-            return [self.text()] * len(json_keys)
-        fields = self.fields()
-        return [self._field(fields, key) for key in json_keys]
-
-    def parsed(self) -> Any:
-        """Return the value of the record's JSON.
-
-        Raises:
-            DataError: If the record is undecodable or invalid JSON, with file, line and column.
-        """
-        text = self.text()
-        try:
-            return json.loads(text)
-        except json.JSONDecodeError as error:
-            # Truncated JSON ends before the newline.
-            column = min(error.pos, len(text.rstrip())) + 1
-            raise DataError(
-                f"{self.where}: invalid JSON at column {column}: {error.msg}; a line must be one "
-                "object"
-            ) from error
-        except (ValueError, RecursionError) as error:
-            raise DataError(
-                f"{self.where}: unreadable JSON ({error}); a line must be one object"
-            ) from error
-
-    def fields(self) -> dict[str, Any]:
-        """Return the fields of a line of JSON.
-
-        Raises:
-            DataError: If the record is undecodable, invalid JSON, or no object, with file and line.
-        """
-        fields = self.parsed()
-        if not isinstance(fields, dict):
-            raise DataError(
-                f"{self.where}: a line must be a JSON object with a text, found "
-                f"{type(fields).__name__}"
-            )
-        return fields
-
-    def _field(self, fields: dict[str, object], key: str) -> str:
-        value = fields.get(key)
-        if isinstance(value, str):
-            try:
-                value.encode()
-            except UnicodeEncodeError as error:
-                raise DataError(
-                    f"{self.where}: half a character under key {key!r}: {value[error.start]!a} at "
-                    f"character {error.start + 1} is one of two escapes that make a character "
-                    "together; write both, or remove it"
-                ) from error
-            return value
-        found = (
-            f"{type(value).__name__} under key {key!r}"
-            if key in fields
-            else f"no key {key!r}, only {sorted(fields)}"
-        )
-        raise DataError(
-            f"{self.where}: {found}; set json_keys to keys that hold text in every line"
-        )
+_JSON_SUFFIXES = (".jsonl", ".ndjson", ".json")
+_COMPRESSED = (".gz", ".zst")
 
 
 def stdlib_files() -> list[Path]:
@@ -140,40 +45,92 @@ def stdlib_files() -> list[Path]:
     )
 
 
-def input_files(inputs: str | Sequence[str]) -> list[Path]:
-    """Return the files named by ``inputs``: ``"stdlib"``, a path, or several paths, in the given
-    order.
+def input_files(inputs: str | Sequence[str]) -> list[str]:
+    """Return the files named by ``inputs``: ``"stdlib"``, a path, a glob pattern, a URL of fsspec,
+    or several of these, in the given order. The files of a pattern are sorted by name.
 
     Raises:
         DataError: If there is no file, or a file is missing, is a folder or cannot be read.
     """
     names = [inputs] if isinstance(inputs, str) else inputs
-    files = [
-        path for name in names for path in (stdlib_files() if name == STDLIB else [Path(name)])
-    ]
+    files = [file for name in names for file in _files_of(str(name))]
     if not files:
         raise DataError(
             f"input={inputs!r} names no file; set it to {STDLIB!r} or to JSON-lines or text files"
         )
-    for path in files:
-        if path.is_dir():
+    for file in files:
+        system, inside = url_to_fs(file)
+        if system.isdir(inside):
             raise DataError(
-                f"{path} is a directory, and input takes files; list those in it, as in --input "
-                f"{path}/*.txt"
+                f"{file} is a directory, and input takes files; list those in it, as in --input "
+                f"{file}/*.txt"
             )
         try:
-            path.open("rb").close()
+            system.open(inside, "rb").close()
         except OSError as error:
             raise DataError(
-                f"{path}: cannot be read ({error.strerror}); set input to {STDLIB!r} or to "
-                "existing files"
+                f"{file}: cannot be read ({error.strerror or error}); set input to {STDLIB!r} or "
+                "to existing files"
             ) from error
     return files
 
 
-def read_records(files: Sequence[Path]) -> Iterator[Record]:
-    """Yield the documents of ``files`` in order: each line of a ``.jsonl`` or ``.json`` file, each
-    other file as a whole.
+def _files_of(name: str) -> list[str]:
+    """Return the files of an input."""
+    if name == STDLIB:
+        return [str(path) for path in stdlib_files()]
+    system, inside = url_to_fs(name)
+    if not any(character in inside for character in "*?[") or system.exists(inside):
+        return [name]
+    found = sorted(path for path in system.glob(inside) if not system.isdir(path))
+    if not found:
+        raise DataError(f"{name}: no file has such a name; set input to existing files")
+    return [system.unstrip_protocol(path) if "://" in name else path for path in found]
+
+
+def is_lines(path: str) -> bool:
+    """Return whether a file has a document in each line, compressed or not."""
+    return uncompressed_name(path).endswith(_JSON_SUFFIXES)
+
+
+def is_compressed(path: str) -> bool:
+    """Return whether a file is compressed, by the suffix."""
+    return path.endswith(_COMPRESSED)
+
+
+def uncompressed_name(path: str) -> str:
+    """Return the name without the suffix of a compression."""
+    return path.removesuffix(".gz").removesuffix(".zst")
+
+
+@contextmanager
+def opened(path: str) -> Iterator[IO[bytes]]:
+    """Open a file or URL for reading, uncompressed.
+
+    Raises:
+        ConfigError: If the package of a compression is missing.
+        DataError: If the file is damaged.
+    """
+    method = {".gz": "gzip", ".zst": "zstd"}.get(Path(path).suffix)
+    try:
+        with fsspec.open(path, "rb", compression=method) as file:
+            # the reader of zstd has no lines
+            yield io.BufferedReader(file) if method == "zstd" else file
+    except ValueError as error:
+        if "ompression type" not in str(error):
+            raise
+        raise ConfigError(
+            f"{path}: reading .zst needs the package zstandard, which is not installed; `pip "
+            "install 'megatron_lightning[data]'`"
+        ) from error
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+        raise DataError(f"{path}: is damaged ({error}); copy it again") from error
+
+
+def read_records(files: Sequence[str | Path]) -> Iterator[Record]:
+    """Yield the documents of ``files`` in order: each line of a ``.jsonl``, ``.ndjson`` or
+    ``.json`` file, each row of a ``.parquet`` file, each other file as a whole. Files may be
+    compressed (``.gz``, ``.zst``).
 
     A blank line of a JSON-lines file is no document.
 
@@ -181,18 +138,94 @@ def read_records(files: Sequence[Path]) -> Iterator[Record]:
         DataError: If there is no document at all.
     """
     empty = True
-    for path in files:
-        if path.suffix not in _JSON_SUFFIXES:
-            yield Record(str(path), 1, path.read_bytes(), is_json=False)
+    for path in map(str, files):
+        for record in read_file(path):
+            yield record
             empty = False
-            continue
-        with path.open("rb") as file:
-            for number, line in enumerate(file, 1):
-                if line.strip():
-                    yield Record(str(path), number, line, is_json=True)
-                    empty = False
     if empty:
-        raise DataError(
-            f"{', '.join(map(str, files))}: no document, only blank lines; set input to files with "
-            "text"
-        )
+        raise no_documents(files)
+
+
+def no_documents(files: Sequence[str | Path]) -> DataError:
+    """Return the error of files without documents."""
+    return DataError(
+        f"{', '.join(map(str, files[:5]))}: no document, only blank lines; set input to files with "
+        "text"
+    )
+
+
+def read_file(
+    path: str, begin: int = 0, end: int | None = None, *, first_line: int = 1
+) -> Iterator[Record]:
+    """Yield the documents of a file, or of a part of it.
+
+    Args:
+        path: The file.
+        begin: First byte of a part of a file of lines, or first row group of a Parquet file. Lines
+            belong to the part in which they begin.
+        end: End of the part. None: the file's.
+        first_line: Number of the first line of the part.
+    """
+    if path.endswith(".parquet"):
+        yield from _read_parquet(path, begin, end)
+    elif is_lines(path):
+        yield from _read_lines(path, begin, end, first_line)
+    else:
+        with opened(path) as file:
+            yield Record(path, 1, file.read(), is_json=False)
+
+
+def _read_lines(path: str, begin: int, end: int | None, first_line: int) -> Iterator[Record]:
+    with opened(path) as file:
+        if begin:
+            file.seek(begin - 1)
+            file.readline()  # of the part before
+        number = first_line
+        while (end is None or file.tell() < end) and (line := file.readline()):
+            if line.strip():
+                yield Record(path, number, line, is_json=True)
+            number += 1
+
+
+def count_lines(path: str, end: int) -> int:
+    """Return the number of lines of a file that begin before byte ``end``."""
+    count = 0
+    with opened(path) as file:
+        while file.tell() < end and file.readline():
+            count += 1
+    return count
+
+
+def row_groups(path: str) -> list[int]:
+    """Return the bytes of each row group of a Parquet file."""
+    with _parquet(path) as table:
+        groups = [table.metadata.row_group(i) for i in range(table.num_row_groups)]
+        return [group.total_byte_size for group in groups]
+
+
+def _read_parquet(path: str, begin: int, end: int | None) -> Iterator[Record]:
+    with _parquet(path) as table:
+        end = table.num_row_groups if end is None else end
+        sizes = [table.metadata.row_group(i).num_rows for i in range(begin)]
+        row = sum(sizes) + 1
+        for group in range(begin, end):
+            for fields in table.read_row_group(group).to_pylist():
+                yield Row(path, row, values=fields)
+                row += 1
+
+
+@contextmanager
+def _parquet(path: str) -> Iterator[Any]:
+    try:
+        arrow = importlib.import_module("pyarrow")
+        parquet = importlib.import_module("pyarrow.parquet")
+    except ImportError as error:
+        raise ConfigError(
+            f"{path}: reading Parquet needs the package pyarrow, which is not installed; `pip "
+            "install 'megatron_lightning[data]'`"
+        ) from error
+    with opened(path) as file:
+        try:
+            yield parquet.ParquetFile(file)
+        except arrow.ArrowInvalid as error:
+            raise DataError(f"{path}: is no Parquet file, or damaged ({error})") from error

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
@@ -14,6 +15,7 @@ import numpy.typing as npt
 
 from megatron_lightning.data.files import flush_to_disk, temporary_beside
 from megatron_lightning.data.indexed import IndexedDataset, bin_path, idx_path, index_header
+from megatron_lightning.data.sidecar import common_sidecar, sidecar_path
 from megatron_lightning.errors import ConfigError, DataError
 
 _BLOCK = 1 << 20
@@ -42,8 +44,17 @@ def merge(inputs: list[str], *, output_prefix: str, overwrite: bool = False) -> 
             f"{idx_path(output_prefix)} exists. Set another output_prefix, or --overwrite."
         )
     _check_alike(prefixes)
-    write_merged(prefixes, output_prefix)
-    total = IndexedDataset(output_prefix)
+    sidecar = common_sidecar(prefixes)
+    try:
+        with merged_files(prefixes, output_prefix):
+            pass
+        total = IndexedDataset(output_prefix)
+        if sidecar is not None:
+            sidecar.write(output_prefix, total)
+    except OSError as error:
+        raise DataError(
+            f"{output_prefix}: cannot be written ({error.strerror}). Set another output_prefix."
+        ) from error
     print(
         f"{output_prefix}: {len(prefixes)} data sets, {total.num_documents} documents, "
         f"{total.num_tokens} tokens of {total.dtype}"
@@ -95,8 +106,11 @@ def _check_alike(prefixes: Sequence[str]) -> None:
             )
 
 
-def write_merged(prefixes: Sequence[str], output_prefix: str) -> None:
-    """Write the merged files of checked inputs. Both files appear together, or none does."""
+@contextmanager
+def merged_files(prefixes: Sequence[str], output_prefix: str) -> Iterator[None]:
+    """Write the merged files of checked inputs, and publish them at the end of the block. Both
+    files appear together, or none does.
+    """
     bin_file, idx_file = bin_path(output_prefix), idx_path(output_prefix)
     temporary = temporary_beside(bin_file), temporary_beside(idx_file)
     try:
@@ -109,13 +123,12 @@ def write_merged(prefixes: Sequence[str], output_prefix: str) -> None:
         with temporary[1].open("xb") as file:
             _write_index(prefixes, file)
             flush_to_disk(file)
-        idx_file.unlink(missing_ok=True)  # an old index must never meet the new tokens
+        yield
+        # An old index, or description, must never meet the new tokens.
+        idx_file.unlink(missing_ok=True)
+        sidecar_path(output_prefix).unlink(missing_ok=True)
         temporary[0].replace(bin_file)
         temporary[1].replace(idx_file)
-    except OSError as error:
-        raise DataError(
-            f"{bin_file}: cannot be written ({error.strerror}). Set another output_prefix."
-        ) from error
     finally:
         for path in temporary:
             path.unlink(missing_ok=True)

@@ -1,17 +1,20 @@
-"""Tokenization of text into Megatron's ``.bin``/``.idx`` files: a single pass over the input by
-several processes, in order.
+"""Tokenization of text into Megatron's ``.bin``/``.idx`` files: pieces of the input by several
+processes, joined in order.
 """
 
 from __future__ import annotations
 
+import fcntl
+import hashlib
 import multiprocessing
 import os
+import shutil
 import signal
 import sys
 import threading
-from collections import deque
+import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
@@ -21,12 +24,19 @@ from pathlib import Path
 from typing import Literal
 
 import numpy as np
-import numpy.typing as npt
 from tqdm import tqdm  # type: ignore[import-untyped]
 
-from megatron_lightning.data.corpus import Record, input_files, read_records
-from megatron_lightning.data.files import atomic_path
-from megatron_lightning.data.indexed import IndexedDatasetWriter, token_dtype
+from megatron_lightning.data.corpus import input_files, no_documents, read_file, read_records
+from megatron_lightning.data.indexed import (
+    IndexedDataset,
+    IndexedDatasetWriter,
+    idx_path,
+    token_dtype,
+)
+from megatron_lightning.data.merge import merged_files
+from megatron_lightning.data.pieces import Piece, cut
+from megatron_lightning.data.records import Record
+from megatron_lightning.data.sidecar import Sidecar
 from megatron_lightning.data.tokenizers import (
     Tokenizer,
     TokenizerType,
@@ -35,16 +45,17 @@ from megatron_lightning.data.tokenizers import (
 )
 from megatron_lightning.errors import ConfigError, DataError
 
-# Ids of several documents back to back [n], their lengths [d].
-_Encoded = tuple[npt.NDArray[np.int64], npt.NDArray[np.int32]]
+_FORMAT = 1  # of tokenized pieces
 _CHUNK_BYTES = 1 << 18
 _TRAINING_BYTES = 1 << 24  # a tokenizer of usual size does not improve with more text
 
 
 @dataclass(frozen=True)
 class _Job:
-    """Settings of a worker. Small, because every chunk carries the settings."""
+    """Settings of a worker. Small, because every piece carries the settings."""
 
+    folder: str
+    """Folder of the tokenized pieces."""
     tokenizer_type: TokenizerType
     tokenizer_model: str
     json_keys: tuple[str, ...]
@@ -53,6 +64,14 @@ class _Job:
 
     def tokenizer(self) -> Tokenizer:
         return load_tokenizer(self.tokenizer_model, self.tokenizer_type)
+
+    def prefixes(self, piece: Piece, tokenizer: Tokenizer) -> list[str]:
+        """Return the prefix of the tokenized piece under each key. The name says all that the
+        content depends on.
+        """
+        settings = (self.json_keys, self.append_eod, self.empty_documents, tokenizer.identity)
+        digest = hashlib.sha256(repr((_FORMAT, settings, piece)).encode()).hexdigest()[:24]
+        return [f"{self.folder}/{digest}-{number}" for number in range(len(self.json_keys))]
 
 
 def preprocess(  # noqa: PLR0917  # every argument is an option of the command line
@@ -68,14 +87,19 @@ def preprocess(  # noqa: PLR0917  # every argument is an option of the command l
 ) -> dict[str, str]:
     """Tokenize text into indexed files for pre-training, in Megatron's own format.
 
-    Writes ``{output_prefix}_{key}_document.bin`` and ``.idx`` for every key, and
-    ``{output_prefix}_tokenizer.model`` if a tokenizer is trained. Everything is published at the
-    end: an error, Ctrl-C or SIGTERM leaves nothing behind.
+    Writes ``{output_prefix}_{key}_document.bin`` and ``.idx`` for every key, beside them ``.json``
+    with the digest of the tokenizer, and ``{output_prefix}_tokenizer.model`` if a tokenizer is
+    trained. Everything is published at the end. The input is tokenized in pieces. After a kill,
+    Ctrl-C or an error the same command, with any number of workers, goes on with the complete
+    pieces, kept in the folder ``{output_prefix}.pieces``. The number of workers does not change a
+    byte.
 
     Args:
         output_prefix: Path and beginning of the names of the output files.
-        input: JSON-lines files (``.jsonl``, ``.json``: a document a line), text files (a document a
-            file), or ``stdlib``: the source of the Python standard library.
+        input: JSON-lines files (``.jsonl``, ``.ndjson``, ``.json``: a document a line), Parquet
+            files (``.parquet``), text files (a document a file), each possibly compressed (``.gz``,
+            ``.zst``) and named by paths, patterns or URLs, or ``stdlib``: the source of the Python
+            standard library.
         tokenizer_type: sentencepiece or huggingface.
         tokenizer_model: A SentencePiece model, or a Hugging Face tokenizer's folder or name.
             Default: train a SentencePiece model on the input.
@@ -96,45 +120,123 @@ def preprocess(  # noqa: PLR0917  # every argument is an option of the command l
     _check_settings(tokenizer_type, tokenizer_model, vocab_size, json_keys, workers)
     files = input_files(input)
     prefixes = {key: f"{output_prefix}_{key}_document" for key in json_keys}
-    with ExitStack() as published:
-        published.enter_context(_write_errors_explained(output_prefix))
-        published.enter_context(_termination_as_exit())
-        Path(output_prefix).parent.mkdir(parents=True, exist_ok=True)
+    begin = time.monotonic()
+    with (
+        _write_errors_explained(output_prefix),
+        _termination_as_exit(),
+        _folder_of_pieces(output_prefix) as folder,
+    ):
+        pieces = cut(files)
+        trained = None
         if tokenizer_model is None and vocab_size is not None:
-            trained = published.enter_context(atomic_path(Path(f"{output_prefix}_tokenizer.model")))
-            train_sentencepiece(_training_texts(files, json_keys), vocab_size, trained)
-            tokenizer_model = str(trained)
+            trained = _trained(files, pieces, json_keys, vocab_size, folder)
         job = _Job(
-            tokenizer_type, str(tokenizer_model), tuple(json_keys), append_eod, empty_documents
+            str(folder),
+            tokenizer_type,
+            str(trained or tokenizer_model),
+            tuple(json_keys),
+            append_eod,
+            empty_documents,
         )
         tokenizer = job.tokenizer()
-        dtype = token_dtype(tokenizer.vocab_size)
-        writers = [
-            published.enter_context(IndexedDatasetWriter(prefix, dtype))
-            for prefix in prefixes.values()
-        ]
-        # closed in this order: an interrupt anywhere in the loop ends the workers before the files
-        # are removed
-        bar = published.enter_context(
-            tqdm(desc="tokenizing", total=_num_bytes(files), unit="B", unit_scale=True)
-        )
-        chunks = published.enter_context(
-            closing(_encoded_chunks(_chunks(read_records(files)), job, tokenizer, workers))
-        )
-        num_tokens = dict.fromkeys(json_keys, 0)
-        for chunk, encoded in chunks:
-            for key, writer, (tokens, lengths) in zip(json_keys, writers, encoded, strict=True):
-                writer.add_documents(tokens, lengths, np.ones(len(lengths), np.int64))
-                num_tokens[key] += len(tokens)
-            bar.update(sum(len(record.raw) for record in chunk))
-        _check_not_empty(num_tokens, files)
-        for writer in writers:
-            writer.finish()  # all files, before the first is published
+        parts = [job.prefixes(piece, tokenizer) for piece in pieces]
+        num_new = _tokenize(pieces, parts, job, tokenizer, workers)
+        of_key = dict(zip(json_keys, zip(*parts, strict=True), strict=True))
+        _check_not_empty(of_key, files, folder)
+        _publish({prefixes[key]: names for key, names in of_key.items()})
+        sizes = [IndexedDataset(prefix) for prefix in prefixes.values()]
+        for prefix, indexed in zip(prefixes.values(), sizes, strict=True):
+            Sidecar.of(tokenizer, append_eod=append_eod).write(prefix, indexed)
+        if trained is not None:
+            trained.replace(f"{output_prefix}_tokenizer.model")
+        shutil.rmtree(folder)
+    seconds, num_tokens = time.monotonic() - begin, sum(data.num_tokens for data in sizes)
     print(
-        f"{sum(num_tokens.values())} tokens of {tokenizer.vocab_size} ids in "
-        f"{', '.join(prefixes.values())}"
+        f"{num_tokens} tokens of {tokenizer.vocab_size} ids in {', '.join(prefixes.values())}\n"
+        f"{sum(data.num_documents for data in sizes)} documents of {len(files)} files, "
+        f"{num_new} of {len(pieces)} pieces tokenized now, {num_tokens / seconds:.0f} tokens/s"
     )
     return prefixes
+
+
+@contextmanager
+def _folder_of_pieces(output_prefix: str) -> Iterator[Path]:
+    """Yield the folder of tokenized pieces, held by this process alone. After an error the folder
+    stays if a piece is complete.
+
+    Raises:
+        ConfigError: If another process holds the folder.
+    """
+    folder = Path(f"{output_prefix}.pieces")
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "lock").open("wb") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # ends with this process
+        except BlockingIOError:
+            raise ConfigError(
+                f"{folder}: another process tokenizes into {output_prefix}. Wait for it, or set "
+                "another output_prefix."
+            ) from None
+        for path in folder.glob(".*.tmp"):  # of a killed process
+            path.unlink(missing_ok=True)
+        try:
+            yield folder
+        except BaseException:
+            complete = len(list(folder.glob("*-0.idx")))
+            if complete:
+                print(
+                    f"megatron-lightning: {complete} tokenized pieces are kept in {folder}: the "
+                    "same command goes on with them.",
+                    file=sys.stderr,
+                )
+            else:
+                shutil.rmtree(folder, ignore_errors=True)
+            raise
+
+
+def _trained(
+    files: Sequence[str],
+    pieces: Sequence[Piece],
+    json_keys: Sequence[str],
+    vocab_size: int,
+    folder: Path,
+) -> Path:
+    """Return a tokenizer trained on the input, now or by a run before."""
+    settings = (_FORMAT, tuple(json_keys), vocab_size, tuple(pieces))
+    digest = hashlib.sha256(repr(settings).encode()).hexdigest()[:24]
+    trained = folder / f"{digest}.model"
+    if not trained.exists():
+        num_bytes = sum(piece.num_bytes for piece in pieces)
+        train_sentencepiece(_training_texts(files, json_keys, num_bytes), vocab_size, trained)
+    return trained
+
+
+def _tokenize(
+    pieces: Sequence[Piece],
+    parts: Sequence[Sequence[str]],
+    job: _Job,
+    tokenizer: Tokenizer,
+    workers: int,
+) -> int:
+    """Tokenize the pieces that are not complete. Return their number."""
+    waiting, total = [], sum(piece.num_bytes for piece in pieces)
+    with tqdm(desc="tokenizing", total=total, unit="B", unit_scale=True) as bar:
+        for piece, prefixes in zip(pieces, parts, strict=True):
+            if all(idx_path(prefix).exists() for prefix in prefixes):
+                bar.update(piece.num_bytes)
+            else:
+                waiting.append(piece)
+        with closing(_tokenized(waiting, job, tokenizer, workers)) as tokenized:
+            for piece in tokenized:
+                bar.update(piece.num_bytes)
+    return len(waiting)
+
+
+def _publish(parts: Mapping[str, Sequence[str]]) -> None:
+    """Join the pieces of each data set. All data sets are written before the first is published."""
+    with ExitStack() as published:
+        for prefix, pieces in parts.items():
+            published.enter_context(merged_files(pieces, prefix))
 
 
 def _check_settings(
@@ -163,9 +265,15 @@ def _check_settings(
         )
 
 
-def _check_not_empty(num_tokens: Mapping[str, int], files: Sequence[Path]) -> None:
-    for key, count in num_tokens.items():
-        if not count:
+def _check_not_empty(
+    parts: Mapping[str, Sequence[str]], files: Sequence[str], folder: Path
+) -> None:
+    """Check that there are documents, and under every key a document with tokens."""
+    for key, prefixes in parts.items():
+        if not any(IndexedDataset(prefix).num_tokens for prefix in prefixes):
+            shutil.rmtree(folder)  # nothing to go on with
+            if not any(True for path in files for _ in read_file(path)):
+                raise no_documents(files)
             raise DataError(
                 f"{', '.join(map(str, files[:5]))}: only empty documents under key {key!r}; set "
                 "input to text"
@@ -183,53 +291,33 @@ def _write_errors_explained(output_prefix: str) -> Iterator[None]:
         ) from error
 
 
-def _num_bytes(files: Sequence[Path]) -> int:
-    return sum(path.stat().st_size for path in files)
-
-
-def _training_texts(files: Sequence[Path], json_keys: Sequence[str]) -> Iterator[str]:
+def _training_texts(
+    files: Sequence[str], json_keys: Sequence[str], num_bytes: int
+) -> Iterator[str]:
     """Yield every k-th document, about ``_TRAINING_BYTES`` of a large input."""
-    stride = 1 + _num_bytes(files) // _TRAINING_BYTES
+    stride = 1 + num_bytes // _TRAINING_BYTES
     for record in islice(read_records(files), 0, None, stride):
         yield from record.texts(json_keys)
 
 
-def _chunks(records: Iterable[Record]) -> Iterator[list[Record]]:
-    """Group records into chunks large enough to be sent to another process."""
-    chunk: list[Record] = []
-    num_bytes = 0
-    for record in records:
-        chunk.append(record)
-        num_bytes += len(record.raw)
-        if num_bytes >= _CHUNK_BYTES:
-            yield chunk
-            chunk, num_bytes = [], 0
-    if chunk:
-        yield chunk
-
-
-def _encoded_chunks(
-    chunks: Iterable[list[Record]], job: _Job, tokenizer: Tokenizer, workers: int
-) -> Generator[tuple[list[Record], list[_Encoded]], None, None]:
-    """Yield each chunk with the encoding under every key, in the order of the input."""
+def _tokenized(
+    pieces: Sequence[Piece], job: _Job, tokenizer: Tokenizer, workers: int
+) -> Generator[Piece, None, None]:
+    """Tokenize pieces, and yield each when it is complete."""
     if workers == 1:
-        yield from ((chunk, _encode(chunk, job, tokenizer)) for chunk in chunks)
+        for piece in pieces:
+            _encode(piece, job, tokenizer)
+            yield piece
         return
     # fork saves each worker the import of the caller's program. fork is safe on Linux only.
     context = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
     executor = ProcessPoolExecutor(workers, context, initializer=_start_worker)
-    waiting: deque[tuple[list[Record], Future[list[_Encoded]]]] = deque()
     try:
-        for chunk in chunks:
-            with _interrupt_deferred():
-                waiting.append((chunk, executor.submit(_encode_in_worker, chunk, job)))
-            # Enough to keep all workers busy. Without a limit the input is read into memory.
-            if len(waiting) > 4 * workers:
-                oldest, result = waiting.popleft()
-                yield oldest, result.result()
-        while waiting:
-            oldest, result = waiting.popleft()
-            yield oldest, result.result()
+        with _interrupt_deferred():
+            futures = {executor.submit(_encode_in_worker, piece, job): piece for piece in pieces}
+        for future in as_completed(futures):
+            future.result()
+            yield futures[future]
     except BrokenProcessPool as error:
         raise DataError(
             f"a worker process died while tokenizing (out of memory?); set workers below {workers}"
@@ -300,33 +388,68 @@ def _worker_tokenizer(job: _Job) -> Tokenizer:
     return job.tokenizer()
 
 
-def _encode_in_worker(chunk: list[Record], job: _Job) -> list[_Encoded]:
-    return _encode(chunk, job, _worker_tokenizer(job))
+def _encode_in_worker(piece: Piece, job: _Job) -> None:
+    _encode(piece, job, _worker_tokenizer(job))
 
 
-def _encode(chunk: list[Record], job: _Job, tokenizer: Tokenizer) -> list[_Encoded]:
-    """Return the tokens of the chunk's documents under every key."""
-    documents: list[list[list[int]]] = [[] for _ in job.json_keys]
-    for record in chunk:
-        for key, text, collected in zip(
-            job.json_keys, record.texts(job.json_keys), documents, strict=True
-        ):
-            ids = tokenizer.encode(text)
-            if ids:
-                _check_ids(ids, record, tokenizer)
-                collected.append([*ids, tokenizer.eod] if job.append_eod else ids)
-            elif job.empty_documents == "error":
-                raise DataError(
-                    f"{record.where}: empty document under key {key!r}; remove it, or set "
-                    "empty_documents to skip"
-                )
-    return [
-        (
-            np.fromiter(chain.from_iterable(collected), np.int64),
-            np.array([len(ids) for ids in collected], np.int32),
-        )
-        for collected in documents
-    ]
+def _encode(piece: Piece, job: _Job, tokenizer: Tokenizer) -> None:
+    """Write the tokens of a piece under every key."""
+    try:
+        _write(piece.records(), job.prefixes(piece, tokenizer), job, tokenizer)
+    except DataError:
+        if piece.needs_counting:  # an error names the line, which only counting tells
+            _write(piece.counted(), job.prefixes(piece, tokenizer), job, tokenizer)
+        raise
+
+
+def _write(
+    records: Iterable[Record], prefixes: Sequence[str], job: _Job, tokenizer: Tokenizer
+) -> None:
+    dtype = token_dtype(tokenizer.vocab_size)
+    with ExitStack() as published:
+        writers = [
+            published.enter_context(IndexedDatasetWriter(prefix, dtype)) for prefix in prefixes
+        ]
+        for chunk in _chunks(records):
+            texts = zip(*(record.texts(job.json_keys) for record in chunk), strict=True)
+            for key, writer, of_key in zip(job.json_keys, writers, texts, strict=True):
+                documents = _documents(chunk, key, of_key, job, tokenizer)
+                tokens = np.fromiter(chain.from_iterable(documents), np.int64)
+                lengths = np.array([len(ids) for ids in documents], np.int32)
+                writer.add_documents(tokens, lengths, np.ones(len(lengths), np.int64))
+        for writer in writers:
+            writer.finish()  # all files, before the first is published
+
+
+def _documents(
+    chunk: Sequence[Record], key: str, texts: Sequence[str], job: _Job, tokenizer: Tokenizer
+) -> list[list[int]]:
+    """Return the tokens of the chunk's documents under a key."""
+    documents = []
+    for record, ids in zip(chunk, tokenizer.encode_batch(texts), strict=True):
+        if ids:
+            _check_ids(ids, record, tokenizer)
+            documents.append([*ids, tokenizer.eod] if job.append_eod else ids)
+        elif job.empty_documents == "error":
+            raise DataError(
+                f"{record.where}: empty document under key {key!r}; remove it, or set "
+                "empty_documents to skip"
+            )
+    return documents
+
+
+def _chunks(records: Iterable[Record]) -> Iterator[list[Record]]:
+    """Group records into chunks large enough to be tokenized together."""
+    chunk: list[Record] = []
+    num_bytes = 0
+    for record in records:
+        chunk.append(record)
+        num_bytes += record.num_bytes
+        if num_bytes >= _CHUNK_BYTES:
+            yield chunk
+            chunk, num_bytes = [], 0
+    if chunk:
+        yield chunk
 
 
 def _check_ids(ids: list[int], record: Record, tokenizer: Tokenizer) -> None:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from megatron_lightning.data.corpus import Record
+from megatron_lightning.data.records import Record
 from megatron_lightning.errors import ConfigError, DataError
 
 _LINES = (".jsonl", ".ndjson")

@@ -6,6 +6,7 @@ neither.
 
 from __future__ import annotations
 
+import hashlib
 import io
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -39,8 +40,15 @@ class Tokenizer(Protocol):
     def unique_identifiers(self) -> Mapping[str, object]:
         """Class and origin. Part of the name of cached sample indices."""
 
+    @property
+    def identity(self) -> str:
+        """Digest of the vocabulary and the rules, whatever the path of the files."""
+
     def encode(self, text: str) -> list[int]:
         """Return the ids of ``text``, without special ids."""
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """Return the ids of each text, without special ids."""
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of ``ids``."""
@@ -59,7 +67,8 @@ class SentencePieceTokenizer:
 
         self._model = str(model)
         try:
-            self._processor = SentencePieceProcessor(model_proto=Path(model).read_bytes())
+            content = Path(model).read_bytes()
+            self._processor = SentencePieceProcessor(model_proto=content)
         except OSError as error:
             raise DataError(
                 f"{model}: cannot be read ({error.strerror}); set tokenizer_model to a "
@@ -70,6 +79,7 @@ class SentencePieceTokenizer:
                 f"{model}: is not a SentencePiece model; for a Hugging Face tokenizer set "
                 "tokenizer_type"
             ) from error
+        self.identity: str = hashlib.sha256(content).hexdigest()
         self.vocab_size: int = self._processor.vocab_size()
         self.eod: int = self._processor.eos_id()
         self.pad: int = self._processor.pad_id()
@@ -87,6 +97,12 @@ class SentencePieceTokenizer:
     def encode(self, text: str) -> list[int]:
         """Return the ids of ``text``."""
         ids: list[int] = self._processor.encode(text)
+        return ids
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """Return the ids of each text."""
+        # one thread: the caller has a process for each core
+        ids: list[list[int]] = self._processor.encode(list(texts), num_threads=1)
         return ids
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -129,6 +145,25 @@ class HuggingFaceTokenizer:
         """Return the ids of ``text``, without special tokens."""
         ids: list[int] = self.backend.encode(text, add_special_tokens=False, verbose=False)
         return ids
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """Return the ids of each text, without special tokens."""
+        fast = getattr(self.backend, "_tokenizer", None)
+        if fast is None:
+            return [self.encode(text) for text in texts]
+        # without offsets, which take a quarter of the time
+        return [one.ids for one in fast.encode_batch_fast(list(texts), add_special_tokens=False)]
+
+    @property
+    def identity(self) -> str:
+        """Digest of the vocabulary and the rules."""
+        fast = getattr(self.backend, "_tokenizer", None)
+        content = (
+            fast.to_str()
+            if fast is not None
+            else f"{type(self.backend).__name__} {sorted(self.backend.get_vocab().items())}"
+        )
+        return hashlib.sha256(content.encode()).hexdigest()
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of ``ids``."""

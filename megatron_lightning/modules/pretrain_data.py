@@ -28,6 +28,7 @@ from megatron_lightning.data.identity import content_digest
 from megatron_lightning.data.indexed import IndexedDataset
 from megatron_lightning.data.mock import MockGPTDataset
 from megatron_lightning.data.resume import OnChangedData, describe_changes
+from megatron_lightning.data.sidecar import check_tokenizer
 from megatron_lightning.data.skipped import SkippedSamples
 from megatron_lightning.data.tokenizers import TokenizerType, load_tokenizer
 from megatron_lightning.errors import ConfigError
@@ -167,6 +168,7 @@ class PretrainDataModule(RunDataModule):
         self.data_prefix = data_prefix
         self.global_batch_size = global_batch_size
         self._batch_size = batch_size
+        self._tokenizer_model = tokenizer_model
         self.tokenizer = (
             None if tokenizer_model is None else load_tokenizer(tokenizer_model, tokenizer_type)
         )
@@ -232,6 +234,7 @@ class PretrainDataModule(RunDataModule):
                     single = num_samples if spec.is_single else None
                     for prefix in spec.prefixes:
                         plan_part(IndexedDataset(prefix), self._split_of(name), name, single)
+                        self._check_tokenizer(prefix)
 
     def prepare_data(self) -> None:
         """Build the index cache. Lightning calls this once on every node."""
@@ -391,6 +394,8 @@ class PretrainDataModule(RunDataModule):
             return {name: self._mocked(name, count) for name, count in self._parts(stage).items()}
 
         def opened(name: IndexSplit, count: int | None) -> Any:
+            for prefix in {prefix for spec in self._blends(name) for prefix in spec.prefixes}:
+                self._check_tokenizer(prefix)
             make, short = self._make(name), "val" if name == "valid" else name
             made = [
                 make(spec.prefixes[0], count)
@@ -401,6 +406,10 @@ class PretrainDataModule(RunDataModule):
             return NamedDatasets(made) if name == "valid" and self.data.names else made[0]
 
         return {name: opened(name, count) for name, count in self._parts(stage).items()}
+
+    def _check_tokenizer(self, prefix: str) -> None:
+        if self.tokenizer is not None:
+            check_tokenizer(prefix, self.tokenizer, str(self._tokenizer_model))
 
     def _mocked(self, name: IndexSplit, count: int | None) -> MockGPTDataset:
         config, trainer = self.config, self.trainer

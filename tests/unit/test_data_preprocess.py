@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gzip
 import io
 import json
 import os
@@ -12,10 +13,12 @@ import sysconfig
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import numpy as np
 import pytest
 from tqdm import tqdm
 
+from megatron_lightning.data import merge, pieces
 from megatron_lightning.data import preprocess as preprocess_module
 from megatron_lightning.data.corpus import STDLIB, input_files, read_records, stdlib_files
 from megatron_lightning.data.indexed import IndexedDataset, IndexedDatasetWriter
@@ -163,6 +166,7 @@ def test_documents_keep_their_order(
 ) -> None:
     # Several documents a chunk, many chunks.
     monkeypatch.setattr(preprocess_module, "_CHUNK_BYTES", 300)
+    monkeypatch.setattr(pieces, "_SMALLEST", 1000)
     prefixes = preprocess(
         str(tmp_path / "out" / "x"),
         str(jsonl),
@@ -174,7 +178,7 @@ def test_documents_keep_their_order(
         key: str(tmp_path / "out" / f"x_{key}_document") for key in ("text", "title")
     }
     assert files_in(tmp_path / "out") == [
-        f"x_{key}_document.{end}" for key in ("text", "title") for end in ("bin", "idx")
+        f"x_{key}_document.{end}" for key in ("text", "title") for end in ("bin", "idx", "json")
     ]
     tokenizer = load_tokenizer(model)
     text, title = IndexedDataset(prefixes["text"]), IndexedDataset(prefixes["title"])
@@ -202,6 +206,7 @@ def test_trains_a_tokenizer_and_reads_text_files(tmp_path: Path) -> None:
     assert files_in(tmp_path / "out") == [
         "x_text_document.bin",
         "x_text_document.idx",
+        "x_text_document.json",
         "x_tokenizer.model",
     ]
 
@@ -285,14 +290,15 @@ class _Terminating(tqdm):  # type: ignore[misc, type-arg]
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_termination_leaves_nothing(
+def test_termination_keeps_complete_pieces_alone(
     workers: int, jsonl: Path, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(preprocess_module, "tqdm", _Terminating)
     handled = signal.getsignal(signal.SIGTERM)
     with pytest.raises(SystemExit) as exit_:
         preprocess(str(tmp_path / "out" / "x"), str(jsonl), tokenizer_model=model, workers=workers)
-    assert exit_.value.code == 128 + signal.SIGTERM and files_in(tmp_path / "out") == []
+    assert exit_.value.code == 128 + signal.SIGTERM
+    assert files_in(tmp_path / "out") == ["x.pieces"]
     assert signal.getsignal(signal.SIGTERM) == handled
 
 
@@ -350,13 +356,12 @@ def test_empty_documents_can_be_skipped(model: str, tmp_path: Path) -> None:
 def test_a_disk_that_fills_up_with_the_last_of_several_datasets_leaves_none(
     jsonl: Path, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Writer(IndexedDatasetWriter):
-        def _index_bytes(self) -> bytes:
-            if "_text_" in self.prefix:
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            return super()._index_bytes()
+    def full(prefixes: Any, file: Any) -> None:
+        if "_title_" in file.name:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        file.write(b"an index")
 
-    monkeypatch.setattr(preprocess_module, "IndexedDatasetWriter", Writer)
+    monkeypatch.setattr(merge, "_write_index", full)
     with pytest.raises(DataError, match="No space left"):
         preprocess(
             str(tmp_path / "out" / "x"),
@@ -364,16 +369,19 @@ def test_a_disk_that_fills_up_with_the_last_of_several_datasets_leaves_none(
             tokenizer_model=model,
             json_keys=["text", "title"],
         )
-    assert files_in(tmp_path / "out") == []
+    assert files_in(tmp_path / "out") == ["x.pieces"]
 
 
 class _TooLarge:
     """A tokenizer whose files do not belong together."""
 
-    vocab_size, eod, pad, unique_identifiers = 5, 0, NO_PAD, {"class": "x"}
+    vocab_size, eod, pad, unique_identifiers, identity = 5, 0, NO_PAD, {"class": "x"}, "x"
 
     def encode(self, text: str) -> list[int]:
         return [1, 5]
+
+    def encode_batch(self, texts: Any) -> list[list[int]]:
+        return [self.encode(text) for text in texts]
 
     def decode(self, ids: Any) -> str:
         return ""
@@ -443,3 +451,148 @@ def test_impossible_settings_are_refused(
     with pytest.raises(error, match=message):
         preprocess(**{"output_prefix": "out/x", "input": str(jsonl), "vocab_size": 300, **settings})
     assert files_in(tmp_path / "out") == []
+
+
+def _lines(folder: Path) -> Path:
+    path = folder / "many.jsonl"
+    path.write_text(
+        "".join(json.dumps({"text": text * (1 + i % 7)}) + "\n" for i, text in enumerate(TEXTS))
+    )
+    return path
+
+
+def _bytes(prefix: str) -> list[bytes]:
+    return [Path(f"{prefix}.{end}").read_bytes() for end in ("bin", "idx")]
+
+
+def test_the_same_bytes_whatever_is_stopped_and_how_many_workers(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Killed after some pieces, the same command with other workers goes on with them."""
+    monkeypatch.setattr(pieces, "_SMALLEST", 2000)
+    lines = _lines(tmp_path)
+    whole = preprocess(str(tmp_path / "a" / "x"), str(lines), tokenizer_model=model)["text"]
+    encoded, write = [], preprocess_module._encode
+
+    def killed(piece: Any, *arguments: Any) -> None:
+        if len(encoded) == 3:
+            raise MemoryError
+        encoded.append(piece)
+        write(piece, *arguments)
+
+    monkeypatch.setattr(preprocess_module, "_encode", killed)
+    with pytest.raises(MemoryError):
+        preprocess(str(tmp_path / "b" / "x"), str(lines), tokenizer_model=model)
+    assert "3 tokenized pieces are kept" in capsys.readouterr().err
+    monkeypatch.setattr(preprocess_module, "_encode", write)
+    (tmp_path / "b" / "x.pieces" / ".half.bin.1.ab.tmp").write_bytes(b"of a killed process")
+    resumed = preprocess(str(tmp_path / "b" / "x"), str(lines), tokenizer_model=model, workers=2)
+    num_pieces = len(pieces.cut([str(lines)]))
+    assert num_pieces > 6
+    assert f"{num_pieces - 3} of {num_pieces} pieces tokenized now" in capsys.readouterr().out
+    assert _bytes(resumed["text"]) == _bytes(whole)
+    assert files_in(tmp_path / "b") == [f"x_text_document.{end}" for end in ("bin", "idx", "json")]
+
+
+def test_other_settings_tokenize_anew(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pieces, "_SMALLEST", 2000)
+    monkeypatch.setattr(preprocess_module, "tqdm", _Terminating)
+    lines = _lines(tmp_path)
+    with pytest.raises(SystemExit):
+        preprocess(str(tmp_path / "x"), str(lines), tokenizer_model=model)
+    monkeypatch.setattr(preprocess_module, "tqdm", tqdm)
+    settings: dict[str, Any] = {"tokenizer_model": model, "append_eod": True}
+    prefix = preprocess(str(tmp_path / "x"), str(lines), **settings)["text"]
+    expected = preprocess(str(tmp_path / "y"), str(lines), **settings)["text"]
+    assert _bytes(prefix) == _bytes(expected)
+
+
+def test_a_bad_line_in_a_later_piece_is_named(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pieces, "_SMALLEST", 2000)
+    lines = _lines(tmp_path)
+    rows = lines.read_text().splitlines()
+    rows[41] = "{"
+    lines.write_text("\n".join(rows))
+    with pytest.raises(DataError, match=r"many\.jsonl:42: invalid JSON"):
+        preprocess(str(tmp_path / "x"), str(lines), tokenizer_model=model, workers=2)
+
+
+def test_two_runs_into_one_prefix_are_refused(jsonl: Path, model: str, tmp_path: Path) -> None:
+    with (
+        preprocess_module._folder_of_pieces(str(tmp_path / "x")),
+        pytest.raises(ConfigError, match="another process tokenizes into"),
+    ):
+        preprocess(str(tmp_path / "x"), str(jsonl), tokenizer_model=model)
+
+
+@pytest.mark.parametrize("kind", ["jsonl.gz", "jsonl.zst", "parquet", "txt.gz", "memory", "glob"])
+def test_formats_and_urls(kind: str, jsonl: Path, model: str, tmp_path: Path) -> None:
+    content = jsonl.read_bytes()
+    source: Any = tmp_path / f"data.{kind}"
+    if kind == "jsonl.gz":
+        source.write_bytes(gzip.compress(content))
+    elif kind == "jsonl.zst":
+        source.write_bytes(pytest.importorskip("zstandard").compress(content))
+    elif kind == "parquet":
+        arrow = pytest.importorskip("pyarrow")
+        table = arrow.Table.from_pylist([{"text": text} for text in TEXTS])
+        parquet = pytest.importorskip("pyarrow.parquet")
+        parquet.write_table(table, source, row_group_size=7)
+    elif kind == "txt.gz":
+        source.write_bytes(gzip.compress("".join(TEXTS).encode()))
+    elif kind == "memory":
+        source = "memory://inputs/data.jsonl"
+        fsspec.filesystem("memory").pipe("/inputs/data.jsonl", content)
+    else:
+        for number in (1, 0):
+            (tmp_path / f"part{number}.txt").write_text("".join(TEXTS[number::2]))
+        source = tmp_path / "part?.txt"
+    prefix = preprocess(str(tmp_path / "out" / "x"), str(source), tokenizer_model=model)["text"]
+    tokenizer = load_tokenizer(model)
+    texts = [tokenizer.decode(ids.tolist()) for ids in IndexedDataset(prefix)]
+    expected = {
+        "txt.gz": ["".join(TEXTS)],
+        "glob": ["".join(TEXTS[0::2]), "".join(TEXTS[1::2])],
+    }
+    assert texts == expected.get(kind, TEXTS)
+
+
+def test_parquet_is_cut_by_row_groups(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    monkeypatch.setattr(pieces, "_SMALLEST", 500)
+    table = arrow.Table.from_pylist([{"text": text} for text in TEXTS])
+    parquet.write_table(table, tmp_path / "x.parquet", row_group_size=7)
+    found = pieces.cut([str(tmp_path / "x.parquet")])
+    assert len(found) > 2
+    records = [record for piece in found for record in piece.records()]
+    assert [record.texts(["text"])[0] for record in records] == TEXTS
+    assert [record.line for record in records] == list(range(1, len(TEXTS) + 1))
+
+
+def test_a_damaged_archive_is_named(model: str, tmp_path: Path) -> None:
+    (tmp_path / "x.jsonl.gz").write_bytes(gzip.compress(b'{"text": "a"}\n' * 900)[:-12])
+    with pytest.raises(DataError, match=r"x\.jsonl\.gz: is damaged"):
+        preprocess(str(tmp_path / "out" / "x"), str(tmp_path / "x.jsonl.gz"), tokenizer_model=model)
+
+
+def test_data_of_another_tokenizer_are_refused(jsonl: Path, model: str, tmp_path: Path) -> None:
+    from megatron_lightning.data.sidecar import check_tokenizer
+
+    prefix = preprocess(str(tmp_path / "x"), str(jsonl), tokenizer_model=model)["text"]
+    other = preprocess(str(tmp_path / "y"), str(jsonl), vocab_size=350)["text"]
+    trained = load_tokenizer(tmp_path / "y_tokenizer.model")
+    check_tokenizer(prefix, load_tokenizer(model), "small")
+    check_tokenizer(other, trained, "trained")
+    with pytest.raises(DataError, match=r"x_text_document was written with another tokenizer"):
+        check_tokenizer(prefix, trained, "trained")
+    with pytest.raises(DataError, match="were written with different tokenizers"):
+        merge.merge([prefix, other], output_prefix=str(tmp_path / "both"))
+    merge.merge([prefix], output_prefix=str(tmp_path / "one"))
+    check_tokenizer(tmp_path / "one", load_tokenizer(model), "small")

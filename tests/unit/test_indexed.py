@@ -231,7 +231,7 @@ def test_unwritable_folder_is_named(tmp_path: Path) -> None:
         IndexedDatasetWriter(tmp_path / "file" / "data")
 
 
-def test_ctrl_c_of_preprocess_leaves_nothing(tmp_path: Path) -> None:
+def test_ctrl_c_of_preprocess_keeps_complete_pieces_alone(tmp_path: Path) -> None:
     lines = "".join(json.dumps({"text": f"document {i} " * 2000}) + "\n" for i in range(3000))
     (tmp_path / "in.jsonl").write_text(lines)
     code = (
@@ -246,9 +246,7 @@ def test_ctrl_c_of_preprocess_leaves_nothing(tmp_path: Path) -> None:
     )
     try:
         deadline = time.monotonic() + 60
-        while not any(
-            path.name.startswith(".x_text_document.bin") for path in tmp_path.glob("out/.*")
-        ):
+        while not any((tmp_path / "out" / "x.pieces").glob("*.idx")):
             assert time.monotonic() < deadline and process.poll() is None, (
                 process.stderr and process.stderr.read()
             )
@@ -260,5 +258,7 @@ def test_ctrl_c_of_preprocess_leaves_nothing(tmp_path: Path) -> None:
         process.wait()
     assert process.returncode != 0
     assert b"KeyboardInterrupt" in stderr
-    assert list((tmp_path / "out").iterdir()) == []
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["x.pieces"]
+    assert not list((tmp_path / "out" / "x.pieces").glob(".*"))
+    assert b"tokenized pieces are kept" in stderr
     shutil.rmtree(tmp_path / "out")

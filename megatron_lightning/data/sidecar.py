@@ -1,0 +1,106 @@
+"""``PREFIX.json`` beside an indexed data set: the tokenizer that wrote it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from megatron_lightning.data.files import atomic_write
+from megatron_lightning.data.indexed import IndexedDataset
+from megatron_lightning.data.tokenizers import Tokenizer
+from megatron_lightning.errors import DataError
+
+_VERSION = 1
+
+
+@dataclass(frozen=True)
+class Sidecar:
+    """The tokenizer of an indexed data set."""
+
+    tokenizer: str
+    """Digest (:attr:`Tokenizer.identity`)."""
+    vocab_size: int
+    eod: int
+    append_eod: bool
+    """Whether every document ends with ``eod``."""
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer, *, append_eod: bool) -> Sidecar:
+        """Return the description of data that a tokenizer writes."""
+        return cls(tokenizer.identity, tokenizer.vocab_size, tokenizer.eod, append_eod)
+
+    def write(self, prefix: str | Path, indexed: IndexedDataset) -> None:
+        """Write the file beside a data set."""
+        sizes = {"documents": indexed.num_documents, "tokens": indexed.num_tokens}
+        content = {"version": _VERSION, **asdict(self), **sizes}
+        with atomic_write(sidecar_path(prefix)) as file:
+            file.write(f"{json.dumps(content, indent=2)}\n".encode())
+
+    @classmethod
+    def read(cls, prefix: str | Path) -> Sidecar | None:
+        """Return the description beside a data set. None: there is none, as beside Megatron's, or
+        it describes other files.
+
+        Raises:
+            DataError: If the file is damaged.
+        """
+        path = sidecar_path(prefix)
+        try:
+            content = json.loads(path.read_bytes())
+            indexed = IndexedDataset(prefix)
+            if (content["documents"], content["tokens"]) != (
+                indexed.num_documents,
+                indexed.num_tokens,
+            ):
+                return None
+            return cls(**{name: content[name] for name in cls.__dataclass_fields__})
+        except FileNotFoundError:
+            return None
+        except (ValueError, KeyError, TypeError) as error:
+            raise DataError(
+                f"{path}: is damaged ({error!r}). Remove it, and the tokenizer of the data is not "
+                "checked."
+            ) from error
+
+
+def sidecar_path(prefix: str | Path) -> Path:
+    """Return the file that describes a data set."""
+    return Path(f"{prefix}.json")
+
+
+def check_tokenizer(prefix: str | Path, tokenizer: Tokenizer, name: str) -> None:
+    """Check that a data set was written by a tokenizer.
+
+    Raises:
+        DataError: If another tokenizer has written the data set.
+    """
+    found = Sidecar.read(prefix)
+    if found is not None and found.tokenizer != tokenizer.identity:
+        raise DataError(
+            f"{prefix} was written with another tokenizer (of {found.vocab_size} ids, digest "
+            f"{found.tokenizer[:12]}) than {name} (of {tokenizer.vocab_size} ids, digest "
+            f"{tokenizer.identity[:12]}), so that its ids mean other texts. Set tokenizer_model to "
+            "the tokenizer of the data, or run preprocess again."
+        )
+
+
+def common_sidecar(prefixes: Sequence[str]) -> Sidecar | None:
+    """Return the description that all data sets share. None: some have none.
+
+    Raises:
+        DataError: If data sets were written with different tokenizers.
+    """
+    found = {prefix: Sidecar.read(prefix) for prefix in prefixes}
+    known = {prefix: one for prefix, one in found.items() if one is not None}
+    first = next(iter(known), None)
+    for prefix, one in known.items():
+        if first is not None and one.tokenizer != known[first].tokenizer:
+            raise DataError(
+                f"{prefix} and {first} were written with different tokenizers (of {one.vocab_size} "
+                f"and {known[first].vocab_size} ids). Write both with one by `megatron-lightning "
+                "preprocess`."
+            )
+    alike = set(known.values())
+    return alike.pop() if len(known) == len(prefixes) and len(alike) == 1 else None
