@@ -351,7 +351,8 @@ def saves_or_loads() -> bool:
     """Whether Lightning makes or reads a checkpoint, or Lightning or this package is the caller.
 
     The caller is the first frame outside of torch. A user's hook during the making of a checkpoint
-    is recognized further up the stack.
+    is recognized further up the stack. Lightning tells neither the module nor the strategy that it
+    asks, and only a warning depends on the answer, so that a look at the stack is enough.
     """
     frame, caller = sys._getframe(1), ""
     above: FrameType | None = frame
@@ -368,7 +369,8 @@ def saves_or_loads() -> bool:
 
 def read_folders(read: Callable[[Any], AbstractContextManager[Any]]) -> None:
     """Make ``load_from_checkpoint`` read directories, opened as files by ``read``, for the life of
-    the process.
+    the process. The method is a classmethod of the user's class, and Lightning has no hook between
+    the method and the open file.
     """
     original = vars(saving)["pl_load"]
     if getattr(original, "reads_folders", False):

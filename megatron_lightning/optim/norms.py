@@ -12,6 +12,7 @@ from megatron_lightning.optim.clipping import (
     global_zero_count,
 )
 from megatron_lightning.optim.gradients.accumulation import GradientAccumulation
+from megatron_lightning.optim.gradients.stand_ins import gradient_of
 from megatron_lightning.parallel.context import ParallelContext
 
 
@@ -94,7 +95,7 @@ class GradientNorms:
         gradients = list(self._read_by(optimizer).values())
         known = {id(target) for target in self._accumulation.reducer.targets().values()}
         others = [
-            p.grad
+            gradient_of(p)
             for group in optimizer.param_groups
             for p in group["params"]
             if id(p) not in known

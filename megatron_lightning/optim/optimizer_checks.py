@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from torch import nn
@@ -14,29 +13,7 @@ from megatron_lightning.errors import ConfigError
 from megatron_lightning.optim.gradients.parameter_shard import main_dtype
 from megatron_lightning.optim.stepping.chained import members
 from megatron_lightning.parallel.context import AxisGroup
-from megatron_lightning.parallel.layout import ParallelLayout
 from megatron_lightning.parallel.spec import ShardSpec
-
-
-@contextmanager
-def explained_empty_optimizers(layout: ParallelLayout, pp_rank: int) -> Iterator[None]:
-    """Explain torch's error about an optimizer without parameters on a pipeline rank.
-
-    Raises:
-        ConfigError: If ``configure_optimizers`` finds no parameters on this pipeline rank.
-    """
-    try:
-        yield
-    except ValueError as error:
-        if layout.pp == 1 or "empty parameter list" not in str(error):
-            raise
-        raise ConfigError(
-            f"configure_optimizers found no parameters for an optimizer on pipeline rank {pp_rank} "
-            f"of {layout.pp}: the units there have none, or none that it selects. Lower "
-            "pipeline_model_parallel_size, put units with trained parameters on every rank, or "
-            "give the optimizer a list of groups, which may be empty: "
-            'AdamW([{"params": parameters}]).'
-        ) from error
 
 
 def check_optimizers(

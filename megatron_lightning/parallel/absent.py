@@ -46,6 +46,9 @@ _ASKED = {
     torch.Tensor.is_floating_point,
     torch.Tensor.is_complex,
     torch.Tensor.__hash__,
+    torch.is_floating_point,
+    torch.is_complex,
+    torch.numel,
 }
 _READ_ELSEWHERE = (
     "A parameter that the forward reads stays on every rank if that is known before the model is "
@@ -128,6 +131,9 @@ def _represent(
 class StaleParameter(nn.Parameter):
     """Parameter of the full model, trained by another pipeline rank, in a list of the user's own.
     The values are from before the training, and refuse to be read.
+
+    The parameter gets this class in place: the list belongs to user code, and torch passes
+    functions to the class of a tensor alone.
     """
 
     path: str

@@ -18,12 +18,11 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from megatron_lightning import compat
-from megatron_lightning.errors import ShardingError
+from megatron_lightning.errors import ConfigError, ShardingError
 from megatron_lightning.optim.gradients.data_groups import has_replicas
 from megatron_lightning.optim.optimizer_checks import (
     check_optimizers,
     check_stepped_tensors,
-    explained_empty_optimizers,
 )
 from megatron_lightning.optim.stepping.chained import members
 from megatron_lightning.parallel.absent import AbsentListing, drop_absent
@@ -123,8 +122,7 @@ class SetupHooks(RankHooks):
         self.progress.begin()
         self.ranks.separate_replicas()
         self._reset_optimizers_and_schedulers()
-        with explained_empty_optimizers(self.layout, self.context.pp.rank):
-            self._configure_optimizers(trainer)
+        self._configure_optimizers(trainer)
         sharded = self.options.data_parallel != "ddp" and has_replicas(self.context)
         sharded = sharded or self.layout.model_parallel_size > 1
         size, world_size = self.options.micro_batch_size, self.context.world_size
@@ -132,18 +130,25 @@ class SetupHooks(RankHooks):
         check_stepped_tensors(self.optimizers, self.module)
 
     def _configure_optimizers(self, trainer: pl.Trainer) -> None:
-        """Create the optimizers. Code that goes by positions sees the parameters of all stages."""
+        """Create the optimizers. Code that goes by positions sees the parameters of all stages.
+
+        Raises:
+            ConfigError: If ``configure_optimizers`` computes with parameters of other stages.
+        """
         if self.layout.pp == 1:
             self.setup_optimizers(trainer)
             return
-        trained = [(p, p.requires_grad) for p in self.module.parameters()]
         try:
             with AbsentListing(self.module).shown():
                 self.setup_optimizers(trainer)
-        except ShardingError:  # something computes with all parameters, and means the rank's own
-            if any(p.requires_grad is not requires_grad for p, requires_grad in trained):
-                raise  # a second call would freeze other positions
-            self.setup_optimizers(trainer)
+        except ShardingError as error:
+            raise ConfigError(
+                f"{type(self.module).__name__}.configure_optimizers, or the constructor of an "
+                "optimizer, computes with values of parameters on other pipeline ranks, so that "
+                "groups or states would differ from those of one device. Choose groups by names "
+                "and shapes, make the state in the first step, or set "
+                f"pipeline_model_parallel_size=1. ({error})"
+            ) from error
         for optimizer in self.optimizers:
             for member in members(optimizer) if isinstance(optimizer, Optimizer) else ():
                 drop_absent(member)

@@ -23,6 +23,7 @@ class NativeStepRunner(StepRunner):
     def training_step(self, batch: Any, *indices: Any) -> Any:
         """See the base class."""
         module = self._scope.module
+        self.training.guard.leave()  # between batches of one optimizer step
         begun = self._begin_training(batch, batch_size_of(batch) or 1)
         run = self._last_run = self._new_run("training_step", batch, indices)
         output = self._forward(run)

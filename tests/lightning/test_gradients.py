@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader
 from megatron_lightning.errors import ShardingError
 from megatron_lightning.models.plans.gpt import gpt_plan
 from megatron_lightning.modules import GPTLightningModule
+from megatron_lightning.optim.gradients.stand_ins import gradient_of
 from megatron_lightning.parallel import ShardingPlan
 from megatron_lightning.strategies.megatron import MegatronStrategy
 from tests.helpers.language_model import losses_of, small_gpt
@@ -52,7 +53,7 @@ class _Grads(pl.Callback):
         if module.trainer.fit_loop._should_accumulate():
             return
         self.seen[hook] = {
-            name: p.grad.clone() if type(p.grad) is Tensor else None
+            name: gradient if (gradient := gradient_of(p)) is None else gradient.clone()
             for name, p in module.named_parameters()
         }
 

@@ -40,6 +40,12 @@ class _ClearsByModule(_Manual):
         self.manual_backward(loss)
 
 
+class _ClearsBySubModule(_Manual):
+    def _compute(self, loss: Tensor) -> None:
+        self.net.zero_grad()
+        self.manual_backward(loss)
+
+
 class _CallsBackward(_Manual):
     def _compute(self, loss: Tensor) -> None:
         self.optimizers().zero_grad()
@@ -61,7 +67,7 @@ def _weights(layout: Layout, folder: str, kind: type[_Manual]) -> dict[str, Any]
     return {name: parameter.detach() for name, parameter in module.named_parameters()}
 
 
-@pytest.mark.parametrize("kind", [_Manual, _ClearsByModule])
+@pytest.mark.parametrize("kind", [_Manual, _ClearsByModule, _ClearsBySubModule])
 @layouts(DP2, slow=[DDP2])
 def test_gradients_are_cleared_when_the_module_clears_them(
     layout: Layout, kind: type[_Manual], tmp_path: Path

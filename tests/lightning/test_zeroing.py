@@ -10,6 +10,7 @@ import pytest
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.resilience.failure import PeerFailure
 from tests.lightning.support import (
+    DDP2,
     DP2,
     PP2,
     Layout,
@@ -25,7 +26,9 @@ FSDP2 = make_layout("fsdp2", 2, 2, data_parallel="fsdp")
 
 
 class _Clears(VectorModule):
-    """As Lightning's documentation shows it, by the optimizer, its wrapper or the module."""
+    """As Lightning's documentation shows it, by the optimizer, its wrapper, the module or each
+    parameter.
+    """
 
     def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
         if batch_idx == 0:
@@ -34,6 +37,9 @@ class _Clears(VectorModule):
             self.optimizers().zero_grad()
         elif batch_idx == 2:
             self.zero_grad()
+        elif batch_idx == 3:
+            for parameter in self.parameters():
+                parameter.grad = None
         else:
             super().optimizer_zero_grad(epoch, batch_idx, optimizer)
 
@@ -47,10 +53,10 @@ class _Piles(VectorModule):
 def _fit(layout: Layout, folder: str, kind: type[VectorModule]) -> dict[str, Any]:
     trainer, module = layout.trainer(folder, max_epochs=2), kind()
     trainer.fit(module, loader(layout), loader(layout))
-    return {} if layout is PP2 else {n: p.detach() for n, p in module.named_parameters()}
+    return {} if layout.name == PP2.name else {n: p.detach() for n, p in module.named_parameters()}
 
 
-@layouts(DP2, slow=[PP2])
+@layouts(DP2, slow=[PP2, DDP2])
 def test_hooks_that_clear_pass(layout: Layout, tmp_path: Path) -> None:
     for weights in run(layout, _fit, tmp_path, _Clears):
         if weights:

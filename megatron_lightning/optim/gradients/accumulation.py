@@ -33,6 +33,7 @@ from megatron_lightning.optim.gradients.data_groups import has_replicas
 from megatron_lightning.optim.gradients.param_gather import ParameterGather
 from megatron_lightning.optim.gradients.parameter_storage import ParameterStorage
 from megatron_lightning.optim.gradients.reducer import GradientReducer
+from megatron_lightning.optim.gradients.stand_ins import gradient_of
 from megatron_lightning.optim.gradients.usage import Beside
 from megatron_lightning.optim.optimizer_checks import check_stepped_tensors, check_tied_copies
 from megatron_lightning.optim.stepping.changes import SteppedParameters, refuse_regrouping
@@ -205,7 +206,7 @@ class GradientAccumulation:
         self._refuse_regrouping(optimizers)
         reduced = {id(parameter) for parameter in self.reducer.parameters.values()}
         if (self.managed or self._has_scaled) and any(
-            tensor.grad is not None and id(tensor) not in reduced
+            gradient_of(tensor) is not None and id(tensor) not in reduced
             for tensor in self._stepped.added(optimizers)
         ):
             raise ConfigError(

@@ -37,6 +37,7 @@ from megatron_lightning.optim.gradients.parameter_storage import (
     PlainUnits,
     StoredUnits,
 )
+from megatron_lightning.optim.gradients.stand_ins import gradient_of
 from megatron_lightning.optim.gradients.usage import Beside, Usage, UsageAgreement
 from megatron_lightning.parallel.context import AxisGroup, ParallelContext
 from megatron_lightning.parallel.spec import ShardSpec
@@ -288,9 +289,8 @@ class GradientReducer:
 
         With sharded gradients an entry is this rank's shard, 1-D unless full.
         """
-        return {
-            name: target.grad for name, target in self.targets().items() if target.grad is not None
-        }
+        found = {name: gradient_of(target) for name, target in self.targets().items()}
+        return {name: gradient for name, gradient in found.items() if gradient is not None}
 
     def targets(self) -> dict[str, nn.Parameter]:
         """Return the gradient-carrying tensor of each parameter of this rank, by name in

@@ -26,6 +26,7 @@ from megatron_lightning.optim.gradients.buckets import Bucket
 from megatron_lightning.optim.gradients.param_gather import ParameterGather
 from megatron_lightning.optim.gradients.parameter_shard import ParameterShard, main_dtype
 from megatron_lightning.optim.gradients.reducer import GradientReducer
+from megatron_lightning.optim.gradients.stand_ins import gradient_of
 from megatron_lightning.optim.stepping import moments
 from megatron_lightning.optim.stepping.entries import OptimizerEntry, Target
 from megatron_lightning.optim.stepping.main_params import MainParams, take_over
@@ -291,7 +292,7 @@ class DistributedOptimizer(OptimizerState):
         if not self._options.optimizer_cpu_offload:
             return
         for entry in self._copied:
-            gradient = None if entry.shard is None else entry.shard.target.grad
+            gradient = None if entry.shard is None else gradient_of(entry.shard.target)
             for target in entry.targets:
                 target.tensor.grad = (
                     None if gradient is None else gradient.to("cpu", target.tensor.dtype)

@@ -27,6 +27,7 @@ from torch.optim import Muon, Optimizer
 
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.optim.gradients.parameter_shard import ParameterShard
+from megatron_lightning.optim.gradients.stand_ins import gradient_of
 from megatron_lightning.optim.stepping.chained import members
 from megatron_lightning.optim.stepping.entries import OptimizerEntry, Target
 from megatron_lightning.optim.stepping.main_params import take_over
@@ -194,7 +195,8 @@ class MatrixExchange:
 
     def gather_gradients(self) -> None:
         """Set the gradient of every matrix, None for unused parameters."""
-        own = [None if entry.shard is None else entry.shard.target.grad for entry in self._entries]
+        shards = [entry.shard for entry in self._entries]
+        own = [None if shard is None else gradient_of(shard.target) for shard in shards]
         values = zip(own, self._values(), strict=True)
         gradients = [
             torch.zeros_like(value) if gradient is None else gradient for gradient, value in values

@@ -3,9 +3,8 @@ pass and the optimizer step: a norm of shards is not the model's norm.
 
 At this point the user's code runs in hooks, in an ``optimizer_step`` of the user's, in optimizers'
 step hooks and, with manual optimization, in ``training_step``. Changes are detected by identity and
-version of each ``p.grad``. Changes through ``grad.data`` are missed. Code that reads gradients is
-recognized by the names of its functions (``mentions.py``). If this rank has no gradient, a read is
-an error (``withheld.py``).
+version of each ``p.grad``. Changes through ``grad.data`` are missed. Reads are seen by stand-ins in
+the place of each ``p.grad`` while the code runs (``stand_ins.py``).
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
+import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -22,17 +22,10 @@ from torch.optim import Optimizer
 from megatron_lightning.compat import step_pre_hooks
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.optim.gradients.accumulation import GradientAccumulation
+from megatron_lightning.optim.gradients.stand_ins import StandIn, StandIns
 from megatron_lightning.parallel.context import ParallelContext
 from megatron_lightning.parallel.origin import is_library
-from megatron_lightning.strategies.step.gradients.mentions import (
-    CLIPS,
-    READ_BY_STRATEGY,
-    edits_gradients,
-    mentioned,
-    takes_norms,
-)
-from megatron_lightning.strategies.step.gradients.withheld import WithheldGradients
-from megatron_lightning.strategies.step.overrides import users_methods
+from megatron_lightning.strategies.step.overrides import users_hooks
 
 _ADVICE = (
     "self.trainer.strategy.gradient_norm() is the norm of all; clip with "
@@ -42,12 +35,10 @@ _ADVICE = (
 )
 
 
-class _Code(NamedTuple):
-    """Code of the user's between backward and step."""
-
-    name: str
-    names: frozenset[str]
-    """Names mentioned in the code."""
+_NORMS = {
+    *(Tensor.norm, torch.norm, torch.linalg.norm, torch.linalg.vector_norm),
+    *(torch.linalg.matrix_norm, torch._foreach_norm),
+}
 
 
 class _Gradient(NamedTuple):
@@ -82,11 +73,9 @@ class GradientGuard:
         self._accumulation = accumulation
         self._parts = parts
         self._sharded = sharded
-        self._known: dict[tuple[int, Any], _Code] = {}
-        self._running: list[_Code] = []  # between now and the next check
+        self._running: list[str] = []  # names of the user's code between now and the next check
         self._before: list[_Gradient] = []
-        self._withheld = WithheldGradients()
-        self._reason = ""  # for withholding gradients
+        self._stand_ins = StandIns(self._use)
         self._warned: set[str] = set()
 
     def _parameters(self) -> list[tuple[str, nn.Parameter]]:
@@ -107,111 +96,87 @@ class GradientGuard:
         Raises:
             ConfigError: If a hook of the user changed a gradient, or takes a norm of shards.
         """
+        before, are_read = self._running, bool(self._stand_ins)
         self.check()
-        before = self._running
-        self._begin([code for name in names for code in self._hooks(name)])
+        self._begin([hook for name in names for hook in self._hooks(name)])
         yield
         self.check()
-        self._begin(before)
+        self._begin(before, are_read=are_read)
 
     def open(self, optimizers: Sequence[object]) -> None:
-        """Watch the user's own code from the end of a backward pass on.
-
-        Raises:
-            ConfigError: If the code takes a norm of shards.
-        """
-        self._begin([*self._own_code(), *self._step_hooks(optimizers)] if self._parts else [])
+        """Watch the user's own code from the end of a backward pass on."""
+        self._begin([*self._own_code(), *_step_hooks(optimizers)] if self._parts else [])
 
     def close(self) -> None:
         """Watch no longer: another backward pass begins, or the step is over."""
         self._begin([])
 
     def leave(self) -> None:
-        """Restore withheld gradients after the end of the reading code."""
-        self._withheld.end()
-        self._reason = ""
+        """Watch reads no longer: the user's ``training_step`` is over."""
+        self._stand_ins.remove()
 
     def pause(self) -> None:
         """Accept changes until the next :meth:`record`: the precision plugin unscales."""
         self._before = []
 
-    def _hooks(self, name: str) -> list[_Code]:
-        methods = users_methods(self._module, name) if self._parts else []
-        return [
-            self._code(f"{type(owner).__name__}.{name}", hook, owner) for owner, hook in methods
-        ]
+    @contextmanager
+    def own_change(self) -> Generator[None, None, None]:
+        """Enter around a change of the gradients by our own code, called by the user's.
 
-    def _own_code(self) -> list[_Code]:
-        """Return the module's own code for backward and optimizer steps."""
+        Raises:
+            ConfigError: If the user's code changed a gradient before.
+        """
+        are_read = bool(self._stand_ins)
+        self.check()
+        yield
+        self.record()  # gradients in a bucket share a version
+        if are_read:
+            self._watch_reads()
+
+    def _hooks(self, name: str) -> list[str]:
+        return users_hooks(self._module, name) if self._parts else []
+
+    def _own_code(self) -> list[str]:
+        """Return the names of the module's own code for backward and optimizer steps."""
         module = self._module
-        codes = self._hooks("optimizer_step")
-        if not module.automatic_optimization:
-            name = f"{type(module).__name__}.training_step"
-            codes.append(self._code(name, module.training_step, module))
-        return codes
+        steps = [] if module.automatic_optimization else [f"{type(module).__name__}.training_step"]
+        return [*self._hooks("optimizer_step"), *steps]
 
-    def _step_hooks(self, optimizers: Sequence[object]) -> list[_Code]:
-        hooks = [
-            hook
-            for optimizer in optimizers
-            if isinstance(optimizer, Optimizer)
-            for hook in step_pre_hooks(optimizer)
-            if not is_library(hook)
-        ]
-        return [
-            self._code(f"the step hook {getattr(hook, '__qualname__', hook)}", hook, None)
-            for hook in hooks
-        ]
-
-    def _code(self, name: str, function: Callable[..., Any], owner: object) -> _Code:
-        key = (id(owner), getattr(function, "__func__", function))
-        if key not in self._known:
-            self._known[key] = _Code(name, mentioned(function, owner))
-        return self._known[key]
-
-    def _begin(self, codes: list[_Code]) -> None:
-        self._withheld.end()
-        self._running, self._reason = codes, ""
+    def _begin(self, code: list[str], *, are_read: bool = True) -> None:
+        self._stand_ins.remove()
+        self._running = code
         self.record()
-        for code in codes:
-            self._examine(code)
-        self._withhold()
+        if code and are_read:
+            self._watch_reads()
 
-    def _withhold(self) -> None:
-        if self._reason:
+    def _watch_reads(self) -> None:
+        self._stand_ins.show(gradient.parameter for gradient in self._before)
+        if self._sharded:
             held = {id(target) for target in self._accumulation.reducer.targets().values()}
-            others = [p for p in self._module.parameters() if id(p) not in held]
-            self._withheld.begin(others, self._reason)
-
-    def resume(self) -> None:
-        """Watch the user's code again, after our code has changed gradients in between."""
-        self.record()
-        self._withhold()
-
-    def _examine(self, code: _Code) -> None:
-        """Refuse, or warn of, reads of gradients in code."""
-        takes, aware = takes_norms(code.names), not code.names.isdisjoint(READ_BY_STRATEGY)
-        if self._sharded and (takes or not code.names.isdisjoint(CLIPS)):
-            self._reason = self._reason or (
-                f"{code.name} uses p.grad, which is None on every parameter ({self._parts}): a "
-                f"norm would be 0, and clipping would change nothing. {_ADVICE}"
+            self._stand_ins.replace_missing(
+                parameter for parameter in self._module.parameters() if id(parameter) not in held
             )
-        elif self._sharded and edits_gradients(code.names):
-            self._reason = self._reason or (
-                f"{code.name} uses p.grad, which is None on every parameter ({self._parts}): what "
-                f"it changes would be lost. {_ADVICE}"
-            )
-        elif aware:  # a module for several strategies chooses by itself
-            return
-        elif takes:
+
+    def _use(self, stand_in: StandIn, func: Callable[..., Any]) -> None:
+        """Refuse, or warn of, the use of a gradient by code of the user's."""
+        code = " or ".join(self._running)
+        if stand_in.gradient is None:
             raise ConfigError(
-                f"{code.name} takes norms of p.grad, of which each rank holds a part "
+                f"{code} uses p.grad, which is None on every parameter ({self._parts}): a norm "
+                f"would be 0, and a change would be lost. {_ADVICE}"
+            )
+        if not self._stand_ins:  # kept by the code for later
+            return
+        if func in _NORMS:
+            raise ConfigError(
+                f"{code} takes norms of p.grad, of which each rank holds a part "
                 f"({self._parts}), so that a norm of them is not the model's. {_ADVICE}"
             )
-        elif "grad" in code.names and code.name not in self._warned:
-            self._warned.add(code.name)
-            held = "is None on every parameter" if self._sharded else "is a part on each rank"
-            rank_zero_warn(f"{code.name} reads p.grad, which {held} ({self._parts}). {_ADVICE}")
+        if code not in self._warned:
+            self._warned.add(code)
+            rank_zero_warn(
+                f"{code} reads p.grad, which is a part on each rank ({self._parts}). {_ADVICE}"
+            )
 
     def record(self) -> None:
         """Record the current gradients."""
@@ -229,22 +194,33 @@ class GradientGuard:
         Raises:
             ConfigError: If a gradient has changed.
         """
-        setters = [code.name for code in self._running if "set:grad" in code.names]
-        if self._withheld.end() and setters:
+        if any(stand_in.gradient is None for stand_in in self._stand_ins.remove()):
             raise ConfigError(
-                f"{' or '.join(setters)} sets p.grad to None, which it is on every parameter "
-                f"({self._parts}), so that the parameter would be stepped. Set requires_grad=False "
-                'before fit, or use data_parallel="ddp".'
+                f"{' or '.join(self._running)} sets p.grad to None, which it is on every parameter "
+                f"({self._parts}), so that the parameter would be stepped. Clear gradients by "
+                "zero_grad() of the optimizer, before the backward pass; set requires_grad=False "
+                'before fit for parameters that are not trained, or use data_parallel="ddp".'
             )
         for name, parameter, gradient, version in self._before:
             now, version_now = _version(parameter)
             if now is None or (now is gradient and version_now == version) or not now.any():
                 continue
             raise ConfigError(
-                f"{' or '.join(code.name for code in self._running)} changed the gradient of "
+                f"{' or '.join(self._running)} changed the gradient of "
                 f"{name}, or of another parameter in its bucket. Each rank holds a part of the "
                 f"gradients ({self._parts}), so that a norm of them is not the model's. {_ADVICE}"
             )
+
+
+def _step_hooks(optimizers: Sequence[object]) -> list[str]:
+    """Return the names of the user's hooks before the step of an optimizer."""
+    return [
+        f"the step hook {getattr(hook, '__qualname__', hook)}"
+        for optimizer in optimizers
+        if isinstance(optimizer, Optimizer)
+        for hook in step_pre_hooks(optimizer)
+        if not is_library(hook)
+    ]
 
 
 def _version(parameter: nn.Parameter) -> tuple[Tensor | None, int]:

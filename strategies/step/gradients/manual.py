@@ -69,16 +69,22 @@ def follow_zero_grad(
     undo: ExitStack,
     guard: GradientGuard,
 ) -> None:
-    """Clear the reduced gradients as well when the user clears gradients of an optimizer or the
-    module, until ``undo`` is closed. ``guard`` does not refuse this change.
+    """Clear the reduced gradients as well when the user clears gradients of an optimizer, the
+    module or a sub-module, until ``undo`` is closed. ``guard`` does not refuse this change.
     """
 
-    def clear(original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-        _clear(original, guard, *args, **kwargs)
-        for target in accumulation.reducer.targets().values():
-            target.grad = None
+    def clear(cleared: nn.Module, original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        with guard.own_change():
+            original(*args, **kwargs)
+            names = {id(parameter): name for name, parameter in module.named_parameters()}
+            targets = accumulation.reducer.targets()
+            for parameter in cleared.parameters():
+                target = targets.get(names[id(parameter)])
+                if target is not None:
+                    target.grad = None
 
-    override(module, "zero_grad", clear, undo)
+    for each in module.modules():
+        override(each, "zero_grad", partial(clear, each), undo)
     handed_out: Any = module.optimizers()  # Lightning's wrappers, a single wrapper without a list
     for optimizer in [*optimizers, *(handed_out if isinstance(handed_out, list) else [handed_out])]:
         if isinstance(unwrapped(optimizer), Optimizer):
@@ -106,6 +112,5 @@ def check_reduced(module: pl.LightningModule, accumulation: GradientAccumulation
 
 
 def _clear(zero_grad: Callable[..., None], guard: GradientGuard, *args: Any, **kwargs: Any) -> None:
-    guard.check()
-    zero_grad(*args, **kwargs)
-    guard.resume()  # gradients in a bucket share a version
+    with guard.own_change():
+        zero_grad(*args, **kwargs)

@@ -142,9 +142,8 @@ class Training:
         self, clip: Callable[[Optimizer, float], None], optimizer: Optimizer, clip_val: float
     ) -> None:
         self._has_clipped = True
-        self.guard.check()
-        clip(unwrapped(optimizer), clip_val)
-        self.guard.resume()
+        with self.guard.own_change():
+            clip(unwrapped(optimizer), clip_val)
 
     @contextmanager
     def _before_step(self) -> Iterator[None]:

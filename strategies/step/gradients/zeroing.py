@@ -12,10 +12,11 @@ from contextlib import ExitStack
 from typing import Any
 
 import lightning.pytorch as pl
+from torch import Tensor
 
 from megatron_lightning.errors import ConfigError
+from megatron_lightning.optim.gradients.stand_ins import StandIn, StandIns
 from megatron_lightning.strategies.step.gradients.manual import unwrapped
-from megatron_lightning.strategies.step.gradients.mentions import mentioned
 from megatron_lightning.strategies.step.overrides import override, users_methods
 
 
@@ -37,7 +38,7 @@ class ZeroingCheck:
         self._undo = undo
         if not own:
             return
-        self._clears = "set:grad" in mentioned(own[0], module)  # parameter by parameter
+        self._stand_ins = StandIns(self._use)
         self._followed = list[Any]()
         override(module, "optimizer_zero_grad", self._check, undo)
         override(module, "zero_grad", self._clear, undo)
@@ -45,6 +46,11 @@ class ZeroingCheck:
     def _clear(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self.is_left = False
         return original(*args, **kwargs)
+
+    def _use(self, stand_in: StandIn, func: Callable[..., Any]) -> None:
+        """Accept ``p.grad.zero_()``: zeros stay without a gradient."""
+        if func is Tensor.zero_:
+            self.is_left = False
 
     def _follow(self, optimizer: Any) -> None:
         """Follow the ``zero_grad`` of an optimizer and of Lightning's wrapper."""
@@ -62,8 +68,15 @@ class ZeroingCheck:
             ConfigError: If the hook leaves gradients.
         """
         self._follow(unwrapped(optimizer))
-        original(epoch, index, optimizer)
-        if self.applies and self.is_left and not self._clears:
+        parameters = list(self._module.parameters())
+        self._stand_ins.show(parameters)
+        self._stand_ins.replace_missing(parameters)
+        try:
+            original(epoch, index, optimizer)
+        finally:
+            if self._stand_ins.remove():  # parameter by parameter
+                self.is_left = False
+        if self.applies and self.is_left:
             raise ConfigError(
                 f"{type(self._module).__name__}.optimizer_zero_grad did not call "
                 "optimizer.zero_grad() before batch "
