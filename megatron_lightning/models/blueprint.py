@@ -252,6 +252,27 @@ def unit_weights(config: TransformerConfig, unit: str) -> tuple[Weight, ...]:
     return ()
 
 
+def matrix_at(config: TransformerConfig, module: str) -> Weight:
+    """Return the matrix of the linear layer or table at ``module``, a path in the model.
+
+    Raises:
+        KeyError: If the blueprint has no matrix there.
+    """
+    unit = _unit_of(module)
+    path = module[len(unit) + 1 :]
+    for weight in unit_weights(config, unit):
+        if weight.module == path and len(weight.shape) > 1:
+            return weight
+    raise KeyError(module)
+
+
+def _unit_of(module: str) -> str:
+    for prefix in (LAYER, PREDICTING):
+        if module.startswith(prefix):
+            return prefix + module.removeprefix(prefix).partition(".")[0]
+    return OUTPUT if module == OUTPUT else module.partition(".")[0]
+
+
 def _final_norm(config: TransformerConfig) -> tuple[Weight, ...]:
     weights = norm(config, "norm", config.hidden_size)
     return tuple(replace(weight, path=weight.path.removeprefix("norm.")) for weight in weights)

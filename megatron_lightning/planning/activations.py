@@ -178,11 +178,8 @@ def _predicting_layer(sizes: Sizes, unit: str, stream: str) -> list[Operation]:
         layers.norm(sizes, f"{unit}.enorm", embedded, normed[0]),
         layers.norm(sizes, f"{unit}.hnorm", stream, normed[1]),
         Operation(path=unit, makes=(joined,), forward_bytes=both, backward_bytes=both),
-        layers.linear(
-            sizes, f"{unit}.eh_proj", joined, entering, features=(2 * h, h / sizes.layout.tp),
-            style="column",
-        ),
-    ]  # fmt: skip
+        layers.linear(sizes, f"{unit}.eh_proj", joined, entering),
+    ]
     if sizes.layout.tp > 1:  # gathered, and divided again
         full = float(sizes.tokens * h * e)
         operations.append(

@@ -26,10 +26,7 @@ def attention(sizes: Sizes, path: str, normed: str) -> list[Operation]:
         projections, kept, value = _grouped(sizes, path, normed, heads)
         head = config.head_dim
     context = f"{path} context"
-    proj = linear(
-        sizes, f"{path}.linear_proj", context, f"{path} out",
-        features=(heads * value, config.hidden_size), style="row",
-    )  # fmt: skip
+    proj = linear(sizes, f"{path}.linear_proj", context, f"{path} out")
     core = _core(sizes, path, context, kept=kept, heads=heads, head=(head, value))
     return [*projections, core, proj]
 
@@ -130,12 +127,9 @@ def _grouped(sizes: Sizes, path: str, normed: str, heads: int) -> tuple[list[Ope
     d, tokens = config.head_dim, sizes.tokens
     q, k = float(tokens * heads * d * e), float(tokens * groups * d * e)
     fused = f"{path} qkv"
-    operations = [
-        linear(
-            sizes, f"{path}.linear_qkv", normed, fused,
-            features=(config.hidden_size, (heads + 2 * groups) * d), style="column",
-        )
-    ]  # fmt: skip
+    # Ranks beyond the query groups share heads, so their outputs add up to more than the matrix.
+    features = float((heads + 2 * groups) * d)
+    operations = [linear(sizes, f"{path}.linear_qkv", normed, fused, features_out=features)]
     if config.qk_layernorm:
         channels = tokens * (heads + groups) * d
         one = norm_of(
@@ -174,17 +168,12 @@ def _latent(
 ) -> tuple[list[Operation], Kept, int]:
     """Return the operations, saved tensors and value size of latent attention."""
     config, tokens, e = sizes.config, sizes.tokens, sizes.element
-    h, q_rank, q_size = config.hidden_size, mla.q_lora_rank, heads * mla.q_head_dim
+    q_rank, q_size = mla.q_lora_rank, heads * mla.q_head_dim
     operations = []
 
-    def step(name: str, x: str, width_in: int, width_out: int, *, column: bool) -> str:
+    def step(name: str, x: str) -> str:
         output = f"{path} {name} out"
-        operations.append(
-            linear(
-                sizes, f"{path}.{name}", x, output, features=(width_in, width_out),
-                style="column" if column else "replicated",
-            )
-        )  # fmt: skip
+        operations.append(linear(sizes, f"{path}.{name}", x, output))
         return output
 
     def normed_latent(name: str, x: str, width: int) -> str:
@@ -197,16 +186,15 @@ def _latent(
         return f"{path} {name} out"
 
     if q_rank is None:
-        step("linear_q_proj", normed, h, q_size, column=True)
+        step("linear_q_proj", normed)
     else:
-        latent = step("linear_q_down_proj", normed, h, q_rank, column=False)
+        latent = step("linear_q_down_proj", normed)
         latent = normed_latent("q_layernorm", latent, q_rank)
-        step("linear_q_up_proj", latent, q_rank, q_size, column=True)
-    shared, rank = mla.qk_pos_emb_head_dim, mla.kv_lora_rank
-    latent = step("linear_kv_down_proj", normed, h, rank + shared, column=False)
-    latent = normed_latent("kv_layernorm", latent, rank)
+        step("linear_q_up_proj", latent)
+    latent = step("linear_kv_down_proj", normed)
+    latent = normed_latent("kv_layernorm", latent, mla.kv_lora_rank)
     expanded = heads * (mla.qk_head_dim + mla.v_head_dim)
-    heads_out = step("linear_kv_up_proj", latent, rank, expanded, column=True)
+    heads_out = step("linear_kv_up_proj", latent)
     q, kv = float(tokens * q_size * e), float(tokens * expanded * e)
     operations.append(
         Operation(

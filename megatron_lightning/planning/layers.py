@@ -12,19 +12,21 @@ of an element in the residual stream.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from math import ceil
 from typing import Literal
 
 from megatron_lightning.config import MoEConfig, TransformerConfig
+from megatron_lightning.models.blueprint import EMBEDDING, OUTPUT, matrix_at
 from megatron_lightning.parallel.layout import ParallelLayout
+from megatron_lightning.planning.parameters import local_matrices
 from megatron_lightning.planning.precision import Precision
 from megatron_lightning.planning.quantized_weights import operand_bytes, recipe_of
 from megatron_lightning.planning.tape import Operation
 from megatron_lightning.precision.recipes import FP8Recipe
 
 DeviceKind = Literal["cuda", "cpu"]
+_WORDS = f"{EMBEDDING}.word_embeddings"
 MAIN_BYTES = 4
 """Bytes of an element in fp32."""
 MOST_KEPT_LOGITS = 8
@@ -132,24 +134,23 @@ def linear(
     x: str,
     output: str,
     *,
-    features: tuple[float, float],
-    style: Literal["column", "row", "replicated"],
     rows: float | None = None,
-    num_matrices: float = 1,
+    features_out: float | None = None,
 ) -> Operation:
-    """Return a linear layer of ``x``. ``features`` are the rank's features, in and out.
+    """Return the linear layer at ``path`` of ``x``. The blueprint has the layer's sizes and split.
 
     Args:
         sizes: Sizes.
-        path: Path of the layer.
+        path: Path of the layer in the model.
         x: Name of the input.
         output: Name of the output.
-        features: The rank's features of input and output.
-        style: Split of the weight.
         rows: Rows of the input, if rows are not tokens. None: tokens.
-        num_matrices: Weights of equal shape.
+        features_out: Features of the output on a rank. None: an even share of the matrix's.
     """
-    e, (wide_in, wide_out) = sizes.element, features
+    matrices = local_matrices(matrix_at(sizes.config, path), sizes.layout)
+    e, style, wide_in = sizes.element, matrices.style, matrices.features_in
+    wide_out = matrices.features_out if features_out is None else features_out
+    elements = matrices.num * wide_in * wide_out
     tensor_parallel = style != "replicated" and rows is None
     full = float(sizes.tokens if tensor_parallel else (rows or sizes.sharded_tokens))
     shard = float(sizes.sharded_tokens) if tensor_parallel else full
@@ -160,7 +161,7 @@ def linear(
     kept, operand = _operand(sizes, path, kept, is_shard=gathers and not sizes.keeps_gathered)
     keeps = {kept: kept_rows * wide_in * operand}
     if sizes.precision.autocast and kept != f"{path} operand":
-        keeps[f"{path} weight"] = num_matrices * wide_in * wide_out * e
+        keeps[f"{path} weight"] = elements * e
     grad_in = full * wide_in * e + (shard * wide_in * e if gathers else 0)
     # A gathered gradient stays alive together with the received shard.
     grad_out = full * wide_out * e + (shard * wide_out * e if scatters else 0)
@@ -172,7 +173,7 @@ def linear(
         makes=(output,),
         forward_bytes=full * wide_out * e + (full * wide_in * e if gathers else 0),
         backward_bytes=grad_in + grad_out + (0 if sizes.split_backward else gathered_again),
-        weight_gradient_bytes=num_matrices * wide_in * wide_out * sizes.precision.weight_bytes,
+        weight_gradient_bytes=elements * sizes.precision.weight_bytes,
         deferred={
             kept: kept_rows * wide_in * operand,
             f"{path} gradient": full * wide_out * operand,
@@ -207,17 +208,8 @@ def dropout(sizes: Sizes, path: str, p: float, name: str) -> list[Operation]:
 
 def mlp(sizes: Sizes, path: str, normed: str, ffn_size: int) -> list[Operation]:
     """Return a feed-forward layer, from the normed stream to the output."""
-    h, f = sizes.config.hidden_size, ffn_size / sizes.layout.tp
-    up = 2 * f if sizes.config.gated else f
-
-    def layer(name: str, x: str, output: str, wide: tuple[float, float], column: bool) -> Operation:
-        return linear(
-            sizes, f"{path}.{name}", x, output, features=wide, style="column" if column else "row"
-        )
-
-    return _feed_forward(
-        sizes, path, normed, widths=(h, up, f), layer=layer, rows=float(sizes.tokens)
-    )
+    width = ffn_size / sizes.layout.tp
+    return _feed_forward(sizes, path, normed, width=width, rows=float(sizes.tokens))
 
 
 def _feed_forward(
@@ -225,14 +217,16 @@ def _feed_forward(
     path: str,
     x: str,
     *,
-    widths: tuple[float, float, float],
-    layer: Callable[[str, str, str, tuple[float, float], bool], Operation],
+    width: float,
     rows: float,
+    linear_rows: float | None = None,
 ) -> list[Operation]:
-    """Return two linear layers around an activation, of ``rows`` rows."""
-    (h, up, f), e = widths, sizes.element
-    size, inner, made = rows * f * e, f"{path} fc1", f"{path} inner"
-    operations = [layer("linear_fc1", x, inner, (h, up), True)]
+    """Return two linear layers around an activation of ``rows`` rows and ``width`` features.
+
+    ``linear_rows``: see :func:`linear`.
+    """
+    size, inner, made = rows * width * sizes.element, f"{path} fc1", f"{path} inner"
+    operations = [linear(sizes, f"{path}.linear_fc1", x, inner, rows=linear_rows)]
     if sizes.config.gated:
         operations.append(
             # Backward recomputes the activated gate, beside the gradients of gate and up. Compiled
@@ -250,7 +244,8 @@ def _feed_forward(
                 forward_bytes=size, backward_bytes=2 * size,
             )
         )  # fmt: skip
-    return [*operations, layer("linear_fc2", made, f"{path} out", (f, h), False)]
+    output = f"{path} out"
+    return [*operations, linear(sizes, f"{path}.linear_fc2", made, output, rows=linear_rows)]
 
 
 def experts(sizes: Sizes, moe: MoEConfig, path: str, normed: str) -> list[Operation]:
@@ -286,20 +281,9 @@ def experts(sizes: Sizes, moe: MoEConfig, path: str, normed: str) -> list[Operat
             forward_bytes=row_bytes + 2 * exchanged, backward_bytes=row_bytes + 2 * exchanged,
         )
     )  # fmt: skip
-    f = config.expert_ffn_size / layout.etp
-    num_experts = moe.num_experts / layout.ep
-
-    def layer(name: str, x: str, output: str, wide: tuple[float, float], column: bool) -> Operation:
-        return linear(
-            sizes, f"{path}.experts.{name}", x, output, features=wide, style="column", rows=rows,
-            num_matrices=num_experts,
-        )  # fmt: skip
-
-    up = 2 * f if config.gated else f
-    inner = _feed_forward(
-        sizes, f"{path}.experts", dispatched, widths=(h, up, f), layer=layer, rows=rows
-    )
-    operations += inner
+    width = config.expert_ffn_size / layout.etp
+    inner = f"{path}.experts"
+    operations += _feed_forward(sizes, inner, dispatched, width=width, rows=rows, linear_rows=rows)
     # In fp32: the outputs are kept, because the gradients of the probabilities multiply the
     # outputs.
     outputs = {f"{path} outputs": wide}
@@ -321,14 +305,14 @@ def embedding(sizes: Sizes, output: str) -> list[Operation]:
     """Return the embedding of a micro-batch."""
     size, tokens = sizes.stream_bytes, float(sizes.tokens)
     full = tokens * sizes.config.hidden_size * sizes.residual
-    rows = -(-sizes.config.vocab_size // sizes.layout.tp)
+    table = local_matrices(matrix_at(sizes.config, _WORDS), sizes.layout)
     lookup = Operation(
-        path="embedding.word_embeddings",
+        path=_WORDS,
         keeps={"tokens": 16 * tokens},
         makes=(output,),
         forward_bytes=2 * full + size,
         backward_bytes=2 * full + size,
-        weight_gradient_bytes=rows * sizes.config.hidden_size * sizes.precision.weight_bytes,
+        weight_gradient_bytes=table.features_in * table.features_out * sizes.precision.weight_bytes,
     )
     drop = dropout(sizes, "embedding.dropout", sizes.config.hidden_dropout, "embedding dropout")
     return [lookup, *drop]
@@ -341,10 +325,8 @@ def output_and_loss(sizes: Sizes, normed: str) -> Operation:
     gradient is summed over the chunks in fp32, and not deferred.
     """
     config, e, tokens = sizes.config, sizes.element, float(sizes.tokens)
-    rows = -(-config.vocab_size // sizes.layout.tp)
-    layer = linear(
-        sizes, "output_layer", normed, "losses", features=(config.hidden_size, rows), style="column"
-    )
+    rows = local_matrices(matrix_at(config, OUTPUT), sizes.layout).features_out
+    layer = linear(sizes, OUTPUT, normed, "losses")
     keeps = dict(layer.keeps) | {"targets": 18 * tokens}
     chunk = chunk_tokens(sizes.tokens, config.hidden_size) * rows
     logits = float(chunk * e)

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import ceil
+from typing import Literal, NamedTuple
 
 from megatron_lightning.config import PipelineOptions, TransformerConfig
 from megatron_lightning.models.blueprint import (
@@ -110,6 +112,31 @@ def local_size(weight: Weight, layout: ParallelLayout) -> ParameterCount:
         rows, width = weight.shape
         return ParameterCount(-(-rows // layout.tp) * width)
     return ParameterCount(size // layout.tp if weight.split else size)
+
+
+class LocalMatrices(NamedTuple):
+    """Matrices of a linear layer, or of a rank's experts, on a rank."""
+
+    num: float
+    """1, or the number of experts."""
+    features_in: float
+    features_out: float
+    style: Literal["column", "row", "replicated"]
+    """Split over tensor-parallel ranks."""
+
+
+def local_matrices(weight: Weight, layout: ParallelLayout) -> LocalMatrices:
+    """Return the matrices of a weight on tensor-parallel rank 0, the fullest rank."""
+    rows, columns = map(float, weight.shape[-2:])
+    num_ranks = layout.tp if weight.experts is None else layout.etp
+    num = 1.0 if weight.experts is None else weight.experts / layout.ep
+    if weight.split is None:
+        return LocalMatrices(num, columns, rows, "replicated")
+    if weight.split == "columns":
+        return LocalMatrices(num, columns / num_ranks, rows, "row")
+    # The vocabulary need not be divisible.
+    local_rows = float(ceil(rows / num_ranks)) if weight.kind == "embedding" else rows / num_ranks
+    return LocalMatrices(num, columns, local_rows, "column")
 
 
 def count_rank(

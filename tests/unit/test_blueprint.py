@@ -13,7 +13,7 @@ from megatron_lightning.config import (
     RecomputeOptions,
     TransformerConfig,
 )
-from megatron_lightning.config.layer_kinds import LAYER_KINDS
+from megatron_lightning.config.layer_kinds import LAYER_KINDS, entry_of
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.models import GPTModel, num_parameters
 from megatron_lightning.models.blueprint import LAYER_WEIGHTS, layer_weights, model_weights
@@ -22,6 +22,7 @@ from megatron_lightning.parallel.layout import ParallelLayout
 from megatron_lightning.planning import flops
 from megatron_lightning.planning.activations import LEDGERS, stage_profile
 from megatron_lightning.planning.layers import Sizes
+from megatron_lightning.planning.parameters import local_size
 from megatron_lightning.planning.precision import precision_of
 from tests.helpers.kept_bytes import kept_bytes
 
@@ -84,6 +85,29 @@ def test_a_layer_is_known_by_its_index() -> None:
 def test_every_kind_of_layer_is_built_weighed_and_planned() -> None:
     for entries in (LAYERS, LAYER_WEIGHTS, LEDGERS):
         assert set(entries) == set(LAYER_KINDS)
+
+
+@pytest.mark.parametrize("kind", ["dense", "expert", OWN_KIND])
+def test_the_ledger_has_every_matrix_of_a_layer_once(kind: str) -> None:
+    """Gradients of matrices, on a rank of two tensor and two expert ranks."""
+    experts = MoEConfig(num_experts=4, ffn_hidden_size=32, shared_expert_intermediate_size=16)
+    more = {"moe": experts} if kind == "expert" else {}
+    config = TransformerConfig(**SIZES | more | {"layer_pattern": [kind] * 3})
+    layout = ParallelLayout(
+        tensor_model_parallel_size=2, expert_model_parallel_size=2, expert_tensor_parallel_size=1
+    )
+    sizes = Sizes(
+        config=config, layout=layout, precision=precision_of("32-true"), device="cpu",
+        sequence_length=32, micro_batch_size=2, split_backward=False,
+    )  # fmt: skip
+    unit = "decoder.layers.1"
+    tape = entry_of(kind, LEDGERS, "ledger")(sizes, unit, "stream")
+    planned = {one.path: one.weight_gradient_bytes for one in tape if one.weight_gradient_bytes}
+    assert planned == {
+        f"{unit}.{weight.module}": 4 * local_size(weight, layout).total
+        for weight in layer_weights(config, 1)
+        if weight.kind == "matrix"
+    }
 
 
 def test_a_users_kind_of_layer() -> None:
