@@ -16,6 +16,7 @@ from megatron_lightning.config import (
     DataParallel,
     DataParallelOptions,
     NonFinite,
+    PipelineOptions,
     StartMethod,
     TransformerConfig,
 )
@@ -165,7 +166,7 @@ def check_model_layout(
     world_size: int,
     *,
     sequence_length: int | None = None,
-    explicit_stages: bool = False,
+    pipeline: PipelineOptions | None = None,
 ) -> None:
     """Check that ``world_size`` ranks in ``layout`` can hold and run the model.
 
@@ -174,20 +175,26 @@ def check_model_layout(
         layout: Sizes of the parallel axes.
         world_size: Number of ranks.
         sequence_length: Tokens of a training sample, if known.
-        explicit_stages: Whether the user lists the layers of every stage. A listed stage may have
-            no layers.
+        pipeline: Partition into stages. A stage listed by the user may have no layers, and
+            embedding and loss may take a layer's place each. None: layers are spread evenly.
     """
     layout.data_parallel_size(world_size)
     _check_tensor(config, layout)
     _check_sequence(config, layout, sequence_length)
-    if layout.num_stages > config.num_layers and not explicit_stages:
-        chunks, ranks = config.num_layers // layout.pp, config.num_layers // layout.vpp
-        fixes = [f"num_layers to {layout.num_stages} or more"]
+    options = pipeline or PipelineOptions()
+    beside = (
+        options.account_for_embedding_in_pipeline_split + options.account_for_loss_in_pipeline_split
+    )
+    places = config.num_layers + beside
+    if layout.num_stages > places and options.pipeline_model_parallel_layout is None:
+        chunks, ranks = places // layout.pp, places // layout.vpp
+        counted = f" and {beside} places of embedding and loss" if beside else ""
+        fixes = [f"num_layers to {layout.num_stages - beside} or more"]
         fixes += [f"virtual_pipeline_model_parallel_size to {chunks}"] if chunks else []
         fixes += [f"pipeline_model_parallel_size to {ranks}"] if ranks else []
         raise ConfigError(
-            f"num_layers={config.num_layers} are fewer than the {layout.num_stages} pipeline "
-            f"stages (pipeline_model_parallel_size={layout.pp} x "
+            f"num_layers={config.num_layers}{counted} are fewer than the {layout.num_stages} "
+            f"pipeline stages (pipeline_model_parallel_size={layout.pp} x "
             f"virtual_pipeline_model_parallel_size={layout.vpp}), and a stage without a layer has "
             f"no work. Set {', or '.join(fixes)}."
         )

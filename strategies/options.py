@@ -56,11 +56,6 @@ class StrategyOptions:
     """Time of waiting for another rank before a collective fails."""
 
     @property
-    def has_explicit_stages(self) -> bool:
-        """Whether the user lists the layers of every stage. A listed stage may be empty."""
-        return self.pipeline.pipeline_model_parallel_layout is not None
-
-    @property
     def is_native(self) -> bool:
         """Whether Lightning's own steps do the work: a single stage, the full batch and sequence.
         The same for every batch and rank.

@@ -196,7 +196,7 @@ class TransformerConfig:
         self._check_heads()
         self._check_head_norms()
         self._restore("rope_scaling", RopeScaling)
-        for name in ("window_attn_skip_freq", "no_rope_freq"):
+        for name in ("window_size", "window_attn_skip_freq", "no_rope_freq"):
             if isinstance(getattr(self, name), list):  # of YAML or a checkpoint
                 object.__setattr__(self, name, tuple(getattr(self, name)))
         self._check_activation()

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import lru_cache, partial
 from math import prod
 from types import MappingProxyType
 from typing import Literal
@@ -203,6 +203,7 @@ def layer_weights(config: TransformerConfig, index: int) -> tuple[Weight, ...]:
     return _weights_of_kind(config, config.layer_kinds[index])
 
 
+@lru_cache(maxsize=64)  # layers of a kind are equal, and plans ask for each
 def _weights_of_kind(config: TransformerConfig, kind: str) -> tuple[Weight, ...]:
     return entry_of(kind, LAYER_WEIGHTS, "weights")(config)
 

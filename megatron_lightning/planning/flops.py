@@ -83,7 +83,7 @@ def multiply_adds(config: TransformerConfig, unit: str, lengths: Sequence[int]) 
     if kind_of(config, unit) is None:
         return 0.0
     weights = unit_weights(config, unit)
-    per_token = _active_size(config, weights) + _counted_norms(config, unit)
+    per_token = active_size(config, weights) + _counted_norms(config, unit)
     if not has_attention(weights):
         return float(tokens * per_token)
     window = config_of(config, unit).window_size
@@ -110,7 +110,7 @@ def pair_channels(config: TransformerConfig) -> int:
     return config.num_attention_heads * (key + value)
 
 
-def _active_size(config: TransformerConfig, weights: Iterable[Weight]) -> int:
+def active_size(config: TransformerConfig, weights: Iterable[Weight]) -> int:
     """Return the elements of the matrices. Of experts, only the experts of one token count."""
     size = 0
     for weight in weights:

@@ -32,6 +32,7 @@ from megatron_lightning.planning.activations import (
 )
 from megatron_lightning.planning.adapters import AdaptedState, AdapterSizes
 from megatron_lightning.planning.layers import DeviceKind, Sizes
+from megatron_lightning.planning.like_units import LikeUnits
 from megatron_lightning.planning.parameters import split_stages
 from megatron_lightning.planning.precision import precision_of
 from megatron_lightning.planning.quantized_weights import cached_weight_bytes
@@ -113,6 +114,18 @@ class Memory:
         return self.fullest.total_bytes
 
 
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """Options of a training apart from the sizes of a micro-batch."""
+
+    grid: RankGrid
+    data_parallel: DataParallel
+    data: DataParallelOptions
+    recompute: RecomputeOptions
+    adapters: AdapterSizes | None = None
+    """Trained adapters of a frozen model. None: all parameters are trained."""
+
+
 def memory(
     config: TransformerConfig,
     layout: ParallelLayout,
@@ -172,8 +185,7 @@ def memory(
     world_size = layout.smallest_world_size if world_size is None else world_size
     grid = RankGrid(layout, world_size)
     check_data_parallel(grid, data_parallel, data)
-    explicit = options.pipeline_model_parallel_layout is not None
-    check_model_layout(config, layout, world_size, sequence_length=length, explicit_stages=explicit)
+    check_model_layout(config, layout, world_size, sequence_length=length, pipeline=options)
     schedule = _table(pipeline_schedule, layout, num_microbatches, options)
     sizes = Sizes(
         config=config,
@@ -187,33 +199,62 @@ def memory(
         fp8_recipe=fp8_recipe,
     )
     stages = split_stages(config, schedule.placement, options)
-    profiles = [stage_profile(sizes, units, recompute) for units in stages]
+    training = Training(
+        grid=grid, data_parallel=data_parallel, data=data, recompute=recompute, adapters=adapters
+    )
+    return count_memory(sizes, training, schedule, stages)
+
+
+def count_memory(
+    sizes: Sizes, training: Training, schedule: Schedule, stages: Sequence[Sequence[str]]
+) -> Memory:
+    """Return the bytes on the ranks of every position of the pipeline, of options that fit
+    together.
+
+    Args:
+        sizes: Model, layout and micro-batch.
+        training: Ranks, data parallelism and recomputation.
+        schedule: A proven table.
+        stages: Units of every stage.
+    """
+    config, recipe, data = sizes.config, sizes.fp8_recipe, training.data
+    alike = LikeUnits(config, training.recompute, recipe, training.adapters)
+
+    def state_of(own: Sequence[Sequence[str]]) -> State | AdaptedState:
+        if training.adapters is None:
+            return State(
+                config, training.grid, own, precision=sizes.precision, recipe=recipe,
+                mode=training.data_parallel, options=data,
+                num_microbatches=schedule.num_microbatches,
+            )  # fmt: skip
+        reshards = data.reshard_after_forward
+        return AdaptedState(
+            config, training.grid, own, adapters=training.adapters, precision=sizes.precision,
+            mode=training.data_parallel, options=data,
+            reshards=schedule.num_microbatches == 1 if reshards is None else reshards,
+        )  # fmt: skip
+
+    def kept_weights_of(own: Sequence[Sequence[str]]) -> float:
+        units = [unit for stage in own for unit in stage]
+        if training.data_parallel == "fsdp" or sizes.compiled:
+            return 0.0
+        return sum(cached_weight_bytes(config, sizes.layout, unit, recipe) for unit in units)
+
+    profiles = alike.once_each(
+        stages, lambda units: stage_profile(sizes, units, training.recompute)
+    )
+    owned = [
+        [stages[number] for number in schedule.placement.stages_of(pp_rank)]
+        for pp_rank in range(sizes.layout.pp)
+    ]
+    states = alike.once_each(owned, state_of)
+    kept_weights = alike.once_each(owned, kept_weights_of)
     rows = []
-    for pp_rank in range(layout.pp):
-        own = [stages[number] for number in schedule.placement.stages_of(pp_rank)]
-        state: State | AdaptedState
-        if adapters is None:
-            state = State(
-                config, grid, own, precision=sizes.precision, recipe=fp8_recipe,
-                mode=data_parallel, options=data, num_microbatches=num_microbatches,
-            )  # fmt: skip
-        else:
-            reshards = data.reshard_after_forward
-            state = AdaptedState(
-                config, grid, own, adapters=adapters, precision=sizes.precision,
-                mode=data_parallel, options=data,
-                reshards=num_microbatches == 1 if reshards is None else reshards,
-            )  # fmt: skip
+    for pp_rank, state in enumerate(states):
         message = _message_bytes(sizes, schedule.placement.stages_of(pp_rank), stages)
-        activations = rank_peak(
+        activations = kept_weights[pp_rank] + rank_peak(
             schedule, pp_rank, profiles, message_bytes=message, stream_bytes=sizes.stream_bytes
         )
-        if data_parallel != "fsdp" and not sizes.compiled:
-            activations += sum(
-                cached_weight_bytes(config, layout, unit, fp8_recipe)
-                for units in own
-                for unit in units
-            )
         rows.append(_row(pp_rank, state, activations, in_flight(schedule, pp_rank)))
     return Memory(tuple(rows))
 

@@ -8,7 +8,7 @@ import json as json_format
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from megatron_lightning import rules
+from megatron_lightning.errors import ConfigError
 from megatron_lightning.parallel.grid import RankGrid
 from megatron_lightning.pipeline.schedules import ScheduleChoice, resolve
 from megatron_lightning.pipeline.schedules.actions import Schedule
@@ -19,13 +19,14 @@ from megatron_lightning.planning.flops import (
     flops,
     multiply_adds,
 )
-from megatron_lightning.planning.memory import Memory, RankMemory, memory
+from megatron_lightning.planning.memory import Memory, RankMemory
 from megatron_lightning.planning.parameters import (
     count_rank,
     layer_of,
     split_stages,
 )
 from megatron_lightning.planning.recipe import Recipe, read_recipe
+from megatron_lightning.planning.recipe_checks import check_sizes, recipe_memory
 from megatron_lightning.planning.sections import Errors
 
 _DENSE, _EXPERT = ("tp", "cp", "dp", "pp"), ("etp", "ep", "edp")
@@ -39,6 +40,7 @@ def plan(
     overrides: Sequence[str] = (),
     world_size: int | None = None,
     device: str | None = None,
+    search: bool = False,
     json: bool = False,
 ) -> tuple[str, bool]:
     """Show the effects of a configuration file: rank grid, stages, memory, operations and bubble.
@@ -53,18 +55,23 @@ def plan(
         world_size: Number of ranks. Default: the Trainer's num_nodes x devices.
         device: Say whether every rank fits into this device, and suggest changes if not: h100,
             h200, b200, a100, or cpu:GIB.
-        json: Print JSON with the keys grid, stages, bytes, flops, bubble and errors.
+        search: List the layouts that fit into the device, the fastest first, instead of the
+            recipe's own.
+        json: Print JSON with the keys grid, stages, bytes, flops, bubble and errors, or search and
+            errors.
 
     Returns:
         The text, and whether the configuration has no errors and fits into the device.
 
     Raises:
-        ConfigError: For an unknown device.
+        ConfigError: For an unknown device, and for a search without a device.
     """
     errors = Errors()
     target = None if device is None else planned_device(device)
     paths = [config] if isinstance(config, str) else config
     recipe = read_recipe(paths, overrides, world_size, errors)
+    if search:
+        return _search(recipe, target, errors, as_json=json)
     found = None if recipe is None else _describe(recipe, errors)
     fits = True
     if found is not None and recipe is not None and target is not None:
@@ -78,6 +85,32 @@ def plan(
     else:
         text = "\n".join(_text(found))
     return text, found is not None and fits
+
+
+def _search(
+    recipe: Recipe | None, device: PlannedDevice | None, errors: Errors, *, as_json: bool
+) -> tuple[str, bool]:
+    """Return the text of a search, and whether a layout fits."""
+    if device is None:
+        raise ConfigError(
+            "a search lists layouts that fit into a device, and none is named. Add --device h100, "
+            "h200, b200, a100, or cpu:GIB with the memory of a rank."
+        )
+    # Other plans do not wait for this import.
+    from megatron_lightning.planning.search import LayoutSearch
+    from megatron_lightning.planning.search_report import search_sections, search_text
+
+    result = None
+    if recipe is not None:
+        result = errors.attempt(lambda: LayoutSearch(recipe, device).run())
+    if as_json:
+        found = None if result is None else search_sections(result, device)
+        text = json_format.dumps({"search": found, "errors": errors.found}, indent=2)
+    elif result is None or recipe is None:
+        text = "\n".join(f"error: {message}" for message in errors.found)
+    else:
+        text = "\n".join(search_text(result, device, recipe.world_size))
+    return text, result is not None and bool(result.layouts)
 
 
 def _fit(
@@ -105,29 +138,7 @@ def _describe(recipe: Recipe, errors: Errors) -> dict[str, Any] | None:
 
     ``errors`` holds the reasons.
     """
-    grid = errors.attempt(RankGrid, recipe.layout, recipe.world_size)
-    explicit = recipe.pipeline.pipeline_model_parallel_layout is not None
-    errors.attempt(
-        rules.check_model_layout,
-        recipe.model,
-        recipe.layout,
-        recipe.world_size,
-        sequence_length=recipe.sequence_length,
-        explicit_stages=explicit,
-    )
-    errors.attempt(rules.check_trained_experts, recipe.model, recipe.layout)
-    errors.attempt(
-        rules.check_attention_backend,
-        recipe.model,
-        recipe.layout.cp,
-        device=recipe.device,
-        precision=recipe.precision,
-    )
-    errors.attempt(rules.check_levels, recipe.context, recipe.layout.cp)
-    if recipe.layout.cp > 1:
-        errors.attempt(rules.check_cp_comm_heads, recipe.model, recipe.layout, recipe.context)
-    if grid is not None:
-        errors.attempt(rules.check_data_parallel, grid, recipe.data_parallel, recipe.data)
+    grid = check_sizes(recipe, errors)
     choice = errors.attempt(
         resolve,
         recipe.schedule,
@@ -135,34 +146,15 @@ def _describe(recipe: Recipe, errors: Errors) -> dict[str, Any] | None:
         num_chunks=recipe.layout.vpp,
         microbatch_group_size=recipe.pipeline.microbatch_group_size_per_vp_stage,
     )
-    table = None
+    table = stages = None
     if choice is not None:
         table = errors.attempt(choice.table, recipe.num_microbatches)
-        errors.attempt(split_stages, recipe.model, choice.placement, recipe.pipeline)
-    if errors.found or grid is None or choice is None or table is None:
+        stages = errors.attempt(split_stages, recipe.model, choice.placement, recipe.pipeline)
+    if errors.found or grid is None or choice is None or table is None or stages is None:
         return None
-    needed = errors.attempt(
-        memory,
-        recipe.model,
-        recipe.layout,
-        world_size=recipe.world_size,
-        sequence_length=recipe.sequence_length,
-        micro_batch_size=recipe.micro_batch_size,
-        num_microbatches=recipe.num_microbatches,
-        data_parallel=recipe.data_parallel,
-        data_parallel_options=recipe.data,
-        recompute=recipe.recompute,
-        pipeline_schedule=table,
-        pipeline_options=recipe.pipeline,
-        precision=recipe.precision,
-        fp8_recipe=recipe.fp8_recipe,
-        adapters=recipe.adapters,
-        compile=recipe.compile,
-        device=recipe.device,
-    )
+    needed = errors.attempt(recipe_memory, recipe, grid, table, stages)
     if needed is None:
         return None
-    stages = split_stages(recipe.model, choice.placement, recipe.pipeline)
     return {
         "grid": _grid(grid, has_experts=recipe.model.moe is not None),
         "stages": _stages(recipe, choice, stages),

@@ -55,6 +55,8 @@ class Recipe:
     model: TransformerConfig
     layout: ParallelLayout
     world_size: int
+    node_size: int
+    """Ranks of a node."""
     precision: str | int | None
     fp8_recipe: FP8Recipe | None
     """Recipe of the plugin for quantized layers, or None."""
@@ -79,6 +81,12 @@ class Recipe:
     def num_microbatches(self) -> int:
         """Micro-batches of a pipeline run."""
         return ceil(self.batch_size / self.micro_batch_size)
+
+    @property
+    def global_batch_size(self) -> int:
+        """Samples of an optimizer step over all ranks."""
+        replicas = self.layout.data_parallel_size(self.world_size)
+        return self.batch_size * self.accumulated * replicas
 
 
 def read_recipe(
@@ -132,6 +140,7 @@ def read_recipe(
         model=model,
         layout=layout,
         world_size=ranks,
+        node_size=_node_size(trainer, ranks),
         precision=trainer.get("precision") if fp8_recipe is None else "bf16-mixed",
         fp8_recipe=fp8_recipe,
         adapters=adapters,
@@ -298,6 +307,15 @@ def _count(value: Any, name: str, errors: Errors) -> int:
         return value
     errors.add(f"{name} is {value!r}; it must be a positive integer.")
     return 1
+
+
+def _node_size(trainer: Mapping[str, Any], world_size: int) -> int:
+    """Return the ranks of a node: the Trainer's devices, or at most 8 if that is not a number."""
+    devices = trainer.get("devices", "auto")
+    count = len(devices) if isinstance(devices, list) else devices
+    if isinstance(count, str) and count.isdigit():
+        count = int(count)
+    return count if isinstance(count, int) and 1 <= count <= world_size else min(8, world_size)
 
 
 def _world_size(trainer: Mapping[str, Any], errors: Errors) -> int:

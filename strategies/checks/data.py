@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import lightning.pytorch as pl
 
-from megatron_lightning.config import TransformerConfig
+from megatron_lightning.config import PipelineOptions, TransformerConfig
 from megatron_lightning.data.batch_size import BatchSizeSchedule
 from megatron_lightning.models.transformer import GPTModel
 from megatron_lightning.parallel.layout import ParallelLayout
@@ -29,7 +29,7 @@ def check_config(
     world_size: int,
     data: pl.LightningDataModule | None = None,
     *,
-    explicit_stages: bool = False,
+    pipeline: PipelineOptions | None = None,
 ) -> None:
     """Check the sizes of a GPT model in the module against the layout and the data.
 
@@ -39,9 +39,7 @@ def check_config(
     config, length = model_config(module), getattr(data, "sequence_length", None)
     if config is not None:
         known = length if isinstance(length, int) else None
-        check_model_layout(
-            config, layout, world_size, sequence_length=known, explicit_stages=explicit_stages
-        )
+        check_model_layout(config, layout, world_size, sequence_length=known, pipeline=pipeline)
         num_ids = getattr(data, "vocab_size", None)
         check_vocabulary(config, num_ids if isinstance(num_ids, int) else None)
 

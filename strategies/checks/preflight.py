@@ -106,9 +106,7 @@ def check_before_launch(
         check_namespace(
             [*getattr(trainer, "callbacks", []), *getattr(trainer, "loggers", []), data]
         )
-    check_config(
-        module, options.layout, world_size, data, explicit_stages=options.has_explicit_stages
-    )
+    check_config(module, options.layout, world_size, data, pipeline=options.pipeline)
     if options.layout.cp > 1:
         check_context(options, module, data)
     config = model_config(module)
@@ -211,9 +209,7 @@ def check_at_setup(
     if options.layout.pp > 1 and options.micro_batch_size is None:
         rank_zero_warn(advice_on_full_batches(options.layout.pp))
     data = getattr(trainer, "datamodule", None)
-    check_config(
-        module, options.layout, world_size, data, explicit_stages=options.has_explicit_stages
-    )
+    check_config(module, options.layout, world_size, data, pipeline=options.pipeline)
 
 
 def _check_trained_by(

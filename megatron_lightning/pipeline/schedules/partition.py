@@ -7,6 +7,7 @@ share of a stage's time.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 
@@ -127,20 +128,22 @@ def _balanced_counts(weights: Sequence[float], num_parts: int) -> list[int]:
 
 def _lightest_limit(sums: Sequence[float], num_parts: int) -> float:
     """Return the least possible weight of the heaviest of ``num_parts`` contiguous, non-empty
-    parts.
+    parts: the lightest limit under which greedy parts are enough.
     """
     total = len(sums) - 1
-    heaviest = [float("inf")] * total + [0.0]
-    for _ in range(num_parts):
-        previous = heaviest
-        heaviest = []
-        for start in range(total):
-            lightest = float("inf")
-            for end in range(start + 1, total + 1):
-                part = sums[end] - sums[start]
-                if part >= lightest:
-                    break
-                lightest = min(lightest, max(part, previous[end]))
-            heaviest.append(lightest)
-        heaviest.append(float("inf"))
-    return heaviest[0]
+
+    def is_enough(limit: float) -> bool:
+        start = 0
+        for _ in range(num_parts):
+            end = start + 1
+            if end > total or sums[end] - sums[start] > limit:
+                return start == total
+            while end < total and sums[end + 1] - sums[start] <= limit:
+                end += 1
+            start = end
+        return start == total
+
+    limits = sorted(
+        {sums[end] - sums[start] for start in range(total) for end in range(start + 1, total + 1)}
+    )
+    return limits[bisect_left(limits, True, key=is_enough)]
