@@ -8,12 +8,14 @@ from megatron_lightning._lazy import lazy_attributes
 
 if TYPE_CHECKING:
     from megatron_lightning.data.batch_size import BatchSizeSchedule, ScheduledBatchSampler
+    from megatron_lightning.data.fim import FillInTheMiddle
     from megatron_lightning.data.gpt import GPTDataset, GPTDatasetConfig
     from megatron_lightning.data.indexed import IndexedDataset, IndexedDatasetWriter
     from megatron_lightning.data.tokenizers import Tokenizer, load_tokenizer
 
 __all__ = [
     "BatchSizeSchedule",
+    "FillInTheMiddle",
     "GPTDataset",
     "GPTDatasetConfig",
     "IndexedDataset",
@@ -28,6 +30,7 @@ __getattr__, __dir__ = lazy_attributes(
     {
         "BatchSizeSchedule": "megatron_lightning.data.batch_size",
         "ScheduledBatchSampler": "megatron_lightning.data.batch_size",
+        "FillInTheMiddle": "megatron_lightning.data.fim",
         "GPTDataset": "megatron_lightning.data.gpt",
         "GPTDatasetConfig": "megatron_lightning.data.gpt",
         "IndexedDataset": "megatron_lightning.data.indexed",

@@ -16,6 +16,7 @@ import torch
 from torch.utils.data import Dataset
 
 from megatron_lightning.data.files import atomic_write
+from megatron_lightning.data.fim import FillInTheMiddle
 from megatron_lightning.data.gpt_index import (
     EpochPlan,
     SampleIndices,
@@ -63,6 +64,8 @@ class GPTDatasetConfig:
     add_extra_token_to_sequence: bool = True
     """Whether a sample reads an extra token as the label of the last position. Else the last
     position has no loss."""
+    fim: FillInTheMiddle | None = None
+    """Rearrangement of documents, drawn from seed and sample. None: documents stay."""
     drop_last_partial_validation_sequence: bool = True
     """Whether validation drops the last tokens if a sample would be incomplete. Else the sample is
     padded."""
@@ -85,6 +88,8 @@ class GPTDatasetConfig:
                 "below 2**32"
             )
         split_matrix(self.split)
+        if self.fim is not None and self.tokenizer is not None:
+            object.__setattr__(self, "fim", self.fim.of(self.tokenizer))
 
     @property
     def extra_tokens(self) -> int:
@@ -305,6 +310,8 @@ class GPTDataset(Dataset[dict[str, torch.Tensor]]):
         text = self._read(index, config.sequence_length + 1)
         tokens, labels = text[:-1].copy(), text[1:]
         loss_mask = (labels != self._pad).astype(np.float32)
+        if config.fim is not None:
+            loss_mask[labels == config.fim.pad_id] = 0.0
         # Before the padding gets an id, possibly the id of the end of document.
         documents = self._documents(tokens)
         if config.eod_mask_loss and config.tokenizer is not None:
@@ -346,6 +353,11 @@ class GPTDataset(Dataset[dict[str, torch.Tensor]]):
             )
         text = np.concatenate(parts, dtype=np.int64)
         self._check_ids(text, row)
+        fim = self.config.fim
+        if fim is not None:
+            # of the sample alone: reading order, workers and resumes change nothing
+            seeds = [self.config.random_seed, row % 2**32, row // 2**32]
+            text = fim(text, np.random.RandomState(seeds), self.config.sequence_length + 1)
         return np.concatenate([text, np.full(length - len(text), self._pad, np.int64)])
 
     def _check_ids(self, text: npt.NDArray[np.int64], row: int) -> None:

@@ -50,6 +50,9 @@ class Tokenizer(Protocol):
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Return the ids of each text, without special ids."""
 
+    def token_id(self, token: str) -> int | None:
+        """Return the id of a token, special tokens included. None: there is no such token."""
+
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of ``ids``."""
 
@@ -105,6 +108,11 @@ class SentencePieceTokenizer:
         ids: list[list[int]] = self._processor.encode(list(texts), num_threads=1)
         return ids
 
+    def token_id(self, token: str) -> int | None:
+        """Return the id of a piece. None: there is no such piece."""
+        found: int = self._processor.piece_to_id(token)
+        return found if self._processor.id_to_piece(found) == token else None
+
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of ``ids``. Byte pieces without a valid character become U+FFFD."""
         text: str = self._processor.decode(list(ids))
@@ -153,6 +161,11 @@ class HuggingFaceTokenizer:
             return [self.encode(text) for text in texts]
         # without offsets, which take a quarter of the time
         return [one.ids for one in fast.encode_batch_fast(list(texts), add_special_tokens=False)]
+
+    def token_id(self, token: str) -> int | None:
+        """Return the id of a token. None: there is no such token."""
+        found: int | None = self.backend.get_vocab().get(token)
+        return found
 
     @property
     def identity(self) -> str:

@@ -22,6 +22,7 @@ from megatron_lightning.data.continued import (
     next_phase,
     train_state,
 )
+from megatron_lightning.data.fim import FillInTheMiddle
 from megatron_lightning.data.gpt import GPTDataset, GPTDatasetConfig, IndexSplit, plan_part
 from megatron_lightning.data.gpt_index import split_matrix
 from megatron_lightning.data.identity import content_digest
@@ -81,6 +82,7 @@ class PretrainDataModule(RunDataModule):
         skip_samples: Ranges [first, end] of ``consumed_samples`` skipped by training, such as the
             samples of a loss spike. Skipped samples count as consumed. A checkpoint keeps the
             ranges.
+        fim: Rearrangement of documents for fill-in-the-middle. Needs ``tokenizer_model``.
         mock: Whether samples are random, without any data, to time a layout. Without
             ``num_train_samples`` there are a million samples.
         on_changed_data: Reaction of a resumed run if the order of training samples has changed
@@ -121,6 +123,7 @@ class PretrainDataModule(RunDataModule):
         num_workers: int = 0,
         cache_dir: str | None = None,
         skip_samples: list[list[int]] | None = None,
+        fim: FillInTheMiddle | None = None,
         mock: bool = False,
         on_changed_data: OnChangedData = "refuse",
     ) -> None:
@@ -168,7 +171,7 @@ class PretrainDataModule(RunDataModule):
         self.data_prefix = data_prefix
         self.global_batch_size = global_batch_size
         self._batch_size = batch_size
-        self._tokenizer_model = tokenizer_model
+        self._tokenizer_model, self._fim = tokenizer_model, fim
         self.tokenizer = (
             None if tokenizer_model is None else load_tokenizer(tokenizer_model, tokenizer_type)
         )
@@ -182,7 +185,13 @@ class PretrainDataModule(RunDataModule):
             eod_mask_loss=eod_mask_loss,
             reset_position_ids=reset_position_ids,
             reset_attention_mask=reset_attention_mask,
+            fim=fim,
         )
+        if fim is not None and self.tokenizer is None:
+            raise ConfigError(
+                "fim cuts texts at characters, and tokenizer_model is left out. Set it to the "
+                "tokenizer of the data."
+            )
         self._num_samples: dict[IndexSplit, int | None] = {
             "train": num_train_samples,
             "valid": num_val_samples,
@@ -330,6 +339,7 @@ class PretrainDataModule(RunDataModule):
             "seed": self.config.random_seed,
             "split": self._split_of("train").split,
             "num_train_samples": self._num_samples["train"],
+            "fim": None if self._fim is None else self._fim.settings,
             **counts,
         }
 
