@@ -114,6 +114,9 @@ class MegatronStrategy(SetupHooks, StepHooks, CheckpointHooks):
         compile: "block": compile the repeated blocks of the model with ``torch.compile``. None:
             compile nothing.
         compile_options: Options of the compiler. None: the defaults.
+        fused_loss: Compute the loss of untouched ``transformers`` models, called with ``labels``,
+            in chunks of tokens, so that the logits of all tokens exist only if code reads them
+            (on all tensor-parallel ranks). False: compute logits first.
         non_finite: Response to infinite or NaN losses and gradients: "raise" names the rank, the
             parameter and the micro-batch; "skip" skips the optimizer step; "ignore" does not look.
         start_method: How local ranks are started when no torchrun or Slurm did: "popen", "spawn" or
@@ -153,6 +156,7 @@ class MegatronStrategy(SetupHooks, StepHooks, CheckpointHooks):
         recompute: RecomputeOptions | None = None,
         compile: CompileScope | None = None,
         compile_options: CompileOptions | None = None,
+        fused_loss: bool = True,
         non_finite: NonFinite = "ignore",
         start_method: StartMethod = "popen",
         sharding_plan: ShardingPlan | Literal["auto"] | None = None,
@@ -193,6 +197,7 @@ class MegatronStrategy(SetupHooks, StepHooks, CheckpointHooks):
             data=data_parallel_options or DataParallelOptions(),
             recompute=recompute or RecomputeOptions(),
             compile=resolve_compile(compile, compile_options),
+            fused_loss=fused_loss,
             non_finite=non_finite,
             checkpoint=checkpoint_options or CheckpointOptions(),
             sharding_plan=sharding_plan,

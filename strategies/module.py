@@ -28,6 +28,7 @@ from megatron_lightning.assembly.assemble import (
 from megatron_lightning.assembly.compile import compile_blocks, fills_cache, uncompile_blocks
 from megatron_lightning.assembly.describe import describe_layout, describe_sequence_parallel
 from megatron_lightning.assembly.fsdp import check_unsharded, is_sharded, local_size, shard_units
+from megatron_lightning.assembly.fused_loss import fuse_losses
 from megatron_lightning.assembly.module_shards import ModuleState
 from megatron_lightning.assembly.part import Part
 from megatron_lightning.assembly.replicas import check_replicas
@@ -226,6 +227,16 @@ def compile_module(
             "that none shares a graph with another. Set model.config.use_cache = False for "
             "training."
         )
+
+
+def fuse_model_losses(
+    module: pl.LightningModule, options: StrategyOptions, undo: ExitStack
+) -> None:
+    """Compute losses of ``transformers`` models in chunks until ``undo`` is closed, if the options
+    say so.
+    """
+    if options.fused_loss:
+        fuse_losses(module, undo)
 
 
 def defer_weight_gradients(

@@ -44,6 +44,8 @@ class StrategyOptions:
     """Activations to recompute in the backward pass."""
     compile: CompileOptions | None
     """Compilation of the repeated blocks of the model. None: no compilation."""
+    fused_loss: bool
+    """Whether losses of untouched models are computed in chunks."""
     non_finite: NonFinite
     """Response to infinite or NaN losses and gradients."""
     checkpoint: CheckpointOptions

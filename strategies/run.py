@@ -38,6 +38,7 @@ from megatron_lightning.strategies.lightning_internals import connector_of, hide
 from megatron_lightning.strategies.module import (
     compile_module,
     defer_weight_gradients,
+    fuse_model_losses,
     hide_example,
     print_layout,
     wrap_configure_model,
@@ -195,6 +196,7 @@ class Run:
             or self.part.units is not None
         ):
             hide_example(self.module, self.undo)
+        fuse_model_losses(self.module, self._options, self.undo)
         if fitting and schedule.splits_backward:
             defer_weight_gradients(self.module, schedule, self.executor, self.undo)
 

@@ -30,6 +30,7 @@ from megatron_lightning.assembly.part import Part
 from megatron_lightning.assembly.rank_sums import DIFFERENT, RankSums, Spread
 from megatron_lightning.errors import ShardingError
 from megatron_lightning.layers.linear import ColumnParallelLinear
+from megatron_lightning.layers.pending_logits import PendingLogits
 from megatron_lightning.parallel.context import AxisGroup, ParallelContext
 from megatron_lightning.parallel.sharding import ShardingPlan, gathered_input
 
@@ -169,7 +170,9 @@ class PlanWatch:
         if not torch.is_grad_enabled():
             return
         values = list(output.values()) if isinstance(output, Mapping) else output
-        for value in values if isinstance(values, tuple | list) else [values]:
+        for given in values if isinstance(values, tuple | list) else [values]:
+            # Equal losses have equal logits.
+            value = given.pending.computed if isinstance(given, PendingLogits) else given
             if isinstance(value, Tensor) and value.is_floating_point():
                 self._sums.add(key, value)
 

@@ -10,6 +10,7 @@ class of the layer in place. The object, its parameters, names and hooks stay.
     engine           linear layers, experts, norms, MLPs,  another library's computation in a run
                      attention
     hidden_weight    linear layers, experts                deferred weight gradients of a fit
+    awaited          linear layers                         losses of one call, without logits
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ class AdaptableModelLayerNorm(AdaptableLayerNorm, LayerNorm):
     """The LayerNorm of our models, with a place for an engine."""
 
 
-REPLACEMENTS: Final = ("gemm", "engine", "hidden_weight")
+REPLACEMENTS: Final = ("gemm", "engine", "hidden_weight", "awaited")
 """Attributes that replace a computation."""
 _ADAPTABLE: Mapping[type[nn.Module], type[nn.Module]] = {
     nn.Linear: AdaptableLinear,

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from megatron_lightning.layers.change_class import changed_class
 from megatron_lightning.layers.column_gemm import ColumnGemm
 from megatron_lightning.layers.gemm import Operand, SequenceAxis, autocast
-from megatron_lightning.layers.linear_loss import Head, OutputLinear, linear_losses
+from megatron_lightning.layers.linear_loss import Awaited, Head, OutputLinear, linear_losses
 from megatron_lightning.layers.loss import CrossEntropy
 from megatron_lightning.layers.replaceable import (
     Side,
@@ -41,12 +41,17 @@ Self = TypeVar("Self", bound="_ParallelLinear")
 
 
 class AdaptableLinear(Splittable, nn.Linear):
-    """An ``nn.Linear`` with replaceable GEMMs, engine and backward
+    """An ``nn.Linear`` with replaceable GEMMs, engine, backward and output
     (:mod:`megatron_lightning.layers.adaptable`).
     """
 
+    awaited: Awaited | None = None
+
     def forward(self, x: Tensor) -> Tensor:
         """Map [..., in] to [..., out]."""
+        pending = None if self.awaited is None else self.awaited(self, x)
+        if pending is not None:
+            return pending
         if self.engine is not None and self.engine.takes(x):
             return self.engine(x)
         return linear(x, self, self.bias)
@@ -154,6 +159,7 @@ class ColumnParallelLinear(_ParallelLinear):
     gather_output: bool = False
     copy_input: bool = True
     num_blocks: int = 1
+    awaited: Awaited | None = None
 
     def __init__(
         self,
@@ -207,6 +213,9 @@ class ColumnParallelLinear(_ParallelLinear):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map [..., in] to [..., out / ranks], or [..., out] with ``gather_output``."""
+        pending = None if self.awaited is None else self.awaited(self, x)
+        if pending is not None:
+            return pending
         if self.engine is not None and self.engine.takes(x):
             y = self.engine(x)
         elif self.group.size == 1 or not (self.copy_input or self.sequence_parallel):

@@ -17,8 +17,9 @@ three GEMMs, and chunks that fit the processor's cache.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -192,6 +193,11 @@ def linear_losses(
     keep = torch.is_grad_enabled() and head.keeps(x.shape[-1])
     losses: Tensor = _LinearLoss.apply(x, weight, bias, targets, head, keep)  # type: ignore[no-untyped-call]
     return losses
+
+
+Awaited: TypeAlias = Callable[[nn.Module, Tensor], Tensor | None]
+"""Computes the output of an output layer from (layer, input). None: the layer computes the
+output."""
 
 
 class TakesLoss:

@@ -106,7 +106,7 @@ class VocabParallelCrossEntropy(CrossEntropy):
 
     def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
         """Return losses [...] of this rank's ``logits`` [..., v / ranks] for ``targets`` [...]."""
-        return _losses(logits, targets, self.vocabulary(self.vocab_size))
+        return losses_of(logits, targets, self.vocabulary(self.vocab_size))
 
 
 def vocab_parallel_cross_entropy(
@@ -133,7 +133,7 @@ def vocab_parallel_cross_entropy(
         [...] losses, equal on every rank.
     """
     size = vocab_size or logits.shape[-1] * group.size
-    return _losses(logits, targets, Vocabulary(group, size, ignore_index))
+    return losses_of(logits, targets, Vocabulary(group, size, ignore_index))
 
 
 # ------------------------------------------------------------------------- parts of a vocabulary
@@ -258,6 +258,7 @@ class _Loss(torch.autograd.Function):
         return grad_logits.to(logits.dtype).view(logits.shape), None, None
 
 
-def _losses(logits: Tensor, targets: Tensor, vocabulary: Vocabulary) -> Tensor:
+def losses_of(logits: Tensor, targets: Tensor, vocabulary: Vocabulary) -> Tensor:
+    """Return the losses [...] of this rank's ``logits`` [..., r] for ``targets`` [...]."""
     losses: Tensor = _Loss.apply(logits, targets, vocabulary)  # type: ignore[no-untyped-call]
     return losses

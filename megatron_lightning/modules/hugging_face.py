@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
+from megatron_lightning.assembly.fused_loss import awaited_losses
 from megatron_lightning.bridge.kept import read_kept
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.layers.loss import CrossEntropy
@@ -29,6 +30,8 @@ class HuggingFaceModule(FolderModule):
         attn_implementation: Attention of ``transformers``, such as "sdpa" or "eager". Default: the
             model's default.
         learning_rate: Peak learning rate.
+        fused_loss: Compute losses in chunks of tokens, so that the logits of all tokens never exist
+            at once. False: compute logits first.
         options: Further options of :class:`LanguageModule`: optimizer, learning rate schedule,
             adapters.
 
@@ -44,6 +47,7 @@ class HuggingFaceModule(FolderModule):
         trust_remote_code: bool = False,
         attn_implementation: str | None = None,
         learning_rate: float = 1e-5,
+        fused_loss: bool = True,
         **options: Any,
     ) -> None:
         super().__init__(learning_rate=learning_rate, **options)
@@ -53,7 +57,8 @@ class HuggingFaceModule(FolderModule):
             "trust_remote_code": trust_remote_code,
             "attn_implementation": attn_implementation,
         }
-        self.save_hyperparameters({**source, **self._settings})
+        self.save_hyperparameters({**source, "fused_loss": fused_loss, **self._settings})
+        self.fused_loss = fused_loss
         self._source = source
         self.loss = CrossEntropy()
         self.model: Any = None
@@ -120,5 +125,8 @@ class HuggingFaceModule(FolderModule):
                 )
             position_ids = separating_positions(self.model, document_ids, position_ids)
         inputs = {} if position_ids is None else {"position_ids": position_ids}
-        logits: Tensor = self.model(input_ids=tokens, **inputs).logits
-        return logits if labels is None else self.loss(logits, labels)
+        if labels is None or not self.fused_loss:
+            logits: Tensor = self.model(input_ids=tokens, **inputs).logits
+            return logits if labels is None else self.loss(logits, labels)
+        with awaited_losses(self.model, labels, self.loss) as losses:
+            return losses.of(self.model(input_ids=tokens, **inputs).logits)

@@ -58,6 +58,7 @@ class _Enter:
     def __call__(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        _end(module)  # a pipeline leaves calls without the hook behind them
         names = list(inspect.signature(type(module).forward).parameters)[1:]
         given = {**dict(zip(names, args, strict=False)), **kwargs}
         tokens = given.get("input_ids")
@@ -96,15 +97,21 @@ class _Enter:
 @dataclass(frozen=True)
 class _Leave:
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        if sees_full_sequence(module):
-            _set_full(module, full=False)
-        length = vars(module).pop(_LENGTH, None)
+        length = _end(module)
         if length is None or output is None:  # no output: the call has raised
             return None
         if isinstance(output, tuple):
             return (output[0].narrow(_DIM, 0, length), *output[1:])
         output["last_hidden_state"] = output["last_hidden_state"].narrow(_DIM, 0, length)
         return output
+
+
+def _end(module: nn.Module) -> int | None:
+    """End a call. Return the length of the rows, if they were padded."""
+    if sees_full_sequence(module):
+        _set_full(module, full=False)
+    length: int | None = vars(module).pop(_LENGTH, None)
+    return length
 
 
 def _set_full(root: nn.Module, *, full: bool) -> None:

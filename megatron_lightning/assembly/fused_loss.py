@@ -1,0 +1,197 @@
+"""Losses of untouched ``transformers`` models in chunks, without the logits of all tokens.
+
+Hooks around the call of a causal language model with ``labels`` let its output layer await the loss
+(:mod:`megatron_lightning.layers.pending_logits`). Under tensor parallelism the ranks exchange a few
+numbers a token, not logits. The forward stays the model's.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from megatron_lightning.layers.adaptable import adapt, can_replace, restore
+from megatron_lightning.layers.adapters import add_adapters
+from megatron_lightning.layers.change_class import change_class
+from megatron_lightning.layers.linear import AdaptableLinear
+from megatron_lightning.layers.loss import CrossEntropy
+from megatron_lightning.layers.pending_logits import AwaitedLoss, Habits, PendingLogits
+from megatron_lightning.models.plans.hf_plans import transformers_models
+from megatron_lightning.parallel.absent import is_absent
+from megatron_lightning.parallel.origin import is_library
+
+_HABITS = "_logits_habits"
+"""Attribute of a model: :class:`Habits` by whether gradients are computed."""
+_CALL = "_call_with_labels"
+"""Attribute of a model during a call with labels."""
+_IGNORED = -100
+
+
+def fuse_losses(module: nn.Module, undo: ExitStack) -> None:
+    """Compute losses of calls with labels in chunks until ``undo`` is closed.
+
+    Args:
+        module: The LightningModule, assembled.
+        undo: Removes the hooks.
+    """
+    for model in transformers_models(module).values():
+        if type(model).__name__.endswith(("ForCausalLM", "LMHeadModel")):
+            for handle in (
+                model.register_forward_pre_hook(_before, with_kwargs=True),
+                model.register_forward_hook(_after, always_call=True),
+            ):
+                undo.callback(handle.remove)
+
+
+@contextmanager
+def awaited_losses(model: Any, targets: Tensor, loss: nn.Module) -> Iterator[Losses]:
+    """Let the output layer of a model await losses for ``targets``, in a call inside the block.
+
+    Args:
+        model: Causal language model of ``transformers``.
+        targets: [b, s], already shifted.
+        loss: Loss of logits and targets. Only a plain :class:`CrossEntropy` is computed in chunks.
+    """
+    awaited = None
+    if type(loss) is CrossEntropy:
+        options = (loss.ignore_index, loss.label_smoothing, loss.z_loss)
+        awaited = AwaitedLoss(targets, _habits_of(model), True, *options)
+    layer = None if awaited is None else _begin(model, awaited)
+    try:
+        yield Losses(targets, loss)
+    finally:
+        if layer is not None:
+            restore(layer, "awaited")
+
+
+@dataclass(frozen=True)
+class Losses:
+    """Token losses of a call."""
+
+    targets: Tensor
+    loss: nn.Module
+
+    def of(self, logits: Tensor) -> Tensor:
+        """Return losses [b, s] of ``logits`` [b, s, v]."""
+        if isinstance(logits, PendingLogits):
+            return logits.pending.losses()
+        losses: Tensor = self.loss(logits, self.targets)
+        return losses
+
+
+# ------------------------------------------------------------------------------------------- hooks
+
+
+@dataclass(frozen=True)
+class _Call:
+    layer: nn.Module
+    previous: Any
+    """Loss function set by the user. None: the family's."""
+
+
+@dataclass(frozen=True)
+class CausalLoss:
+    """The loss function of ``transformers`` for pending logits of a call."""
+
+    original: Callable[..., Tensor]
+    awaited: AwaitedLoss
+    labels: Tensor
+
+    def __call__(  # noqa: PLR0917 (called by transformers)
+        self,
+        logits: Tensor,
+        labels: Tensor,
+        vocab_size: int | None = None,
+        num_items_in_batch: Any = None,
+        ignore_index: int = _IGNORED,
+        shift_labels: Tensor | None = None,
+        **options: Any,
+    ) -> Tensor:
+        """Return the mean loss of the counted tokens, or the sum by ``num_items_in_batch``."""
+        given = labels if shift_labels is None else shift_labels
+        is_known = given is self.labels and ignore_index == _IGNORED
+        if not isinstance(logits, PendingLogits) or not is_known:
+            rest = {"num_items_in_batch": num_items_in_batch, "ignore_index": ignore_index}
+            return self.original(
+                logits, labels, vocab_size, shift_labels=shift_labels, **rest, **options
+            )
+        total = logits.pending.losses().sum()
+        count = num_items_in_batch
+        if count is None:
+            count = (self.awaited.targets != _IGNORED).sum()
+        mean: Tensor = total / (count.to(total.device) if isinstance(count, Tensor) else count)
+        return mean
+
+
+def _before(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Await the loss of a call with labels."""
+    _after(model, (), None)  # a pipeline leaves calls without the hook behind them
+    given = kwargs
+    if args:
+        names = list(inspect.signature(type(model).forward).parameters)[1:]
+        given = {**dict(zip(names, args, strict=False)), **kwargs}
+    labels, shifted = given.get("labels"), given.get("shift_labels")
+    if labels is None or not _has_stock_loss(model):
+        return
+    own = labels if shifted is None else shifted
+    # The next token's label, as ForCausalLMLoss shifts.
+    targets = F.pad(labels, (0, 1), value=_IGNORED)[..., 1:] if shifted is None else shifted
+    awaited = AwaitedLoss(targets, _habits_of(model))
+    layer = _begin(model, awaited)
+    if layer is not None:
+        vars(model)[_CALL] = _Call(layer, vars(model).get("_loss_function"))
+        model.loss_function = CausalLoss(model.loss_function, awaited, own)
+
+
+def _after(model: Any, args: tuple[Any, ...], output: Any) -> None:
+    """End the call."""
+    call: _Call | None = vars(model).pop(_CALL, None)
+    if call is not None:
+        restore(call.layer, "awaited")
+        vars(model).pop("_loss_function", None)
+        if call.previous is not None:
+            model.loss_function = call.previous
+
+
+def _has_stock_loss(model: Any) -> bool:
+    """Return whether a model's loss function is that of causal language models."""
+    function = getattr(model, "loss_function", None)
+    name = (getattr(function, "__module__", ""), getattr(function, "__name__", ""))
+    return name == ("transformers.loss.loss_utils", "ForCausalLMLoss")
+
+
+def _habits_of(model: nn.Module) -> Habits:
+    habits: dict[bool, Habits] = vars(model).setdefault(_HABITS, {})
+    return habits.setdefault(model.training, Habits())
+
+
+def _begin(model: Any, awaited: AwaitedLoss) -> nn.Module | None:
+    """Let the output layer of a model await a loss. None: the layer computes logits as usual."""
+    if awaited.habits.reads:
+        return None
+    layer: nn.Module | None = model.get_output_embeddings()
+    if layer is None or is_absent(layer):
+        return None
+    if isinstance(layer, FSDPModule) and type(layer).forward is nn.Linear.forward:
+        change_class(layer, AdaptableLinear)  # FSDP2 has made a subclass of nn.Linear
+    if not can_replace(layer, "awaited"):
+        return None
+    hooks = [*layer._forward_hooks.values(), *layer._forward_pre_hooks.values()]
+    has_hooks = any(hook is add_adapters or not is_library(hook) for hook in hooks)
+    is_other = getattr(layer, "engine", None) is not None
+    gemm = getattr(layer, "gemm", None)
+    is_other |= gemm is not None and not gemm.differentiable
+    is_sharded = getattr(layer, "gather_output", True) is False
+    if has_hooks or layer._backward_hooks or layer._backward_pre_hooks or is_other or is_sharded:
+        return None
+    awaited.habits.begin_call()
+    awaited.can_repeat = not isinstance(layer, FSDPModule)
+    adapt(layer, awaited=awaited)
+    return layer

@@ -1,0 +1,309 @@
+"""Logits that an output layer computes only if code reads them, because the loss is known.
+
+In a call of a model with labels, the output layer sees the labels' targets (:class:`AwaitedLoss`).
+The layer computes the token losses in chunks (:mod:`megatron_lightning.layers.linear_loss`), and
+returns :class:`PendingLogits` in place of the logits. The loss function of the call takes the token
+losses from the pending logits. Any other code gets the logits themselves: each torch function with
+pending logits as an argument computes the logits first, by the layer's usual forward.
+
+Multiplication by a number stays pending. The first call learns the factor, and later calls compute
+the losses of multiplied logits at once.
+
+Units of FSDP2 gather weights for each call, and all steps must have the same calls. An output layer
+that is a unit therefore computes logits in the first call, which tells what the model and the step
+do with logits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from megatron_lightning.errors import ShardingError
+from megatron_lightning.layers.linear_loss import Head, linear_losses
+from megatron_lightning.layers.loss import ALONE, Vocabulary, losses_of
+
+T = TypeVar("T")
+
+
+@dataclass
+class Habits:
+    """How a model treats its logits, learned from earlier calls."""
+
+    factor: float = 1.0
+    """Number that the model multiplies logits by before the loss."""
+    is_known: bool = False
+    """Whether a loss has been computed."""
+    reads: bool = False
+    """Whether the model itself reads logits before the loss, or code read logits in two calls in a
+    row. The layer then computes logits as usual."""
+    read_last: bool = False
+    """Whether code read the logits of the last call."""
+    read_before: bool = False
+    """Whether code read the logits of the call before the last."""
+
+    def begin_call(self) -> None:
+        """Begin another call."""
+        self.read_before, self.read_last = self.read_last, False
+
+
+@dataclass
+class AwaitedLoss:
+    """The loss of a call, known before the output layer runs."""
+
+    targets: Tensor
+    """[b, s]: ids of the full vocabulary."""
+    habits: Habits
+    can_repeat: bool = True
+    """Whether the layer can be called again in a step."""
+    ignore_index: int = -100
+    label_smoothing: float = 0.0
+    z_loss: float = 0.0
+    is_taken: bool = field(default=False, init=False)
+    """Whether the loss function of the call has run."""
+
+    def losses(self, layer: Any, x: Tensor, factor: float) -> Tensor:
+        """Return the token losses [b, s] of the logits of ``layer`` times ``factor``.
+
+        Args:
+            layer: The output layer.
+            x: Input of the layer [b, s, h], or a sequence shard.
+            factor: Multiplies the logits.
+        """
+        head = _head_of(layer, self)
+        x = x if factor == 1.0 else x * factor
+        return linear_losses(x, layer.weight, layer.bias, self.targets.to(x.device), head)
+
+    def __call__(self, layer: Any, x: Tensor) -> Tensor | None:
+        """Return pending logits for the input ``x`` of ``layer``. None: the layer computes logits,
+        because the targets are of other tokens.
+        """
+        axis = getattr(layer, "sequence_axis", None)
+        shape = list(x.shape[:-1])
+        if axis is not None:
+            shape[axis.dim] *= axis.group.size
+        if not self.can_repeat and not self.habits.is_known:
+            logits = self.without(layer, lambda: type(layer).forward(layer, x))
+            return PendingLogits.make(_Computed(self, layer, logits))
+        is_scaled = self.habits.factor != 1.0 and layer.bias is not None
+        if shape != list(self.targets.shape) or is_scaled or torch.compiler.is_compiling():
+            return None
+        factor = self.habits.factor
+        return PendingLogits.make(_Pending(self, layer, x, self.losses(layer, x, factor), factor))
+
+    def without(self, layer: Any, compute: Callable[[], T]) -> T:
+        """Return the result of ``compute``, with no loss awaited by ``layer``."""
+        before = vars(layer).get("awaited")
+        layer.awaited = None
+        try:
+            return compute()
+        finally:
+            layer.awaited = before
+
+
+def _head_of(layer: Any, awaited: AwaitedLoss) -> Head:
+    """Return how ``layer``, alone or with parts of a vocabulary on several ranks, computes
+    losses.
+    """
+    loss = (awaited.ignore_index, awaited.label_smoothing, awaited.z_loss)
+    group = getattr(layer, "group", ALONE)
+    axis = getattr(layer, "sequence_axis", None)
+    vocabulary = Vocabulary(group, layer.out_features, *loss)
+    return Head(layer.gemm, vocabulary, axis, getattr(layer, "copy_input", False))
+
+
+@dataclass
+class _Pending:
+    """Logits to be computed, and the losses."""
+
+    awaited: AwaitedLoss
+    layer: Any
+    x: Tensor
+    computed: Tensor
+    """Losses [b, s] of the logits times ``factor``."""
+    factor: float
+    scale: float = 1.0
+    """Number by which code has multiplied the logits."""
+    version: int = field(init=False)
+    """Of the layer's weight."""
+    logits: Tensor | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        self.version = self.layer.weight._version
+
+    def scaled(self, factor: float) -> _Pending:
+        """Return the logits times ``factor``."""
+        return _Pending(
+            self.awaited, self.layer, self.x, self.computed, self.factor, self.scale * factor
+        )
+
+    def losses(self) -> Tensor:
+        """Return the losses [b, s]."""
+        self.awaited.is_taken = self.awaited.habits.is_known = True
+        if self.scale != self.factor:
+            self._check_repeats()
+            self.awaited.habits.factor = self.factor = self.scale
+            self.computed = self.awaited.losses(self.layer, self.x, self.scale)
+        return self.computed
+
+    def _check_repeats(self) -> None:
+        """Check that the layer can compute again.
+
+        Raises:
+            ShardingError: If the layer's weight is no longer gathered.
+        """
+        if not self.awaited.can_repeat:
+            raise ShardingError(
+                "the logits of a call with labels are read, and in earlier calls they were not. "
+                'With data_parallel="fsdp" all steps must use the same layers in the same order. '
+                "Read the logits in every step from the first on, set fused_loss=False, or set "
+                'data_parallel to "zero1".'
+            )
+
+    def read(self) -> Tensor:
+        """Return the logits.
+
+        Raises:
+            ShardingError: If the weights have changed since the call.
+        """
+        if self.logits is None:
+            habits = self.awaited.habits
+            # A model that changes its logits before the loss does so in each call.
+            habits.reads |= habits.read_before or not self.awaited.is_taken
+            habits.read_last = True
+            if self.layer.weight._version != self.version:
+                raise ShardingError(
+                    "the logits of a call with labels are read after the weights have changed, and "
+                    "they are computed when they are read. Read them in the step, such as "
+                    "outputs.logits.detach(), or set fused_loss=False."
+                )
+            self._check_repeats()
+            # Without the calls that a pipeline records.
+            self.logits = self.awaited.without(self.layer, lambda: self.layer._call_impl(self.x))
+            self.logits = self.logits * self.scale
+        return self.logits
+
+
+@dataclass
+class _Computed:
+    """Logits of a first call, which are there."""
+
+    awaited: AwaitedLoss
+    layer: Any
+    computed: Tensor
+    """Logits [b, s, v]."""
+    scale: float = 1.0
+    """As in :class:`_Pending`."""
+
+    @property
+    def x(self) -> Tensor:
+        """A tensor of the dtype of logits."""
+        return self.computed
+
+    def scaled(self, factor: float) -> _Computed:
+        """Return the logits times ``factor``."""
+        return _Computed(self.awaited, self.layer, self.computed, self.scale * factor)
+
+    def losses(self) -> Tensor:
+        """Return the losses [b, s]."""
+        awaited = self.awaited
+        awaited.is_taken = awaited.habits.is_known = True
+        awaited.habits.factor = self.scale
+        options = (awaited.ignore_index, awaited.label_smoothing, awaited.z_loss)
+        vocabulary = Vocabulary(ALONE, self.computed.shape[-1], *options)
+        return losses_of(self.computed * self.scale, awaited.targets, vocabulary)
+
+    def read(self) -> Tensor:
+        """Return the logits."""
+        self.awaited.habits.reads = True
+        return self.computed * self.scale
+
+
+class PendingLogits(Tensor):
+    """Logits [b, s, v] that exist once code reads them.
+
+    The memory is that of the losses [b, s], with their place in autograd's graph.
+    """
+
+    pending: _Pending | _Computed
+
+    @classmethod
+    def make(cls, pending: _Pending | _Computed) -> PendingLogits:
+        """Return the logits."""
+        logits = pending.computed.as_subclass(cls)
+        logits.pending = pending
+        return logits
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Iterable[Any], args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Answer for the logits without computing them, where possible."""
+        kwargs = kwargs or {}
+        first = args[0] if args else None
+        with torch._C.DisableTorchFunctionSubclass():
+            if isinstance(first, PendingLogits):
+                pending = first.pending
+                if func in _OF_VIEWS:  # FSDP2 asks
+                    return None
+                if func in _OF_LOSSES:
+                    return func(pending.computed, *args[1:], **kwargs)
+                if func in _OF_SHAPE:
+                    return func(_shell(pending), *args[1:], **kwargs)
+            factor = _factor(func, args, kwargs)
+            if factor is not None:
+                pending = next(x for x in args if isinstance(x, PendingLogits)).pending
+                return cls.make(pending.scaled(factor))
+            return func(*tree_map(_read, args), **tree_map(_read, kwargs))
+
+
+def _read(value: Any) -> Any:
+    return value.pending.read() if isinstance(value, PendingLogits) else value
+
+
+def _shell(pending: _Pending | _Computed) -> Tensor:
+    """Return a tensor with the shape and dtype of logits."""
+    shape = (*pending.awaited.targets.shape, pending.layer.out_features)
+    return torch.empty(shape, dtype=pending.x.dtype, device="meta")
+
+
+def _factor(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float | None:
+    """Return the number by which a call multiplies pending logits. None: the call does something
+    else, or the layer has a bias.
+    """
+    if kwargs or len(args) != 2 or func not in _PRODUCTS | _QUOTIENTS:
+        return None
+    logits, number = args if isinstance(args[0], PendingLogits) else args[::-1]
+    if not isinstance(number, float | int) or logits.pending.layer.bias is not None:
+        return None
+    if func in _PRODUCTS:
+        return float(number)
+    return 1.0 / number if number and isinstance(args[0], PendingLogits) else None
+
+
+def _getters(*names: str) -> frozenset[Callable[..., Any]]:
+    return frozenset(getattr(Tensor, name).__get__ for name in names)
+
+
+_PRODUCTS = frozenset((torch.mul, Tensor.mul, Tensor.__mul__, Tensor.__rmul__))
+_QUOTIENTS = frozenset((torch.div, Tensor.div, Tensor.__truediv__))
+_OF_VIEWS = _getters("_base")
+_OF_SHAPE = _getters("shape", "dtype", "ndim", "layout") | {
+    Tensor.size,
+    Tensor.dim,
+    Tensor.numel,
+    Tensor.__len__,
+    Tensor.is_floating_point,
+    Tensor.is_complex,
+    torch.is_floating_point,
+    torch.numel,
+}
+_OF_LOSSES = _getters("device", "requires_grad", "grad_fn", "is_leaf", "is_cuda", "is_meta") | {
+    Tensor.register_hook,
+    Tensor.get_device,
+}

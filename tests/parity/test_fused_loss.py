@@ -1,0 +1,303 @@
+"""Losses of untouched ``transformers`` models in chunks: equal to those of logits, which are there
+when code reads them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from megatron_lightning.assembly.fused_loss import awaited_losses, fuse_losses
+from megatron_lightning.errors import ShardingError
+from megatron_lightning.layers.loss import CrossEntropy
+from megatron_lightning.layers.pending_logits import PendingLogits
+from megatron_lightning.strategies import MegatronStrategy
+from tests.helpers import hf_models
+from tests.helpers.hf_models import VOCABULARY
+from tests.helpers.ranks import run_ranks
+from tests.helpers.trainers import trainer
+
+transformers = pytest.importorskip("transformers", "5")
+
+ROWS, LENGTH = 4, 24
+_MADE: dict[str, Callable[[], nn.Module]] = {
+    "cohere": lambda: hf_models._decoder("Cohere", logit_scale=0.25),
+    "granite": lambda: hf_models._decoder("Granite", logits_scaling=3.0),
+    "gemma2": lambda: hf_models._decoder("Gemma2", final_logit_softcapping=5.0),
+    "phi": lambda: hf_models._decoder("Phi"),  # the output layer has a bias
+}
+
+
+def _build(name: str) -> Any:
+    if name not in _MADE:
+        return hf_models.build(name).train()
+    torch.manual_seed(0)
+    model = _MADE[name]()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.05 * torch.randn(parameter.shape))
+    return model.train()
+
+
+class _Largest(TorchDispatchMode):
+    """Finds the most tokens with logits in one tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for x in tree_leaves(out):
+            is_logits = isinstance(x, Tensor) and x.ndim > 1 and x.shape[-1] == VOCABULARY
+            if is_logits and func is not torch.ops.aten.t.default:
+                self.tokens = max(self.tokens, x.numel() // VOCABULARY)
+        return out
+
+
+@pytest.fixture
+def undo() -> Iterator[ExitStack]:
+    with ExitStack() as stack:
+        yield stack
+
+
+def _batch(step: int) -> dict[str, Tensor]:
+    draw = torch.Generator().manual_seed(step)
+    tokens = torch.randint(3, VOCABULARY, (ROWS, LENGTH), generator=draw)
+    labels = tokens.clone()
+    labels[0, :5] = -100
+    return {"input_ids": tokens, "labels": labels}
+
+
+@pytest.mark.parametrize(
+    ("name", "most"),
+    [
+        *((name, LENGTH) for name in ("llama-tied", "mixtral", "gpt2", "gemma3", "phi")),
+        ("cohere", LENGTH),
+        ("granite", LENGTH),
+        ("gemma2", ROWS * LENGTH),  # its cap needs logits
+        ("bert", ROWS * LENGTH),  # not a causal model
+    ],
+)
+def test_losses_and_gradients_equal_those_of_logits(name: str, most: int, undo: ExitStack) -> None:
+    """fp32; sums in another order."""
+    plain = _build(name)
+    fused = copy.deepcopy(plain)
+    fuse_losses(nn.ModuleList([fused]), undo)
+    for step in range(3):
+        losses, batch = [], _batch(step)
+        for model in (plain, fused):
+            model.zero_grad()
+            with _Largest() as largest:
+                out = model(**batch)
+                out.loss.backward()
+            losses.append(out.loss.item())
+        assert losses[1] == pytest.approx(losses[0], rel=1e-6)
+        for (path, p), q in zip(plain.named_parameters(), fused.parameters(), strict=True):
+            error = 0.0 if p.grad is None else float((q.grad - p.grad).norm() / p.grad.norm())
+            assert error < 1e-5, f"{path} is off by {error}"
+        assert largest.tokens <= (most if step else ROWS * LENGTH)  # a factor is learned first
+    vocabulary = plain.get_output_embeddings()
+    assert type(fused.get_output_embeddings()) is type(vocabulary)
+    assert "_loss_function" not in vars(fused)
+
+
+def test_the_loss_is_divided_by_what_the_caller_counts(undo: ExitStack) -> None:
+    plain = _build("llama")
+    fused = copy.deepcopy(plain)
+    fuse_losses(nn.ModuleList([fused]), undo)
+    batch = _batch(0)
+    shifted = {**batch, "shift_labels": batch["labels"].roll(-1, 1)}
+    for options in (
+        {"num_items_in_batch": torch.tensor(7)},
+        {"num_items_in_batch": 7},
+        {"logits_to_keep": 0},
+    ):
+        for inputs in (batch, shifted):
+            found = [float(model(**inputs, **options).loss) for model in (plain, fused)]
+            assert found[1] == pytest.approx(found[0], rel=1e-6), options
+    batch["labels"] = batch["input_ids"]
+    found = [float(model(**batch, ignore_index=5).loss) for model in (plain, fused)]
+    assert found[0] == found[1]  # the loss function gets logits
+    nothing = torch.full_like(batch["labels"], -100)
+    assert fused(batch["input_ids"], labels=nothing).loss.isnan()  # as of torch's mean of nothing
+
+
+def test_logits_are_there_for_whoever_reads_them(undo: ExitStack) -> None:
+    plain = _build("llama")
+    fused = copy.deepcopy(plain)
+    fuse_losses(nn.ModuleList([fused]), undo)
+    batch = _batch(0)
+    expected, logits = (model(**batch).logits for model in (plain, fused))
+    assert isinstance(logits, PendingLogits) and logits.requires_grad and logits.is_leaf is False
+    assert (logits.shape, logits.dtype, len(logits)) == (expected.shape, expected.dtype, ROWS)
+    assert logits.pending.logits is None  # nothing so far needed them
+    for read in (
+        lambda x: x.argmax(-1),
+        lambda x: torch.softmax(x, -1),
+        lambda x: x[:, -1],
+        lambda x: x.detach().numpy(),
+        lambda x: x.tolist()[0][0],
+        lambda x: 2.0 / x,
+        lambda x: copy.deepcopy(x.detach()),
+        lambda x: torch.stack([x, x]),
+    ):
+        torch.testing.assert_close(
+            torch.as_tensor(read(logits)), torch.as_tensor(read(expected)), rtol=1e-5, atol=1e-6
+        )
+    grads = []
+    for model, x in ((plain, expected), (fused, logits)):
+        model.zero_grad()
+        x.float().square().mean().backward()
+        grads.append(model.model.layers[0].mlp.up_proj.weight.grad)
+    torch.testing.assert_close(grads[1], grads[0], rtol=1e-4, atol=1e-7)
+    assert isinstance(fused(**batch).logits, PendingLogits)  # read once: not a habit
+
+
+def test_code_that_reads_logits_in_every_step_gets_them_at_once(undo: ExitStack) -> None:
+    model = _build("llama")
+    fuse_losses(nn.ModuleList([model]), undo)
+    kinds = []
+    for step in range(4):
+        logits = model(**_batch(step)).logits
+        kinds.append(type(logits))
+        logits.argmax(-1)
+    assert kinds == [PendingLogits, PendingLogits, Tensor, Tensor]
+
+
+def test_logits_of_changed_weights_are_refused(undo: ExitStack) -> None:
+    model = _build("llama")
+    fuse_losses(nn.ModuleList([model]), undo)
+    logits = model(**_batch(0)).logits
+    with torch.no_grad():
+        model.lm_head.weight.mul_(2.0)
+    with pytest.raises(ShardingError, match="read after the weights have changed"):
+        logits.argmax(-1)
+
+
+def test_a_hook_of_the_output_layer_sees_logits(undo: ExitStack) -> None:
+    model, seen = _build("llama"), []
+    fuse_losses(nn.ModuleList([model]), undo)
+    model.lm_head.register_forward_hook(lambda _, args, out: seen.append(type(out)))
+    model(**_batch(0))
+    assert seen == [Tensor]
+
+
+def test_another_loss_function_gets_logits(undo: ExitStack) -> None:
+    def own(logits: Tensor, labels: Tensor, vocab_size: int, **_: Any) -> Tensor:
+        assert type(logits) is Tensor
+        return logits.sum()
+
+    model = _build("llama")
+    model.loss_function = own
+    fuse_losses(nn.ModuleList([model]), undo)
+    model(**_batch(0))
+    assert model.loss_function is own
+
+
+def test_a_failed_call_leaves_nothing_behind(undo: ExitStack) -> None:
+    model = _build("llama")
+    fuse_losses(nn.ModuleList([model]), undo)
+    with pytest.raises(ValueError, match="exactly one"):
+        model(torch.zeros(1, 1), labels=_batch(0)["labels"], inputs_embeds=3)
+    assert type(model.lm_head) is nn.Linear and "_loss_function" not in vars(model)
+    assert type(model(_batch(0)["input_ids"]).logits) is Tensor
+
+
+def test_labels_that_are_shifted_already_and_other_losses() -> None:
+    model, batch = _build("llama"), _batch(0)
+    logits = model(batch["input_ids"]).logits
+    for loss in (CrossEntropy(), CrossEntropy(label_smoothing=0.1, z_loss=1e-3)):
+        with awaited_losses(model, batch["labels"], loss) as losses:
+            found = model(batch["input_ids"]).logits
+            assert isinstance(found, PendingLogits)
+            torch.testing.assert_close(losses.of(found), loss(logits, batch["labels"]))
+    changed = nn.CrossEntropyLoss()
+    with awaited_losses(model, batch["labels"], changed):
+        assert type(model(batch["input_ids"]).logits) is Tensor
+
+
+class _Fit(pl.LightningModule):
+    """Records losses and the most tokens with logits."""
+
+    def __init__(self, name: str, *, reads: bool) -> None:
+        super().__init__()
+        self.name = name
+        self.reads = reads
+        self.losses: list[float] = []
+        self.tokens: list[int] = []
+
+    def configure_model(self) -> None:
+        if not hasattr(self, "model"):
+            self.model = _build(self.name)
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        with _Largest() as largest:
+            out = self.model(**batch)
+        self.tokens.append(largest.tokens)
+        self.losses.append(float(out.loss.detach()))
+        # With fsdp all steps must use the same layers.
+        if batch_idx == 2 and self.reads:
+            self.log("hits", (out.logits.argmax(-1) == batch["labels"]).float().mean())
+        loss: Tensor = out.loss
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+
+def _fit(cases: list[tuple[str, dict[str, Any] | None]]) -> list[tuple[list[float], list[int]]]:
+    results = []
+    for name, options in cases:
+        is_fsdp = options is not None and options.get("data_parallel") == "fsdp"
+        module = _Fit(name, reads=not is_fsdp)
+        fit = trainer("auto" if options is None else MegatronStrategy(**options), max_steps=4)
+        rows = [{k: v[0] for k, v in _batch(step).items()} for step in range(16)]
+        size = ROWS // 2 if is_fsdp else ROWS
+        fit.fit(module, torch.utils.data.DataLoader(rows, batch_size=size))  # type: ignore[arg-type]
+        results.append((module.losses, module.tokens))
+    return results
+
+
+def _read_late() -> None:
+    module = _Fit("phi", reads=True)
+    fit = trainer(MegatronStrategy(data_parallel="fsdp"), max_steps=4)
+    rows = [{k: v[0] for k, v in _batch(step).items()} for step in range(16)]
+    with pytest.raises(ShardingError, match="in earlier calls they were not"):
+        fit.fit(module, torch.utils.data.DataLoader(rows, batch_size=2))  # type: ignore[arg-type]
+
+
+NAMES = ["llama-tied", "phi", "granite"]
+LAYOUTS: list[dict[str, Any]] = [
+    {"tensor_model_parallel_size": 2},
+    {"data_parallel": "fsdp"},
+    {"tensor_model_parallel_size": 2, "fused_loss": False},
+]
+
+
+def test_ranks_exchange_no_logits_and_train_as_one_process() -> None:
+    """fp32, 4 steps of AdamW; sums in another order."""
+    plain = run_ranks(1, _fit, [(name, None) for name in NAMES])[0]
+    cases = [(name, options) for options in LAYOUTS for name in NAMES]
+    ranks = run_ranks(2, _fit, cases, timeout_s=200)
+    for index, (name, options) in enumerate(cases):
+        expected, most = plain[NAMES.index(name)]
+        assert most == [ROWS * LENGTH] * 4
+        means = [sum(x) / 2 for x in zip(*(own[index][0] for own in ranks), strict=True)]
+        assert means == pytest.approx(expected, rel=1e-5), (name, options)
+        # In the first step a number is learned (granite), and all under fsdp.
+        tokens = ranks[0][index][1][1:]
+        limit = ROWS * LENGTH if options.get("fused_loss") is False else LENGTH
+        assert max(tokens) <= limit, (name, options, tokens)
+
+
+def test_units_of_fsdp_cannot_compute_logits_later() -> None:
+    run_ranks(2, _read_late)
