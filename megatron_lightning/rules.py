@@ -416,10 +416,11 @@ def check_attention_backend(
             "takes bf16 and fp16 only on GPUs, and attention is computed in fp32 (precision="
             f"{precision}, attention_softmax_in_fp32={config.attention_softmax_in_fp32})",
         )
-    if config.window_size is not None or num_context_ranks > 1:
+    if config.window_size is not None or config.num_sinks or num_context_ranks > 1:
         reasons["cudnn"] = (
             "has no form for blocks, in which attention is computed with window_size="
-            f"{config.window_size} and context_parallel_size={num_context_ranks}"
+            f"{config.window_size}, softmax_type={config.softmax_type} and context_parallel_size="
+            f"{num_context_ranks}"
         )
     if device == "cuda" and config.window_size is not None:
         reasons["flash"] = f"takes no mask, as window_size={config.window_size} needs at its edge"

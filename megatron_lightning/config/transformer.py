@@ -13,6 +13,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal, get_args
 
+from megatron_lightning.config.attention_checks import (
+    check_head_norms,
+    check_heads,
+    check_latent_attention,
+    check_scores,
+)
 from megatron_lightning.config.by_layer import check_rotary, check_windows, layer_config
 from megatron_lightning.config.latent_attention import LatentAttentionConfig
 from megatron_lightning.config.layer_kinds import check_pattern
@@ -27,6 +33,7 @@ PositionEmbedding = Literal["rope", "learned_absolute", "none"]
 Activation = Literal[
     "swiglu", "geglu", "geglu_tanh", "quick_geglu", "gelu", "gelu_tanh", "squared_relu"
 ]
+SoftmaxType = Literal["vanilla", "learnable"]
 AttentionBackend = Literal["auto", "flash", "cudnn", "efficient", "math"]
 
 _CHOICES: Mapping[str, tuple[str, ...]] = {
@@ -35,8 +42,10 @@ _CHOICES: Mapping[str, tuple[str, ...]] = {
     "position_embedding_type": get_args(PositionEmbedding),
     "activation": get_args(Activation),
     "attention_backend": get_args(AttentionBackend),
+    "softmax_type": get_args(SoftmaxType),
 }
 _FACTORS = ("embedding_multiplier", "residual_multiplier", "logits_scaling")
+_OPTIONAL_FACTORS = ("softmax_scale", "attn_logit_softcapping", "final_logit_softcapping")
 _COUNTS = (
     "num_layers", "hidden_size", "num_attention_heads", "vocab_size", "max_sequence_length",
     "num_query_groups", "kv_channels", "ffn_hidden_size", "mtp_num_layers",
@@ -129,6 +138,14 @@ class TransformerConfig:
     inputs. Any other kernel is used or refused. A CPU has flash and math."""
     softmax_scale: float | None = None
     """Factor of attention scores before the softmax. None: kv_channels^-1/2."""
+    softmax_type: SoftmaxType = "vanilla"
+    """learnable: every head has a learned score of a key without a value, softmax_offset, visible
+    to all queries (an attention sink, gpt-oss)."""
+    attn_logit_softcapping: float | None = None
+    """Attention scores x become cap tanh(x / cap) before the softmax (Gemma 2). torch's fused
+    kernels have no such scores. None: unchanged."""
+    final_logit_softcapping: float | None = None
+    """Logits x become cap tanh(x / cap) (Gemma 2). None: unchanged."""
     embedding_multiplier: float = 1.0
     """Factor of the word embeddings (Granite)."""
     residual_multiplier: float = 1.0
@@ -173,9 +190,9 @@ class TransformerConfig:
                 raise ConfigError(
                     f"{name} is {getattr(self, name)}; it cannot be below 0. Set it to 0 or more."
                 )
-        for name in ("softmax_scale", *_FACTORS):
+        for name in (*_FACTORS, *_OPTIONAL_FACTORS):
             value = getattr(self, name)
-            if not (value is None and name == "softmax_scale") and not 0.0 < value < float("inf"):
+            if not (value is None and name in _OPTIONAL_FACTORS) and not 0.0 < value < float("inf"):
                 raise ConfigError(
                     f"{name} is {value}; it multiplies or divides activations. Set it above 0."
                 )
@@ -192,15 +209,16 @@ class TransformerConfig:
                 "dtype. Set fp32_residual_connection to False, or norm_placement to sandwich."
             )
         self._restore("mla", LatentAttentionConfig)
-        self._check_latent_attention()
-        self._check_heads()
-        self._check_head_norms()
+        check_latent_attention(self)
+        check_heads(self)
+        check_head_norms(self)
         self._restore("rope_scaling", RopeScaling)
         for name in ("window_size", "window_attn_skip_freq", "no_rope_freq"):
             if isinstance(getattr(self, name), list):  # of YAML or a checkpoint
                 object.__setattr__(self, name, tuple(getattr(self, name)))
         self._check_activation()
         check_windows(self)
+        check_scores(self)
         check_rotary(self)
         self._restore("moe", MoEConfig)
         self._check_layer_kinds()
@@ -240,40 +258,6 @@ class TransformerConfig:
                 "it out."
             )
 
-    def _check_latent_attention(self) -> None:
-        if self.mla is None:
-            return
-        heads = self.num_attention_heads
-        if self.num_query_groups not in (None, heads):
-            raise ConfigError(
-                f"num_query_groups={self.num_query_groups} with mla: each of the "
-                f"num_attention_heads={heads} has a key and a value of its own, from the latent. "
-                "Leave num_query_groups out."
-            )
-        if self.position_embedding_type != "rope":
-            raise ConfigError(
-                f"position_embedding_type={self.position_embedding_type} with mla: its "
-                f"qk_pos_emb_head_dim={self.mla.qk_pos_emb_head_dim} channels are for rotary "
-                "positions. Set position_embedding_type to rope."
-            )
-        unused = {
-            "kv_channels": (None, "mla has sizes for heads, qk_head_dim and v_head_dim"),
-            "rotary_percent": (1.0, "mla.qk_pos_emb_head_dim channels of a head are rotated"),
-            "add_qkv_bias": (False, "there is no linear_qkv"),
-            "qk_layernorm_per_head": (True, "latents are not divided into heads"),
-            "softmax_scale": (None, "scores are scaled by the size of a head and rope_scaling"),
-            "add_bias_linear": (
-                False,
-                "Megatron-Core's projections to latents and heads have no bias, and DeepSeek's "
-                "may have one",
-            ),
-        }
-        for name, (expected, reason) in unused.items():
-            if getattr(self, name) != expected:
-                raise ConfigError(
-                    f"{name}={getattr(self, name)} with mla: {reason}. Leave {name} out."
-                )
-
     def _check_activation(self) -> None:
         limit, offset = self.activation_func_clamp_value, self.glu_linear_offset
         if limit is not None and not 0.0 < limit < float("inf"):
@@ -285,43 +269,6 @@ class TransformerConfig:
             raise ConfigError(
                 f"activation_func_clamp_value={limit} and glu_linear_offset={offset} are options "
                 f"of gated activations, and activation is {self.activation}. Leave them out."
-            )
-
-    def _check_head_norms(self) -> None:
-        if self.qk_layernorm_per_head:
-            return
-        if not self.qk_layernorm or self.normalization != "RMSNorm":
-            raise ConfigError(
-                f"qk_layernorm_per_head=False with qk_layernorm={self.qk_layernorm} and "
-                f"normalization={self.normalization}: norms over all heads are RMSNorms of queries "
-                "and keys. Set qk_layernorm to True and normalization to RMSNorm, or leave "
-                "qk_layernorm_per_head out."
-            )
-
-    def _check_heads(self) -> None:
-        heads, groups = self.num_attention_heads, self.query_groups
-        if self.mla is None and self.kv_channels is None and self.hidden_size % heads:
-            raise ConfigError(
-                f"hidden_size={self.hidden_size} is not divisible by num_attention_heads={heads}, "
-                "so a head has no size. Set kv_channels, or a hidden_size that is a multiple of "
-                "the heads."
-            )
-        if heads % groups:
-            raise ConfigError(
-                f"num_attention_heads={heads} is not divisible by num_query_groups={groups}; each "
-                "key/value head serves equally many query heads. Set num_query_groups to a "
-                "divisor of the heads."
-            )
-        if self.position_embedding_type == "rope" and (self.rotary_dim < 2 or self.rotary_dim % 2):
-            raise ConfigError(
-                f"rotary_percent={self.rotary_percent} of kv_channels={self.head_dim} rotates "
-                f"{self.rotary_dim} channels; rotation works on pairs within a head. Set both so "
-                "that the product is even, and at most kv_channels."
-            )
-        if self.rotary_percent > 1.0:
-            raise ConfigError(
-                f"rotary_percent is {self.rotary_percent}; a head has no more to rotate. Set it to "
-                "at most 1."
             )
 
     @property
@@ -340,6 +287,11 @@ class TransformerConfig:
     def heads_per_group(self) -> int:
         """Query heads per key/value head."""
         return self.num_attention_heads // self.query_groups
+
+    @property
+    def num_sinks(self) -> int:
+        """Heads with a learned sink."""
+        return self.num_attention_heads if self.softmax_type == "learnable" else 0
 
     @property
     def norms_inputs(self) -> bool:

@@ -36,6 +36,9 @@ class CoreAttention(nn.Module):
         in_fp32: Compute scores, softmax and context in fp32, under autocast as well.
         backend: Torch's kernels to use. "auto": torch chooses.
         window: Number of earlier positions visible to a query. None: as in the sequence.
+        softcap: Scores x become softcap tanh(x / softcap). None: unchanged.
+        num_sinks: Number of heads with a learned score of a key without a value, visible to all
+            queries (https://arxiv.org/abs/2309.17453, section 3.3). 0: no such keys.
     """
 
     engine: Engine | None = None
@@ -48,18 +51,33 @@ class CoreAttention(nn.Module):
         in_fp32: bool = False,
         backend: AttentionBackend = "auto",
         window: int | None = None,
+        softcap: float | None = None,
+        num_sinks: int = 0,
     ) -> None:
         super().__init__()
+        self.softmax_offset = nn.Parameter(torch.zeros(num_sinks)) if num_sinks else None
+        """[n] scores of the sinks, by Megatron-Core's name."""
         self.dropout = Dropout(dropout)
         self.in_fp32 = in_fp32
         self.backend = backend
         self.window = window
+        self.softcap = softcap
         self.cp_comm: ContextBackend | None = None
         """Attention over the ranks that share a sequence. None: every rank has full sequences."""
         self.cp_comm_type: str | None = None
         """Communication of :attr:`cp_comm`: p2p, all_gather, a2a or a2a+p2p."""
         self.takes_parts = True
         """Whether inputs are currently this rank's sequence shards, if ranks share sequences."""
+
+    @property
+    def has_plain_scores(self) -> bool:
+        """Whether scores are products of queries and keys alone, as all kernels compute them."""
+        return self.softcap is None and self.softmax_offset is None
+
+    @property
+    def in_blocks(self) -> bool:
+        """Whether the attention is computed in blocks, in which torch's function has no form."""
+        return self.window is not None or not self.has_plain_scores
 
     def forward(
         self,
@@ -129,7 +147,9 @@ class CoreAttention(nn.Module):
         if torch.is_autocast_enabled(q.device.type) and not self.in_fp32:
             dtype = torch.get_autocast_dtype(q.device.type)  # as torch's own attention does
             q, k, v = q.to(dtype), k.to(dtype), None if v is None else v.to(dtype)
-        form = AttentionForm(scale, sequence.window, in_fp32=self.in_fp32)
+        form = AttentionForm(
+            scale, sequence.window, self.in_fp32, self.softcap, self.softmax_offset
+        )  # fmt: skip
         return cache.attend(self, q, k, v, form).flatten(2)
 
     def _attend(
@@ -137,13 +157,22 @@ class CoreAttention(nn.Module):
     ) -> Tensor:
         """Return contexts [s, b, n, d] of queries, keys and values with equal heads."""
         q_bnsd, k_bgsd, v_bgsd = (x.permute(1, 2, 0, 3) for x in (q, k, v))
-        if self.cp_comm is not None or not sequence.is_plain:
+        if self.cp_comm is not None or self.in_blocks or not sequence.is_plain:
             if torch.is_autocast_enabled(q.device.type):  # as torch's own attention does
                 dtype = torch.get_autocast_dtype(q.device.type)
                 q_bnsd, k_bgsd, v_bgsd = (x.to(dtype) for x in (q_bnsd, k_bgsd, v_bgsd))
             self._check_cp_comm(sequence)
             attention = self.cp_comm or LocalAttention()
-            out = attention(q_bnsd, k_bgsd, v_bgsd, sequence, scale, backend=self.backend)
+            out = attention(
+                q_bnsd,
+                k_bgsd,
+                v_bgsd,
+                sequence,
+                scale,
+                backend=self.backend,
+                softcap=self.softcap,
+                sink=self.softmax_offset,
+            )
             return out.permute(2, 0, 1, 3)
         run = self._attend_in_stream if self.dropout.draws_from_stream else attend
         out = run(
@@ -193,7 +222,8 @@ class CoreAttention(nn.Module):
         if self.dropout.active_p:
             raise ConfigError(
                 f"attention_dropout={self.dropout.p} cannot be combined with windows, documents "
-                "that share a row, or sequences that ranks share. Set it to 0."
+                "that share a row, capped scores, sinks, or sequences that ranks share. Set it to "
+                "0."
             )
         if self.cp_comm is not None and not self.takes_parts:
             raise ConfigError(
@@ -216,6 +246,8 @@ def build_core(config: TransformerConfig) -> CoreAttention:
         in_fp32=config.attention_softmax_in_fp32,
         backend=config.attention_backend,
         window=None if config.window_size is None else config.window_size[0],
+        softcap=config.attn_logit_softcapping,
+        num_sinks=config.num_sinks,
     )
 
 

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -29,6 +30,7 @@ KeyMask = Tensor | Literal["causal"] | None
 """Visible keys of each query: [s, t] booleans. "causal": as many keys as queries, and no later key
 is visible. None: all keys.
 """
+_ROWS = 256  # queries with stored scores at a time
 _NO_KERNEL = re.compile("No (available kernel|viable backend)")
 _NO_REASON = re.compile("not used because|runtime disabled", re.IGNORECASE)
 _ORIGIN = re.compile(r"\s*\(Triggered internally.*", re.DOTALL)
@@ -88,6 +90,50 @@ def attend_masked(
     return F.scaled_dot_product_attention(
         q, k, v, own, is_causal=is_causal, scale=scale, enable_gqa=heads != groups
     )
+
+
+def attend_unfused(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    mask: KeyMask,
+    scale: float,
+    softcap: float | None,
+    sink: Tensor | None,
+) -> Tensor:
+    """Return :func:`attend_masked` of scores in forms unknown to torch's kernels, in fp32.
+
+    Args:
+        q: [b, n, s, d].
+        k: [b, g, t, d].
+        v: [b, g, t, e].
+        mask: Visible keys of each query.
+        scale: Factor of the scores.
+        softcap: Scores x become softcap tanh(x / softcap). None: unchanged.
+        sink: [n] score of a further key, with a value of zeros. None: no such key.
+    """
+    wide = torch.promote_types(q.dtype, torch.float32)
+    groups, num_queries, num_keys = k.shape[1], q.shape[2], k.shape[2]
+    keys, values = (x.to(wide)[:, :, None] for x in (k, v))
+    outputs = []
+    for start in range(0, num_queries, _ROWS):
+        rows = slice(start, start + _ROWS)
+        part = q[:, :, rows].to(wide).unflatten(1, (groups, -1))  # type: ignore[no-untyped-call]
+        scores = (part * scale) @ keys.mT
+        if softcap is not None:
+            scores = (scores / softcap).tanh() * softcap
+        if isinstance(mask, str):
+            causal = torch.ones(num_queries, num_keys, dtype=torch.bool, device=q.device).tril()
+            scores = scores.masked_fill(~causal[rows], -torch.inf)
+        elif mask is not None:
+            scores = scores.masked_fill(~mask[rows], -torch.inf)
+        if sink is not None:
+            column = sink.to(wide).view(groups, -1, 1, 1).expand(*scores.shape[:-1], 1)
+            scores = torch.cat((scores, column), -1)
+        weights = scores.softmax(-1)[..., :num_keys]
+        outputs.append((weights @ values).flatten(1, 2))
+    return torch.cat(outputs, 2).to(q.dtype)
 
 
 def chosen_backend(

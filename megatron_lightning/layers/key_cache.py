@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from megatron_lightning.layers.attention_backend import KeyMask, attend_masked
+from megatron_lightning.layers.attention_backend import KeyMask, attend_masked, attend_unfused
 
 Slots = slice | Tensor
 """Slots of a request's keys, in order: neighbors, or [L] numbers."""
@@ -61,6 +61,15 @@ class AttentionForm(NamedTuple):
     """Number of earlier positions visible to a query. None: all."""
     in_fp32: bool = False
     """Whether scores and contexts are computed in fp32."""
+    softcap: float | None = None
+    """Cap of the scores. None: no cap."""
+    sink: Tensor | None = None
+    """[n] score of a further key of each head, with a value of zeros. None: no such key."""
+
+    @property
+    def has_kernel(self) -> bool:
+        """Whether torch's kernels compute such scores."""
+        return self.softcap is None and self.sink is None
 
 
 class KeyStore:
@@ -164,7 +173,8 @@ class CacheStep:
         for source, target in self.copies:
             store.copy(source, target)
         store.write(self.slots, keys, values)
-        attend = _by_spans if self.pages is None or form.in_fp32 else _by_pages
+        takes_pages = self.pages is not None and form.has_kernel and not form.in_fp32
+        attend = _by_pages if takes_pages else _by_spans
         out = attend(self, store, q[:, 0], form)
         padding = out.new_zeros(len(q) - len(out), *out.shape[1:])
         return torch.cat((out, padding)).unsqueeze(1).to(q.dtype)
@@ -191,7 +201,11 @@ def _attend_span(
     dtype = torch.float32 if form.in_fp32 else q.dtype
     inputs = [x.to(dtype).transpose(0, 1)[None] for x in (q, keys, values)]
     with torch.autocast(q.device.type, enabled=False):
-        out = attend_masked(*inputs, mask=mask, scale=form.scale)
+        if form.has_kernel:
+            out = attend_masked(*inputs, mask=mask, scale=form.scale)
+        else:
+            softcap, sink = form.softcap, form.sink
+            out = attend_unfused(*inputs, mask=mask, scale=form.scale, softcap=softcap, sink=sink)
     return out[0].transpose(0, 1)
 
 

@@ -42,23 +42,34 @@ class CrossEntropy(nn.Module):
         ignore_index: Target with zero loss and gradient.
         label_smoothing: Probability moved from the target to all entries.
         z_loss: Weight of the squared log-sum-exp added to the loss.
+        softcap: Logits x become softcap tanh(x / softcap) first. None: unchanged.
     """
 
     def __init__(
-        self, ignore_index: int = -100, *, label_smoothing: float = 0.0, z_loss: float = 0.0
+        self,
+        ignore_index: int = -100,
+        *,
+        label_smoothing: float = 0.0,
+        z_loss: float = 0.0,
+        softcap: float | None = None,
     ) -> None:
         super().__init__()
         self.ignore_index = ignore_index
         self.label_smoothing = label_smoothing
         self.z_loss = z_loss
+        self.softcap = softcap
 
     def vocabulary(self, size: int) -> Vocabulary:
         """Return how losses of logits [..., ``size``] are computed on this rank."""
-        return Vocabulary(ALONE, size, self.ignore_index, self.label_smoothing, self.z_loss)
+        return self._vocabulary(ALONE, size)
+
+    def _vocabulary(self, group: AxisGroup, size: int) -> Vocabulary:
+        options = (self.ignore_index, self.label_smoothing, self.z_loss, self.softcap)
+        return Vocabulary(group, size, *options)
 
     def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
         """Return losses [...] of ``logits`` [..., v] for ``targets`` [...]."""
-        flat = logits.float().flatten(0, -2)
+        flat = capped(logits.float().flatten(0, -2), self.softcap)
         losses = F.cross_entropy(
             flat,
             targets.flatten(),
@@ -88,8 +99,11 @@ class VocabParallelCrossEntropy(CrossEntropy):
         *,
         label_smoothing: float = 0.0,
         z_loss: float = 0.0,
+        softcap: float | None = None,
     ) -> None:
-        super().__init__(ignore_index, label_smoothing=label_smoothing, z_loss=z_loss)
+        super().__init__(
+            ignore_index, label_smoothing=label_smoothing, z_loss=z_loss, softcap=softcap
+        )
         self.group = group
         self.vocab_size = vocab_size
 
@@ -102,7 +116,7 @@ class VocabParallelCrossEntropy(CrossEntropy):
 
     def vocabulary(self, size: int) -> Vocabulary:
         """Return the settings for losses of this rank's logits. ``size`` is the full extent."""
-        return Vocabulary(self.group, size, self.ignore_index, self.label_smoothing, self.z_loss)
+        return self._vocabulary(self.group, size)
 
     def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
         """Return losses [...] of this rank's ``logits`` [..., v / ranks] for ``targets`` [...]."""
@@ -167,6 +181,7 @@ class Vocabulary:
     ignore_index: int = -100
     label_smoothing: float = 0.0
     z_loss: float = 0.0
+    softcap: float | None = None
 
     def targets(self, targets: Tensor, num_rows: int) -> Targets:
         """Return ``targets`` [...], ids of the full vocabulary, for this rank's rows."""
@@ -182,6 +197,8 @@ class Vocabulary:
         The other terms are relative to the log-sum-exp: the logit of ``targets`` [n] and, for
         smoothed labels, the sum of all logits.
         """
+        if self.softcap is not None:
+            logits = capped(logits.to(_wide(logits.dtype)), self.softcap)
         log_p = logits.log_softmax(-1, dtype=_wide(logits.dtype))
         # Subtract maxima, not any two entries. Entries may be far larger than the difference.
         terms = [logits.amax(-1) - log_p.amax(-1), log_p.gather(-1, targets[:, None]).squeeze(-1)]
@@ -222,13 +239,22 @@ class Vocabulary:
         factor = grad * (own - normalizer).exp()
         if self.z_loss:
             factor = factor * (1.0 + 2.0 * self.z_loss * normalizer)
+        slope = None
+        if self.softcap is not None:
+            logits = capped(logits.to(_wide(logits.dtype)), self.softcap)
+            slope = 1.0 - (logits / self.softcap).square_()
         # In place from here on: a temporary would be as large as the logits.
         grad_logits = logits.softmax(-1, dtype=_wide(logits.dtype)).mul_(factor[:, None])
         onehot = ((self.label_smoothing - 1.0) * grad).masked_fill(targets.elsewhere, 0.0)
         grad_logits.scatter_add_(-1, targets.ids[:, None], onehot[:, None])
         if self.label_smoothing:
             grad_logits.sub_((self.label_smoothing / self.size * grad)[:, None])
-        return grad_logits
+        return grad_logits if slope is None else grad_logits.mul_(slope)
+
+
+def capped(x: Tensor, softcap: float | None) -> Tensor:
+    """Return softcap tanh(x / softcap), or ``x`` without a cap."""
+    return x if softcap is None else (x / softcap).tanh() * softcap
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

@@ -19,7 +19,7 @@ from typing import Literal
 from megatron_lightning.config import LatentAttentionConfig, TransformerConfig
 from megatron_lightning.config.layer_kinds import entry_of
 
-WeightKind = Literal["matrix", "bias", "norm", "head_norm", "router", "gate", "embedding"]
+WeightKind = Literal["matrix", "bias", "norm", "head_norm", "router", "gate", "embedding", "sink"]
 Split = Literal["rows", "columns"]
 
 EMBEDDING, FINAL_NORM, OUTPUT = "embedding", "decoder.final_layernorm", "output_layer"
@@ -112,6 +112,9 @@ def attention(config: TransformerConfig) -> tuple[Weight, ...]:
         return _latent_attention(config, config.mla)
     h, width = config.hidden_size, config.num_attention_heads * config.head_dim
     q_size, k_size = config.qk_norm_sizes
+    sink = Weight(
+        path="core_attention.softmax_offset", shape=(config.num_sinks,), kind="sink", split="rows"
+    )
     return (
         *linear(
             "linear_qkv", config.qkv_rows, h, "rows",
@@ -119,6 +122,7 @@ def attention(config: TransformerConfig) -> tuple[Weight, ...]:
         ),
         *norm(config, "q_layernorm", q_size, "head_norm"),
         *norm(config, "k_layernorm", k_size, "head_norm"),
+        *((sink,) if config.num_sinks else ()),
         *linear("linear_proj", h, width, "columns", bias=config.add_bias_linear),
     )  # fmt: skip
 

@@ -25,7 +25,7 @@ from megatron_lightning.layers.dropout import Dropout
 from megatron_lightning.layers.key_cache import CacheStep
 from megatron_lightning.layers.latent_attention import LatentAttention
 from megatron_lightning.layers.linear_loss import OutputLinear, token_losses
-from megatron_lightning.layers.loss import CrossEntropy
+from megatron_lightning.layers.loss import CrossEntropy, capped
 from megatron_lightning.layers.mlp import MLP
 from megatron_lightning.layers.moe.layer import MoELayer
 from megatron_lightning.layers.mtp import MultiTokenPrediction, MultiTokenPredictionLayer
@@ -226,7 +226,9 @@ class GPTModel(nn.Module):
             self.output_layer = OutputLinear(config.hidden_size, config.vocab_size, bias=False)
         self.output_gather: nn.Module = nn.Identity()
         self.loss: nn.Module = CrossEntropy(
-            label_smoothing=config.label_smoothing, z_loss=config.z_loss
+            label_smoothing=config.label_smoothing,
+            z_loss=config.z_loss,
+            softcap=config.final_logit_softcapping,
         )
         if device.type != "meta":
             self.to_empty(device=device)
@@ -344,8 +346,11 @@ class GPTModel(nn.Module):
         return logits if self.mtp is None else self.mtp.loss(logits)
 
     def _full(self, logits: Tensor) -> Tensor:
-        """Return this rank's logits [s, b, …] as logits of the full vocabulary, [b, s, v]."""
+        """Return this rank's logits [s, b, …] as capped logits of the full vocabulary, [b, s,
+        v].
+        """
         full: Tensor = self.output_gather(logits).transpose(0, 1).contiguous()
+        full = capped(full, self.config.final_logit_softcapping)
         return full.float() if self.config.logits_in_fp32 else full
 
     def _embedded_positions(self, tokens: Tensor, position_ids: Tensor | None) -> Tensor | None:

@@ -13,6 +13,7 @@ from megatron_lightning.planning.layers import MAIN_BYTES, Sizes, linear, norm_o
 from megatron_lightning.planning.tape import Kept, Operation
 
 _LEAST_PIECE = 128  # queries of a block of a window, as in layers/context/blocks.py
+_PIECE = 256  # queries with stored scores at a time, as in layers/context/kernels.py
 
 
 def attention(sizes: Sizes, path: str, normed: str) -> list[Operation]:
@@ -39,14 +40,17 @@ def _core(
     padded = float(max(head) * heads * tokens * e)  # kernels take heads of one size
     is_padded = head[1] < max(head)
     core = f"{path}.core_attention"
+    own_scores = config.attn_logit_softcapping is not None
     in_blocks = config.window_size is not None or sizes.layout.cp > 1
+    in_blocks = in_blocks or own_scores or config.num_sinks > 0
     if not in_blocks and _stores_scores(sizes):
         output = f"{path} padded context" if is_padded else context
         return _unfused(sizes, core, context, output, inputs=kept, heads=heads, padded=padded)
     is_copied = is_padded or _is_output_copied(sizes)
     output = f"{path} kernel output" if is_copied else context
     keeps = dict(kept) | {output: padded, f"{path} log sum": 4.0 * tokens * heads}
-    scores = _block_scores(sizes, heads) if config.attention_backend == "math" else 0.0
+    by_math = config.attention_backend == "math" or own_scores
+    scores = _block_scores(sizes, heads) if by_math else 0.0
     wide = MAIN_BYTES / e if config.attention_softmax_in_fp32 else 1
     return Operation(
         path=core,
@@ -114,7 +118,7 @@ def _block_scores(sizes: Sizes, heads: int) -> float:
     if window is not None:
         queries = min(length, max(window[0], _LEAST_PIECE))
         keys = min(length, queries + window[0])
-    rows = sizes.tokens // length
+    rows, queries = sizes.tokens // length, min(queries, _PIECE)
     return float(rows * heads * queries * keys * MAIN_BYTES)
 
 

@@ -333,6 +333,7 @@ def output_and_loss(sizes: Sizes, normed: str) -> Operation:
     if config.vocab_size <= MOST_KEPT_LOGITS * config.hidden_size:
         keeps["logits"], logits = tokens * rows * e, 0.0
     softmax = chunk * (MAIN_BYTES + (e if e < MAIN_BYTES else 0))
+    caps = 2.0 * chunk * MAIN_BYTES if config.final_logit_softcapping is not None else 0.0
     full_grad = tokens * config.hidden_size * e
     # Below fp32: the sum, the GEMM result of a chunk, and the returned gradient.
     sums = MAIN_BYTES + (e + sizes.precision.weight_bytes if e < MAIN_BYTES else 0)
@@ -340,8 +341,8 @@ def output_and_loss(sizes: Sizes, normed: str) -> Operation:
     return replace(
         layer,
         keeps=keeps,
-        forward_bytes=logits + chunk * MAIN_BYTES,
-        backward_bytes=full_grad + logits + softmax + weight_gradient,
+        forward_bytes=logits + chunk * MAIN_BYTES + caps,
+        backward_bytes=full_grad + logits + softmax + caps + weight_gradient,
         weight_gradient_bytes=0.0,
         deferred={},
     )

@@ -67,10 +67,10 @@ def report_attention(
         if not isinstance(core, CoreAttention):
             continue
         config = configs.get(core)
-        if core.engine is not None and core.backend == "auto":
+        if core.engine is not None and core.backend == "auto" and core.has_plain_scores:
             descriptions["by Transformer Engine"] = None
-        elif core.cp_comm is not None or core.window is not None:
-            kernel = kernel_for(device, core.backend).name
+        elif core.cp_comm is not None or core.in_blocks:
+            kernel = kernel_for(device, core.backend, core.softcap).name
             descriptions[f"in blocks by {kernel} (attention_backend={core.backend})"] = None
         elif config is not None:
             q, k, v = _inputs(config, context, torch.float32 if core.in_fp32 else dtype)

@@ -44,7 +44,7 @@ _LATENT = {
     "qk_rope_head_dim": 4, "v_head_dim": 8, "moe_intermediate_size": 12, "n_shared_experts": 2,
     "first_k_dense_replace": 1, "rms_norm_eps": 1e-6,
 }  # fmt: skip
-_TIED = {"tie_word_embeddings": True}
+_TIED, _UNTIED = {"tie_word_embeddings": True}, {"tie_word_embeddings": False}
 FOLDERS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {"head_dim": 12, "rope_parameters": _LLAMA3}),
     "llama-tied": ("Llama", _TIED | {"head_dim": 8, "rope_parameters": _YARN}),
@@ -91,6 +91,18 @@ FOLDERS: dict[str, tuple[str, dict[str, Any]]] = {
     }),
     "olmo2": ("Olmo2", {"rope_parameters": _ROPE}),
     "gemma": ("Gemma", {"head_dim": 12, "rope_parameters": _ROPE}),
+    "gemma2": ("Gemma2", _UNTIED | {
+        "head_dim": 12, "sliding_window": 5, "query_pre_attn_scalar": 7, "rope_parameters": _ROPE,
+        "attn_logit_softcapping": 2.0, "final_logit_softcapping": 5.0,
+    }),
+    "gemma3": ("Gemma3", _UNTIED | {
+        "head_dim": 12, "sliding_window": 5, "query_pre_attn_scalar": 7, "num_hidden_layers": 3,
+        "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+        "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 900.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 40.0},
+        },
+    }),
     "kimi-k2": ("DeepseekV3", _LATENT | {
         "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1,
         "rope_parameters": _ROPE, "num_nextn_predict_layers": 0,
@@ -117,7 +129,8 @@ def make_model(name: str, **options: Any) -> Any:
 
 
 def _suffixes(family: str) -> tuple[str, str]:
-    return ("Config", "LMHeadModel" if family == "GPT2" else "ForCausalLM")
+    config = "TextConfig" if family == "Gemma3" else "Config"
+    return (config, "LMHeadModel" if family == "GPT2" else "ForCausalLM")
 
 
 def make_folder(name: str, parent: Path, **options: Any) -> Path:

@@ -72,6 +72,10 @@ MODELS: dict[str, dict[str, Any]] = {
         "window_size": (5, 0), "window_attn_skip_freq": 2, "window_rotary_base": 300.0,
         "no_rope_freq": [0, 0, 0, 1],
     },
+    "caps and sinks": {
+        "attn_logit_softcapping": 1.5, "softmax_type": "learnable", "window_size": (5, 0),
+        "window_attn_skip_freq": 2, "final_logit_softcapping": 2.0, "init_method_std": 0.5,
+    },
     "learned": {"position_embedding_type": "learned_absolute"},
 }  # fmt: skip
 SPREAD = {
@@ -86,6 +90,7 @@ SPREAD = {
         "cp2-pp2-vpp2-mixed",
     ],
     "window": ["cp2"],
+    "caps and sinks": ["cp2-a2a", "cp2-gather", "cp2-tp2"],
     "learned": ["cp2-dp2"],
 }
 
@@ -93,7 +98,7 @@ SPREAD = {
 def _config(model: str) -> TransformerConfig:
     return TransformerConfig(
         num_layers=4, hidden_size=32, num_attention_heads=4, vocab_size=VOCABULARY,
-        max_sequence_length=SEQUENCE, init_method_std=0.1, **MODELS[model],
+        max_sequence_length=SEQUENCE, **{"init_method_std": 0.1} | MODELS[model],
     )  # fmt: skip
 
 

@@ -33,6 +33,8 @@ MODELS: dict[str, dict[str, Any]] = {
         "activation": "quick_geglu", "activation_func_clamp_value": 7.0, "glu_linear_offset": 1.0,
     },
     "squared": {"activation": "squared_relu"},
+    "capped scores": {"attn_logit_softcapping": 3.0},
+    "sinks": {"softmax_type": "learnable"},
     "multipliers": {"residual_multiplier": 0.4, "softmax_scale": 0.2},
     "norms behind": {"norm_placement": "post"},
     "norms before and behind": {"norm_placement": "sandwich"},

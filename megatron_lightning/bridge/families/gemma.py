@@ -1,15 +1,35 @@
-"""Gemma: gated gelu, zero-centered norms, and word embeddings times the root of their width."""
+"""Gemma 1 to 3: gated gelu, zero-centered norms, word embeddings times the root of their width."""
 
 from typing import Any
 
-from megatron_lightning.bridge.families.llama import SETTINGS, WEIGHTS
-from megatron_lightning.bridge.rules import Family
-from megatron_lightning.bridge.settings import Choice, Constant, RootOfWidth, Rope, Same
+from megatron_lightning.bridge.families.llama import OURS, SETTINGS, THEIRS, WEIGHTS
+from megatron_lightning.bridge.families.qwen import HEAD_NORMS
+from megatron_lightning.bridge.position_settings import Rope, Window
+from megatron_lightning.bridge.rules import Family, table
+from megatron_lightning.bridge.settings import (  # fmt: skip
+    Choice,
+    Constant,
+    InverseRoot,
+    RootOfWidth,
+    Same,
+)
 
 GEMMA: tuple[Any, ...] = (
     *SETTINGS[:-1], Same("kv_channels", "head_dim"), RootOfWidth(),
     Constant("layernorm_zero_centered_gamma", True),
 )  # fmt: skip
+SANDWICH: tuple[Any, ...] = (
+    *GEMMA, Window(by_layer=True), InverseRoot("softmax_scale", "query_pre_attn_scalar"),
+    Constant("norm_placement", "sandwich"), Same("final_logit_softcapping", none=None),
+    Choice("activation", "hidden_activation", {"geglu_tanh": "gelu_pytorch_tanh"}),
+)  # fmt: skip
+NORMS = {
+    f"{OURS}.{ours}_layernorm.weight": f"{THEIRS}.{theirs}_layernorm.weight"
+    for ours, theirs in (
+        ("post_self_attn", "post_attention"), ("pre_mlp", "pre_feedforward"),
+        ("post_mlp", "post_feedforward"),
+    )
+}  # fmt: skip
 
 
 class Gemma(Family):
@@ -20,3 +40,22 @@ class Gemma(Family):
         *GEMMA, Rope(), Choice("activation", "hidden_act", {"geglu_tanh": "gelu_pytorch_tanh"})
     )  # fmt: skip
     weights = WEIGHTS
+
+
+class Gemma2(Family):
+    """``Gemma2ForCausalLM``."""
+
+    architecture = "Gemma2ForCausalLM"
+    settings = (*SANDWICH, Rope(), Same("attn_logit_softcapping", none=None))
+    weights = table(WEIGHTS, NORMS)
+
+
+class Gemma3(Family):
+    """``Gemma3ForCausalLM``, text alone. The class reads no cap of scores."""
+
+    architecture = "Gemma3ForCausalLM"
+    settings = (
+        *SANDWICH, Rope(by_window=True), Constant("qk_layernorm", True),
+        Constant("attn_logit_softcapping", None, {"attn_logit_softcapping": None}),
+    )  # fmt: skip
+    weights = table(WEIGHTS, NORMS, HEAD_NORMS)

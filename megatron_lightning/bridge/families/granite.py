@@ -1,8 +1,9 @@
 """Granite 3: Llama with multipliers of embeddings, blocks, scores and logits."""
 
 from megatron_lightning.bridge.families.llama import SETTINGS, WEIGHTS
+from megatron_lightning.bridge.position_settings import Rope
 from megatron_lightning.bridge.rules import Family
-from megatron_lightning.bridge.settings import Biases, Rope, Same
+from megatron_lightning.bridge.settings import Biases, Same
 
 MULTIPLIERS = (
     Same("embedding_multiplier", "embedding_multiplier"),

@@ -3,8 +3,9 @@
 from megatron_lightning.bridge.families.llama import OURS, THEIRS
 from megatron_lightning.bridge.families.llama import SETTINGS as LLAMA
 from megatron_lightning.bridge.moves import Stacked
+from megatron_lightning.bridge.position_settings import Rope
 from megatron_lightning.bridge.rules import table
-from megatron_lightning.bridge.settings import Choice, Constant, KeyForEveryHead, Rope, Same
+from megatron_lightning.bridge.settings import Choice, Constant, KeyForEveryHead, Same
 
 SHARED, THEIR_SHARED = f"{OURS}.mlp.shared_experts", f"{THEIRS}.mlp.shared_experts"
 PREDICTING = "mtp.layers.*"

@@ -3,8 +3,9 @@
 from typing import Any
 
 from megatron_lightning.bridge.moves import QueryKeyValue, Stacked
+from megatron_lightning.bridge.position_settings import Rope
 from megatron_lightning.bridge.rules import Family, table
-from megatron_lightning.bridge.settings import Biases, Choice, Rope, Same
+from megatron_lightning.bridge.settings import Biases, Choice, Same
 
 OURS, THEIRS = "decoder.layers.*", "model.layers.*"
 SETTINGS: tuple[Any, ...] = (

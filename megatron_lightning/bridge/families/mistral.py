@@ -1,8 +1,9 @@
 """Mistral: Llama with a single sliding window for all layers."""
 
 from megatron_lightning.bridge.families.llama import SETTINGS, WEIGHTS
+from megatron_lightning.bridge.position_settings import Rope, Window
 from megatron_lightning.bridge.rules import Family
-from megatron_lightning.bridge.settings import Rope, Same, Window
+from megatron_lightning.bridge.settings import Same
 
 
 class Mistral(Family):

@@ -2,8 +2,9 @@
 
 from megatron_lightning.bridge.families.llama import OURS, SETTINGS, THEIRS, WEIGHTS
 from megatron_lightning.bridge.moves import Experts
+from megatron_lightning.bridge.position_settings import Rope, Window
 from megatron_lightning.bridge.rules import Family, table
-from megatron_lightning.bridge.settings import Constant, Rope, Same, Window
+from megatron_lightning.bridge.settings import Constant, Same
 
 MOE = f"{THEIRS}.block_sparse_moe"
 

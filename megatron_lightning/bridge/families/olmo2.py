@@ -2,8 +2,9 @@
 
 from megatron_lightning.bridge.families.llama import OURS, SETTINGS, THEIRS, WEIGHTS
 from megatron_lightning.bridge.families.qwen import HEAD_NORMS
+from megatron_lightning.bridge.position_settings import Rope
 from megatron_lightning.bridge.rules import Family, table
-from megatron_lightning.bridge.settings import Constant, Rope
+from megatron_lightning.bridge.settings import Constant
 
 
 class Olmo2(Family):

@@ -2,8 +2,9 @@
 
 from megatron_lightning.bridge.families.llama import OURS, SETTINGS, THEIRS, WEIGHTS
 from megatron_lightning.bridge.moves import QueryKeyValue
+from megatron_lightning.bridge.position_settings import Rope, Window
 from megatron_lightning.bridge.rules import Family, table
-from megatron_lightning.bridge.settings import Dropouts, Rope, Window
+from megatron_lightning.bridge.settings import Dropouts
 
 
 class Phi3(Family):

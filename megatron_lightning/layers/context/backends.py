@@ -116,9 +116,11 @@ class ExchangedAttention:
         scale: float,
         *,
         backend: AttentionBackend = "auto",
+        softcap: float | None = None,
+        sink: Tensor | None = None,
     ) -> Tensor:
         """Map this rank's queries [b, n, s, d], keys and values [b, g, s, d] to outputs [b, n, s,
-        d].
+        d]. ``softcap`` and ``sink`` [n]: see :class:`Sharing`.
 
         Raises:
             ShardingError: If the query heads do not divide over the exchanging ranks.
@@ -128,7 +130,10 @@ class ExchangedAttention:
         if copies > 1:
             k, v = k.repeat_interleave(copies, 1), v.repeat_interleave(copies, 1)
         q, k, v = (sequence_to_heads(x, self.group) for x in (q, k, v))
-        return heads_to_sequence(self._ring(q, k, v, sequence, scale, backend=backend), self.group)
+        if sink is not None:
+            sink = sink.chunk(self.group.size)[self.group.rank]
+        out = self._ring(q, k, v, sequence, scale, backend=backend, softcap=softcap, sink=sink)
+        return heads_to_sequence(out, self.group)
 
 
 class ContextBackend(Protocol):
@@ -143,9 +148,11 @@ class ContextBackend(Protocol):
         scale: float,
         *,
         backend: AttentionBackend = "auto",
+        softcap: float | None = None,
+        sink: Tensor | None = None,
     ) -> Tensor:
         """Map this rank's queries [b, n, s, d], keys and values [b, g, s, d] to outputs [b, n, s,
-        d].
+        d]. ``softcap`` and ``sink`` [n]: see :class:`Sharing`.
         """
         ...
 

@@ -9,7 +9,7 @@ query. The gradients of the blocks then add up to the gradients of full attentio
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import NamedTuple, Protocol
 
@@ -21,6 +21,8 @@ from megatron_lightning.errors import ConfigError
 from megatron_lightning.layers.context.blocks import Block
 
 _aten = torch.ops.aten
+PIECE = 256
+"""Most queries with stored scores at a time."""
 
 
 class Inputs(NamedTuple):
@@ -61,12 +63,26 @@ class Kernel(Protocol):
         ...
 
 
-def kernel_for(device: torch.device, backend: AttentionBackend = "auto") -> Kernel:
+def kernel_for(
+    device: torch.device, backend: AttentionBackend = "auto", softcap: float | None = None
+) -> Kernel:
     """Return the kernels of a device.
 
+    Args:
+        device: The device.
+        backend: Kernels named by the user.
+        softcap: See :class:`_Math`.
+
     Raises:
-        ConfigError: If the backend has none for blocks there.
+        ConfigError: If the backend has none for blocks there, or for such scores.
     """
+    if softcap is not None and backend not in ("auto", "math"):
+        raise ConfigError(
+            f"attention_backend is {backend!r}, whose kernels have no soft caps of scores, and "
+            f"attn_logit_softcapping is {softcap}. Set attention_backend to auto or math."
+        )
+    if softcap is not None:
+        return _Math(softcap)
     known: Mapping[str, Callable[[], Kernel]] = _CUDA if device.type == "cuda" else _CPU
     if backend not in known:
         raise ConfigError(
@@ -228,45 +244,97 @@ class _MemoryEfficient:
 class _Math:
     """Matrix products and a softmax, in fp32 for half-precision inputs.
 
-    The scores of a block are stored only during the computation, and recomputed in backward.
+    Only a piece of the queries has scores at a time. Backward recomputes the scores.
+
+    Args:
+        softcap: Scores x become softcap tanh(x / softcap) before the mask. None: unchanged.
     """
 
     name = "matrix products and a softmax"
 
+    def __init__(self, softcap: float | None = None) -> None:
+        self._softcap = softcap
+
     def forward(self, inputs: Inputs, block: Block, scale: float) -> Output:
+        parts = [
+            self._forward(_part(inputs, at, to), piece, scale)
+            for at, to, piece in _pieces(block, inputs)
+        ]
+        if len(parts) == 1:
+            return parts[0]
+        return Output(*(torch.cat(tensors, 2) for tensors in zip(*parts, strict=True)))
+
+    def backward(
+        self, grad: Tensor, inputs: Inputs, output: Output, block: Block, scale: float
+    ) -> Inputs:
+        wide = torch.float64 if grad.dtype == torch.float64 else torch.float32
+        grads = Inputs(*(torch.zeros_like(x, dtype=wide) for x in inputs))
+        for at, to, piece in _pieces(block, inputs):
+            final = Output(output.out[:, :, at], output.log_sum[:, :, at])
+            part = _part(inputs, at, to)
+            q, k, v = self._backward(grad[:, :, at], part, final, piece, scale)
+            grads.q[:, :, at] += q
+            grads.k[:, :, to] += k
+            grads.v[:, :, to] += v
+        return grads
+
+    def _forward(self, inputs: Inputs, block: Block, scale: float) -> Output:
         _, _, v = inputs
-        scores = self._scores(inputs, block, scale)
+        scores, _ = self._scores(inputs, block, scale)
         log_sum = scores.logsumexp(-1)
         seen = log_sum.masked_fill(log_sum == -torch.inf, 0.0)  # of queries without a visible key
         weights = (scores - seen.unsqueeze(-1)).exp()
         out = weights @ _per_query_head(v, inputs.q).to(weights.dtype)
         return Output(out.to(inputs.q.dtype), log_sum)
 
-    def backward(
+    def _backward(
         self, grad: Tensor, inputs: Inputs, output: Output, block: Block, scale: float
     ) -> Inputs:
-        scores = self._scores(inputs, block, scale)
+        scores, slope = self._scores(inputs, block, scale)
         weights = (scores - output.log_sum.to(scores.dtype).unsqueeze(-1)).exp()
         wide = weights.dtype
         q, k, v = (_per_query_head(x, inputs.q).to(wide) for x in inputs)
         grad, heads = grad.to(wide), inputs.q.shape[1] // inputs.k.shape[1]
         of_weights = grad @ v.mT - (grad * output.out.to(wide)).sum(-1, keepdim=True)
         of_scores = weights * of_weights * scale
+        of_scores = of_scores if slope is None else of_scores * slope
         return Inputs(
-            (of_scores @ k).to(inputs.q.dtype),
-            _sum_heads(of_scores.mT @ q, heads).to(inputs.k.dtype),
-            _sum_heads(weights.mT @ grad, heads).to(inputs.v.dtype),
+            of_scores @ k,
+            _sum_heads(of_scores.mT @ q, heads),
+            _sum_heads(weights.mT @ grad, heads),
         )
 
-    def _scores(self, inputs: Inputs, block: Block, scale: float) -> Tensor:
-        """Return the scores [b, n, s, t], with -inf for invisible keys."""
+    def _scores(self, inputs: Inputs, block: Block, scale: float) -> tuple[Tensor, Tensor | None]:
+        """Return scores [b, n, s, t], -inf for invisible keys, and the slope of the cap."""
         q, k, _ = inputs
         wide = torch.float64 if q.dtype == torch.float64 else torch.float32
-        scores = (q.to(wide) * scale) @ _per_query_head(k, q).to(wide).mT
+        scores, slope = (q.to(wide) * scale) @ _per_query_head(k, q).to(wide).mT, None
+        if self._softcap is not None:
+            ratio = (scores / self._softcap).tanh_()
+            scores, slope = ratio * self._softcap, 1.0 - ratio.square()
         if block.mask == "causal":
             block = replace(block, mask="band")
         mask = _mask(block, q)
-        return scores if mask is None else scores + mask.to(wide)
+        return scores if mask is None else scores + mask.to(wide), slope
+
+
+def _part(inputs: Inputs, queries: slice, keys: slice) -> Inputs:
+    return Inputs(inputs.q[:, :, queries], inputs.k[:, :, keys], inputs.v[:, :, keys])
+
+
+def _pieces(block: Block, inputs: Inputs) -> Iterator[tuple[slice, slice, Block]]:
+    """Yield local queries, local keys, and the block of the two."""
+    num_queries, num_keys = inputs.q.shape[2], inputs.k.shape[2]
+    if num_queries <= PIECE:
+        yield slice(None), slice(None), block
+        return
+    for start in range(0, num_queries, PIECE):
+        stop, last = min(start + PIECE, num_queries), num_keys
+        if block.mask != "none":  # later keys are visible to none of the queries
+            last = max(1, min(num_keys, block.shift + stop))
+        at, to = slice(start, stop), slice(0, last)
+        piece = replace(block, queries=at, keys=to, shift=block.shift + start)
+        yield at, to, piece if block.mask == "none" else replace(piece, mask="band")
 
 
 _CUDA: Mapping[str, Callable[[], Kernel]] = {

@@ -1,5 +1,5 @@
-"""Attention of full sequences on one rank in forms unknown to torch's public function: windows, and
-documents that share a row.
+"""Attention of full sequences on one rank in forms unknown to torch's public function: windows,
+documents that share a row, capped scores and sinks.
 """
 
 from __future__ import annotations
@@ -34,12 +34,17 @@ class LocalAttention:
         scale: float,
         *,
         backend: AttentionBackend = "auto",
+        softcap: float | None = None,
+        sink: Tensor | None = None,
     ) -> Tensor:
-        """Map queries [b, n, s, d], keys and values [b, g, t, d] to outputs [b, n, s, d]."""
-        packed = sequence.documents is not None
+        """Map queries [b, n, s, d], keys and values [b, g, t, d] to outputs [b, n, s, d].
+
+        ``softcap`` and ``sink`` [n]: see :class:`Sharing`.
+        """
+        packed = sequence.documents is not None and softcap is None and sink is None
         if packed and q.is_cuda and q.dtype in _HALF and backend in ("auto", "flash"):
             return _varlen(q, k, v, sequence, scale)
-        return self._blocks(q, k, v, sequence, scale, backend=backend)
+        return self._blocks(q, k, v, sequence, scale, backend=backend, softcap=softcap, sink=sink)
 
 
 def _varlen(q: Tensor, k: Tensor, v: Tensor, sequence: SequenceInfo, scale: float) -> Tensor:

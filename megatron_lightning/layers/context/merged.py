@@ -25,6 +25,13 @@ class Sharing:
     sequence: SequenceInfo
     scale: float
     backend: AttentionBackend = "auto"
+    softcap: float | None = None
+    """Cap of the scores. None: no cap."""
+    sink: Tensor | None = None
+    """[n] score of a further key of each head, visible to all queries, with a value of zeros.
+
+    None: there is no such key.
+    """
 
 
 class Merged:
@@ -38,10 +45,12 @@ class Merged:
     def __init__(self, q: Tensor, sharing: Sharing) -> None:
         self._q = q
         self._scale = sharing.scale
-        self._kernel = kernel_for(q.device, sharing.backend)
+        self._kernel = kernel_for(q.device, sharing.backend, sharing.softcap)
         wide = wide_dtype(q.dtype)
         self.out = torch.zeros_like(q, dtype=wide)
         self.log_sum = torch.full(q.shape[:3], -torch.inf, dtype=wide, device=q.device)
+        if sharing.sink is not None:
+            self.log_sum.copy_(sharing.sink.to(wide)[:, None])
 
     def see(self, keys_and_values: Tensor, visible: Sequence[Block]) -> None:
         """Merge the attention to blocks of keys and values [2, b, g, t, d]."""
@@ -77,7 +86,7 @@ class Gradients:
         self._q = q
         self._final = final
         self._scale = sharing.scale
-        self._kernel = kernel_for(q.device, sharing.backend)
+        self._kernel = kernel_for(q.device, sharing.backend, sharing.softcap)
         self.q = torch.zeros_like(q, dtype=wide_dtype(q.dtype))
 
     def of(self, keys_and_values: Tensor, visible: Sequence[Block]) -> Tensor:
@@ -93,6 +102,17 @@ class Gradients:
             sums[0, rows, :, to] += parts.k
             sums[1, rows, :, to] += parts.v
         return sums
+
+
+def sink_gradient(grad: Tensor, final: Output, sink: Tensor) -> Tensor:
+    """Return the gradient [n] of the sinks' scores, from the gradient of the output.
+
+    A sink's value is zero, so only the normalization of the other weights depends on the score.
+    """
+    wide = final.log_sum.dtype
+    products = (grad.to(wide) * final.out.to(wide)).sum(-1)
+    weights = (sink.to(wide)[:, None] - final.log_sum).exp()
+    return -(weights * products).sum((0, 2)).to(sink.dtype)
 
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -9,6 +9,7 @@ graphs do not depend on them.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
@@ -18,14 +19,14 @@ from torch.autograd.function import once_differentiable
 
 from megatron_lightning.config import AttentionBackend
 from megatron_lightning.layers.context.kernels import Inputs, Output
-from megatron_lightning.layers.context.merged import Sharing, wide_dtype
+from megatron_lightning.layers.context.merged import Sharing, sink_gradient, wide_dtype
 from megatron_lightning.layers.sequence_info import SequenceInfo
 from megatron_lightning.parallel.context import AxisGroup
 from megatron_lightning.parallel.documents import Documents
 
 _SHARING = (
     "int[] ranks, int rank, str group, Tensor? documents, bool causal, int? window, "
-    "float scale, str backend"
+    "float scale, str backend, float? softcap"
 )
 
 
@@ -64,60 +65,66 @@ class GroupAttention:
         scale: float,
         *,
         backend: AttentionBackend = "auto",
+        softcap: float | None = None,
+        sink: Tensor | None = None,
     ) -> Tensor:
         """Map this rank's queries [b, n, s, d], keys and values [b, g, s, d] to outputs [b, n, s,
-        d].
+        d]. ``softcap`` and ``sink`` [n]: see :class:`Sharing`.
         """
-        return self._attend(Inputs(q, k, v), self.group, sequence, scale, backend)
+        sharing = Sharing(self.group, sequence, scale, backend, softcap)
+        return self._attend(Inputs(q, k, v), sink, sharing)
 
 
 class _Attend(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, how: tuple[Attention, Sharing]
+    def forward(  # noqa: PLR0917 (autograd passes by position)
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sink: Tensor | None,
+        how: tuple[Attention, Sharing],
     ) -> Tensor:
         attention, sharing = ctx.how = how
-        output = attention(Inputs(q, k, v), sharing)
-        ctx.save_for_backward(q, k, v, *output)
+        output = attention(Inputs(q, k, v), replace(sharing, sink=sink))
+        ctx.save_for_backward(q, k, v, *output, sink)
         return output.out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        q, k, v, out, log_sum = ctx.saved_tensors
-        attention, sharing = ctx.how
-        grads = attention.gradients(grad, Inputs(q, k, v), Output(out, log_sum), sharing)
-        return grads[0], *grads[1], None
+        q, k, v, out, log_sum, sink = ctx.saved_tensors
+        (attention, sharing), output = ctx.how, Output(out, log_sum)
+        of_sink = None if sink is None else sink_gradient(grad, output, sink)
+        grads = attention.gradients(grad, Inputs(q, k, v), output, sharing)
+        return grads[0], *grads[1], of_sink, None
 
 
 def differentiable(name: str, attention: Attention) -> Callable[..., Tensor]:
-    """Return a function of (inputs, group, sequence, scale, backend) that computes ``attention``
-    with gradients. ``name`` names the operator.
+    """Return a function of (inputs, sink, sharing) that computes ``attention`` with gradients.
+
+    ``name`` names the operator.
     """
     operator = _operator(name, attention)
 
-    def attend(
-        inputs: Inputs,
-        group: AxisGroup,
-        sequence: SequenceInfo,
-        scale: float,
-        backend: AttentionBackend,
-    ) -> Tensor:
+    def attend(inputs: Inputs, sink: Tensor | None, sharing: Sharing) -> Tensor:
         if not torch.compiler.is_compiling():
-            how = attention, Sharing(group, sequence, scale, backend)
-            eager: Tensor = _Attend.apply(*inputs, how)  # type: ignore[no-untyped-call]
+            eager: Tensor = _Attend.apply(*inputs, sink, (attention, sharing))  # type: ignore[no-untyped-call]
             return eager
+        group, sequence = sharing.group, sharing.sequence
         process_group, documents = group.process_group, sequence.documents
         traced: Tensor = operator(
             *inputs,
+            sink,
             list(group.ranks),
             group.rank,
             "" if process_group is None else process_group.group_name,
             None if documents is None else documents.table,
             sequence.causal,
             sequence.window,
-            scale,
-            backend,
+            sharing.scale,
+            sharing.backend,
+            sharing.softcap,
         )[0]
         return traced
 
@@ -131,10 +138,12 @@ def _operator(name: str, attention: Attention) -> Callable[..., tuple[Tensor, Te
     @torch.library.custom_op(
         forward_name,
         mutates_args=(),
-        schema=f"(Tensor q, Tensor k, Tensor v, {_SHARING}) -> (Tensor, Tensor)",
+        schema=f"(Tensor q, Tensor k, Tensor v, Tensor? sink, {_SHARING}) -> (Tensor, Tensor)",
     )
-    def forward(q: Tensor, k: Tensor, v: Tensor, *sharing: Any) -> tuple[Tensor, Tensor]:
-        return attention(Inputs(q, k, v), _sharing(*sharing))
+    def forward(
+        q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, *sharing: Any
+    ) -> tuple[Tensor, Tensor]:
+        return attention(Inputs(q, k, v), replace(_sharing(*sharing), sink=sink))
 
     @torch.library.custom_op(
         f"{forward_name}_backward",
@@ -155,16 +164,20 @@ def _operator(name: str, attention: Attention) -> Callable[..., tuple[Tensor, Te
         return torch.empty_like(q), k.new_empty((2, *k.shape))
 
     def keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        ctx.documents = inputs[6] is not None
-        ctx.save_for_backward(*inputs[:3], *output, *(inputs[6:7] if ctx.documents else ()))
-        ctx.before = inputs[3:6]
-        ctx.after = inputs[7:]
+        optional = (inputs[3], inputs[7])  # sinks and documents
+        ctx.present = [tensor is not None for tensor in optional]
+        ctx.save_for_backward(*inputs[:3], *output, *(x for x in optional if x is not None))
+        ctx.before = inputs[4:7]
+        ctx.after = inputs[8:]
 
     def differentiate(ctx: Any, grad: Tensor, _: Any) -> tuple[Any, ...]:
-        q, k, v, out, log_sum, *documents = ctx.saved_tensors
-        table = documents[0] if ctx.documents else None
+        q, k, v, out, log_sum, *saved = ctx.saved_tensors
+        optional = iter(saved)
+        sink, table = (next(optional) if there else None for there in ctx.present)
         grad_q, grad_kv = backward(grad, q, k, v, out, log_sum, *ctx.before, table, *ctx.after)
-        return grad_q, *grad_kv.unbind(), *(None,) * (len(ctx.before) + 1 + len(ctx.after))
+        of_sink = None if sink is None else sink_gradient(grad, Output(out, log_sum), sink)
+        nothing = (None,) * (len(ctx.before) + 1 + len(ctx.after))
+        return grad_q, *grad_kv.unbind(), of_sink, *nothing
 
     forward.register_autograd(differentiate, setup_context=keep)
     return forward
@@ -179,6 +192,7 @@ def _sharing(  # noqa: PLR0917 (operators are called by position)
     window: int | None,
     scale: float,
     backend: AttentionBackend,
+    softcap: float | None,
 ) -> Sharing:
     distributed: Any = dist.distributed_c10d
     process_group = distributed._resolve_process_group(group) if group else None
@@ -187,4 +201,5 @@ def _sharing(  # noqa: PLR0917 (operators are called by position)
         window=window,
         documents=None if documents is None else Documents.of_table(documents),
     )
-    return Sharing(AxisGroup("cp", tuple(ranks), rank, process_group), sequence, scale, backend)
+    own = AxisGroup("cp", tuple(ranks), rank, process_group)
+    return Sharing(own, sequence, scale, backend, softcap)

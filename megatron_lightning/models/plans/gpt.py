@@ -23,10 +23,12 @@ from megatron_lightning.layers.styles import (
     HeadsNorm,
     KeyOrValue,
     ParallelInput,
+    ParameterShards,
     QueryKeyValue,
     RowParallel,
     SequenceParallel,
     ShardSequence,
+    Split,
     StreamDropout,
     VocabParallel,
     VocabParallelLoss,
@@ -84,7 +86,7 @@ def _weight_rows(
     return {
         ".".join(filter(None, (path, weight.module))): _style_of(config, weight)
         for weight in weights
-        if weight.kind != "bias"
+        if weight.kind not in ("bias", "sink")
     }
 
 
@@ -144,9 +146,10 @@ def _layer_rows(
 def _attention_rows(config: TransformerConfig, attention: str) -> dict[str, Style]:
     """Return the rows of modules of attention without weights."""
     shared: dict[str, Style] = {f"{attention}.shared_key": ParallelInput()}
+    sinks = ParameterShards({"softmax_offset": Split()}) if config.num_sinks else None
     return {
         **({} if config.mla is None else shared),
-        f"{attention}.core_attention": ContextAttention(),
+        f"{attention}.core_attention": ContextAttention(also=sinks),
         f"{attention}.core_attention.dropout": StreamDropout(always=True),
     }
 

@@ -177,8 +177,8 @@ class AttentionEngine:
     def takes(self, x: Tensor, *args: Any) -> bool:
         """Return whether the engine supports the sequences.
 
-        The layer computes documents in a shared row, cached keys, attention in fp32, and attention
-        by kernels of torch that the user names.
+        The layer computes documents in a shared row, cached keys, capped scores, sinks, attention
+        in fp32, and attention by kernels of torch that the user names.
         """
         sequence: SequenceInfo = args[0]
         core = self._core
@@ -189,6 +189,7 @@ class AttentionEngine:
             and not windowed
             and not core.in_fp32
             and core.backend == "auto"
+            and core.has_plain_scores
             and (core.exchange is None or core.takes_parts)
             and not isinstance(x, FakeTensor)
         )
