@@ -30,7 +30,7 @@ class EvaluateTasks(TextCallback):
         confirm_run_unsafe_code: Whether tasks may run code written by the model.
         tokenizer_model: The tokenizer. None: the tokenizer saved with the model, or the data
             module's.
-        tokenizer_type: sentencepiece or huggingface.
+        tokenizer_type: sentencepiece, huggingface, json, bytes, null or class_path.
         prefix: Before the names of values.
         options: Sizes of the engine. None: the defaults.
 

@@ -41,7 +41,7 @@ class SampleText(TextCallback):
         chat: Whether each prompt is a user's message for the chat template.
         tokenizer_model: The tokenizer. None: the tokenizer saved with the model, or the data
             module's.
-        tokenizer_type: sentencepiece or huggingface.
+        tokenizer_type: sentencepiece, huggingface, json, bytes, null or class_path.
         name: Name in the loggers.
         options: Sizes of the engine. None: the defaults.
 

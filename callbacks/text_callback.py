@@ -23,7 +23,7 @@ class TextCallback(pl.Callback, ABC):
         every_n_steps: Optimizer steps from one computation to the next. None: at each validation.
         tokenizer_model: The tokenizer. None: the tokenizer saved with the model, or the data
             module's.
-        tokenizer_type: sentencepiece or huggingface.
+        tokenizer_type: sentencepiece, huggingface, json, bytes, null or class_path.
         options: Sizes of the engine. None: the defaults.
 
     Raises:

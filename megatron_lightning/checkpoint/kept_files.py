@@ -33,6 +33,8 @@ from megatron_lightning.errors import CheckpointError
 
 KEPT = "hugging_face"
 """Entry of a checkpoint's state."""
+TOKENIZER = "tokenizer"
+"""Entry of a data module's state: ``type``, ``model`` and ``files`` of its tokenizer."""
 _MAX_FILE_BYTES = 64 << 20
 _TEMPLATES = "additional_chat_templates"
 # Weights in unconverted formats would belong to another model than the new weights.
@@ -125,6 +127,23 @@ def read_kept_files(path: str | os.PathLike[str], model: str | None = None) -> K
     """
     entry = kept_entry(open_checkpoint(path).state(), model)
     return None if entry is None else KeptFiles.from_state(entry[1].get("files"), str(path))
+
+
+def read_kept_tokenizer(
+    path: str | os.PathLike[str],
+) -> tuple[str, str, KeptFiles] | None:
+    """Return type, name and files of the tokenizer of a checkpoint's pre-training data. None: a
+    checkpoint without one.
+
+    Raises:
+        CheckpointError: If the checkpoint or a file is damaged.
+    """
+    for entry in open_checkpoint(path).state().values():
+        tokenizer = entry.get(TOKENIZER) if isinstance(entry, Mapping) else None
+        if isinstance(tokenizer, Mapping) and {"type", "model", "files"} <= tokenizer.keys():
+            files = KeptFiles.from_state(tokenizer["files"], str(path))
+            return str(tokenizer["type"]), str(tokenizer["model"]), files
+    return None
 
 
 def kept_entry(

@@ -11,16 +11,28 @@ if TYPE_CHECKING:
     from megatron_lightning.data.fim import FillInTheMiddle
     from megatron_lightning.data.gpt import GPTDataset, GPTDatasetConfig
     from megatron_lightning.data.indexed import IndexedDataset, IndexedDatasetWriter
+    from megatron_lightning.data.tokenizer_kinds import (
+        ByteTokenizer,
+        JsonTokenizer,
+        NullTokenizer,
+        PlainTokenizer,
+        TiktokenTokenizer,
+    )
     from megatron_lightning.data.tokenizers import Tokenizer, load_tokenizer
 
 __all__ = [
     "BatchSizeSchedule",
+    "ByteTokenizer",
     "FillInTheMiddle",
     "GPTDataset",
     "GPTDatasetConfig",
     "IndexedDataset",
     "IndexedDatasetWriter",
+    "JsonTokenizer",
+    "NullTokenizer",
+    "PlainTokenizer",
     "ScheduledBatchSampler",
+    "TiktokenTokenizer",
     "Tokenizer",
     "load_tokenizer",
 ]
@@ -35,6 +47,16 @@ __getattr__, __dir__ = lazy_attributes(
         "GPTDatasetConfig": "megatron_lightning.data.gpt",
         "IndexedDataset": "megatron_lightning.data.indexed",
         "IndexedDatasetWriter": "megatron_lightning.data.indexed",
+        **dict.fromkeys(
+            (
+                "ByteTokenizer",
+                "JsonTokenizer",
+                "NullTokenizer",
+                "PlainTokenizer",
+                "TiktokenTokenizer",
+            ),
+            "megatron_lightning.data.tokenizer_kinds",
+        ),
         "Tokenizer": "megatron_lightning.data.tokenizers",
         "load_tokenizer": "megatron_lightning.data.tokenizers",
     },

@@ -26,7 +26,8 @@ from megatron_lightning.data.gpt_index import (
     split_sequences,
 )
 from megatron_lightning.data.indexed import IndexedDataset, idx_path
-from megatron_lightning.data.tokenizers import NO_PAD, Tokenizer
+from megatron_lightning.data.tokenizer_kinds import NO_PAD
+from megatron_lightning.data.tokenizers import Tokenizer
 from megatron_lightning.errors import ConfigError, DataError
 
 IndexSplit = Literal["train", "valid", "test"]

@@ -100,7 +100,7 @@ def preprocess(  # noqa: PLR0917  # every argument is an option of the command l
             files (``.parquet``), text files (a document a file), each possibly compressed (``.gz``,
             ``.zst``) and named by paths, patterns or URLs, or ``stdlib``: the source of the Python
             standard library.
-        tokenizer_type: sentencepiece or huggingface.
+        tokenizer_type: sentencepiece, huggingface, json, bytes, null or class_path.
         tokenizer_model: A SentencePiece model, or a Hugging Face tokenizer's folder or name.
             Default: train a SentencePiece model on the input.
         vocab_size: Number of pieces of the tokenizer to train.

@@ -1,24 +1,31 @@
-"""Tokenizers behind a small protocol: SentencePiece (loaded or trained here) and Hugging Face.
+"""Tokenizers behind a small protocol: SentencePiece (loaded or trained here), Hugging Face, and the
+kinds of ``tokenizer_kinds``.
 
-Both libraries are imported at the creation of a tokenizer, so that reading tokenized data needs
-neither.
+Packages are imported at the creation of a tokenizer, so that reading tokenized data needs none.
 """
 
 from __future__ import annotations
 
 import hashlib
+import importlib
 import io
-from collections.abc import Iterable, Mapping, Sequence
+import tempfile
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
+import yaml
+
 from megatron_lightning.data.files import atomic_write
+from megatron_lightning.data.tokenizer_kinds import (
+    NO_PAD,
+    ByteTokenizer,
+    JsonTokenizer,
+    NullTokenizer,
+)
 from megatron_lightning.errors import ConfigError, DataError
 
-TokenizerType = Literal["sentencepiece", "huggingface"]
-NO_PAD = -1
-"""Padding id of a tokenizer without padding, or with the end of document as padding: no real token
-is ever masked."""
+TokenizerType = Literal["sentencepiece", "huggingface", "json", "bytes", "null", "class_path"]
 
 
 class Tokenizer(Protocol):
@@ -55,6 +62,12 @@ class Tokenizer(Protocol):
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of ``ids``."""
+
+
+_MEMBERS = (
+    "vocab_size", "eod", "pad", "unique_identifiers", "identity", "encode", "encode_batch",
+    "token_id", "decode",
+)  # fmt: skip
 
 
 class SentencePieceTokenizer:
@@ -224,12 +237,87 @@ def load_tokenizer(
 ) -> Tokenizer:
     """Return the tokenizer of ``tokenizer_type`` in ``tokenizer_model``.
 
+    Args:
+        tokenizer_model: SentencePiece model; folder or Hub id of ``transformers``;
+            ``tokenizer.json``; number of ids (null); anything (bytes); or a class path, or a YAML
+            file with ``class_path`` and ``init_args`` (class_path).
+        tokenizer_type: Kind of the tokenizer.
+
     Raises:
         ConfigError: If the library is missing or the tokenizer lacks an end-of-document id.
         DataError: If the tokenizer cannot be loaded.
     """
-    kind = SentencePieceTokenizer if tokenizer_type == "sentencepiece" else HuggingFaceTokenizer
-    return kind(tokenizer_model)
+    if tokenizer_type == "bytes":
+        return ByteTokenizer()
+    if tokenizer_type == "null":
+        if not str(tokenizer_model).isdecimal():
+            raise ConfigError(
+                f"tokenizer_model={tokenizer_model} is no number of ids. Set it to one, such as "
+                "32000, with tokenizer_type=null."
+            )
+        return NullTokenizer(int(str(tokenizer_model)))
+    if tokenizer_type == "class_path":
+        return _own_tokenizer(str(tokenizer_model))
+    kinds: Mapping[str, Callable[[str | Path], Tokenizer]] = {
+        "sentencepiece": SentencePieceTokenizer,
+        "huggingface": HuggingFaceTokenizer,
+        "json": JsonTokenizer,
+    }
+    return kinds[tokenizer_type](tokenizer_model)
+
+
+def tokenizer_files(tokenizer: Tokenizer, model: str) -> dict[str, bytes]:
+    """Return the files of a tokenizer, by their names in a folder. Empty: the tokenizer is known by
+    its class and options alone.
+
+    Args:
+        tokenizer: The tokenizer.
+        model: The argument it was loaded from.
+    """
+    if isinstance(tokenizer, SentencePieceTokenizer):
+        return {"tokenizer.model": Path(model).read_bytes()}
+    if isinstance(tokenizer, HuggingFaceTokenizer):
+        with tempfile.TemporaryDirectory() as folder:
+            tokenizer.backend.save_pretrained(folder)
+            return {path.name: path.read_bytes() for path in Path(folder).glob("*.*")}
+    if isinstance(tokenizer, JsonTokenizer):
+        path = Path(model) if Path(model).is_dir() else Path(model).parent
+        names = ("tokenizer.json", "tokenizer_config.json")
+        found = {name: path / name for name in names if (path / name).is_file()}
+        if not Path(model).is_dir():
+            found["tokenizer.json"] = Path(model)
+        return {name: file.read_bytes() for name, file in found.items()}
+    return {}
+
+
+def _own_tokenizer(model: str) -> Tokenizer:
+    """Return a tokenizer of a user, or one with options, by class path.
+
+    Raises:
+        ConfigError: If the class or the file cannot be loaded, or the class is no tokenizer.
+    """
+    settings: Any = {"class_path": model}
+    if Path(model).suffix in (".yaml", ".yml", ".json"):
+        try:
+            settings = yaml.safe_load(Path(model).read_text(encoding="utf-8"))
+        except (OSError, yaml.YAMLError) as error:
+            raise DataError(f"{model}: cannot be read as YAML ({error})") from error
+    try:
+        module, _, name = settings["class_path"].rpartition(".")
+        made = getattr(importlib.import_module(module), name)(**(settings.get("init_args") or {}))
+    except (ImportError, AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ConfigError(
+            f"tokenizer_model={model}: no tokenizer can be made of it ({error}). Set it to a class "
+            "path, or to a YAML file with class_path and init_args."
+        ) from error
+    missing = [name for name in _MEMBERS if not hasattr(made, name)]
+    if missing:
+        raise ConfigError(
+            f"{type(made).__name__} has no {', '.join(missing)}, which tokenizers have. Derive it "
+            "from megatron_lightning.data.PlainTokenizer."
+        )
+    tokenizer: Tokenizer = made
+    return tokenizer
 
 
 def train_sentencepiece(texts: Iterable[str], vocab_size: int, output: str | Path) -> None:

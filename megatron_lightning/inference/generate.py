@@ -55,7 +55,7 @@ def generate(  # noqa: PLR0917  # every argument is an option of the command lin
         adapters: Folder of peft, or checkpoint, with adapters for the model.
         tokenizer_model: The tokenizer of the training data. Default: the tokenizer saved with the
             model.
-        tokenizer_type: sentencepiece or huggingface.
+        tokenizer_type: sentencepiece, huggingface, json, bytes, null or class_path.
         max_new_tokens: Tokens added to each prompt, at most. An end-of-document token ends a text
             earlier.
         temperature: Divides the logits. 0 always takes the most likely token.

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import nn
@@ -22,8 +22,9 @@ from megatron_lightning.bridge.auto import AutoBridge, is_checkpoint
 from megatron_lightning.bridge.kept import read_kept
 from megatron_lightning.bridge.untouched import deferred_weights, read_weights
 from megatron_lightning.checkpoint import CheckpointSource, open_checkpoint
-from megatron_lightning.checkpoint.kept_files import read_kept_files
+from megatron_lightning.checkpoint.kept_files import read_kept_files, read_kept_tokenizer
 from megatron_lightning.config import PipelineOptions, TransformerConfig
+from megatron_lightning.data.tokenizers import TokenizerType
 from megatron_lightning.errors import CheckpointError, ConfigError
 from megatron_lightning.inference.engine import Engine
 from megatron_lightning.inference.options import EngineOptions
@@ -200,6 +201,13 @@ def find_codec(checkpoint: str | os.PathLike[str]) -> Codec:
         return load_codec(str(checkpoint), "huggingface")
     files = read_kept_files(checkpoint)
     codec = None if files is None else codec_of_files(files, str(checkpoint))
+    kept = read_kept_tokenizer(checkpoint) if codec is None else None
+    if kept is not None:
+        kind, name, contents = kept
+        with contents.unpacked() as folder:
+            files_there = {"sentencepiece": folder / "tokenizer.model"}
+            model = files_there.get(kind, folder) if contents.contents else name
+            codec = load_codec(str(model), cast(TokenizerType, kind))
     if codec is None:
         raise ConfigError(
             f"{checkpoint} has no tokenizer of its own. Set tokenizer_model to the tokenizer that "

@@ -68,7 +68,7 @@ def serve(  # noqa: PLR0917  # every argument is an option of the command line
         adapters: Folder of peft, or checkpoint, with adapters for the model.
         tokenizer_model: The tokenizer of the training data. Default: the tokenizer saved with the
             model.
-        tokenizer_type: sentencepiece or huggingface.
+        tokenizer_type: sentencepiece, huggingface, json, bytes, null or class_path.
         tensor_model_parallel_size: Ranks to split each layer's matrices over.
         pipeline_model_parallel_size: Ranks to split the layers over, as stages.
         virtual_pipeline_model_parallel_size: Stages on each pipeline rank.

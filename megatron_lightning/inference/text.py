@@ -186,14 +186,14 @@ def load_codec(model: str | Path, tokenizer_type: TokenizerType) -> Codec:
     """Return the codec of a tokenizer.
 
     Args:
-        model: A SentencePiece model, or a folder or Hub id of ``transformers``.
-        tokenizer_type: sentencepiece or huggingface.
+        model: See :func:`load_tokenizer`.
+        tokenizer_type: sentencepiece, huggingface, json, bytes, null or class_path.
 
     Raises:
         ConfigError: If the library of the tokenizer is missing.
         DataError: If the tokenizer cannot be loaded.
     """
-    if tokenizer_type == "sentencepiece":
+    if tokenizer_type != "huggingface":
         return PlainCodec(load_tokenizer(model, tokenizer_type), str(model))
     return HuggingFaceCodec(huggingface_tokenizer(model), str(model), end_tokens(Path(model)))
 

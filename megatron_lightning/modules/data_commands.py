@@ -49,7 +49,7 @@ def show(
         overrides: Options of ``fit``, such as ``data.packing=none``.
         prefix: Prefix of an indexed data set, in the place of configuration files.
         tokenizer_model: Tokenizer of the indexed data set.
-        tokenizer_type: sentencepiece or huggingface.
+        tokenizer_type: sentencepiece, huggingface, json, bytes, null or class_path.
         samples: Number of samples or documents.
 
     Raises:

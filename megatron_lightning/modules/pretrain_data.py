@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import cached_property
 from types import MappingProxyType
 from typing import Any, get_args
 
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.utils.data import DataLoader, SequentialSampler
 
+from megatron_lightning.checkpoint.kept_files import TOKENIZER, KeptFiles
 from megatron_lightning.config.global_batch import replica_batch_size
 from megatron_lightning.data.batch_size import BatchSizeSchedule, ScheduledBatchSampler
 from megatron_lightning.data.blended import BlendedDataset, BlendSpec, DataSpec, NamedDatasets
@@ -31,7 +33,7 @@ from megatron_lightning.data.mock import MockGPTDataset
 from megatron_lightning.data.resume import OnChangedData, describe_changes
 from megatron_lightning.data.sidecar import check_tokenizer
 from megatron_lightning.data.skipped import SkippedSamples
-from megatron_lightning.data.tokenizers import TokenizerType, load_tokenizer
+from megatron_lightning.data.tokenizers import TokenizerType, load_tokenizer, tokenizer_files
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.modules.run_data import Batch, RunDataModule
 
@@ -70,7 +72,7 @@ class PretrainDataModule(RunDataModule):
         vocab_size: Size of the vocabulary. A larger id in the data is an error. Default: the
             tokenizer's or model's size.
         tokenizer_model: Tokenizer of the data, for vocabulary, padding and end-of-document ids.
-        tokenizer_type: sentencepiece or huggingface.
+        tokenizer_type: sentencepiece, huggingface, json, bytes, null or class_path.
         eod_mask_loss: Whether positions of an end of document have no loss.
         reset_position_ids: Whether positions restart at 0 after every end of document.
         reset_attention_mask: Whether tokens attend only to tokens of the same document. An end of
@@ -171,7 +173,8 @@ class PretrainDataModule(RunDataModule):
         self.data_prefix = data_prefix
         self.global_batch_size = global_batch_size
         self._batch_size = batch_size
-        self._tokenizer_model, self._fim = tokenizer_model, fim
+        self._tokenizer_model, self._tokenizer_type = tokenizer_model, tokenizer_type
+        self._fim = fim
         self.tokenizer = (
             None if tokenizer_model is None else load_tokenizer(tokenizer_model, tokenizer_type)
         )
@@ -273,7 +276,17 @@ class PretrainDataModule(RunDataModule):
             "consumed_samples": consumed,
             **data,
             "skip_samples": self.skip_samples,
+            **self._kept_tokenizer,
         }
+
+    @cached_property
+    def _kept_tokenizer(self) -> dict[str, Any]:
+        """The tokenizer for a checkpoint, so that text needs no other file."""
+        if self.tokenizer is None:
+            return {}
+        files = tokenizer_files(self.tokenizer, str(self._tokenizer_model))
+        kept = {"type": self._tokenizer_type, "model": str(self._tokenizer_model)}
+        return {TOKENIZER: {**kept, "files": KeptFiles(files).to_state()}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Check that a resumed fit reads the samples in the checkpoint's order.

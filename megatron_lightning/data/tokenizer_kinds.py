@@ -1,0 +1,265 @@
+"""Further tokenizers: ``tokenizer.json`` without ``transformers``, tiktoken, bytes, ids as text.
+
+Packages are imported at the creation of a tokenizer.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron_lightning.errors import ConfigError, DataError
+
+NO_PAD = -1
+"""Padding id of a tokenizer without padding, or with the end of document as padding: no real token
+is ever masked."""
+_END = "<|endoftext|>"
+
+
+class PlainTokenizer:
+    """Base of tokenizers of your own: texts one by one, no padding, no special tokens.
+
+    A subclass sets ``vocab_size`` and ``eod``, and defines ``encode`` and ``decode``.
+    """
+
+    vocab_size: int
+    eod: int
+    pad: int = NO_PAD
+
+    @property
+    def identity(self) -> str:
+        """Digest of :attr:`unique_identifiers`. Override it if files decide about the ids."""
+        return _digest(repr(sorted(self.unique_identifiers.items())).encode())
+
+    @property
+    def unique_identifiers(self) -> Mapping[str, object]:
+        """Class and size."""
+        return {"class": type(self).__qualname__, "vocab_size": self.vocab_size}
+
+    def encode(self, text: str) -> list[int]:
+        """Return the ids of ``text``."""
+        raise NotImplementedError(f"{type(self).__name__} does not define encode.")
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """Return the ids of each text."""
+        return [self.encode(text) for text in texts]
+
+    def token_id(self, token: str) -> int | None:
+        """Return the id of a token. None: there is no such token."""
+        return None
+
+
+class JsonTokenizer(PlainTokenizer):
+    """A ``tokenizer.json`` of Hugging Face, read by the package ``tokenizers`` alone.
+
+    Args:
+        model: The file, or a folder with it.
+        eod: Token at the end of a document. Default: ``eos_token`` of ``tokenizer_config.json`` in
+            the same folder.
+
+    Raises:
+        ConfigError: If the package is missing, or no token ends documents.
+        DataError: If the file cannot be read.
+    """
+
+    def __init__(self, model: str | Path, eod: str | None = None) -> None:
+        tokenizers = _needed("tokenizers", "tokenizer_type=json")
+        path = Path(model) / "tokenizer.json" if Path(model).is_dir() else Path(model)
+        self._path = str(path)
+        try:
+            self._tokenizer: Any = tokenizers.Tokenizer.from_file(self._path)
+        except Exception as error:  # the package raises plain exceptions
+            raise DataError(
+                f"{path}: is no tokenizer.json ({error}). Set tokenizer_model to one."
+            ) from error
+        self._tokenizer.no_padding()
+        self._tokenizer.no_truncation()
+        end = eod or _end_in(path.with_name("tokenizer_config.json"))
+        found = None if end is None else self._tokenizer.token_to_id(end)
+        if found is None:
+            raise ConfigError(
+                f"{path}: {end or 'no eos_token'} ends documents, and is not one of its tokens. "
+                "Set eos_token in tokenizer_config.json beside it, or eod."
+            )
+        self.eod: int = found
+        self.vocab_size: int = self._tokenizer.get_vocab_size()
+
+    @property
+    def identity(self) -> str:
+        """Digest of the vocabulary and the rules."""
+        return _digest(self._tokenizer.to_str().encode())
+
+    @property
+    def unique_identifiers(self) -> Mapping[str, object]:
+        """Class and path."""
+        return {"class": type(self).__name__, "tokenizer_path": self._path}
+
+    def encode(self, text: str) -> list[int]:
+        """Return the ids of ``text``, without special tokens."""
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+        return ids
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """Return the ids of each text, without special tokens."""
+        found = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [one.ids for one in found]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of ``ids``."""
+        return str(self._tokenizer.decode(list(ids), skip_special_tokens=False))
+
+    def token_id(self, token: str) -> int | None:
+        """Return the id of a token. None: there is no such token."""
+        found: int | None = self._tokenizer.token_to_id(token)
+        return found
+
+
+class TiktokenTokenizer(PlainTokenizer):
+    """A file of ranks of ``tiktoken``. The file has no pattern to split texts by. Another pattern
+    gives other ids, so the pattern is required.
+
+    Args:
+        path: File of ranks (``.tiktoken``).
+        pattern: Regular expression that splits texts before they are merged.
+        special_tokens: Special token -> id. Default: the end of documents behind the ranks.
+        eod: Special token at the end of a document.
+
+    Raises:
+        ConfigError: If the package is missing, or ``eod`` is no special token.
+        DataError: If the file cannot be read.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        *,
+        pattern: str,
+        special_tokens: dict[str, int] | None = None,
+        eod: str = _END,
+    ) -> None:
+        tiktoken = _needed("tiktoken", "TiktokenTokenizer")
+        load = importlib.import_module("tiktoken.load")
+        try:
+            ranks = load.load_tiktoken_bpe(path)
+        except (OSError, ValueError) as error:
+            raise DataError(f"{path}: is no file of ranks ({error}). Set path to one.") from error
+        self._special = special_tokens or {eod: len(ranks)}
+        if eod not in self._special:
+            raise ConfigError(
+                f"eod={eod!r} is none of the special tokens {sorted(self._special)}. Add it to "
+                "special_tokens with its id."
+            )
+        self._encoding: Any = tiktoken.Encoding(
+            Path(path).name,
+            pat_str=pattern,
+            mergeable_ranks=ranks,
+            special_tokens=self._special,
+        )
+        self._path, self._content = path, repr((sorted(ranks.items()), pattern, self._special))
+        self.eod = self._special[eod]
+        self.vocab_size: int = self._encoding.max_token_value + 1
+
+    @property
+    def identity(self) -> str:
+        """Digest of ranks, pattern and special tokens."""
+        return _digest(self._content.encode())
+
+    @property
+    def unique_identifiers(self) -> Mapping[str, object]:
+        """Class and path."""
+        return {"class": type(self).__name__, "tokenizer_path": self._path}
+
+    def encode(self, text: str) -> list[int]:
+        """Return the ids of ``text``. Special tokens in the text are plain text."""
+        ids: list[int] = self._encoding.encode_ordinary(text)
+        return ids
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """Return the ids of each text."""
+        found: list[list[int]] = self._encoding.encode_ordinary_batch(list(texts), num_threads=1)
+        return found
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of ``ids``. Incomplete characters become U+FFFD."""
+        return str(self._encoding.decode(list(ids)))
+
+    def token_id(self, token: str) -> int | None:
+        """Return the id of a special token. None: there is no such token."""
+        return self._special.get(token)
+
+
+class ByteTokenizer(PlainTokenizer):
+    """The bytes of UTF-8 as ids 0 to 255, and special tokens from 256 on.
+
+    Args:
+        special_tokens: Tokens from 258 on, behind the end of documents and the padding.
+    """
+
+    eod, pad = 256, 257
+
+    def __init__(self, special_tokens: Sequence[str] = ()) -> None:
+        self._special = {token: 258 + place for place, token in enumerate(special_tokens)}
+        self.vocab_size = 258 + len(self._special)
+
+    @property
+    def unique_identifiers(self) -> Mapping[str, object]:
+        """Class and special tokens."""
+        return {"class": type(self).__name__, "special_tokens": list(self._special)}
+
+    def encode(self, text: str) -> list[int]:
+        """Return the bytes of ``text``."""
+        return list(text.encode())
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of ``ids``. Incomplete characters become U+FFFD."""
+        return bytes(i for i in ids if i < 256).decode(errors="replace")
+
+    def token_id(self, token: str) -> int | None:
+        """Return the id of a special token. None: there is no such token."""
+        return self._special.get(token)
+
+
+class NullTokenizer(PlainTokenizer):
+    """Ids written as text, for benchmarks (Megatron's ``NullTokenizer``).
+
+    Args:
+        vocab_size: Number of ids, without the end of documents behind them.
+    """
+
+    def __init__(self, vocab_size: int) -> None:
+        self.eod = vocab_size
+        self.vocab_size = vocab_size + 1
+
+    def encode(self, text: str) -> list[int]:
+        """Return the ids in ``text``, divided by blanks."""
+        return [int(word) for word in text.split()]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return ids as text."""
+        return " ".join(map(str, ids))
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
+
+
+def _needed(package: str, option: str) -> Any:
+    try:
+        return importlib.import_module(package)
+    except ImportError as error:
+        raise ConfigError(
+            f"{option} needs the package {package}, which is not installed; `pip install {package}`"
+        ) from error
+
+
+def _end_in(path: Path) -> str | None:
+    """Return the token at the end of a text in a ``tokenizer_config.json``."""
+    try:
+        end = json.loads(path.read_text(encoding="utf-8")).get("eos_token")
+    except (OSError, ValueError):
+        return None
+    return end.get("content") if isinstance(end, dict) else end
