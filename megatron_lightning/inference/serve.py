@@ -7,7 +7,7 @@ import multiprocessing
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
@@ -91,11 +91,7 @@ def serve(  # noqa: PLR0917  # every argument is an option of the command line
     """
     _check_installed()
     key = _api_key(api_key_file)
-    if not _is_loopback(host) and key is None:
-        raise ConfigError(
-            f"host={host} is reached by others, and there is no API key. Set {_KEY} or "
-            "api_key_file, or host to 127.0.0.1."
-        )
+    _check_address(host, key)
     job = ModelJob(
         checkpoint=checkpoint,
         adapters=adapters,
@@ -113,19 +109,8 @@ def serve(  # noqa: PLR0917  # every argument is an option of the command line
         max_requests=max_requests,
         cache_gib=cache_gib,
     )
-    if job.saved.refusal is not None:
-        raise ConfigError(
-            f"{checkpoint} writes by its own generate, one text at a time, and is not served. "
-            "Serve its folder with vLLM, SGLang or transformers. The engine does not support the "
-            f"model: {job.saved.refusal}"
-        )
+    _check_engine(job)
     job.check()
-    hosts = None
-    # A web page could reach a local server under a foreign name (DNS rebinding).
-    if _is_loopback(host) or allowed_hosts:
-        hosts = frozenset(
-            {*_LOOPBACK, host.strip("[]").lower(), *map(str.lower, allowed_hosts or ())}
-        )
     settings = {
         "host": host,
         "port": port,
@@ -133,7 +118,7 @@ def serve(  # noqa: PLR0917  # every argument is an option of the command line
         "server": {
             "name": name or Path(checkpoint).name or checkpoint,
             "api_key": key,
-            "hosts": hosts,
+            "hosts": _accepted_hosts(host, allowed_hosts or ()),
             "max_body_bytes": int(max_body_mib * 2**20),
             "timeout_s": timeout_s,
         },
@@ -213,6 +198,32 @@ def _passed_on() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def _check_address(host: str, key: str | None) -> None:
+    if not _is_loopback(host) and key is None:
+        raise ConfigError(
+            f"host={host} is reached by others, and there is no API key. Set {_KEY} or "
+            "api_key_file, or host to 127.0.0.1."
+        )
+
+
+def _check_engine(job: ModelJob) -> None:
+    if job.saved.refusal is not None:
+        raise ConfigError(
+            f"{job.checkpoint} writes by its own generate, one text at a time, and is not served. "
+            "Serve its folder with vLLM, SGLang or transformers. The engine does not support the "
+            f"model: {job.saved.refusal}"
+        )
+
+
+def _accepted_hosts(host: str, allowed_hosts: Iterable[str]) -> frozenset[str] | None:
+    """Return the names of the server in the header Host. None: any name."""
+    names = frozenset(map(str.lower, allowed_hosts))
+    # A web page could reach a local server under a foreign name (DNS rebinding).
+    if _is_loopback(host) or names:
+        return _LOOPBACK | names | {host.strip("[]").lower()}
+    return None
 
 
 def _check_installed() -> None:
