@@ -167,6 +167,7 @@ def check_model_layout(
     *,
     sequence_length: int | None = None,
     pipeline: PipelineOptions | None = None,
+    num_models: int = 1,
 ) -> None:
     """Check that ``world_size`` ranks in ``layout`` can hold and run the model.
 
@@ -177,6 +178,8 @@ def check_model_layout(
         sequence_length: Tokens of a training sample, if known.
         pipeline: Partition into stages. A stage listed by the user may have no layers, and
             embedding and loss may take a layer's place each. None: layers are spread evenly.
+        num_models: Models of about this size in the pipeline, such as a frozen one beside the
+            trained.
     """
     layout.data_parallel_size(world_size)
     _check_tensor(config, layout)
@@ -185,7 +188,7 @@ def check_model_layout(
     beside = (
         options.account_for_embedding_in_pipeline_split + options.account_for_loss_in_pipeline_split
     )
-    places = config.num_layers + beside
+    places = config.num_layers * num_models + beside
     if layout.num_stages > places and options.pipeline_model_parallel_layout is None:
         chunks, ranks = places // layout.pp, places // layout.vpp
         counted = f" and {beside} places of embedding and loss" if beside else ""

@@ -30,6 +30,7 @@ from megatron_lightning.assembly.part import Part
 from megatron_lightning.assembly.rank_sums import DIFFERENT, RankSums, Spread
 from megatron_lightning.errors import ShardingError
 from megatron_lightning.layers.linear import ColumnParallelLinear
+from megatron_lightning.layers.local_logits import are_local
 from megatron_lightning.layers.pending_logits import PendingLogits
 from megatron_lightning.parallel.context import AxisGroup, ParallelContext
 from megatron_lightning.parallel.sharding import ShardingPlan, gathered_input
@@ -167,7 +168,7 @@ class PlanWatch:
             self._sums.add(key, value, dim)
 
     def _add_output(self, key: _Key, module: nn.Module, args: object, output: object) -> None:
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() or are_local(module):  # asked for as shards
             return
         values = list(output.values()) if isinstance(output, Mapping) else output
         for given in values if isinstance(values, tuple | list) else [values]:

@@ -91,6 +91,12 @@ class ChatTokenizer:
         return len(self.tokenizer)
 
     @property
+    def vocabulary(self) -> Mapping[str, int]:
+        """Token -> id, of all tokens."""
+        found: dict[str, int] = self.tokenizer.get_vocab()
+        return found
+
+    @property
     def chat_template(self) -> str | Mapping[str, str] | None:
         """The tokenizer's template of conversations."""
         template: str | dict[str, str] | None = self.tokenizer.chat_template

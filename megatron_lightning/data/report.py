@@ -10,6 +10,7 @@ _LEFT_OUT = (
     "left out as too long",
     "cut tokens",
     "left out without a trained token",
+    "left out with the other answer",
     UNENDED,
 )
 

@@ -138,12 +138,14 @@ class Encoder:
                 )
             yield parsed
         elif isinstance(parsed, Text):
-            text = parsed.prompt + parsed.completion
-            yield Rendered(
-                row.where, text, [(len(parsed.prompt), len(text))], has_special_tokens=False
-            )
+            yield self._text(parsed)
         else:
             yield from self._samples(parsed)
+
+    def _text(self, parsed: Text) -> Rendered:
+        text = parsed.prompt + parsed.completion
+        spans = [(len(parsed.prompt), len(text))]
+        return Rendered(parsed.where, text, spans, has_special_tokens=False)
 
     def _samples(self, chat: Chat) -> Iterator[Rendered]:
         if self._template is None:
@@ -153,7 +155,11 @@ class Encoder:
             )
         if not chat.trained:
             self.counts["rows without an answer"] += 1
-        yield from self._template.samples(chat, self._options.chat)
+        yield from self._template.samples(chat, self._options_of(chat))
+
+    def _options_of(self, chat: Chat) -> ChatOptions:
+        """Return the trained part of a conversation."""
+        return self._options.chat
 
     def _placed(
         self, text: Rendered, ids: npt.NDArray[np.int32], begins: npt.NDArray[np.int64]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import islice
-from typing import Literal
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -19,11 +19,26 @@ from torch.utils.data import Dataset, Sampler
 
 from megatron_lightning.data.blend import blend_index, normalized
 from megatron_lightning.data.packing import Numbers, Rows, pack, pack_in_windows
-from megatron_lightning.data.sft import Document, Documents
+from megatron_lightning.data.sft import Document
 
 Packing = Literal["none", "offline", "online"]
 IGNORED = -100
 """Label of a position without a loss."""
+
+
+class Part(Protocol):
+    """Samples of a source: documents, or pairs of documents."""
+
+    @property
+    def lengths(self) -> Numbers:
+        """Tokens of every sample."""
+
+    rows: Numbers
+    """Number of each sample's row in the source."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> Any: ...
 
 
 class Sources:
@@ -38,7 +53,7 @@ class Sources:
 
     def __init__(
         self,
-        parts: Sequence[Documents],
+        parts: Sequence[Part],
         chosen: Sequence[Numbers] | None = None,
         weights: Sequence[float] | None = None,
     ) -> None:
@@ -55,11 +70,10 @@ class Sources:
     def __len__(self) -> int:
         return int(self._starts[-1])
 
-    def __getitem__(self, number: int) -> Document:
+    def __getitem__(self, number: int) -> Any:
         source = int(np.searchsorted(self._starts, number, side="right")) - 1
         inside = int(self._chosen[source][number - self._starts[source]])
-        document: Document = self._parts[source][inside]
-        return document
+        return self._parts[source][inside]
 
     def order(self, seed: int, number: int) -> Numbers:
         """Return the documents of pass ``number`` over the data, shuffled.
@@ -132,7 +146,8 @@ class RowDataset(Dataset[dict[str, Tensor]]):
         position_ids = np.arange(self._length)
         begin = 0
         for position, number in enumerate(row):
-            ids, trained, _ = self._sources[number]
+            document: Document = self._sources[number]
+            ids, trained, _ = document
             end = begin + len(ids)
             tokens[begin:end] = ids
             labels[begin : end - 1] = np.where(trained[1:], ids[1:], IGNORED)
@@ -241,7 +256,7 @@ def _dealt(step: list[tuple[int, ...]], squares: Numbers) -> list[tuple[int, ...
 
 
 def held_out(
-    parts: Sequence[Documents], fraction: float, seed: int
+    parts: Sequence[Part], fraction: float, seed: int
 ) -> tuple[list[Numbers], list[Numbers]]:
     """Return the training documents and the validation documents of each source.
 

@@ -78,6 +78,9 @@ class Adapters(Attachment):
         super().__init__()
         self.enabled = True
         """False: the layer computes without adapters."""
+        self.half_dim: int | None = None
+        """Batch dim of inputs whose first half is computed without adapters. None: all rows have
+        adapters."""
         self.num_groups = num_groups
         self.initial: dict[str, Tensor] = {}
         """Parameter name -> initial values that replace random ones."""
@@ -160,8 +163,21 @@ def add_adapters(
     adapters = adapters_of(layer)
     if adapters is None or not adapters.enabled:
         return output
+    if adapters.half_dim is not None:
+        return _add_to_second_half(adapters, args, kwargs, output, adapters.half_dim)
     delta: Tensor = adapters(*args, *kwargs.values())
     return output + delta.to(output.dtype)
+
+
+def _add_to_second_half(
+    adapters: Adapters, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor, dim: int
+) -> Tensor:
+    """Add the output of the adapters to the second half of the rows."""
+    [x] = (*args, *kwargs.values())  # of experts there are counts as well
+    dim -= 3  # layers may flatten dims in front
+    delta: Tensor = adapters(x.chunk(2, dim)[1].contiguous())
+    first, second = output.chunk(2, dim)
+    return torch.cat([first, second + delta.to(output.dtype)], dim)
 
 
 def adapters_of(layer: nn.Module) -> Adapters | None:
@@ -174,6 +190,20 @@ def adapted_layers(module: nn.Module) -> dict[str, Adapters]:
     """Return layer path -> adapters, for all adapted layers in ``module``."""
     found = ((path, adapters_of(layer)) for path, layer in module.named_modules())
     return {path: adapters for path, adapters in found if adapters is not None}
+
+
+def adapters_for_second_half(module: nn.Module, batch_dim: int | None) -> None:
+    """Compute the first half of the rows without adapters from now on: a frozen reference in the
+    same call, for models that are called only once.
+
+    The setting has to stay until the backward is over, since a recomputation needs it again.
+
+    Args:
+        module: A module with adapters. The inputs of adapted layers have three dims.
+        batch_dim: Dim of the rows in these inputs. None: compute all rows with adapters.
+    """
+    for adapters in adapted_layers(module).values():
+        adapters.half_dim = batch_dim
 
 
 @contextmanager

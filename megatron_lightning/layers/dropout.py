@@ -11,6 +11,18 @@ from torch import Tensor, nn
 from megatron_lightning.parallel.rng import RngStreams
 
 
+def set_dropout(module: nn.Module, p: float) -> None:
+    """Set the probability of all dropouts in a module: of torch, of this library, and on attributes
+    of attention in ``transformers``.
+    """
+    for child in module.modules():
+        if isinstance(child, Dropout | nn.modules.dropout._DropoutNd):
+            child.p = p
+        for name, value in vars(child).items():
+            if name.endswith("dropout") and isinstance(value, float):
+                setattr(child, name, p)
+
+
 class Dropout(nn.Module):
     """Dropout from torch's default generator, or from a named stream set by a plan.
 

@@ -183,9 +183,14 @@ class Vocabulary:
     z_loss: float = 0.0
     softcap: float | None = None
 
+    @property
+    def start(self) -> int:
+        """First entry of this rank."""
+        return shard_range(self.size, self.group.size, self.group.rank)[0]
+
     def targets(self, targets: Tensor, num_rows: int) -> Targets:
         """Return ``targets`` [...], ids of the full vocabulary, for this rank's rows."""
-        start, _ = shard_range(self.size, self.group.size, self.group.rank)
+        start = self.start
         targets = targets.flatten()
         ignored = targets == self.ignore_index
         ids = targets.masked_fill(ignored, start)

@@ -15,6 +15,7 @@ from lightning.pytorch import LightningDataModule, LightningModule
 from megatron_lightning.data.indexed import IndexedDataset
 from megatron_lightning.data.inspection import inspect, length_picture
 from megatron_lightning.data.merge import merge
+from megatron_lightning.data.preference import SIDES
 from megatron_lightning.data.show import (
     as_numbers,
     histogram,
@@ -88,9 +89,11 @@ def _show_conversations(console: Any, data: FinetuneDataModule, samples: int) ->
     rows = data.train_dataset()
     order = list(data.row_order())
     for number, row in enumerate(order[:samples]):
-        sample = {name: tensor.numpy() for name, tensor in rows[row].items()}
-        console.rule(f"row {number + 1} of {len(order)}: {sample_note(sample)}", align="left")
-        console.print(sample_text(sample, data.tokenizer.decode))
+        arrays = {name: tensor.numpy() for name, tensor in rows[row].items()}
+        for name, sample in _samples(arrays).items():
+            note = f"row {number + 1} of {len(order)}{name}: {sample_note(sample)}"
+            console.rule(note, align="left")
+            console.print(sample_text(sample, data.tokenizer.decode))
     console.rule("lengths", align="left")
     console.print(histogram(data.lengths, data.sequence_length))
 
@@ -124,6 +127,15 @@ def _show_documents(console: Any, prefix: str, tokenizer: Tokenizer | None, samp
         console.print(stream_text(tokens, end, decode))
     console.rule("lengths", align="left")
     console.print(length_picture(indexed))
+
+
+def _samples(arrays: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+    """Return the samples in a row by their names: one, or the answers of a pair."""
+    if "tokens" in arrays:
+        return {"": arrays}
+    return {
+        f", {side}": {"tokens": arrays[side], "labels": arrays[f"{side}_labels"]} for side in SIDES
+    }
 
 
 def index(*, config: list[str], overrides: list[str] | None = None) -> None:

@@ -9,12 +9,12 @@ from typing import Any, get_args
 
 import lightning.pytorch as pl
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 
 from megatron_lightning.data.chat_template import ChatOptions, ChatTemplate, Reasoning, TrainOn
 from megatron_lightning.data.chat_tokenizer import ChatTokenizer
 from megatron_lightning.data.document_cache import DocumentCache
-from megatron_lightning.data.packing import Numbers, efficiency, pack
+from megatron_lightning.data.packing import Numbers, Rows, efficiency, pack
 from megatron_lightning.data.report import describe_documents
 from megatron_lightning.data.resume import OnChangedData, describe_changes
 from megatron_lightning.data.sft import Documents, Encoder, SupervisedOptions, Truncation
@@ -22,6 +22,7 @@ from megatron_lightning.data.source_list import parse_sources
 from megatron_lightning.data.sources import source_files
 from megatron_lightning.data.supervised import (
     Packing,
+    Part,
     RowDataset,
     RowOrder,
     Sources,
@@ -243,7 +244,7 @@ class FinetuneDataModule(RunDataModule):
     def setup(self, stage: str) -> None:
         """Map the documents into memory, and pack the documents."""
         self._known.clear()
-        parts = [self._documents(path) for path in self.paths]
+        parts = self._parts()[: len(self.paths)]
         chosen = (
             [None, None] if not self.val_fraction else held_out(parts, self.val_fraction, self.seed)
         )
@@ -252,10 +253,10 @@ class FinetuneDataModule(RunDataModule):
         if self.val_fraction:
             self._validate = Sources(parts, chosen[1])
         elif self.val_paths:
-            self._validate = Sources([self._documents(path) for path in self.val_paths])
+            self._validate = Sources(self._parts()[len(self.paths) :])
         for name, sources in (("training", self._train), ("validation", self._validate)):
             if sources is not None and not len(sources):
-                counts = self._counts(parts)
+                counts = self._counts([self._documents(path) for path in self.paths])
                 if not counts:
                     raise DataError(f"the {name} data have no row: the files are empty")
                 raise DataError(
@@ -301,11 +302,18 @@ class FinetuneDataModule(RunDataModule):
             f"{name}: {count}" for part in parts for name, count in part.report.items()
         )
 
+    def _encoder(self) -> Encoder:
+        """Return what makes documents of the rows of a source."""
+        return Encoder(self.tokenizer, self.template, self.options)
+
+    def _parts(self) -> Sequence[Part]:
+        """Return the samples of each source, of validation behind those of training."""
+        return [self._documents(path) for path in (*self.paths, *self.val_paths)]
+
     def _documents(self, path: str) -> Documents:
         """Return the tokenized documents of a source. Files changed during a fit have no effect."""
         if path not in self._known:
-            encoder = Encoder(self.tokenizer, self.template, self.options)
-            self._known[path], note = self._cache.documents(path, encoder)
+            self._known[path], note = self._cache.documents(path, self._encoder())
             if note is not None:
                 rank_zero_warn(note)
         return self._known[path]
@@ -365,7 +373,7 @@ class FinetuneDataModule(RunDataModule):
             raise ConfigError("the data are not set up; call setup('fit') before")
         return self._train.lengths
 
-    def train_dataset(self) -> RowDataset:
+    def train_dataset(self) -> Dataset[Batch]:
         """Return the training rows, indexed by tuples of documents.
 
         Raises:
@@ -373,8 +381,14 @@ class FinetuneDataModule(RunDataModule):
         """
         if self._train is None:
             raise ConfigError("the data are not set up; call setup('fit') before")
+        return self._dataset(self._train)
+
+    def _dataset(self, sources: Sources, rows: Rows | None = None) -> Dataset[Batch]:
+        """Return samples. ``rows``: documents of each row. None: each document is a row."""
         packed = self.packing != "none"
-        return RowDataset(self._train, self.sequence_length, self.tokenizer.padding, packed=packed)
+        return RowDataset(
+            sources, self.sequence_length, self.tokenizer.padding, rows, packed=packed
+        )
 
     def train_dataloader(self) -> DataLoader[Batch]:
         """Return the training loader, without incomplete batches."""
@@ -395,7 +409,5 @@ class FinetuneDataModule(RunDataModule):
             return []
         packed = self.packing != "none"
         rows = pack(self._validate.lengths, self.sequence_length) if packed else None
-        dataset = RowDataset(
-            self._validate, self.sequence_length, self.tokenizer.padding, rows, packed=packed
-        )
+        dataset = self._dataset(self._validate, rows)
         return self._loader_of(dataset, batch_size=self.batch_size, shuffle=False)

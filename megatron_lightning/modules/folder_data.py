@@ -17,6 +17,7 @@ from megatron_lightning.errors import CheckpointError, ConfigError
 from megatron_lightning.models.plans.hf_documents import check_parts_documents
 from megatron_lightning.modules.folder_module import FolderModule
 from megatron_lightning.modules.hugging_face import HuggingFaceModule
+from megatron_lightning.modules.objective import ObjectiveModule
 from megatron_lightning.rules import check_vocabulary
 
 
@@ -47,6 +48,10 @@ def check_model(module: object, num_ids: int, *, packed: bool) -> None:
     Raises:
         ConfigError: If the embedding has fewer rows, or documents in a row would see each other.
     """
+    if isinstance(module, ObjectiveModule):
+        for template in module.templates():
+            check_model(template, num_ids, packed=packed)
+        return
     config = getattr(module, "config", None)
     if isinstance(config, TransformerConfig):
         check_vocabulary(config, num_ids)

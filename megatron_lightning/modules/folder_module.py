@@ -28,6 +28,8 @@ class FolderModule(LanguageModule):
         self._source: dict[str, Any] | None = None
         """Options of :meth:`AutoBridge.from_hf_pretrained`. None: the model needs no folder."""
         self.model: Any = None
+        self.given_mesh: Any = None
+        """Device mesh of a module around this one. None: the module is the Trainer's."""
         self.loads_from: str | None = None
         """Checkpoint to be loaded by the run. ``MegatronStrategy`` sets the path before the run
         begins."""

@@ -87,7 +87,7 @@ class GPTLightningModule(FolderModule):
                 self._set_config(bridge.to_config())
             self.model = self._adapt(bridge.to_model("gpt", config=self.config))
             return
-        mesh = self.device_mesh
+        mesh = self.given_mesh or self.device_mesh
         parallel = mesh is not None and "pp" in (mesh.mesh_dim_names or ())
         with torch.device("meta" if parallel else torch.empty(0).device):
             self.model = self._adapt(GPTModel(self.config))

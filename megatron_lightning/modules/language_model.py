@@ -146,7 +146,7 @@ class LanguageModule(LightningModule):
         Raises:
             CheckpointError: If the adapters belong to another base.
         """
-        left_out = {name for record in self._records for name in record.left_out}
+        left_out = {n for record in self._records for n in (*record.left_out, *record.beside)}
         missing = {n: t for n, t in self.state_dict().items() if n in left_out - state_dict.keys()}
         for record in self._records if missing else ():
             model = self.get_submodule(record.path)
@@ -159,11 +159,11 @@ class LanguageModule(LightningModule):
         """Return the sum of the tokens' weights. Without a floating ``loss_mask`` this is the
         number of counted tokens.
         """
-        return _token_weights(batch).sum()
+        return token_weights(batch).sum()
 
     def _loss(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return the weighted mean of the tokens' losses, and the sum of the weights."""
-        weights = _token_weights(batch)
+        weights = token_weights(batch)
         # Layers with additional losses, such as multi-token prediction, see the mask.
         labels = batch["labels"].masked_fill(weights == 0, IGNORED_LABEL)
         losses = self(batch["tokens"], labels, **_optional_inputs(batch))
@@ -210,7 +210,7 @@ class LanguageModule(LightningModule):
         log_reports(self, prefix="test_", sync_dist=True, **weighed)
         return loss
 
-    def predict_step(self, batch: Batch, batch_idx: int) -> Tensor:
+    def predict_step(self, batch: Batch, batch_idx: int) -> Any:
         """Return the most likely next token at every position, [b, s]."""
         logits: Tensor = self(batch["tokens"], **_optional_inputs(batch))
         return logits.argmax(dim=-1)
@@ -259,7 +259,7 @@ class LanguageModule(LightningModule):
         return _schedule(min_lr, steps_up, None if decay is None else length)
 
 
-def _token_weights(batch: Batch) -> Tensor:
+def token_weights(batch: Batch) -> Tensor:
     """Return the weight [b, s] of every token in the loss: 0 for ignored labels. The dtype is fp32
     for a floating ``loss_mask``.
     """

@@ -76,7 +76,7 @@ def make_param_groups(
     weight_decay: float = 0.0,
 ) -> list[dict[str, Any]]:
     """Return the groups for an optimizer. A parameter belongs to the first matching row. In a
-    module with adapters, frozen parameters are left out.
+    module with adapters, or with a frozen model beside the trained, frozen parameters are left out.
 
     Args:
         module: Owner of the parameters. Patterns match the names of ``named_parameters()``. A tied
@@ -101,7 +101,10 @@ def make_param_groups(
         "wd_mult": 1.0,
     }
     groups = [default, *(_group(row, lr, weight_decay) for row in table)]
-    skips_frozen = any(is_wrapper(m) or isinstance(m, Attachment) for m in module.modules())
+    skips_frozen = any(
+        is_wrapper(m) or isinstance(m, Attachment) or getattr(m, "is_partly_frozen", False)
+        for m in module.modules()
+    )
     for index, _, parameter in _rows_of(module, table):
         if parameter.requires_grad or not skips_frozen:
             groups[index]["params"].append(parameter)

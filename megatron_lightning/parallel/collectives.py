@@ -99,6 +99,19 @@ def all_reduce(x: Tensor, group: AxisGroup, op: str = "sum") -> Tensor:
     return finish(all_reduce_start(x, group, op), group)
 
 
+def exchange_rows(x: Tensor, sent: list[int], received: list[int], group: AxisGroup) -> Tensor:
+    """Send blocks of the rows of ``x`` to the ranks of the group, without a gradient.
+
+    Args:
+        x: Rows for the first rank, for the second, and so on.
+        sent: Rows for each rank.
+        received: Rows from each rank.
+        group: The ranks.
+    """
+    started = _ops.all_to_all_single(x.contiguous(), received, sent, _name(group))
+    return finish(started, group)
+
+
 def _shard_length(x: Tensor, group: AxisGroup, dim: int) -> int:
     """Return the extent of a rank's shard of ``x`` along ``dim``."""
     if x.shape[dim] % group.size:

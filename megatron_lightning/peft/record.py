@@ -8,6 +8,7 @@ The entry maps the path of each adapted model in the LightningModule to a dict:
     names       "gpt" (of a ``GPTModel``), or "own"
     base        origin, revision and digest of the weights that the adapters belong to
     left_out    names of the tensors that an adapters-only checkpoint does without
+    beside      names of the tensors of a frozen model beside the adapted, left out as well
 """
 
 from __future__ import annotations
@@ -42,6 +43,8 @@ class Record(NamedTuple):
     base: Base
     left_out: tuple[str, ...]
     """Names of tensors in the LightningModule left out of the checkpoint."""
+    beside: tuple[str, ...] = ()
+    """Names of left-out tensors of a frozen model beside the adapted."""
 
 
 def base_of(model: nn.Module) -> Base:
@@ -92,7 +95,8 @@ def read_records(state: Mapping[str, Any], where: str = "the checkpoint") -> lis
 
 def left_out_of(state: Mapping[str, Any]) -> frozenset[str]:
     """Return the names of the tensors left out of an adapters-only checkpoint."""
-    return frozenset(name for record in read_records(state) for name in record.left_out)
+    records = read_records(state)
+    return frozenset(name for record in records for name in (*record.left_out, *record.beside))
 
 
 def is_adapters_only(source: CheckpointSource) -> bool:
@@ -123,7 +127,8 @@ def _record(path: str, entry: Mapping[str, Any]) -> Record:
     lora, saved = LoRA(**entry["lora"]), tuple(entry["saved"])
     applied = AppliedLoRA(lora, tuple(entry["targets"]), fused, saved)
     is_gpt = entry["names"] == "gpt"
-    return Record(path, applied, is_gpt, Base.of(entry["base"]), tuple(entry["left_out"]))
+    left_out, beside = tuple(entry["left_out"]), tuple(entry.get("beside", ()))
+    return Record(path, applied, is_gpt, Base.of(entry["base"]), left_out, beside)
 
 
 def _plain(value: Any) -> Any:

@@ -18,14 +18,19 @@ class ExplicitCalls:
         self._trains = hook == "training_step"
         self._count = 0
 
-    def begin(self) -> str:
-        """Count a call and return the name of the step. Refuse a second call that would train."""
-        self._count += 1
+    def begin(self, *, trains: bool = True) -> str:
+        """Count a call and return the name of the step. Refuse a second call that would train.
+
+        Args:
+            trains: Whether gradients are computed in the call. Any number of calls may do without.
+        """
+        self._count += trains
         if self._trains and self._count > 1:
             raise PipelineError(
                 f"{self._hook} called run_pipeline twice, and each call would complete the "
-                "gradients of the step. Put the inputs into one batch, or set "
-                "pipeline_model_parallel_size=1 and optimize manually."
+                "gradients of the step. Put the inputs into one batch, call it under "
+                "torch.no_grad() for values alone, or set pipeline_model_parallel_size=1 and "
+                "optimize manually."
             )
         return self._hook
 
@@ -36,7 +41,7 @@ class ExplicitCalls:
         loss = output.get("loss") if isinstance(output, Mapping) else output
         if self._trains and not self._count:
             raise PipelineError(
-                f"{self._hook} did not call run_pipeline(self, fn, batch), which "
+                f"{self._hook} did not call run_pipeline(self, fn, batch) with gradients, which "
                 "explicit_steps=True needs. Call it once, or set explicit_steps=False, which runs "
                 "the full step for every micro-batch."
             )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -10,6 +10,7 @@ from torch import nn
 
 from megatron_lightning.assembly.module_shards import ModuleState
 from megatron_lightning.errors import CheckpointError, ConfigError
+from megatron_lightning.models.pair import FrozenPair
 from megatron_lightning.parallel.tensor_shards import TensorShards
 from megatron_lightning.peft.base_digest import digest_of_part, frozen_names
 from megatron_lightning.peft.lora import applied_to
@@ -53,15 +54,20 @@ class AdapterCheckpoints:
         write_record(state.module, checkpoint)
         if not self._adapters_only or PEFT not in checkpoint:
             return tensors
-        frozen = set(frozen_names(state.module))
+        frozen, beside = set(frozen_names(state.module)), set(_beside(state.module))
         everywhere = state.context.pp.all_gather_object(sorted(frozen))
+        others = {name for rank in state.context.pp.all_gather_object(beside) for name in rank}
         for path, entry in checkpoint[PEFT].items():
             prefix = f"{path}." if path else ""
             names = {name for rank in everywhere for name in rank if name.startswith(prefix)}
             digest = self._digest(state, path, names)
             base = replace(base_of(state.module.get_submodule(path)), digest=digest)
-            entry |= {"left_out": sorted(names), "base": asdict(base)}
-        return [tensor for tensor in tensors if tensor.name.removeprefix(_MODULE) not in frozen]
+            own = [
+                name for name in others if prefix.startswith(f"{name.partition('.frozen.')[0]}.")
+            ]
+            entry |= {"left_out": sorted(names), "beside": sorted(own), "base": asdict(base)}
+        left_out = frozen | beside
+        return [tensor for tensor in tensors if tensor.name.removeprefix(_MODULE) not in left_out]
 
     def describe(self, checkpoint: Mapping[str, Any]) -> dict[str, Any]:
         """Return the manifest's entries about left-out tensors."""
@@ -101,6 +107,16 @@ class AdapterCheckpoints:
         if key not in self._digests:
             self._digests[key] = digest_of_part(state, path, names)
         return self._digests[key]
+
+
+def _beside(module: nn.Module) -> Iterator[str]:
+    """Yield the names of the tensors of frozen models beside adapted models."""
+    adapted = tuple(f"{path}." for path in applied_to(module))
+    for path, child in module.named_modules():
+        prefix = f"{path}." if path else ""
+        if isinstance(child, FrozenPair) and any(one.startswith(prefix) for one in adapted):
+            for name in child.frozen.state_dict():
+                yield f"{prefix}frozen.{name}"
 
 
 def _check_paths(module: nn.Module, record: Record) -> None:

@@ -7,6 +7,7 @@ import lightning.pytorch as pl
 from megatron_lightning.config import PipelineOptions, TransformerConfig
 from megatron_lightning.data.batch_size import BatchSizeSchedule
 from megatron_lightning.models.transformer import GPTModel
+from megatron_lightning.modules.objective import ObjectiveModule
 from megatron_lightning.parallel.layout import ParallelLayout
 from megatron_lightning.pipeline.schedules import ScheduleChoice
 from megatron_lightning.rules import check_model_layout, check_vocabulary
@@ -39,7 +40,16 @@ def check_config(
     config, length = model_config(module), getattr(data, "sequence_length", None)
     if config is not None:
         known = length if isinstance(length, int) else None
-        check_model_layout(config, layout, world_size, sequence_length=known, pipeline=pipeline)
+        # Two models in a pipeline have more layers than the configuration.
+        num_models = len(module.templates()) if isinstance(module, ObjectiveModule) else 1
+        check_model_layout(
+            config,
+            layout,
+            world_size,
+            sequence_length=known,
+            pipeline=pipeline,
+            num_models=num_models,
+        )
         num_ids = getattr(data, "vocab_size", None)
         check_vocabulary(config, num_ids if isinstance(num_ids, int) else None)
 

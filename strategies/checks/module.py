@@ -20,6 +20,7 @@ from megatron_lightning.bridge.untouched import deferred_weights
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.modules.gpt import GPTLightningModule
 from megatron_lightning.modules.hugging_face import HuggingFaceModule
+from megatron_lightning.modules.objective import ObjectiveModule
 from megatron_lightning.optim.param_groups import check_rows
 from megatron_lightning.parallel.layout import ParallelLayout
 
@@ -32,6 +33,10 @@ def planned_module(module: pl.LightningModule) -> pl.LightningModule | None:
     """
     if not is_built_later(module):
         return module
+    if isinstance(module, ObjectiveModule):
+        parts = [planned_module(template) for template in module.templates()]
+        built = [part for part in parts if part is not None]
+        return module.with_models(built) if len(built) == len(parts) else None
     sets_up = type(module).setup is not HuggingFaceModule.setup  # builds nothing
     if is_overridden("setup", module) and sets_up:
         return None

@@ -15,6 +15,7 @@ from megatron_lightning.assembly import layout_checks as checks
 from megatron_lightning.assembly.assemble import is_assembled
 from megatron_lightning.assembly.compile import check_blocks
 from megatron_lightning.errors import ConfigError
+from megatron_lightning.modules.distillation import DistillationModule
 from megatron_lightning.modules.finetune_data import FinetuneDataModule
 from megatron_lightning.modules.pretrain_data import PretrainDataModule
 from megatron_lightning.parallel.grid import RankGrid
@@ -123,6 +124,8 @@ def check_before_launch(
         )
         if planned is not None:
             check_layers(options, world_size, planned, trainer)
+    if isinstance(module, DistillationModule):
+        module.check_tokenizers()
     stage = None if trainer is None else trainer.state.fn
     if stage is not None and stage != TrainerFn.PREDICTING:
         if isinstance(data, PretrainDataModule):

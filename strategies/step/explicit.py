@@ -28,11 +28,12 @@ def run_pipeline(module: pl.LightningModule, fn: Callable[[Any], Any], batch: An
     Returns:
         The outputs of ``fn``, merged like the outputs of a step: scalars are means, and in
         training scalars are detached, since the backward has run. Tensors with dims are on the last
-        stage only, except in ``predict_step``.
+        stage only, except in ``predict_step`` and in a training step under ``torch.no_grad()``.
 
     Raises:
         ConfigError: Outside of a step, or without ``explicit_steps``.
-        PipelineError: If a training step calls this function twice.
+        PipelineError: If a training step calls this function twice with gradients. Under
+            ``torch.no_grad()`` a training step may call this function any number of times.
     """
     trainer = attached_trainer(module)
     run: Callable[..., Any] | None = getattr(

@@ -109,7 +109,8 @@ class PipelinedStepRunner(StepRunner):
         """See the base class."""
         if self._explicit is None:
             raise not_in_a_step()
-        return self._run(self._explicit.begin(), fn, self._split(batch), ())
+        hook = self._explicit.begin(trains=torch.is_grad_enabled())
+        return self._run(hook, fn, self._split(batch), ())
 
     def _explicitly(self, hook: str, batch: Any, indices: tuple[Any, ...]) -> Any:
         """Call a hook once with its batch. The hook itself runs functions on the micro-batches."""
@@ -141,6 +142,8 @@ class PipelinedStepRunner(StepRunner):
             PipelineError: If the step breaks the contract of a pipelined step.
         """
         trains = hook == "training_step" and not skips_backward(self._scope.module.trainer)
+        # A training step that calls the pipeline itself may ask for values alone.
+        trains = trains and torch.is_grad_enabled()
         schedule = self._schedule(len(microbatches), trains)
         self._forget_shapes()
         new_run = partial(
@@ -226,7 +229,8 @@ class PipelinedStepRunner(StepRunner):
             with units.in_order(hook, stage):
                 return units.call(stage, forward, *args, **kwargs)
 
-        kind = (hook, self._scope.module.trainer.sanity_checking, loader, kinds_of(first))
+        checks = self._scope.module.trainer.sanity_checking
+        kind = (hook, checks, torch.is_grad_enabled(), loader, kinds_of(first))
         is_new = kind not in self._facts
         facts = self._facts.setdefault(kind, CallFacts())
         crossing = StageCrossing(
@@ -317,17 +321,19 @@ class PipelinedStepRunner(StepRunner):
             sent = (
                 self._broadcast_objects(sent)
                 if predicting
-                else self._broadcast(sent, without=None if self._are_read(run.hook) else 0)
+                else self._broadcast(sent, without=None if self._are_read(run) else 0)
             )
         output, num_items, shared = sent
         self.participants.apply(run, shared)
         return output, num_items
 
-    def _are_read(self, hook: str) -> bool:
-        """Whether the module or a callback, other than Lightning's callbacks and ours, has the hook
-        for the outputs.
+    def _are_read(self, run: StepRun) -> bool:
+        """Whether a training step asked for values alone, or the module or a callback, other than
+        Lightning's callbacks and ours, has the hook for the outputs.
         """
-        name = f"on_{hook.removesuffix('_step').replace('training', 'train')}_batch_end"
+        if run.hook == "training_step" and not torch.is_grad_enabled():
+            return True
+        name = f"on_{run.hook.removesuffix('_step').replace('training', 'train')}_batch_end"
         return bool(users_hooks(self._scope.module, name))
 
     def _broadcast_objects(self, value: Any) -> Any:

@@ -83,11 +83,18 @@ class VocabParallel:
         return VocabParallelLinear.from_linear(linear, gather_output=self.gather_output, **options)
 
 
-class _GatherLogits(nn.Identity):
+class LogitsGather(nn.Identity):
+    """All-gather of the logits' shards."""
+
     group: AxisGroup
     vocab_size: int
+    enabled: bool = True
+    """False: logits stay shards."""
 
     def forward(self, logits: Tensor) -> Tensor:
+        """Map [..., v / ranks] to [..., v]."""
+        if not self.enabled:
+            return logits
         return gather(logits, self.group, -1, self.vocab_size)
 
 
@@ -106,7 +113,7 @@ class GatherLogits:
             return module
         expect(module, nn.Identity, "GatherLogits")
         check_hooks(module, "GatherLogits", ("input",))
-        return change_class(module, _GatherLogits, group=context.tp, vocab_size=self.vocab_size)
+        return change_class(module, LogitsGather, group=context.tp, vocab_size=self.vocab_size)
 
 
 @dataclass(frozen=True)

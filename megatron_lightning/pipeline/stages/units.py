@@ -63,6 +63,12 @@ def find_pipelined(
         for path, module in root.named_modules()
         if callable(getattr(module, "pipeline_units", None))
     ]
+    # A module around others that declare units speaks for these.
+    declared = [
+        (path, module)
+        for path, module in declared
+        if not any(path != other and f"{path}.".startswith(_prefix(other)) for other, _ in declared)
+    ]
     if len(declared) > 1:
         raise ConfigError(
             "a pipeline divides one module, and "
@@ -74,6 +80,10 @@ def find_pipelined(
         path, module = declared[0]
         return Pipelined(path, module, _modules_only(module, module.pipeline_units()))
     return _planned(root, calls_of) or _found(root, calls_of)
+
+
+def _prefix(path: str) -> str:
+    return f"{path}." if path else ""
 
 
 def has_own_forward(module: nn.Module) -> bool:

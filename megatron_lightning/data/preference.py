@@ -1,0 +1,281 @@
+"""Preferences: a prompt with a chosen and a rejected answer, as two documents with the same prompt.
+
+A row has ``chosen`` and ``rejected``, and usually ``prompt``. Each is text, or a list of messages.
+Without ``prompt`` the common first messages of two conversations are the prompt. Only answers
+behind the prompt have a loss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import groupby, takewhile
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from megatron_lightning.data.chat import ASSISTANT, Chat, Text, parse_row
+from megatron_lightning.data.chat_template import ChatOptions, Rendered
+from megatron_lightning.data.files import atomic_write
+from megatron_lightning.data.packing import Numbers
+from megatron_lightning.data.sft import Document, Documents, Encoder
+from megatron_lightning.data.sources import Row
+from megatron_lightning.data.supervised import IGNORED, Sources
+from megatron_lightning.errors import CheckpointError, ConfigError, DataError
+
+SIDES = ("chosen", "rejected")
+_VERSION = 1
+_WANTED = "prompt, chosen and rejected, each a text or a list of messages"
+
+
+def parse_pair(row: Row) -> tuple[Chat | Text, Chat | Text]:
+    """Return the two answers of a row, each behind the prompt.
+
+    Raises:
+        DataError: If the keys are not those of a preference, or a value does not fit.
+    """
+    fields = row.fields
+    if not all(side in fields for side in SIDES):
+        if "completion" in fields and "label" in fields:
+            raise DataError(
+                f"{row.where}: completion and label are data of KTO, whose loss compares unpaired "
+                f"answers over a batch, which micro-batches would change; expected {_WANTED}"
+            )
+        raise DataError(f"{row.where}: the keys are {sorted(fields)}; expected {_WANTED}")
+    answers = [fields[side] for side in SIDES]
+    prompt = fields.get("prompt")
+    if prompt is None:
+        prompt, answers = _common(row, answers)
+    elif isinstance(prompt, str) and all(isinstance(answer, str) for answer in answers):
+        pass  # a prompt without a template
+    else:
+        prompt = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        answers = [_behind(prompt, answer) for answer in answers]
+    chosen, rejected = (_answer(row, prompt, answer) for answer in answers)
+    return chosen, rejected
+
+
+def _common(row: Row, answers: Sequence[Any]) -> tuple[Any, list[Any]]:
+    """Return the common first messages of two conversations, and the rest of each."""
+    if not all(isinstance(answer, list) for answer in answers):
+        raise DataError(
+            f"{row.where}: there is no prompt, and chosen and rejected are no conversations that "
+            f"would hold one; expected {_WANTED}"
+        )
+    pairs = zip(*answers, strict=False)
+    shared = len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
+    shared = min(shared, *(len(answer) - 1 for answer in answers))
+    if shared < 1:
+        raise DataError(
+            f"{row.where}: chosen and rejected begin with different messages, so that the prompt "
+            "is not known; add prompt"
+        )
+    return answers[0][:shared], [answer[shared:] for answer in answers]
+
+
+def _behind(prompt: Any, answer: Any) -> Any:
+    """Return an answer as messages behind the prompt. Many data sets repeat the prompt in the
+    answer.
+    """
+    if isinstance(answer, str):
+        return [{"role": ASSISTANT, "content": answer}]
+    repeats = (
+        isinstance(prompt, list)
+        and isinstance(answer, list)
+        and len(answer) > len(prompt)
+        and answer[: len(prompt)] == prompt
+    )
+    return answer[len(prompt) :] if repeats else answer
+
+
+def _answer(row: Row, prompt: Any, answer: Any) -> Chat | Text:
+    fields = {**row.fields, "prompt": prompt, "completion": answer}
+    others = ("messages", "conversations", "input_ids", "instruction", *SIDES)
+    own = Row(row.where, {key: value for key, value in fields.items() if key not in others})
+    parsed = cast("Chat | Text", parse_row(own))
+    if isinstance(parsed, Chat) and not parsed.trained:
+        raise DataError(f"{row.where}: there is no answer of the assistant behind the prompt")
+    return parsed
+
+
+class PairEncoder(Encoder):
+    """Makes two documents of each row, the chosen and the rejected one, or none."""
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """All inputs to the documents, beside the rows."""
+        return {**super().identity, "pairs": _VERSION}
+
+    def documents(self, rows: Iterable[Row]) -> Iterator[Document]:
+        """Yield the documents of rows in order. If a document of a pair is left out, then the other
+        is as well.
+
+        Raises:
+            DataError: If a row cannot be used, with file and line.
+        """
+        for _, both in groupby(super().documents(rows), lambda document: document.row):
+            pair = list(both)
+            if len(pair) == len(SIDES):
+                self.counts["pairs"] += 1
+                yield from pair
+                continue
+            self.counts["left out with the other answer"] += 1
+            self.counts["documents"] -= 1
+            self.counts["tokens"] -= len(pair[0].ids)
+            self.counts["trained tokens"] -= int(pair[0].trained.sum())
+
+    def _pieces(self, row: Row) -> Iterator[Rendered | Any]:
+        for parsed in parse_pair(row):
+            if isinstance(parsed, Text):
+                # A space before the answer may be part of the answer's first token. A token of
+                # spaces alone is equal in both answers, and cancels out.
+                start, end = len(parsed.prompt.rstrip()), len(parsed.prompt + parsed.completion)
+                yield replace(self._text(parsed), spans=[(start, end)])
+            else:
+                yield from self._samples(parsed)
+
+    def _options_of(self, chat: Chat) -> ChatOptions:
+        """Return the options of a conversation. The last answer is rendered as in generation, so
+        that any template works.
+        """
+        is_last = chat.trained == {len(chat.messages) - 1}
+        given = self._options.chat
+        return ChatOptions(split_turns=is_last, reasoning=given.reasoning)
+
+
+class Pair(NamedTuple):
+    """A preference."""
+
+    chosen: Document
+    rejected: Document
+    number: int
+    """Position in all pairs of a data module."""
+    scores: npt.NDArray[np.float32] | None
+    """Log-probabilities of both answers under the reference [2]. None: unknown."""
+
+
+class Pairs(Sequence[Pair]):
+    """The pairs in a source's documents.
+
+    Args:
+        documents: Chosen and rejected in turn.
+        first: Number of the first pair in all pairs of the data module.
+        scores: Log-probabilities of the answers of all pairs of the data module [N, 2].
+    """
+
+    def __init__(
+        self, documents: Documents, first: int, scores: npt.NDArray[np.float32] | None
+    ) -> None:
+        self._documents = documents
+        self._first = first
+        self._scores = scores
+        self.lengths: Numbers = documents.lengths.reshape(-1, len(SIDES)).max(axis=1)
+        """Tokens of the longer answer of every pair, with the prompt."""
+        self.rows: npt.NDArray[np.int64] = documents.rows[:: len(SIDES)]
+        """Number of each pair's row in the source."""
+
+    def __len__(self) -> int:
+        return len(self._documents) // len(SIDES)
+
+    def __getitem__(self, index: Any) -> Any:
+        chosen, rejected = (self._documents[len(SIDES) * index + side] for side in (0, 1))
+        number = self._first + int(index)
+        return Pair(
+            chosen, rejected, number, None if self._scores is None else self._scores[number]
+        )
+
+
+class PairDataset(Dataset[dict[str, Tensor]]):
+    """Samples ``{"chosen": [s], "chosen_labels": [s], "rejected": [s], "rejected_labels": [s],
+    "pair": []}``. With a reference's scores also ``"scores": fp32 [2]``.
+
+    Labels are shifted already. Labels are -100 in prompts and padding.
+
+    Args:
+        sources: The pairs.
+        sequence_length: Positions of a row (s).
+        padding: Id for filling a row.
+    """
+
+    def __init__(self, sources: Sources, sequence_length: int, padding: int) -> None:
+        self._sources = sources
+        self._length = sequence_length
+        self._padding = padding
+
+    def __len__(self) -> int:
+        return len(self._sources)
+
+    def __getitem__(self, row: int | tuple[int, ...]) -> dict[str, Tensor]:
+        """Return a sample, by the number or by a tuple with the number."""
+        pair: Pair = self._sources[row if isinstance(row, int) else row[0]]
+        sample = {"pair": torch.tensor(pair.number)}
+        for name, document in zip(SIDES, (pair.chosen, pair.rejected), strict=True):
+            ids, trained = document.ids, document.trained
+            tokens = np.full(self._length, self._padding, np.int64)
+            labels = np.full(self._length, IGNORED, np.int64)
+            tokens[: len(ids)] = ids
+            labels[: len(ids) - 1] = np.where(trained[1:], ids[1:], IGNORED)
+            sample |= {
+                name: torch.from_numpy(tokens),
+                f"{name}_labels": torch.from_numpy(labels),
+            }
+        if pair.scores is not None:
+            sample["scores"] = torch.from_numpy(np.array(pair.scores, np.float32))
+        return sample
+
+
+class ScoreFile:
+    """File with a reference's log-probabilities of all pairs of a data module.
+
+    Args:
+        path: The file, in NumPy's format.
+        digests: Digest of the documents of each source.
+    """
+
+    def __init__(self, path: str, digests: Sequence[str]) -> None:
+        self.path = Path(path)
+        self._digests = [digest[:16] for digest in digests]
+
+    def read(self, count: int) -> npt.NDArray[np.float32]:
+        """Return the scores [``count``, 2].
+
+        Raises:
+            CheckpointError: If the file is missing, damaged, or of other documents.
+        """
+        try:
+            with np.load(self.path, allow_pickle=False) as file:
+                scores, digests = file["scores"], file["documents"].tolist()
+        except (OSError, ValueError, KeyError) as error:
+            raise CheckpointError(
+                f"scores={str(self.path)!r} cannot be read ({error}). Write it by `predict` with "
+                "this configuration: megatron-lightning predict --config FILE."
+            ) from error
+        if digests != self._digests or scores.shape != (count, len(SIDES)):
+            raise CheckpointError(
+                f"scores={str(self.path)!r} belong to {len(scores)} pairs of other documents than "
+                f"the {count} here: data, tokenizer, template or lengths have changed. Write it "
+                "again by `predict`."
+            )
+        return np.asarray(scores, np.float32)
+
+    def write(self, found: Mapping[int, Sequence[float]], count: int) -> None:
+        """Write the scores of all ``count`` pairs, by their numbers.
+
+        Raises:
+            ConfigError: If pairs are missing.
+        """
+        missing = count - len(found)
+        if missing:
+            raise ConfigError(
+                f"{missing} of {count} pairs have no scores: the prediction did not see all "
+                "batches. Leave out limit_predict_batches."
+            )
+        scores = np.array([found[number] for number in range(count)], np.float32)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with atomic_write(self.path) as file:
+            np.savez(file, scores=scores, documents=np.array(self._digests))

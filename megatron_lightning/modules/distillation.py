@@ -1,0 +1,177 @@
+"""Training of a model by the predictions of another."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar, get_args
+
+import torch
+from torch import Tensor, nn
+
+from megatron_lightning.errors import ConfigError, DataError
+from megatron_lightning.layers.step_report import log_reports
+from megatron_lightning.models.pair import DistillationPair, DivergenceKind
+from megatron_lightning.models.plans.hf_documents import separating_positions
+from megatron_lightning.models.transformer import GPTModel
+from megatron_lightning.modules.folder_data import folder_tokenizer
+from megatron_lightning.modules.language_model import LanguageModule, token_weights
+from megatron_lightning.modules.objective import ObjectiveModule, Template, template_of
+
+Batch = dict[str, Tensor]
+
+
+class DistillationModule(ObjectiveModule):
+    """A language model trained by the predictions of a frozen teacher, on batches of
+    :class:`FinetuneDataModule` or :class:`PretrainDataModule`.
+
+    The loss is the mean over the counted tokens, as in :class:`LanguageModule`, of
+
+        (1 - label_weight) * divergence + label_weight * cross entropy
+
+    For the divergences see ``layers.divergence``. The teacher may have another size and family. The
+    tokenizers must be equal. Logits stay split over tensor-parallel ranks.
+
+    Args:
+        model: A :class:`HuggingFaceModule` or a :class:`GPTLightningModule`: the student, adapters,
+            optimizer and schedule.
+        teacher: The module of the teacher.
+        kind: ``forward``: the student covers all that the teacher predicts. ``reverse``: the
+            student stays where the teacher predicts something. ``top_k``: forward, from the
+            teacher's k largest logits.
+        temperature: Divisor of the logits.
+        k: Number of the teacher's largest logits, for top_k. Only these cross pipeline stages.
+        label_weight: Weight of the cross entropy with the labels.
+
+    Raises:
+        ConfigError: If values contradict each other.
+    """
+
+    sequence_dims: ClassVar[Mapping[str, int]] = LanguageModule.sequence_dims
+
+    def __init__(
+        self,
+        model: Template,
+        teacher: Template,
+        *,
+        kind: DivergenceKind = "forward",
+        temperature: float = 1.0,
+        k: int = 64,
+        label_weight: float = 0.0,
+    ) -> None:
+        if kind not in get_args(DivergenceKind):
+            raise ConfigError(
+                f"kind is {kind!r}; must be one of {', '.join(get_args(DivergenceKind))}."
+            )
+        if temperature <= 0.0:
+            raise ConfigError(f"temperature is {temperature}; must be positive.")
+        if not 0.0 <= label_weight < 1.0:
+            raise ConfigError(
+                f"label_weight is {label_weight}; set it to 0 or more, and below 1. At 1 there is "
+                "nothing of the teacher in the loss."
+            )
+        teacher = template_of(teacher, "teacher")
+        super().__init__(model, teacher)
+        self.kind: DivergenceKind = kind
+        self.temperature = temperature
+        self.k = k
+        self.label_weight = label_weight
+        self.save_settings(
+            teacher=self.entry_of(teacher),
+            kind=kind,
+            temperature=temperature,
+            k=k,
+            label_weight=label_weight,
+        )
+
+    def joined(self, models: Any) -> nn.Module:
+        """Return teacher and student in one module."""
+        student, teacher = models
+        return DistillationPair(
+            teacher, student, kind=self.kind, temperature=self.temperature, k=self.k
+        )
+
+    def prepare_data(self) -> None:
+        """Download the folders, and compare their tokenizers, once a node.
+
+        Raises:
+            ConfigError: If a token has another id in the teacher.
+        """
+        super().prepare_data()
+        self.check_tokenizers()
+
+    def check_tokenizers(self) -> None:
+        """Check that both folders have tokenizers with the same ids. Models without a folder or a
+        tokenizer are not compared.
+
+        Raises:
+            ConfigError: If a token has another id in the teacher.
+        """
+        tokenizers = []
+        for template in self.templates():
+            try:
+                found = folder_tokenizer(template)
+            except DataError:  # a folder without a tokenizer
+                return
+            if found is None:
+                return
+            tokenizers.append(found)
+        student, teacher = (one.vocabulary for one in tokenizers)
+        differing = {
+            token
+            for token in student.keys() | teacher.keys()
+            if student.get(token) != teacher.get(token)
+        }
+        if differing:
+            token = min(differing, key=lambda one: (student.get(one, 1 << 60), one))
+            raise ConfigError(
+                f"{len(differing)} tokens have another id in the teacher, such as {token!r}: "
+                f"{student.get(token, 'none')} in the student, {teacher.get(token, 'none')} in the "
+                "teacher. Predictions of two models are compared by ids: use a teacher with the "
+                "same tokenizer."
+            )
+
+    def num_items(self, batch: Batch) -> Tensor:
+        """Return the sum of the tokens' weights."""
+        return token_weights(batch).sum()
+
+    def _loss(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Return the weighted mean of the tokens' losses, and the sum of the weights."""
+        weights = token_weights(batch)
+        labels = batch["labels"].masked_fill(weights == 0, -100) if self.label_weight else None
+        divergences, losses = self.model(batch["tokens"], labels, **self._inputs(batch))
+        num_items = self.num_items(batch)
+        total = torch.where(num_items > 0, num_items, 1)
+        loss = (divergences * weights).sum() / total
+        if losses is not None:
+            label_loss = (losses * weights).sum() / total
+            loss = (1 - self.label_weight) * loss + self.label_weight * label_loss
+        return loss, num_items
+
+    def _inputs(self, batch: Batch) -> dict[str, Tensor]:
+        """Return further inputs of both models."""
+        inputs: dict[str, Tensor] = {
+            key: batch[key] for key in ("position_ids", "document_ids") if key in batch
+        }
+        models = (self.model.frozen, self.model.trained)
+        if "document_ids" not in inputs or all(isinstance(one, GPTModel) for one in models):
+            return inputs
+        context = self.context
+        if "position_ids" not in inputs and context is not None and context.cp.size > 1:
+            raise ConfigError(
+                "the batch has document_ids and no position_ids, and a rank that has a part of a "
+                "sequence does not see where its documents begin. Add position_ids that start "
+                "again with every document, as FinetuneDataModule does."
+            )
+        for model in models:
+            if not isinstance(model, GPTModel):
+                inputs["position_ids"] = separating_positions(
+                    model, inputs["document_ids"], inputs.get("position_ids")
+                )
+        return inputs
+
+    def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Tensor]:
+        """Return the mean loss of a micro-batch and the sum of the tokens' weights."""
+        loss, num_items = self._loss(batch)
+        self.log("train_loss", loss, prog_bar=True, sync_dist=True)
+        log_reports(self, loss)
+        return {"loss": loss, "num_items": num_items}

@@ -1,0 +1,308 @@
+"""Training by preferences."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, ClassVar, Literal, get_args
+
+import torch
+import torch.distributed as dist
+from lightning_utilities.core.rank_zero import rank_zero_info
+from torch import Tensor, nn
+
+from megatron_lightning.config import TransformerConfig
+from megatron_lightning.errors import ConfigError
+from megatron_lightning.layers.adapters import adapters_disabled, adapters_for_second_half
+from megatron_lightning.layers.dropout import set_dropout
+from megatron_lightning.layers.preference_loss import (
+    AnswerScores,
+    PreferenceLoss,
+    PreferenceLossName,
+)
+from megatron_lightning.models.pair import ReferencePair
+from megatron_lightning.models.token_outputs import token_losses_of
+from megatron_lightning.models.transformer import GPTModel
+from megatron_lightning.modules.objective import ObjectiveModule, Template, template_of
+from megatron_lightning.modules.preference_data import PreferenceDataModule
+from megatron_lightning.parallel.collectives import copy_to_axis, reduce_from_axis
+from megatron_lightning.pipeline.batch.sequence_split import IGNORED_LABEL
+
+Reference = Literal["scores", "adapters", "model"]
+Batch = dict[str, Tensor]
+
+
+class DPOModule(ObjectiveModule):
+    """A language model trained by preferences (https://arxiv.org/abs/2305.18290) on batches of
+    :class:`PreferenceDataModule`. For the losses see ``layers.preference_loss``.
+
+    The loss is the mean over the pairs of the global batch, for any split into micro-batches and
+    ranks. ``predict`` computes the log-probabilities of all answers, and writes them to ``scores``
+    of the data.
+
+    Args:
+        model: A :class:`HuggingFaceModule` or a :class:`GPTLightningModule`: the model, adapters,
+            optimizer and schedule.
+        reference: The model that the trained one is compared with. ``scores``: log-probabilities in
+            the data, computed before by ``predict``. ``adapters``: the same model without adapters.
+            ``model``: a second, frozen model. Default: ``adapters`` if the model has adapters,
+            otherwise ``scores``. The losses orpo and simpo have none.
+        reference_model: The module of the second model. Default: as ``model``, before training.
+        loss: ``sigmoid`` (DPO), ``ipo``, ``orpo`` or ``simpo``.
+        beta: Factor of the difference from the reference. For ipo the weight of the regularization,
+            for orpo the weight of the odds ratio.
+        gamma: Margin of simpo.
+        label_smoothing: Probability of a swapped pair, for sigmoid.
+        dropout: Whether the trained model has dropout. The reference never has.
+
+    Raises:
+        ConfigError: If values contradict each other.
+    """
+
+    sequence_dims: ClassVar[Mapping[str, int]] = PreferenceDataModule.sequence_dims
+
+    def __init__(
+        self,
+        model: Template,
+        *,
+        reference: Reference | None = None,
+        reference_model: Template | None = None,
+        loss: PreferenceLossName = "sigmoid",
+        beta: float = 0.1,
+        gamma: float = 0.5,
+        label_smoothing: float = 0.0,
+        dropout: bool = False,
+    ) -> None:
+        function = PreferenceLoss(
+            name=loss, beta=beta, gamma=gamma, label_smoothing=label_smoothing
+        )
+        template = template_of(model, "model")
+        second = (
+            None if reference_model is None else template_of(reference_model, "reference_model")
+        )
+        chosen = _reference(function, reference, template)
+        if second is not None and chosen != "model":
+            raise ConfigError(
+                f"reference_model is set, and the reference is {chosen!r}. Set reference to "
+                '"model", or leave reference_model out.'
+            )
+        frozen = (second or _without_adapters(template)) if chosen == "model" else None
+        super().__init__(template, frozen)
+        self.reference: Reference | None = chosen
+        """The reference. None: the loss has none."""
+        self.preference_loss = function
+        self.dropout = dropout
+        self._scored: dict[int, list[float]] = {}
+        self.save_settings(
+            reference=reference,
+            reference_model=self.entry_of(second),
+            loss=loss,
+            beta=beta,
+            gamma=gamma,
+            label_smoothing=label_smoothing,
+            dropout=dropout,
+        )
+
+    def joined(self, models: Any) -> nn.Module:
+        """Return the trained model, with a frozen reference both in one module."""
+        trained = models[0]
+        if not self.dropout:
+            set_dropout(trained, 0.0)
+        return trained if len(models) == 1 else ReferencePair(models[1], trained)
+
+    def configure_model(self) -> None:
+        """Make the model, or both models.
+
+        Raises:
+            ConfigError: If the reference cannot be computed on this layout.
+        """
+        super().configure_model()
+        config = getattr(self, "config", None)
+        has_experts = isinstance(config, TransformerConfig) and config.moe is not None
+        if self.reference == "adapters" and self.num_pipeline_ranks > 1 and has_experts:
+            raise ConfigError(
+                f'the reference is "adapters" on {self.num_pipeline_ranks} pipeline ranks, where '
+                "it is computed in other rows of the same call, and experts would mix the rows. "
+                'Set reference to "model" or "scores", or pipeline_model_parallel_size to 1.'
+            )
+
+    # ------------------------------------------------------------------------------------ the steps
+
+    def num_items(self, batch: Batch) -> Tensor:
+        """Return the number of pairs."""
+        return torch.tensor(len(batch["chosen"]), device=batch["chosen"].device)
+
+    def _scores(self, batch: Batch) -> tuple[AnswerScores, Tensor | None]:
+        """Return the log-probabilities of the answers under the model, and [b, 2] under the
+        reference.
+        """
+        tokens = torch.cat([batch["chosen"], batch["rejected"]])
+        labels = torch.cat([batch["chosen_labels"], batch["rejected_labels"]])
+        reference: Tensor | None = None
+        if self.reference == "model":
+            before, losses = self.model(tokens, labels)
+            reference = self._answers(before, labels).log_probs
+        elif self.reference == "adapters" and self.num_pipeline_ranks > 1:
+            # A pipelined model is called once, so the reference is in the first half of the rows.
+            adapters_for_second_half(self.model, 1 if isinstance(self.model, GPTModel) else 0)
+            both = token_losses_of(self.model, tokens.repeat(2, 1), labels.repeat(2, 1))
+            before, losses = both.chunk(2)
+            reference = self._answers(before.detach(), labels).log_probs
+        else:
+            if self.reference == "adapters":
+                with torch.no_grad(), adapters_disabled(self.model), _evaluated(self.model):
+                    before = token_losses_of(self.model, tokens, labels)
+                reference = self._answers(before, labels).log_probs
+            losses = token_losses_of(self.model, tokens, labels)
+        if self.reference == "scores":
+            reference = self._given(batch)
+        return self._answers(losses, labels), reference
+
+    def _given(self, batch: Batch) -> Tensor:
+        if "scores" not in batch:
+            raise ConfigError(
+                'the reference is "scores", and the batch has none: of PreferenceDataModule set '
+                "scores to a file written by `predict`; other data have an entry scores [b, 2], "
+                "the log-probabilities of the chosen and the rejected answer."
+            )
+        return batch["scores"].float()
+
+    def _answers(self, losses: Tensor, labels: Tensor) -> AnswerScores:
+        """Return the log-probabilities of answers, from token losses [2 b, s]."""
+        counted = labels != IGNORED_LABEL
+        sums = torch.stack([-(losses * counted).sum(-1), counted.sum(-1).to(losses.dtype)])
+        context = self.context
+        if context is not None and context.cp.size > 1:
+            # Ranks share sequences. Every rank computes the same loss, and gradients are means.
+            sums = copy_to_axis(reduce_from_axis(sums, context.cp), context.cp)
+        log_probs, num_tokens = sums.view(2, 2, -1).transpose(1, 2)
+        return AnswerScores(log_probs, num_tokens.detach())
+
+    def _loss(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Return the mean loss of the pairs, and their number."""
+        policy, reference = self._scores(batch)
+        losses = self.preference_loss(policy, reference)
+        self._observe(policy, reference)
+        return losses.mean(), self.num_items(batch)
+
+    def _observe(self, policy: AnswerScores, reference: Tensor | None) -> None:
+        """Log what training by preferences is watched by."""
+        prefix = "" if self._trainer is None or self.trainer.training else "val_"
+        rewards = policy.log_probs.detach()
+        if reference is not None:
+            rewards = rewards - reference
+        elif not self.preference_loss.needs_reference:
+            rewards = policy.means.detach()
+        rewards = self.preference_loss.beta * rewards
+        difference = rewards[:, 0] - rewards[:, 1]
+        values = {
+            "rewards_chosen": rewards[:, 0].mean(),
+            "rewards_rejected": rewards[:, 1].mean(),
+            "rewards_margin": difference.mean(),
+            "rewards_accuracy": (difference > 0).float().mean(),
+        }
+        if self._trainer is not None:
+            weight = len(rewards)
+            for name, value in values.items():
+                self.log(f"{prefix}{name}", value, sync_dist=True, batch_size=weight)
+
+    # ------------------------------------------------------------------------------- the reference
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        """Let adapters compute all rows again."""
+        adapters_for_second_half(self.model, None)
+
+    def on_validation_batch_end(self, *_: Any, **__: Any) -> None:
+        """Let adapters compute all rows again."""
+        adapters_for_second_half(self.model, None)
+
+    on_test_batch_end = on_validation_batch_end
+
+    def predict_step(self, batch: Batch, batch_idx: int) -> Any:
+        """Return the log-probabilities of the answers under the model: ``{"pair": [b], "scores":
+        [b, 2]}``.
+        """
+        tokens = torch.cat([batch["chosen"], batch["rejected"]])
+        labels = torch.cat([batch["chosen_labels"], batch["rejected_labels"]])
+        if isinstance(self.model, ReferencePair):
+            _, losses = self.model(tokens, labels)
+        else:
+            losses = token_losses_of(self.model, tokens, labels)
+        scores = self._answers(losses, labels).log_probs
+        return {"pair": batch["pair"], "scores": scores}
+
+    def on_predict_start(self) -> None:
+        """Forget the scores of an earlier prediction."""
+        self._scored = {}
+
+    def on_predict_batch_end(self, outputs: Any, *_: Any, **__: Any) -> None:
+        """Keep the scores of a batch."""
+        if isinstance(outputs, Mapping):
+            numbers, scores = outputs["pair"].tolist(), outputs["scores"].tolist()
+            self._scored |= dict(zip(numbers, scores, strict=True))
+
+    def on_predict_epoch_end(self) -> None:
+        """Write the scores, if the data name a file."""
+        data = getattr(self.trainer, "datamodule", None)
+        if not isinstance(data, PreferenceDataModule) or data.scores is None:
+            return
+        found = [self._scored]
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            found = [{}] * dist.get_world_size()
+            dist.all_gather_object(found, self._scored)
+        if self.trainer.is_global_zero:
+            merged = {number: scores for part in found for number, scores in part.items()}
+            rank_zero_info(f"scores of {len(merged)} pairs: {data.write_scores(merged)}")
+        self.trainer.strategy.barrier("scores")
+
+
+@contextmanager
+def _evaluated(model: nn.Module) -> Iterator[None]:
+    """Compute in eval mode inside the block."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
+
+
+def _reference(
+    loss: PreferenceLoss, reference: Reference | None, template: Template
+) -> Reference | None:
+    """Return the reference of a loss."""
+    if reference is not None and reference not in get_args(Reference):
+        raise ConfigError(
+            f"reference is {reference!r}; must be one of {', '.join(get_args(Reference))}."
+        )
+    if not loss.needs_reference:
+        if reference is not None:
+            raise ConfigError(
+                f"reference is {reference!r}, and the loss {loss.name} has none. Leave it out, or "
+                "set loss to sigmoid or ipo."
+            )
+        return None
+    peft = template.peft
+    if reference is None:
+        reference = "scores" if peft is None or peft.modules_to_save else "adapters"
+    if reference == "adapters" and peft is None:
+        raise ConfigError(
+            'reference is "adapters", and the model has none, so that the reference would be the '
+            'trained model itself. Set peft of the model, or reference to "scores" or "model".'
+        )
+    if reference == "adapters" and peft is not None and peft.modules_to_save:
+        raise ConfigError(
+            'reference is "adapters", and modules_to_save '
+            f"({', '.join(peft.modules_to_save)}) are trained in place, so that the model without "
+            'adapters changes as well. Set reference to "scores" or "model".'
+        )
+    return reference
+
+
+def _without_adapters(template: Template) -> Template:
+    """Return a template of the same model before training."""
+    made = copy.copy(template)
+    made.peft = None
+    return made

@@ -1,0 +1,231 @@
+"""Preference training from files: scores by a prediction, checkpoints, refusals."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers", "5")
+
+from megatron_lightning.checkpoint import read_full
+from megatron_lightning.cli import main
+from megatron_lightning.config import CheckpointOptions
+from megatron_lightning.errors import ConfigError
+from megatron_lightning.modules import (
+    DistillationModule,
+    DPOModule,
+    GPTLightningModule,
+    HuggingFaceModule,
+    PreferenceDataModule,
+)
+from megatron_lightning.peft import LoRA
+from megatron_lightning.strategies import MegatronStrategy
+from tests.helpers.adapted import CONFIG
+from tests.helpers.chats import make_tokenizer, turn, write_rows
+from tests.helpers.preferences import Preferred
+from tests.helpers.ranks import run_ranks
+from tests.helpers.trainers import Losses, trainer
+
+SMALL = replace(CONFIG, num_layers=2, vocab_size=320)
+ROWS = [
+    {
+        "prompt": [turn("user", f"what is {number}")],
+        "chosen": [turn("assistant", "the sky " * (1 + number % 3))],
+        "rejected": [turn("assistant", "grass")],
+    }
+    for number in range(8)
+]
+TP, PP, VPP = (
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "virtual_pipeline_model_parallel_size",
+)
+
+
+def _data(folder: str, batch_size: int = 4, **options: Any) -> PreferenceDataModule:
+    return PreferenceDataModule(
+        f"{folder}/rows.jsonl",
+        tokenizer=make_tokenizer(),
+        sequence_length=32,
+        batch_size=batch_size,
+        cache_dir=f"{folder}/cache",
+        **options,
+    )
+
+
+def _prepare(folder: Path) -> str:
+    write_rows(folder / "rows.jsonl", ROWS)
+    return str(folder)
+
+
+def _scored(folder: str, options: dict[str, Any], name: str, size: int = 4) -> list[float]:
+    """Predict on all ranks, and train by the file."""
+    scores = f"{folder}/{name}.npz"
+    module = Preferred(GPTLightningModule(SMALL), reference="scores")
+    trainer(MegatronStrategy(**options)).predict(module, datamodule=_data(folder, scores=scores))
+    record = Losses()
+    fit = trainer(MegatronStrategy(**options), max_steps=2, callbacks=[record])
+    module = Preferred(GPTLightningModule(SMALL), reference="scores")
+    fit.fit(module, datamodule=_data(folder, size, scores=scores))
+    return record.losses
+
+
+def test_scores_are_predicted_on_any_layout(tmp_path: Path) -> None:
+    folder = _prepare(tmp_path)
+    [expected] = run_ranks(1, _scored, folder, {}, "one")
+    assert expected[0] == pytest.approx(math.log(2), rel=1e-6)
+    for losses in run_ranks(2, _scored, folder, {PP: 2, "micro_batch_size": 2}, "pp"):
+        assert losses == pytest.approx(expected, rel=1e-6)
+    first, second = run_ranks(2, _scored, folder, {}, "dp", 2)
+    means = [sum(losses) / 2 for losses in zip(first, second, strict=True)]
+    assert means == pytest.approx(expected, rel=1e-6)
+
+
+def _saved(folder: str) -> tuple[set[str], set[str], dict[str, bool]]:
+    """Train with a second model; return what a checkpoint, one of adapters, and optimizers hold."""
+    names = []
+    for adapters_only in (False, True):
+        strategy = MegatronStrategy(
+            **{TP: 2, PP: 2, VPP: 2, "micro_batch_size": 2},
+            checkpoint_options=CheckpointOptions(adapters_only=adapters_only),
+        )
+        peft = LoRA() if adapters_only else None
+        module = Preferred(GPTLightningModule(SMALL, peft=peft), reference="model")
+        fit = trainer(strategy, max_steps=2)
+        fit.fit(module, datamodule=_data(folder))
+        path = f"{folder}/{adapters_only}.ckpt"
+        fit.save_checkpoint(path)
+        names.append(path)
+        inside = {id(p) for group in fit.optimizers[0].param_groups for p in group["params"]}
+        frozen = [id(p) for n, p in module.named_parameters() if ".frozen." in n]
+    return {*names}, {str(module.training)}, {"frozen": any(one in inside for one in frozen)}
+
+
+def test_the_frozen_model_stays_and_is_in_no_optimizer(tmp_path: Path) -> None:
+    folder = _prepare(tmp_path)
+    for _, _, held in run_ranks(4, _saved, folder, timeout_s=110):
+        assert held == {"frozen": False}
+    full, alone = (read_full(f"{folder}/{name}.ckpt") for name in (False, True))
+    state = full["state_dict"]
+    assert {name.split(".")[1] for name in state} == {"frozen", "trained"}
+    fresh = GPTLightningModule(SMALL)
+    fresh.configure_model()
+    for name, value in fresh.model.state_dict().items():
+        assert torch.equal(state[f"model.frozen.{name}"], value)
+        assert not torch.equal(state[f"model.trained.{name}"], value) or value.ndim < 2
+    assert all(".trained." in name and ".adapters." in name for name in alone["state_dict"])
+    assert alone["state_dict"]
+
+
+def test_a_module_is_loaded_from_its_checkpoint(tmp_path: Path) -> None:
+    folder = _prepare(tmp_path)
+    module = DPOModule(GPTLightningModule(SMALL, peft=LoRA()), loss="ipo", beta=0.3)
+    fit = trainer(max_steps=1)
+    fit.fit(module, datamodule=_data(folder))
+    fit.save_checkpoint(f"{folder}/plain.ckpt")
+    loaded = DPOModule.load_from_checkpoint(f"{folder}/plain.ckpt")
+    assert loaded.reference == "adapters"
+    assert loaded.preference_loss == module.preference_loss
+    assert all(
+        torch.equal(a, b) for a, b in zip(loaded.parameters(), module.parameters(), strict=True)
+    )
+
+
+def test_wrong_references_are_refused() -> None:
+    full, adapted = (GPTLightningModule(SMALL, peft=peft) for peft in (None, LoRA()))
+    saved = GPTLightningModule(SMALL, peft=LoRA(modules_to_save=["output_layer"]))
+    assert DPOModule(full).reference == DPOModule(saved).reference == "scores"
+    assert DPOModule(adapted).reference == "adapters"
+    assert DPOModule(full, loss="simpo").reference is None
+    for options, message in (
+        ({"model": full, "reference": "adapters"}, "the model has none"),
+        ({"model": saved, "reference": "adapters"}, "trained in place"),
+        ({"model": adapted, "reference": "scores", "loss": "orpo"}, "the loss orpo has none"),
+        ({"model": full, "loss": "kto"}, "statistic of the batch"),
+        ({"model": full, "reference_model": full}, 'Set reference to "model"'),
+        ({"model": torch.nn.Linear(1, 1)}, "GPTLightningModule or a HuggingFaceModule"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            DPOModule(**options)
+
+
+def test_scores_are_asked_for_before_the_start(tmp_path: Path) -> None:
+    folder = _prepare(tmp_path)
+    module = DPOModule(GPTLightningModule(SMALL))
+    with pytest.raises(ConfigError, match="scores to a file, which `predict` writes"):
+        trainer(MegatronStrategy(), devices=1).fit(module, datamodule=_data(folder))
+
+
+def _write_model(path: Path, *special: str) -> str:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2}
+    config = LlamaConfig(**sizes, num_hidden_layers=2, vocab_size=320)
+    LlamaForCausalLM(config).save_pretrained(path)
+    names = ("<|im_start|>", "<|im_end|>", *special)
+    make_tokenizer(names, eos_token="<|im_end|>").save_pretrained(path)
+    return str(path)
+
+
+def test_tokenizers_of_teacher_and_student_are_compared(tmp_path: Path) -> None:
+    student = HuggingFaceModule(_write_model(tmp_path / "student"))
+    other = HuggingFaceModule(_write_model(tmp_path / "other", "<tool>"))
+    DistillationModule(student, student).check_tokenizers()
+    with pytest.raises(ConfigError, match=r"tokens have another id in the teacher, such as '.*':"):
+        trainer(MegatronStrategy(), devices=1).fit(
+            DistillationModule(student, other), datamodule=_data(_prepare(tmp_path))
+        )
+
+
+YAML = """
+trainer:
+  accelerator: cpu
+  devices: 4
+  strategy:
+    class_path: megatron_lightning.strategies.MegatronStrategy
+    init_args:
+      tensor_model_parallel_size: 2
+      pipeline_model_parallel_size: 2
+      virtual_pipeline_model_parallel_size: 2
+      micro_batch_size: 2
+      start_method: fork
+  max_steps: 2
+  logger: false
+  enable_checkpointing: false
+  enable_progress_bar: false
+model:
+  class_path: megatron_lightning.modules.DPOModule
+  init_args:
+    model:
+      class_path: megatron_lightning.modules.HuggingFaceModule
+      init_args: {path: %(model)s, learning_rate: 1.0e-4}
+    reference: model
+data:
+  class_path: megatron_lightning.modules.PreferenceDataModule
+  init_args: {path: %(rows)s, sequence_length: 32, batch_size: 4, cache_dir: %(cache)s}
+"""
+
+
+@pytest.mark.slow
+def test_a_configuration_file_trains_by_preferences(tmp_path: Path) -> None:
+    config = tmp_path / "dpo.yaml"
+    names = {
+        "model": _write_model(tmp_path / "model"),
+        "rows": f"{_prepare(tmp_path)}/rows.jsonl",
+        "cache": str(tmp_path / "cache"),
+    }
+    config.write_text(YAML % names)
+    main(["fit", f"--config={config}"])
+
+
+def test_a_misspelt_target_is_named_before_the_start(tmp_path: Path) -> None:
+    folder = _prepare(tmp_path)
+    module = DPOModule(GPTLightningModule(SMALL, peft=LoRA(target_modules=["linear_qkw"])))
+    with pytest.raises(ConfigError, match="did you mean 'linear_qkv'"):
+        trainer(MegatronStrategy(), devices=1).fit(module, datamodule=_data(folder))

@@ -1,0 +1,146 @@
+"""Preference training and distillation on every layout equal torch on one process."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import Any
+
+import pytest
+
+pytest.importorskip("transformers", "5")
+
+
+from tests.helpers.preferences import (
+    distill_alone,
+    make_folders,
+    train_alone,
+    train_by_distillation,
+    train_by_preferences,
+)
+from tests.helpers.ranks import run_ranks
+
+TP, PP, VPP = (
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "virtual_pipeline_model_parallel_size",
+)
+MICRO, CP, DATA = "micro_batch_size", "context_parallel_size", "data_parallel"
+LAYOUTS: dict[str, tuple[int, int, dict[str, Any]]] = {
+    "one": (1, 1, {}),
+    "micro": (1, 1, {MICRO: 1}),
+    "tp": (2, 1, {TP: 2}),
+    "pp": (2, 1, {PP: 2, VPP: 2, MICRO: 1}),
+    "pp-one-stage-a-model": (2, 1, {PP: 2, MICRO: 1}),
+    "zbv": (2, 1, {PP: 2, VPP: 2, MICRO: 1, "pipeline_schedule": "zbv"}),
+    "cp": (2, 1, {CP: 2}),
+    "zero1": (2, 2, {}),
+    "fsdp": (2, 2, {DATA: "fsdp"}),
+    "tp-pp": (4, 1, {TP: 2, PP: 2, VPP: 2, MICRO: 2}),
+    "tp-fsdp": (4, 2, {TP: 2, DATA: "fsdp"}),
+}
+_USUAL = [("gpt", "model", "pp"), ("llama", "adapters", "tp"), ("gpt", "scores", "cp")]
+_ALL = [
+    (kind, reference, layout)
+    for kind in ("gpt", "llama")
+    for reference in ("model", "adapters", "scores")
+    for layout in LAYOUTS
+    if (kind, layout) != ("llama", "cp") and (kind, reference) != ("gpt", "adapters")
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return make_folders(str(tmp_path_factory.mktemp("models")))
+
+
+@pytest.fixture(scope="module")
+def padded(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The teacher's vocabulary is longer, so that ranks hold other entries of it."""
+    return make_folders(str(tmp_path_factory.mktemp("padded")), vocab_size=144)
+
+
+@lru_cache(maxsize=4)
+def _alone(adapters: bool) -> tuple[list[float], list[float]]:
+    return train_alone("adapters" if adapters else "full")
+
+
+@pytest.mark.parametrize(
+    ("kind", "reference", "layout"),
+    [pytest.param(*case, marks=() if case in _USUAL else pytest.mark.slow) for case in _ALL],
+)
+def test_dpo_equals_torch(folder: str, kind: str, reference: str, layout: str) -> None:
+    world, data, options = LAYOUTS[layout]
+    losses, norms = _alone(reference == "adapters")
+    ranks = run_ranks(
+        world, train_by_preferences, folder, kind, reference, options, data, timeout_s=150
+    )
+    own = [sum(rank[0][step] for rank in ranks) / world for step in range(len(losses))]
+    # The model is its reference: ln 2, and gradients that are not zero.
+    assert own[0] == pytest.approx(math.log(2), rel=1e-6)
+    # fp32, sums in another order; SGD does not amplify them.
+    assert own == pytest.approx(losses, rel=1e-6)
+    for _, own_norms, metrics in ranks:
+        assert own_norms == pytest.approx(norms, rel=2e-6)
+        assert metrics["rewards_margin"] == pytest.approx(
+            metrics["rewards_chosen"] - metrics["rewards_rejected"], abs=1e-5
+        )
+
+
+def _losses_of_gpt(options: Any, data: int, folder: str) -> Any:
+    return train_by_preferences(folder, "gpt", "adapters", options, data)[:2]
+
+
+@pytest.mark.parametrize("layout", [pytest.param(name, marks=pytest.mark.slow) for name in LAYOUTS])
+def test_adapters_of_a_gpt_have_equal_references_on_every_layout(folder: str, layout: str) -> None:
+    """Adapters of a ``GPTModel`` begin otherwise than those of a Llama."""
+    [(losses, norms)] = run_ranks(1, _losses_of_gpt, None, 1, folder)
+    assert losses[0] == pytest.approx(math.log(2), rel=1e-6)
+    world, data, options = LAYOUTS[layout]
+    ranks = run_ranks(world, _losses_of_gpt, options, data, folder, timeout_s=150)
+    own = [sum(rank[0][step] for rank in ranks) / world for step in range(len(losses))]
+    assert own == pytest.approx(losses, rel=1e-6)
+    for _, own_norms in ranks:
+        assert own_norms == pytest.approx(norms, rel=3e-6)
+
+
+DIVERGENCES: Mapping[str, dict[str, Any]] = {
+    "forward": {"kind": "forward"},
+    "reverse": {"kind": "reverse", "temperature": 2.0},
+    "top_k": {"kind": "top_k", "k": 8, "label_weight": 0.3},
+}
+_DISTILLED = [
+    (student, kind, layout)
+    for student in ("gpt", "llama")
+    for kind in DIVERGENCES
+    for layout in LAYOUTS
+    if (student, layout) != ("llama", "cp")
+]
+
+
+@pytest.mark.parametrize(
+    ("student", "kind", "layout"),
+    [
+        pytest.param(
+            *case,
+            marks=()
+            if case in [("llama", "forward", "tp"), ("gpt", "top_k", "pp")]
+            else pytest.mark.slow,
+        )
+        for case in _DISTILLED
+    ],
+)
+def test_distillation_equals_torch(padded: str, student: str, kind: str, layout: str) -> None:
+    """The teacher is of another family and size, and pads its vocabulary."""
+    of_loss = DIVERGENCES[kind]
+    losses, norms = distill_alone(of_loss, 144)
+    world, data, options = LAYOUTS[layout]
+    ranks = run_ranks(
+        world, train_by_distillation, padded, student, of_loss, options, data, timeout_s=150
+    )
+    own = [sum(rank[0][step] for rank in ranks) / world for step in range(len(losses))]
+    # Data ranks have other numbers of trained tokens; their losses are weighed in the gradient.
+    assert own == pytest.approx(losses, rel=1e-6 if data == 1 else 0.05)
+    for _, own_norms in ranks:
+        assert own_norms == pytest.approx(norms, rel=2e-6)
