@@ -25,13 +25,15 @@ from megatron_lightning.data.gpt_index import (
     split_matrix,
     split_sequences,
 )
-from megatron_lightning.data.indexed import IndexedDataset, idx_path
+from megatron_lightning.data.indexed import IndexedDataset
+from megatron_lightning.data.remote import BlockCache, is_remote
 from megatron_lightning.data.tokenizer_kinds import NO_PAD
 from megatron_lightning.data.tokenizers import Tokenizer
 from megatron_lightning.errors import ConfigError, DataError
 
 IndexSplit = Literal["train", "valid", "test"]
 _SPLITS: tuple[IndexSplit, ...] = ("train", "valid", "test")
+_AHEAD = 64  # samples
 _ARRAYS = ("document_index", "sample_index", "shuffle_index")
 
 
@@ -56,6 +58,8 @@ class GPTDatasetConfig:
     size, else unchecked."""
     cache_dir: str | None = None
     """Folder of the index cache. None: ``{data_prefix}/cache/GPTDataset_indices``."""
+    cache_bytes: int | None = None
+    """Size of the blocks kept in ``cache_dir`` of files at a URL. None: without a limit."""
     eod_mask_loss: bool = False
     """Whether positions of an end of document have no loss."""
     reset_position_ids: bool = False
@@ -96,6 +100,11 @@ class GPTDatasetConfig:
     def extra_tokens(self) -> int:
         """Tokens a sample reads beyond ``sequence_length``."""
         return int(self.add_extra_token_to_sequence)
+
+    @property
+    def block_cache(self) -> BlockCache | None:
+        """Folder of the blocks of files at a URL. None: ``cache_dir`` is not set."""
+        return None if self.cache_dir is None else BlockCache(self.cache_dir, self.cache_bytes)
 
     @property
     def num_ids(self) -> int | None:
@@ -189,7 +198,8 @@ class GPTDataset(Dataset[dict[str, torch.Tensor]]):
         self.config = config
         self.index_split = index_split
         self.num_samples = num_samples
-        self.indexed = IndexedDataset(data_prefix)
+        self.indexed = IndexedDataset(data_prefix, config.block_cache)
+        self._ahead_to = 0
         tokenizer = config.tokenizer
         self._pad = NO_PAD if tokenizer is None or tokenizer.pad == tokenizer.eod else tokenizer.pad
         self.indices = self._load_or_build()
@@ -244,7 +254,7 @@ class GPTDataset(Dataset[dict[str, torch.Tensor]]):
             (plan.num_samples,),
         )
         # Else of replaced data.
-        cached = self._load(shapes, not_before=idx_path(self.indexed.prefix).stat().st_mtime)
+        cached = self._load(shapes, not_before=self.indexed.index_file.stat().st_mtime)
         if cached is None:
             lengths = self.indexed.sequence_lengths
             sizes = {
@@ -343,15 +353,9 @@ class GPTDataset(Dataset[dict[str, torch.Tensor]]):
 
     def _read(self, index: int, length: int) -> npt.NDArray[np.int64]:
         """Return the tokens of a sample, padded at the end to ``length``."""
+        self._read_ahead(index)
         row = int(self.indices.shuffle_index[index])
-        (first, begin), (last, end) = self.indices.sample_index[row : row + 2].tolist()
-        parts = []
-        for position in range(first, last + 1):
-            offset = begin if position == first else 0
-            count = end + self.config.extra_tokens - offset if position == last else None
-            parts.append(
-                self.indexed.get(int(self.indices.document_index[position]), offset, count)
-            )
+        parts = [self.indexed.get(*part) for part in self._parts(row)]
         text = np.concatenate(parts, dtype=np.int64)
         self._check_ids(text, row)
         fim = self.config.fim
@@ -360,6 +364,29 @@ class GPTDataset(Dataset[dict[str, torch.Tensor]]):
             seeds = [self.config.random_seed, row % 2**32, row // 2**32]
             text = fim(text, np.random.RandomState(seeds), self.config.sequence_length + 1)
         return np.concatenate([text, np.full(length - len(text), self._pad, np.int64)])
+
+    def _parts(self, row: int) -> list[tuple[int, int, int | None]]:
+        """Return sequence, first token and number of tokens of each part of a sample. None: to the
+        end of the sequence.
+        """
+        (first, begin), (last, end) = self.indices.sample_index[row : row + 2].tolist()
+        parts: list[tuple[int, int, int | None]] = []
+        for position in range(first, last + 1):
+            offset = begin if position == first else 0
+            count = end + self.config.extra_tokens - offset if position == last else None
+            parts.append((int(self.indices.document_index[position]), offset, count))
+        return parts
+
+    def _read_ahead(self, index: int) -> None:
+        """Fetch the next samples in the background, if the files are at a URL: also samples of the
+        other ranks of the node.
+        """
+        if self.config.block_cache is None or not is_remote(self.indexed.prefix):
+            return
+        end = min(index + 1 + _AHEAD, len(self))
+        rows = self.indices.shuffle_index[max(self._ahead_to, index + 1) : end].tolist()
+        self._ahead_to = max(self._ahead_to, end)
+        self.indexed.ahead([part for row in rows for part in self._parts(row)])
 
     def _check_ids(self, text: npt.NDArray[np.int64], row: int) -> None:
         num_ids = self.config.num_ids

@@ -18,11 +18,13 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from megatron_lightning.data.files import flush_to_disk, temporary_beside
+from megatron_lightning.data.remote import BlockCache, is_remote, local_path
 from megatron_lightning.errors import DataError
 
 _MAGIC = b"MMIDIDX\x00\x00"
@@ -41,12 +43,12 @@ def token_dtype(vocab_size: int) -> np.dtype[np.generic]:
 
 def bin_path(prefix: str | Path) -> Path:
     """Return the file of tokens of the dataset ``prefix``."""
-    return Path(f"{prefix}.bin")
+    return Path(f"{local_path(str(prefix))}.bin")
 
 
 def idx_path(prefix: str | Path) -> Path:
     """Return the index file of the dataset ``prefix``."""
-    return Path(f"{prefix}.idx")
+    return Path(f"{local_path(str(prefix))}.idx")
 
 
 def index_header(dtype: np.dtype[np.generic], num_sequences: int, num_boundaries: int) -> bytes:
@@ -62,15 +64,19 @@ class IndexedDataset:
     of the stored dtype.
 
     Args:
-        prefix: Path of the two files without their suffixes.
+        prefix: Path or URL of the two files without their suffixes.
+        cache: Keeps what is read from a URL. Required for a URL.
 
     Raises:
         DataError: If a file is missing, is not of this format, or is truncated.
     """
 
-    def __init__(self, prefix: str | Path) -> None:
+    def __init__(self, prefix: str | Path, cache: BlockCache | None = None) -> None:
         self.prefix = str(prefix)
-        index = self._map(idx_path(prefix))
+        self._cache = cache
+        self.index_file = self._index_file()
+        """The index, or its local copy."""
+        index = self._map(self.index_file)
         self.dtype, num_sequences, num_boundaries = self._read_header(index)
         sizes = (4 * num_sequences, 8 * num_sequences, 8 * num_boundaries)
         expected_bytes = _HEADER.size + sum(sizes)
@@ -88,8 +94,21 @@ class IndexedDataset:
         modes = index[starts[3] :].view("i1")
         self.modes: npt.NDArray[np.int8] | None = modes if len(modes) else None
         """Modes of the sequences of multimodal data [S]. None: there are none."""
-        self._tokens = self._map(bin_path(prefix))
+        self._remote = None
+        if cache is not None and is_remote(self.prefix):
+            self._remote = cache.file(f"{prefix}.bin")
+        self._tokens: Any = self._map(bin_path(prefix)) if self._remote is None else self._remote
         self._check_token_file()
+
+    def _index_file(self) -> Path:
+        if not is_remote(self.prefix):
+            return idx_path(local_path(self.prefix))
+        if self._cache is None:
+            raise DataError(
+                f"{self.prefix} is a URL, and there is no folder to keep what is read. Set "
+                "cache_dir, or copy the two files."
+            )
+        return self._cache.whole(f"{self.prefix}.idx")
 
     def _map(self, path: Path) -> npt.NDArray[np.uint8]:
         try:
@@ -197,15 +216,31 @@ class IndexedDataset:
                 f"not exist: it has {sequence_length} tokens at byte "
                 f"{int(self.sequence_pointers[index])} of {len(self._tokens)}"
             )
-        return self._tokens[begin:end].view(self.dtype)
+        return self._tokens[begin:end].view(self.dtype)  # type: ignore[no-any-return]
+
+    def ahead(self, ranges: Sequence[tuple[int, int, int | None]]) -> None:
+        """Fetch parts of sequences in the background. Files of this machine need nothing.
+
+        Args:
+            ranges: Sequence, first token and number of tokens of each part, as in :meth:`get`.
+        """
+        if self._remote is None:
+            return
+        size, found = self.dtype.itemsize, []
+        for index, offset, length in ranges:
+            count = int(self.sequence_lengths[index]) - offset if length is None else length
+            begin = int(self.sequence_pointers[index]) + offset * size
+            found.append((begin, begin + count * size))
+        self._remote.ahead(found)
 
     def all_tokens(self) -> npt.NDArray[np.generic]:
         """Return the tokens of all sequences, back to back in the order of the file."""
-        return self._tokens.view(self.dtype)
+        tokens = self._tokens if self._remote is None else self._remote[:]
+        return tokens.view(self.dtype)
 
     def __reduce__(self) -> tuple[object, ...]:
         # Another process maps the files again instead of receiving their bytes.
-        return (IndexedDataset, (self.prefix,))
+        return (IndexedDataset, (self.prefix, self._cache))
 
 
 class IndexedDatasetWriter:

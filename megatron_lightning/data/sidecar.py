@@ -9,6 +9,7 @@ from pathlib import Path
 
 from megatron_lightning.data.files import atomic_write
 from megatron_lightning.data.indexed import IndexedDataset
+from megatron_lightning.data.remote import local_path
 from megatron_lightning.data.tokenizers import Tokenizer
 from megatron_lightning.errors import DataError
 
@@ -67,7 +68,7 @@ class Sidecar:
 
 def sidecar_path(prefix: str | Path) -> Path:
     """Return the file that describes a data set."""
-    return Path(f"{prefix}.json")
+    return Path(f"{local_path(str(prefix))}.json")
 
 
 def check_tokenizer(prefix: str | Path, tokenizer: Tokenizer, name: str) -> None:

@@ -30,6 +30,7 @@ from megatron_lightning.data.gpt_index import split_matrix
 from megatron_lightning.data.identity import content_digest
 from megatron_lightning.data.indexed import IndexedDataset
 from megatron_lightning.data.mock import MockGPTDataset
+from megatron_lightning.data.remote import is_remote
 from megatron_lightning.data.resume import OnChangedData, describe_changes
 from megatron_lightning.data.sidecar import check_tokenizer
 from megatron_lightning.data.skipped import SkippedSamples
@@ -80,7 +81,9 @@ class PretrainDataModule(RunDataModule):
             the model compares the numbers: there is no dense mask.
         num_workers: Worker processes of each loader on each rank. 0 reads in the training process.
         cache_dir: Folder of the index cache. Default: ``{data_prefix}/cache``. Without a shared
-            file system each node builds a local cache.
+            file system each node builds a local cache. Data at a URL need the folder: blocks that
+            are read are kept there.
+        cache_bytes: Size of the blocks kept of data at a URL. Default: no limit.
         skip_samples: Ranges [first, end] of ``consumed_samples`` skipped by training, such as the
             samples of a loss spike. Skipped samples count as consumed. A checkpoint keeps the
             ranges.
@@ -124,6 +127,7 @@ class PretrainDataModule(RunDataModule):
         reset_attention_mask: bool = False,
         num_workers: int = 0,
         cache_dir: str | None = None,
+        cache_bytes: int | None = None,
         skip_samples: list[list[int]] | None = None,
         fim: FillInTheMiddle | None = None,
         mock: bool = False,
@@ -185,6 +189,7 @@ class PretrainDataModule(RunDataModule):
             tokenizer=self.tokenizer,
             vocab_size=vocab_size,
             cache_dir=cache_dir,
+            cache_bytes=cache_bytes,
             eod_mask_loss=eod_mask_loss,
             reset_position_ids=reset_position_ids,
             reset_attention_mask=reset_attention_mask,
@@ -245,7 +250,7 @@ class PretrainDataModule(RunDataModule):
                 for spec in self._blends(name):
                     single = num_samples if spec.is_single else None
                     for prefix in spec.prefixes:
-                        plan_part(IndexedDataset(prefix), self._split_of(name), name, single)
+                        plan_part(self._indexed(prefix), self._split_of(name), name, single)
                         self._check_tokenizer(prefix)
 
     def prepare_data(self) -> None:
@@ -337,7 +342,7 @@ class PretrainDataModule(RunDataModule):
             names = ("sequence_length", "random_seed")
             return {"mock": True, **{name: getattr(self.config, name) for name in names}}
         (spec,) = self._blends("train")
-        files = [IndexedDataset(prefix) for prefix in spec.prefixes]
+        files = [self._indexed(prefix) for prefix in spec.prefixes]
         counts: dict[str, Any] = {
             "documents": [indexed.num_documents for indexed in files],
             "tokens": [int(indexed.num_tokens) for indexed in files],
@@ -358,7 +363,7 @@ class PretrainDataModule(RunDataModule):
 
     def _digest(self, prefix: str) -> str:
         if prefix not in self._digests:
-            self._digests[prefix] = content_digest(prefix)
+            self._digests[prefix] = content_digest(prefix, self.config.block_cache)
         return self._digests[prefix]
 
     @property
@@ -430,8 +435,11 @@ class PretrainDataModule(RunDataModule):
 
         return {name: opened(name, count) for name, count in self._parts(stage).items()}
 
+    def _indexed(self, prefix: str) -> IndexedDataset:
+        return IndexedDataset(prefix, self.config.block_cache)
+
     def _check_tokenizer(self, prefix: str) -> None:
-        if self.tokenizer is not None:
+        if self.tokenizer is not None and not is_remote(prefix):
             check_tokenizer(prefix, self.tokenizer, str(self._tokenizer_model))
 
     def _mocked(self, name: IndexSplit, count: int | None) -> MockGPTDataset:
