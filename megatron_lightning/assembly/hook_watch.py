@@ -54,7 +54,7 @@ class HookWatch:
         self._module = module
         self._sums = RankSums[_Key](context.tp, context.device)
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
-        self._seen: set[tuple[int, str]] = set()  # module and kind of hook
+        self._seen: set[int] = set()  # torch numbers the hooks of all modules
         self._is_paused = False
         self._sharded = [
             (name, parameter)
@@ -73,9 +73,10 @@ class HookWatch:
         self.detach()
         for path, module in uncompiled(self._module):
             for kind, (attribute, _) in _KINDS.items():
-                hooks = getattr(module, attribute).values()
-                if (id(module), kind) not in self._seen and not all(map(is_library, hooks)):
-                    self._seen.add((id(module), kind))
+                hooks = getattr(module, attribute).items()
+                new = {n for n, hook in hooks if n not in self._seen and not is_library(hook)}
+                if new:
+                    self._seen |= new
                     self._watch(path, module, kind)
 
     def _watch(self, path: str, module: Any, kind: str) -> None:

@@ -13,7 +13,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 from itertools import islice, pairwise
@@ -41,13 +41,17 @@ _TOGETHER = frozenset((
 """Collectives that no rank leaves long before another rank of the group."""
 _COLLECTIVES = "torch/distributed/distributed_c10d.py"
 _OUR_COLLECTIVES = ("parallel/collectives.py", "parallel/sequence_exchange.py")
-_LOOP = "lightning/pytorch/loops/training_epoch_loop.py"
 _CALLS_HOOKS = "trainer/call.py"
 _INNERMOST = 16  # frames searched for a collective
 BATCH = "training batch"
 END_OF_TRAINING = "the end of training"
 VALIDATION = "a validation"
-_NEXT_BATCH = "the next training batch"  # Lightning agrees on signals before each batch
+_LOOPS: Mapping[str, str] = {
+    "pytorch/loops/training_epoch_loop.py": "the next training batch",  # agrees on signals before
+    "pytorch/loops/fit_loop.py": "the end of an epoch",
+    "pytorch/loops/evaluation_loop.py": VALIDATION,
+}
+"""File of Lightning's loop -> the call of a rank that waits in the loop, outside of hooks."""
 _FOREVER = "ranks wait for each other forever"
 _CALL_ON_ALL = (
     "Call it on all ranks, not under `if trainer.is_global_zero`, and use the returned values on "
@@ -104,8 +108,8 @@ class LoneRanks:
         frames = list(islice(_main_frames(), _NUM_FRAMES))
         function, waits_in, waits_for = _collective(frames)
         where = _where(frames)
-        if not where and any(frame.f_code.co_filename.endswith(_LOOP) for frame in frames):
-            waits_in = waits_in and _NEXT_BATCH
+        if waits_in and not where:
+            waits_in = _loop(frames) or waits_in
         record = Record(self._rank, marks, num_calls, waits_in, waits_for, function, where)
         last = self._last
         if last is not None and replace(last, num_looks=1) == record:
@@ -175,8 +179,7 @@ def _explain_collective(waiting: Record, other: Record, mark: Mark) -> str:
         _waits(waiting),
         f"rank {other.rank} has come to {mark.what}{other.where if other.is_at(mark) else ''}",
     ]
-    own = BATCH if waiting.waits_in == _NEXT_BATCH else waiting.waits_in
-    return _text(_before(other, mark), sides, (own, mark.what))
+    return _text(_before(other, mark), sides, (waiting.waits_in, mark.what))
 
 
 def _explain_crossed(one: Record, other: Record) -> str:
@@ -186,12 +189,13 @@ def _explain_crossed(one: Record, other: Record) -> str:
 
 
 def _waits(record: Record) -> str:
-    verb = "has come to" if record.waits_in == _NEXT_BATCH else "waits in"
+    verb = "has come to" if record.waits_in in _LOOPS.values() else "waits in"
     return f"rank {record.rank} {verb} {record.waits_in}{record.where}"
 
 
 def _text(before: str, sides: Sequence[str], calls: Sequence[str]) -> str:
-    of_loop = [any(part in call for part in (BATCH, END_OF_TRAINING, VALIDATION)) for call in calls]
+    parts = (BATCH, END_OF_TRAINING, *_LOOPS.values())
+    of_loop = [any(part in call for part in parts) for call in calls]
     advice = _DECIDE_ALIKE if all(of_loop) else _CALL_ON_ALL
     return f"{_FOREVER}: {before}{' and '.join(sides)}. {advice}"
 
@@ -229,6 +233,17 @@ def _collective(frames: Sequence[FrameType]) -> tuple[str, str, tuple[int, ...]]
     return "", "", ()
 
 
+def _loop(frames: Sequence[FrameType]) -> str:
+    """Return what a rank has come to in the innermost of Lightning's loops. Empty: no loop."""
+    found = (
+        what
+        for frame in frames
+        for path, what in _LOOPS.items()
+        if frame.f_code.co_filename.endswith(path)
+    )
+    return next(found, "")
+
+
 def _where(frames: Sequence[FrameType]) -> str:
     """Return the line of the user's hook, to follow a call. Empty: no code of the user runs."""
     found = None
@@ -236,7 +251,8 @@ def _where(frames: Sequence[FrameType]) -> str:
         if frame.f_code.co_filename.endswith(_CALLS_HOOKS):
             break
         name = str(frame.f_globals.get("__name__", ""))
-        if not (is_library_module(name) or name.partition(".")[0] in sys.stdlib_module_names):
+        is_library = is_library_module(name) or "site-packages" in frame.f_code.co_filename
+        if not is_library and name.partition(".")[0] not in sys.stdlib_module_names:
             found = frame
     if found is None or found.f_code.co_name == "<module>":
         return ""

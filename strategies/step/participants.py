@@ -21,6 +21,7 @@ from megatron_lightning.strategies.step.checks.hook_comparison import HookCompar
 from megatron_lightning.strategies.step.checks.hook_logs import HookLogs
 from megatron_lightning.strategies.step.checks.plan_comparison import PlanComparison
 from megatron_lightning.strategies.step.checks.trained_parameters import TrainedParameters
+from megatron_lightning.strategies.step.checks.user_hooks import UserHooks
 from megatron_lightning.strategies.step.checks.world_guard import WorldGuard
 from megatron_lightning.strategies.step.checks.written_weights import WrittenWeights
 from megatron_lightning.strategies.step.forward_times import ForwardTimes, step_watches
@@ -88,7 +89,7 @@ def step_participants(
     if not options.is_native:
         yield StepLogs(scope)
     yield StepReports(scope)
-    yield from _of_hooks(scope, fits=training is not None)
+    yield from _of_hooks(scope, parts.guard, fits=training is not None)
     if options.is_native and (watches := step_watches(scope.module.trainer)):
         yield ForwardTimes(watches)
     if training is not None and watch is not None:
@@ -101,12 +102,14 @@ def step_participants(
         yield ExpertUpdates(scope)
 
 
-def _of_hooks(scope: RunContext, *, fits: bool) -> Iterator[StepParticipant]:
+def _of_hooks(scope: RunContext, guard: WorldGuard, *, fits: bool) -> Iterator[StepParticipant]:
     """Yield participants that compare the ranks of a replica after hooks of the user."""
     if scope.context.tp.size > 1:
         yield HookComparison(scope)
-    if fits and scope.context.layout.replica_size > 1:
-        yield HookLogs(scope)
+    if scope.context.layout.replica_size > 1:
+        yield UserHooks(scope, guard)
+        if fits:
+            yield HookLogs(scope)
 
 
 def _plan_watch(scope: RunContext) -> PlanWatch:

@@ -77,7 +77,7 @@ def test_ranks_in_two_collectives_wait_for_each_other_unless_another_is_late() -
                 ("stop-of-1", ["tp2", "pp2", "zero1"], [ALIKE]),
                 ("skip", ["tp2", "pp2"], [ALIKE]),
                 ("skip-of-1", ["tp2", "pp2"], [ALIKE]),
-                ("full", ["tp2", "fsdp2"], ["strategy.full_state_dict()", ON_ALL]),
+                ("full", ["tp2"], ["strategy.full_state_dict()", ON_ALL]),
                 ("forward", ["tp2", "fsdp2"], ["forward", "lone.py", ON_ALL]),
                 ("forward", ["pp2"], ["outside of a training"]),
                 ("broadcast", ["tp2", "pp2"], ["a broadcast of the strategy", ON_ALL]),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 from megatron_lightning.assembly.replicas import check_same_batch
@@ -40,14 +40,10 @@ class FirstBatches(StepParticipant):
 
     @contextmanager
     def around_forward(self, run: StepRun, stage: int, microbatch: int) -> Iterator[None]:
-        """Explain shape errors caused by the sharding plan, and guard the first batch."""
+        """Explain shape errors caused by the sharding plan, and guard the step."""
         module = self._scope.module
-        guarded = (
-            self._guard.watching(
-                run.hook, counts=module.automatic_optimization or run.hook != "training_step"
-            )
-            if self._is_first
-            else nullcontext()
-        )
+        counts = module.automatic_optimization or run.hook != "training_step"
+        watch = self._guard.watching if self._is_first else self._guard.counting
+        guarded = watch(run.hook, counts=counts)
         with explained_shapes(module, self._plans, self._scope.context), guarded:
             yield
