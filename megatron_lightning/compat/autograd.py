@@ -10,7 +10,12 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, _engine_run_backward
 from torch.distributed.tensor import DTensor
-from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
+from torch.overrides import (
+    TorchFunctionMode,
+    _get_current_function_mode,
+    _pop_mode,
+    _push_mode,
+)
 from torch.utils.hooks import RemovableHandle
 
 
@@ -72,9 +77,14 @@ def is_in_backward() -> bool:
     return bool(torch._C._current_graph_task_id() != -1)
 
 
-def pop_function_mode() -> None:
-    """Leave the innermost mode of torch functions for a while."""
+def pop_function_mode(mode: TorchFunctionMode) -> bool:
+    """Leave a mode of torch functions for a while, if the mode is the innermost. Return whether
+    the mode was left.
+    """
+    if _get_current_function_mode() is not mode:  # type: ignore[no-untyped-call]
+        return False
     _pop_mode()  # type: ignore[no-untyped-call]
+    return True
 
 
 def push_function_mode(mode: TorchFunctionMode) -> None:

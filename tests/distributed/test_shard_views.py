@@ -30,6 +30,7 @@ VIEWS: list[Callable[[Any], object]] = [
     lambda w: w[:, 2:].zero_(),
     lambda w: w.t().mul_(2.0),
     lambda w: w.data.clamp_(max=3.0),
+    lambda w: w.mul_(int(w[0, 1]) + 2),
     lambda w: w.add_(w[0].norm() + w[1:].sum().clamp_(max=1.0)),
 ]
 

@@ -678,6 +678,11 @@ def _shifts_tokens(net: nn.Module, tokens: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(net(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
 
 
+def _shifts_on_a_device(net: nn.Module, tokens: Tensor, labels: Tensor) -> Tensor:
+    with torch.device("cpu"):  # a mode of torch functions
+        return _shifts_logits(net, tokens, labels)
+
+
 def _rolls(net: nn.Module, tokens: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(net(tokens).flatten(0, 1), tokens.roll(-1, dims=1).flatten())
 
@@ -722,6 +727,7 @@ def _shifted(layout: Layout, folder: str, loss: Any) -> str:
     thinned(
         [
             (_shifts_logits, "slices or indexes a sequence along dim 1"),
+            (_shifts_on_a_device, "slices or indexes a sequence along dim 1"),
             (_shifts_tokens, "slices or indexes a sequence along dim 1"),
             (_rolls, "calls roll on a sequence along dim 1"),
             (_selects_nothing, "passes"),

@@ -53,8 +53,9 @@ class CopiedView(DTensor):
 
 
 def _writes(name: str) -> bool:
-    in_place = name.endswith("_") and not name.endswith("__")
-    return in_place or name in {"__set__", "__setitem__"} or name.startswith("__i")
+    in_place = name.endswith("_") and not name.endswith("__") and name != "requires_grad_"
+    is_operator = name.startswith("__i") and name not in {"__index__", "__int__", "__invert__"}
+    return in_place or name in {"__set__", "__setitem__"} or is_operator
 
 
 def _marked(result: Any, kind: type[DTensor]) -> Any:

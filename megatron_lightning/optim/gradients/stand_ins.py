@@ -16,24 +16,17 @@ from torch.utils._pytree import tree_leaves, tree_map
 Use: TypeAlias = "Callable[[StandIn, Callable[..., Any]], None]"
 """Called with a stand-in and a function of torch, before the function."""
 
-_ASKED = {
+_ASKED = frozenset(
     getattr(Tensor, name).__get__
-    for name in (
-        "shape",
-        "dtype",
-        "device",
-        "ndim",
-        "layout",
-        "requires_grad",
-        "grad_fn",
-        "is_leaf",
-    )
-} | {Tensor.size, Tensor.dim, Tensor.numel, Tensor.is_floating_point, Tensor.__hash__}
-_SAME = {  # the same values, for the next function
-    getattr(Tensor, "data").__get__,  # noqa: B009 (the descriptor)
-    *(Tensor.detach, Tensor.view, Tensor.reshape, Tensor.flatten, Tensor.ravel),
-    *(Tensor.to, Tensor.float, Tensor.double, Tensor.cpu, torch.flatten),
-}
+    for name in ("shape", "dtype", "device", "ndim", "layout", "requires_grad", "grad_fn")
+) | {Tensor.size, Tensor.dim, Tensor.numel, Tensor.is_floating_point, Tensor.__hash__}
+_SAME = frozenset(  # the same values, for the next function
+    {
+        getattr(Tensor, "data").__get__,  # noqa: B009 (the descriptor)
+        *(Tensor.detach, Tensor.view, Tensor.reshape, Tensor.flatten, Tensor.ravel),
+        *(Tensor.to, Tensor.float, Tensor.double, Tensor.cpu, torch.flatten),
+    }
+)
 
 
 class StandIn(Tensor):

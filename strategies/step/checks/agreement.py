@@ -143,9 +143,10 @@ def _refuse_values_of_stages(found: Sequence[dict[str, float]], ranks: Sequence[
             numbers = ", ".join(f"{some.pop():.9g}" for some in values)
             raise ShardingError(
                 f"the pipeline stages on ranks {list(ranks)} set {option} of their optimizer "
-                f"groups to {numbers}: configure_optimizers runs on every stage, with the stage's "
-                "parameters alone. Compute options from values that are equal on all ranks, from "
-                "the configuration, say, or a count that is made before the Trainer runs."
+                f"groups to {numbers}: configure_optimizers runs on every stage, and has read "
+                "something that differs between stages. Compute options from values that are equal "
+                "on all ranks, from the configuration, say, or a count that is made before the "
+                "Trainer runs."
             )
 
 

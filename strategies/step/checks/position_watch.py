@@ -46,6 +46,7 @@ class PositionWatch(TorchFunctionMode):
         self._dims = {dim for _, dim in parts}
         self._parts = {id(tensor): (tensor, dim) for tensor, dim in parts}
         self._depth = 0  # of model calls, without a watch on functions
+        self._has_left = False  # torch.compile may refuse modes
 
     @contextmanager
     def watching(self, models: Mapping[str, nn.Module]) -> Iterator[None]:
@@ -64,20 +65,20 @@ class PositionWatch(TorchFunctionMode):
 
     def _enter(self, *_: Any) -> None:
         if not self._depth:
-            pop_function_mode()
+            self._has_left = pop_function_mode(self)  # a mode of the user's may be further inside
         self._depth += 1
 
     def _resume(self) -> None:
         """Watch again. A pipeline stage unwinds the step without the hooks after a call."""
-        if self._depth:
+        if self._has_left:
             push_function_mode(self)
-        self._depth = 0
+        self._depth, self._has_left = 0, False
 
     def _leave(self, model: nn.Module, args: Any, output: Any) -> None:
         self._depth -= 1
         if self._depth:
             return
-        push_function_mode(self)
+        self._resume()
         values = list(output.values()) if isinstance(output, Mapping) else output
         for leaf in tree_leaves(values):
             if isinstance(leaf, Tensor):
@@ -98,7 +99,7 @@ class PositionWatch(TorchFunctionMode):
         """
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        if not args or id(args[0]) not in self._parts:
+        if self._depth or not args or id(args[0]) not in self._parts:
             return result
         tensor, dim = self._parts[id(args[0])]
         name = str(getattr(func, "__name__", ""))

@@ -35,10 +35,12 @@ _ADVICE = (
 )
 
 
-_NORMS = {
-    *(Tensor.norm, torch.norm, torch.linalg.norm, torch.linalg.vector_norm),
-    *(torch.linalg.matrix_norm, torch._foreach_norm),
-}
+_NORMS = frozenset(
+    {
+        *(Tensor.norm, torch.norm, torch.linalg.norm, torch.linalg.vector_norm),
+        *(torch.linalg.matrix_norm, torch._foreach_norm),
+    }
+)
 
 
 class _Gradient(NamedTuple):
