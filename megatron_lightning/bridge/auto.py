@@ -18,6 +18,7 @@ from megatron_lightning.bridge.from_config import new_folder
 from megatron_lightning.bridge.gpt import build_gpt_model, gpt_config
 from megatron_lightning.bridge.hub import local_folder
 from megatron_lightning.bridge.kept import KeptFolder, read_kept, remember
+from megatron_lightning.bridge.torch_dist import is_megatron
 from megatron_lightning.bridge.untouched import (
     UNCHANGED,
     Change,
@@ -389,7 +390,8 @@ class AutoBridge(FolderModel):
         does the same.
 
         Args:
-            checkpoint: A checkpoint of the folder's model, of any layout.
+            checkpoint: A checkpoint of the folder's model, of any layout, or a checkpoint of
+                Megatron-LM or Megatron Bridge (``torch_dist``).
             path: The folder to write.
             dtype: Dtype of floating tensors. None: the folder's.
             overwrite: Replace an existing target.
@@ -397,6 +399,11 @@ class AutoBridge(FolderModel):
         Raises:
             CheckpointError: If the checkpoint is not of the folder's model, or the target exists.
         """
+        if is_megatron(checkpoint):
+            megatron = import_module("megatron_lightning.bridge.megatron")  # imports this file
+            tensors = megatron.MegatronBridge(checkpoint, self.path).tensors(dtype)
+            write_folder(Path(path), self.folder, tensors, overwrite=overwrite)
+            return
         source = open_checkpoint(checkpoint)
         plan = self.plan(gpt_config(source))
         fills = fills_of_checkpoint(source, plan.parameters)

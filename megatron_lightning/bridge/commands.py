@@ -18,14 +18,17 @@ from megatron_lightning.bridge.folder import HuggingFaceFolder
 from megatron_lightning.bridge.give_back import tensors_of_checkpoint
 from megatron_lightning.bridge.import_folder import import_folder
 from megatron_lightning.bridge.lazy import Lazy
+from megatron_lightning.bridge.megatron import MegatronBridge
 from megatron_lightning.bridge.pieces import assembled
+from megatron_lightning.bridge.torch_dist import is_megatron
 from megatron_lightning.bridge.untouched import fill_weights
 from megatron_lightning.checkpoint.tools.progress import progress_bar
-from megatron_lightning.errors import CheckpointError
+from megatron_lightning.errors import CheckpointError, ConfigError
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 _LOGITS = 1e-4  # relative to the largest logit: the same operations in fp32, in equal order
 _LISTED = 10
+_KINDS: Mapping[str, ModelKind] = MappingProxyType({"hf": "transformers", "gpt": "gpt"})
 
 
 def export(  # noqa: PLR0917  # every argument is an option of the command line
@@ -39,11 +42,13 @@ def export(  # noqa: PLR0917  # every argument is an option of the command line
     trust_remote_code: bool = False,
     family: str | None = None,
     tokenizer: str | None = None,
+    format: Literal["hf", "torch_dist"] = "hf",
 ) -> None:
     """Write a checkpoint of any layout as a Hugging Face folder.
 
     Args:
-        checkpoint: Checkpoint of a module with the folder's model, untouched or as ``GPTModel``.
+        checkpoint: Checkpoint of a module with the folder's model, untouched or as ``GPTModel``. Or
+            a checkpoint of Megatron-LM or Megatron Bridge (``torch_dist``), with ``like``.
         target: The folder to write.
         like: Folder or Hub id with the files, names and dtypes to follow. Default: the model's
             folder, kept in the checkpoint without weights.
@@ -55,11 +60,20 @@ def export(  # noqa: PLR0917  # every argument is an option of the command line
         family: Rules for a ``GPTModel``, by name or class path. Default: the rules used at import,
             or the first family describing the model.
         tokenizer: Folder or Hub id of a tokenizer, for a ``GPTModel`` trained from scratch.
+        format: hf: a Hugging Face folder. torch_dist, the format of Megatron-Core, is read by
+            ``convert import`` and not written.
 
     Raises:
         CheckpointError: If the checkpoint is not of the folder's model, or the target exists.
-        ConfigError: If no family describes a ``GPTModel``, naming the fields.
+        ConfigError: If no family describes a ``GPTModel``, naming the fields, or the format is not
+            written.
     """
+    if format != "hf":
+        raise ConfigError(
+            f"format is {format!r}, which is read and not written. Leave it out to write a Hugging "
+            "Face folder, and make a Megatron checkpoint of the folder with Megatron Bridge: "
+            "AutoBridge.import_ckpt(FOLDER, MEGATRON_FOLDER)."
+        )
     folder, tensors = tensors_of_checkpoint(
         checkpoint,
         like=like,
@@ -78,24 +92,29 @@ def export(  # noqa: PLR0917  # every argument is an option of the command line
 def import_(  # noqa: PLR0917  # every argument is an option of the command line
     path: str,
     checkpoint: str,
-    to: Literal["hf", "gpt"] = "hf",
+    to: Literal["hf", "gpt"] | None = None,
+    like: str | None = None,
     dtype: Dtype | None = None,
     overwrite: bool = False,
     revision: str | None = None,
     trust_remote_code: bool = False,
     family: str | None = None,
 ) -> None:
-    """Write a Hugging Face folder as a checkpoint, readable in any layout.
+    """Write a Hugging Face folder, or a checkpoint of Megatron-LM or Megatron Bridge, as a
+    checkpoint readable in any layout.
 
     The checkpoint is an unstarted run of a ``HuggingFaceModule`` or ``GPTLightningModule``. Start a
     fit from the checkpoint by ``--ckpt_path``, ``--model.path`` or ``--model.init_from_hf``.
 
     Args:
-        path: The folder, or a Hub id.
+        path: The folder, or a Hub id, or a Megatron checkpoint (``torch_dist``).
         checkpoint: The checkpoint directory to write.
         to: Names of the parameters. hf: names of the untouched model, for any family. gpt: names of
-            ``GPTModel``, for families with rules.
-        dtype: Dtype of the parameters. Default: the folder's.
+            ``GPTModel``, for families with rules. Default: hf, and gpt of a Megatron checkpoint.
+        like: Folder or Hub id of the model in a Megatron checkpoint, which itself says no
+            configuration. A folder with config.json and a tokenizer is enough.
+        dtype: Dtype of the parameters. Default: the folder's, or without weights the Megatron
+            checkpoint's.
         overwrite: Replace an existing target.
         revision: Branch, tag or commit of the Hub id.
         trust_remote_code: Whether code in the folder may run.
@@ -107,16 +126,44 @@ def import_(  # noqa: PLR0917  # every argument is an option of the command line
         ConfigError: If there are no rules for the folder, or ``GPTModel`` cannot represent a
             setting of the folder.
     """
-    bridge = AutoBridge.from_hf_pretrained(
-        path, revision=revision, trust_remote_code=trust_remote_code, family=family
-    )
-    kind: ModelKind = "gpt" if to == "gpt" else "transformers"
-    chosen = None if dtype is None else getattr(torch, dtype)
+    options: dict[str, Any] = {
+        "revision": revision, "trust_remote_code": trust_remote_code, "family": family,
+    }  # fmt: skip
+    written: dict[str, Any] = {
+        "dtype": None if dtype is None else getattr(torch, dtype), "overwrite": overwrite,
+    }  # fmt: skip
+    if is_megatron(path):
+        _import_megatron(MegatronBridge(path, like, **options), checkpoint, to or "gpt", written)
+        return
+    if like is not None:
+        raise ConfigError(
+            f"like is {like!r}, and {path} is no checkpoint of Megatron: a Hugging Face folder "
+            "says its configuration itself. Leave like out."
+        )
+    bridge = AutoBridge.from_hf_pretrained(path, **options)
     with progress_bar("importing", _num_bytes(bridge.folder.tensors)) as advance:
         count = import_folder(
-            bridge, Path(checkpoint), kind=kind, dtype=chosen, overwrite=overwrite, advance=advance
+            bridge, Path(checkpoint), kind=_KINDS[to or "hf"], advance=advance, **written
         )
     print(f"{checkpoint} holds {count} tensors, and the files of {path} that hold none.")
+
+
+def _import_megatron(
+    megatron: MegatronBridge, checkpoint: str, to: str, options: Mapping[str, Any]
+) -> None:
+    kind, bridge = _KINDS[to], megatron.bridge
+    optimizer = megatron.optimizer(kind)
+    options = {**options, "optimizer": optimizer, "origin": str(megatron.folder.path)}
+    num_bytes = _num_bytes(bridge.folder.tensors) + _num_bytes(optimizer)
+    with progress_bar("importing", num_bytes) as advance:
+        count = import_folder(bridge, Path(checkpoint), kind=kind, advance=advance, **options)
+    states = "no state of an optimizer, since there is none in the parameters' shapes"
+    if optimizer:
+        states = f"the state of Adam after {megatron.folder.iteration:,} steps"
+    print(
+        f"{checkpoint} holds {count} tensors of {megatron.folder.path}, {states}, and the files of "
+        f"{bridge.origin} that hold none."
+    )
 
 
 def verify(

@@ -60,11 +60,7 @@ class SharedExperts(Row):
 
 @dataclass(frozen=True)
 class Groups(Row):
-    """Groups of experts for a token's choice.
-
-    A group is ranked by the sum of its best scores. Ours sums as many scores as a token has experts
-    in a group.
-    """
+    """Groups of experts for a token's choice. A group is ranked by the sum of its best scores."""
 
     num_best: int
     """Number of scores in the family's sum for a group."""
@@ -72,17 +68,18 @@ class Groups(Row):
     """Whether ``topk_method`` says if there are groups."""
 
     def read(self, theirs: Settings) -> Values:
-        """Return the fields. Another number of best scores is refused."""
+        """Return the fields. Other methods of choice are refused."""
         groups, chosen = theirs.get("n_group"), theirs.get("topk_group")
         method = theirs.get("topk_method") if self.switch else "group_limited_greedy"
         if method == "greedy" or (groups or 1) == 1:
             return {}
-        topk = theirs["num_experts_per_tok"]
         if method != "group_limited_greedy":
             raise UnsupportedSettingError({"topk_method": method})
-        if topk // chosen != self.num_best:
-            raise UnsupportedSettingError({"topk_group": chosen, "num_experts_per_tok": topk})
-        return {"moe.router_num_groups": groups, "moe.router_group_topk": chosen}
+        return {
+            "moe.router_num_groups": groups,
+            "moe.router_group_topk": chosen,
+            "moe.router_group_best": self.num_best,
+        }
 
     def write(self, ours: Values) -> Values:
         """Return the keys."""

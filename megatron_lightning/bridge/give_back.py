@@ -17,7 +17,9 @@ from megatron_lightning.bridge.folder_model import Plan
 from megatron_lightning.bridge.gpt import gpt_config
 from megatron_lightning.bridge.kept import kept_folders
 from megatron_lightning.bridge.lazy import Lazy
+from megatron_lightning.bridge.megatron import MegatronBridge
 from megatron_lightning.bridge.new_folder import new_gpt_folder
+from megatron_lightning.bridge.torch_dist import is_megatron
 from megatron_lightning.bridge.values import fills_of_checkpoint, fills_of_model
 from megatron_lightning.checkpoint.kept_files import kept_entry
 from megatron_lightning.checkpoint.source import CheckpointSource, open_checkpoint
@@ -53,6 +55,11 @@ def tensors_of_checkpoint(
         CheckpointError: If the checkpoint is not of the folder's model.
         ConfigError: If a ``GPTModel`` is not the folder's model, or no family describes the model.
     """
+    if is_megatron(checkpoint):
+        megatron = MegatronBridge(
+            checkpoint, like, revision=revision, trust_remote_code=trust_remote_code, family=family
+        )
+        return megatron.bridge.folder, megatron.tensors(dtype)
     source = open_checkpoint(checkpoint)
     state = source.state()
     found = kept_entry(state, model)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, cast
 
 import torch
@@ -25,6 +27,7 @@ from megatron_lightning.checkpoint.format.streaming import (
 from megatron_lightning.checkpoint.kept_files import KEPT
 from megatron_lightning.checkpoint.tools.progress import Advance, silent
 from megatron_lightning.errors import CheckpointError
+from megatron_lightning.optim.param_groups import DEFAULT_GROUP, NO_DECAY
 from megatron_lightning.parallel.spec import Box
 
 _MODEL = "model"  # path of the model in HuggingFaceModule
@@ -39,6 +42,8 @@ def import_folder(
     dtype: torch.dtype | None = None,
     overwrite: bool = False,
     advance: Advance = silent,
+    optimizer: Mapping[str, Lazy] = MappingProxyType({}),
+    origin: str | None = None,
 ) -> int:
     """Write the folder's model as a checkpoint of an unstarted ``HuggingFaceModule`` or
     ``GPTLightningModule``.
@@ -53,9 +58,12 @@ def import_folder(
         overwrite: Whether an existing checkpoint is replaced. False: an existing checkpoint is
             refused.
         advance: Called with the number of written bytes.
+        optimizer: State of AdamW by ``<parameter>.<key>``. Empty: the optimizer begins without
+            state.
+        origin: Where the weights are from, for the checkpoint's description. None: the folder.
 
     Returns:
-        Number of tensors.
+        Number of parameters and buffers.
 
     Raises:
         CheckpointError: If the target exists, or the folder is damaged or does not fit the model.
@@ -72,6 +80,7 @@ def import_folder(
     parts = _gpt_parts if kind == "gpt" else _parts
     model_tensors, tied_to, settings, kept = parts(bridge, dtype)
     lazies = {f"state_dict.{_MODEL}.{name}": x for name, x in model_tensors.items()}
+    lazies |= {f"optimizer_states.0.state.{_MODEL}.{name}": x for name, x in optimizer.items()}
     infos = {name: TensorInfo(tuple(x.shape), x.dtype) for name, x in lazies.items()}
     tied = {f"{_MODEL}.{name}": f"{_MODEL}.{owner}" for name, owner in tied_to.items()}
 
@@ -87,15 +96,31 @@ def import_folder(
         infos,
         fetch,
         state_before_training(tied)
+        | ({"optimizer_states": [_groups(optimizer, model_tensors)]} if optimizer else {})
         | {
             KEPT: {_MODEL: kept.entry},
             "hparams_name": "kwargs",
             "hyper_parameters": settings,
         },
-        {"imported_from": bridge.origin, "tied": tied, "global_step": 0, "epoch": 0},
+        {"imported_from": origin or bridge.origin, "tied": tied, "global_step": 0, "epoch": 0},
         files=spread_evenly(infos, lambda info: slabs(info, CHUNK_BYTES), num_files),
     )
-    return len(infos)
+    return len(model_tensors)
+
+
+def _groups(optimizer: Mapping[str, Tensor], parameters: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Return the entry of an optimizer with the default parameter groups of our modules. Their
+    options stay those of the module that loads the entry.
+    """
+    known = dict.fromkeys(name.rpartition(".")[0] for name in optimizer)
+    groups: dict[str, list[str]] = {DEFAULT_GROUP: [], NO_DECAY.name: []}
+    for name in known:
+        is_matrix = parameters[name].ndim > (NO_DECAY.max_dims or 0)
+        groups[DEFAULT_GROUP if is_matrix else NO_DECAY.name].append(f"{_MODEL}.{name}")
+    return {
+        "state": {},
+        "param_groups": [{"params": names, "name": name} for name, names in groups.items()],
+    }
 
 
 _Parts = tuple[dict[str, Lazy], dict[str, str], dict[str, Any], KeptFolder]

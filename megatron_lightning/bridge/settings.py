@@ -277,6 +277,7 @@ def flat(config: TransformerConfig) -> Values:
         values["layer_pattern"] = None
     if config.moe is not None:
         values["moe.ffn_hidden_size"] = config.expert_ffn_size
+        values["moe.router_group_best"] = config.moe.group_best
         values["moe.layer_freq"] = tuple(int(kind == "expert") for kind in kinds)
     return values
 

@@ -28,7 +28,7 @@ _CHOICES: Mapping[str, tuple[str, ...]] = {
 }
 _COUNTS = (
     "num_experts", "router_topk", "ffn_hidden_size", "shared_expert_intermediate_size",
-    "router_num_groups", "router_group_topk",
+    "router_num_groups", "router_group_topk", "router_group_best",
 )  # fmt: skip
 _POSITIVE = ("router_topk_scaling_factor", "router_bias_update_rate", "expert_capacity_factor")
 
@@ -75,8 +75,11 @@ class MoEConfig:
     router_num_groups: int | None = None
     """Groups of consecutive experts for group-limited routing. None: no groups."""
     router_group_topk: int | None = None
-    """Groups to choose a token's experts from: the groups with the largest sums of the router_topk
-    // router_group_topk best scores."""
+    """Groups to choose a token's experts from: the groups with the largest sums of the
+    router_group_best best scores."""
+    router_group_best: int | None = None
+    """Scores in the sum that ranks a group. None: router_topk // router_group_topk, as in
+    Megatron-Core. DeepSeek-V2 takes 1."""
     router_dtype: RouterDtype = "fp32"
     """Dtype of the router's matmul, scores and probabilities, under autocast as well."""
     router_load_balancing_type: LoadBalancing | Sequence[LoadBalancing] = "aux_loss"
@@ -180,6 +183,11 @@ class MoEConfig:
     def _check_groups(self) -> None:
         groups, chosen = self.router_num_groups, self.router_group_topk
         if groups is None and chosen is None:
+            if self.router_group_best is not None:
+                raise ConfigError(
+                    f"moe.router_group_best={self.router_group_best} ranks groups, and there are "
+                    "none. Set router_num_groups and router_group_topk, or leave it out."
+                )
             return
         if groups is None or chosen is None:
             raise ConfigError(
@@ -204,6 +212,18 @@ class MoEConfig:
                 f"router_num_groups={groups}: a token uses {chosen} groups with {chosen * size} "
                 f"experts together. Set router_topk from {chosen} to {chosen * size}."
             )
+        if self.router_group_best is not None and self.router_group_best > size:
+            raise ConfigError(
+                f"moe.router_group_best={self.router_group_best} is above the {size} experts of a "
+                f"group. Set it to at most {size}."
+            )
+
+    @property
+    def group_best(self) -> int | None:
+        """Scores in the sum that ranks a group. None: there are no groups."""
+        if self.router_group_topk is None:
+            return None
+        return self.router_group_best or self.router_topk // self.router_group_topk
 
     def _check_losses(self) -> None:
         types = _as_tuple(self.router_load_balancing_type)

@@ -74,7 +74,7 @@ FOLDERS: dict[str, tuple[str, dict[str, Any]]] = {
     }),
     "olmoe": ("Olmoe", {"num_experts": 4, "num_experts_per_tok": 2, "rope_parameters": _ROPE}),
     "deepseek-v2": ("DeepseekV2", _LATENT | {
-        "n_routed_experts": 8, "num_experts_per_tok": 2, "topk_method": "group_limited_greedy",
+        "n_routed_experts": 12, "num_experts_per_tok": 4, "topk_method": "group_limited_greedy",
         "n_group": 4, "topk_group": 2, "routed_scaling_factor": 1.5, "rope_parameters": _SHARP,
     }),
     "deepseek-v2-lite": ("DeepseekV2", _LATENT | {

@@ -23,6 +23,7 @@ KINDS: list[dict[str, Any]] = [
     {"router_score_function": "sqrtsoftplus", "router_topk_scaling_factor": 2.5},
     {**SIGMOID, "router_num_groups": 4, "router_group_topk": 2, "router_topk": 4},
     {"router_num_groups": 2, "router_group_topk": 1},
+    {"router_num_groups": 2, "router_group_topk": 1, "router_group_best": 1},
 ]
 
 
@@ -45,7 +46,11 @@ def dense_route(
     ranked = scores.detach() + (0.0 if expert_bias is None else expert_bias)
     if moe.router_num_groups:
         grouped = ranked.view(len(ranked), moe.router_num_groups, -1)
-        best = grouped.sort(-1, True).values[..., : k // moe.router_group_topk].sum(-1)
+        best = (
+            grouped.sort(-1, True)
+            .values[..., : moe.router_group_best or k // moe.router_group_topk]
+            .sum(-1)
+        )
         allowed = best >= best.sort(-1, True).values[:, moe.router_group_topk - 1, None]
         ranked = grouped.masked_fill(~allowed[..., None], -torch.inf).flatten(1)
     chosen = ranked >= ranked.sort(-1, True).values[:, k - 1, None]

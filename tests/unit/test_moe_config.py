@@ -69,6 +69,11 @@ from tests.helpers.moe import config
             {"router_num_groups": 8, "router_group_topk": 4},
             "router_topk=2 with router_group_topk=4.*from 4 to 4",
         ),
+        ({"router_group_best": 1}, "router_group_best=1 ranks groups, and there are none"),
+        (
+            {"router_num_groups": 2, "router_group_topk": 1, "router_group_best": 5},
+            "router_group_best=5 is above the 4 experts of a group",
+        ),
         ({"router_topk_scaling_factor": 0.0}, "scaling_factor is 0.0; it must be a positive"),
         ({"router_bias_update_rate": -1e-3}, "router_bias_update_rate is -0.001"),
         ({"input_jitter_eps": 1.0}, "input_jitter_eps is 1.0.*between 0 and 1"),

@@ -46,9 +46,9 @@ def choose_experts(scores: Tensor, moe: MoEConfig) -> Tensor:
     With groups, choose only from the best groups.
     """
     k, groups, group_topk = moe.router_topk, moe.router_num_groups, moe.router_group_topk
-    if groups is not None and group_topk is not None:
+    if groups is not None and group_topk is not None and moe.group_best is not None:
         grouped = scores.unflatten(1, (groups, -1))  # type: ignore[no-untyped-call]
-        group_scores = grouped.topk(k // group_topk, dim=-1).values.sum(dim=-1)
+        group_scores = grouped.topk(moe.group_best, dim=-1).values.sum(dim=-1)
         allowed = _mask(group_scores, group_scores.topk(group_topk, dim=-1).indices)
         scores = grouped.masked_fill(~allowed[..., None], float("-inf")).flatten(1)
     return scores.topk(k, dim=-1).indices

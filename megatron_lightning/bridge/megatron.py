@@ -1,0 +1,285 @@
+"""Checkpoints of Megatron-LM and Megatron Bridge as a bridge with weights.
+
+Names of ``GPTModel`` are Megatron-Core's, with few differences: layers of one kind are one tensor
+[L, ...] there, a norm may belong to the linear layer behind it, and the vocabulary is padded. The
+checkpoint's configuration is in pickles, so that a Hugging Face folder says it.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from megatron_lightning.bridge.auto import AutoBridge, ModelKind
+from megatron_lightning.bridge.folder import INDEX, PICKLE, SINGLE
+from megatron_lightning.bridge.hub import local_folder
+from megatron_lightning.bridge.kept import KeptFolder
+from megatron_lightning.bridge.lazy import Lazy
+from megatron_lightning.bridge.new_files import new_files
+from megatron_lightning.bridge.rules import OUTPUT, WORDS, new_shapes, to_config
+from megatron_lightning.bridge.torch_dist import MegatronFolder
+from megatron_lightning.checkpoint.kept_files import KeptFiles
+from megatron_lightning.config import TransformerConfig
+from megatron_lightning.errors import CheckpointError, ConfigError
+from megatron_lightning.models.blueprint import LAYER, model_weights, saved_tensors
+from megatron_lightning.parallel.spec import Box, Shape
+
+_STATES: Mapping[str, tuple[str, ...]] = {
+    "exp_avg": ("exp_avg",),
+    "exp_avg_sq": ("exp_avg_sq",),
+    "master": ("fp32_param", "param"),
+}
+"""State of Adam in our checkpoints -> names in Megatron's. ``master`` are the main params."""
+_OPTIMIZER = r"(?:chained_\d+\.)?optimizer\."
+_ALIASES = (
+    ("input_layernorm.", "self_attention.linear_qkv.layer_norm_"),
+    ("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_"),
+    ("self_attention.q_layernorm.", "self_attention.linear_q_up_proj.layer_norm_"),
+    ("self_attention.kv_layernorm.", "self_attention.linear_kv_up_proj.layer_norm_"),
+    ("mlp.experts.", "mlp.experts.experts."),
+    ("mlp.shared_experts.gate.weight", "mlp.shared_experts.gate_weight"),
+    ("transformer_layer.", "mtp_model_layer."),
+)
+_MAX_PADDING = 128 * 64  # --make-vocab-size-divisible-by x tensor-parallel ranks
+_LISTED = 5
+
+
+class MegatronBridge:
+    """A Megatron checkpoint, beside a Hugging Face folder of the same model.
+
+    Args:
+        path: A checkpoint in the format ``torch_dist``, or the folder with the tracker file.
+        like: Folder or Hub id of the same model: configuration, tokenizer, names and dtypes.
+            Weights in the folder are not read, and may be missing.
+        revision: Branch, tag or commit of the Hub id.
+        trust_remote_code: Whether code in the folder may run.
+        family: Rules for ``GPTModel``. None: the rules of the folder's architecture.
+
+    Raises:
+        CheckpointError: If the checkpoint is damaged, or is of another model.
+        ConfigError: If ``like`` is missing, or there are no rules for the folder.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        like: str | os.PathLike[str] | None,
+        *,
+        revision: str | None = None,
+        trust_remote_code: bool = False,
+        family: str | None = None,
+    ) -> None:
+        folder = MegatronFolder(Path(path))
+        if like is None:
+            raise ConfigError(
+                f"{path} is a checkpoint of Megatron, whose configuration is in pickles that run "
+                "code. Name a Hugging Face folder of the same model, or one with its config.json "
+                "and tokenizer alone: --like FOLDER."
+            )
+        options: dict[str, Any] = {"trust_remote_code": trust_remote_code, "family": family}
+        named = {**options, "origin": str(like), "revision": revision}
+        source = local_folder(named["origin"], revision=revision, weights=False)
+        has_weights = any((source / name).exists() for name in (SINGLE, INDEX, PICKLE))
+        if has_weights or not Path(like).is_dir():  # a Hub id in the cache
+            bridge = AutoBridge.from_hf_pretrained(named["origin"], revision=revision, **options)
+        else:
+            kept = _new_folder(AutoBridge(source, **options), folder)
+            bridge = AutoBridge.from_kept(kept, **named)
+        self._options = named
+        self._config, _, self._kept = bridge.gpt_parts()
+        self.folder = folder
+        """The checkpoint."""
+        self.bridge = self._filled(model_tensors(folder, self._config))
+        """The folder with the checkpoint's weights."""
+
+    def tensors(self, dtype: torch.dtype | None = None) -> dict[str, Lazy]:
+        """Return the folder's tensors with the checkpoint's values.
+
+        Args:
+            dtype: Dtype of floating tensors. None: the folder's.
+        """
+        plan = self.bridge.plan()
+        return plan.tensors({name: lazy.fill for name, lazy in plan.parameters.items()}, dtype)
+
+    def optimizer(self, kind: ModelKind) -> dict[str, Lazy]:
+        """Return the state of Adam by ``<parameter>.<key>``. Empty: the checkpoint has none, or not
+        in the parameters' shapes.
+
+        Args:
+            kind: The model with the parameters' names: "transformers" or "gpt".
+        """
+        step = self.folder.iteration
+        found = {
+            key: tensors
+            for key, names in _STATES.items()
+            if (tensors := _state_tensors(self.folder, self._config, names))
+        }
+        if step is None or not {"exp_avg", "exp_avg_sq"} <= found.keys():
+            return {}
+        made: dict[str, Lazy] = {}
+        for key, tensors in found.items():
+            moved: Mapping[str, Tensor] = tensors
+            if kind != "gpt":
+                moved = dict(self._filled(tensors).lazy_model(dtype="auto").named_parameters())
+            for name, tensor in moved.items():
+                lazy = cast("Lazy", tensor)
+                made[f"{name}.{key}"] = Lazy(lazy.shape, torch.float32, lazy.fill)
+                made[f"{name}.step"] = Lazy((), torch.float32, partial(_fill_number, step))
+        return made
+
+    def _filled(self, tensors: Mapping[str, Lazy]) -> AutoBridge:
+        kept = self._kept.of_gpt(self._config.to_dict(), self._options["family"])
+        plan = AutoBridge.from_kept(kept, **self._options).plan()
+        made = plan.tensors({name: lazy.fill for name, lazy in tensors.items()})
+        kept.read_from({name: made[name].fill for name in plan.pieces})
+        return AutoBridge.from_kept(kept, **self._options)
+
+
+def _new_folder(bridge: AutoBridge, checkpoint: MegatronFolder) -> KeptFolder:
+    """Return the record of a folder without weights: names of the family, and the dtype of
+    config.json, or of the checkpoint.
+    """
+    config = to_config(bridge.family, bridge.config, bridge.path)
+    tensors = model_tensors(checkpoint, config)
+    common = tensors[WORDS].dtype  # a router's bias may have another
+    own = getattr(bridge.config, "dtype", None) or common
+    made = new_files(
+        {
+            name: (shape, own if tensors[ours].dtype == common else tensors[ours].dtype)
+            for name, (shape, ours) in new_shapes(bridge.family, config).items()
+        }
+    )
+    contents = dict(KeptFiles.of_folder(bridge.path).contents)
+    if made.index_file is not None:
+        contents[INDEX] = made.index_file
+    return KeptFolder(
+        bridge.path,
+        origin=str(bridge.path),
+        revision=None,
+        files=KeptFiles(contents),
+        tables=made.headers,
+        ignored={},
+    )
+
+
+def _fill_number(value: float, _: Box, out: Tensor) -> None:
+    out.fill_(value)
+
+
+# ----------------------------------------------------------------------------------------- tensors
+
+
+def model_tensors(folder: MegatronFolder, config: TransformerConfig) -> dict[str, Lazy]:
+    """Return the parameters and saved buffers of a :class:`GPTModel`, by name.
+
+    Raises:
+        CheckpointError: Naming missing, misshapen and unexpected tensors.
+    """
+    made, used = dict[str, Lazy](), set[str]()
+    missing, misshapen = list[str](), list[str]()
+    for name, shape in saved_tensors(config):
+        tensor, key = _find(folder, config, name)
+        if tensor is None:
+            missing.append(key)
+            continue
+        used.add(key)
+        tensor = _without_padding(name, tensor, shape)
+        if tuple(tensor.shape) != shape:
+            misshapen.append(f"{key} has {list(tensor.shape)} instead of {list(shape)}")
+        made[name] = tensor
+    unused = [key for key in folder.tensors if key not in used and not re.match(_OPTIMIZER, key)]
+    texts = {"are missing": missing, "have other shapes": misshapen, "are unexpected": unused}
+    problems = [
+        f"{len(names)} tensors {text} ({', '.join(names[:_LISTED])})"
+        for text, names in texts.items()
+        if names
+    ]
+    if problems:
+        raise CheckpointError(
+            f"{folder.path} is not the model that the configuration of --like describes: "
+            f"{'; '.join(problems)}. Name a folder of the same model, or change its config.json "
+            "(num_nextn_predict_layers: 0 if the heads were not trained)."
+        )
+    return made
+
+
+def _state_tensors(
+    folder: MegatronFolder, config: TransformerConfig, states: tuple[str, ...]
+) -> dict[str, Lazy] | None:
+    """Return a state of every parameter. None: not every parameter has the state in the parameter's
+    shape, such as in the ranges of a bucket.
+    """
+    pattern = re.compile(rf"{_OPTIMIZER}state\.(?:{'|'.join(states)})\.(.*)")
+    known = {m.group(1): key for key in folder.tensors if (m := pattern.fullmatch(key))}
+    made = {}
+    for weight in model_weights(config):
+        tensor, _ = _find(folder, config, weight.path, known)
+        if tensor is None:
+            return None
+        tensor = _without_padding(weight.path, tensor, weight.shape)
+        if tuple(tensor.shape) != weight.shape:
+            return None
+        made[weight.path] = tensor
+    return made
+
+
+def _find(
+    folder: MegatronFolder,
+    config: TransformerConfig,
+    name: str,
+    keys: Mapping[str, str] | None = None,
+) -> tuple[Lazy | None, str]:
+    """Return the tensor behind a name of ours, and its key. None: the key that is missing.
+
+    Args:
+        folder: The checkpoint.
+        config: The model. A tensor of all layers has as many.
+        name: Our name.
+        keys: Key of a parameter -> key in the checkpoint. None: equal.
+    """
+    for alias in _aliases(name):
+        for key, layer in _keys(alias):
+            own = key if keys is None else keys.get(key, "")
+            tensor = folder.tensors.get(own)
+            if tensor is None:
+                continue
+            if layer is None:
+                return tensor, own
+            if tensor.shape[0] == config.num_layers:
+                return cast("Lazy", tensor[layer]), own
+    return None, name
+
+
+def _aliases(name: str) -> Iterator[str]:
+    """Yield the names of a parameter in Megatron-Core: of local layers, of Transformer Engine's
+    fused layers, and of earlier versions.
+    """
+    yield name
+    for ours, theirs in _ALIASES:
+        if ours in name and theirs not in name:
+            renamed = name.replace(ours, theirs)
+            yield renamed
+            if ours == "transformer_layer.":
+                yield from (alias for alias in _aliases(renamed) if alias != renamed)
+
+
+def _keys(name: str) -> Iterator[tuple[str, int | None]]:
+    """Yield the key of a layer's own tensor, and of the tensor of all layers with the index."""
+    yield name, None
+    if name.startswith(LAYER):
+        index, _, rest = name.removeprefix(LAYER).partition(".")
+        yield LAYER + rest, int(index)
+
+
+def _without_padding(name: str, tensor: Lazy, shape: Shape) -> Lazy:
+    """Return a vocabulary's rows without padding."""
+    if name not in (WORDS, OUTPUT) or not 0 < tensor.shape[0] - shape[0] < _MAX_PADDING:
+        return tensor
+    return cast("Lazy", tensor[: shape[0]])

@@ -1,0 +1,346 @@
+"""Checkpoints of Megatron-Core in the format ``torch_dist``, as lazy tensors.
+
+    latest_checkpointed_iteration.txt    "7", or "release"
+    iter_0000007/metadata.json           {"sharded_backend": "torch_dist", ...}
+    iter_0000007/.metadata               a pickle: every tensor's parts, and their places in files
+    iter_0000007/__0_0.distcp            parts of tensors, each an archive of ``torch.save``
+
+Pickles run no code here: :mod:`~megatron_lightning.bridge.inert_pickle` replaces each of the few
+allowed classes by a record of what was pickled. Values are read from mapped files. Objects
+(``_extra_state``, ``common.pt``) are never read.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from itertools import groupby
+from math import prod
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron_lightning.bridge.inert_pickle import Record, read_archive, unpickle
+from megatron_lightning.bridge.lazy import Lazy
+from megatron_lightning.errors import CheckpointError, MissingCheckpointError
+from megatron_lightning.parallel.spec import Box, Shape
+
+TRACKER, ABOUT, TABLE = "latest_checkpointed_iteration.txt", "metadata.json", ".metadata"
+_FORMAT = "torch_dist"
+_MAX_TABLE_BYTES = 4 << 30
+_MAX_TEXT_BYTES = 1 << 20
+_OPEN_FILES = 64
+_DCP = "torch.distributed.checkpoint"
+_CLASSES: Mapping[str, frozenset[str]] = {
+    "torch": frozenset({"Size"}),
+    "torch.serialization": frozenset({"_get_layout"}),
+    f"{_DCP}.filesystem": frozenset({"_StorageInfo"}),
+    f"{_DCP}.metadata": frozenset({
+        "BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta",
+        "TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING",
+    }),
+    f"{_DCP}.planner": frozenset({"SavePlan", "TensorWriteData", "WriteItem", "WriteItemType"}),
+    "megatron.core.dist_checkpointing.strategies.torch": frozenset({
+        "MCoreMetadata", "MCoreSavePlan",
+    }),
+}  # fmt: skip
+
+
+class Part(NamedTuple):
+    """A box of a tensor, and the place of the values."""
+
+    box: Box
+    file: str
+    start: int
+    stop: int
+
+
+def is_megatron(path: str | os.PathLike[str]) -> bool:
+    """Return whether a folder is a checkpoint of Megatron-LM or Megatron Bridge, readable or
+    not.
+    """
+    folder = Path(path)
+    marks = (TRACKER, ABOUT, TABLE)
+    return (
+        folder.is_dir()
+        and not (folder / "config.json").exists()
+        and (any((folder / name).exists() for name in marks) or _is_legacy(folder))
+    )
+
+
+def _is_legacy(folder: Path) -> bool:
+    return any(folder.glob("mp_rank_*/model_optim_rng.pt"))
+
+
+class MegatronFolder:
+    """The tensors of a checkpoint. Creation reads the table only.
+
+    Args:
+        path: The checkpoint of an iteration, or the folder of all checkpoints with the tracker
+            file, which names the last one.
+
+    Raises:
+        CheckpointError: If the checkpoint has another format, or is damaged.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = _iteration_of(path)
+        """The checkpoint."""
+        _check_format(self.path)
+        self._maps: dict[str, mmap.mmap] = {}
+        self._stamps: dict[str, tuple[int, int, int]] = {}
+        self.tensors: dict[str, Lazy] = {}
+        """Key in the checkpoint -> tensor."""
+        try:
+            table = _fields(unpickle(self._table(), _CLASSES), "Metadata")
+            places = self._places(table["storage_data"])
+            for key, entry in table["state_dict_metadata"].items():
+                if _is(entry, "TensorStorageMetadata"):
+                    self._add(str(key), entry.state, places)
+        except CheckpointError:
+            raise
+        except Exception as error:  # a pickle can make any object of any other
+            raise self._damaged(f"{type(error).__name__}: {error}") from error
+
+    @property
+    def iteration(self) -> int | None:
+        """Iterations trained. None: the folder's name does not say so."""
+        number = self.path.name.removeprefix("iter_")
+        return int(number) if number.isdecimal() else None
+
+    def _damaged(self, reason: str) -> CheckpointError:
+        return CheckpointError(
+            f"{self.path / TABLE} is damaged ({reason[:200]}). Copy the checkpoint again, or use "
+            "another one."
+        )
+
+    def _table(self) -> bytes:
+        file = self.path / TABLE
+        _stamp(file)
+        if file.stat().st_size > _MAX_TABLE_BYTES:
+            raise self._damaged(f"it has {file.stat().st_size:,} bytes")
+        return file.read_bytes()
+
+    def _places(self, storage: Mapping[Any, Any]) -> dict[tuple[str, Shape], tuple[str, int, int]]:
+        """Return key and offset of each part -> file and range in the file."""
+        places = {}
+        for index, info in storage.items():
+            at, place = _fields(index, "MetadataIndex"), _fields(info, "_StorageInfo")
+            if at.get("offset") is None:  # an object
+                continue
+            file, start, length = place["relative_path"], place["offset"], place["length"]
+            if not isinstance(file, str) or Path(file).name != file or "\\" in file:
+                raise self._damaged(f"it names the file {file!r}. Only plain file names are read")
+            if place.get("transform_descriptors"):
+                raise CheckpointError(
+                    f"{self.path}: {at['fqn']} is stored with {place['transform_descriptors']}, "
+                    "such as compressed. Load it in Megatron, and save it without."
+                )
+            if file not in self._stamps:
+                self._stamps[file] = _stamp(self.path / file)
+            start, length = _size(start), _size(length)
+            if start + length > self._stamps[file][0]:
+                raise CheckpointError(
+                    f"{self.path / file} has {self._stamps[file][0]:,} bytes, and {at['fqn']} ends "
+                    f"at byte {start + length:,}. Copy the checkpoint again."
+                )
+            places[at["fqn"], _shape(at["offset"])] = (file, start, start + length)
+        return places
+
+    def _add(
+        self,
+        key: str,
+        entry: Mapping[str, Any],
+        places: Mapping[tuple[str, Shape], tuple[str, int, int]],
+    ) -> None:
+        shape, dtype = _shape(entry["size"]), _dtype(entry["properties"])
+        parts = []
+        for chunk in entry["chunks"]:
+            found = _fields(chunk, "ChunkStorageMetadata")
+            box = Box(_shape(found["offsets"]), _shape(found["sizes"]))
+            if (key, box.offset) not in places:
+                raise self._damaged(f"{key} has no file for the part at {box.offset}")
+            parts.append(Part(box, *places[key, box.offset]))
+        if not _tile([part.box for part in parts], shape):
+            raise self._damaged(f"the parts of {key} overlap or leave gaps in {list(shape)}")
+        self.tensors[key] = Lazy(shape, dtype, partial(self._fill, key, dtype, parts))
+
+    def _fill(
+        self, key: str, dtype: torch.dtype, parts: Sequence[Part], box: Box, out: Tensor
+    ) -> None:
+        for part in parts:
+            common = part.box.overlap(box)
+            if common is None or out.is_meta or not out.numel():
+                continue
+            archive = memoryview(self._map(part.file))[part.start : part.stop]
+            try:
+                values = read_archive(archive, part.box.shape, dtype)
+            except Exception as error:
+                raise CheckpointError(
+                    f"{self.path / part.file} is damaged at byte {part.start:,}, where {key} is "
+                    f"({error}). Copy the checkpoint again, or use another one."
+                ) from error
+            out[common.relative_to(box.offset).slices] = values[
+                common.relative_to(part.box.offset).slices
+            ]
+
+    def _map(self, file: str) -> mmap.mmap:
+        """Return the mapped file.
+
+        Raises:
+            CheckpointError: If the file has changed since the table was read.
+        """
+        if _stamp(self.path / file) != self._stamps[file]:  # a bus error otherwise
+            raise CheckpointError(
+                f"{self.path / file} has changed while it was read. Read the checkpoint again when "
+                "nobody writes to it."
+            )
+        if file not in self._maps:
+            while len(self._maps) >= _OPEN_FILES:
+                self._maps.pop(next(iter(self._maps)))  # unmapped with the last view of it
+            with (self.path / file).open("rb") as stream:
+                self._maps[file] = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_COPY)
+        return self._maps[file]
+
+
+# ------------------------------------------------------------------------------------------ format
+
+
+def _iteration_of(path: Path) -> Path:
+    """Return the checkpoint that a tracker file names, or the folder itself."""
+    if not path.is_dir():
+        raise MissingCheckpointError.at(path)
+    tracker = path / TRACKER
+    if (path / ABOUT).exists() or (path / TABLE).exists() or not tracker.exists():
+        return path
+    _stamp(tracker)
+    with tracker.open("rb") as stream:
+        text = stream.read(64).decode("utf-8", "replace").strip()
+    if text != "release" and not (text.isascii() and text.isdecimal()):
+        raise CheckpointError(
+            f"{tracker} says {text!r}, which is no iteration. Name the folder of an iteration, "
+            "such as iter_0001000."
+        )
+    found = path / (text if text == "release" else f"iter_{int(text):07d}")
+    if not found.is_dir():
+        raise MissingCheckpointError(
+            f"{tracker} names {found}, which is missing. Name the folder of an iteration."
+        )
+    return found
+
+
+def _check_format(path: Path) -> None:
+    """Check that a checkpoint has the format ``torch_dist``.
+
+    Raises:
+        CheckpointError: Naming the format, and the way out.
+    """
+    way_out = (
+        "Write it as torch_dist in Megatron-LM: tools/checkpoint/convert.py, or training with "
+        "--load, --ckpt-convert-format torch_dist and --ckpt-convert-save."
+    )
+    if _is_legacy(path):
+        raise CheckpointError(
+            f"{path} is a checkpoint of single ranks (mp_rank_*/model_optim_rng.pt), whose pickles "
+            f"run code. {way_out}"
+        )
+    if not (path / ABOUT).exists():
+        raise CheckpointError(
+            f"{path} has no {ABOUT}, so it is no torch_dist checkpoint of Megatron-Core, or its "
+            f"save was not finished. {way_out}"
+        )
+    try:
+        _stamp(path / ABOUT)
+        with (path / ABOUT).open("rb") as stream:
+            found = json.loads(stream.read(_MAX_TEXT_BYTES))
+        backend, version = found["sharded_backend"], found.get("sharded_backend_version", 1)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CheckpointError(
+            f"{path / ABOUT} is damaged ({error!r}). Copy the checkpoint again."
+        ) from error
+    if backend != _FORMAT or version != 1:
+        raise CheckpointError(
+            f"{path / ABOUT} says that the format is {backend!r} {version}, and {_FORMAT!r} 1 is "
+            f"read. {way_out}"
+        )
+
+
+def _stamp(path: Path) -> tuple[int, int, int]:
+    """Return size, modification time and inode, to notice a written or replaced file."""
+    try:
+        status = os.stat(path)
+    except OSError as error:
+        raise CheckpointError(
+            f"{path} is missing ({error.strerror}). Copy the checkpoint again."
+        ) from error
+    if not path.is_file():
+        raise CheckpointError(f"{path} is no regular file. Copy the checkpoint again.")
+    return status.st_size, status.st_mtime_ns, status.st_ino
+
+
+# ------------------------------------------------------------------------------------------- table
+
+
+def _is(value: object, name: str) -> bool:
+    return isinstance(value, Record) and value.name == name
+
+
+def _fields(value: Any, name: str) -> Mapping[str, Any]:
+    if not _is(value, name) or not isinstance(value.state, Mapping):
+        raise ValueError(f"{type(value).__name__} in the place of {name}")
+    fields: Mapping[str, Any] = value.state
+    return fields
+
+
+def _size(value: Any) -> int:
+    if type(value) is not int or value < 0:
+        raise ValueError(f"{value!r} is no size")
+    return value
+
+
+def _shape(value: Any) -> Shape:
+    if _is(value, "Size"):
+        (value,) = value.arguments
+    if not isinstance(value, (tuple, list)):
+        raise ValueError(f"{value!r} is no shape")
+    return tuple(map(_size, value))
+
+
+def _dtype(properties: Any) -> torch.dtype:
+    found = properties.state
+    # A dataclass with __getstate__ is pickled as a tuple, led by the dtype.
+    dtype = found["dtype"] if isinstance(found, Mapping) else found[0]
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"{dtype!r} is no dtype")
+    return dtype
+
+
+def _tile(boxes: Sequence[Box], shape: Shape, dim: int = 0) -> bool:
+    """Return whether boxes fill a tensor, each element once. Boxes lie in slices of dim 0, each of
+    which is divided in the same way in the next dims.
+    """
+    if dim == len(shape):
+        return len(boxes) == 1
+    if any(len(box.offset) != len(shape) or len(box.shape) != len(shape) for box in boxes):
+        return False
+    if not prod(shape):
+        return True
+    end = 0
+    for (start, length), inside in _slices(boxes, dim):
+        if start != end or not length or not _tile(inside, shape, dim + 1):
+            return False
+        end = start + length
+    return end == shape[dim]
+
+
+def _slices(boxes: Sequence[Box], dim: int) -> Iterator[tuple[tuple[int, int], list[Box]]]:
+    def interval(box: Box) -> tuple[int, int]:
+        return box.offset[dim], box.shape[dim]
+
+    for key, found in groupby(sorted(boxes, key=interval), key=interval):
+        yield key, list(found)
