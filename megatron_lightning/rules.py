@@ -289,12 +289,6 @@ def _check_experts(config: TransformerConfig, layout: ParallelLayout) -> None:
             f"expert_tensor_parallel_size={etp}. Set moe.ffn_hidden_size to a multiple of {etp}, "
             "or expert_tensor_parallel_size to 1."
         )
-    if config.add_bias_linear and etp > 1:
-        raise ConfigError(
-            f"add_bias_linear gives experts biases, which each of expert_tensor_parallel_size="
-            f"{etp} ranks would add. Set expert_tensor_parallel_size to 1, or add_bias_linear to "
-            "False."
-        )
     shared = moe.shared_expert_intermediate_size
     if shared is not None and shared % layout.tp:
         raise ConfigError(

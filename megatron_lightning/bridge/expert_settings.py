@@ -6,6 +6,9 @@ from dataclasses import dataclass
 
 from megatron_lightning.bridge.settings import Row, Settings, UnsupportedSettingError, Values
 
+QUICK_SLOPE = 1.702
+"""Slope of the sigmoid in ``quick_geglu``."""
+
 
 @dataclass(frozen=True)
 class SparseSteps(Row):
@@ -25,6 +28,24 @@ class SparseSteps(Row):
         kinds = ours.get("moe.layer_freq", ())
         dense = [index for index, kind in enumerate(kinds) if not kind]
         return {"decoder_sparse_step": 1, "mlp_only_layers": dense}
+
+
+@dataclass(frozen=True)
+class LimitedGate(Row):
+    """The largest gate of gpt-oss. Versions of ``transformers`` without the keys have the same
+    numbers in code.
+    """
+
+    def read(self, theirs: Settings) -> Values:
+        """Return the field. Another slope of the gate's sigmoid is refused."""
+        slope = theirs.get("swiglu_alpha", QUICK_SLOPE)
+        if slope != QUICK_SLOPE:
+            raise UnsupportedSettingError({"swiglu_alpha": slope})
+        return {"activation_func_clamp_value": float(theirs.get("swiglu_limit", 7.0))}
+
+    def write(self, ours: Values) -> Values:
+        """Return the key."""
+        return {"swiglu_limit": ours["activation_func_clamp_value"]}
 
 
 @dataclass(frozen=True)

@@ -92,6 +92,29 @@ class Stacked(Move):
 
 
 @dataclass(frozen=True)
+class StackedExperts(Move):
+    """A tensor of all experts [E, …] in one piece."""
+
+    transposed: bool = False
+    """Whether the matrices of experts are stored as [inputs, outputs]."""
+    interleaved: bool = False
+    """Whether outputs alternate between gate and up."""
+
+    def join(self, config: TransformerConfig, tensors: Sequence[Tensor]) -> Tensor:
+        """See :class:`Move`."""
+        (tensor,) = tensors
+        tensor = tensor.transpose(1, 2) if self.transposed else tensor
+        if not self.interleaved:
+            return tensor
+        num_experts, _, *inputs = tensor.shape
+        return tensor.reshape(num_experts, -1, 2, *inputs).transpose(1, 2).flatten(1, 2)
+
+    def shapes(self, config: TransformerConfig, shape: Shape, num_sources: int) -> list[Shape]:
+        """See :class:`Move`."""
+        return [(shape[0], *shape[:0:-1]) if self.transposed else shape]
+
+
+@dataclass(frozen=True)
 class Experts(Move):
     """Matrices of every expert, stacked [E, …]. The matrices of an expert are stacked
     vertically.

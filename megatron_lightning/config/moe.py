@@ -91,6 +91,8 @@ class MoEConfig:
     loss."""
     z_loss_coeff: float | None = None
     """Coefficient of the loss to keep logits small, for example 1e-3. None: no loss."""
+    router_bias: bool = False
+    """Whether the router's product has a learned bias, a part of the logits (gpt-oss)."""
     router_enable_expert_bias: bool = False
     """Balance without a loss, by a bias of every expert. The bias is added to the scores for the
     choice of experts, but not to the probabilities, and follows the tokens of each optimizer

@@ -170,9 +170,11 @@ def _expert(config: TransformerConfig) -> tuple[Weight, ...]:
         return _dense(config)
     router = Weight(path="router.weight", shape=(moe.num_experts, h), kind="router")
     gate = Weight(path="shared_experts.gate.weight", shape=(1, h), kind="gate")
+    bias = Weight(path="router.bias", shape=(moe.num_experts,), kind="bias")
     shared = moe.shared_expert_intermediate_size
     return (
         router,
+        *((bias,) if moe.router_bias else ()),
         *_inside("experts", mlp(config, config.expert_ffn_size, moe.num_experts)),
         *_inside("shared_experts", () if shared is None else mlp(config, shared)),
         *((gate,) if moe.shared_expert_gate else ()),

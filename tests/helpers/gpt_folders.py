@@ -103,6 +103,10 @@ FOLDERS: dict[str, tuple[str, dict[str, Any]]] = {
             "sliding_attention": {"rope_type": "default", "rope_theta": 40.0},
         },
     }),
+    "gpt-oss": ("GptOss", {
+        "num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 12, "sliding_window": 5,
+        "swiglu_limit": 1.5, "rope_parameters": _YARN,
+    }),
     "kimi-k2": ("DeepseekV3", _LATENT | {
         "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1,
         "rope_parameters": _ROPE, "num_nextn_predict_layers": 0,
@@ -122,9 +126,9 @@ def make_model(name: str, **options: Any) -> Any:
     generator = torch.Generator().manual_seed(7)
     with torch.no_grad():
         for key, tensor in model.state_dict().items():
-            if tensor.ndim == 1 and tensor.is_floating_point():
+            is_vector = tensor.ndim == 1 or key.endswith("_bias")  # also of every expert
+            if is_vector and tensor.is_floating_point():
                 tensor.add_(torch.randn(tensor.shape, generator=generator) * 0.3)
-            del key
     return model.eval()
 
 

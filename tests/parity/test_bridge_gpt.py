@@ -33,10 +33,12 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "ep2 x pp2": (4, {"expert_model_parallel_size": 2} | PIPELINE | {"micro_batch_size": 2}),
     "cp2": (2, {"context_parallel_size": 2}),
 }
-EXPERTS = ("predicting", "mixtral", "qwen3-moe", "qwen2-moe", "olmoe", "deepseek", "kimi")
+EXPERTS = (
+    "predicting", "mixtral", "qwen3-moe", "qwen2-moe", "olmoe", "deepseek", "kimi", "gpt-oss"
+)  # fmt: skip
 FEW = [
     ("llama", "tp2 x pp2"), ("qwen3", "fsdp"), ("mistral", "cp2"), ("qwen2-moe", "ep2"),
-    ("olmo2", "tp2"), ("predicting", "pp2"),
+    ("olmo2", "tp2"), ("predicting", "pp2"), ("gpt-oss", "tp2"), ("gemma2", "cp2"),
 ]  # fmt: skip
 
 

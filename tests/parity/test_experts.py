@@ -92,7 +92,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "layer_freq": (0, 1, 0, 1),
     },
     "gather": {**LOSSES, "token_dispatcher_type": "allgather"},
-    "biases": LOSSES,
+    "biases": LOSSES | {"router_bias": True},
     "one-by-one": {**LOSSES, "grouped_gemm": False},
 }
 """Name -> experts and router."""
@@ -104,16 +104,8 @@ SPREAD = {
     "softmax": ["ep2", "etp2", "cp2-ep2", "ep2-tp2", "ep2-pp2", "ep2-dp2-fsdp", "tp4-ep2-fsdp"],
     "sequence": ["tp2-etp1-ep2", "ep2-etp2"],
     "gather": ["ep2"],
-    "biases": ["tp2-etp1-ep2"],
+    "biases": ["tp2-etp1-ep2", "ep2-etp2"],
 }
-
-
-def _all_layouts(model: str) -> list[str]:
-    """Return the layouts of a model: the biases of an expert need etp 1."""
-    if not BLOCKS.get(model, {}).get("add_bias_linear"):
-        return list(LAYOUTS)
-    sizes = {name: options for name, (_, options) in LAYOUTS.items()}
-    return [name for name, size in sizes.items() if size.get(ETP, size.get(TP, 1)) == 1]
 
 
 def _config(model: str) -> TransformerConfig:
@@ -170,7 +162,7 @@ def _one(model: str, microbatches: int = 1) -> Any:
     [
         *(pytest.param(model, names, id=model) for model, names in SPREAD.items()),
         *(
-            pytest.param(model, _all_layouts(model), id=f"{model}-all", marks=pytest.mark.slow)
+            pytest.param(model, list(LAYOUTS), id=f"{model}-all", marks=pytest.mark.slow)
             for model in MODELS
         ),
     ],

@@ -114,7 +114,10 @@ def _other(field: str, said: dict[str, Any]) -> Any:
     if isinstance(value, bool):
         return not value
     words = {
-        "activation": {"swiglu": "geglu", "gelu_tanh": "gelu", "geglu_tanh": "geglu"},
+        "activation": {
+            "swiglu": "geglu", "gelu_tanh": "gelu", "geglu_tanh": "geglu", "quick_geglu": "swiglu",
+        },
+        "softmax_type": {"learnable": "vanilla"},
         "normalization": {"RMSNorm": "LayerNorm", "LayerNorm": "RMSNorm"},
         "position_embedding_type": {"learned_absolute": "rope"},
         "norm_placement": {"post": "sandwich", "sandwich": "pre"},

@@ -63,12 +63,7 @@ def _config(model: dict[str, Any], moe: dict[str, Any]) -> TransformerConfig:
             "width of 10, which is not divisible by expert_tensor_parallel_size=4. Set "
             "moe.ffn_hidden_size to a multiple of 4, or expert_tensor_parallel_size to 1",
         ),
-        (
-            {"add_bias_linear": True}, {}, {ETP: 2}, 2,
-            "biases, which each of expert_tensor_parallel_size=2 ranks would add. Set expert_tensor"
-            "_parallel_size to 1, or add_bias_linear to False",
-        ),
-        ({"add_bias_linear": True}, {}, {TP: 2, ETP: 1}, 2, None),
+        ({"add_bias_linear": True}, {}, {ETP: 2}, 2, None),
         (
             {}, {"shared_expert_intermediate_size": 9}, {TP: 2}, 2,
             "shared_expert_intermediate_size=9 is not divisible by tensor_model_parallel_size=2. "

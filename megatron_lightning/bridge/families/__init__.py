@@ -9,6 +9,7 @@ from types import MappingProxyType
 from megatron_lightning.bridge.families.deepseek import DeepseekV2, DeepseekV3
 from megatron_lightning.bridge.families.gemma import Gemma, Gemma2, Gemma3
 from megatron_lightning.bridge.families.gpt2 import GPT2
+from megatron_lightning.bridge.families.gpt_oss import GptOss
 from megatron_lightning.bridge.families.granite import Granite
 from megatron_lightning.bridge.families.llama import Llama
 from megatron_lightning.bridge.families.mistral import Mistral
@@ -24,7 +25,7 @@ from megatron_lightning.errors import ConfigError
 _ALL: tuple[type[Family], ...] = (
     Llama, Mistral, Qwen2, Qwen3, Phi3, GPT2, Mixtral, Qwen3Moe, Qwen2Moe, Olmoe, DeepseekV2,
     DeepseekV3, Granite, Olmo2, Gemma,
-    Gemma2, Gemma3,
+    Gemma2, Gemma3, GptOss,
 )  # fmt: skip
 FAMILIES: Mapping[str, type[Family]] = MappingProxyType(
     {family.__name__.lower(): family for family in _ALL}

@@ -41,6 +41,8 @@ class GroupedLinear(Splittable, nn.Module):
             self.gemm = Gemm(one_by_one=True)
         self.weight = nn.Parameter(torch.empty(num_experts, out_features, in_features))
         self.bias = nn.Parameter(torch.zeros(num_experts, out_features)) if bias else None
+        self.num_bias_shares = 1
+        """Number of ranks that each add an equal share of the bias to a partial sum."""
         nn.init.normal_(self.weight, std=0.02)
 
     def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
@@ -50,7 +52,8 @@ class GroupedLinear(Splittable, nn.Module):
         out = linear(rows, self, None, counts=counts)
         if self.bias is None:
             return out
-        return out + self.bias.to(out.dtype).repeat_interleave(counts, 0, output_size=len(out))
+        bias = self.bias if self.num_bias_shares == 1 else self.bias / self.num_bias_shares
+        return out + bias.to(out.dtype).repeat_interleave(counts, 0, output_size=len(out))
 
     def extra_repr(self) -> str:
         """Return the sizes, for ``print``."""

@@ -264,7 +264,7 @@ class Routing:
 
 
 class Router(nn.Module):
-    """A GEMM with ``weight`` [E, h], and routing by the logits.
+    """A GEMM with ``weight`` [E, h] and optional ``bias`` [E], and routing by the logits.
 
     The module is plain. For ranks that share tokens, a plan sets ``streams``, ``sum_counts`` and
     ``global_counts``. Each call returns its counts, and stores nothing.
@@ -293,6 +293,7 @@ class Router(nn.Module):
         self.choose = choose
         self.weight = nn.Parameter(torch.empty(moe.num_experts, hidden_size))
         nn.init.normal_(self.weight, std=init_method_std)
+        self.bias = nn.Parameter(torch.zeros(moe.num_experts)) if moe.router_bias else None
         bias = torch.zeros(moe.num_experts, dtype=torch.float32)
         self.register_buffer("expert_bias", bias if moe.router_enable_expert_bias else None)
         self.equal_buffers = ("expert_bias",)  # equal over ranks: follows the counts of all ranks
@@ -351,7 +352,8 @@ class Router(nn.Module):
                 low, high = 1.0 - moe.input_jitter_eps, 1.0 + moe.input_jitter_eps
                 hidden = hidden * torch.empty_like(hidden).uniform_(low, high)
         with torch.autocast(hidden.device.type, enabled=False):
-            logits = matmul(hidden, self.weight.to(dtype), None, self.gemm)
+            bias = None if self.bias is None else self.bias.to(dtype)
+            logits = matmul(hidden, self.weight.to(dtype), bias, self.gemm)
         if moe.router_force_load_balancing and not self.is_exact:
             with self._stream():
                 random = torch.empty_like(logits).normal_()

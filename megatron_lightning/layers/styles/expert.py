@@ -10,7 +10,6 @@ from typing import Any
 
 from torch import nn
 
-from megatron_lightning.errors import ShardingError
 from megatron_lightning.layers.moe.dispatch import DISPATCHERS
 from megatron_lightning.layers.moe.experts import GroupedLinear
 from megatron_lightning.layers.moe.layer import MoELayer
@@ -53,7 +52,7 @@ class ExpertParallel:
 class ExpertRouter:
     """A :class:`Router` of tokens divided over tensor-parallel ranks.
 
-    Weight: replicated. The gradient is a partial sum over this rank's tokens.
+    Weight and bias: replicated. The gradients are partial sums over this rank's tokens.
     """
 
     splits = False
@@ -64,8 +63,10 @@ class ExpertRouter:
     def apply(self, module: nn.Module, context: ParallelContext, plan: ShardingPlan) -> nn.Module:
         """Set the router's ranks, in place."""
         layer = expect(module, Router, "ExpertRouter")
-        spec = ShardSpec.replicated(layer.weight.shape, partial_over=("tp",))
-        layer.shard_specs = {"weight": spec}  # type: ignore[assignment]
+        layer.shard_specs = {  # type: ignore[assignment]
+            name: ShardSpec.replicated(parameter.shape, partial_over=("tp",))
+            for name, parameter in layer.named_parameters(recurse=False)
+        }
         layer.streams = context.rng
         group = context.axis("tp-cp" if context.sp else "cp")
         if group.size > 1:
@@ -78,6 +79,8 @@ class ExpertLinear:
     """Local experts of a :class:`GroupedLinear`.
 
     Weight: [E, out, in], experts sharded over ``ep``, and one dim of each expert over ``etp``.
+    Bias: [E, out], sharded likewise. If ``etp`` divides the input's features, the ranks' outputs
+    are partial sums, each with an equal share of the bias, and so is the bias's gradient.
     """
 
     dim: int
@@ -88,18 +91,19 @@ class ExpertLinear:
     def apply(self, module: nn.Module, context: ParallelContext, plan: ShardingPlan) -> nn.Module:
         """Take this rank's shards, in place."""
         layer = expect(module, GroupedLinear, "ExpertLinear")
-        if layer.bias is not None and context.etp.size > 1:
-            raise ShardingError(
-                f"experts have biases, and expert_tensor_parallel_size is {context.etp.size}, so "
-                "that each rank would add them. Set it to 1, or add_bias_linear to False."
-            )
         ep: dict[str, Any] = {"size": context.ep.size, "rank": context.ep.rank, "axis": "ep"}
         etp: dict[str, Any] = {"size": context.etp.size, "rank": context.etp.rank, "axis": "etp"}
         shape = tuple(layer.weight.shape)
         part = ShardSpec.split(shape, dim=self.dim, blocks=self.num_blocks, **etp)
         specs = {"weight": ShardSpec.split(shape, dim=0, **ep).crossed(part)}
         if layer.bias is not None:
-            specs["bias"] = ShardSpec.split(tuple(layer.bias.shape), dim=0, **ep)
+            shape = tuple(layer.bias.shape)
+            if self.dim == 1:
+                inner = ShardSpec.split(shape, dim=1, blocks=self.num_blocks, **etp)
+            else:
+                inner = ShardSpec.replicated(shape, partial_over=("etp",))
+                layer.num_bias_shares = context.etp.size
+            specs["bias"] = ShardSpec.split(shape, dim=0, **ep).crossed(inner)
         take_shards(layer, layer, specs)
         return layer
 

@@ -248,7 +248,7 @@ class Builder:
     def _shared_sequence(self, core: CoreAttention) -> dict[str, Any]:
         """Return the keywords of context parallelism."""
         context = self._context
-        if core.exchange is None:
+        if core.cp_comm is None:
             return {}
         group: Any = context.cp.process_group
         if core.cp_comm_type == "a2a+p2p" and context.cp_levels is not None:
@@ -311,6 +311,12 @@ def check_layer(path: str, layer: Any, scaling: str) -> None:
             f"{path} multiplies experts one by one (moe.grouped_gemm=False), and backend "
             "'transformer_engine' multiplies all of them at once. Set grouped_gemm to True, or "
             "backend to native or emulation."
+        )
+    elif layer.bias is not None and layer.num_bias_shares > 1:
+        raise ConfigError(
+            f"{path} has biases, and the expert_tensor_parallel_size={layer.num_bias_shares} ranks "
+            "of an expert each add a share of them, which backend 'transformer_engine' cannot. Set "
+            "expert_tensor_parallel_size to 1, or backend to native or emulation."
         )
     multiple = 32 if scaling in ("mxfp8", "nvfp4") else 16
     sizes = tuple(layer.weight.shape[-2:])

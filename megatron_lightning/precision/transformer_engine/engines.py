@@ -182,7 +182,7 @@ class AttentionEngine:
         """
         sequence: SequenceInfo = args[0]
         core = self._core
-        windowed = sequence.window is not None and core.exchange is not None
+        windowed = sequence.window is not None and core.cp_comm is not None
         return (
             sequence.documents is None
             and sequence.cache is None
@@ -190,7 +190,7 @@ class AttentionEngine:
             and not core.in_fp32
             and core.backend == "auto"
             and core.has_plain_scores
-            and (core.exchange is None or core.takes_parts)
+            and (core.cp_comm is None or core.takes_parts)
             and not isinstance(x, FakeTensor)
         )
 
