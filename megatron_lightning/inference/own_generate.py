@@ -21,6 +21,8 @@ from megatron_lightning.inference.scheduler import Batch, Portion, Request
 from megatron_lightning.inference.text_model import Observe, TextModel
 from megatron_lightning.parallel.context import ParallelContext
 
+_NO_TOKEN = 1 << 30  # transformers warns of -1
+
 
 class OwnGenerate(TextModel):
     """Continues and scores texts as :class:`~megatron_lightning.inference.engine.Engine` does. All
@@ -118,7 +120,7 @@ class OwnGenerate(TextModel):
             top_k=None,
             top_p=None,
             repetition_penalty=1.0,
-            eos_token_id=-1,  # requests know their ends
+            eos_token_id=_NO_TOKEN,  # requests know their ends
             pad_token_id=0,
             use_cache=True,
         )
