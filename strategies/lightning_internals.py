@@ -145,8 +145,8 @@ def is_logging_step(trainer: pl.Trainer) -> bool:
     """Whether the loggers receive the values of the optimizer step about to end. Decided by the
     Trainer's ``log_every_n_steps`` alone, equal on every rank.
     """
-    every = int(vars(trainer)["log_every_n_steps"])  # set from another class
-    return every > 0 and num_logged_steps(trainer) % every == 0
+    interval = int(vars(trainer)["log_every_n_steps"])  # set from another class
+    return interval > 0 and num_logged_steps(trainer) % interval == 0
 
 
 def num_logged_steps(trainer: pl.Trainer) -> int:
@@ -285,17 +285,17 @@ def set_version(logger: Logger, version: Any) -> bool:
         version: The logger's ``version`` in the earlier run: a number or name of a folder, or an id
             of W&B or MLflow.
     """
-    own = vars(logger)
-    if "_wandb_init" in own:
-        if own.get("_id") is not None:
+    attributes = vars(logger)
+    if "_wandb_init" in attributes:
+        if attributes.get("_id") is not None:
             return False
-        own["_wandb_init"].update(id=version, resume="allow")
-        own["_id"] = version
+        attributes["_wandb_init"].update(id=version, resume="allow")
+        attributes["_id"] = version
         return True
-    name = "_run_id" if "_mlflow_client" in own else "_version"
-    if own.get(name, "") is not None:  # set by the user, or a logger of another kind
+    name = "_run_id" if "_mlflow_client" in attributes else "_version"
+    if attributes.get(name, "") is not None:  # set by the user, or a logger of another kind
         return False
-    own[name] = version
+    attributes[name] = version
     return True
 
 
@@ -321,10 +321,10 @@ def chosen_checkpoint(trainer: pl.Trainer, path: str) -> str | None:
         warnings.simplefilter("ignore")
         try:
             # As with a model: without a model Lightning itself announces "best".
-            found = connector._parse_ckpt_path(fn, path or None, True, True)
+            path_found = connector._parse_ckpt_path(fn, path or None, True, True)
         except (ValueError, MisconfigurationException):
             return None  # there is no such checkpoint, as the Trainer will say
-    return None if found is None else str(found)
+    return None if path_found is None else str(path_found)
 
 
 def requeue_path(trainer: pl.Trainer) -> str:
@@ -444,8 +444,8 @@ def with_sampler(
     replace further arguments.
     """
     args, arguments = _get_dataloader_init_args_and_kwargs(loader, sampler, mode)
-    made: DataLoader[Any] = _reinstantiate_wrapped_cls(loader, *args, **{**arguments, **options})
-    return made
+    copy: DataLoader[Any] = _reinstantiate_wrapped_cls(loader, *args, **{**arguments, **options})
+    return copy
 
 
 def unwrapped_batch_sampler(loader: DataLoader[Any]) -> Any:

@@ -131,10 +131,10 @@ def place_module(
         part = replace(part, units=None)
     device: Any = context.device
     module._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))  # type: ignore[no-untyped-call]
-    built = {
+    submodules = {
         n: p for n, p in module.named_parameters() if not (isinstance(p, DTensor) or p.is_meta)
     }
-    check_replicas(built, part.specs, context)
+    check_replicas(submodules, part.specs, context)
     if options.data_parallel == "fsdp" and part.units is None and has_replicas(context):
         units = shard_units(
             module,
@@ -177,7 +177,7 @@ def print_layout(
         sequence_parallel = describe_sequence_parallel(layout, part.plans)
         schedule = f", schedule {options.schedule}" if layout.num_stages > 1 else ""
         shards = "" if part.units is None else f" {part.units.describe()}"
-        shared = f" x context {layout.cp} ({', '.join(options.sequence.cp_comm_types)})"
+        cp_text = f" x context {layout.cp} ({', '.join(options.sequence.cp_comm_types)})"
         experts = ""
         if layout.divides_experts:
             experts = (
@@ -185,7 +185,7 @@ def print_layout(
                 f"{layout.pp} x data {context.edp.size})"
             )
         rank_zero_info(
-            f"MegatronStrategy: tensor {layout.tp}{shared if layout.cp > 1 else ''} x pipeline "
+            f"MegatronStrategy: tensor {layout.tp}{cp_text if layout.cp > 1 else ''} x pipeline "
             f"{layout.pp} x data "
             f"{context.dp.size}{experts}, sequence parallel {sequence_parallel}, "
             f"{options.data_parallel}{schedule}. The model has {part.num_parameters:,} parameters; "
@@ -248,13 +248,13 @@ def defer_weight_gradients(
     """Defer the weight gradients of linear layers until ``undo`` is closed, since the schedule
     splits backward.
     """
-    split, others = split_backwards(module, executor.weight_gradients)
+    split, unsplit = split_backwards(module, executor.weight_gradients)
     undo.callback(join_backwards, module)
     rank_zero_info(
         f"MegatronStrategy: schedule {schedule.name} defers the weight gradients of "
-        f"{len(split)} layers on this rank. {len(others)} others with matrices compute theirs with "
-        f"the input gradients{': ' if others else ''}{', '.join(others[:5])}"
-        f"{', …' if len(others) > 5 else ''}."
+        f"{len(split)} layers on this rank. {len(unsplit)} others with matrices compute theirs "
+        f"with the input gradients{': ' if unsplit else ''}{', '.join(unsplit[:5])}"
+        f"{', …' if len(unsplit) > 5 else ''}."
     )
 
 

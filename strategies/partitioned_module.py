@@ -74,11 +74,11 @@ class PartitionedModule:
         """Reduce a complete module to this rank's part. From then on the module loads full state
         dicts.
         """
-        before = self._part or self._earlier_part
+        earlier_part = self._part or self._earlier_part
         if not is_assembled(self._module):
             summarize_full(self._module, self._undo)
         self._part = assemble_module(
-            self._module, before, self._context, self._options, self._layer_sync
+            self._module, earlier_part, self._context, self._options, self._layer_sync
         )
         is_divided = self._context.layout.model_parallel_size > 1
         if is_divided or self._options.data_parallel == "fsdp":

@@ -117,10 +117,10 @@ class MegatronMixedPrecision(MixedPrecision):
         ]
         gradients = gradients if self.read_by is None else self.read_by(optimizer)
         # Another optimizer's step may have moved the scale since.
-        found = unscale_(gradients, self._scaled_by, device)
+        overflow = unscale_(gradients, self._scaled_by, device)
         if self.ranks is not None and self.ranks.process_group is not None:
-            dist.all_reduce(found, dist.ReduceOp.MAX, group=self.ranks.process_group)
-        return bool(found.item())
+            dist.all_reduce(overflow, dist.ReduceOp.MAX, group=self.ranks.process_group)
+        return bool(overflow.item())
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the loss scale."""

@@ -98,12 +98,12 @@ class Run:
         self._until_setup = self.undo.enter_context(ExitStack())
         self._injects_samplers = True
         self._draws = DrawnValues()
-        earlier: PartitionedModule | None = None
+        earlier_module: PartitionedModule | None = None
         if previous is not None and previous.module is module:
-            earlier = previous._partitioned
+            earlier_module = previous._partitioned
             self._draws = previous._draws.of_next_run()
         self._partitioned: PartitionedModule = PartitionedModule(
-            module, ranks.context, options, self.undo, layer_sync=layer_sync, earlier=earlier
+            module, ranks.context, options, self.undo, layer_sync=layer_sync, earlier=earlier_module
         )
         self._training: Training | None = None if previous is None else previous._training
         self._fits = False

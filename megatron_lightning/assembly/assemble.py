@@ -147,11 +147,11 @@ def reattach(
         )
     partition = None
     if record.path is not None:
-        own = placement.stages_of(context.pp.rank)
+        stage_numbers = placement.stages_of(context.pp.rank)
         partition = StagePartition(
             module.get_submodule(record.path),
             record.stages,
-            own,
+            stage_numbers,
             record.replicated_over_pp,
             has_all_units=False,
         )
@@ -183,11 +183,14 @@ def is_full(module: nn.Module, context: ParallelContext) -> bool:
             context.layout.model_parallel_size > 1
             and sum(parameter.numel() for parameter in module.parameters()) == record.num_parameters
         )
-    pipelined, own = module.get_submodule(record.path), record.placement.stages_of(context.pp.rank)
+    pipelined, stage_numbers = (
+        module.get_submodule(record.path),
+        record.placement.stages_of(context.pp.rank),
+    )
     return any(
         has_unit(pipelined, unit)
         for stage, units in enumerate(record.stages)
-        if stage not in own
+        if stage not in stage_numbers
         for unit in units
     )
 
@@ -206,8 +209,8 @@ def _partition(
     if context.layout.num_stages == 1:
         return None, None
     path, pipelined, stages, replicated_over_pp = find_stages(module, placement, options)
-    own = placement.stages_of(context.pp.rank)
-    return path, StagePartition(pipelined, stages, own, replicated_over_pp)
+    stage_numbers = placement.stages_of(context.pp.rank)
+    return path, StagePartition(pipelined, stages, stage_numbers, replicated_over_pp)
 
 
 def parallelize_models(

@@ -59,21 +59,21 @@ class BufferWatch:
         """Return the names of the buffers written since the last call, and whether each buffer has
         another shape or dtype. The first call only looks.
         """
-        found: dict[str, bool] = {}
+        names: dict[str, bool] = {}
         for name, buffer in buffers.items():
             if buffer is None:
                 continue
-            before, now = self._seen.get(name), _look(buffer)
-            if before is not None and (
-                before.buffer() is not buffer or before.version != now.version
+            look_before, look_now = self._seen.get(name), _look(buffer)
+            if look_before is not None and (
+                look_before.buffer() is not buffer or look_before.version != look_now.version
             ):
-                found[name] = before[2:] != now[2:]
-            self._seen[name] = now
-        for counter in [name for name in found if name.rpartition(".")[2] == _COUNTER]:
+                names[name] = look_before[2:] != look_now[2:]
+            self._seen[name] = look_now
+        for counter in [name for name in names if name.rpartition(".")[2] == _COUNTER]:
             norm = counter.rpartition(".")[0]
             beside = [name for name in buffers if name.rpartition(".")[0] == norm]
-            found = {**dict.fromkeys(beside, False), **found}
-        return found
+            names = {**dict.fromkeys(beside, False), **names}
+        return names
 
 
 def _look(buffer: Tensor) -> _Seen:

@@ -48,14 +48,16 @@ class BufferSync:
         self._part = part
         self._device = context.device
         self._is_last_stage = context.pp.rank == 0
-        equal = {
+        equal_buffers = {
             f"{path}.{key}".lstrip(".")
             for path, owner in module.named_modules()
             for key in getattr(owner, "equal_buffers", ())
         }
-        self.replicas = SharedBuffers(context.dp_cp, context.device, equal)
+        self.replicas = SharedBuffers(context.dp_cp, context.device, equal_buffers)
         """Buffers shared by the data-parallel ranks. Agrees on the written buffers."""
-        self._stages = SharedBuffers(context.pp, context.device, equal, self._refuse_averages)
+        self._stages = SharedBuffers(
+            context.pp, context.device, equal_buffers, self._refuse_averages
+        )
         self._marks: dict[str, Tensor] = {}  # of buffers on all stages, at the last comparison
         self._find()
         self._remember()
@@ -67,8 +69,10 @@ class BufferSync:
             self._module, lambda name: self._is_last_stage or self._part.in_unit(name)
         )
         self._stages.places = BufferPlaces(self._module, lambda name: not self._part.in_unit(name))
-        for shared in (self.replicas, self._stages):
-            agree_on_names(list(shared.places.current()), shared.group, self._device)
+        for buffers_of_group in (self.replicas, self._stages):
+            agree_on_names(
+                list(buffers_of_group.places.current()), buffers_of_group.group, self._device
+            )
 
     def synchronize(self, *, compare: bool = False) -> None:
         """Make buffers known to differ equal. A collective.
@@ -76,12 +80,12 @@ class BufferSync:
         Args:
             compare: Whether to look first for diverged buffers, by reading every buffer.
         """
-        shared = (self.replicas, self._stages)
+        groups = (self.replicas, self._stages)
         if compare:
-            for buffers in shared:
+            for buffers in groups:
                 buffers.read_pending()
             self._find()
-        for buffers in shared:
+        for buffers in groups:
             buffers.synchronize(compare=compare)
         if compare:
             self._remember()
@@ -107,17 +111,17 @@ class BufferSync:
         names, group = [name for name in found if name in self._marks], self._stages.group
         if not names:
             return
-        written = torch.stack([found[name] != self._marks[name] for name in names])
-        written = (written & (not self._is_last_stage)).int()
-        dist.all_reduce(written, dist.ReduceOp.MAX, group=group.process_group)
-        differing = [n for n, bad in zip(names, written.tolist(), strict=True) if bad]
+        changes = torch.stack([found[name] != self._marks[name] for name in names])
+        changes = (changes & (not self._is_last_stage)).int()
+        dist.all_reduce(changes, dist.ReduceOp.MAX, group=group.process_group)
+        differing = [n for n, bad in zip(names, changes.tolist(), strict=True) if bad]
         if differing:
             raise drift_error(differing, group)
 
     def forget_writes(self) -> None:
         """Do not count writes since the last look."""
-        for shared in (self.replicas, self._stages):
-            shared.forget_writes()
+        for buffers_of_group in (self.replicas, self._stages):
+            buffers_of_group.forget_writes()
 
     def begin_batch(self, batch: int, *, only_new: bool = False) -> None:
         """Make the buffers equal before a training batch. A collective.
@@ -130,9 +134,9 @@ class BufferSync:
         if batch > (2 if only_new else 1) and batch & (batch - 1) == 0:
             self.synchronize(compare=True)
             return
-        for shared in (self.replicas, self._stages):
-            if shared.begin_batch() or not only_new:
-                shared.synchronize()
+        for buffers_of_group in (self.replicas, self._stages):
+            if buffers_of_group.begin_batch() or not only_new:
+                buffers_of_group.synchronize()
 
     def begun(self) -> tuple[str, ...]:
         """Return the buffers outside of pipeline units newly written by the last stage.
@@ -142,10 +146,10 @@ class BufferSync:
                 stages but one have no values there.
         """
         begun = self._stages.begun() if self._is_last_stage else ()
-        between = [name for name in begun if self._is_between_units(name)]
-        if between:
+        paths = [name for name in begun if self._is_between_units(name)]
+        if paths:
             raise ConfigError(
-                f"the buffer {between[0]} is written by a module that is no unit of the pipeline, "
+                f"the buffer {paths[0]} is written by a module that is no unit of the pipeline, "
                 "so that every stage runs it and only one has its input. Name the units with this "
                 "module among them, in the order of the calls: PipelineOptions(units=[...]), or "
                 "set pipeline_model_parallel_size to 1."

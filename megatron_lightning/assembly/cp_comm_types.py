@@ -45,8 +45,8 @@ def assign_cp_comm_types(
             if isinstance(style, ContextAttention):
                 place = places.setdefault(id(child), len(places))
                 if place < len(cp_comm_type):
-                    own = replace(style, cp_comm_type=cp_comm_type[place])
-                    rows.setdefault(owner, {})[path] = own
+                    own_style = replace(style, cp_comm_type=cp_comm_type[place])
+                    rows.setdefault(owner, {})[path] = own_style
     if len(places) != len(cp_comm_type):
         raise ConfigError(
             f"cp_comm_type lists {len(cp_comm_type)} types, and the sharding plan of "

@@ -66,10 +66,12 @@ def describe_layout(
     rows: list[tuple[str, ...]] = [_HEADER]
     for path, _ in module.named_modules():
         prefix = f"{path}." if path else ""
-        own = {n[len(prefix) :]: s for n, s in specs.items() if n.rpartition(".")[0] == path}
-        if path and (own or path in styles):
+        own_specs = {n[len(prefix) :]: s for n, s in specs.items() if n.rpartition(".")[0] == path}
+        if path and (own_specs or path in styles):
             stage = _stage_of(path, stages, layout.num_stages)
-            lines = [_parameter(name, spec, context) for name, spec in own.items()] or [("-", "-")]
+            lines = [_parameter(name, spec, context) for name, spec in own_specs.items()] or [
+                ("-", "-")
+            ]
             rows.append((path, stage, styles.get(path, "-"), *lines[0]))
             rows += [("", "", "", *line) for line in lines[1:]]
     title = _title(layout, specs, describe_sequence_parallel(layout, plans))
@@ -90,19 +92,19 @@ def describe_sequence_parallel(layout: ParallelLayout, plans: Plans) -> str:
 
 def _title(layout: ParallelLayout, specs: Mapping[str, ShardSpec], sequence_parallel: str) -> str:
     size = sum(math.prod(spec.global_shape) for spec in specs.values() if spec.tied_to is None)
-    shared = f" x context {layout.cp}" if layout.cp > 1 else ""
+    context_text = f" x context {layout.cp}" if layout.cp > 1 else ""
     experts = f", experts {layout.ep} x tensor {layout.etp}" if layout.divides_experts else ""
     return (
-        f"tensor {layout.tp}{shared} x pipeline {layout.pp} ({layout.num_stages} stage"
+        f"tensor {layout.tp}{context_text} x pipeline {layout.pp} ({layout.num_stages} stage"
         f"{'s' if layout.num_stages > 1 else ''}){experts}, sequence parallel "
         f"{sequence_parallel}, {size:,} parameters; shapes of tensor-parallel rank 0"
     )
 
 
 def _stages(module: nn.Module, placement: Placement, options: PipelineOptions) -> dict[str, int]:
-    found = find_stages(module, placement, options)
-    prefix = f"{found.path}." if found.path else ""
-    return {f"{prefix}{unit}": stage for stage, units in enumerate(found.units) for unit in units}
+    stages = find_stages(module, placement, options)
+    prefix = f"{stages.path}." if stages.path else ""
+    return {f"{prefix}{unit}": stage for stage, units in enumerate(stages.units) for unit in units}
 
 
 def _stage_of(path: str, stages: Mapping[str, int], num_stages: int) -> str:
@@ -127,10 +129,12 @@ def _parameter(name: str, spec: ShardSpec, context: ParallelContext) -> tuple[st
     def present(axes: tuple[str, ...]) -> str:
         return ", ".join(axis for axis in axes if context.axis(axis).size > 1)
 
-    local, full = (
+    local_text, full_text = (
         "x".join(map(str, shape)) or "1" for shape in (spec.local_shape, spec.global_shape)
     )
-    shape = f"{name} {local}" if local == full else f"{name} {local} of {full}"
+    shape = (
+        f"{name} {local_text}" if local_text == full_text else f"{name} {local_text} of {full_text}"
+    )
     sharded, summed = present(spec.sharded_over), present(spec.partial_over)
     axes = [sharded] if sharded else []
     axes += [f"gradients summed over {summed}"] if summed else []

@@ -39,9 +39,11 @@ def check_draws(
     Raises:
         ShardingError: If shards have become equal, and are not constant.
     """
-    equal = equal_shards(module, specs, context)
+    equal_names = equal_shards(module, specs, context)
     for group in (context.tp, context.dp_cp):
-        drawn = [n for n, axis in equal if axis == group.name and (n, axis) not in equal_before]
+        drawn = [
+            n for n, axis in equal_names if axis == group.name and (n, axis) not in equal_before
+        ]
         if drawn:
             raise ShardingError(
                 f"{', '.join(drawn[:3])}{', …' if len(drawn) > 3 else ''}: the {group.size} ranks "
@@ -88,8 +90,8 @@ def _equal(shards: Mapping[str, Tensor], group: AxisGroup) -> list[tuple[str, st
     if not shards or group.process_group is None:
         return []
     apart = set(diverged(torch.stack([fingerprint(shard) for shard in shards.values()]), group))
-    equal = [name for index, name in enumerate(shards) if index not in apart]
-    return [(name, group.name) for name in equal if _varies(shards[name])]
+    equal_names = [name for index, name in enumerate(shards) if index not in apart]
+    return [(name, group.name) for name in equal_names if _varies(shards[name])]
 
 
 def _varies(shard: Tensor) -> bool:

@@ -74,18 +74,18 @@ class StateEntries:
         """
         beside = {key: value for key, value in checkpoint.items() if key not in _APART}
         names = TensorNames(self._local_shapes(), self._part.tied, self._orders())
-        found = names.find(beside)
-        found = self._agreed([*found, *_of_nobody(beside, found)], beside)
-        mine = [entry for entry, _ in found]
+        entries = names.find(beside)
+        entries = self._agreed([*entries, *_of_nobody(beside, entries)], beside)
+        mine = [entry for entry, _ in entries]
         if compare:
-            rest = without(beside, [entry for entry in mine if entry.name])
-            self._compare(rest, names)
-            compare_plain_values(rest, self._context)
+            remainder = without(beside, [entry for entry in mine if entry.name])
+            self._compare(remainder, names)
+            compare_plain_values(remainder, self._context)
         checkpoint.update(without(beside, mine))
         write_table(checkpoint, self._merged(mine))
         shards = [
             (entry, self._state.copy_shards(entry.stored, entry.name, tensor))
-            for entry, tensor in found
+            for entry, tensor in entries
         ]
         tied = self._part.tied
         return EntryShards(
@@ -109,19 +109,21 @@ class StateEntries:
         tensors on a single rank, or full copies of the model.
         """
         keys = [(repr(entry.path), entry.name) for entry, _ in found]
-        kept = set(keys)
+        common_keys = set(keys)
         same_stage = self._context.axis("tp-dp-cp")
         if same_stage.process_group is not None:
-            mark = torch.tensor([zlib.crc32(repr(sorted(kept)).encode())])
+            mark = torch.tensor([zlib.crc32(repr(sorted(common_keys)).encode())])
             if diverged(mark.to(self._context.device), same_stage):
-                kept = set.intersection(*same_stage.all_gather_object(kept))
+                common_keys = set.intersection(*same_stage.all_gather_object(common_keys))
         if self._context.pp.size > 1:
-            named = {path for path, _ in kept}
-            plain = {repr(path) for path, value in leaves(beside) if isinstance(value, Tensor)}
-            stages = self._context.pp.all_gather_object(plain - named)
+            named_paths = {path for path, _ in common_keys}
+            plain_paths = {
+                repr(path) for path, value in leaves(beside) if isinstance(value, Tensor)
+            }
+            stages = self._context.pp.all_gather_object(plain_paths - named_paths)
             foreign = set.union(*stages)
-            kept = {key for key in kept if key[0] not in foreign}
-        return [each for key, each in zip(keys, found, strict=True) if key in kept]
+            common_keys = {key for key in common_keys if key[0] not in foreign}
+        return [each for key, each in zip(keys, found, strict=True) if key in common_keys]
 
     def _merged(self, mine: Sequence[Entry]) -> list[Entry]:
         """Return the entries of all pipeline ranks, in the full model's order."""
@@ -138,10 +140,10 @@ class StateEntries:
         weights: dict[str, int] = {}
         for path, value in leaves(rest):
             if isinstance(value, Tensor | np.ndarray) and value.ndim:
-                named = next(names.spelled(path), None) is not None
+                is_named = next(names.spelled(path), None) is not None
                 digest = _digest(path, value)
                 marks[_text(path)] = digest
-                if named:
+                if is_named:
                     weights[_text(path)] = digest
         context = self._context
         values = torch.tensor([sum(marks.values()), sum(weights.values())], dtype=torch.int64)
@@ -172,17 +174,17 @@ class StateEntries:
         Raises:
             CheckpointError: On every rank, for missing, misshaped or damaged tensors.
         """
-        full: dict[str, Tensor] = {}
+        full_tensors: dict[str, Tensor] = {}
         entries = read_table(checkpoint)
         if entries is None:
-            entries, full = self._recognized(source, checkpoint)
-            checkpoint.update(without(checkpoint, [e for e in entries if e.stored in full]))
-        source = MemorySource(source, full)
-        wanted = self._wanted(entries)
-        tensors = [self._fresh(source, entry) for entry in wanted]
+            entries, full_tensors = self._recognized(source, checkpoint)
+            checkpoint.update(without(checkpoint, [e for e in entries if e.stored in full_tensors]))
+        source = MemorySource(source, full_tensors)
+        wanted_entries = self._wanted(entries)
+        tensors = [self._fresh(source, entry) for entry in wanted_entries]
         shards = [
             self._state.copy_shards(entry.stored, entry.name, tensor)
-            for entry, tensor in zip(wanted, tensors, strict=True)
+            for entry, tensor in zip(wanted_entries, tensors, strict=True)
         ]
         report = load_sharded(source, shards, strict=False, group=self._context.axis("world"))
         if report.missing:
@@ -190,7 +192,7 @@ class StateEntries:
                 f"tensors are missing from the checkpoint: {', '.join(report.missing[:5])}. It is "
                 "incomplete; resume from another checkpoint."
             )
-        place(checkpoint, wanted, tensors)
+        place(checkpoint, wanted_entries, tensors)
 
     def _recognized(
         self, source: CheckpointSource, checkpoint: Mapping[str, Any]
@@ -200,7 +202,7 @@ class StateEntries:
         """
         names = TensorNames(self._global_shapes(), self._part.tied, [self._full_order()])
         found = names.find({k: v for k, v in checkpoint.items() if k not in _APART})
-        full = {entry.stored: tensor for entry, tensor in found}
+        full_tensors = {entry.stored: tensor for entry, tensor in found}
         entries = [entry for entry, _ in found]
         tops: dict[str, dict[str, Tensor]] = {}
         for stored, info in source.tensors().items():
@@ -208,13 +210,13 @@ class StateEntries:
             if key not in _APART:
                 empty = torch.empty(info.shape, dtype=info.dtype, device="meta")
                 tops.setdefault(key, {})[name] = empty
-        known = [entry for entry, _ in names.find(tops)]
-        paths = {entry.path for entry in known}
-        for key, named in tops.items():
-            known += [Entry("", "", (key, n), 1) for n in named if (key, n) not in paths]
+        known_entries = [entry for entry, _ in names.find(tops)]
+        paths = {entry.path for entry in known_entries}
+        for key, tensors in tops.items():
+            known_entries += [Entry("", "", (key, n), 1) for n in tensors if (key, n) not in paths]
         # Tied copies stand under their own names there.
-        known = [entry._replace(stored=_text(entry.path)) for entry in known]
-        return [*entries, *known], full
+        known_entries = [entry._replace(stored=_text(entry.path)) for entry in known_entries]
+        return [*entries, *known_entries], full_tensors
 
     def _global_shapes(self) -> dict[str, Shape]:
         """Return the shapes of all stages' tensors."""
@@ -235,18 +237,20 @@ class StateEntries:
         """Return the entries for this rank: entries of this rank's parameters, and entries without
         a parameter.
         """
-        local, tied, elsewhere = self._names, self._part.tied, {*self._part.names}
+        local_names, tied, elsewhere = self._names, self._part.tied, {*self._part.names}
         entries = list(entries)
         places = {entry.path for entry in entries}
-        wanted = [e for e in entries if e.name in local or e.name not in elsewhere]
-        for copy in (copy for copy in tied if copy in local and tied[copy] not in local):
+        wanted_entries = [e for e in entries if e.name in local_names or e.name not in elsewhere]
+        for copy in (
+            copy for copy in tied if copy in local_names and tied[copy] not in local_names
+        ):
             for entry in (entry for entry in entries if entry.name == tied[copy]):
                 path = _renamed(entry.path, entry.name, copy)
                 if entry.in_list or (path is not None and path not in places):
-                    own = entry.path if entry.in_list else path or ()
-                    wanted.append(entry._replace(name=copy, path=own))
+                    path_in_dict = entry.path if entry.in_list else path or ()
+                    wanted_entries.append(entry._replace(name=copy, path=path_in_dict))
         order = {name: i for i, (name, _) in enumerate(self._state.module.named_parameters())}
-        return sorted(wanted, key=lambda e: order.get(e.name, -1) if e.in_list else -1)
+        return sorted(wanted_entries, key=lambda e: order.get(e.name, -1) if e.in_list else -1)
 
     def _fresh(self, source: CheckpointSource, entry: Entry) -> Tensor:
         """Return a new tensor for this rank's part of an entry, in the saved dtype."""
@@ -262,13 +266,13 @@ def _of_nobody(beside: Mapping[str, Any], found: Sequence[Found]) -> list[Found]
     """Return the remaining tensors of dicts that hold only tensors. The state file leaves these
     tensors out, since they may be large.
     """
-    taken = {entry.path for entry, _ in found}
+    taken_paths = {entry.path for entry, _ in found}
     return [
         (Entry(f"{key}.{name}", "", (key, name), 1), tensor)
         for key, value in beside.items()
         if isinstance(value, Mapping) and holds_tensors(key, value)
         for name, tensor in value.items()
-        if (key, name) not in taken
+        if (key, name) not in taken_paths
     ]
 
 

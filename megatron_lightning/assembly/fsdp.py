@@ -29,8 +29,8 @@ def is_sharded(module: nn.Module) -> bool:
 
 def local_size(module: nn.Module) -> int:
     """Return how many elements of the module's parameters are on this rank."""
-    local = [p.to_local() if isinstance(p, DTensor) else p for p in module.parameters()]
-    return sum(tensor.numel() for tensor in local)
+    local_tensors = [p.to_local() if isinstance(p, DTensor) else p for p in module.parameters()]
+    return sum(tensor.numel() for tensor in local_tensors)
 
 
 def check_unsharded(module: nn.Module) -> None:
@@ -70,17 +70,19 @@ def shard_units(
     root: str | None = None
     tied = set[str]()  # with copies on other stages
     if part.partition is None:
-        found = {0: find_sharded(module, pipeline)}
-        root = found[0].path
+        stages = {0: find_sharded(module, pipeline)}
+        root = stages[0].path
     else:
         tied = {*part.tied, *part.tied.values()}
-        found = {stage: divide_units(module, units) for stage, units in part.units_of_stage.items()}
+        stages = {
+            stage: divide_units(module, units) for stage, units in part.units_of_stage.items()
+        }
     units = ShardedUnits(
         module,
-        {stage: sharded.units for stage, sharded in found.items()},
+        {stage: sharded.units for stage, sharded in stages.items()},
         root=root,
         excluded={*tied, *part.replicated_over_pp},
-        full={n: why for sharded in found.values() for n, why in sharded.full.items()},
+        full={n: why for sharded in stages.values() for n, why in sharded.full.items()},
         specs=part.specs,
         context=context,
         options=options,
@@ -97,8 +99,8 @@ def shard_units(
         if is_left_empty(module, name):
             continue
         shard, spec = shards[name], part.specs[name]
-        full = initial_value(module, name, spec.global_shape, shard.dtype, context.device)
-        units.fill(name, shard, full, spec)
+        value = initial_value(module, name, spec.global_shape, shard.dtype, context.device)
+        units.fill(name, shard, value, spec)
     materialize(module, context.device)
     return units
 

@@ -41,9 +41,9 @@ class FullState:
             for name, value in local.items()
             if isinstance(value, Tensor) and name not in tied
         }
-        sent = {name: _sent(shards) for name, shards in self._own.items()}
-        others = {n: v for n, v in local.items() if not isinstance(v, Tensor)}
-        ranks = state.context.axis("world").all_gather_object((sent, others, dict(tied)))
+        shapes = {name: _sent(shards) for name, shards in self._own.items()}
+        other_values = {n: v for n, v in local.items() if not isinstance(v, Tensor)}
+        ranks = state.context.axis("world").all_gather_object((shapes, other_values, dict(tied)))
         self._stored: dict[str, _Stored] = {}
         self.others: dict[str, Any] = {}
         """Entries other than tensors, such as extra states of layers."""
@@ -74,21 +74,23 @@ class FullState:
         Args:
             keeps: Whether this rank wants the state. Otherwise the result is empty.
         """
-        full: dict[str, Any] = {}
-        shared: dict[str, Tensor] = {}  # under the owner's name: tied copies share a tensor
+        full_tensors: dict[str, Any] = {}
+        tensors_of_owners: dict[
+            str, Tensor
+        ] = {}  # under the owner's name: tied copies share a tensor
         for name, tensor in self.tensors():
             if keeps:
                 owner = self.owners.get(self._prefix + name, self._prefix + name)
-                full[name] = shared.pop(owner, None)
-                if full[name] is None:
-                    full[name] = tensor.cpu()
+                full_tensors[name] = tensors_of_owners.pop(owner, None)
+                if full_tensors[name] is None:
+                    full_tensors[name] = tensor.cpu()
                 if owner in self.owners.values():
-                    shared[owner] = full[name]
+                    tensors_of_owners[owner] = full_tensors[name]
         if keeps:
             for name, value in self.others.items():
                 if name.startswith(self._prefix):
-                    full[name.removeprefix(self._prefix)] = value
-        return full
+                    full_tensors[name.removeprefix(self._prefix)] = value
+        return full_tensors
 
     def shape(self, name: str) -> Shape | None:
         """Return the shape of a full tensor of the sub-module, or of a tied copy. None: no such
@@ -112,23 +114,27 @@ class FullState:
 
     def _collect(self, name: str) -> Tensor:
         shape, dtype, _ = self._stored[name]
-        full = torch.empty(shape, dtype=dtype, device=self._context.device)
-        self._read(name, Box.full(shape), full)
-        return full
+        buffer = torch.empty(shape, dtype=dtype, device=self._context.device)
+        self._read(name, Box.full(shape), buffer)
+        return buffer
 
     def _read(self, name: str, wanted: Box, out: Tensor) -> None:
         """Fill ``out`` with a box. Each rank sends the overlaps with the rank's own boxes."""
         _, dtype, boxes = self._stored[name]
         context = self._context
         shards = self._own[name].shards if name in self._own else []
-        own = {shard.box: shard.data for shard in shards}
+        data_of_boxes = {shard.box: shard.data for shard in shards}
         world = context.axis("world")
         for rank, box in boxes:
             common = wanted.overlap(box)
             if common is None:
                 continue
             target = out[common.relative_to(wanted.offset).slices]
-            mine = own[box][common.relative_to(box.offset).slices] if rank == context.rank else None
+            mine = (
+                data_of_boxes[box][common.relative_to(box.offset).slices]
+                if rank == context.rank
+                else None
+            )
             if world.process_group is None:
                 if mine is not None:
                     target.copy_(mine)

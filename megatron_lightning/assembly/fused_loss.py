@@ -115,12 +115,12 @@ class CausalLoss:
         **options: Any,
     ) -> Tensor:
         """Return the mean loss of the counted tokens, or the sum by ``num_items_in_batch``."""
-        given = labels if shift_labels is None else shift_labels
-        is_known = given is self.labels and ignore_index == _IGNORED
+        targets = labels if shift_labels is None else shift_labels
+        is_known = targets is self.labels and ignore_index == _IGNORED
         if not isinstance(logits, PendingLogits) or not is_known:
-            rest = {"num_items_in_batch": num_items_in_batch, "ignore_index": ignore_index}
+            more = {"num_items_in_batch": num_items_in_batch, "ignore_index": ignore_index}
             return self.original(
-                logits, labels, vocab_size, shift_labels=shift_labels, **rest, **options
+                logits, labels, vocab_size, shift_labels=shift_labels, **more, **options
             )
         total = logits.pending.losses().sum()
         count = num_items_in_batch
@@ -133,21 +133,21 @@ class CausalLoss:
 def _before(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Await the loss of a call with labels."""
     _after(model, (), None)  # a pipeline leaves calls without the hook behind them
-    given = kwargs
+    arguments = kwargs
     if args:
         names = list(inspect.signature(type(model).forward).parameters)[1:]
-        given = {**dict(zip(names, args, strict=False)), **kwargs}
-    labels, shifted = given.get("labels"), given.get("shift_labels")
+        arguments = {**dict(zip(names, args, strict=False)), **kwargs}
+    labels, shifted = arguments.get("labels"), arguments.get("shift_labels")
     if labels is None or not _has_stock_loss(model):
         return
-    own = labels if shifted is None else shifted
+    own_labels = labels if shifted is None else shifted
     # The next token's label, as ForCausalLMLoss shifts.
     targets = F.pad(labels, (0, 1), value=_IGNORED)[..., 1:] if shifted is None else shifted
     awaited = AwaitedLoss(targets, _habits_of(model))
     layer = _begin(model, awaited)
     if layer is not None:
         vars(model)[_CALL] = _Call(layer, vars(model).get("_loss_function"))
-        model.loss_function = CausalLoss(model.loss_function, awaited, own)
+        model.loss_function = CausalLoss(model.loss_function, awaited, own_labels)
 
 
 def _after(model: Any, args: tuple[Any, ...], output: Any) -> None:

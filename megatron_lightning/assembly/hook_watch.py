@@ -106,11 +106,11 @@ class HookWatch:
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Enclose forwards outside of the step."""
-        before, self._is_paused = self._is_paused, True
+        was_paused, self._is_paused = self._is_paused, True
         try:
             yield
         finally:
-            self._is_paused = before
+            self._is_paused = was_paused
 
     def compare(self) -> None:
         """Compare after the step. A collective of the tensor-parallel ranks if hooks are new.

@@ -114,33 +114,35 @@ def _replicated_over_pp(
     units = [unit for stage in stages for unit in stage]
     rank_of = [rank for stage, rank in zip(stages, placement.pp_ranks, strict=True) for _ in stage]
     # Ranks that add up the gradients of tied copies.
-    ends, found = {0, placement.num_ranks - 1}, set[str]()
+    ends, replicated = {0, placement.num_ranks - 1}, set[str]()
     ends |= {rank for unit, rank in zip(units, rank_of, strict=True) if is_predicting(unit)}
     # Names of a tied parameter. The dependency run knows a parameter by the first name only.
     first_name: dict[int, str] = {id(p): name for name, p in reversed([*module.named_parameters()])}
     names: dict[int, list[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
-    read = uses.parameters if uses else frozenset[tuple[str, int]]()
-    between = uses.read_between if uses else frozenset[str]()
-    for identity, own in names.items():
-        homes = {index for index, unit in enumerate(units) for n in own if n.startswith(f"{unit}.")}
+    parameter_reads = uses.parameters if uses else frozenset[tuple[str, int]]()
+    names_between = uses.read_between if uses else frozenset[str]()
+    for identity, own_names in names.items():
+        homes = {
+            index for index, unit in enumerate(units) for n in own_names if n.startswith(f"{unit}.")
+        }
         if not homes:
             continue
         # Units that read the parameter without having a name for it.
-        readers = {index for name, index in read if name == first_name[identity]} - homes
+        readers = {index for name, index in parameter_reads if name == first_name[identity]} - homes
         ranks = {rank_of[index] for index in homes}
         # If all ranks have the parameter in a unit, a name outside is an alias, and counts only
         # when read.
         outside_counts = uses is None or ranks != set(range(placement.num_ranks))
-        outside = first_name[identity] in between or (
+        is_outside = first_name[identity] in names_between or (
             outside_counts
-            and any(not n.startswith(tuple(f"{unit}." for unit in units)) for n in own)
+            and any(not n.startswith(tuple(f"{unit}." for unit in units)) for n in own_names)
         )
         reached = ranks | {rank_of[index] for index in readers if index < len(units)}
-        if outside or reached != ranks or (len(ranks) > 1 and not ends.issuperset(ranks)):
-            found.update(own)
-    return frozenset(found) if placement.num_ranks > 1 else frozenset()
+        if is_outside or reached != ranks or (len(ranks) > 1 and not ends.issuperset(ranks)):
+            replicated.update(own_names)
+    return frozenset(replicated) if placement.num_ranks > 1 else frozenset()
 
 
 def check_shared(

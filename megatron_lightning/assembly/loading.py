@@ -46,15 +46,15 @@ class FullStateLoading:
         state = self._state()
         if state is None:
             return
-        local: dict[str, Tensor] = dict(module.named_parameters(remove_duplicate=False))
-        local |= dict(module.named_buffers(remove_duplicate=False))
-        elsewhere = {*state.part.names}.difference(local)
+        local_parameters: dict[str, Tensor] = dict(module.named_parameters(remove_duplicate=False))
+        local_parameters |= dict(module.named_buffers(remove_duplicate=False))
+        elsewhere = {*state.part.names}.difference(local_parameters)
         for key in [key for key in state_dict if key.startswith(prefix)]:
             name, value = key.removeprefix(prefix), state_dict[key]
             if name in elsewhere and isinstance(value, Tensor):
                 del state_dict[key]
-            elif name in local and isinstance(value, Tensor):
-                state_dict[key] = _own_part(state, name, local[name], value)
+            elif name in local_parameters and isinstance(value, Tensor):
+                state_dict[key] = _own_part(state, name, local_parameters[name], value)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FullStateLoading:
         return self

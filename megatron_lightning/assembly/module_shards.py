@@ -53,9 +53,11 @@ class ModuleState:
         """
         if name in self.main and is_quantized(tensor.dtype):
             spec, main = self.spec(name, tensor), self.main[name]
-            held, replicas = main.shards(spec), main.groups.replicas
+            main_shards, replicas = main.shards(spec), main.groups.replicas
             writes = is_writer(spec, self.context)
-            return TensorShards(saved_as, spec.global_shape, main.dtype, held, writes, replicas)
+            return TensorShards(
+                saved_as, spec.global_shape, main.dtype, main_shards, writes, replicas
+            )
         return self.copy_shards(saved_as, name, tensor)
 
     def copy_shards(self, saved_as: str, name: str, tensor: Tensor) -> TensorShards:
@@ -65,10 +67,10 @@ class ModuleState:
         spec = self.spec(name, tensor)
         writes = is_writer(spec, self.context)
         if isinstance(tensor, DTensor) and self.part.units is not None:
-            own, box = local_shard(tensor)
+            local_tensor, box = local_shard(tensor)
             replicas = self.part.units.groups[spec.data_axes].replicas
             return TensorShards.local(
-                saved_as, spec.part(box), own, writes=writes, replicas=replicas
+                saved_as, spec.part(box), local_tensor, writes=writes, replicas=replicas
             )
         return TensorShards.local(
             saved_as, spec, tensor, writes=writes, replicas=self.context.axis(spec.data_axes)
@@ -91,8 +93,8 @@ class ModuleState:
         """
         specs, tied = self.part.specs, self.part.tied
         owner = tied.get(name, name)
-        copies = (copy for copy, own in tied.items() if own == owner)
-        return next((specs[other] for other in (name, owner, *copies) if other in specs), None)
+        copies = (copy for copy, target in tied.items() if target == owner)
+        return next((specs[alias] for alias in (name, owner, *copies) if alias in specs), None)
 
     # ----------------------------------------------------------------------------------------- save
 
@@ -108,7 +110,7 @@ class ModuleState:
             {k: v for k, v in state.items() if not isinstance(v, Tensor)}
         )
         checkpoint["state_dict"] = {
-            name: other for rank in reversed(ranks) for name, other in rank.items()
+            name: shards for rank in reversed(ranks) for name, shards in rank.items()
         }
         return [
             self.shards(_MODULE + name, name, tensor)
@@ -120,9 +122,11 @@ class ModuleState:
         """Return this rank's tied copies under the owners' names, for ranks without the owners'
         shards.
         """
-        local, tied = self.module.state_dict(), self.part.tied
+        local_state, tied = self.module.state_dict(), self.part.tied
         return [
-            self.shards(_MODULE + tied[name], name, local[name]) for name in tied if name in local
+            self.shards(_MODULE + tied[name], name, local_state[name])
+            for name in tied
+            if name in local_state
         ]
 
     # ----------------------------------------------------------------------------------------- load
@@ -188,10 +192,10 @@ class ModuleState:
         Raises:
             CheckpointError: On every rank, for missing, unexpected, misshaped or damaged tensors.
         """
-        local, stored = self.local_tensors(), source.tensors()
+        local_tensors, stored = self.local_tensors(), source.tensors()
         shards = [
             self.shards(prefix + self._saved_as(name, prefix, stored), name, tensor)
-            for name, tensor in local.items()
+            for name, tensor in local_tensors.items()
             if name not in left_out
         ]
         # Equal to the owner: expected in the checkpoint, and not read on ranks without the copy.
@@ -200,7 +204,7 @@ class ModuleState:
             if info is not None:
                 shards.append(TensorShards(prefix + copy, info.shape, info.dtype, []))
         load_sharded(source, shards, prefix=prefix, strict=strict, group=self.context.axis("world"))
-        return local
+        return local_tensors
 
     def local_tensors(self) -> dict[str, Tensor]:
         """Return this rank's tensors in the module's state."""

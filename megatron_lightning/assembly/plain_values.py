@@ -37,8 +37,10 @@ def compare_plain_values(rest: Mapping[str, Any], context: ParallelContext) -> N
     if not differs.item():
         return
     ranks = world.all_gather_object((context.dp.rank, marks))
-    own = [found for replica, found in ranks if replica == ranks[0][0]]
-    names = sorted({n for found in own for n in found if len({m.get(n) for m in own}) > 1})
+    own_values = [values for replica, values in ranks if replica == ranks[0][0]]
+    names = sorted(
+        {n for values in own_values for n in values if len({m.get(n) for m in own_values}) > 1}
+    )
     if names:
         rank_zero_warn(
             f"{', '.join(names[:5])} of the state to be saved differ between ranks of one model "
@@ -66,15 +68,15 @@ def _marks(value: Any, path: str) -> Iterator[tuple[str, int]]:
 
 def _numbers(value: Any) -> list[float] | None:
     """Return the numbers of nested lists. None: the lists hold other values."""
-    found: list[float] = []
+    numbers: list[float] = []
     for inner in value:
         if isinstance(inner, list | tuple):
             within = _numbers(inner)
             if within is None:
                 return None
-            found += within
+            numbers += within
         elif isinstance(inner, int | float):
-            found.append(inner)
+            numbers.append(inner)
         else:
             return None
-    return found
+    return numbers

@@ -229,7 +229,7 @@ class PlanWatch:
         Raises:
             ShardingError: Naming tensors that wrongly differ or are wrongly equal.
         """
-        seen = {
+        views = {
             key.name: spread.varies
             for key, spread in spreads.items()
             if key.kind in ("seen", "input")
@@ -241,7 +241,7 @@ class PlanWatch:
             ]
 
         def is_summed(key: _Key, spread: Spread) -> bool:
-            return spread.is_equal and seen.get(key.name.rpartition(".")[0], False)
+            return spread.is_equal and views.get(key.name.rpartition(".")[0], False)
 
         def differs(key: _Key, spread: Spread) -> bool:
             tolerance = self._loss_differs if key.kind == "loss" else DIFFERENT
@@ -252,16 +252,16 @@ class PlanWatch:
         )
         ranks = f"the tensor-parallel ranks {list(self._group.ranks)}"
         # Causes before effects: a wrong input also makes gradients and the output wrong.
-        for found, describe in (
+        for findings, describe in (
             (names("input", lambda _, spread: spread.is_equal and spread.varies), _copied),
             (names("partial", is_summed), _summed),
             (names("replicated", differs), _replicated),
             (names("output", differs), _sharded),
             (names("loss", differs), _beside_output if has_output else _losses),
         ):
-            if found:
-                listed = ", ".join(self._described(name) for name in found[:5])
-                raise ShardingError(describe(ranks, self._group.size, len(found), listed))
+            if findings:
+                listed = ", ".join(self._described(name) for name in findings[:5])
+                raise ShardingError(describe(ranks, self._group.size, len(findings), listed))
 
     def _described(self, name: str) -> str:
         return f"{name} ({self._kinds[name]})" if self._kinds.get(name) and name else name
@@ -301,11 +301,11 @@ def _root_of(module: nn.Module, plan: ShardingPlan) -> str:
     matched = [path.split(".") for path, _ in module.named_modules() if plan.style_of(path)]
     if not matched:
         return ""
-    shared = 0
+    num_shared = 0
     shortest = min(map(len, matched)) - 1  # a matched module itself may return shards
-    while shared < shortest and len({tuple(path[: shared + 1]) for path in matched}) == 1:
-        shared += 1
-    root = matched[0][:shared]
+    while num_shared < shortest and len({tuple(path[: num_shared + 1]) for path in matched}) == 1:
+        num_shared += 1
+    root = matched[0][:num_shared]
     while isinstance(module.get_submodule(".".join(root)), nn.ModuleList | nn.ModuleDict):
         root = root[:-1]
     return ".".join(root)

@@ -52,8 +52,8 @@ class Plans:
     @property
     def why_full_sequence(self) -> str | None:
         """Why a plan does not shard the sequence, if a plan says why."""
-        found = (plan.why_full_sequence for plan in self.applied.values())
-        return next(filter(None, found), None)
+        reasons = (plan.why_full_sequence for plan in self.applied.values())
+        return next(filter(None, reasons), None)
 
     def __deepcopy__(self, memo: object) -> Plans:
         return self
@@ -122,7 +122,9 @@ def find_plans(
     translated = {
         path: transformers_plan(model, tensor_size, context_size, expert_size)
         for path, model in transformers_models(module).items()
-        if not any(_is_inside(path, other) or _is_inside(other, path) for other in plans)
+        if not any(
+            _is_inside(path, other_path) or _is_inside(other_path, path) for other_path in plans
+        )
     }
     return plans | translated
 

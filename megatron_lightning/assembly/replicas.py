@@ -77,12 +77,16 @@ def check_replicas(
     fingerprints = torch.stack([fingerprint(parameters[name]) for name in names])
     for axis in ("dp-cp", "tp", "edp", "etp", "ep"):
         group = context.axis(axis)
-        equal = [
+        equal_names = [
             i
             for i, name in enumerate(names)
             if axis in (specs[name].data_axes, *specs[name].replica_axes)
         ]
-        differing = [names[equal[i]] for i in diverged(fingerprints[equal], group)] if equal else []
+        differing = (
+            [names[equal_names[i]] for i in diverged(fingerprints[equal_names], group)]
+            if equal_names
+            else []
+        )
         if differing:
             raise ShardingError(
                 f"{len(differing)} parameter(s) differ between the {axis} ranks "
@@ -114,10 +118,12 @@ def check_trained_replicas(module: nn.Module, part: Part, context: ParallelConte
     tensors = _replicated_tensors(module)
     for axis in ("dp-cp", "edp"):
         names = [n for n, t in tensors.items() if _spec_of(n, t, part).data_axes == axis]
-        whole = [n for n in names if not isinstance(tensors[n], DTensor)]
-        agree_on_names(whole, context.axis(axis), context.device)
-        marks = [_exact(tensors[n]) for n in whole]
-        _refuse_drift(whole, _spread(marks, context.axis(axis), context) > 0, context.axis(axis))
+        full_names = [n for n in names if not isinstance(tensors[n], DTensor)]
+        agree_on_names(full_names, context.axis(axis), context.device)
+        marks = [_exact(tensors[n]) for n in full_names]
+        _refuse_drift(
+            full_names, _spread(marks, context.axis(axis), context) > 0, context.axis(axis)
+        )
     for axis in ("tp", "etp", "ep", "pp"):
         close = [n for n, t in tensors.items() if _is_close_over(axis, n, t, part)]
         agree_on_names(close, context.axis(axis), context.device)
@@ -137,9 +143,9 @@ def agree_on_names(names: Sequence[str], group: AxisGroup, device: torch.device)
     mark = torch.tensor([zlib.crc32("\n".join(names).encode())], device=device)
     if not diverged(mark, group):
         return
-    found = group.all_gather_object(list(names))
-    common = set(found[0]).intersection(*found)
-    for rank, of_rank in zip(group.ranks, found, strict=True):
+    names_of_ranks = group.all_gather_object(list(names))
+    common = set(names_of_ranks[0]).intersection(*names_of_ranks)
+    for rank, of_rank in zip(group.ranks, names_of_ranks, strict=True):
         if extra := [name for name in of_rank if name not in common]:
             raise ShardingError(
                 f"rank {rank} holds {len(extra)} tensor(s) that other {group.name} ranks "
@@ -159,13 +165,15 @@ def _replicated_tensors(module: nn.Module) -> dict[str, Tensor]:
     saved = module.state_dict()
     buffers = {name: buffer for name, buffer in module.named_buffers() if name in saved}
     tensors = {**dict(module.named_parameters()), **buffers}
-    plain = (Tensor, nn.Parameter, nn.Buffer, DTensor)
-    return {n: t for n, t in tensors.items() if type(t) in plain and t.numel() and not t.is_meta}
+    plain_types = (Tensor, nn.Parameter, nn.Buffer, DTensor)
+    return {
+        n: t for n, t in tensors.items() if type(t) in plain_types and t.numel() and not t.is_meta
+    }
 
 
 def _spec_of(name: str, tensor: Tensor, part: Part) -> ShardSpec:
-    outside = () if part.in_unit(name) else ("pp",)
-    return part.specs.get(name) or ShardSpec.replicated(tensor.shape, partial_over=outside)
+    more_axes = () if part.in_unit(name) else ("pp",)
+    return part.specs.get(name) or ShardSpec.replicated(tensor.shape, partial_over=more_axes)
 
 
 def _is_close_over(axis: str, name: str, tensor: Tensor, part: Part) -> bool:
@@ -183,8 +191,8 @@ def _exact(tensor: Tensor) -> Tensor:
 
 def _sketch(tensor: Tensor) -> Tensor:
     """Return two projections on random signs, the same on every rank, and the norm, in float64."""
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    flat = local.detach().reshape(-1).float()
+    local_tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    flat = local_tensor.detach().reshape(-1).float()
     rows = torch.nn.functional.pad(flat, (0, -flat.numel() % _ROW)).view(-1, _ROW)
     generator, values = torch.Generator().manual_seed(0), []
     for _ in range(2):
@@ -200,8 +208,8 @@ def _spread(values: Sequence[Tensor], group: AxisGroup, context: ParallelContext
     """Return the largest difference of each row of values over the ranks of a group."""
     if group.process_group is None or not values:
         return torch.zeros(len(values), dtype=torch.float64)
-    own = torch.stack([value.to(context.device) for value in values])
-    ends = torch.stack([own, -own])
+    own_values = torch.stack([value.to(context.device) for value in values])
+    ends = torch.stack([own_values, -own_values])
     dist.all_reduce(ends, dist.ReduceOp.MAX, group=group.process_group)
     return ends.sum(0).amax(-1).cpu()
 

@@ -93,9 +93,9 @@ class PartSaving:
 
 def _partial_paths(state: ModuleState) -> set[str]:
     """Return the paths of the modules that this rank holds a part of, or nothing of."""
-    local = state.module.state_dict(keep_vars=True)
-    partial_names = [name for name in state.part.names if name not in local]
-    for name, tensor in local.items():
+    local_state = state.module.state_dict(keep_vars=True)
+    partial_names = [name for name in state.part.names if name not in local_state]
+    for name, tensor in local_state.items():
         if isinstance(tensor, Tensor):
             spec = state.spec(name, tensor)
             if isinstance(tensor, DTensor) or spec.local_shape != spec.global_shape:

@@ -141,11 +141,11 @@ def _explain_heads(
     counts = [name for name in vars(owner) if name in _HEAD_COUNTS]
     count = f"self.{counts[0]}" if counts else "its number of heads"
     prefix = f"{place.owner}." if place.owner else ""
-    own = path.removeprefix(prefix)
-    gathers = place.plan.is_sequence_parallel(context) and not place.plan.style_of(own)
+    path_in_plan = path.removeprefix(prefix)
+    gathers = place.plan.is_sequence_parallel(context) and not place.plan.style_of(path_in_plan)
     sequence = (
-        f" Its input is a shard of the sequence, too: add the row {own!r}: ParallelInput(), and "
-        "copy_input=False to its column-parallel layers."
+        f" Its input is a shard of the sequence, too: add the row {path_in_plan!r}: ParallelInput()"
+        ", and copy_input=False to its column-parallel layers."
         if gathers
         else ""
     )
@@ -171,15 +171,15 @@ def _explain_shard(error: Exception, module: nn.Module) -> str:
 
 
 def _mismatch(text: str) -> _Mismatch | None:
-    if found := _MEETING.search(text):
-        return _Mismatch((int(found[1]), int(found[2])), int(found[3]), is_feature=False)
-    if found := _MATMUL.search(text) or _NORMALIZED.search(text):
-        return _Mismatch((int(found[1]), int(found[2])), None, is_feature=True)
-    if found := _TARGETS.search(text) or _CONCATENATED.search(text):
-        return _Mismatch((int(found[1]), int(found[2])), None, is_feature=False)
-    if found := _VIEW.search(text):
-        sizes = [int(size) for size in found[1].split(",") if size.strip().lstrip("-").isdigit()]
-        return _Mismatch((prod(sizes), int(found[2])), None, is_feature=False)
+    if match := _MEETING.search(text):
+        return _Mismatch((int(match[1]), int(match[2])), int(match[3]), is_feature=False)
+    if match := _MATMUL.search(text) or _NORMALIZED.search(text):
+        return _Mismatch((int(match[1]), int(match[2])), None, is_feature=True)
+    if match := _TARGETS.search(text) or _CONCATENATED.search(text):
+        return _Mismatch((int(match[1]), int(match[2])), None, is_feature=False)
+    if match := _VIEW.search(text):
+        sizes = [int(size) for size in match[1].split(",") if size.strip().lstrip("-").isdigit()]
+        return _Mismatch((prod(sizes), int(match[2])), None, is_feature=False)
     return None
 
 
@@ -213,21 +213,21 @@ def _place(
 def _running(error: BaseException, module: nn.Module) -> str | None:
     """Return the path of the innermost running module."""
     paths = {id(child): path for path, child in module.named_modules()}
-    found, step = None, error.__traceback__
+    frame_found, step = None, error.__traceback__
     while step is not None:
         candidate = step.tb_frame.f_locals.get("self")
         if isinstance(candidate, nn.Module):
-            found = paths.get(id(candidate), found)
+            frame_found = paths.get(id(candidate), frame_found)
         step = step.tb_next
-    return found
+    return frame_found
 
 
 def _missing_rows(place: _Place, *, sequence: bool) -> str:
     """Return a sentence with the modules that lack a row, modules inside of the place first."""
     prefix = f"{place.owner}." if place.owner else ""
-    inside = f"{place.path}." if place.path else ""
+    prefix_inside = f"{place.path}." if place.path else ""
     bare = {
-        (inside + path if path else place.path).removeprefix(prefix): child
+        (prefix_inside + path if path else place.path).removeprefix(prefix): child
         for path, child in place.module.named_modules()
         if next(child.parameters(recurse=False), None) is not None
     }
@@ -235,9 +235,14 @@ def _missing_rows(place: _Place, *, sequence: bool) -> str:
     rows = [f"{path!r}: {_style(child, place, sequence)}" for path, child in bare.items()]
     if rows:
         return f"Add a row: {', '.join(rows[:_MOST_ROWS])}{', …' if rows[_MOST_ROWS:] else ''}"
-    own = place.path.removeprefix(prefix)
-    if sequence and place.path and place.path != place.owner and not place.plan.style_of(own):
-        return f"Add a row: {own!r}: ParallelInput()"
+    relative_path = place.path.removeprefix(prefix)
+    if (
+        sequence
+        and place.path
+        and place.path != place.owner
+        and not place.plan.style_of(relative_path)
+    ):
+        return f"Add a row: {relative_path!r}: ParallelInput()"
     if sequence:
         return (
             "Add a row that shards or gathers the sequence before it, such as ShardSequence(), "

@@ -67,14 +67,14 @@ def find_sharded(module: nn.Module, options: PipelineOptions) -> ShardedModules:
         ConfigError: If nothing can be sharded, or the units in ``options`` contradict the module.
     """
     try:
-        path, _, found = find_pipelined(module, options.units or ())
+        path, _, lists = find_pipelined(module, options.units or ())
     except ConfigError:
         if options.units:
             raise
-        path, found = None, ()
+        path, lists = None, ()
     prefix = f"{path}." if path else ""
     division = _Division(module)
-    division.add_units(prefix + unit for unit in unit_names(found))
+    division.add_units(prefix + unit for unit in unit_names(lists))
     division.add("", done=path)
     if not division.units:
         raise ConfigError(
@@ -157,23 +157,27 @@ class _Division:
             return f"read outside of a forward of {type(module).__name__}"
         if not can_be_extended(module):
             return f"of {type(module).__name__}, a class that torch cannot extend"
-        inside = set(module.modules())
-        outside = {type(other) for other in self._root.modules() if other not in inside}
-        read = set[str]().union(*(self._reads[kind] for kind in outside))
+        inner_modules = set(module.modules())
+        outer_kinds = {
+            type(module_outside)
+            for module_outside in self._root.modules()
+            if module_outside not in inner_modules
+        }
+        names_read = set[str]().union(*(self._reads[kind] for kind in outer_kinds))
         for inner, child in module.named_modules(prefix=path):
-            if "weight" in child._parameters and _name(inner) in read:
+            if "weight" in child._parameters and _name(inner) in names_read:
                 return f"read by code beside the forward of {inner}"
         return None
 
     def _is_whole(self, module: nn.Module) -> bool:
         """Return whether a possible unit is not divided."""
-        own = sum(parameter.numel() for parameter in module.parameters(recurse=False))
-        inside = {_name(name) for name, _ in module.named_children()}
+        num_own = sum(parameter.numel() for parameter in module.parameters(recurse=False))
+        child_names = {_name(name) for name, _ in module.named_children()}
         return (
             _size(module) <= self._largest
-            or 2 * own >= _size(module)
+            or 2 * num_own >= _size(module)
             or _is_closed(module)
-            or not inside.isdisjoint(self._reads[type(module)])
+            or not child_names.isdisjoint(self._reads[type(module)])
         )
 
 
@@ -198,5 +202,5 @@ def _size(module: nn.Module) -> int:
 
 
 def _name(path: str) -> str:
-    own = path.rpartition(".")[2]
-    return BY_INDEX if own.isdecimal() else own
+    last_name = path.rpartition(".")[2]
+    return BY_INDEX if last_name.isdecimal() else last_name

@@ -114,11 +114,13 @@ class SharedBuffers:
 
     def _marks(self, watch: BufferWatch) -> dict[str, int]:
         current = self.places.current()
-        written = watch.written(current)
-        known = self._sent.keys() | self._left_out | self._equal
+        written_names = watch.written(current)
+        known_names = self._sent.keys() | self._left_out | self._equal
         kinds = {False: _WRITTEN, True: _RESHAPED}
         return {
-            name: kinds[written[name]] if name in written and name not in known else 0
+            name: kinds[written_names[name]]
+            if name in written_names and name not in known_names
+            else 0
             for name in current
         }
 
@@ -171,9 +173,11 @@ class SharedBuffers:
             0 if b is None else zlib.crc32(repr((tuple(b.shape), b.dtype)).encode())
             for b in buffers.values()
         ]
-        found = diverged(torch.cat([values, torch.tensor(forms, device=self._device)]), self.group)
-        self._left_out.update(names[i - len(names)] for i in found if i >= len(names))
-        differing = {names[i]: values[i] for i in found if i < len(names)}
+        has_diverged = diverged(
+            torch.cat([values, torch.tensor(forms, device=self._device)]), self.group
+        )
+        self._left_out.update(names[i - len(names)] for i in has_diverged if i >= len(names))
+        differing = {names[i]: values[i] for i in has_diverged if i < len(names)}
         checked = self._sent.keys() - self._unchecked
         self._check({name: value for name, value in differing.items() if name not in checked})
         self.add(differing)
@@ -184,15 +188,15 @@ class SharedBuffers:
         return fingerprint(buffer).to(self._device)
 
     def _broadcast(self, buffers: dict[str, Tensor | None]) -> None:
-        found = [self._as_agreed(name, buffers[name]) for name in self._sent]
+        current = [self._as_agreed(name, buffers[name]) for name in self._sent]
         # Large elements first: the bytes of a buffer begin at a multiple of the element size.
-        sent = sorted(found, key=lambda buffer: -buffer.element_size())
-        if not sent:
+        messages = sorted(current, key=lambda buffer: -buffer.element_size())
+        if not messages:
             return
-        flat = torch.cat([_as_bytes(buffer).to(self._device) for buffer in sent])
+        flat = torch.cat([_as_bytes(buffer).to(self._device) for buffer in messages])
         dist.broadcast(flat, src=self.group.ranks[0], group=self.group.process_group)
         for buffer, values in zip(
-            sent, torch.split(flat, [buffer.nbytes for buffer in sent]), strict=True
+            messages, torch.split(flat, [buffer.nbytes for buffer in messages]), strict=True
         ):
             buffer.copy_(values.view(buffer.dtype).view_as(buffer))
 
@@ -205,9 +209,9 @@ class SharedBuffers:
         shape, dtype = self._sent[name]
         if buffer is not None and (buffer.shape, buffer.dtype) == (shape, dtype):
             return buffer.detach()
-        found = "None" if buffer is None else f"{list(buffer.shape)} in {buffer.dtype}"
+        form = "None" if buffer is None else f"{list(buffer.shape)} in {buffer.dtype}"
         raise ConfigError(
-            f"the buffer {name} was {list(shape)} in {dtype} and is {found} now, and the ranks "
+            f"the buffer {name} was {list(shape)} in {dtype} and is {form} now, and the ranks "
             f"{list(self.group.ranks)} give each other its values before every step. Keep its "
             "shape and dtype, or keep what belongs to one batch in a plain attribute."
         )

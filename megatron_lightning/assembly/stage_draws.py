@@ -49,14 +49,14 @@ class StageDraws:
             return
         changed = {name: mark for name, mark in self._marks().items() if mark not in self._before}
         first: dict[int, str] = {}
-        equal: list[str] = []
+        alike: list[str] = []
         for marks in self._group.all_gather_object(changed):
             pairs = [sorted((first[mark], name)) for name, mark in marks.items() if mark in first]
-            equal += [" = ".join(pair) for pair in pairs]
+            alike += [" = ".join(pair) for pair in pairs]
             first |= {mark: name for name, mark in marks.items() if mark not in first}
-        if equal:
+        if alike:
             raise ShardingError(
-                f"{', '.join(equal[:3])}{', …' if len(equal) > 3 else ''}: parameters of different "
+                f"{', '.join(alike[:3])}{', …' if len(alike) > 3 else ''}: parameters of different "
                 "pipeline stages hold equal values. A hook drew random numbers into the "
                 "parameters (nn.init, normal_), and every stage drew the same ones for other "
                 "layers. Initialize the weights in __init__ or configure_model, where all layers "
@@ -67,19 +67,25 @@ class StageDraws:
         """Return fingerprints of the non-constant parameters of this stage's units."""
         if self._group.process_group is None:
             return {}
-        own = dict(self._own())
-        if not own:
+        own_parameters = dict(self._own())
+        if not own_parameters:
             return {}
-        varies = torch.stack([(tensor != tensor.flatten()[0]).any() for tensor in own.values()])
-        marks = torch.stack([fingerprint(tensor) for tensor in own.values()])
-        pairs = zip(own, varies.tolist(), marks.tolist(), strict=True)
+        varies = torch.stack(
+            [(tensor != tensor.flatten()[0]).any() for tensor in own_parameters.values()]
+        )
+        marks = torch.stack([fingerprint(tensor) for tensor in own_parameters.values()])
+        pairs = zip(own_parameters, varies.tolist(), marks.tolist(), strict=True)
         return {name: mark for name, is_varied, mark in pairs if is_varied}
 
     def _own(self) -> Iterator[tuple[str, Tensor]]:
         for name, parameter in self._module.named_parameters():
             spec = self._part.specs.get(name)
             is_tied = name in self._part.tied or (spec is not None and spec.tied_to is not None)
-            local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-            is_compared = local.numel() > 1 and not is_quantized(local.dtype) and not local.is_meta
+            local_tensor = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+            is_compared = (
+                local_tensor.numel() > 1
+                and not is_quantized(local_tensor.dtype)
+                and not local_tensor.is_meta
+            )
             if is_compared and self._part.in_unit(name) and not is_tied:
-                yield name, local.detach()
+                yield name, local_tensor.detach()

@@ -50,15 +50,15 @@ class TensorNames:
 
     def _find(self, value: Any, path: Path) -> Iterator[Found]:
         if isinstance(value, Mapping):
-            others = {}
+            other_entries = {}
             for key, entry in value.items():
                 if not isinstance(entry, Tensor):
                     yield from self._find(entry, (*path, key))
-                elif found := self._named((*path, key), entry):
-                    yield found, entry
+                elif named_entries := self._named((*path, key), entry):
+                    yield named_entries, entry
                 else:
-                    others[key] = entry
-            yield from self._inside(others, path)
+                    other_entries[key] = entry
+            yield from self._inside(other_entries, path)
         elif isinstance(value, list | tuple):
             names = self._ordered(value)
             stored = ".".join(map(str, path))
@@ -92,24 +92,26 @@ class TensorNames:
             exact = [name for name in fitting if str(path[-1]).endswith(name)]
             if len(fitting) == 1 or len(exact) == 1:
                 name = (exact or fitting)[0]
-                before = [*map(str, path[:base]), *([prefix] if prefix else [])]
-                return Entry(".".join((*before, self._owner(name))), name, path, base)
+                names_before = [*map(str, path[:base]), *([prefix] if prefix else [])]
+                return Entry(".".join((*names_before, self._owner(name))), name, path, base)
         return None
 
     def _inside(self, tensors: Mapping[Any, Tensor], path: Path) -> Iterator[Found]:
         """Find the tensors of a dict named after a sub-module, after at most a single prefix."""
-        named = {str(key): (key, tensor) for key, tensor in tensors.items() if tensor.dim()}
-        if not named:
+        tensors_of_keys = {
+            str(key): (key, tensor) for key, tensor in tensors.items() if tensor.dim()
+        }
+        if not tensors_of_keys:
             return
         for skipped in (0, 1):
             matches = {
                 text: self._matches("".join(_SEPARATORS.split(text)[skipped:]), tensor)
-                for text, (_, tensor) in named.items()
+                for text, (_, tensor) in tensors_of_keys.items()
             }
             paths = set.intersection(*(set(match) for match in matches.values()))
             if len(paths) == 1:
                 module = paths.pop()
-                for text, (key, tensor) in named.items():
+                for text, (key, tensor) in tensors_of_keys.items():
                     name = matches[text][module]
                     stored = ".".join((*map(str, path), self._owner(name)))
                     yield Entry(stored, name, (*path, key), len(path)), tensor
@@ -129,11 +131,11 @@ class TensorNames:
     @cached_property
     def _inner(self) -> dict[str, list[tuple[str, str]]]:
         """Letters of a name inside of a sub-module -> (path of the sub-module, full name)."""
-        found: dict[str, list[tuple[str, str]]] = {}
+        matches: dict[str, list[tuple[str, str]]] = {}
         for name in self._shapes:
             for dot in (match.start() for match in re.finditer(r"\.", name)):
-                found.setdefault(_letters(name[dot + 1 :]), []).append((name[:dot], name))
-        return found
+                matches.setdefault(_letters(name[dot + 1 :]), []).append((name[:dot], name))
+        return matches
 
     def _ordered(self, values: Sequence[Any]) -> Sequence[str]:
         """Return the names of a list's tensors. (): not a list of parameters."""

@@ -146,11 +146,11 @@ class Checkpoints:
             self._forget_batch()
         background &= self._trainer.state.status == TrainerStatus.RUNNING
         path = self._ranks.broadcast(path)
-        tensors, rest, _ = self._divide(checkpoint, part)
-        info = self._info(rest, part)
+        tensors, plain_state, _ = self._divide(checkpoint, part)
+        info = self._info(plain_state, part)
 
         def take(group: AxisGroup) -> Snapshot:
-            return take_snapshot(path, tensors, rest, info=info, group=group)
+            return take_snapshot(path, tensors, plain_state, info=info, group=group)
 
         exports = self._exports()
         if exports:
@@ -230,10 +230,10 @@ class Checkpoints:
             CheckpointError: On every rank, if this save, or the save before, failed on any rank.
                 Older copies are intact.
         """
-        tensors, rest, copies = self._divide(trainer_state(self._trainer), part)
+        tensors, plain_state, copies = self._divide(trainer_state(self._trainer), part)
         tensors += self._module_state(part).tied_shards() + copies
-        pointer = self._pointer(folder, int(rest["global_step"]))
-        plan = copy_plan(tensors, rest, path=self._ranks.broadcast(path), pointer=pointer)
+        pointer = self._pointer(folder, int(plain_state["global_step"]))
+        plan = copy_plan(tensors, plain_state, path=self._ranks.broadcast(path), pointer=pointer)
         self.saver.save(plan, self._context, background=True)
         self._log_stall()
 
@@ -263,16 +263,16 @@ class Checkpoints:
         compares, self._has_saved = not self._has_saved, True
         if compares:
             self._check_replicas()
-        rest = self.state.write_to(checkpoint, self._module, part)
-        views = [view_of(handle) for handle in rest.pop("optimizer_states", [])]
+        plain_state = self.state.write_to(checkpoint, self._module, part)
+        views = [view_of(handle) for handle in plain_state.pop("optimizer_states", [])]
         state = self._module_state(part)
-        tensors = self._adapters.write_to(rest, state.module_shards(rest), state)
-        entries = StateEntries(state).take(rest, compare=compares)
+        tensors = self._adapters.write_to(plain_state, state.module_shards(plain_state), state)
+        entries = StateEntries(state).take(plain_state, compare=compares)
         tensors += entries.shards
         tensors += optimizer_tensors(views)
         if views:
-            rest["optimizer_states"] = optimizer_states(views, part, self._context.pp)
-        return tensors, rest, entries.copies
+            plain_state["optimizer_states"] = optimizer_states(views, part, self._context.pp)
+        return tensors, plain_state, entries.copies
 
     def _module_state(self, part: Part) -> ModuleState:
         return ModuleState(self._module, part, self._context, self._main_shards())
@@ -317,17 +317,17 @@ class Checkpoints:
         Raises:
             CheckpointError: On every rank: for missing, unexpected, misshaped or damaged tensors.
         """
-        given: Mapping[str, Any] = checkpoint["state_dict"]
+        state_dict: Mapping[str, Any] = checkpoint["state_dict"]
         state = self._module_state(part)
-        source = state.edited(self._source, given)
-        local = state.load_module(source, strict=strict, left_out=left_out_of(checkpoint))
+        source = state.edited(self._source, state_dict)
+        local_keys = state.load_module(source, strict=strict, left_out=left_out_of(checkpoint))
         self._adapters.check_base(checkpoint, state)
-        others = {
+        plain_values = {
             name: value
-            for name, value in given.items()
+            for name, value in state_dict.items()
             if not isinstance(value, Tensor) and name in self._module.state_dict()
         }
-        self._module.load_state_dict({**others, **local}, strict=strict)
+        self._module.load_state_dict({**plain_values, **local_keys}, strict=strict)
 
     def _fitted(self, source: CheckpointSource, part: Part) -> CheckpointSource:
         """Wrap the source to resize vocabulary tensors, if requested."""

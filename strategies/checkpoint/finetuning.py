@@ -30,16 +30,18 @@ def unfreeze_again(module: pl.LightningModule, added: Iterable[Tensor]) -> None:
     """
     trainer: pl.Trainer = module.trainer
     callbacks: list[pl.Callback] = vars(trainer)["callbacks"]  # set from another class
-    finetuning = next((each for each in callbacks if isinstance(each, BaseFinetuning)), None)
+    finetuning = next(
+        (callback for callback in callbacks if isinstance(callback, BaseFinetuning)), None
+    )
     frozen = {id(tensor) for tensor in added if not tensor.requires_grad}
     if finetuning is None or not frozen:
         return
     names = [name for name, parameter in module.named_parameters() if id(parameter) in frozen]
     for child in module.modules():
-        own = [p for p in child.parameters(recurse=False) if id(p) in frozen]
-        for parameter in own:
+        parameters = [p for p in child.parameters(recurse=False) if id(p) in frozen]
+        for parameter in parameters:
             parameter.requires_grad_(True)
-        if own and isinstance(child, _BatchNorm):
+        if parameters and isinstance(child, _BatchNorm):
             child.track_running_stats = True
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     rank_zero_warn(

@@ -44,11 +44,11 @@ def keep_global_batch(
     Raises:
         ConfigError: If no whole number of batches keeps the global batch.
     """
-    now = step_size(trainer, num_replicas)
-    if before is None or now is None or now == StepSize(**before):
+    size = step_size(trainer, num_replicas)
+    if before is None or size is None or size == StepSize(**before):
         return
     then = StepSize(**before)
-    batches = now.accumulated_as(then) if is_sized_by_launcher else None
+    batches = size.accumulated_as(then) if is_sized_by_launcher else None
     if batches is not None:
         trainer.accumulate_grad_batches = batches
         _rescale_progress(trainer, batches, then.accumulated)
@@ -57,10 +57,10 @@ def keep_global_batch(
             f"{then.num_replicas}: accumulate_grad_batches={batches} keeps a step at "
             f"{then.samples} samples."
         )
-    elif now.samples != then.samples:
+    elif size.samples != then.samples:
         rank_zero_warn(
             f"a step of the checkpoint's run had {then.describe()}, and a step of this run has "
-            f"{now.describe()}: learning rates may not fit. Set batch_size or "
+            f"{size.describe()}: learning rates may not fit. Set batch_size or "
             "accumulate_grad_batches so that the product stays, or global_batch_size in a data "
             "module that has it."
         )
@@ -71,8 +71,8 @@ def _rescale_progress(trainer: pl.Trainer, batches: int, before: int) -> None:
 
     A save at the end of a batch has not counted this batch as completed.
     """
-    done = trainer.fit_loop.epoch_loop.batch_progress.current
-    uncounted = done.ready - done.completed
+    num_batches = trainer.fit_loop.epoch_loop.batch_progress.current
+    uncounted = num_batches.ready - num_batches.completed
     for name in ("ready", "started", "processed"):
-        setattr(done, name, getattr(done, name) * batches // before)
-    done.completed = done.ready - uncounted
+        setattr(num_batches, name, getattr(num_batches, name) * batches // before)
+    num_batches.completed = num_batches.ready - uncounted

@@ -102,9 +102,9 @@ def load_optimizer(
     ranks call this.
     """
     described = {}
-    for full, info in source.tensors().items():
-        if full.startswith(prefix):
-            name, _, key = full.removeprefix(prefix).rpartition(".")
+    for stored_name, info in source.tensors().items():
+        if stored_name.startswith(prefix):
+            name, _, key = stored_name.removeprefix(prefix).rpartition(".")
             described[name, key] = (info.shape, info.dtype)
     view.load_param_groups(groups_of_rank(view.param_groups(), saved["param_groups"]))
     shards = view.allocate_state(described, prefix)
@@ -126,16 +126,19 @@ def check_optimizers(
         )
     for view, state in zip(views, saved, strict=True):
         check_class(view.optimizer, state.get(CLASSES, ()))
-        known = {name for group in state["param_groups"] for name in group["params"]}
-        new = [
-            name for group in view.param_groups() for name in group["params"] if name not in known
+        saved_names = {name for group in state["param_groups"] for name in group["params"]}
+        extra = [
+            name
+            for group in view.param_groups()
+            for name in group["params"]
+            if name not in saved_names
         ]
-        if known and new:
-            more = f" and {len(new) - 8} more" if len(new) > 8 else ""
+        if saved_names and extra:
+            more = f" and {len(extra) - 8} more" if len(extra) > 8 else ""
             raise CheckpointError(
                 f"{type(view.optimizer).__name__} has parameters of which the checkpoint's "
-                f"optimizer knows nothing: {', '.join(new[:8])}{more}. Resume with the parameters "
-                "it was saved with, or load the weights alone."
+                f"optimizer knows nothing: {', '.join(extra[:8])}{more}. Resume with the "
+                "parameters it was saved with, or load the weights alone."
             )
         check_regrouping(type(view.optimizer).__name__, view.param_groups(), state["param_groups"])
 
@@ -145,11 +148,11 @@ def check_sizes(
 ) -> None:
     """Check group sizes against a plain file. A plain file numbers parameters group by group."""
     for mine, state in zip(groups, saved, strict=True):
-        now = [len(group["params"]) for group in mine]
+        lens = [len(group["params"]) for group in mine]
         then = [len(group["params"]) for group in state["param_groups"]]
-        if now != then:
+        if lens != then:
             raise CheckpointError(
                 f"the checkpoint's optimizer has parameter groups of {then} parameters, and there "
-                f"are groups of {now} now, so that the states would be those of other parameters. "
+                f"are groups of {lens} now, so that the states would be those of other parameters. "
                 "Group the parameters as they were saved, or load the weights alone."
             )

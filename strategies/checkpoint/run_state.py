@@ -101,33 +101,34 @@ class RunState:
         """
         context = self._context
         check_persistent_states(module, context.dp_cp.size)
-        own = checkpoint.pop(OWN, None)  # hooks see the dict of one device
-        if own is None or module.trainer.state.fn != TrainerFn.FITTING:
+        state = checkpoint.pop(OWN, None)  # hooks see the dict of one device
+        if state is None or module.trainer.state.fn != TrainerFn.FITTING:
             return
-        check_progress(own)
-        self._progress.consumed_samples = own["consumed_samples"]
-        self._progress.skipped_steps = own.get("skipped_steps", 0)
-        self.step_size = own.get("step_size")
-        self._positions = [] if _epoch_finished(checkpoint) else own["samplers"]
+        check_progress(state)
+        self._progress.consumed_samples = state["consumed_samples"]
+        self._progress.skipped_steps = state.get("skipped_steps", 0)
+        self.step_size = state.get("step_size")
+        self._positions = [] if _epoch_finished(checkpoint) else state["samplers"]
         self._repeats_validation = _in_validation(checkpoint)
-        if own["loaders"]:
-            if len(own["loaders"]) != context.dp.size:
+        if state["loaders"]:
+            if len(state["loaders"]) != context.dp.size:
                 raise CheckpointError(
-                    f"the checkpoint holds the states of the data loaders of {len(own['loaders'])} "
-                    f"data-parallel ranks, and there are {context.dp.size}. Resume with as many, "
-                    "or use a map-style dataset, whose position is valid for any number."
+                    "the checkpoint holds the states of the data loaders of "
+                    f"{len(state['loaders'])} data-parallel ranks, and there are "
+                    f"{context.dp.size}. Resume with as many, or use a map-style "
+                    "dataset, whose position is valid for any number."
                 )
-            checkpoint["loops"]["fit_loop"]["state_dict"]["combined_loader"] = own["loaders"][
+            checkpoint["loops"]["fit_loop"]["state_dict"]["combined_loader"] = state["loaders"][
                 context.dp.rank
             ]
-        states = own["random_states"]
+        states = state["random_states"]
         self._random_states = (
             states.get(context.dp.rank),
-            own.get("hooks_random_state") or states.get(0),
+            state.get("hooks_random_state") or states.get(0),
         )
-        if own["layout"] == asdict(context.layout):
+        if state["layout"] == asdict(context.layout):
             for place in (_place_in_replica(context), _place_among_experts(context)):
-                context.rng.load_state_dict(own["layer_streams"].get(place, {}))
+                context.rng.load_state_dict(state["layer_streams"].get(place, {}))
 
     def restore_random_state(self) -> None:
         """Draw the next random numbers of the run that saved the checkpoint."""

@@ -22,11 +22,11 @@ def check_compiler(options: CompileOptions, device: torch.device) -> None:
     Raises:
         ConfigError: Names the missing tool.
     """
-    known = list_backends(exclude_tags=())
-    if options.backend not in known:
+    backends = list_backends(exclude_tags=())
+    if options.backend not in backends:
         raise ConfigError(
             f"backend of compile_options is {options.backend!r}, which torch does not know. Set it "
-            f"to one of {', '.join(sorted(known))}."
+            f"to one of {', '.join(sorted(backends))}."
         )
     if options.backend != "inductor":
         return

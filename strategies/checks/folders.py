@@ -31,22 +31,22 @@ def check_folder_saving(
     """
     if options.also_save_hf is None:
         return
-    wanted = f"also_save_hf={options.also_save_hf!r} of CheckpointOptions"
+    option = f"also_save_hf={options.also_save_hf!r} of CheckpointOptions"
     if has_plugin:
         raise ConfigError(
-            f"{wanted} writes a folder into checkpoint directories, and a checkpoint plugin of "
+            f"{option} writes a folder into checkpoint directories, and a checkpoint plugin of "
             "your own writes other ones. Leave out the plugin, or also_save_hf."
         )
     for callback in getattr(trainer, "checkpoint_callbacks", []):
         if is_remote(str(getattr(callback, "dirpath", None) or "")):
             raise ConfigError(
-                f"{wanted} writes to file systems only, and ModelCheckpoint saves to "
+                f"{option} writes to file systems only, and ModelCheckpoint saves to "
                 f"{callback.dirpath}. Save to a path, or leave out also_save_hf and write a folder "
                 "later: megatron-lightning convert export."
             )
     if not is_built_later(module) and not kept_folders(module):
         raise ConfigError(
-            f"{wanted} needs a model that came from a Hugging Face folder, and "
+            f"{option} needs a model that came from a Hugging Face folder, and "
             f"{type(module).__name__} has none. Make one by AutoBridge.from_hf_pretrained(path)."
             "to_model() in configure_model, use HuggingFaceModule, or leave out also_save_hf."
         )

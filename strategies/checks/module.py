@@ -66,11 +66,11 @@ def built_module(module: pl.LightningModule) -> pl.LightningModule:
 
 
 def _configured(module: pl.LightningModule) -> pl.LightningModule:
-    built = copy.copy(module)
-    built._modules = dict(module._modules)
+    shell = copy.copy(module)
+    shell._modules = dict(module._modules)
     with deferred_weights():
-        built.configure_model()
-    return built
+        shell.configure_model()
+    return shell
 
 
 def is_built_later(module: pl.LightningModule) -> bool:

@@ -48,13 +48,13 @@ def with_last_checkpoint(
     """Return the arguments with the newest URL instead of "last", if a callback of the Trainer has
     saved to a URL.
     """
-    given = (*args, *kwargs.values())
-    if trainer is None or not any(isinstance(value, str) and value == "last" for value in given):
+    values = (*args, *kwargs.values())
+    if trainer is None or not any(isinstance(value, str) and value == "last" for value in values):
         return args, dict(kwargs)
-    found = dict(_found(trainer))
-    if not any(map(is_remote, found)):
+    checkpoints = dict(_found(trainer))
+    if not any(map(is_remote, checkpoints)):
         return args, dict(kwargs)
-    newest = max(found, key=lambda path: found[path])
+    newest = max(checkpoints, key=lambda path: checkpoints[path])
 
     def replaced(value: Any) -> Any:
         return newest if isinstance(value, str) and value == "last" else value
@@ -83,9 +83,9 @@ def data_module_of(
     """Return the data module among the arguments. The Trainer knows the data module only after the
     launch.
     """
-    given = (*args, *kwargs.values())
+    values = (*args, *kwargs.values())
     return next(
-        (argument for argument in given if isinstance(argument, pl.LightningDataModule)), None
+        (argument for argument in values if isinstance(argument, pl.LightningDataModule)), None
     )
 
 

@@ -24,17 +24,17 @@ def memory_advice(*, allocated: int, reserved: int, total: int, is_expandable: b
         total: Bytes of the device.
         is_expandable: Whether the allocator's segments can grow.
     """
-    found = (
+    fact = (
         f"The device has {total / _GIB:.1f} GiB; tensors take {allocated / _GIB:.1f} GiB, and the "
         f"allocator holds {(reserved - allocated) / _GIB:.1f} GiB that no tensor uses."
     )
     if reserved - allocated > _FRAGMENTED * total and not is_expandable:
         return (
-            f"{found} That memory is in pieces. Set PYTORCH_ALLOC_CONF=expandable_segments:True in "
+            f"{fact} That memory is in pieces. Set PYTORCH_ALLOC_CONF=expandable_segments:True in "
             "the environment."
         )
     return (
-        f"{found} Set a smaller micro_batch_size, recompute, data_parallel='fsdp' or more "
+        f"{fact} Set a smaller micro_batch_size, recompute, data_parallel='fsdp' or more "
         "parallel ranks; `megatron-lightning plan` tells the bytes of each layout."
     )
 

@@ -48,7 +48,7 @@ def run_with_restarts(make_run: MakeRun, restarts: Restarts | None = None) -> An
     Returns:
         Result of the last run.
     """
-    limit, kept = (restarts or Restarts()).in_process, list[compat.Store | None]()
+    limit, stores = (restarts or Restarts()).in_process, list[compat.Store | None]()
     for attempt in range(limit + 1):
         is_last = attempt == limit
         with attempt_in_process(attempt, is_last=is_last):
@@ -64,8 +64,8 @@ def run_with_restarts(make_run: MakeRun, restarts: Restarts | None = None) -> An
                     raise
                 if has_ranks:
                     # Without an agent, rank 0 serves the store until the last reference ends.
-                    kept.append(_leave(attempt))
-                    if kept[-1] is None:  # a process is gone
+                    stores.append(_leave(attempt))
+                    if stores[-1] is None:  # a process is gone
                         replace_traceback(error)
                         raise SystemExit(FAILED) from None
                 error.__traceback__ = None  # frames of the traceback hold the failed run

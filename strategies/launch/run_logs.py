@@ -22,12 +22,14 @@ _KEPT = "metrics.csv.before"  # rows logged before this start, until training st
 
 def describe_loggers(loggers: Sequence[Logger]) -> list[dict[str, Any]]:
     """Return plain values about each logger, for :func:`resume_logs`."""
-    found = []
+    descriptions = []
     for logger in loggers:
         version = logger.version
         if isinstance(version, int | str):
-            found.append({"kind": type(logger).__name__, "name": logger.name, "version": version})
-    return found
+            descriptions.append(
+                {"kind": type(logger).__name__, "name": logger.name, "version": version}
+            )
+    return descriptions
 
 
 def resume_logs(
@@ -40,11 +42,11 @@ def resume_logs(
         recorded: Result of :func:`describe_loggers`. Empty: only logs of an equal version continue.
         is_first_rank: Whether this process will write.
     """
-    left = list(recorded)
+    loggers_left = list(recorded)
     for logger in loggers:
-        match = next((r for r in left if r["kind"] == type(logger).__name__), None)
+        match = next((r for r in loggers_left if r["kind"] == type(logger).__name__), None)
         if match is not None:
-            left.remove(match)
+            loggers_left.remove(match)
             if match["name"] in (None, logger.name):
                 set_version(logger, match["version"])
         if is_first_rank and isinstance(logger, CSVLogger):
@@ -65,26 +67,26 @@ def drop_later_rows(loggers: Sequence[Logger], step: int) -> None:
 
 def _keep_rows(folder: Path) -> None:
     """Put aside the log file, before the logger deletes the file."""
-    file, kept = folder / "metrics.csv", folder / _KEPT
+    file, copy = folder / "metrics.csv", folder / _KEPT
     if not file.is_file():
         return
-    if kept.is_file():  # after a start without training
-        _write(kept, [*_read(kept), *_read(file)])
+    if copy.is_file():  # after a start without training
+        _write(copy, [*_read(copy), *_read(file)])
         file.unlink()
     else:
-        os.replace(file, kept)
+        os.replace(file, copy)
 
 
 def _restore_rows(logger: CSVLogger, step: int) -> None:
     folder = Path(logger.log_dir)
-    kept = folder / _KEPT
-    if not kept.is_file():
+    copy = folder / _KEPT
+    if not copy.is_file():
         return
-    rows = [row for row in _read(kept) if _step_of(row) < step]
+    rows = [row for row in _read(copy) if _step_of(row) < step]
     if rows:
         _write(folder / "metrics.csv", rows)
         logger.experiment.metrics_keys = sorted({key for row in rows for key in row})
-    kept.unlink()
+    copy.unlink()
 
 
 def _step_of(row: Mapping[str, str]) -> float:

@@ -133,9 +133,9 @@ def _check_progress(starts: list[dict[str, Any]]) -> None:
     last = starts[-_STARTS_WITHOUT_PROGRESS:]
     if len(last) < _STARTS_WITHOUT_PROGRESS or not all(s["automatic"] for s in last[1:]):
         return
-    first, *others = last
+    first, *other_ranks = last
     if first["from_step"] == last[-1]["from_step"] and first["reached_step"] >= max(
-        start["reached_step"] for start in others
+        start["reached_step"] for start in other_ranks
     ):
         raise NoProgressError(
             f"this run was started {len(last)} times from step {first['from_step']} and never got "

@@ -192,8 +192,8 @@ class StopOnRequest(pl.Callback):
 
     def record_signal(self, signum: int, frame: FrameType | None = None) -> None:
         """Record a signal. For use as a signal handler."""
-        received = Reason.SIGTERM if signum == signal.SIGTERM else Reason.REQUEUE
-        self._received = max(self._received, received)
+        reason = Reason.SIGTERM if signum == signal.SIGTERM else Reason.REQUEUE
+        self._received = max(self._received, reason)
 
     def _install_handlers(self, trainer: pl.Trainer) -> None:
         if self._previous or threading.current_thread() is not threading.main_thread():
@@ -237,17 +237,17 @@ class StopOnRequest(pl.Callback):
         raise AgreedStop(code)
 
     def _own_request(self, trainer: pl.Trainer) -> Reason:
-        own = self._received
+        reason = self._received
         if not trainer.is_global_zero:
-            return own
-        now = time.monotonic()
-        if now - self._started_s >= self._exit_after_s:
-            own = max(own, Reason.EXIT_AFTER)
-        if self._stop_file is not None and now - self._looked_s >= _FILE_POLL_S:
-            self._looked_s = now
+            return reason
+        time_s = time.monotonic()
+        if time_s - self._started_s >= self._exit_after_s:
+            reason = max(reason, Reason.EXIT_AFTER)
+        if self._stop_file is not None and time_s - self._looked_s >= _FILE_POLL_S:
+            self._looked_s = time_s
             if self._stop_file.exists():
-                own = max(own, Reason.STOP_FILE)
-        return own
+                reason = max(reason, Reason.STOP_FILE)
+        return reason
 
 
 def requeue_signal(trainer: pl.Trainer) -> int | None:
@@ -295,8 +295,8 @@ def _fewest_batches(trainer: pl.Trainer) -> list[int]:
         RunningStage.TESTING: trainer.num_test_batches,
         RunningStage.PREDICTING: trainer.num_predict_batches,
     }
-    own = counts[trainer.state.stage] if trainer.state.stage is not None else 0
-    of_ranks: list[Any] = [own if isinstance(own, list) else [own]]
+    num_batches = counts[trainer.state.stage] if trainer.state.stage is not None else 0
+    of_ranks: list[Any] = [num_batches if isinstance(num_batches, list) else [num_batches]]
     if dist.is_initialized():
         of_ranks *= dist.get_world_size()
         dist.all_gather_object(of_ranks, of_ranks[0])

@@ -19,17 +19,17 @@ def sizes_of_torchrun(environment: ClusterEnvironment | None) -> tuple[int, int]
     torchrun's several processes a node: an elastic job has other numbers after each restart.
     ``devices=1`` is a Trainer running beside the job.
     """
-    given = trainer_sizes()
-    local, nodes = (os.environ.get(name) for name in ("LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE"))
+    sizes = trainer_sizes()
+    local_size, nodes = (os.environ.get(name) for name in ("LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE"))
     is_torchrun = isinstance(environment, TorchElasticEnvironment)
-    if given is None or not is_torchrun or local is None or nodes is None:
+    if sizes is None or not is_torchrun or local_size is None or nodes is None:
         return None
-    devices, num_nodes = given
+    devices, num_nodes = sizes
     takes_nodes = num_nodes == 1
     if devices == "auto":
-        return int(local), int(nodes) if takes_nodes else num_nodes
+        return int(local_size), int(nodes) if takes_nodes else num_nodes
     count = _count(devices)
-    if takes_nodes and count == int(local) > 1:
+    if takes_nodes and count == int(local_size) > 1:
         return count, int(nodes)
     return None
 

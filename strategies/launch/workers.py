@@ -99,9 +99,9 @@ class WorkerLauncher(MultiProcessingLauncher):
         """
         output = super()._collect_rank_zero_results(trainer, results)
         if trainer.state.fn == TrainerFn.FITTING:
-            full = self._hooks.full_module_state()
-            if full is not None and output is not None and output.weights_path is not None:
-                self._strategy.checkpoint_io.save_checkpoint(full, output.weights_path)
+            module_state = self._hooks.full_module_state()
+            if module_state is not None and output is not None and output.weights_path is not None:
+                self._strategy.checkpoint_io.save_checkpoint(module_state, output.weights_path)
         return output
 
     def _recover_results_in_main_process(self, worker_output: Any, trainer: pl.Trainer) -> None:

@@ -53,8 +53,8 @@ def path_of(root: nn.Module, module: nn.Module) -> str:
     Raises:
         ConfigError: If ``module`` is no sub-module of ``root``.
     """
-    for path, found in root.named_modules():
-        if found is module:
+    for path, child in root.named_modules():
+        if child is module:
             return str(path)
     raise ConfigError(
         f"{type(module).__name__} is no sub-module of the {type(root).__name__} that this strategy "

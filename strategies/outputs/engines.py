@@ -95,31 +95,31 @@ def find_text_model(module: nn.Module) -> nn.Module:
     Raises:
         ConfigError: If the module holds no such model, or several.
     """
-    found: list[nn.Module] = [child for child in module.modules() if isinstance(child, GPTModel)]
-    found = found or _transformers_models(module)
-    if len(found) == 1:
-        return found[0]
+    models: list[nn.Module] = [child for child in module.modules() if isinstance(child, GPTModel)]
+    models = models or _transformers_models(module)
+    if len(models) == 1:
+        return models[0]
     names = {id(child): name for name, child in module.named_modules()}
-    listed = ", ".join(names[id(child)] or "the module itself" for child in found)
+    listed = ", ".join(names[id(child)] or "the module itself" for child in models)
     raise ConfigError(
-        f"{type(module).__name__} has {len(found)} models that write text"
-        f"{f' ({listed})' if found else ': neither a GPTModel nor a model of transformers'}. "
+        f"{type(module).__name__} has {len(models)} models that write text"
+        f"{f' ({listed})' if models else ': neither a GPTModel nor a model of transformers'}. "
         "Name one: strategy.engine(model=module.model)."
     )
 
 
 def _transformers_models(module: nn.Module) -> list[nn.Module]:
     """Return the outermost models of ``transformers`` with a ``generate`` of their own."""
-    found: list[nn.Module] = []
-    inside: set[int] = set()
+    models: list[nn.Module] = []
+    inner_ids: set[int] = set()
     for child in module.modules():
-        if id(child) in inside:
+        if id(child) in inner_ids:
             continue
         can_generate: Any = getattr(child, "can_generate", None)
         if callable(can_generate) and hasattr(child, "generate") and can_generate():
-            found.append(child)
-            inside |= {id(inner) for inner in child.modules()}
-    return found
+            models.append(child)
+            inner_ids |= {id(inner) for inner in child.modules()}
+    return models
 
 
 @contextmanager

@@ -56,8 +56,10 @@ class LiveFolder:
         plan = plan_of_model(chosen) if plan is None else plan
         self._context = context
         self._like = plan.folder
-        full = full_state(chosen)
-        fills = merged_fills(fills_of_ranks(full, plan.parameters), _deltas(chosen, full))
+        module_state = full_state(chosen)
+        fills = merged_fills(
+            fills_of_ranks(module_state, plan.parameters), _deltas(chosen, module_state)
+        )
         self.tensors: dict[str, Lazy] = plan.tensors(fills, dtype)
         """Name in the folder -> tensor. All ranks read the values together."""
 
@@ -118,7 +120,10 @@ class FoldersOfCheckpoints:
 
     def note(self, path: str) -> None:
         """Record a committed checkpoint."""
-        self._saved = [*(other for other in self._saved if other != path), path]
+        self._saved = [
+            *(earlier_path for earlier_path in self._saved if earlier_path != path),
+            path,
+        ]
 
     def write(self, path: str, group: AxisGroup) -> None:
         """Write the folder into a committed checkpoint. All ranks call this.
@@ -147,10 +152,10 @@ class FoldersOfCheckpoints:
 
     def write_last(self, group: AxisGroup) -> None:
         """Write the folder into the last existing checkpoint of the fit."""
-        found = on_first_rank(group, lambda: [p for p in self._saved if is_committed(p)])
+        paths = on_first_rank(group, lambda: [p for p in self._saved if is_committed(p)])
         self._saved = []
-        if found:
-            self.write(found[-1], group)
+        if paths:
+            self.write(paths[-1], group)
         else:
             rank_zero_warn(
                 'also_save_hf="end" found no checkpoint of this fit to write a folder into. Add a '

@@ -80,9 +80,9 @@ def streamed_model(
     Raises:
         ConfigError: If no family of ``transformers`` describes a model without a source folder.
     """
-    found = [child for child in root.modules() if isinstance(child, GPTModel)]
-    if model is None and not kept_folders(root) and len(found) == 1:
-        model = found[0]
+    models = [child for child in root.modules() if isinstance(child, GPTModel)]
+    if model is None and not kept_folders(root) and len(models) == 1:
+        model = models[0]
     if not isinstance(model, GPTModel) or "" in kept_folders(model):
         return model, None
     config = model.config

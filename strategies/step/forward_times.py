@@ -27,7 +27,7 @@ class StepWatch(Protocol):
 def step_watches(trainer: pl.Trainer) -> list[StepWatch]:
     """Return the callbacks for recording actions."""
     callbacks: list[object] = getattr(trainer, "callbacks", [])
-    return [each for each in callbacks if isinstance(each, StepWatch)]
+    return [callback for callback in callbacks if isinstance(callback, StepWatch)]
 
 
 class ForwardTimes(StepParticipant):

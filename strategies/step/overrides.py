@@ -15,7 +15,7 @@ def override(module: Any, name: str, replacement: Callable[..., Any], undo: Exit
     ``replacement(original, ...)``.
     """
     original, attributes = getattr(module, name), vars(module)
-    before = attributes.get(name)
+    earlier_value = attributes.get(name)
 
     @functools.wraps(original)
     def method(*args: Any, **kwargs: Any) -> Any:
@@ -23,8 +23,8 @@ def override(module: Any, name: str, replacement: Callable[..., Any], undo: Exit
 
     def restore() -> None:
         attributes.pop(name, None)
-        if before is not None:
-            attributes[name] = before
+        if earlier_value is not None:
+            attributes[name] = earlier_value
 
     attributes[name] = method
     undo.callback(restore)
@@ -40,11 +40,11 @@ def users_hooks(module: pl.LightningModule, name: str) -> list[str]:
 def users_methods(module: pl.LightningModule, name: str) -> list[tuple[Any, Callable[..., Any]]]:
     """Return the owner of every such hook, the module or a callback, and the hook."""
     trainer: Any = module.trainer
-    found = [(owner, getattr(owner, name, None)) for owner in (module, *trainer.callbacks)]
+    methods = [(owner, getattr(owner, name, None)) for owner in (module, *trainer.callbacks)]
     libraries = ("lightning", "megatron_lightning")
     return [
         (owner, hook)
-        for owner, hook in found
+        for owner, hook in methods
         if hook is not None
         and str(getattr(hook, "__module__", None)).partition(".")[0] not in libraries
     ]

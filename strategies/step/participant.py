@@ -163,122 +163,130 @@ class Participants:
         everybody = tuple(participants)
         self._overriding = {
             name: tuple(
-                each
-                for each in everybody
-                if getattr(type(each), name) is not getattr(StepParticipant, name)
+                participant
+                for participant in everybody
+                if getattr(type(participant), name) is not getattr(StepParticipant, name)
             )
             for name, method in vars(StepParticipant).items()
             if callable(method)
         }
-        self.vetoes = any(each.vetoes for each in everybody)
+        self.vetoes = any(participant.vetoes for participant in everybody)
         """Whether a participant may keep an optimizer from stepping."""
-        self.observers = [each.observer for each in everybody if each.observer is not None]
+        self.observers = [
+            participant.observer for participant in everybody if participant.observer is not None
+        ]
         """Observers of the actions in a training pipeline run."""
 
     def begin_batch(self, batch: StepBatch) -> None:
         """See :meth:`StepParticipant.begin_batch`, as for all methods."""
-        for each in self._overriding["begin_batch"]:
-            each.begin_batch(batch)
+        for participant in self._overriding["begin_batch"]:
+            participant.begin_batch(batch)
 
     def end_batch(self, batch: StepBatch, output: Any) -> None:
         """End a batch."""
-        for each in self._overriding["end_batch"]:
-            each.end_batch(batch, output)
+        for participant in self._overriding["end_batch"]:
+            participant.end_batch(batch, output)
 
     def begin(self, run: StepRun) -> None:
         """Begin a run."""
-        for each in self._overriding["begin"]:
-            each.begin(run)
+        for participant in self._overriding["begin"]:
+            participant.begin(run)
 
     @contextmanager
     def around(self, run: StepRun) -> Iterator[None]:
         """Around a run."""
         with ExitStack() as contexts:
-            for each in self._overriding["around"]:
-                contexts.enter_context(each.around(run))
+            for participant in self._overriding["around"]:
+                contexts.enter_context(participant.around(run))
             yield
 
     @contextmanager
     def around_forward(self, run: StepRun, stage: int, microbatch: int) -> Iterator[None]:
         """Around a forward."""
         with ExitStack() as contexts:
-            for each in self._overriding["around_forward"]:
-                contexts.enter_context(each.around_forward(run, stage, microbatch))
+            for participant in self._overriding["around_forward"]:
+                contexts.enter_context(participant.around_forward(run, stage, microbatch))
             yield
 
     def at_call(self, microbatch: int) -> None:
         """Follow the call of the pipelined module."""
-        for each in self._overriding["at_call"]:
-            each.at_call(microbatch)
+        for participant in self._overriding["at_call"]:
+            participant.at_call(microbatch)
 
     def returned(self, run: StepRun, microbatch: int, loss: Tensor | None) -> None:
         """Follow the end of a training step."""
-        for each in self._overriding["returned"]:
-            each.returned(run, microbatch, loss)
+        for participant in self._overriding["returned"]:
+            participant.returned(run, microbatch, loss)
 
     @contextmanager
     def around_backward(self, run: StepRun, microbatch: int) -> Iterator[None]:
         """Around a backward."""
         with ExitStack() as contexts:
-            for each in self._overriding["around_backward"]:
-                contexts.enter_context(each.around_backward(run, microbatch))
+            for participant in self._overriding["around_backward"]:
+                contexts.enter_context(participant.around_backward(run, microbatch))
             yield
 
     def after_backward(self) -> None:
         """Follow the backwards of a run."""
-        for each in self._overriding["after_backward"]:
-            each.after_backward()
+        for participant in self._overriding["after_backward"]:
+            participant.after_backward()
 
     def end(self, run: StepRun) -> None:
         """End a run."""
-        for each in self._overriding["end"]:
-            each.end(run)
+        for participant in self._overriding["end"]:
+            participant.end(run)
 
     def share(self, run: StepRun) -> list[Any]:
         """Return the data sent by the last stage, in the order of the participants."""
-        return [each.share(run) for each in self._overriding["share"]]
+        return [participant.share(run) for participant in self._overriding["share"]]
 
     def apply(self, run: StepRun, shared: Sequence[Any]) -> None:
         """Apply the last stage's result of :meth:`share`."""
-        for each, value in zip(self._overriding["share"], shared, strict=True):
-            each.apply(run, value)
+        for participant, value in zip(self._overriding["share"], shared, strict=True):
+            participant.apply(run, value)
 
     def tensors(self) -> list[Tensor]:
         """Return the tensors left behind by the step."""
-        return [tensor for each in self._overriding["tensors"] for tensor in each.tensors()]
+        return [
+            tensor
+            for participant in self._overriding["tensors"]
+            for tensor in participant.tensors()
+        ]
 
     @contextmanager
     def repeated(self) -> Iterator[None]:
         """Enter around a repeated forward."""
         with ExitStack() as contexts:
-            for each in self._overriding["repeated"]:
-                contexts.enter_context(each.repeated())
+            for participant in self._overriding["repeated"]:
+                contexts.enter_context(participant.repeated())
             yield
 
     @contextmanager
     def rehearsed(self) -> Iterator[None]:
         """Around a run without values."""
         with ExitStack() as contexts:
-            for each in self._overriding["rehearsed"]:
-                contexts.enter_context(each.rehearsed())
+            for participant in self._overriding["rehearsed"]:
+                contexts.enter_context(participant.rehearsed())
             yield
 
     def follow_parameters(self) -> None:
         """Follow other parameters."""
-        for each in self._overriding["follow_parameters"]:
-            each.follow_parameters()
+        for participant in self._overriding["follow_parameters"]:
+            participant.follow_parameters()
 
     def before_update(self) -> bool:
         """Return whether the optimizer may step. Every participant is asked."""
-        verdicts = [each.before_update() for each in self._overriding["before_update"]]
+        verdicts = [
+            participant.before_update() for participant in self._overriding["before_update"]
+        ]
         return all(verdicts)
 
     def after_update(self, *, stepped: bool) -> None:
         """Follow an optimizer step."""
-        for each in self._overriding["after_update"]:
-            each.after_update(stepped=stepped)
+        for participant in self._overriding["after_update"]:
+            participant.after_update(stepped=stepped)
 
     def end_training(self) -> None:
         """End a fit."""
-        for each in self._overriding["end_training"]:
-            each.end_training()
+        for participant in self._overriding["end_training"]:
+            participant.end_training()

@@ -57,8 +57,10 @@ class StepRun:
         """Actions of the step on this rank, in words, for comparison between ranks sharing a
         sequence.
         """
-        known = [float(size) for size in self.sizes if size]
-        self._weights = known if len(known) == len(self.sizes) else [1.0] * len(self.sizes)
+        known_sizes = [float(size) for size in self.sizes if size]
+        self._weights = (
+            known_sizes if len(known_sizes) == len(self.sizes) else [1.0] * len(self.sizes)
+        )
         self._items: dict[int, Tensor] = {}
         self._counted: dict[int, Tensor | None] = {}  # before the step, by the module's method
 
@@ -135,8 +137,8 @@ class StepRun:
     @property
     def num_samples(self) -> int | None:
         """Samples of the batch, if known."""
-        known = [size for size in self.sizes if size is not None]
-        return sum(known) if len(known) == len(self.sizes) else None
+        known_sizes = [size for size in self.sizes if size is not None]
+        return sum(known_sizes) if len(known_sizes) == len(self.sizes) else None
 
     @property
     def item_weights(self) -> list[float | Tensor]:

@@ -178,13 +178,15 @@ class StepRunner(ABC):
         step runs again on the last batch, without any effect.
         """
         num_repeats = self._counts.next()
-        kept = copy.deepcopy(batch) if num_repeats else None  # steps may write into their batch
+        batch_copy = (
+            copy.deepcopy(batch) if num_repeats else None
+        )  # steps may write into their batch
         self._evaluates = True
         try:
             output = self.evaluate(hook, batch, *indices)
             for _ in range(num_repeats):
                 with unseen(self._scope, self._metrics), self.participants.repeated():
-                    self.evaluate(hook, copy.deepcopy(kept), *indices)
+                    self.evaluate(hook, copy.deepcopy(batch_copy), *indices)
         finally:
             self._evaluates = False
         return output
@@ -193,7 +195,7 @@ class StepRunner(ABC):
         """Begin a training batch of ``num_samples`` samples on this rank."""
         trainer = self._scope.module.trainer
         number: int = trainer.fit_loop.epoch_loop.batch_progress.current.ready
-        is_first, written = number == 1, self.training.accumulation.written
+        is_first, written_weights = number == 1, self.training.accumulation.written
         if is_first:
             self._begins_loop = True
             if getattr(trainer, "reload_dataloaders_every_n_epochs", 0):
@@ -205,7 +207,7 @@ class StepRunner(ABC):
                 number=number,
                 num_samples=num_samples,
                 begins_loop=self._begins_loop,
-                compares=is_first or written.is_due,  # hooks of a validation have run
+                compares=is_first or written_weights.is_due,  # hooks of a validation have run
             )
         )
 

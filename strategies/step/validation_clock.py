@@ -42,5 +42,5 @@ class ValidationClock:
         last = validated_at(trainer)
         if last not in (_NOT_DUE, _DUE):  # set again when training starts and after each validation
             self._last = last
-        due = self._broadcast(time.monotonic() - self._last >= interval)
-        set_validated_at(trainer, _DUE if due else _NOT_DUE)
+        is_due = self._broadcast(time.monotonic() - self._last >= interval)
+        set_validated_at(trainer, _DUE if is_due else _NOT_DUE)

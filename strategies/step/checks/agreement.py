@@ -91,14 +91,14 @@ class Agreement(StepParticipant):
     def _compare(self) -> None:
         context, digest = self._context, self._digest
         if self._num_batches == 1 and self._differs(digest, context.pp):
-            found = context.pp.all_gather_object(self._options)
-            _refuse_values_of_stages(found, context.pp.ranks)
+            options_of_ranks = context.pp.all_gather_object(self._options)
+            _refuse_values_of_stages(options_of_ranks, context.pp.ranks)
             self._groups_of_stage = True
         everywhere = [context.axis("tp-dp-cp")]
         for group in everywhere if self._groups_of_stage else [*everywhere, context.pp]:
             if self._differs(digest, group):
-                found = group.all_gather_object(self._options)
-                raise _other_options(f"ranks {list(group.ranks)}", *found)
+                options_of_ranks = group.all_gather_object(self._options)
+                raise _other_options(f"ranks {list(group.ranks)}", *options_of_ranks)
         for group in (context.axis("tp-pp"), context.cp):
             if self._differs(self._random, group):
                 raise _other_random_state(group.ranks)
@@ -164,8 +164,8 @@ def _random_digest(devices: Sequence[torch.device]) -> int:
     digest = zlib.crc32(of_numpy["state"]["key"].tobytes(), digest)
     version, words, gauss = random.getstate()
     # The hash of a tuple of integers is the same in all processes, and quicker than their text.
-    rest = of_numpy["state"]["pos"], of_numpy["has_gauss"], of_numpy["gauss"]
-    own = hash(words), version, gauss, *rest
+    gaussian = of_numpy["state"]["pos"], of_numpy["has_gauss"], of_numpy["gauss"]
+    own = hash(words), version, gauss, *gaussian
     return zlib.crc32(repr(own).encode(), digest)
 
 

@@ -37,13 +37,13 @@ def check_averages(scope: RunContext) -> None:
 
 def _copies_of(partition: StagePartition, callbacks: Iterable[pl.Callback]) -> nn.Module:
     """Return a module with the callbacks' full copies of the pipelined module as children."""
-    found = nn.Module()
+    holder = nn.Module()
     for callback in callbacks:
         for name, value in vars(callback).items():
             modules = value.modules() if isinstance(value, nn.Module) else ()
             if any(_is_full_copy(module, partition) for module in modules):
-                found.add_module(f"{type(callback).__name__}_{name}", value)
-    return found
+                holder.add_module(f"{type(callback).__name__}_{name}", value)
+    return holder
 
 
 def _is_full_copy(module: nn.Module, partition: StagePartition) -> bool:

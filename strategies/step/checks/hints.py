@@ -94,16 +94,16 @@ class StepHints(StepParticipant):
         if has_count(module) or context.cp.size > 1:  # checked elsewhere
             return None
         counts = [count for part in microbatches if (count := _count_labels(part)) is not None]
-        kept = [number for number, _ in counts]
-        found = torch.tensor(
-            [-min(kept), max(kept), max(ignored for _, ignored in counts)]
+        numbers = [number for number, _ in counts]
+        totals = torch.tensor(
+            [-min(numbers), max(numbers), max(ignored for _, ignored in counts)]
             if counts
             else [-(2**31), 0, 0],
             device=context.device,
         )
         if context.dp.size > 1:
-            dist.all_reduce(found, dist.ReduceOp.MAX, group=context.dp.process_group)
-        smallest, largest, ignored = -int(found[0]), int(found[1]), int(found[2])
+            dist.all_reduce(totals, dist.ReduceOp.MAX, group=context.dp.process_group)
+        smallest, largest, ignored = -int(totals[0]), int(totals[1]), int(totals[2])
         if not ignored or smallest >= largest:
             return None
         return (
@@ -119,29 +119,31 @@ def _with_spectral_norm(names: Sequence[str]) -> list[str]:
     """Return the paths of modules with a spectral norm, given the ``names`` of the vectors of the
     power iteration.
     """
-    found: dict[str, None] = {}
+    paths: dict[str, None] = {}
     for name in names:
         parametrized, _, vector = name.rpartition(".parametrizations.")
         hooked, _, weight = name.rpartition(".")
         if parametrized and vector.endswith("._u"):
-            found[parametrized] = None
+            paths[parametrized] = None
         elif weight.endswith("_u") and f"{name.removesuffix('_u')}_orig" in names:
-            found[hooked] = None
-    return list(found)
+            paths[hooked] = None
+    return list(paths)
 
 
 def _count_labels(batch: Any) -> tuple[int, int] | None:
     """Return the numbers of counted and of ignored labels. None: nothing looks like labels."""
-    whole = [x for x in tensors_of(batch) if x.ndim and x.dtype in (torch.int64, torch.int32)]
-    named: list[Tensor] = []
+    integer_tensors = [
+        x for x in tensors_of(batch) if x.ndim and x.dtype in (torch.int64, torch.int32)
+    ]
+    label_tensors: list[Tensor] = []
     if isinstance(batch, Mapping):
-        named = [
+        label_tensors = [
             value
             for key, value in batch.items()
             if isinstance(value, Tensor) and any(name in str(key).lower() for name in _NAMES)
         ]
-    marked = [x for x in whole if bool((x == IGNORED_LABEL).any())]
-    chosen = marked or named or ([] if isinstance(batch, Mapping) else whole)
+    marked = [x for x in integer_tensors if bool((x == IGNORED_LABEL).any())]
+    chosen = marked or label_tensors or ([] if isinstance(batch, Mapping) else integer_tensors)
     if not chosen:
         return None
     ignored = int((chosen[-1] == IGNORED_LABEL).sum())

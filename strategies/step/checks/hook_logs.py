@@ -62,15 +62,15 @@ class HookLogs(StepParticipant):
     def _compare(self) -> None:
         if not self._num_left:
             return
-        own = {name: float(value) for name, value in self._values.items()}
+        values = {name: float(value) for name, value in self._values.items()}
         self._values.clear()
         names = {
             name
             for group in self._groups
             if group.size > 1
-            for name in _differing(group.all_gather_object(own))
+            for name in _differing(group.all_gather_object(values))
         }
-        self._num_left -= bool(own)
+        self._num_left -= bool(values)
         if names:
             self._num_left = 0
             listed = ", ".join(repr(name) for name in sorted(names)[:5])
@@ -88,9 +88,9 @@ def _differing(ranks: list[Mapping[str, float]]) -> set[str]:
     first = ranks[0]
     return {
         name
-        for own in ranks
-        for name in own.keys() | first.keys()
-        if not _is_close(own.get(name), first.get(name))
+        for values in ranks
+        for name in values.keys() | first.keys()
+        if not _is_close(values.get(name), first.get(name))
     }
 
 

@@ -130,9 +130,13 @@ class PositionWatch(TorchFunctionMode):
 
 def _dim_of(tensor: Tensor, name: str, args: Any, kwargs: Any) -> int | None:
     place, key = _BY_DIM[name], _NAMES.get(name, "dim")
-    found = kwargs.get(key, args[place] if len(args) > place else (-1 if name == "diff" else None))
-    found = found[0] if isinstance(found, list | tuple) and found else found
-    return found % tensor.dim() if isinstance(found, int) else None
+    dim_argument = kwargs.get(
+        key, args[place] if len(args) > place else (-1 if name == "diff" else None)
+    )
+    dim_argument = (
+        dim_argument[0] if isinstance(dim_argument, list | tuple) and dim_argument else dim_argument
+    )
+    return dim_argument % tensor.dim() if isinstance(dim_argument, int) else None
 
 
 def _selects(tensor: Tensor, dim: int, index: Any) -> bool:
@@ -145,9 +149,9 @@ def _selects(tensor: Tensor, dim: int, index: Any) -> bool:
     consumed = [part for part in parts if part is not None and part is not Ellipsis]
     if any(part is Ellipsis for part in parts):
         at = next(i for i, part in enumerate(parts) if part is Ellipsis)
-        before = sum(part is not None for part in parts[:at])
+        num_before = sum(part is not None for part in parts[:at])
         fill = [slice(None)] * (tensor.dim() - len(consumed))
-        consumed = [*consumed[:before], *fill, *consumed[before:]]
+        consumed = [*consumed[:num_before], *fill, *consumed[num_before:]]
     if len(consumed) <= dim:
         return False
     part = consumed[dim]

@@ -55,7 +55,7 @@ class ShardWrites:
         if versions == self._versions:
             return
         pairs = zip(self._sharded, versions, self._versions, strict=True)
-        names = [name for name, now, before in pairs if now != before]
+        names = [name for name, version, version_before in pairs if version != version_before]
         self._sharded, self._versions = {}, []
         more = f" and {len(names) - 5} more" if len(names) > 5 else ""
         rank_zero_warn(

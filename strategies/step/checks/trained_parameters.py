@@ -82,14 +82,14 @@ class TrainedParameters(StepParticipant):
         mine = (self._expected & trained) - self._seen, self._seen
         ranks = self._world.all_gather_object(mine)
         # A rank without a shard of a parameter has no gradient, although other ranks have.
-        missing = set[str]().union(*(missing for missing, _ in ranks))
-        missing = missing.difference(*(seen for _, seen in ranks))
-        if not missing:
+        names = set[str]().union(*(names for names, _ in ranks))
+        names = names.difference(*(seen_names for _, seen_names in ranks))
+        if not names:
             return
-        listed = ", ".join(sorted(missing)[:5])
-        more = f" and {len(missing) - 5} more" if len(missing) > 5 else ""
+        listed = ", ".join(sorted(names)[:5])
+        more = f" and {len(names) - 5} more" if len(names) > 5 else ""
         raise ConfigError(
-            f"{len(missing)} trained parameters had no gradient in the first {self._num_updates} "
+            f"{len(names)} trained parameters had no gradient in the first {self._num_updates} "
             f"optimizer steps: {listed}{more}. Nothing that the loss depends on reads them: their "
             "layers are not called, something computes them otherwise, or a recomputed block has "
             "no input that requires a gradient. Call these layers in the step, or set "

@@ -84,11 +84,11 @@ class GradientGuard:
         """Return all holders of gradients: the module's parameters, and substitutes stepped by
         optimizers.
         """
-        own = dict(self._module.named_parameters())
+        parameters = dict(self._module.named_parameters())
         targets = self._accumulation.reducer.targets().items()
         return [
-            *own.items(),
-            *((name, target) for name, target in targets if target is not own.get(name)),
+            *parameters.items(),
+            *((name, target) for name, target in targets if target is not parameters.get(name)),
         ]
 
     @contextmanager
@@ -98,12 +98,12 @@ class GradientGuard:
         Raises:
             ConfigError: If a hook of the user changed a gradient, or takes a norm of shards.
         """
-        before, are_read = self._running, bool(self._stand_ins)
+        running_before, are_read = self._running, bool(self._stand_ins)
         self.check()
         self._begin([hook for name in names for hook in self._hooks(name)])
         yield
         self.check()
-        self._begin(before, are_read=are_read)
+        self._begin(running_before, are_read=are_read)
 
     def open(self, optimizers: Sequence[object]) -> None:
         """Watch the user's own code from the end of a backward pass on."""
@@ -154,9 +154,11 @@ class GradientGuard:
     def _watch_reads(self) -> None:
         self._stand_ins.show(gradient.parameter for gradient in self._before)
         if self._sharded:
-            held = {id(target) for target in self._accumulation.reducer.targets().values()}
+            target_ids = {id(target) for target in self._accumulation.reducer.targets().values()}
             self._stand_ins.replace_missing(
-                parameter for parameter in self._module.parameters() if id(parameter) not in held
+                parameter
+                for parameter in self._module.parameters()
+                if id(parameter) not in target_ids
             )
 
     def _use(self, stand_in: StandIn, func: Callable[..., Any]) -> None:
@@ -204,8 +206,8 @@ class GradientGuard:
                 'before fit for parameters that are not trained, or use data_parallel="ddp".'
             )
         for name, parameter, gradient, version in self._before:
-            now, version_now = _version(parameter)
-            if now is None or (now is gradient and version_now == version) or not now.any():
+            view, version_now = _version(parameter)
+            if view is None or (view is gradient and version_now == version) or not view.any():
                 continue
             raise ConfigError(
                 f"{' or '.join(self._running)} changed the gradient of "

@@ -83,8 +83,8 @@ def follow_zero_grad(
                 if target is not None:
                     target.grad = None
 
-    for each in module.modules():
-        override(each, "zero_grad", partial(clear, each), undo)
+    for child in module.modules():
+        override(child, "zero_grad", partial(clear, child), undo)
     handed_out: Any = module.optimizers()  # Lightning's wrappers, a single wrapper without a list
     for optimizer in [*optimizers, *(handed_out if isinstance(handed_out, list) else [handed_out])]:
         if isinstance(unwrapped(optimizer), Optimizer):

@@ -26,7 +26,7 @@ def hold_schedulers(
     counting = [config.scheduler for config in configs if config.interval == "step"]
 
     def lr_scheduler_step(original: Callable[..., None], scheduler: Any, metric: Any) -> None:
-        if not (is_skipped() and any(scheduler is held for held in counting)):
+        if not (is_skipped() and any(scheduler is counted for counted in counting)):
             original(scheduler, metric)
 
     if counting:

@@ -34,9 +34,9 @@ class ZeroingCheck:
         self.applies = False
         """Whether steps begin without gradients, whatever the hook does."""
         self._module = module
-        own = [hook for _, hook in users_methods(module, "optimizer_zero_grad")]
+        hooks = [hook for _, hook in users_methods(module, "optimizer_zero_grad")]
         self._undo = undo
-        if not own:
+        if not hooks:
             return
         self._stand_ins = StandIns(self._use)
         self._followed = list[Any]()
@@ -57,7 +57,7 @@ class ZeroingCheck:
         handed_out: Any = self._module.optimizers()
         wrappers = handed_out if isinstance(handed_out, list) else [handed_out]
         for handle in [optimizer, *(w for w in wrappers if unwrapped(w) is optimizer)]:
-            if not any(handle is other for other in self._followed):
+            if not any(handle is followed for followed in self._followed):
                 self._followed.append(handle)
                 override(handle, "zero_grad", self._clear, self._undo)
 

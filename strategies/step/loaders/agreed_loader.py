@@ -52,11 +52,11 @@ class Agreement:
             ConfigError: On all ranks, if the data of only a part of the ranks have ended, before
                 the first batch or if ranks run steps together.
         """
-        missing = object()
+        sentinel = object()
         number = 0
         while True:
-            batch = next(own, missing)
-            votes = torch.tensor(int(batch is not missing), device=self._device)
+            batch = next(own, sentinel)
+            votes = torch.tensor(int(batch is not sentinel), device=self._device)
             dist.all_reduce(votes, group=self._ranks.process_group)
             if votes == self._ranks.size:
                 number += 1
@@ -64,20 +64,20 @@ class Agreement:
                 continue
             # The first batch has collectives of its own, even if later batches have none.
             if votes > 0 and (number == 0 or self._together()):
-                self._refuse(number, has_ended=batch is missing)
-            if batch is not missing:
+                self._refuse(number, has_ended=batch is sentinel)
+            if batch is not sentinel:
                 yield batch
                 yield from own  # the other ranks have ended, and do not vote
             return
 
     def _refuse(self, number: int, *, has_ended: bool) -> None:
         ended = self._ranks.all_gather_object(has_ended)
-        found = [f"{number} batches" if end else "more" for end in ended]
-        named = dict(zip(self._ranks.ranks, found, strict=True))
-        found = [f"rank {rank}: {text}" for rank, text in list(named.items())[:8]]
+        ends = [f"{number} batches" if end else "more" for end in ended]
+        counts_of_ranks = dict(zip(self._ranks.ranks, ends, strict=True))
+        ends = [f"rank {rank}: {text}" for rank, text in list(counts_of_ranks.items())[:8]]
         steps = "every step" if number else "the first step"
         raise ConfigError(
-            f"the {self._what} data ended on some ranks only ({', '.join(found)}), and all of them "
+            f"the {self._what} data ended on some ranks only ({', '.join(ends)}), and all of them "
             f"run {steps} together. Let each rank's dataset yield as many batches (cut to the "
             f"shortest, or repeat), or set Trainer(limit_{self._what}_batches={number or 1})."
         )

@@ -26,8 +26,8 @@ _SHOWN = 8  # ranks in a message
 
 def by_rank(values: Sequence[object]) -> str:
     """Return values of the ranks for a message, in a large job only of the first ranks."""
-    shown = [f"rank {rank}: {value}" for rank, value in enumerate(values[:_SHOWN])]
-    return ", ".join(shown) + (", …" if len(values) > _SHOWN else "")
+    texts = [f"rank {rank}: {value}" for rank, value in enumerate(values[:_SHOWN])]
+    return ", ".join(texts) + (", …" if len(values) > _SHOWN else "")
 
 
 def check_loader(loader: object, stage: RunningStage, world: AxisGroup) -> None:
@@ -44,9 +44,9 @@ def check_loader(loader: object, stage: RunningStage, world: AxisGroup) -> None:
     lengths = world.all_gather_object(sized_len(loader))
     is_known = [length is not None for length in lengths]
     if any(is_known) and not all(is_known):
-        found = by_rank(["no length" if length is None else length for length in lengths])
+        texts = by_rank(["no length" if length is None else length for length in lengths])
         raise ConfigError(
-            f"the {stage.value} DataLoader has a length on some ranks only ({found}), and they "
+            f"the {stage.value} DataLoader has a length on some ranks only ({texts}), and they "
             "cannot agree on the end of an epoch. Give it __len__ on all of them, or on none."
         )
     if 0 in lengths and any(lengths):
@@ -126,13 +126,13 @@ class EvaluationCounts:
                 "many."
             )
         ends = accumulate(int(count) for count in own)
-        missing = [int(needed - count) for needed, count in zip(most, own, strict=True)]
-        self._ends = list(zip(ends, missing, strict=True))
+        num_missing = [int(needed - count) for needed, count in zip(most, own, strict=True)]
+        self._ends = list(zip(ends, num_missing, strict=True))
 
     def next(self) -> int:
         """Count the current batch. Return the number of repetitions for other ranks."""
         self._num_run += 1
-        return sum(missing for end, missing in self._ends if end == self._num_run)
+        return sum(num_missing for end, num_missing in self._ends if end == self._num_run)
 
     def refuse(self, what: str) -> None:
         """Refuse a collective of the data-parallel ranks in a step, if the ranks have different

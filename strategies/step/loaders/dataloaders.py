@@ -82,10 +82,10 @@ def resumable(
         return _with_sampler(loader, ShardedSampler(order, group, repeat=True))
     if custom_batches or not hasattr(order, "__len__"):
         return loader
-    given = _given_batches(loader)
+    batches = _given_batches(loader)
     batch_size, drop_last = (
-        (given.batch_size, given.drop_last)
-        if given
+        (batches.batch_size, batches.drop_last)
+        if batches
         else (loader.batch_size or 1, bool(loader.drop_last))
     )
     constant = BatchSizeSchedule(global_batch_size=batch_size * group.size)
@@ -150,19 +150,19 @@ def _order(loader: DataLoader[Any]) -> Iterable[int]:
     """Return the user's sampler. Beside a given BatchSampler, torch puts an unused sequential
     sampler.
     """
-    given = _given_batches(loader)
-    return given.sampler if given else loader.sampler
+    batches = _given_batches(loader)
+    return batches.sampler if batches else loader.sampler
 
 
 def _with_sampler(
     loader: DataLoader[Any], sampler: Sampler[int], mode: RunningStage | None = None
 ) -> DataLoader[Any]:
     """Return a DataLoader like ``loader`` with another reading order."""
-    given = _given_batches(loader)
-    if given is None:
+    batches = _given_batches(loader)
+    if batches is None:
         return with_sampler(loader, sampler, mode)
     return with_sampler(
-        loader, sampler, mode, batch_size=given.batch_size, drop_last=given.drop_last
+        loader, sampler, mode, batch_size=batches.batch_size, drop_last=batches.drop_last
     )
 
 

@@ -57,8 +57,8 @@ class BatchCopies:
         copied: list[Tensor] = []
 
         def copy(tensor: Tensor) -> Tensor:
-            plain = type(tensor) is Tensor and tensor.layout == torch.strided
-            if not plain or tensor.device.type != "cpu":
+            is_plain = type(tensor) is Tensor and tensor.layout == torch.strided
+            if not is_plain or tensor.device.type != "cpu":
                 return tensor
             copied.append(tensor.to(self._device, non_blocking=True))
             return copied[-1]

@@ -66,8 +66,8 @@ def mean_over_context(output: Any, weight: Tensor, group: AxisGroup) -> Any:
         return output
     leaves, spec = tree_flatten(output)
     places = [index for index, leaf in enumerate(leaves) if _is_scalar(leaf)]
-    local = torch.stack([weight.float(), *(leaves[index].float() for index in places)])
-    ranks = gather_rows(local[None], group)
+    local_values = torch.stack([weight.float(), *(leaves[index].float() for index in places)])
+    ranks = gather_rows(local_values[None], group)
     weights = ranks[:, :1]
     ranks = ranks.masked_fill(weights == 0, 0.0)  # a mean of nothing is NaN
     means = (ranks * weights).sum(0) / weights.sum().clamp(min=torch.finfo(torch.float32).tiny)

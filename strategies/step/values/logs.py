@@ -133,10 +133,12 @@ class LogRecorder:
             values = torch.stack(
                 [torch.as_tensor(c.value, dtype=torch.get_default_dtype()).squeeze() for c in calls]
             )
-            own = [weights[c.microbatch] if c.batch_size is None else c.batch_size for c in calls]
-            weight = torch.stack([number_on(values.device, w, values.dtype) for w in own])
-            both = gather_rows(torch.stack([values, weight.to(values)], 1), sharing)
-            values, weight = both.unbind(1)
+            call_weights = [
+                weights[c.microbatch] if c.batch_size is None else c.batch_size for c in calls
+            ]
+            weight = torch.stack([number_on(values.device, w, values.dtype) for w in call_weights])
+            rows = gather_rows(torch.stack([values, weight.to(values)], 1), sharing)
+            values, weight = rows.unbind(1)
             if batch_size is not None and any(call.batch_size is not None for call in calls):
                 total = float(weight.sum())
                 batch_size = total if isinstance(batch_size, float) else round(total)

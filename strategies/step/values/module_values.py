@@ -53,11 +53,11 @@ class ModuleValues(StepParticipant):
     def share(self, run: StepRun) -> list[Change]:
         """Return the changes. Warn once of values that stay on this stage."""
         changes, unsent = self._state.changes()
-        new = [place for place in unsent if place not in self._unsent]
-        if new:
-            self._unsent.update(new)
+        paths = [place for place in unsent if place not in self._unsent]
+        if paths:
+            self._unsent.update(paths)
             rank_zero_warn(
-                f"{run.hook} changes {', '.join(new[:3])}, and only the last pipeline stage has "
+                f"{run.hook} changes {', '.join(paths[:3])}, and only the last pipeline stage has "
                 "the new value: tensors, numbers, strings and containers of them are sent to the "
                 f"other stages, and of containers of more than {MOST_ENTRIES:,} entries only new "
                 "ones. Keep such values there if a hook reads them (many counts in a tensor)."

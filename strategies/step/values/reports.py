@@ -126,11 +126,11 @@ class StepReports(StepParticipant):
     @contextmanager
     def repeated(self) -> Iterator[None]:
         """Record nothing in the block."""
-        before, self._microbatch.records = self._microbatch.records, False
+        records_before, self._microbatch.records = self._microbatch.records, False
         try:
             yield
         finally:
-            self._microbatch.records = before
+            self._microbatch.records = records_before
 
     def _begin(self, microbatch: int) -> None:
         self._microbatch.index = microbatch
@@ -193,8 +193,8 @@ class StepReports(StepParticipant):
         reported.
         """
         context = self._scope.context
-        others = context.axis("tp-dp-cp" if hook == "training_step" else "tp-cp")
-        groups = [group for group in (context.pp, others) if group.size > 1]
+        other_group = context.axis("tp-dp-cp" if hook == "training_step" else "tp-cp")
+        groups = [group for group in (context.pp, other_group) if group.size > 1]
         if not groups:
             return totals, weight
         number = partial(torch.as_tensor, dtype=torch.float64, device=context.device)
