@@ -39,14 +39,14 @@ def check_config(
     """
     config, length = model_config(module), getattr(data, "sequence_length", None)
     if config is not None:
-        known = length if isinstance(length, int) else None
+        max_length = length if isinstance(length, int) else None
         # Two models in a pipeline have more layers than the configuration.
         num_models = len(module.templates()) if isinstance(module, ObjectiveModule) else 1
         check_model_layout(
             config,
             layout,
             world_size,
-            sequence_length=known,
+            sequence_length=max_length,
             pipeline=pipeline,
             num_models=num_models,
         )

@@ -286,10 +286,10 @@ class PipelinedStepRunner(StepRunner):
             if first and (advice := advice_on_few_microbatches(choice, num_microbatches)):
                 rank_zero_warn(advice)
             make = choice.table if first else choice.table_or_sweep
-            self._schedules[key] = made = (
+            self._schedules[key] = schedule = (
                 make(num_microbatches) if backward else choice.forward_table(num_microbatches)
             )
-            if backward and made.name == "sweep":
+            if backward and schedule.name == "sweep":
                 rank_zero_warn(
                     f"pipeline_schedule {choice.name} has no order for the {num_microbatches} "
                     "micro-batches of this batch: all forwards run, then all backwards, which "
@@ -302,7 +302,7 @@ class PipelinedStepRunner(StepRunner):
         all stages. Return output and items.
         """
         predicting, device = run.hook == "predict_step", self._scope.context.device
-        sent: Any = None
+        message: Any = None
         if self._scope.context.pp.rank == 0:
             weights, sharing = run.item_weights, self._scope.context.cp
             output = merge_outputs(
@@ -316,15 +316,15 @@ class PipelinedStepRunner(StepRunner):
             output = mean_over_context(output, weight, sharing)
             if predicting and self._sequence is not None:
                 output = join_outputs(output, self._sequence.split.dims, part_length, sharing)
-            sent = (output, run.num_items, self.participants.share(run))
+            message = (output, run.num_items, self.participants.share(run))
         if self._scope.part.partition is not None:
-            sent = (
-                self._broadcast_objects(sent)
+            message = (
+                self._broadcast_objects(message)
                 if predicting
-                else self._broadcast(sent, without=None if self._are_read(run) else 0)
+                else self._broadcast(message, without=None if self._are_read(run) else 0)
             )
-        output, num_items, shared = sent
-        self.participants.apply(run, shared)
+        output, num_items, shared_values = message
+        self.participants.apply(run, shared_values)
         return output, num_items
 
     def _are_read(self, run: StepRun) -> bool:

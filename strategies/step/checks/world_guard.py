@@ -86,9 +86,9 @@ class WorldGuard:
             yield
             return
         self._is_dismissed = False
-        before = compat.num_collectives(world)
+        num_before = compat.num_collectives(world)
         yield
-        if counts and not self._is_dismissed and compat.num_collectives(world) != before:
+        if counts and not self._is_dismissed and compat.num_collectives(world) != num_before:
             self._refuse(hook, "a collective of torch.distributed")
 
     @contextmanager
