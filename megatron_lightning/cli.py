@@ -30,7 +30,7 @@ from megatron_lightning.cli_parser import (
     suggestion,
 )
 from megatron_lightning.errors import EXPLAINED, CheckpointError, ConfigError
-from megatron_lightning.resilience.exit_codes import INTERRUPTED, WRONG_CONFIGURATION
+from megatron_lightning.resilience.exit_codes import FAILED, INTERRUPTED, WRONG_CONFIGURATION
 
 if TYPE_CHECKING:
     from lightning.pytorch.cli import LightningCLI
@@ -51,7 +51,8 @@ _USAGE = """usage: megatron-lightning COMMAND [options]
   adapters    export, import or merge LoRA adapters
   convert     export checkpoints to Hugging Face folders; verify and compare folders
   schedule    show a pipeline schedule: table, bubble, memory; --output DIR: picture
-  plan        show grid, stages, memory, FLOPs and bubble of a configuration file
+  plan        show grid, stages, memory, FLOPs and bubble of a configuration file; --search: layouts
+  doctor      show versions and devices, test the collectives, look at the checkpoint folder
 
 megatron-lightning COMMAND --help lists the options of a command; --version prints the version.
 """
@@ -156,6 +157,13 @@ def _run(command: str, options: list[str]) -> None:
         print(text)
         if not is_valid:
             raise SystemExit(WRONG_CONFIGURATION)
+    elif command == "doctor":
+        from megatron_lightning.doctor.command import doctor
+
+        text, is_well = _call(doctor, command, _with_overrides(options))
+        print(text, end="\n" if text else "")
+        if not is_well:
+            raise SystemExit(FAILED)
     elif command == "checkpoint":
         from megatron_lightning.checkpoint.tools.commands import COMMANDS as TOOLS
         from megatron_lightning.models.upcycling import upcycle

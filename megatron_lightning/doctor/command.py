@@ -1,0 +1,153 @@
+"""The report of ``megatron-lightning doctor``."""
+
+from __future__ import annotations
+
+import json as json_format
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from megatron_lightning.doctor import versions
+from megatron_lightning.doctor.folder import checkpoint_bytes, look_at
+from megatron_lightning.doctor.launch import Launcher, run_on_ranks
+from megatron_lightning.doctor.links import measure_links
+from megatron_lightning.errors import ConfigError
+from megatron_lightning.planning.recipe import Recipe, read_recipe
+from megatron_lightning.planning.sections import Errors
+
+_GIB = 2**30
+_KEPT = 2  # the best and the last, if no recipe says
+_SLOW = 0.5  # a pair slower than this share of the median is named as slow
+
+
+def doctor(
+    *,
+    config: str | Sequence[str] | None = None,
+    overrides: Sequence[str] = (),
+    devices: int | None = None,
+    seconds: float = 5.0,
+    dirpath: str = ".",
+    kept_copies: int = _KEPT,
+    json: bool = False,
+) -> tuple[str, bool]:
+    """Show versions, devices and backends, test the collectives, and look at the checkpoint folder.
+
+    Under torchrun or srun all ranks take part. Without a launcher, processes are started.
+
+    Args:
+        config: Configuration file of `megatron-lightning fit`: the axes to test, and the bytes of a
+            checkpoint. With several files, later files win.
+        overrides: Options of `megatron-lightning fit` that win over files.
+        devices: Ranks to start if no launcher has. Default: the GPUs of this machine, or 2
+            processes on a CPU.
+        seconds: Time of the self-test.
+        dirpath: Folder of the checkpoints.
+        kept_copies: Checkpoints kept at once (save_top_k and save_last of ModelCheckpoint). One
+            more is counted, for the checkpoint that is being written.
+        json: Print JSON.
+
+    Returns:
+        The text on rank 0, empty on other ranks, and whether nothing is wrong.
+
+    Raises:
+        ConfigError: For a configuration that cannot be read, and for options that cannot work.
+    """
+    if not 0 < seconds < float("inf") or kept_copies < 1 or (devices is not None and devices < 1):
+        raise ConfigError(
+            f"seconds is {seconds}, kept_copies {kept_copies} and devices {devices}; each must be "
+            "positive."
+        )
+    launcher = Launcher.find()
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    num_devices = devices if devices is not None else gpus or 2
+    world_size = num_devices if launcher is None else launcher.world_size
+    recipe = None if config is None else _recipe(config, overrides, world_size)
+    sizes = {} if recipe is None else _sizes(recipe)
+    links = run_on_ranks(measure_links, (sizes, seconds), num_devices)
+    if launcher is not None and launcher.rank > 0:
+        return "", True
+    found = {
+        "versions": versions.installed(),
+        "system": versions.system(),
+        "devices": versions.devices(),
+        "backends": versions.backends(),
+        "launcher": "none, processes were started" if launcher is None else launcher.name,
+        "world_size": world_size,
+        "links": links,
+        "folder": look_at(
+            dirpath, None if recipe is None else checkpoint_bytes(recipe), kept_copies + 1
+        ),
+    }
+    is_well = found["folder"]["fits"] and all(row["is_right"] for row in links)
+    is_well = is_well and found["folder"]["write_speed"] is not None
+    if json:
+        return json_format.dumps(found, indent=2), is_well
+    return "\n".join(_text(found)), is_well
+
+
+def _recipe(config: str | Sequence[str], overrides: Sequence[str], world_size: int) -> Recipe:
+    errors = Errors()
+    paths = [config] if isinstance(config, str) else config
+    recipe = read_recipe(paths, overrides, world_size, errors)
+    if recipe is None:
+        raise ConfigError(" ".join(errors.found))
+    recipe.layout.data_parallel_size(world_size)
+    return recipe
+
+
+def _sizes(recipe: Recipe) -> dict[str, Any]:
+    """Return the sizes of the axes."""
+    layout = recipe.layout
+    return {
+        name: getattr(layout, name)
+        for name in (
+            "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size",
+            "expert_model_parallel_size", "expert_tensor_parallel_size", "order",
+        )
+    }  # fmt: skip
+
+
+def _text(found: Mapping[str, Any]) -> Iterator[str]:
+    yield "versions"
+    yield from (f"  {name} {value or 'not installed'}" for name, value in found["versions"].items())
+    yield from (f"  {name} {value}" for name, value in found["system"].items() if value)
+    yield "devices"
+    yield from (f"  {line}" for line in found["devices"])
+    yield "backends"
+    yield from (f"  {name}: {value}" for name, value in found["backends"].items())
+    yield f"collectives of {found['world_size']} ranks (launcher: {found['launcher']})"
+    yield from map(_link_text, found["links"])
+    if not found["links"]:
+        yield "  one rank: nothing to test"
+    yield "checkpoint folder"
+    yield from _folder_text(found["folder"])
+
+
+def _link_text(row: Mapping[str, Any]) -> str:
+    first, second = row["ranks"]
+    hosts = row["hosts"]
+    where = f"on {hosts[0]}" if hosts[0] == hosts[1] else f"{hosts[0]} to {hosts[1]}"
+    slow = ""
+    if row["slowest_pair"] < _SLOW * row["median_pair"]:
+        slow = f", SLOW: the median pair has {row['median_pair']:.2f}"
+    wrong = "" if row["is_right"] else ", WRONG SUMS"
+    return (
+        f"  {row['axis']:<5} of {row['size']}: all-reduce {row['all_reduce']:.2f} GB/s, slowest "
+        f"pair ranks {first} and {second} ({where}) {row['slowest_pair']:.2f} GB/s{slow}{wrong}"
+    )
+
+
+def _folder_text(folder: Mapping[str, Any]) -> Iterator[str]:
+    speed = folder["write_speed"]
+    written = "NOT WRITABLE" if speed is None else f"writes {speed / _GIB:.2f} GiB/s"
+    yield (
+        f"  {folder['folder']}: {folder['type'] or 'unknown type'}, {folder['free'] / _GIB:.1f} of "
+        f"{folder['total'] / _GIB:.1f} GiB free, {written}"
+    )
+    if folder["checkpoint"] is not None:
+        enough = "fit" if folder["fits"] else "DO NOT FIT: keep fewer, or use another folder"
+        yield (
+            f"  a checkpoint takes {folder['checkpoint'] / _GIB:.2f} GiB; {folder['copies']} "
+            f"(one of them being written) take {folder['wanted'] / _GIB:.2f} GiB and {enough}"
+        )

@@ -1,0 +1,77 @@
+"""The file system of a checkpoint folder, against the bytes of the kept checkpoints."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from megatron_lightning.models.blueprint import num_parameters
+from megatron_lightning.planning.precision import precision_of
+from megatron_lightning.planning.recipe import Recipe
+
+_MOMENTS_BYTES = 8  # of Adam
+_TEST_BYTES = 1 << 26
+
+
+def checkpoint_bytes(recipe: Recipe) -> int:
+    """Return the bytes of a checkpoint of a recipe: weights, main params and Adam's moments."""
+    precision = precision_of(recipe.precision)
+    each = precision.weight_bytes + precision.main_bytes + _MOMENTS_BYTES
+    return each * num_parameters(recipe.model)
+
+
+def look_at(
+    folder: str | os.PathLike[str], needed_bytes: int | None, copies: int
+) -> dict[str, Any]:
+    """Return free space, type and speed of a folder's file system, and whether the copies fit.
+
+    Args:
+        folder: A folder, which need not exist yet.
+        needed_bytes: Bytes of a checkpoint. None: unknown.
+        copies: Kept checkpoints, and the one being written.
+    """
+    path = Path(folder).absolute()
+    while not path.exists():
+        path = path.parent
+    usage = shutil.disk_usage(path)
+    wanted = None if needed_bytes is None else needed_bytes * copies
+    return {
+        "folder": str(folder),
+        "type": _type_of(path),
+        "free": usage.free,
+        "total": usage.total,
+        "write_speed": _write_speed(path),
+        "checkpoint": needed_bytes,
+        "copies": copies,
+        "wanted": wanted,
+        "fits": wanted is None or wanted <= usage.free,
+    }
+
+
+def _type_of(path: Path) -> str | None:
+    """Return the type of the file system mounted at or above a path."""
+    try:
+        mounts = [line.split() for line in Path("/proc/mounts").read_text().splitlines()]
+    except OSError:
+        return None
+    above = {str(parent) for parent in (path, *path.parents)}
+    found = [(len(words[1]), words[2]) for words in mounts if words[1] in above]
+    return max(found)[1] if found else None
+
+
+def _write_speed(path: Path) -> float | None:
+    """Return the bytes per second of a small file, or None without permission to write."""
+    data = os.urandom(_TEST_BYTES // 64) * 64
+    try:
+        with tempfile.NamedTemporaryFile(dir=path) as file:
+            start = time.perf_counter()
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+            return _TEST_BYTES / (time.perf_counter() - start)
+    except OSError:
+        return None

@@ -1,0 +1,78 @@
+"""Versions, devices and backends of this process."""
+
+from __future__ import annotations
+
+import os
+import platform
+from importlib.metadata import PackageNotFoundError, version
+
+import torch
+import torch.distributed as dist
+from torch.utils import collect_env
+
+from megatron_lightning.errors import ConfigError
+from megatron_lightning.precision.transformer_engine.library import load
+
+_PACKAGES = (
+    "megatron_lightning", "torch", "lightning", "jsonargparse", "numpy", "safetensors",
+    "transformers", "triton", "flash-attn", "transformer_engine",
+)  # fmt: skip
+_GIB = 2**30
+
+
+def installed() -> dict[str, str | None]:
+    """Return the versions of the packages. None: not installed."""
+    found: dict[str, str | None] = {"python": platform.python_version()}
+    for name in _PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = None
+    return found
+
+
+def system() -> dict[str, str | None]:
+    """Return driver and system as torch's bug reports name them."""
+    run = collect_env.run
+    return {
+        "system": platform.platform(),
+        "CUDA of torch": torch.version.cuda or torch.version.hip,
+        "driver": collect_env.get_nvidia_driver_version(run) if torch.cuda.is_available() else None,
+        "cuDNN": str(torch.backends.cudnn.version()) if torch.cuda.is_available() else None,
+    }
+
+
+def devices() -> list[str]:
+    """Return a line for each GPU, or a line for the CPU."""
+    if torch.cuda.is_available():
+        found = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
+        return [
+            f"cuda:{index} {gpu.name}, {gpu.total_memory / _GIB:.0f} GiB, compute capability "
+            f"{gpu.major}.{gpu.minor}"
+            for index, gpu in enumerate(found)
+        ]
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / _GIB
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return [f"cpu, {cores} cores, {memory:.0f} GiB, {torch.get_num_threads()} threads of torch"]
+
+
+def backends() -> dict[str, str]:
+    """Return what can be used for collectives and quantized layers, or why not."""
+    found = {"gloo": "available" if dist.is_gloo_available() else "missing in this torch"}
+    if not dist.is_nccl_available():
+        found["NCCL"] = "missing in this torch"
+    elif not torch.cuda.is_available():
+        found["NCCL"] = "no CUDA device"
+    else:
+        found["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
+    try:
+        library = load(has_gpu=torch.cuda.is_available())
+        found["Transformer Engine"] = f"{library.version} loads"
+    except ConfigError as error:
+        found["Transformer Engine"] = f"does not load: {_reason(str(error))}"
+    return found
+
+
+def _reason(text: str) -> str:
+    """Return the reason in a refusal, without the option and the alternatives."""
+    return text.partition(": ")[2].partition(". ")[0] or text
