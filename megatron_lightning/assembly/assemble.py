@@ -208,7 +208,7 @@ def _partition(
     """
     if context.layout.num_stages == 1:
         return None, None
-    path, pipelined, stages, replicated_over_pp = find_stages(module, placement, options)
+    path, pipelined, stages, replicated_over_pp, _ = find_stages(module, placement, options)
     stage_numbers = placement.stages_of(context.pp.rank)
     return path, StagePartition(pipelined, stages, stage_numbers, replicated_over_pp)
 

@@ -26,7 +26,7 @@ from megatron_lightning.parallel.sharding import ShardingPlan
 from megatron_lightning.parallel.spec import ShardSpec
 from megatron_lightning.pipeline.schedules import ScheduleChoice
 from megatron_lightning.pipeline.schedules.actions import Placement
-from megatron_lightning.pipeline.schedules.partition import unit_names
+from megatron_lightning.pipeline.schedules.partition import Unit, unit_names, unit_weights
 from megatron_lightning.pipeline.schedules.stage_layouts import is_predicting, split_units
 from megatron_lightning.pipeline.stages.dependencies import Uses
 from megatron_lightning.pipeline.stages.dependency_run import ExampleRun, check_boundaries
@@ -36,23 +36,27 @@ from megatron_lightning.pipeline.stages.units import find_pipelined
 
 def check_partition(
     module: nn.Module, placement: Placement, options: PipelineOptions, *, is_built: bool
-) -> None:
+) -> Stages | None:
     """Check that the model can be partitioned into stages, as far as the layers are known before
-    the model is built.
+    the model is built. Return the stages, or None if they are not known yet.
 
     Raises:
         ConfigError: If no units are found, or the units do not fit the model or the stages.
     """
     if placement.num_stages == 1 and options == PipelineOptions():
-        return
+        return None
     config = getattr(module, "config", None)
     if is_built:
-        find_stages(module, placement, options)
-    elif isinstance(config, TransformerConfig):
+        return find_stages(module, placement, options)
+    if isinstance(config, TransformerConfig):
         layers = [f"layers.{index}" for index in range(config.num_layers)]
         depths = config.num_predicting_layers
         predicting = [(f"mtp.layers.{i}", 0.0 if i else float(depths)) for i in range(depths)]
         split_units(["embedding", *layers, *predicting, "output_layer"], placement, options)
+    return None
+
+
+_UNEVEN = 1.5  # share of the fullest pipeline rank, in units of the mean
 
 
 class Stages(NamedTuple):
@@ -66,6 +70,20 @@ class Stages(NamedTuple):
     """Unit paths of every stage."""
     replicated_over_pp: frozenset[str]
     """Unit parameters replicated over pp, since several stages use the parameters."""
+    costs: tuple[float, ...]
+    """Share of every pipeline rank in the weights of the units."""
+
+    def describe_imbalance(self) -> str | None:
+        """Return a sentence if the fullest pipeline rank has more than 1.5 times the mean."""
+        fullest = max(self.costs)
+        if fullest * len(self.costs) <= _UNEVEN:
+            return None
+        return (
+            f"pipeline rank {self.costs.index(fullest)} of {len(self.costs)} has {fullest:.0%} of "
+            "the layers' cost, and the others wait for it in every step. Set "
+            "pipeline_model_parallel_size lower, or name smaller modules in "
+            "PipelineOptions(units=[...])."
+        )
 
 
 def find_stages(module: nn.Module, placement: Placement, options: PipelineOptions) -> Stages:
@@ -75,7 +93,9 @@ def find_stages(module: nn.Module, placement: Placement, options: PipelineOption
         ConfigError: If no units are found, or the units do not fit the model or the stages.
     """
     example = ExampleRun(module)
-    path, pipelined, units = find_pipelined(module, options.units or (), example.calls)
+    path, pipelined, units = find_pipelined(
+        module, options.units or (), example.calls, example.operations
+    )
     names = unit_names(units)
     check_units(pipelined, names)
     uses = None
@@ -89,7 +109,19 @@ def find_stages(module: nn.Module, placement: Placement, options: PipelineOption
         raise
     if uses is not None:
         check_boundaries(uses, names, _starts(stages))
-    return Stages(path, pipelined, stages, _replicated_over_pp(pipelined, stages, placement, uses))
+    replicated = _replicated_over_pp(pipelined, stages, placement, uses)
+    return Stages(path, pipelined, stages, replicated, _costs(units, stages, placement))
+
+
+def _costs(
+    units: Sequence[Unit], stages: Sequence[Sequence[str]], placement: Placement
+) -> tuple[float, ...]:
+    """Return the share of every pipeline rank in the weights of the units."""
+    weights = dict(zip(unit_names(units), unit_weights(units), strict=True))
+    ranks = [0.0] * placement.num_ranks
+    for pp_rank, own in zip(placement.pp_ranks, stages, strict=True):
+        ranks[pp_rank] += sum(weights[name] for name in own)
+    return tuple(cost / sum(ranks) for cost in ranks)
 
 
 def _starts(stages: Sequence[Sequence[str]]) -> list[int]:

@@ -37,8 +37,9 @@ class Launcher(NamedTuple):
     def find(cls, environment: Mapping[str, str] = os.environ) -> Launcher | None:
         """Return the launcher that has started every rank. None: this process is alone."""
         if "RANK" in environment and "WORLD_SIZE" in environment:
-            numbers = (int(environment[name]) for name in ("RANK", "WORLD_SIZE"))
-            return cls("torchrun", *numbers, int(environment.get("LOCAL_RANK", "0")), "env://")
+            rank, size = (int(environment[name]) for name in ("RANK", "WORLD_SIZE"))
+            local = int(environment.get("LOCAL_RANK", "0"))
+            return cls("torchrun", rank, size, local, "env://")
         tasks = int(environment.get("SLURM_NTASKS", "1"))
         if tasks == 1 or "SLURM_PROCID" not in environment:
             return None

@@ -53,7 +53,7 @@ def _measure_axis(context: ParallelContext, group: AxisGroup, budget: float) -> 
     repeats = max(1, min(_MOST_REPEATS, int(budget / 2 / max(once, 1e-6))))
     spent = _timed(reduce, repeats, device) / repeats
     moved = 2 * (group.size - 1) / group.size * message.nbytes
-    own = {
+    own: dict[str, Any] = {
         "rank": context.rank,
         "host": socket.gethostname(),
         "speed": moved / spent / 1e9,

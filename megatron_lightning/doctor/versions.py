@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 from importlib.metadata import PackageNotFoundError, version
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -33,13 +34,16 @@ def installed() -> dict[str, str | None]:
 
 def system() -> dict[str, str | None]:
     """Return driver and system as torch's bug reports name them."""
-    run = collect_env.run
-    return {
+    found = {
         "system": platform.platform(),
         "CUDA of torch": torch.version.cuda or torch.version.hip,
-        "driver": collect_env.get_nvidia_driver_version(run) if torch.cuda.is_available() else None,
-        "cuDNN": str(torch.backends.cudnn.version()) if torch.cuda.is_available() else None,
     }
+    if torch.cuda.is_available():
+        tools: Any = collect_env
+        found["driver"] = tools.get_nvidia_driver_version(tools.run)
+        cudnn: Any = torch.backends.cudnn
+        found["cuDNN"] = str(cudnn.version())
+    return found
 
 
 def devices() -> list[str]:

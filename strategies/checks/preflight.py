@@ -116,12 +116,7 @@ def check_before_launch(
     # By an earlier Trainer: the units were checked then, and a part of the units is gone.
     if not is_assembled(module):
         planned = planned_module(module)
-        checks.check_partition(
-            planned or module,
-            options.schedule.placement,
-            options.pipeline,
-            is_built=planned is not None,
-        )
+        _check_partition(options, planned or module, is_built=planned is not None)
         if planned is not None:
             check_layers(options, world_size, planned, trainer)
     if isinstance(module, DistillationModule):
@@ -199,6 +194,18 @@ def check_layers(
         checks.check_trained_layers(module, options.schedule, replicas, sharded=sharded)
 
 
+def _check_partition(
+    options: StrategyOptions, module: pl.LightningModule, *, is_built: bool
+) -> None:
+    """Check the stages, and warn of uneven stages that the user has not listed."""
+    stages = checks.check_partition(
+        module, options.schedule.placement, options.pipeline, is_built=is_built
+    )
+    uneven = None if stages is None else stages.describe_imbalance()
+    if uneven is not None and options.pipeline.pipeline_model_parallel_layout is None:
+        rank_zero_warn(uneven)
+
+
 def check_at_setup(
     options: StrategyOptions, world_size: int, module: pl.LightningModule, trainer: pl.Trainer
 ) -> None:
@@ -235,7 +242,7 @@ def _check_trained_by(
         or trainer.precision in ("bf16-true", "16-true"),
     )
     if options.data_parallel == "fsdp" and replicas > 1:
-        if not is_built_later(module):
+        if not (is_built_later(module) or is_assembled(module)):  # assembly has found the units
             checks.check_sharded_units(module, options.pipeline, options.layout.num_stages)
         if fitting:
             check_one_backward(module, replicas)

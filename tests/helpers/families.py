@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+import transformers
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -108,7 +110,54 @@ class Residual(nn.Module):
         return logits, None if y is None else F.cross_entropy(logits, y)
 
 
+class Pyramid(nn.Module):
+    """Stages of one class that widen, as in image models: the last has most of the parameters."""
+
+    class Stage(nn.Module):
+        def __init__(self, inputs: int, outputs: int) -> None:
+            super().__init__()
+            self.down = nn.Linear(inputs, outputs)
+            self.layers = nn.ModuleList(nn.Linear(outputs, outputs) for _ in range(2))
+
+        def forward(self, hidden: Tensor) -> Tensor:
+            hidden = self.down(hidden)
+            for layer in self.layers:
+                hidden = hidden + layer(hidden).tanh()
+            return hidden
+
+    def __init__(self) -> None:
+        super().__init__()
+        widths = (8, 8, 12, 24, 48)
+        self.stages = nn.ModuleList(Pyramid.Stage(a, b) for a, b in pairwise(widths))
+        self.head = nn.Linear(48, 4)
+
+    def forward(self, x: Tensor, y: Tensor | None = None) -> Any:
+        for stage in self.stages:
+            x = stage(x)
+        logits = self.head(x)
+        return logits, None if y is None else F.cross_entropy(logits, y)
+
+
+def _bart() -> nn.Module:
+    sizes = {f"{side}_{name}": 4 for side in ("encoder", "decoder") for name in _HEADS_AND_LAYERS}
+    return transformers.BartForConditionalGeneration(
+        transformers.BartConfig(
+            vocab_size=VOCABULARY, d_model=32, encoder_ffn_dim=48, decoder_ffn_dim=48,
+            max_position_embeddings=64, dropout=0.0, attention_dropout=0.0, **sizes,
+        )
+    )  # fmt: skip
+
+
+_HEADS_AND_LAYERS = ("layers", "attention_heads")
+STACKS: dict[str, Callable[[], nn.Module]] = {
+    "bart": _bart,
+    "t5-untied": lambda: hf_models.t5(tie_word_embeddings=False, initializer_factor=0.2),
+}
+"""Encoder-decoder models."""
+
 OWN: dict[str, Callable[[], nn.Module]] = {
+    "pyramid": Pyramid,
+    **STACKS,
     "nanogpt": NanoGPT,
     "unet": UNet,
     "residual": Residual,
@@ -134,7 +183,7 @@ def batches(name: str, batch_size: int = BATCH) -> DataLoader[Any]:
         return hf_models.loader(name, batch_size)
     generator = torch.Generator().manual_seed(1)
     num = STEPS * BATCH
-    if name == "nanogpt":
+    if name in ("nanogpt", *STACKS):
         ids = torch.randint(3, VOCABULARY, (num, LENGTH), generator=generator)
         data: Any = [{"input_ids": v, "labels": v.roll(-1)} for v in ids]
     else:

@@ -71,7 +71,8 @@ def _vit() -> nn.Module:
     )
 
 
-def _t5() -> nn.Module:
+def t5(**changes: Any) -> nn.Module:
+    """Return an encoder-decoder of 4 + 4 layers."""
     return transformers.T5ForConditionalGeneration(
         transformers.T5Config(
             num_layers=4,
@@ -83,6 +84,7 @@ def _t5() -> nn.Module:
             dropout_rate=0.0,
             feed_forward_proj="gated-gelu",
             decoder_start_token_id=0,
+            **changes,
         )
     )
 
@@ -119,7 +121,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     ),
     "bert": _bert,
     "vit": _vit,
-    "t5": _t5,
+    "t5": t5,
 }
 
 

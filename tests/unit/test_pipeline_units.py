@@ -3,6 +3,7 @@ reaches what."""
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from megatron_lightning.pipeline.schedules.partition import unit_names
 from megatron_lightning.pipeline.stages.dependencies import EPILOGUE
 from megatron_lightning.pipeline.stages.dependency_run import ExampleRun, check_boundaries
 from megatron_lightning.pipeline.stages.units import find_pipelined
+from tests.helpers import families, hf_models
 
 
 class Block(nn.Module):
@@ -239,3 +241,61 @@ def test_units_without_a_module_are_refused() -> None:
 
     with pytest.raises(ConfigError, match=r"pipeline_units\(\) of Scaled names no module"):
         find_pipelined(nn.Sequential(Scaled(2, 2)))
+
+
+def _partition(model: nn.Module, pp: int, example: Any = None) -> Any:
+    return find_stages(Root(model, example), Placement.loop(pp), PipelineOptions())
+
+
+def _layers(stages: Any) -> list[int]:
+    """Return the blocks of lists of every stage."""
+    return [sum(name.rpartition(".")[2].isdigit() for name in units) for units in stages.units]
+
+
+@pytest.mark.parametrize("name", ["t5", "t5-untied", "bart"])
+def test_two_stacks_are_divided_together(name: str) -> None:
+    model = hf_models.MODELS[name]() if name in hf_models.MODELS else families.OWN[name]()
+    assert _layers(_partition(model, 4)) == [2, 2, 2, 2]
+    assert _layers(_partition(model, 2)) == [4, 4]
+    assert _partition(model, 4).describe_imbalance() is None
+
+
+def test_blocks_of_unequal_cost_are_divided_by_cost() -> None:
+    model = families.Pyramid()
+    by_count = [["stages.0", "stages.1"], ["stages.2", "stages.3", "head"]]
+    for example in (None, torch.randn(2, 8)):
+        stages = _partition(model, 2, example)
+        units = [list(units) for units in stages.units]
+        assert units == [["stages.0", "stages.1", "stages.2"], ["stages.3", "head"]] != by_count
+    four = _partition(model, 4)
+    assert four.describe_imbalance() is not None
+    assert "pipeline rank 0 of 4 has 7" in four.describe_imbalance()
+
+
+class Scanned(nn.Module):
+    """Convolutions of growing width over shrinking images: equal work, unequal parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        widths = (4, 8, 16, 32, 64)
+        self.layers = nn.ModuleList(
+            nn.Conv2d(a, b, 3, stride=2, padding=1) for a, b in pairwise(widths)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def test_operations_count_beside_parameters() -> None:
+    by_size, by_both = (
+        _partition(Scanned(), 2, example) for example in (None, torch.randn(1, 4, 32, 32))
+    )
+    assert _layers(by_size) == [3, 1]
+    assert by_both.costs[0] == pytest.approx(0.5, abs=0.15)
+    operations = ExampleRun(Root(Scanned(), torch.randn(1, 4, 32, 32))).operations("model")
+    assert operations is not None
+    counts = [operations[f"layers.{index}"] for index in range(4)]
+    assert counts == [2 * 9 * 4 * 8 * 16**2, 2 * 9 * 8 * 16 * 8**2, 2 * 9 * 16 * 32 * 4**2,
+                      2 * 9 * 32 * 64 * 2**2]  # fmt: skip

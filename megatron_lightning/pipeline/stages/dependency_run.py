@@ -29,6 +29,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._pytree import tree_map_only
+from torch.utils.flop_counter import FlopCounterMode
 
 from megatron_lightning.compat import unlogged_fake_tensors
 from megatron_lightning.errors import ConfigError
@@ -42,7 +43,7 @@ from megatron_lightning.pipeline.stages.dependencies import (
 )
 from megatron_lightning.pipeline.stages.stage import StagePartition
 from megatron_lightning.pipeline.stages.unit_values import UnitValues
-from megatron_lightning.pipeline.stages.units import Calls, has_own_forward
+from megatron_lightning.pipeline.stages.units import Calls, Operations, has_own_forward
 
 _log = logging.getLogger(__name__)
 
@@ -65,6 +66,13 @@ class ExampleRun:
         """
         calls: Calls | None = self._try(path, _count_calls)
         return calls
+
+    def operations(self, path: str) -> Operations | None:
+        """Return the floating-point operations of a forward, by the module inside of the module at
+        ``path``. None: unknown.
+        """
+        operations: Operations | None = self._try(path, _count_operations)
+        return operations
 
     def uses(self, path: str, units: Sequence[str]) -> Uses | None:
         """Return the dependencies between the units of the module at ``path``. None: unknown."""
@@ -158,6 +166,26 @@ def _count_calls(module: nn.Module, call: Callable[[], Any]) -> Calls:
             undo.callback(child.register_forward_pre_hook(partial(count, name)).remove)
         call()
     return counts
+
+
+def _count_operations(module: nn.Module, call: Callable[[], Any]) -> Operations:
+    """Count operations between the start and the end of every call."""
+    found: dict[str, float] = {}
+    starts: dict[str, int] = {}
+    with ExitStack() as undo:
+        counter = undo.enter_context(FlopCounterMode(display=False))
+
+        def start(name: str, *_: Any) -> None:
+            starts[name] = counter.get_total_flops()
+
+        def end(name: str, *_: Any) -> None:
+            found[name] = found.get(name, 0.0) + counter.get_total_flops() - starts[name]
+
+        for name, child in module.named_modules():
+            undo.callback(child.register_forward_pre_hook(partial(start, name)).remove)
+            undo.callback(child.register_forward_hook(partial(end, name)).remove)
+        call()
+    return found
 
 
 def _follow(units: Sequence[str], module: nn.Module, call: Callable[[], Any]) -> Uses:

@@ -9,6 +9,9 @@ each fed by the unit before: embedding, blocks, norm, head. Units are, in this o
 4. found: the list of modules with the most parameters, called once each and in order, and all
    modules beside the list or beside the list's parents, with parameters, and called once.
 
+A module beside the list that mostly is another list of such blocks, as an encoder, is opened: its
+blocks are units, too, and blocks of all lists are divided together.
+
 Calls are known from a run with example inputs (``analysis``). Without example inputs, modules count
 as called in the order of registration, and the first step checks the order.
 """
@@ -16,6 +19,7 @@ as called in the order of registration, and the first step checks the order.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import NamedTuple
 
 from torch import Tensor, nn
@@ -29,6 +33,11 @@ _LIBRARIES = ("lightning", "pytorch_lightning", "torch")
 
 Calls = Mapping[str, int]
 """Path of a module -> number of calls in a forward, in the order of the first calls."""
+Operations = Mapping[str, float]
+"""Path of a module -> operations of a forward."""
+
+_EQUAL = 2.0
+"""Blocks whose costs differ by no more than this factor are divided by count."""
 
 
 class Pipelined(NamedTuple):
@@ -44,6 +53,7 @@ def find_pipelined(
     root: nn.Module,
     patterns: Sequence[str] = (),
     calls_of: Callable[[str], Calls | None] = lambda _: None,
+    operations_of: Callable[[str], Operations | None] = lambda _: None,
 ) -> Pipelined:
     """Return the pipelined module of ``root`` and the module's units.
 
@@ -52,6 +62,8 @@ def find_pipelined(
         patterns: Path patterns of the units, in call order. Empty: the units are found.
         calls_of: Returns the calls in a forward of the module at a path, by the paths in the
             module. None: unknown.
+        operations_of: Returns the operations of the modules in the same way. Asked only if the
+            blocks have unequal numbers of parameters.
 
     Raises:
         ConfigError: If there are no units, or the units contradict each other.
@@ -79,7 +91,7 @@ def find_pipelined(
     if declared:
         path, module = declared[0]
         return Pipelined(path, module, _modules_only(module, module.pipeline_units()))
-    return _planned(root, calls_of) or _found(root, calls_of)
+    return _planned(root, calls_of, operations_of) or _found(root, calls_of, operations_of)
 
 
 def _prefix(path: str) -> str:
@@ -150,7 +162,11 @@ def _calling(root: nn.Module, path: str) -> str:
 # ----------------------------------------------------------------------------------- planned, found
 
 
-def _planned(root: nn.Module, calls_of: Callable[[str], Calls | None]) -> Pipelined | None:
+def _planned(
+    root: nn.Module,
+    calls_of: Callable[[str], Calls | None],
+    operations_of: Callable[[str], Operations | None],
+) -> Pipelined | None:
     """Return the units of a transformers model's ``_pp_plan``. None if the plan has no list of
     layers.
     """
@@ -166,10 +182,16 @@ def _planned(root: nn.Module, calls_of: Callable[[str], Calls | None]) -> Pipeli
     body = max((_body(modules, name, calls) for name in plan), key=len)
     if len(body) < 2 or any(calls is not None and calls.get(unit) != 1 for unit in units):
         return None
-    return Pipelined(path, module, _weighed(modules, _ordered(modules, units, calls), body))
+    ordered = _ordered(modules, units, calls)
+    weighed = _weighed(modules, ordered, body, (), partial(operations_of, path))
+    return Pipelined(path, module, weighed)
 
 
-def _found(root: nn.Module, calls_of: Callable[[str], Calls | None]) -> Pipelined:
+def _found(
+    root: nn.Module,
+    calls_of: Callable[[str], Calls | None],
+    operations_of: Callable[[str], Operations | None],
+) -> Pipelined:
     lists = [
         path
         for path, module in root.named_modules()
@@ -194,18 +216,56 @@ def _found(root: nn.Module, calls_of: Callable[[str], Calls | None]) -> Pipeline
             "are called, in PipelineOptions(units=[...]), or set pipeline_model_parallel_size "
             "to 1."
         )
-    units, parent = list(body), body[0]
+    units, parent, others = list(body), body[0], list[str]()
     while parent:  # modules beside the body, and beside the body's parents
         parent = parent.rpartition(".")[0]
         for name in _children(modules, parent):
             if not any(unit == name or unit.startswith(f"{name}.") for unit in units):
+                blocks = _stack(modules, name, calls)
+                others += blocks
+                opened = _beside(modules, blocks, calls, name) if blocks else [name]
                 units += [
                     unit
-                    for unit in _expanded(modules, name, calls)
+                    for inner in opened
+                    for unit in _expanded(modules, inner, calls)
                     if _num_parameters(modules, [unit])
                 ]
     units = [unit for unit in units if calls is None or calls.get(unit) == 1]
-    return Pipelined(path, module, _weighed(modules, _ordered(modules, units, calls), body))
+    ordered = _ordered(modules, units, calls)
+    weighed = _weighed(modules, ordered, body, others, partial(operations_of, path))
+    return Pipelined(path, module, weighed)
+
+
+def _stack(modules: Mapping[str, nn.Module], path: str, calls: Calls | None) -> tuple[str, ...]:
+    """Return the blocks of a module that is called itself, and mostly is a list of equal blocks."""
+    if calls is None or calls.get(path) != 1 or isinstance(modules[path], (*_LISTS, nn.Sequential)):
+        return ()
+    lists = [name for name in modules if name.startswith(f"{path}.")]
+    bodies = (_body(modules, name, calls) for name in lists)
+    equal = [names for names in bodies if len(names) > 1 and len(_classes(modules, names)) == 1]
+    blocks = max(equal, key=lambda names: _num_parameters(modules, names), default=())
+    embeddings = [
+        name for name in lists if isinstance(modules[name], nn.Embedding)
+    ]  # large in small models, and never where the work is
+    total = _num_parameters(modules, [path]) - _num_parameters(modules, embeddings)
+    return blocks if 2 * _num_parameters(modules, blocks) > total else ()
+
+
+def _beside(
+    modules: Mapping[str, nn.Module], blocks: Sequence[str], calls: Calls | None, top: str
+) -> list[str]:
+    """Return blocks, and modules beside the blocks or the blocks' parents, inside of ``top``."""
+    units, parent = list(blocks), blocks[0]
+    while parent != top:
+        parent = parent.rpartition(".")[0]
+        for name in _children(modules, parent):
+            if not any(unit == name or unit.startswith(f"{name}.") for unit in units):
+                units.append(name)
+    return units
+
+
+def _classes(modules: Mapping[str, nn.Module], names: Iterable[str]) -> set[type[nn.Module]]:
+    return {type(modules[name]) for name in names}
 
 
 def _all(module: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -272,13 +332,41 @@ def _num_parameters(modules: Mapping[str, nn.Module], names: Iterable[str]) -> i
 
 
 def _weighed(
-    modules: Mapping[str, nn.Module], units: Sequence[str], body: Sequence[str]
+    modules: Mapping[str, nn.Module],
+    units: Sequence[str],
+    body: Sequence[str],
+    others: Sequence[str],
+    operations: Callable[[], Operations | None],
 ) -> tuple[Unit, ...]:
-    """Return the units with shares of the time. Blocks of the same class, in this list or others,
-    weigh 1 and other units nothing. Blocks of several classes weigh as much as their parameters.
+    """Return the units with shares of the time. Blocks of lists weigh 1 and other units nothing. If
+    blocks differ by more than a factor of 2, blocks weigh their cost: the mean of their shares in
+    parameters and in operations. If the blocks of the body have several classes, every unit weighs
+    as much as its parameters.
+
+    Args:
+        modules: Modules by path.
+        units: Paths of the units.
+        body: Blocks of the largest list.
+        others: Blocks of other lists.
+        operations: Returns the operations of the modules. None: unknown.
     """
-    kinds = {type(modules[name]) for name in body}
-    if len(kinds) == 1:
-        inside = {name for name in units if is_layer(name) and type(modules[name]) in kinds}
-        return tuple((name, float(name in inside or name in body)) for name in units)
-    return tuple((name, float(_num_parameters(modules, [name]))) for name in units)
+    kinds = _classes(modules, body)
+    if len(kinds) > 1:
+        return tuple((name, float(_num_parameters(modules, [name]))) for name in units)
+    inside = {name for name in units if is_layer(name) and type(modules[name]) in kinds}
+    inside |= {name for name in units if name in body or name in others}
+    sizes = {name: float(_num_parameters(modules, [name])) for name in inside}
+    if max(sizes.values()) <= _EQUAL * min(sizes.values()):
+        return tuple((name, float(name in inside)) for name in units)
+    counted = operations() or {}
+    costs = _shares(sizes)
+    if any(counted.get(name) for name in inside):
+        worked = _shares({name: counted.get(name, 0.0) for name in inside})
+        costs = {name: (costs[name] + worked[name]) / 2 for name in inside}
+    return tuple((name, costs.get(name, 0.0)) for name in units)
+
+
+def _shares(sizes: Mapping[str, float]) -> dict[str, float]:
+    """Return sizes in units of their mean."""
+    mean = sum(sizes.values()) / len(sizes)
+    return {name: size / mean for name, size in sizes.items()}
