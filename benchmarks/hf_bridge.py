@@ -1,6 +1,6 @@
 """Folders of every causal-LM family: read lazily, given back, through a checkpoint, and verified.
 
-    python -m benchmarks.hf_bridge
+    python -m benchmarks.hf_bridge --work coverage.jsonl
 
 A tiny random model of each family is saved by ``save_pretrained`` in shards of 40 KB. The table
 goes into docs/hf_coverage.md, behind the one of layouts.
@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import io
+import json
 import multiprocessing
 import random
 import resource
@@ -25,7 +26,7 @@ from typing import Any
 import torch
 
 from benchmarks import hf_families
-from benchmarks.hf_coverage import FOLDERS, TABLE, verdict
+from benchmarks.hf_coverage import FOLDER_COLUMNS, FOLDERS, TABLE, verdict
 from benchmarks.hf_families import Family, NotBuiltError
 from megatron_lightning.bridge import AutoBridge, commands
 from megatron_lightning.bridge.export import write_folder
@@ -201,6 +202,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--families", nargs="+", help="only these; default: all")
     parser.add_argument("--limit-s", type=float, default=60.0, help="of one family")
+    parser.add_argument("--work", type=Path, help="file of hf_coverage, for columns of its table")
     parser.add_argument("--table", type=Path, default=TABLE)
     options = parser.parse_args()
     warnings.filterwarnings("ignore")
@@ -209,6 +211,10 @@ def main() -> None:
         if not options.families or family.name in options.families:
             results[family.name] = measure_apart(family, options.limit_s)
             print(family.name, results[family.name], flush=True)
+            if options.work is not None and "built" not in results[family.name]:
+                columns = {name: results[family.name][name] for name in FOLDER_COLUMNS}
+                with options.work.open("a") as file:
+                    file.write(json.dumps({"family": family.name, **columns}) + "\n")
     before = options.table.read_text().partition(FOLDERS)[0] if options.table.exists() else ""
     options.table.write_text(before + section(results))
 

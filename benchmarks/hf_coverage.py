@@ -8,7 +8,9 @@ JSON in the work file; a run continues after the last one. The table goes to doc
 
 A result is *equal*, *refused* (our error says why), *wrong*, *failed* (any other error), or
 *sensitive*: the results differ, but those of one process differ as much when its weights are
-changed by a rounding, so that nothing can be said.
+changed by a rounding, so that nothing can be said. Column ``sp`` says whether the layouts with
+tensor parallelism shard activations over the sequence, and why not; ``benchmarks.hf_bridge`` adds
+columns to the same work file.
 """
 
 from __future__ import annotations
@@ -33,6 +35,7 @@ from benchmarks import hf_families
 from benchmarks.hf_families import Family
 from benchmarks.ranks import run
 from megatron_lightning.checkpoint import consolidate
+from megatron_lightning.models.plans.hf_plans import transformers_plan
 from megatron_lightning.strategies import MegatronStrategy
 
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
@@ -69,6 +72,9 @@ ROUNDING = 1e-7
 SENSITIVITY = 10
 """How much farther than a rounding leads, a result may be and still say nothing."""
 
+FOLDER_COLUMNS = ("load", "export")
+"""Columns of ``benchmarks.hf_bridge``: folders."""
+SEQUENCE = "sp"
 KINDS = ("equal", "refused", "sensitive", "wrong", "failed")
 
 TABLE = Path("docs/hf_coverage.md")
@@ -301,15 +307,39 @@ def measure(family: Family, layouts: Sequence[str], limit_s: float) -> dict[str,
         return results
 
 
+def shards_sequence(family: Family) -> str:
+    """Return whether a family's activations are shards of the sequence under tensor parallelism,
+    and why not.
+    """
+    try:
+        config = hf_families.small_config(family)
+        with torch.device("meta"):
+            plan = transformers_plan(hf_families.load(family)(config), 2)
+    except Exception as error:
+        return verdict(f"megatron_lightning.errors.{type(error).__name__}: {error}")
+    return "on" if plan.shards_sequence else f"off: {plan.why_full_sequence}"
+
+
 # ------------------------------------------------------------------------------------------- table
+
+
+def read_results(work: Path) -> dict[str, dict[str, str]]:
+    """Return the results in a work file, by family."""
+    results: dict[str, dict[str, str]] = {}
+    for line in work.read_text().splitlines() if work.exists() else ():
+        row = json.loads(line)
+        results.setdefault(row.pop("family"), {}).update(row)
+    return results
 
 
 def write_table(results: Mapping[str, Mapping[str, str]], path: Path) -> None:
     """Write the page of all results."""
     import transformers
 
-    layouts = [name for name in LAYOUTS if any(name in row for row in results.values())]
-    trained = {name: row for name, row in results.items() if row["plain"] == "trained"}
+    known = (*LAYOUTS, SEQUENCE, *FOLDER_COLUMNS)
+    columns = [name for name in known if any(name in row for row in results.values())]
+    layouts = [name for name in columns if name in LAYOUTS]
+    trained = {name: row for name, row in results.items() if row.get("plain") == "trained"}
     lines = [
         "# Causal-LM families of transformers, unchanged",
         "",
@@ -321,7 +351,9 @@ def write_table(results: Mapping[str, Mapping[str, str]], path: Path) -> None:
         "*Sensitive* means that the first loss is equal, and that the later ones and the weights",
         f"differ at most {SENSITIVITY} times as much as those of one process whose weights are",
         "changed by a rounding. An empty cell was not measured: tp2ep2 (tensor parallel 2, whose",
-        "ranks divide the experts) is for models with an expert-parallel plan.",
+        "ranks divide the experts) is for models with an expert-parallel plan. *sp*: whether",
+        "activations are shards of the sequence under tensor parallelism. *load* and *export*:",
+        "folders, as in the section below.",
         "",
         f"| layout | {' | '.join(KINDS)} | of |",
         "|---" * (len(KINDS) + 2) + "|",
@@ -330,18 +362,21 @@ def write_table(results: Mapping[str, Mapping[str, str]], path: Path) -> None:
         counts = Counter(row[layout].split(":")[0] for row in trained.values() if layout in row)
         numbers = [counts[kind] for kind in KINDS]
         lines.append(f"| {layout} | {' | '.join(map(str, numbers))} | {sum(counts.values())} |")
-    lines += ["", f"| family | {' | '.join(layouts)} |", "|---" * (len(layouts) + 1) + "|"]
+    if SEQUENCE in columns:
+        on = sum(row.get(SEQUENCE) == "on" for row in trained.values())
+        lines += ["", f"Activations are shards of the sequence in {on} of {len(trained)} families."]
+    lines += ["", f"| family | {' | '.join(columns)} |", "|---" * (len(columns) + 1) + "|"]
     notes: list[str] = []
     for name, row in sorted(trained.items()):
         cells = []
-        for layout in layouts:
-            kind, _, why = row.get(layout, "").partition(": ")
+        for column in columns:
+            kind, _, why = row.get(column, "").partition(": ")
             if why and why not in notes:
                 notes.append(why)
             cells.append(f"{kind} [{notes.index(why) + 1}]" if why else kind)
         lines.append(f"| {name} | {' | '.join(cells)} |")
     lines += ["", *(f"{number}. {note}" for number, note in enumerate(notes, 1))]
-    missing = sorted(name for name, row in results.items() if row["plain"] != "trained")
+    missing = sorted(results.keys() - trained.keys())
     lines += ["", f"Not built from a shrunk configuration: {', '.join(missing) or 'none'}.", ""]
     _, heading, folders = path.read_text().partition(FOLDERS) if path.exists() else ("",) * 3
     path.write_text("\n".join(lines) + (f"\n{heading}{folders}" if heading else ""))
@@ -356,19 +391,19 @@ def main() -> None:
     parser.add_argument("--limit-s", type=float, default=60.0, help="of one run of one family")
     parser.add_argument("--table", type=Path, default=TABLE)
     options = parser.parse_args()
-    results: dict[str, dict[str, str]] = {}
-    if options.work.exists():
-        for line in options.work.read_text().splitlines():
-            row = json.loads(line)
-            results.setdefault(row.pop("family"), {}).update(row)
+    results = read_results(options.work)
     for family in hf_families.families():
         done = results.get(family.name, {})
         missing = [layout for layout in options.layouts if layout not in done]
+        missing += [SEQUENCE] if SEQUENCE not in done else []
         if (options.families and family.name not in options.families) or not missing:
             continue
         if done.get("plain", "trained") != "trained":
             continue
-        row = measure(family, missing, options.limit_s)
+        layouts = [name for name in missing if name in LAYOUTS]
+        row = measure(family, layouts, options.limit_s) if layouts else {}
+        if SEQUENCE in missing and row.get("plain", "trained") == "trained":
+            row[SEQUENCE] = shards_sequence(family)
         results[family.name] = done | row
         with options.work.open("a") as file:
             file.write(json.dumps({"family": family.name, **row}) + "\n")

@@ -254,7 +254,11 @@ class AutoBridge(FolderModel):
         # Modules are above the bridge.
         modules = import_module("megatron_lightning.modules")
         return modules.GPTLightningModule(
-            init_from_hf=self.origin, revision=self.revision, family=self._family, **options
+            init_from_hf=self.origin,
+            revision=self.revision,
+            family=self._family,
+            trust_remote_code=self._trusts,
+            **options,
         )
 
     def export_hf_weights(
@@ -319,6 +323,16 @@ class AutoBridge(FolderModel):
                 "there are no logits to compare with. Install what it asks for."
             ) from error
         return model
+
+    @property
+    def is_plain_folder(self) -> bool:
+        """Whether the weights are those of a folder that is not quantized."""
+        return self._kept is None and self._quantization is None
+
+    def stock_model(self) -> Any:
+        """Return the model as loaded by ``transformers`` alone, in the folder's dtype."""
+        options = {**self._options, "dtype": "auto"}
+        return self.model_class.from_pretrained(self.path, config=self.config, **options)
 
     def load_hf_weights(self, model: nn.Module) -> None:
         """Read the folder's weights into a full model, such as a trained model.

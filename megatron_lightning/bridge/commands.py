@@ -18,15 +18,14 @@ from megatron_lightning.bridge.folder import HuggingFaceFolder
 from megatron_lightning.bridge.give_back import tensors_of_checkpoint
 from megatron_lightning.bridge.import_folder import import_folder
 from megatron_lightning.bridge.lazy import Lazy
+from megatron_lightning.bridge.logits import compare_logits
 from megatron_lightning.bridge.megatron import MegatronBridge
 from megatron_lightning.bridge.pieces import assembled
 from megatron_lightning.bridge.torch_dist import is_megatron
-from megatron_lightning.bridge.untouched import fill_weights
 from megatron_lightning.checkpoint.tools.progress import progress_bar
 from megatron_lightning.errors import CheckpointError, ConfigError
 
 Dtype = Literal["float32", "bfloat16", "float16"]
-_LOGITS = 1e-4  # relative to the largest logit: the same operations in fp32, in equal order
 _LISTED = 10
 _KINDS: Mapping[str, ModelKind] = MappingProxyType({"hf": "transformers", "gpt": "gpt"})
 
@@ -185,7 +184,8 @@ def verify(
             architecture.
 
     Raises:
-        CheckpointError: Naming the different tensors, or the difference of the logits.
+        CheckpointError: Naming the different tensors, or the difference of the logits with the
+            first different block.
         ConfigError: If there are no rules for the folder, or ``GPTModel`` cannot represent a
             setting of the folder.
     """
@@ -202,15 +202,18 @@ def verify(
             f"{len(wrong)} of {len(made)} tensors of {path} come back with other values: "
             f"{', '.join(wrong[:_LISTED])}."
         )
-    difference = _logits_difference(bridge, is_gpt=is_gpt)
-    if difference > _LOGITS:
+    found = compare_logits(bridge, is_gpt=is_gpt)
+    if not found.is_equal:
+        block = "" if found.block is None else f", from block {found.block} on"
         raise CheckpointError(
-            f"the logits of {path} differ by {difference:.1e} of the largest one from those of "
-            "transformers, with equal weights: buffers or the configuration are not the folder's."
+            f"the logits of {path} differ by {found.difference:.1e} of the largest one from those "
+            f"of transformers, with equal weights{block}: buffers or the configuration are not the "
+            "folder's."
         )
+    memory = "one block in memory at a time" if found.by_block else "all weights in memory"
     print(
-        f"{path}: {len(made)} tensors come back equal, and logits differ by {difference:.1e} of "
-        "the largest one."
+        f"{path}: {len(made)} tensors come back equal, and logits differ by "
+        f"{found.difference:.1e} of the largest one ({memory})."
     )
 
 
@@ -246,24 +249,3 @@ def _equal(first: Lazy, second: Lazy) -> bool:
         return False
     values = (tensor.read().reshape(-1).view(torch.uint8) for tensor in (first, second))
     return torch.equal(*values)
-
-
-@torch.no_grad()
-def _logits_difference(bridge: AutoBridge, *, is_gpt: bool) -> float:
-    """Return the largest difference from the logits of ``from_pretrained``, relative to the largest
-    logit.
-    """
-    theirs = bridge.reference_model().eval()
-    if is_gpt:
-        ours = bridge.to_model("gpt", dtype=torch.float32).eval()
-    else:
-        ours = fill_weights(bridge.lazy_model(dtype=torch.float32)).eval()
-    vocabulary = theirs.get_input_embeddings().weight.shape[0]  # type: ignore[operator]
-    generator = torch.Generator().manual_seed(0)
-    tokens = torch.randint(0, vocabulary, (2, 16), generator=generator)
-    inputs = {"input_ids": tokens}
-    if getattr(bridge.config, "is_encoder_decoder", False):
-        inputs["decoder_input_ids"] = tokens
-    expected = theirs(**inputs).logits
-    found = ours(tokens) if is_gpt else ours(**inputs).logits
-    return float((expected - found).abs().max() / expected.abs().max())

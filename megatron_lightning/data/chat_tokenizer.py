@@ -53,12 +53,15 @@ class ChatTokenizer:
         self._serialized = serialized
 
     @classmethod
-    def load(cls, source: Any, *, new_tokens: Sequence[str] = ()) -> ChatTokenizer:
+    def load(
+        cls, source: Any, *, new_tokens: Sequence[str] = (), trust_remote_code: bool = False
+    ) -> ChatTokenizer:
         """Return the tokenizer in ``source`` or named by ``source``.
 
         Args:
             source: A folder, a ``tokenizer.json``, a name on the Hugging Face Hub, or a tokenizer.
             new_tokens: Texts to add as new tokens.
+            trust_remote_code: Whether code in the folder may run.
 
         Raises:
             ConfigError: If ``transformers`` is not installed, or the tokenizer cannot be used.
@@ -75,7 +78,9 @@ class ChatTokenizer:
             return cls(source, new_tokens=new_tokens)
         try:
             # False, not None: transformers would ask on the terminal of every rank.
-            make: Any = partial(transformers.AutoTokenizer.from_pretrained, trust_remote_code=False)
+            make: Any = partial(
+                transformers.AutoTokenizer.from_pretrained, trust_remote_code=trust_remote_code
+            )
             if str(source).endswith(".json"):
                 make = partial(_fast, "tokenizer_file")
             loaded = make(str(source))

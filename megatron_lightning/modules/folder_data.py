@@ -34,7 +34,8 @@ def folder_tokenizer(module: object, new_tokens: Sequence[str] = ()) -> ChatToke
     if not isinstance(module, FolderModule) or module._source is None:
         return None
     with _without_weights(module) as folder:
-        return ChatTokenizer.load(folder, new_tokens=new_tokens)
+        trusts = bool(module._source.get("trust_remote_code"))
+        return ChatTokenizer.load(folder, new_tokens=new_tokens, trust_remote_code=trusts)
 
 
 def check_model(module: object, num_ids: int, *, packed: bool) -> None:

@@ -27,6 +27,7 @@ class GPTLightningModule(FolderModule):
         revision: Branch, tag or commit of the Hub id. Default: main.
         family: Rules for the folder, by name or as the class path of your own. Default: the rules
             of the folder's architecture.
+        trust_remote_code: Whether code in the folder may run.
         options: Options of :class:`LanguageModule`: optimizer, learning rate schedule, adapters.
 
     Raises:
@@ -41,15 +42,17 @@ class GPTLightningModule(FolderModule):
         init_from_hf: str | None = None,
         revision: str | None = None,
         family: str | None = None,
+        trust_remote_code: bool = False,
         **options: Any,
     ) -> None:
         super().__init__(**options)
+        origin = {"revision": revision, "family": family, "trust_remote_code": trust_remote_code}
         # `load_from_checkpoint` gives the plain values of a checkpoint first, and then the weights.
         is_loaded = isinstance(config, Mapping)
         if isinstance(config, Mapping):
             config = TransformerConfig(**config)
         if init_from_hf is not None and not is_loaded:
-            self._source = {"path": init_from_hf, "revision": revision, "family": family}
+            self._source = {"path": init_from_hf, **origin}
             if config is None:
                 config = self._config_of_folder()
         if config is None and self._source is None:
@@ -57,8 +60,7 @@ class GPTLightningModule(FolderModule):
                 "config and init_from_hf are left out, so that the model is unknown. Set config "
                 "to a TransformerConfig, or init_from_hf to a Hugging Face folder."
             )
-        origin = {"init_from_hf": init_from_hf, "revision": revision, "family": family}
-        self._started = {} if init_from_hf is None else origin
+        self._started = {} if init_from_hf is None else {"init_from_hf": init_from_hf, **origin}
         if config is not None:
             self._set_config(config)
 

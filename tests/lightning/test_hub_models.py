@@ -14,6 +14,8 @@ import pytest
 from megatron_lightning.bridge import AutoBridge
 from megatron_lightning.data.tokenizers import load_tokenizer
 from megatron_lightning.errors import ConfigError, DataError
+from megatron_lightning.modules import GPTLightningModule
+from megatron_lightning.modules.folder_data import folder_tokenizer
 
 pytest.importorskip("transformers")
 from tests.helpers.hf_folders import make_folder
@@ -88,6 +90,43 @@ def _with_code(folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps(config))
     tokenizer = {"tokenizer_class": "Odd", "auto_map": {"AutoTokenizer": ["code.Odd", None]}}
     (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer))
+
+
+TRUSTED = """
+from transformers import LlamaConfig, PreTrainedTokenizerFast
+
+class Config(LlamaConfig):
+    model_type = "house_llama"
+
+class Odd(PreTrainedTokenizerFast):
+    pass
+"""
+
+
+def test_a_module_made_of_a_bridge_trusts_what_the_bridge_trusts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Configuration, weights and tokenizer."""
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
+    monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("asked on the terminal"))
+    folder = make_folder("llama", tmp_path)
+    (folder / "code.py").write_text(TRUSTED)
+    config: dict[str, Any] = json.loads((folder / "config.json").read_text())
+    config |= {"model_type": "house_llama", "auto_map": {"AutoConfig": "code.Config"}}
+    (folder / "config.json").write_text(json.dumps(config))
+    Tokenizer(WordLevel({"a": 0, "?": 1}, unk_token="?")).save(str(folder / "tokenizer.json"))
+    tokenizer = {"tokenizer_class": "Odd", "auto_map": {"AutoTokenizer": [None, "code.Odd"]}}
+    (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer))
+    module = AutoBridge.from_hf_pretrained(folder, trust_remote_code=True).to_module()
+    module.configure_model()
+    assert module.model.config.hidden_size == config["hidden_size"]
+    found = folder_tokenizer(module)
+    assert found is not None and type(found.tokenizer).__name__ == "Odd"
+    with pytest.raises(ConfigError, match="trust_remote_code"):
+        GPTLightningModule(init_from_hf=str(folder))
 
 
 def test_code_of_a_folder_runs_only_if_trusted(

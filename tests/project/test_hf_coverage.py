@@ -55,14 +55,16 @@ def test_differences_that_a_rounding_makes_too_say_nothing() -> None:
 
 def test_the_table_counts_and_explains(tmp_path: Path) -> None:
     rows = {
-        "a": {"plain": "trained", "tp2": "equal"},
+        "a": {"plain": "trained", "tp2": "equal", "sp": "on", "load": "equal"},
         "b": {"plain": "trained", "tp2": "refused: 3 heads. Set 1."},
         "c": {"plain": "not built: ValueError"},
     }
     write_table(rows, tmp_path / "page.md")
     page = (tmp_path / "page.md").read_text()
     assert "| tp2 | 1 | 1 | 0 | 0 | 0 | 2 |" in page
-    assert "| b | refused [1] |" in page
+    assert "| family | tp2 | sp | load |" in page
+    assert "| a | equal | on | equal |" in page and "| b | refused [1] |" in page
+    assert "shards of the sequence in 1 of 2 families" in page
     assert "1. 3 heads. Set 1." in page
     assert "configuration: c." in page
 
@@ -78,7 +80,7 @@ def test_a_family_is_measured_and_the_run_continues(
     arguments = ["hf_coverage", "--work", str(work), "--table", str(table), "--layouts", "tp2"]
     monkeypatch.setattr(sys, "argv", arguments)
     hf_coverage.main()
-    assert "'tp2': 'equal'" in capsys.readouterr().out
+    assert "'tp2': 'equal', 'sp': 'on'" in capsys.readouterr().out
     hf_coverage.main()
     assert "'tp2'" not in capsys.readouterr().out
     assert len(work.read_text().splitlines()) == 1

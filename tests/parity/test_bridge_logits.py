@@ -1,0 +1,129 @@
+"""``convert verify`` compares logits with one block in memory, and names the first that differs."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("transformers", "5")
+
+from megatron_lightning.bridge import AutoBridge, commands, logits
+from megatron_lightning.bridge.lazy import Lazy
+from megatron_lightning.errors import CheckpointError
+from megatron_lightning.models import GPTModel
+from tests.helpers.hf_models import build
+
+
+@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("folder") / "qwen3"
+    model: Any = build("qwen3").to(getattr(torch, request.param))
+    model.save_pretrained(path, max_shard_size="40KB")
+    return path
+
+
+@pytest.mark.parametrize("to", ["hf", "gpt"])
+def test_one_block_is_in_memory_at_a_time(
+    folder: Path, to: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    live, most = [0], [0]
+
+    def counted(value: Tensor) -> Tensor:
+        if value.numel():
+            live[0] += value.numel()
+            most[0] = max(most[0], live[0])
+            weakref.finalize(value, release, value.numel())
+        return value
+
+    def release(count: int) -> None:
+        live[0] -= count
+
+    class Counted(dict[str, Any]):
+        def __getitem__(self, name: str) -> Any:
+            read = super().__getitem__(name)
+            return lambda: counted(read().clone())
+
+    begin = logits.Streamed.__init__
+    monkeypatch.setattr(
+        logits.Streamed, "__init__", lambda self, model, values: begin(self, model, Counted(values))
+    )
+    commands.verify(str(folder), to)
+    assert "one block in memory at a time" in capsys.readouterr().out
+    parameters = dict(AutoBridge.from_hf_pretrained(folder).to_model().named_parameters())
+    block = sum(p.numel() for name, p in parameters.items() if ".layers.1." in name)
+    words = parameters["model.embed_tokens.weight"].numel()
+    assert 0 < most[0] <= max(block, words)
+
+
+def _changed(values: Any, name: str) -> Any:
+    read = values[name]
+    return {**values, name: lambda: read() * 1.01}
+
+
+@pytest.mark.parametrize(
+    ("to", "name", "block"),
+    [
+        ("hf", "model.layers.2.mlp.up_proj.weight", "model.layers.2 on"),
+        ("hf", "model.norm.weight", "model.norm on"),
+        ("gpt", "decoder.layers.1.mlp.linear_fc2.weight", "model.layers.1 on"),
+    ],
+)
+def test_the_first_block_that_differs_is_named(
+    folder: Path, to: Any, name: str, block: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begin = logits.Streamed.__init__
+
+    def changed(self: Any, model: Any, values: Any) -> None:
+        found = [key for key in values if key.endswith(name.removeprefix("decoder."))]
+        is_ours = isinstance(next(model.parameters()), Lazy) or isinstance(model, GPTModel)
+        begin(self, model, _changed(values, found[0]) if found and is_ours else values)
+
+    monkeypatch.setattr(logits.Streamed, "__init__", changed)
+    with pytest.raises(CheckpointError, match=f"from block {block}"):
+        commands.verify(str(folder), to)
+
+
+@pytest.fixture
+def in_parts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Every layer is a part of its own, so that a block that reads a layer's weight sees NaN."""
+
+    def units(module: Any, path: str = "") -> Any:
+        for name, child in module.named_modules():
+            if name and not any(True for _ in child.children()):
+                yield name, child
+
+    monkeypatch.setattr(logits, "_units", units)
+    monkeypatch.setattr(
+        "transformers.models.qwen3.modeling_qwen3.Qwen3MLP.forward",
+        lambda self, x: self.down_proj(
+            self.act_fn(x @ self.gate_proj.weight.t()) * self.up_proj(x)
+        ),
+    )
+    yield
+
+
+@pytest.mark.usefixtures("in_parts")
+def test_a_model_that_does_not_run_in_parts_is_compared_as_a_whole(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    commands.verify(str(folder))
+    assert "(all weights in memory)" in capsys.readouterr().out
+
+
+def test_a_wrong_buffer_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make = AutoBridge.stock_model
+
+    def changed(self: AutoBridge) -> Any:
+        model = make(self)
+        model.model.rotary_emb.inv_freq.mul_(1.01)
+        return model
+
+    monkeypatch.setattr(AutoBridge, "stock_model", changed)
+    with pytest.raises(CheckpointError, match=r"buffer model\.rotary_emb\.inv_freq"):
+        commands.verify(str(folder))
