@@ -34,6 +34,7 @@ from megatron_lightning.assembly.part import Part
 from megatron_lightning.assembly.replicas import check_replicas
 from megatron_lightning.bridge.untouched import deferred_weights, read_weights
 from megatron_lightning.errors import ConfigError
+from megatron_lightning.layers.magnitude import fill_magnitudes
 from megatron_lightning.layers.recompute import apply_recompute
 from megatron_lightning.layers.split_backward import join_backwards, split_backwards
 from megatron_lightning.models.plans.hf_plans import transformers_models
@@ -151,6 +152,7 @@ def place_module(
     # FSDP2 makes new parameters, and so does torch when moving parameters sharded by FSDP2.
     for name, parameter in module.named_parameters():
         copy_attributes(attributes.get(name, {}), parameter)
+    fill_magnitudes(module)
     check_loaded_base(ModuleState(module, part, context))
     return part
 

@@ -8,6 +8,12 @@ of the child ``adapters``.
     q_proj.adapters.all.lora_A.weight    [r, in]
     q_proj.adapters.all.lora_B.weight    [out, r]
 
+With DoRA (https://arxiv.org/abs/2402.09353) the rows of W + scale B A have trained lengths:
+
+    q_proj.adapters.all.lora_magnitude.weight    [out, 1]
+
+See :mod:`megatron_lightning.layers.magnitude`.
+
 A layer may fuse several matrices in a weight (query, key and value, or gate and up). Such a layer
 has one adapter for all rows, or an adapter for each matrix: ``linear_qkv.adapters.q``, ``.k``,
 ``.v``.
@@ -26,6 +32,7 @@ from torch import Tensor, nn
 
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.layers.dropout import Dropout
+from megatron_lightning.layers.magnitude import has_magnitude, scaled_output
 from megatron_lightning.parallel.attachments import Attachment
 
 ALL_ROWS = "all"
@@ -41,15 +48,25 @@ class LowRankAdapter(nn.Module):
         lora_B: Linear layer(s) from r features to the output.
         scale: Factor of the product.
         dropout: Probability of a zero in the input.
+        lora_magnitude: Holds the trained lengths of the weight's rows, as a linear layer from one
+            feature. None: no DoRA.
     """
 
     def __init__(
-        self, lora_A: nn.Module, lora_B: nn.Module, *, scale: float, dropout: float = 0.0
+        self,
+        lora_A: nn.Module,
+        lora_B: nn.Module,
+        *,
+        scale: float,
+        dropout: float = 0.0,
+        lora_magnitude: nn.Module | None = None,
     ) -> None:
         super().__init__()
         self.dropout = Dropout(dropout)
         self.lora_A = lora_A
         self.lora_B = lora_B
+        if lora_magnitude is not None:
+            self.lora_magnitude = lora_magnitude
         self.scale = scale
 
     def forward(self, x: Tensor, *counts: Tensor) -> Tensor:
@@ -102,7 +119,8 @@ class Adapters(Attachment):
         """Fill the full parameter ``name``.
 
         A is uniform in ±1/sqrt(in), like in ``nn.Linear`` and ``peft``, from a generator seeded by
-        the name. B is zero. Loaded adapters use ``initial`` instead.
+        the name. B is zero. Lengths of rows are filled when the weight is there (``magnitude``).
+        Loaded adapters use ``initial`` instead.
         """
         if name in self.initial:
             tensor.copy_(self.initial[name])
@@ -122,7 +140,10 @@ class Adapters(Attachment):
         parameter = next(self.parameters())
         if x.dtype != parameter.dtype and not torch.is_autocast_enabled(x.device.type):
             x = x.to(parameter.dtype)
-        deltas: list[Tensor] = [part(x, *counts) for part in self.parts.values()]
+        return self.joined([part(x, *counts) for part in self.parts.values()])
+
+    def joined(self, deltas: list[Tensor]) -> Tensor:
+        """Return the outputs [..., out] of the parts in the order of the layer's output."""
         if len(deltas) == 1:
             [delta] = deltas
             return delta
@@ -164,20 +185,30 @@ def add_adapters(
     if adapters is None or not adapters.enabled:
         return output
     if adapters.half_dim is not None:
-        return _add_to_second_half(adapters, args, kwargs, output, adapters.half_dim)
+        return _add_to_second_half(layer, adapters, (args, kwargs), output)
     delta: Tensor = adapters(*args, *kwargs.values())
+    return _added(layer, adapters, output, delta)
+
+
+def _added(layer: nn.Module, adapters: Adapters, output: Tensor, delta: Tensor) -> Tensor:
+    """Return the output of an adapted layer."""
+    if has_magnitude(adapters):
+        return scaled_output(layer, adapters, output, delta)
     return output + delta.to(output.dtype)
 
 
 def _add_to_second_half(
-    adapters: Adapters, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor, dim: int
+    layer: nn.Module,
+    adapters: Adapters,
+    given: tuple[tuple[Any, ...], dict[str, Any]],
+    output: Tensor,
 ) -> Tensor:
     """Add the output of the adapters to the second half of the rows."""
-    [x] = (*args, *kwargs.values())  # of experts there are counts as well
-    dim -= 3  # layers may flatten dims in front
+    [x] = (*given[0], *given[1].values())  # of experts there are counts as well
+    dim = (adapters.half_dim or 0) - 3  # layers may flatten dims in front
     delta: Tensor = adapters(x.chunk(2, dim)[1].contiguous())
     first, second = output.chunk(2, dim)
-    return torch.cat([first, second + delta.to(output.dtype)], dim)
+    return torch.cat([first, _added(layer, adapters, second, delta)], dim)
 
 
 def adapters_of(layer: nn.Module) -> Adapters | None:

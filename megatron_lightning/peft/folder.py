@@ -2,6 +2,7 @@
 
     base_model.model.<path in the model>.lora_A.weight    [r, in]
     base_model.model.<path in the model>.lora_B.weight    [out, r]
+    base_model.model.<path in the model>.lora_magnitude_vector    [out], of DoRA
     base_model.model.<name of a parameter>                of modules_to_save
 
 An unsupported field of the configuration is refused unless the field's value has no effect. The
@@ -32,11 +33,12 @@ from megatron_lightning.peft.saved import Base, Factors, SavedAdapters, to_huggi
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
+_LENGTHS = ".lora_magnitude_vector"
 _DIGEST = "megatron_lightning.base_digest"
 _READ = frozenset((
     "r", "lora_alpha", "lora_dropout", "target_modules", "exclude_modules", "rank_pattern",
     "alpha_pattern", "use_rslora", "modules_to_save", "base_model_name_or_path", "revision",
-    "target_parameters",
+    "target_parameters", "use_dora",
 ))  # fmt: skip
 _ANY = frozenset((
     "task_type", "auto_mapping", "peft_version", "inference_mode", "megatron_core",
@@ -86,14 +88,20 @@ def read_folder(path: str | os.PathLike[str]) -> SavedAdapters:
                 raise CheckpointError(
                     f"{folder / TENSORS}: lora_B of {layer} is missing or misshaped."
                 )
-            factors = Factors(tensor, second, lora.scale_of(layer))
+            lengths = tensors.get(f"{_PREFIX}{layer}{_LENGTHS}")
+            if (lengths is None) == lora.use_dora:
+                raise CheckpointError(
+                    f"{folder}: {CONFIG} has use_dora={lora.use_dora}, and {TENSORS} "
+                    f"{'no' if lengths is None else 'a'} {layer}{_LENGTHS}. Restore the folder."
+                )
+            factors = Factors(tensor, second, lora.scale_of(layer), lengths)
             stacked = _stacked_name(layer, config, tensors)
             if stacked is not None:
                 layer, factors = stacked, _unflat(factors, lora.rank_of(stacked), folder)
             layers[layer] = {ALL_ROWS: factors}
         elif ".lora_" not in own:
             saved[own.replace(".modules_to_save.", ".")] = tensor
-        elif not own.endswith(".lora_B.weight"):
+        elif not own.endswith((".lora_B.weight", _LENGTHS)):
             raise ConfigError(
                 f"{folder / TENSORS} has {own}, and adapters of that kind are not supported (LoRA "
                 "of linear layers is)."
@@ -126,7 +134,7 @@ def lora_of_config(config: Mapping[str, Any], folder: Path) -> LoRA:
         if not neutral:
             raise ConfigError(
                 f"{folder / CONFIG} has {key}={value!r}, which is not supported: adapters are "
-                "LoRA (and rsLoRA) of linear layers. Train without that field, or merge it into "
+                "LoRA (rsLoRA, DoRA) of linear layers. Train without that field, or merge it into "
                 "its base by peft (merge_and_unload)."
             )
     targets = config.get("target_modules") or "all-linear"
@@ -139,6 +147,7 @@ def lora_of_config(config: Mapping[str, Any], folder: Path) -> LoRA:
         rank_pattern=config.get("rank_pattern") or {},
         alpha_pattern=config.get("alpha_pattern") or {},
         use_rslora=bool(config.get("use_rslora")),
+        use_dora=bool(config.get("use_dora")),
         modules_to_save=config.get("modules_to_save") or (),
     )
 
@@ -175,6 +184,8 @@ def write_folder(
         factors, key = _flat(parts[ALL_ROWS]), _PREFIX + _key_of(layer, theirs.layers)
         tensors[f"{key}.lora_A.weight"] = factors.lora_A
         tensors[f"{key}.lora_B.weight"] = factors.lora_B
+        if factors.magnitude is not None:
+            tensors[f"{key}{_LENGTHS}"] = factors.magnitude
     tensors |= {_PREFIX + name: tensor for name, tensor in theirs.saved.items()}
     tensors = {
         n: t.detach().to("cpu", dtype or t.dtype).contiguous().clone() for n, t in tensors.items()
@@ -224,7 +235,7 @@ def config_of(theirs: SavedAdapters) -> dict[str, Any]:
         "rank_pattern": _exceptions(ranks, rank),
         "alpha_pattern": _exceptions(alphas, alpha),
         "use_rslora": lora.use_rslora,
-        "use_dora": False,
+        "use_dora": lora.use_dora,
         "bias": "none",
         "modules_to_save": sorted({_module_of(name) for name in theirs.saved}) or None,
         "base_model_name_or_path": theirs.base.origin,

@@ -1,5 +1,5 @@
-"""LoRA (https://arxiv.org/abs/2106.09685) and rsLoRA (https://arxiv.org/abs/2312.03732) for any
-module, with the names of Hugging Face ``peft``.
+"""LoRA (https://arxiv.org/abs/2106.09685), rsLoRA (https://arxiv.org/abs/2312.03732) and DoRA
+(https://arxiv.org/abs/2402.09353) for any module, with the names of Hugging Face ``peft``.
 
 A frozen weight W [out, in] gets two trained factors, A [r, in] and B [out, r]:
 
@@ -28,6 +28,7 @@ from megatron_lightning.layers.adapters import (
     adapted_layers,
     attach,
 )
+from megatron_lightning.layers.magnitude import fill_magnitudes
 from megatron_lightning.layers.moe.experts import GroupedLinear
 from megatron_lightning.peft.matching import (
     check_table,
@@ -93,7 +94,7 @@ class LoRA:
     use_rslora: bool = False
     """Divide lora_alpha by sqrt(r) instead of r."""
     use_dora: bool = False
-    """Not supported. Must be False."""
+    """Train the lengths of the adapted weights' rows beside the adapters (DoRA)."""
     modules_to_save: Sequence[str] = ()
     """Modules trained in full, such as the output layer, and saved with the adapters."""
     fused: Literal["parts", "one"] = "parts"
@@ -111,10 +112,10 @@ class LoRA:
                 f"lora_dropout is {self.lora_dropout}; must be a probability below 1. Set 0 for "
                 "none."
             )
-        if self.use_dora:
+        if self.use_dora and self.lora_dropout:
             raise ConfigError(
-                "use_dora is True, and DoRA is not supported. Leave it out; use_rslora=True with a "
-                "larger r is near to it."
+                f"lora_dropout is {self.lora_dropout} beside use_dora=True, and adapters with "
+                "trained lengths of rows have none here. Set lora_dropout to 0."
             )
         if self.fused not in ("parts", "one"):
             raise ConfigError(f'fused of LoRA is {self.fused!r}. Set "parts" or "one".')
@@ -148,9 +149,12 @@ class LoRA:
                 "whose adapters have none (nor do those of peft). Set lora_dropout to 0, or leave "
                 "the experts out by exclude_modules."
             )
+        if self.use_dora:
+            _check_rows(targets)
         module.requires_grad_(False)
         for path, layer in targets.items():
             attach(layer, self._adapters(path, layer))
+        fill_magnitudes(module)
         for child in saved.values():
             child.requires_grad_(True)
         avoid_fused_inference(module)
@@ -201,7 +205,27 @@ class LoRA:
         rank = self.rank_of(path)
         inputs = weight.shape[0] if is_transposed(layer) else weight.shape[-1]
         factors = [_factor(layer, *sizes) for sizes in ((inputs, rank), (rank, out))]
-        return LowRankAdapter(*factors, scale=self.scale_of(path), dropout=self.lora_dropout)
+        return LowRankAdapter(
+            *factors,
+            scale=self.scale_of(path),
+            dropout=self.lora_dropout,
+            lora_magnitude=_factor(layer, 1, out) if self.use_dora else None,
+        )
+
+
+def _check_rows(targets: Mapping[str, nn.Module]) -> None:
+    """Check that the rows of adapted weights have lengths that can be trained.
+
+    Raises:
+        ConfigError: Naming a layer that cannot have DoRA.
+    """
+    for path, layer in targets.items():
+        if isinstance(layer, GroupedLinear) or is_transposed(layer):
+            kind = "experts" if isinstance(layer, GroupedLinear) else "GPT-2's Conv1D"
+            raise ConfigError(
+                f"use_dora is True, and {path} is a layer of {kind}, which has plain LoRA only. "
+                "Leave it out by exclude_modules, or set use_dora to False."
+            )
 
 
 def _num_rows(layer: nn.Module) -> int:

@@ -1,4 +1,6 @@
-"""Adapters added to their weights: W + scale B A, in fp32, rounded once, a box at a time."""
+"""Adapters added to their weights: W + scale B A, in fp32, rounded once, a box at a time. With DoRA
+each row of the sum gets its trained length.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +12,7 @@ from torch import Tensor, nn
 
 from megatron_lightning.bridge.lazy import Fill
 from megatron_lightning.layers.adapters import Adapters, adapted_layers, detach
+from megatron_lightning.layers.magnitude import magnitude_of
 from megatron_lightning.parallel.spec import Box
 from megatron_lightning.peft.lora import APPLIED, FusedRows
 from megatron_lightning.peft.matching import is_transposed
@@ -45,6 +48,39 @@ class LayerDelta:
             for factors in parts.values()
             for tensor in (factors.lora_B.float() * factors.scale, factors.lora_A)
         )
+
+    @cached_property
+    def _lengths(self) -> Tensor | None:
+        """Trained length of every row of the weight, in order. None: no DoRA."""
+        lengths = [factors.magnitude for factors in self._parts().values()]
+        found = [own.float() for own in lengths if own is not None]
+        if len(found) < 2:
+            return found[0] if found else None
+        owner, place = _places(self._fused, [len(own) for own in found])
+        rows = torch.empty(len(owner))
+        for number, own in enumerate(found):
+            rows[owner == number] = own[place[owner == number]]
+        return rows
+
+    def merged(self, box: Box, read: Callable[[Box], Tensor]) -> Tensor:
+        """Return the merged values of a box of the weight, in fp32.
+
+        Args:
+            box: The box.
+            read: Returns the values of a box of the base's weight, in fp32.
+        """
+        if self._lengths is None:
+            values = read(box)
+            return values.add_(self.of_box(box).to(values.device))
+        # A row's length needs all of the row. Weights with DoRA are [out, in].
+        rows, columns = box.slices
+        width = self._factors[1].shape[1]
+        full = Box((box.offset[0], 0), (box.shape[0], width))
+        values = read(full)
+        values += self.of_box(full).to(values.device)
+        lengths = self._lengths[rows].to(values.device) / values.norm(dim=1)
+        merged: Tensor = values[:, columns] * lengths[:, None]
+        return merged
 
     def of_box(self, box: Box) -> Tensor:
         """Return the part of the delta in a box of the weight, in fp32."""
@@ -92,9 +128,12 @@ def merged_fills(fills: Mapping[str, Fill], deltas: Mapping[str, LayerDelta]) ->
 
     def merged(fill: Fill, delta: LayerDelta) -> Fill:
         def fill_merged(box: Box, out: Tensor) -> None:
-            values = torch.empty(box.shape, dtype=torch.float32, device=out.device)
-            fill(box, values)
-            out.copy_(values.add_(delta.of_box(box).to(out.device)))
+            def read(wanted: Box) -> Tensor:
+                values = torch.empty(wanted.shape, dtype=torch.float32, device=out.device)
+                fill(wanted, values)
+                return values
+
+            out.copy_(delta.merged(box, read))
 
         return fill_merged
 
@@ -138,6 +177,9 @@ def deltas_in(
                 read(f"{path}.adapters.{name}.lora_A.weight"),
                 read(f"{path}.adapters.{name}.lora_B.weight"),
                 part.scale,
+                None
+                if magnitude_of(part) is None
+                else read(f"{path}.adapters.{name}.lora_magnitude.weight").flatten(),
             )
             for name, part in adapters.parts.items()
         }
@@ -152,6 +194,11 @@ def deltas_in(
             partial(parts_of, path, adapters), rows, transposed=is_transposed(layer)
         )
     return deltas
+
+
+def _in_fp32(weight: Tensor, box: Box) -> Tensor:
+    """Return a copy of a box of a weight."""
+    return weight[box.slices].to(torch.float32, copy=True)
 
 
 def _rows_of(layer: nn.Module, num_rows: int | None = None) -> FusedRows:
@@ -176,7 +223,7 @@ def merge_adapters(module: nn.Module) -> nn.Module:
     for name, delta in deltas_in(module, parameters.__getitem__).items():
         weight = parameters[name]
         box = Box.full(tuple(weight.shape))
-        weight.copy_(weight.float() + delta.of_box(box).to(weight.device))
+        weight.copy_(delta.merged(box, partial(_in_fp32, weight)))
         detach(module.get_submodule(name.removesuffix(".weight")))
     vars(module).pop(APPLIED, None)
     for child in module.modules():

@@ -52,6 +52,8 @@ class Factors(NamedTuple):
     lora_B: Tensor
     """[out, r], or [E, out, r]."""
     scale: float
+    magnitude: Tensor | None = None
+    """Lengths of the rows [out]. None: no DoRA."""
 
     @property
     def rank(self) -> int:
@@ -130,8 +132,13 @@ class SavedAdapters:
             elif rest.endswith(".lora_A.weight"):
                 part = rest.removesuffix(".lora_A.weight")
                 second = state[f"{path}.adapters.{part}.lora_B.weight"]
-                scale = applied.lora.scale_of(path)
-                layers.setdefault(path, {})[part] = Factors(tensor, second, scale)
+                lengths = state.get(f"{path}.adapters.{part}.lora_magnitude.weight")
+                layers.setdefault(path, {})[part] = Factors(
+                    tensor,
+                    second,
+                    applied.lora.scale_of(path),
+                    None if lengths is None else lengths.flatten(),
+                )
         return cls(
             layers=layers,
             lora=applied.lora,
@@ -148,6 +155,9 @@ class SavedAdapters:
             for part, factors in parts.items():
                 yield f"{path}.adapters.{part}.lora_A.weight", factors.lora_A
                 yield f"{path}.adapters.{part}.lora_B.weight", factors.lora_B
+                if factors.magnitude is not None:
+                    lengths = factors.magnitude[:, None]
+                    yield f"{path}.adapters.{part}.lora_magnitude.weight", lengths
         yield from self.saved.items()
 
 
@@ -249,6 +259,13 @@ def _with_all_parts(path: str, parts: Mapping[str, Factors], model: GPTModel) ->
     layer: Any = model.get_submodule(path)
     rows = tuple(getattr(layer, "fused_rows", (layer.out_features,)))
     first = next(iter(parts.values()))
+    missing = [part for part in wanted if part not in parts]
+    if first.magnitude is not None and missing:
+        raise CheckpointError(
+            f"the folder adapts {', '.join(parts)} of {path} with use_dora, and not "
+            f"{', '.join(missing)}, whose rows have the lengths of the base. Adapt all parts of a "
+            "fused layer, or train the untouched model (HuggingFaceModule)."
+        )
     complete = {}
     for part, size in zip(wanted, rows, strict=True):
         out = size * (layer.out_features // sum(rows))
@@ -265,12 +282,17 @@ def _split(
         return dict(parts)
     rows, num_periods = fused[path]
     whole = parts[ALL_ROWS]
-    periods = torch.split(whole.lora_B.view(num_periods, sum(rows), -1), list(rows), dim=1)
+
+    def split(tensor: Tensor) -> list[Tensor]:
+        periods = torch.split(tensor.view(num_periods, sum(rows), -1), list(rows), dim=1)
+        return [part.flatten(0, 1).contiguous() for part in periods]
+
     names = ("gate", "up") if len(rows) == 2 else ("q", "k", "v")
-    return {
-        name: Factors(whole.lora_A, part.flatten(0, 1).contiguous(), whole.scale)
-        for name, part in zip(names, periods, strict=True)
-    }
+    lengths: list[Tensor | None] = [None] * len(rows)
+    if whole.magnitude is not None:
+        lengths = [part.flatten() for part in split(whole.magnitude)]
+    pieces = zip(names, split(whole.lora_B), lengths, strict=True)
+    return {name: Factors(whole.lora_A, b, whole.scale, own) for name, b, own in pieces}
 
 
 def _hf_path(path: str, part: str) -> str:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from megatron_lightning.checkpoint.source import CheckpointSource, open_checkpoint
 from megatron_lightning.errors import CheckpointError, ConfigError
 from megatron_lightning.layers.adapters import Adapters, adapted_layers
+from megatron_lightning.layers.magnitude import magnitude_of
 from megatron_lightning.models.plans.hf_plans import transformers_models
 from megatron_lightning.models.transformer import GPTModel
 from megatron_lightning.parallel.digest import as_text, digest_of_tensors
@@ -219,6 +220,14 @@ def _fill(model: nn.Module, own: SavedAdapters, path: str) -> None:
                 )
             _put(adapters, f"{part}.lora_A.weight", factors.lora_A)
             _put(adapters, f"{part}.lora_B.weight", factors.lora_B)
+            if (factors.magnitude is None) != (magnitude_of(adapter) is None):
+                raise CheckpointError(
+                    f"{path} has adapters {'without' if factors.magnitude is None else 'with'} "
+                    f"trained lengths of rows, unlike {type(model).__name__}. Set use_dora of LoRA "
+                    "as it was."
+                )
+            if factors.magnitude is not None:
+                _put(adapters, f"{part}.lora_magnitude.weight", factors.magnitude[:, None])
     _put_saved(model, own.saved, path)
 
 

@@ -32,6 +32,9 @@ tags: [lora, megatron_lightning]
 _USE_ADAPTERS = """
 Load them with `peft.PeftModel.from_pretrained(model, folder)`, or serve them with vLLM:
 `--enable-lora --max-lora-rank {rank}`."""
+_USE_DORA = """
+Load them with `peft.PeftModel.from_pretrained(model, folder)`. vLLM does not serve DoRA: merge them
+into the base by `megatron-lightning adapters merge`."""
 
 
 def stops(files: Mapping[str, bytes], template: str | None = None) -> dict[str, bytes]:
@@ -71,6 +74,7 @@ def card(own: SavedAdapters, name: str, *, merged: bool) -> dict[str, bytes]:
     """Return a model card."""
     ranks = {factors.rank for parts in own.layers.values() for factors in parts.values()}
     rank = max(ranks, default=own.lora.r)
+    use = _USE_DORA if own.lora.use_dora else _USE_ADAPTERS
     text = _CARD.format(
         base=own.base.origin or "an unnamed base",
         library="transformers" if merged else "peft",
@@ -78,7 +82,7 @@ def card(own: SavedAdapters, name: str, *, merged: bool) -> dict[str, bytes]:
         what="The sum of the weights and of adapters (LoRA)" if merged else "Adapters (LoRA)",
         rank=rank,
         layers=len(own.layers),
-        use="" if merged else _USE_ADAPTERS.format(rank=rank),
+        use="" if merged else use.format(rank=rank),
     )
     return {"README.md": text.encode()}
 

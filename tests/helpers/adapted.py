@@ -56,9 +56,9 @@ def llama(**options: Any) -> Any:
 
 def peft_name(name: str) -> str:
     """Return the name that stock ``peft`` gives a parameter of an adapted Llama."""
-    return f"base_model.model.{name}".replace(".adapters.all.", ".").replace(
-        ".weight", ".default.weight"
-    )
+    own = f"base_model.model.{name}".replace(".adapters.all.", ".")
+    own = own.replace(".lora_magnitude.", ".lora_magnitude_vector.")
+    return own.replace(".weight", ".default.weight")
 
 
 def llama_name(name: str) -> str:
@@ -110,6 +110,7 @@ def stock(lora: LoRA | None = None, *, zero: bool = False, **options: Any) -> An
         lora_dropout=lora.lora_dropout,
         target_modules=PROJECTIONS,
         use_rslora=lora.use_rslora,
+        use_dora=lora.use_dora,
         **options,
     )
     model: Any = get_peft_model(llama(), config)
@@ -117,7 +118,7 @@ def stock(lora: LoRA | None = None, *, zero: bool = False, **options: Any) -> An
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "lora_" in name:
-                parameter.copy_(own[name])
+                parameter.copy_(own[name].view_as(parameter))
     return model
 
 

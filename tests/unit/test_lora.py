@@ -233,6 +233,11 @@ def test_lora_plus_gives_b_a_rate_of_its_own() -> None:
     assert len(first["params"]) == len(second["params"]) == 2 * 7
 
 
-def test_dora_is_refused() -> None:
-    with pytest.raises(ConfigError, match="DoRA is not supported"):
-        LoRA(use_dora=True)
+def test_dora_is_refused_where_rows_have_no_lengths() -> None:
+    with pytest.raises(ConfigError, match=r"lora_dropout is 0\.1 beside use_dora"):
+        LoRA(use_dora=True, lora_dropout=0.1)
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    gpt2 = GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=16, n_head=2, vocab_size=32))
+    with pytest.raises(ConfigError, match="c_attn is a layer of GPT-2's Conv1D"):
+        LoRA(use_dora=True).apply(gpt2)

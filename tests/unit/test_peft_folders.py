@@ -38,7 +38,6 @@ def _with(folder: Path, **values: Any) -> Path:
 @pytest.mark.parametrize(
     "values",
     [
-        {"use_dora": True},
         {"bias": "all"},
         {"peft_type": "LOHA"},
         {"lora_bias": True},
@@ -51,6 +50,11 @@ def test_a_field_that_changes_the_computation_is_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=next(iter(values))):
         read_folder(_with(folder, **values))
+
+
+def test_lengths_of_rows_belong_to_dora(folder: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"has use_dora=True, and .* no .*lora_magnitude_ve"):
+        read_folder(_with(folder, use_dora=True))
 
 
 def test_neutral_fields_are_no_matter(folder: Path) -> None:

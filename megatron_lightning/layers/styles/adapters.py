@@ -8,6 +8,9 @@ With h = A x [..., r]:
     row-parallel     A takes the style of W, so that h is reduced, or reduce-scattered. B is full.
                      The gradient of B is a partial sum under sequence parallelism.
 
+The lengths of rows (DoRA) are divided like the rows of a column-parallel W. Those of a row-parallel
+W are full, and their gradient is a partial sum under sequence parallelism.
+
 A fused layer has an adapter for all rows, divided like W, or an adapter for each matrix in W,
 divided like the separate matrix.
 """
@@ -23,6 +26,8 @@ from torch import nn
 from megatron_lightning.errors import ShardingError
 from megatron_lightning.layers.adapters import ALL_ROWS, adapters_of
 from megatron_lightning.layers.dropout import Dropout
+from megatron_lightning.layers.linear import SharedGroupsLinear
+from megatron_lightning.layers.magnitude import magnitude_of
 from megatron_lightning.parallel.attachments import base_layer
 from megatron_lightning.parallel.context import AxisGroup, ParallelContext
 from megatron_lightning.parallel.sharding import ShardingPlan, Style, take_shards
@@ -37,6 +42,8 @@ class Factors(NamedTuple):
     lora_A: nn.Module
     lora_B: nn.Module
     dropout: Dropout
+    lora_magnitude: nn.Module | None = None
+    """Holds the lengths of the weight's rows. None: no DoRA."""
 
 
 def factors_of(module: nn.Module) -> list[Factors]:
@@ -47,8 +54,10 @@ def factors_of(module: nn.Module) -> list[Factors]:
     """
     adapters = adapters_of(module)
     if adapters is not None:
-        parts = adapters.parts.items()
-        return [Factors(name, part.lora_A, part.lora_B, part.dropout) for name, part in parts]
+        return [
+            Factors(name, part.lora_A, part.lora_B, part.dropout, magnitude_of(part))
+            for name, part in adapters.parts.items()
+        ]
     if base_layer(module) is module:
         return []
     return list(_peft_factors(module))
@@ -98,6 +107,15 @@ def divide_column(
     shards_tokens = plan.is_sequence_parallel(context) and copies_input
     for part in factors_of(module):
         style_of(part.part).apply(part.lora_B, context, plan)
+        if part.lora_magnitude is not None:
+            style_of(part.part).apply(part.lora_magnitude, context, plan)
+            if isinstance(part.lora_magnitude, SharedGroupsLinear):
+                raise ShardingError(
+                    "use_dora is set, and tensor-parallel ranks share the rows of a projection to "
+                    "keys or values, since they outnumber its heads. Leave these layers out by "
+                    "exclude_modules, use rsLoRA, or set tensor_model_parallel_size to at most the "
+                    "number of query groups."
+                )
         if context.tp.size > 1 and (shards_tokens or not copies_input):
             partial_over(part.lora_A, context.tp)
         draw_from_stream(part.dropout, context, sharded=shards_tokens)
@@ -116,6 +134,8 @@ def divide_row(
         style.apply(part.lora_A, context, plan)
         if plan.is_sequence_parallel(context):
             partial_over(part.lora_B, context.tp)
+            if part.lora_magnitude is not None:
+                partial_over(part.lora_magnitude, context.tp)
         draw_from_stream(part.dropout, context, sharded=context.tp.size > 1 and not splits_input)
 
 
@@ -150,6 +170,8 @@ def divide_tokens(module: nn.Module, context: ParallelContext, plan: ShardingPla
         if shards_tokens:
             partial_over(part.lora_A, context.tp)
             partial_over(part.lora_B, context.tp)
+            if part.lora_magnitude is not None:
+                partial_over(part.lora_magnitude, context.tp)
         draw_from_stream(part.dropout, context, sharded=shards_tokens)
 
 
