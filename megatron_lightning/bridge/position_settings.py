@@ -47,6 +47,41 @@ class Window(Row):
 
 
 @dataclass(frozen=True)
+class RotatedLayers(Row):
+    """Layers with rotary positions, with 1 in ``no_rope_layers``."""
+
+    def read(self, theirs: Settings) -> Values:
+        """Return the field."""
+        theirs.get("no_rope_layer_interval")
+        rotated = theirs["no_rope_layers"]
+        if all(rotated):
+            return {}
+        return {"no_rope_freq": tuple(int(not entry) for entry in rotated)}
+
+    def write(self, ours: Values) -> Values:
+        """Return the key."""
+        unrotated = ours["no_rope_freq"] or (0,) * ours["num_layers"]
+        return {"no_rope_layers": [1 - entry for entry in unrotated]}
+
+
+@dataclass(frozen=True)
+class RotatedWindows(Row):
+    """Rotary positions only in layers with a window, if there is a window."""
+
+    def read(self, theirs: Settings) -> Values:
+        """Return the field."""
+        theirs.get("sliding_window_pattern")
+        kinds = theirs["layer_types"]
+        if theirs.get("sliding_window") is None or "full_attention" not in kinds:
+            return {}
+        return {"no_rope_freq": tuple(int(kind == "full_attention") for kind in kinds)}
+
+    def write(self, ours: Values) -> Values:
+        """Return no key: layers with a window say the same."""
+        return {}
+
+
+@dataclass(frozen=True)
 class Rope(Row):
     """Base and scaling of rotary frequencies (``rope_parameters`` of transformers 5)."""
 
@@ -61,12 +96,14 @@ class Rope(Row):
         """Return the fields. Rules of scaling other than ``RopeScaling``'s are refused."""
         rope = dict(theirs.get("rope_parameters") or {})
         if self.by_window:
-            local = rope["sliding_attention"]
+            local, full = rope["sliding_attention"], rope["full_attention"]
             if local.get("rope_type", "default") != "default":
                 raise UnsupportedSettingError({"rope_parameters.sliding_attention": local})
+            if full.get("truncate") is False:  # transformers looks for the key elsewhere
+                raise UnsupportedSettingError({"rope_parameters.full_attention": full})
             base = {"window_rotary_base": float(local["rope_theta"])}
             is_used = "sliding_attention" in (theirs.get("layer_types") or ())
-            return self._read(rope["full_attention"], theirs) | (base if is_used else {})
+            return self._read(full, theirs) | (base if is_used else {})
         return self._read(rope, theirs)
 
     def _read(self, rope: Values, theirs: Settings) -> Values:

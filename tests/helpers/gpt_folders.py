@@ -45,6 +45,11 @@ _LATENT = {
     "first_k_dense_replace": 1, "rms_norm_eps": 1e-6,
 }  # fmt: skip
 _TIED, _UNTIED = {"tie_word_embeddings": True}, {"tie_word_embeddings": False}
+_WITHOUT_RMS = {"rms_norm_eps": 1e-6}  # a key that the class does not know
+_MIXED = {
+    "layer_types": ["full_attention", "sliding_attention"], "sliding_window": 5,
+    "rope_parameters": _ROPE,
+}  # fmt: skip
 FOLDERS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {"head_dim": 12, "rope_parameters": _LLAMA3}),
     "llama-tied": ("Llama", _TIED | {"head_dim": 8, "rope_parameters": _YARN}),
@@ -106,6 +111,35 @@ FOLDERS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt-oss": ("GptOss", {
         "num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 12, "sliding_window": 5,
         "swiglu_limit": 1.5, "rope_parameters": _YARN,
+    }),
+    "vaultgemma": ("VaultGemma", _UNTIED | {
+        "head_dim": 12, "sliding_window": 5, "query_pre_attn_scalar": 7, "rope_parameters": _ROPE,
+        "attn_logit_softcapping": 2.0, "final_logit_softcapping": 5.0,
+    }),
+    "ministral": ("Ministral", _MIXED | {"head_dim": 12}),
+    "cwm": ("Cwm", _MIXED | {"head_dim": 12, "bos_token_id": 65, "eos_token_id": 66}),
+    "smollm3": ("SmolLM3", _UNTIED | {
+        "no_rope_layers": [0, 1], "use_sliding_window": True, "sliding_window": 5,
+        "rope_parameters": _ROPE,
+    }),
+    "olmo3": ("Olmo3", _MIXED | {
+        "rope_parameters": {
+            "full_attention": _LLAMA3, "sliding_attention": _ROPE,
+        },
+    }),
+    "exaone4": ("Exaone4", _MIXED),
+    "seed-oss": ("SeedOss", {"head_dim": 12, "residual_dropout": 0.0, "rope_parameters": _ROPE}),
+    "arcee": ("Arcee", {"head_dim": 12, "rope_parameters": _ROPE}),
+    "nemotron": ("Nemotron", _WITHOUT_RMS | {
+        "norm_eps": 1e-3, "rope_parameters": _ROPE | {"partial_rotary_factor": 0.5},
+    }),
+    "starcoder2": ("Starcoder2", _WITHOUT_RMS | _UNTIED | {
+        "norm_epsilon": 1e-3, "sliding_window": 5, "residual_dropout": 0.0,
+        "embedding_dropout": 0.0, "rope_parameters": _ROPE,
+    }),
+    "granite-moe": ("GraniteMoe", {
+        "embedding_multiplier": 3.0, "residual_multiplier": 0.4, "logits_scaling": 0.7,
+        "attention_multiplier": 0.2, "num_local_experts": 4, "rope_parameters": _ROPE,
     }),
     "kimi-k2": ("DeepseekV3", _LATENT | {
         "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1,

@@ -34,7 +34,8 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "cp2": (2, {"context_parallel_size": 2}),
 }
 EXPERTS = (
-    "predicting", "mixtral", "qwen3-moe", "qwen2-moe", "olmoe", "deepseek", "kimi", "gpt-oss"
+    "predicting", "mixtral", "qwen3-moe", "qwen2-moe", "olmoe", "deepseek", "kimi", "gpt-oss",
+    "granite-moe",
 )  # fmt: skip
 FEW = [
     ("llama", "tp2 x pp2"), ("qwen3", "fsdp"), ("mistral", "cp2"), ("qwen2-moe", "ep2"),

@@ -116,6 +116,7 @@ def _other(field: str, said: dict[str, Any]) -> Any:
     words = {
         "activation": {
             "swiglu": "geglu", "gelu_tanh": "gelu", "geglu_tanh": "geglu", "quick_geglu": "swiglu",
+            "squared_relu": "gelu",
         },
         "softmax_type": {"learnable": "vanilla"},
         "normalization": {"RMSNorm": "LayerNorm", "LayerNorm": "RMSNorm"},

@@ -7,17 +7,22 @@ from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 
 from megatron_lightning.bridge.families.deepseek import DeepseekV2, DeepseekV3
-from megatron_lightning.bridge.families.gemma import Gemma, Gemma2, Gemma3
+from megatron_lightning.bridge.families.exaone4 import Exaone4
+from megatron_lightning.bridge.families.gemma import Gemma, Gemma2, Gemma3, VaultGemma
 from megatron_lightning.bridge.families.gpt2 import GPT2
 from megatron_lightning.bridge.families.gpt_oss import GptOss
-from megatron_lightning.bridge.families.granite import Granite
+from megatron_lightning.bridge.families.granite import Granite, GraniteMoe
 from megatron_lightning.bridge.families.llama import Llama
-from megatron_lightning.bridge.families.mistral import Mistral
+from megatron_lightning.bridge.families.mistral import Cwm, Ministral, Mistral
 from megatron_lightning.bridge.families.mixtral import Mixtral
-from megatron_lightning.bridge.families.olmo2 import Olmo2
+from megatron_lightning.bridge.families.nemotron import Arcee, Nemotron
+from megatron_lightning.bridge.families.olmo2 import Olmo2, Olmo3
 from megatron_lightning.bridge.families.phi import Phi3
 from megatron_lightning.bridge.families.qwen import Qwen2, Qwen3
 from megatron_lightning.bridge.families.qwen_moe import Olmoe, Qwen2Moe, Qwen3Moe
+from megatron_lightning.bridge.families.seed_oss import SeedOss
+from megatron_lightning.bridge.families.smollm3 import SmolLM3
+from megatron_lightning.bridge.families.starcoder2 import Starcoder2
 from megatron_lightning.bridge.rules import Family, missing_fields
 from megatron_lightning.config import TransformerConfig
 from megatron_lightning.errors import ConfigError
@@ -25,7 +30,8 @@ from megatron_lightning.errors import ConfigError
 _ALL: tuple[type[Family], ...] = (
     Llama, Mistral, Qwen2, Qwen3, Phi3, GPT2, Mixtral, Qwen3Moe, Qwen2Moe, Olmoe, DeepseekV2,
     DeepseekV3, Granite, Olmo2, Gemma,
-    Gemma2, Gemma3, GptOss,
+    Gemma2, Gemma3, GptOss, SmolLM3,
+    Olmo3, Ministral, Cwm, Exaone4, SeedOss, Arcee, Nemotron, Starcoder2, GraniteMoe, VaultGemma,
 )  # fmt: skip
 FAMILIES: Mapping[str, type[Family]] = MappingProxyType(
     {family.__name__.lower(): family for family in _ALL}

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from megatron_lightning.bridge.families.llama import OURS, SETTINGS, THEIRS, WEIGHTS
+from megatron_lightning.bridge.families.llama import EPSILON, OURS, SIZES, THEIRS, WEIGHTS
 from megatron_lightning.bridge.families.qwen import HEAD_NORMS
 from megatron_lightning.bridge.position_settings import Rope, Window
 from megatron_lightning.bridge.rules import Family, table
@@ -15,14 +15,16 @@ from megatron_lightning.bridge.settings import (  # fmt: skip
 )
 
 GEMMA: tuple[Any, ...] = (
-    *SETTINGS[:-1], Same("kv_channels", "head_dim"), RootOfWidth(),
+    *SIZES, EPSILON, Same("kv_channels", "head_dim"), RootOfWidth(),
     Constant("layernorm_zero_centered_gamma", True),
 )  # fmt: skip
-SANDWICH: tuple[Any, ...] = (
+CAPPED: tuple[Any, ...] = (
     *GEMMA, Window(by_layer=True), InverseRoot("softmax_scale", "query_pre_attn_scalar"),
-    Constant("norm_placement", "sandwich"), Same("final_logit_softcapping", none=None),
+    Same("final_logit_softcapping", none=None),
     Choice("activation", "hidden_activation", {"geglu_tanh": "gelu_pytorch_tanh"}),
 )  # fmt: skip
+SANDWICH = (*CAPPED, Constant("norm_placement", "sandwich"))
+PRE_MLP = f"{THEIRS}.pre_feedforward_layernorm.weight"
 NORMS = {
     f"{OURS}.{ours}_layernorm.weight": f"{THEIRS}.{theirs}_layernorm.weight"
     for ours, theirs in (
@@ -48,6 +50,14 @@ class Gemma2(Family):
     architecture = "Gemma2ForCausalLM"
     settings = (*SANDWICH, Rope(), Same("attn_logit_softcapping", none=None))
     weights = table(WEIGHTS, NORMS)
+
+
+class VaultGemma(Family):
+    """``VaultGemmaForCausalLM``: Gemma 2 without norms of outputs."""
+
+    architecture = "VaultGemmaForCausalLM"
+    settings = (*CAPPED, Rope(), Same("attn_logit_softcapping", none=None))
+    weights = table(WEIGHTS, {"decoder.layers.*.pre_mlp_layernorm.weight": PRE_MLP})
 
 
 class Gemma3(Family):

@@ -1,7 +1,7 @@
 """gpt-oss: sinks, windows in every second layer, and experts with biases and limited gates."""
 
 from megatron_lightning.bridge.expert_settings import LimitedGate
-from megatron_lightning.bridge.families.llama import OURS, SETTINGS, THEIRS, WEIGHTS
+from megatron_lightning.bridge.families.llama import EPSILON, OURS, SIZES, THEIRS, WEIGHTS
 from megatron_lightning.bridge.moves import StackedExperts
 from megatron_lightning.bridge.position_settings import Rope, Window
 from megatron_lightning.bridge.rules import Family, table
@@ -15,7 +15,7 @@ class GptOss(Family):
 
     architecture = "GptOssForCausalLM"
     settings = (
-        *SETTINGS[:-1], Rope(), Window(by_layer=True), Same("kv_channels", "head_dim"),
+        *SIZES, EPSILON, Rope(), Window(by_layer=True), Same("kv_channels", "head_dim"),
         Constant("activation", "quick_geglu", {"hidden_act": "silu"}), LimitedGate(),
         Constant("glu_linear_offset", 1.0), Constant("softmax_type", "learnable"),
         Constant("add_bias_linear", True, {"attention_bias": True}),

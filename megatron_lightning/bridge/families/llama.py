@@ -8,7 +8,7 @@ from megatron_lightning.bridge.rules import Family, table
 from megatron_lightning.bridge.settings import Biases, Choice, Same
 
 OURS, THEIRS = "decoder.layers.*", "model.layers.*"
-SETTINGS: tuple[Any, ...] = (
+SIZES: tuple[Any, ...] = (
     Same("num_layers", "num_hidden_layers"),
     Same("hidden_size", "hidden_size"),
     Same("num_attention_heads", "num_attention_heads"),
@@ -16,12 +16,12 @@ SETTINGS: tuple[Any, ...] = (
     Same("ffn_hidden_size", "intermediate_size"),
     Same("vocab_size", "vocab_size"),
     Same("max_sequence_length", "max_position_embeddings"),
-    Same("layernorm_epsilon", "rms_norm_eps"),
     Same("share_embeddings_and_output_weights", "tie_word_embeddings"),
     Same("attention_dropout", "attention_dropout"),
     Same("init_method_std", "initializer_range"),
-    Choice("activation", "hidden_act", {"swiglu": "silu"}),
 )
+EPSILON = Same("layernorm_epsilon", "rms_norm_eps")
+SETTINGS = (*SIZES, EPSILON, Choice("activation", "hidden_act", {"swiglu": "silu"}))
 WEIGHTS = table({
     "embedding.word_embeddings.weight": "model.embed_tokens.weight",
     f"{OURS}.input_layernorm.weight": f"{THEIRS}.input_layernorm.weight",

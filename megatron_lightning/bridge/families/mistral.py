@@ -1,4 +1,4 @@
-"""Mistral: Llama with a single sliding window for all layers."""
+"""Mistral and Ministral: Llama with sliding windows."""
 
 from megatron_lightning.bridge.families.llama import SETTINGS, WEIGHTS
 from megatron_lightning.bridge.position_settings import Rope, Window
@@ -11,4 +11,20 @@ class Mistral(Family):
 
     architecture = "MistralForCausalLM"
     settings = (*SETTINGS, Rope(), Same("kv_channels", "head_dim"), Window())
+    weights = WEIGHTS
+
+
+class Ministral(Family):
+    """``MinistralForCausalLM``."""
+
+    architecture = "MinistralForCausalLM"
+    settings = (*SETTINGS, Rope(), Same("kv_channels", "head_dim"), Window(by_layer=True))
+    weights = WEIGHTS
+
+
+class Cwm(Family):
+    """``CwmForCausalLM`` (Code World Model)."""
+
+    architecture = "CwmForCausalLM"
+    settings = Ministral.settings
     weights = WEIGHTS

@@ -1,21 +1,31 @@
-"""OLMo 2: Llama with norms behind attention and feed-forward, and of all heads together."""
+"""OLMo 2 and 3: Llama with norms behind attention and feed-forward, and of all heads together."""
 
 from megatron_lightning.bridge.families.llama import OURS, SETTINGS, THEIRS, WEIGHTS
 from megatron_lightning.bridge.families.qwen import HEAD_NORMS
-from megatron_lightning.bridge.position_settings import Rope
+from megatron_lightning.bridge.position_settings import Rope, Window
 from megatron_lightning.bridge.rules import Family, table
 from megatron_lightning.bridge.settings import Constant
+
+POST = (*SETTINGS, Constant("norm_placement", "post"), Constant("qk_layernorm", True))
+NORMS = {
+    f"{OURS}.post_self_attn_layernorm.weight": f"{THEIRS}.post_attention_layernorm.weight",
+    f"{OURS}.post_mlp_layernorm.weight": f"{THEIRS}.post_feedforward_layernorm.weight",
+}
 
 
 class Olmo2(Family):
     """``Olmo2ForCausalLM``."""
 
     architecture = "Olmo2ForCausalLM"
+    settings = (*POST, Rope(), Constant("qk_layernorm_per_head", False))
+    weights = table(WEIGHTS, HEAD_NORMS, NORMS)
+
+
+class Olmo3(Family):
+    """``Olmo3ForCausalLM``: windows in most layers."""
+
+    architecture = "Olmo3ForCausalLM"
     settings = (
-        *SETTINGS, Rope(), Constant("norm_placement", "post"), Constant("qk_layernorm", True),
-        Constant("qk_layernorm_per_head", False),
+        *POST, Rope(by_window=True), Window(by_layer=True), Constant("qk_layernorm_per_head", False)
     )  # fmt: skip
-    weights = table(WEIGHTS, HEAD_NORMS, {
-        f"{OURS}.post_self_attn_layernorm.weight": f"{THEIRS}.post_attention_layernorm.weight",
-        f"{OURS}.post_mlp_layernorm.weight": f"{THEIRS}.post_feedforward_layernorm.weight",
-    })  # fmt: skip
+    weights = table(WEIGHTS, HEAD_NORMS, NORMS)

@@ -1,0 +1,15 @@
+"""EXAONE 4: norms of outputs and heads, and rotary positions in layers with a window."""
+
+from megatron_lightning.bridge.families.llama import WEIGHTS
+from megatron_lightning.bridge.families.olmo2 import NORMS, POST
+from megatron_lightning.bridge.families.qwen import HEAD_NORMS
+from megatron_lightning.bridge.position_settings import Rope, RotatedWindows, Window
+from megatron_lightning.bridge.rules import Family, table
+
+
+class Exaone4(Family):
+    """``Exaone4ForCausalLM``."""
+
+    architecture = "Exaone4ForCausalLM"
+    settings = (*POST, Rope(), Window(by_layer=True), RotatedWindows())
+    weights = table(WEIGHTS, HEAD_NORMS, NORMS)

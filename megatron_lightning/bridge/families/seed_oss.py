@@ -1,0 +1,18 @@
+"""Seed-OSS: Llama with biases of queries, keys and values."""
+
+from megatron_lightning.bridge.families.llama import SETTINGS, WEIGHTS
+from megatron_lightning.bridge.position_settings import Rope
+from megatron_lightning.bridge.rules import Family
+from megatron_lightning.bridge.settings import Constant, Dropouts, Same
+
+
+class SeedOss(Family):
+    """``SeedOssForCausalLM``."""
+
+    architecture = "SeedOssForCausalLM"
+    settings = (
+        *SETTINGS, Rope(), Same("kv_channels", "head_dim"), Same("add_qkv_bias", "attention_bias"),
+        Constant("add_bias_linear", False, {"attention_out_bias": False, "mlp_bias": False}),
+        Dropouts(("residual_dropout",)),
+    )  # fmt: skip
+    weights = WEIGHTS

@@ -1,0 +1,17 @@
+"""SmolLM 3: Llama with layers without rotary positions."""
+
+from megatron_lightning.bridge.families.llama import SETTINGS, WEIGHTS
+from megatron_lightning.bridge.families.qwen import WINDOW
+from megatron_lightning.bridge.position_settings import Rope, RotatedLayers
+from megatron_lightning.bridge.rules import Family
+from megatron_lightning.bridge.settings import Biases
+
+
+class SmolLM3(Family):
+    """``SmolLM3ForCausalLM``."""
+
+    architecture = "SmolLM3ForCausalLM"
+    settings = (
+        *SETTINGS, Rope(), RotatedLayers(), WINDOW, Biases(("attention_bias", "mlp_bias"))
+    )  # fmt: skip
+    weights = WEIGHTS
