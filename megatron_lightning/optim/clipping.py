@@ -114,9 +114,9 @@ def _pieces(gradient: Tensor, norm_type: float) -> tuple[Tensor, ...]:
     if gradient.device.type != "cpu" or gradient.dtype != torch.float32 or num_rows < 2:
         return (gradient,)
     flat = gradient.reshape(-1)
-    rows, rest = flat[: num_rows * _ROW].view(num_rows, _ROW), flat[num_rows * _ROW :]
+    rows, remainder = flat[: num_rows * _ROW].view(num_rows, _ROW), flat[num_rows * _ROW :]
     norms = torch.linalg.vector_norm(rows, norm_type, dim=1)
-    return (norms, rest) if rest.numel() else (norms,)
+    return (norms, remainder) if remainder.numel() else (norms,)
 
 
 def _norm_over(

@@ -101,11 +101,11 @@ class FiniteWatch:
 
     def check(self, step: int) -> bool:
         """Return whether any rank found an infinity or NaN in this pipeline run. A collective."""
-        seen, self._seen = self._seen, []
+        flags, self._seen = self._seen, []
         bad: list[_Finding] = []
-        if seen:
-            finite = torch.stack([value for _, value in seen]).isfinite().tolist()
-            bad = [finding for (finding, _), good in zip(seen, finite, strict=True) if not good]
+        if flags:
+            finite = torch.stack([value for _, value in flags]).isfinite().tolist()
+            bad = [finding for (finding, _), good in zip(flags, finite, strict=True) if not good]
         findings = self._shared(min(bad, default=None))
         if not findings:
             return False
@@ -126,9 +126,9 @@ class FiniteWatch:
         world = self._context.axis("world")
         if world.process_group is None:
             return [] if mine is None else [mine]
-        found = torch.tensor(float(mine is not None), device=self._context.device)
-        dist.all_reduce(found, dist.ReduceOp.MAX, group=world.process_group)
-        if not found.item():
+        is_found = torch.tensor(float(mine is not None), device=self._context.device)
+        dist.all_reduce(is_found, dist.ReduceOp.MAX, group=world.process_group)
+        if not is_found.item():
             return []
         return [finding for finding in world.all_gather_object(mine) if finding is not None]
 
@@ -137,19 +137,19 @@ class FiniteWatch:
         coordinates = ", ".join(
             f"{axis} {grid.coordinate(first.rank, axis)}" for axis in ("dp", "pp", "tp")
         )
-        others = (
+        more = (
             f" It is seen on ranks {', '.join(map(str, sorted(ranks)))}." if len(ranks) > 1 else ""
         )
         return (
             f"optimizer step {step}: {first.what} is infinite or NaN in micro-batch "
-            f"{first.microbatch} on rank {first.rank} ({coordinates}, stage {first.stage}).{others}"
+            f"{first.microbatch} on rank {first.rank} ({coordinates}, stage {first.stage}).{more}"
         )
 
 
 def _largest(tensor: Tensor) -> Tensor:
     """Return the largest absolute value, not finite if any element is not."""
-    wide = torch.promote_types(tensor.dtype, torch.float32)
-    largest: Tensor = torch.linalg.vector_norm(tensor.detach(), float("inf"), dtype=wide).to(
+    dtype = torch.promote_types(tensor.dtype, torch.float32)
+    largest: Tensor = torch.linalg.vector_norm(tensor.detach(), float("inf"), dtype=dtype).to(
         torch.float64
     )
     return largest

@@ -53,16 +53,16 @@ def shardable(
     """
     names = Counter(id(p) for _, p in module.named_parameters(remove_duplicate=False))
     paths = Counter(id(child) for _, child in module.named_modules(remove_duplicate=False))
-    inside = set[int]()
+    inner_ids = set[int]()
     for unit in (unit for stage in units for unit in stage):
         uses = Counter(id(p) for _, p in unit.named_parameters(remove_duplicate=False))
         num_paths = paths[id(unit)]
-        inside |= {key for key, n in uses.items() if n == 1 and names[key] == num_paths}
+        inner_ids |= {key for key, n in uses.items() if n == 1 and names[key] == num_paths}
     in_one_piece = _in_one_piece(module)
     return {
         id(parameter): specs[name].data_axes
         for name, parameter in module.named_parameters()
-        if id(parameter) in inside
+        if id(parameter) in inner_ids
         and name not in in_one_piece
         and name not in excluded
         and specs[name].global_shape

@@ -273,8 +273,8 @@ class ScheduledLR(LRScheduler):
     def _set_weight_decay(self) -> None:
         value = self.schedule.weight_decay(self.num_steps)
         if value is not None:
-            for group, own in zip(self.optimizer.param_groups, self._groups, strict=True):
-                group["weight_decay"] = value * own.wd_mult
+            for group, own_group in zip(self.optimizer.param_groups, self._groups, strict=True):
+                group["weight_decay"] = value * own_group.wd_mult
 
     def state_dict(self) -> dict[str, Any]:
         """Return progress and schedule as plain values."""
@@ -292,17 +292,17 @@ class ScheduledLR(LRScheduler):
         if how == "require_equal":
             self._require_equal(state_dict)
         elif how == "checkpoint":
-            kept = {"on_resume": how, "samples_per_step": self.schedule.samples_per_step}
-            self.schedule = replace(LRSchedule(**state_dict["schedule"]), **kept)  # type: ignore[arg-type]
+            saved_state = {"on_resume": how, "samples_per_step": self.schedule.samples_per_step}
+            self.schedule = replace(LRSchedule(**state_dict["schedule"]), **saved_state)  # type: ignore[arg-type]
             self._groups = [_Group(**group) for group in state_dict["groups"]]
         self.num_steps = state_dict["num_steps"]
         self.last_epoch = state_dict["last_epoch"]
         self._step_count = state_dict["step_count"]
         self.base_lrs = [group.peak for group in self._groups]
-        for group, own, rate in zip(
+        for group, own_group, rate in zip(
             self.optimizer.param_groups, self._groups, self.get_lr(), strict=True
         ):
-            group["initial_lr"] = own.peak
+            group["initial_lr"] = own_group.peak
             if isinstance(group["lr"], Tensor):
                 group["lr"].fill_(rate)
             else:
@@ -312,14 +312,14 @@ class ScheduledLR(LRScheduler):
 
     def _require_equal(self, state: Mapping[str, Any]) -> None:
         saved = state["schedule"]
-        here = {
+        settings = {
             key: value
             for key, value in asdict(self.schedule).items()
             if key not in ("on_resume", "samples_per_step")
         }
         differing = [
             f"{key}: {value} here, {saved.get(key)} there"
-            for key, value in here.items()
+            for key, value in settings.items()
             if saved.get(key) != value
         ]
         mine = [group._asdict() for group in self._groups]

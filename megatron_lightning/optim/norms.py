@@ -93,14 +93,14 @@ class GradientNorms:
     def gradients_of(self, optimizer: Optimizer) -> list[Tensor]:
         """Return the gradients of ``optimizer``, to be changed in place."""
         gradients = list(self._read_by(optimizer).values())
-        known = {id(target) for target in self._accumulation.reducer.targets().values()}
-        others = [
+        target_ids = {id(target) for target in self._accumulation.reducer.targets().values()}
+        unknown = [
             gradient_of(p)
             for group in optimizer.param_groups
             for p in group["params"]
-            if id(p) not in known
+            if id(p) not in target_ids
         ]
-        return gradients + [gradient for gradient in others if gradient is not None]
+        return gradients + [gradient for gradient in unknown if gradient is not None]
 
     def clip_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
         """Scale the gradients of ``optimizer`` to a global norm of at most ``clip_val``. A

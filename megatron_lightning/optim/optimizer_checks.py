@@ -49,13 +49,13 @@ def check_optimizers(
             "tried with the param_groups of one. Derive it from torch.optim.Optimizer, or set "
             'data_parallel="ddp" and the other sizes to 1.'
         )
-    own = next(
+    zero = next(
         (optimizer for optimizer in optimizers if hasattr(optimizer, "consolidate_state_dict")),
         None,
     )
-    if own is not None:  # method name of torch's and similar sharded optimizers
+    if zero is not None:  # method name of torch's and similar sharded optimizers
         raise ConfigError(
-            f"configure_optimizers returned a {type(own).__name__}, which shards its state over "
+            f"configure_optimizers returned a {type(zero).__name__}, which shards its state over "
             "the ranks, where checkpoints do not find it. Return the optimizer that it is made "
             "of: the strategy shards its state with "
             'data_parallel="zero1".'
@@ -85,14 +85,14 @@ def check_stepped_tensors(optimizers: Sequence[object], module: nn.Module) -> No
     Raises:
         ConfigError: If an optimizer steps another tensor with ``requires_grad``.
     """
-    own = {id(parameter) for parameter in module.parameters()}
+    parameter_ids = {id(parameter) for parameter in module.parameters()}
     for optimizer in optimizers:
         groups = getattr(optimizer, "param_groups", ())
         foreign = [
             f"param_groups[{index}]['params'][{position}] {list(tensor.shape)}"
             for index, group in enumerate(groups)
             for position, tensor in enumerate(group["params"])
-            if tensor.requires_grad and id(tensor) not in own
+            if tensor.requires_grad and id(tensor) not in parameter_ids
         ]
         if foreign:
             listed = ", ".join(foreign[:3]) + (", …" if len(foreign) > 3 else "")
@@ -149,15 +149,19 @@ def check_tied_copies(
     tied = set[str]().union(*pp.all_gather_object(copies))
     if not tied:
         return
-    held = {
+    holders = {
         owners[name]: _holder(name, parameter, optimizers)
         for name, parameter in parameters.items()
         if owners[name] in tied
     }
-    ranks = pp.all_gather_object(held)
+    ranks = pp.all_gather_object(holders)
     for owner in sorted(tied):
-        found = {rank: own[owner] for rank, own in enumerate(ranks) if owner in own}
-        ways = {(each.optimizer, frozenset(each.options.items())) for each in found.values()}
+        found = {
+            rank: copies_of_rank[owner]
+            for rank, copies_of_rank in enumerate(ranks)
+            if owner in copies_of_rank
+        }
+        ways = {(copy.optimizer, frozenset(copy.options.items())) for copy in found.values()}
         if len(ways) > 1:
             listed = "; ".join(f"rank {rank}: {holder}" for rank, holder in found.items())
             raise ConfigError(
@@ -169,9 +173,9 @@ def check_tied_copies(
 
 
 def _holder(name: str, parameter: nn.Parameter, optimizers: Sequence[Optimizer]) -> _Holder:
-    for optimizer in (member for each in optimizers for member in members(each)):
+    for optimizer in (member for handle in optimizers for member in members(handle)):
         for group in optimizer.param_groups:
-            if any(parameter is own for own in group["params"]):
+            if any(parameter is member_parameter for member_parameter in group["params"]):
                 options = {key: repr(value) for key, value in group.items() if key != "params"}
                 return _Holder(name, type(optimizer).__name__, options)
     return _Holder(name, "no optimizer", {})

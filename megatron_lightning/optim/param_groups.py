@@ -130,9 +130,9 @@ def _rows_of(
 
 def check_rows(module: nn.Module, table: Sequence[ParamGroup]) -> None:
     """Check on the full module: every row must match a parameter."""
-    used = {index for index, *_ in _rows_of(module, table)}
+    used_rows = {index for index, *_ in _rows_of(module, table)}
     for index, row in enumerate(table, start=1):
-        if index in used:
+        if index in used_rows:
             continue
         fitting = [
             name

@@ -66,7 +66,7 @@ class WriteWatch:
         if not self._seen or len(self._seen) != len(tensors):
             return None
         pairs = zip(tensors, self._seen, strict=True)
-        return torch.stack([(_sums(tensor) != seen).any() for tensor, seen in pairs])
+        return torch.stack([(_sums(tensor) != sums_seen).any() for tensor, sums_seen in pairs])
 
     def _raise_if(self, names: Sequence[str], why: str) -> None:
         if self._answer is None:
@@ -75,12 +75,12 @@ class WriteWatch:
         self._answer = None
         if event is not None:
             event.synchronize()  # recorded a step ago
-        written = [
+        listed = [
             name for name, is_written in zip(names, changed.tolist(), strict=True) if is_written
         ]
-        if written:
+        if listed:
             raise ConfigError(
-                f"{', '.join(written[:3])}{', …' if len(written) > 3 else ''}: written between two "
+                f"{', '.join(listed[:3])}{', …' if len(listed) > 3 else ''}: written between two "
                 f"steps of an epoch. {why}"
             )
 

@@ -216,18 +216,20 @@ class ShardedUnits:
         first, unfilled = len(self.units), []
         outer: dict[int, int] = {}
         for module in modules:
-            found = divisions(module, manageable)
+            parts = divisions(module, manageable)
             start = len(self.units)
-            for index, division in enumerate(found, start):
+            for index, division in enumerate(parts, start):
                 path = self._paths[division.module]
-                own = {id(parameter) for parameter in division.parameters}
-                names = {n for n, p in division.module.named_parameters(path) if id(p) in own}
+                parameter_ids = {id(parameter) for parameter in division.parameters}
+                names = {
+                    n for n, p in division.module.named_parameters(path) if id(p) in parameter_ids
+                }
                 self._shard(division, stage, index)
                 unfilled += allocate(path, division.module, device)
                 groups = self.groups[division.data_axes]
                 self.units.append(Unit(path, division.module, names, groups))
-                if division.module is not module and found[-1].module is module:
-                    outer[index] = start + len(found) - 1
+                if division.module is not module and parts[-1].module is module:
+                    outer[index] = start + len(parts) - 1
         self._backwards[stage] = StageBackward(
             {index: self.units[index].module for index in range(first, len(self.units))},
             partial(self._trained_order, stage),
@@ -251,7 +253,7 @@ class ShardedUnits:
         unit.register_forward_hook(
             _uncompiled(lambda _, __, output: self._watch_backward(output, stage, index))
         )
-        kept = {id(parameter) for parameter in division.parameters}
+        parameter_ids = {id(parameter) for parameter in division.parameters}
         size = self.groups[axes].shard.size
         sharded = fully_shard(
             unit,
@@ -260,15 +262,15 @@ class ShardedUnits:
             shard_placement_fn=lambda p: Shard(sharded_dim(p.shape, size, axes)),
             mp_policy=MixedPrecisionPolicy(param_dtype=low, cast_forward_inputs=False),
             ignored_params={
-                parameter for parameter in unit.parameters() if id(parameter) not in kept
+                parameter for parameter in unit.parameters() if id(parameter) not in parameter_ids
             },
         )
         sharded.set_requires_gradient_sync(False, recurse=False)
         sharded.set_reshard_after_backward(self._reshard, recurse=False)
-        before: list[list[int]] = []  # of the calls under way
+        calls: list[list[int]] = []  # of the calls under way
 
         def called(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            before.append(sizes(args, kwargs))
+            calls.append(sizes(args, kwargs))
             self._order.called(index)
             self.units[index].begin_call()
             # In a recomputation, the backward needs the parameters next.
@@ -276,7 +278,7 @@ class ShardedUnits:
             sharded.set_reshard_after_forward(self._reshard and not again, recurse=False)
 
         def returned(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], __: Any) -> None:
-            _check_sizes(str(self.units[index]), before.pop(), sizes(args, kwargs))
+            _check_sizes(str(self.units[index]), calls.pop(), sizes(args, kwargs))
 
         unit.register_forward_pre_hook(_uncompiled(called), prepend=True, with_kwargs=True)
         unit.register_forward_hook(_uncompiled(returned), with_kwargs=True)
@@ -323,7 +325,7 @@ class ShardedUnits:
         ranks = f"{dense.shard.size} ranks" + (
             f" (experts: {experts.shard.size})" if has_experts else ""
         )
-        kept = "gathered for each use" if self._reshard else "gathered once a step"
+        timing = "gathered for each use" if self._reshard else "gathered once a step"
         reduced = (
             "after every micro-batch" if self._options.reduce_every_microbatch else "once a step"
         )
@@ -333,7 +335,7 @@ class ShardedUnits:
         return (
             f"{len(self.names)} parameter tensors ({elements:,} parameters) in {len(self.units)} "
             f"units are shards over "
-            f"{ranks}{copies}{low}, {kept}; gradients are reduce-scattered {reduced}. "
+            f"{ranks}{copies}{low}, {timing}; gradients are reduce-scattered {reduced}. "
             f"{describe_full(self.full)}"
         ).rstrip()
 
@@ -353,13 +355,15 @@ class ShardedUnits:
             full: The global value, of ``spec.global_shape``.
             spec: The spec of the parameter before FSDP2's sharding.
         """
-        own, box = local_shard(parameter)
-        used = self.compute_dtype or own.dtype
-        for shard in spec.part(box).shards(own):
+        local, box = local_shard(parameter)
+        dtype = self.compute_dtype or local.dtype
+        for shard in spec.part(box).shards(local):
             # Main params begin at the rounded values, as for a module built in the low-precision
             # dtype.
-            shard.data.copy_(full[shard.box.slices].to(used))
-        self.unfilled = tuple(other for other in self.unfilled if other != name)
+            shard.data.copy_(full[shard.box.slices].to(dtype))
+        self.unfilled = tuple(
+            unfilled_name for unfilled_name in self.unfilled if unfilled_name != name
+        )
 
     def as_used(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """Return a state dict with the sharded parameters in the dtype of the gathered parameters.

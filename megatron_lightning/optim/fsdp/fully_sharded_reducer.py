@@ -130,13 +130,13 @@ class UnitGradients:
             dim = _dim(self.unit.shards[name])
             gradient = gradient.movedim(dim, 0)
             rows = -(-len(gradient) // self._ranks)
-            full = len(gradient) // rows  # ranks with as many rows as the first
-            rest = gradient[full * rows :].reshape(-1)
-            even = gradient[: full * rows].reshape(full, rows, *gradient.shape[1:])
+            num_full = len(gradient) // rows  # ranks with as many rows as the first
+            last_rows = gradient[num_full * rows :].reshape(-1)
+            even = gradient[: num_full * rows].reshape(num_full, rows, *gradient.shape[1:])
             part = even.movedim(1, dim + 1)
-            buffer[:full, place].view(part.shape).copy_(part)
-            if rest.numel():
-                buffer[full, place][: rest.numel()] = rest
+            buffer[:num_full, place].view(part.shape).copy_(part)
+            if last_rows.numel():
+                buffer[num_full, place][: last_rows.numel()] = last_rows
             self.used.add(name)
             parameter.grad = None
         return buffer
@@ -158,11 +158,11 @@ class FullyShardedReducer(GradientReducer):
         options: DataParallelOptions | None = None,
         storage: ParameterStorage | None = None,
     ) -> None:
-        rest = {
+        outside_units = {
             name: parameter for name, parameter in parameters.items() if name not in units.names
         }
         super().__init__(
-            rest,
+            outside_units,
             specs,
             context,
             sharded=True,
@@ -299,9 +299,9 @@ class FullyShardedReducer(GradientReducer):
             super()._launch_in_order(everything=True)
 
     def _usage(self) -> list[Usage]:
-        used = set[str]().union(*(gradients.used for gradients in self._gradients))
+        used_names = set[str]().union(*(gradients.used for gradients in self._gradients))
         units = [
-            Usage(names, [name in used for name in names], sums, data_group)
+            Usage(names, [name in used_names for name in names], sums, data_group)
             for (data_group, sums), names in self._partial.items()
         ]
         return super()._usage() + units
@@ -344,11 +344,11 @@ def _dim(tensor: DTensor) -> int:
 
 def _shard_of(parameter: DTensor, *, is_main: bool) -> ParameterShard | None:
     """Return this rank's shard, in the memory of the sharded parameter. None: an empty shard."""
-    own, box = local_shard(parameter)
-    if own.numel() == 0:
+    values, box = local_shard(parameter)
+    if values.numel() == 0:
         return None
-    is_full = own.numel() == parameter.numel()
-    value = own.view(parameter.shape) if is_full else own.view(-1)
+    is_full = values.numel() == parameter.numel()
+    value = values.view(parameter.shape) if is_full else values.view(-1)
     target = nn.Parameter(value)
     set_grad_dtype(target, main_dtype(value.dtype))
     start = sum(

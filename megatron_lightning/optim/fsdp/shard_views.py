@@ -37,8 +37,8 @@ class CopiedView(DTensor):
             ConfigError: For a writing function.
         """
         name = str(getattr(func, "__name__", ""))
-        written = [(kwargs or {}).get("out"), args[0] if args and _writes(name) else None]
-        if any(isinstance(leaf, CopiedView) for leaf in tree_leaves(written)):
+        targets = [(kwargs or {}).get("out"), args[0] if args and _writes(name) else None]
+        if any(isinstance(leaf, CopiedView) for leaf in tree_leaves(targets)):
             raise ConfigError(
                 f"{name} writes into a slice or view of a parameter that is sharded "
                 '(data_parallel="fsdp"): the slice is a copy, gathered from several ranks, so that '
@@ -67,17 +67,17 @@ def _marked(result: Any, kind: type[DTensor]) -> Any:
 
 
 def _memory(tensor: Tensor) -> int:
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    return local.untyped_storage().data_ptr()
+    local_tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return local_tensor.untyped_storage().data_ptr()
 
 
 def _guarded(method: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(method)
     def view(self: DTensor, *args: Any, **kwargs: Any) -> Any:
         result = method(self, *args, **kwargs)
-        own = _memory(self)
+        memory = _memory(self)
         is_copy = any(
-            isinstance(leaf, DTensor) and _memory(leaf) != own for leaf in tree_leaves(result)
+            isinstance(leaf, DTensor) and _memory(leaf) != memory for leaf in tree_leaves(result)
         )
         return _marked(result, CopiedView if is_copy else GuardedViews)
 

@@ -100,9 +100,9 @@ def divisions(unit: nn.Module, manageable: Mapping[int, str]) -> list[Division]:
         if (managed := _managed(module, experts))
     ]
     # FSDP2 skips inner modules sharded before.
-    taken = {id(p) for division in inner for p in division.module.parameters()}
-    own = _managed(unit, manageable.keys() - experts - taken)
-    return [*inner, *([Division(unit, own, "dp-cp")] if own else [])]
+    inner_ids = {id(p) for division in inner for p in division.module.parameters()}
+    managed_parameters = _managed(unit, manageable.keys() - experts - inner_ids)
+    return [*inner, *([Division(unit, managed_parameters, "dp-cp")] if managed_parameters else [])]
 
 
 def _expert_modules(module: nn.Module, experts: Set[int]) -> Iterator[nn.Module]:
@@ -113,16 +113,16 @@ def _expert_modules(module: nn.Module, experts: Set[int]) -> Iterator[nn.Module]
         yield module
         return
     for child in module.children():
-        own = {id(p) for p in child.parameters(recurse=False)}
-        if isinstance(child, _CONTAINERS) or experts.isdisjoint(own):
+        parameter_ids = {id(p) for p in child.parameters(recurse=False)}
+        if isinstance(child, _CONTAINERS) or experts.isdisjoint(parameter_ids):
             yield from _expert_modules(child, experts)
         else:
             yield child
 
 
 def _has_only(module: nn.Module, parameters: Set[int]) -> bool:
-    own = {id(p) for p in module.parameters()}
-    return bool(own) and own <= parameters
+    parameter_ids = {id(p) for p in module.parameters()}
+    return bool(parameter_ids) and parameter_ids <= parameters
 
 
 def _managed(unit: nn.Module, manageable: Set[int]) -> list[nn.Parameter]:
@@ -168,10 +168,10 @@ def sharded_dim(shape: Sequence[int], num_ranks: int, data_axes: str) -> int:
 
 def local_shard(tensor: DTensor) -> tuple[Tensor, Box]:
     """Return this rank's shard of a sharded tensor, and the shard's range in the tensor."""
-    own = tensor.to_local().detach()
+    local_tensor = tensor.to_local().detach()
     [placement] = tensor.placements
     dim = placement.dim if isinstance(placement, Shard) else 0
     per_rank = -(-tensor.shape[dim] // tensor.device_mesh.size())
     first = min(tensor.device_mesh.get_local_rank() * per_rank, tensor.shape[dim])
-    offset = tuple(first if other == dim else 0 for other in range(tensor.dim()))
-    return own, Box(offset, tuple(own.shape))
+    offset = tuple(first if axis == dim else 0 for axis in range(tensor.dim()))
+    return local_tensor, Box(offset, tuple(local_tensor.shape))

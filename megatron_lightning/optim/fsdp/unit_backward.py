@@ -116,9 +116,9 @@ class StageBackward:
         backward = list(dict.fromkeys(reversed(ends)))  # by the last calls
         self._later = {
             unit: [
-                other
-                for other in reversed(backward)
-                if first[other] > last[unit] and self._outer.get(other) != unit
+                later_unit
+                for later_unit in reversed(backward)
+                if first[later_unit] > last[unit] and self._outer.get(later_unit) != unit
             ]
             for unit in reversed(backward)
         }
@@ -139,8 +139,8 @@ class StageBackward:
         """Return the units in the order of the ends of calls, given the order of the begins."""
         ends: list[int] = []
         for unit in order:
-            inside = bool(ends) and ends[-1] == self._outer.get(unit)
-            ends.insert(len(ends) - inside, unit)
+            is_inside = bool(ends) and ends[-1] == self._outer.get(unit)
+            ends.insert(len(ends) - is_inside, unit)
         return ends
 
     def _end(self) -> None:
@@ -152,8 +152,14 @@ class StageBackward:
 
     def _has_backward(self, unit: int) -> bool:
         """Return whether the unit's output depends on trained parameters of the stage."""
-        before = list(self._later)[: list(self._later).index(self._outer.get(unit, unit)) + 1]
-        return any(p.requires_grad for other in before for p in self._units[other].parameters())
+        earlier_units = list(self._later)[
+            : list(self._later).index(self._outer.get(unit, unit)) + 1
+        ]
+        return any(
+            p.requires_grad
+            for earlier_unit in earlier_units
+            for p in self._units[earlier_unit].parameters()
+        )
 
     def _pass(self, unit: int, *, is_gathered: bool) -> None:
         """Gather and reduce a unit not reached by this rank's backward, as ranks that reached the

@@ -54,14 +54,14 @@ class UnitOrder:
         """
         if self._kind is None:
             return
-        known = self._known.get(self._kind)
-        if known is None:
+        known_order = self._known.get(self._kind)
+        if known_order is None:
             self._compare(unit)
-        elif unit != (known[len(self._seen)] if len(self._seen) < len(known) else _END):
-            self._fail({self._group.ranks[self._group.rank]: unit}, known)
+        elif unit != (known_order[len(self._seen)] if len(self._seen) < len(known_order) else _END):
+            self._fail({self._group.ranks[self._group.rank]: unit}, known_order)
         if unit != _END:
             self._seen.append(unit)
-        elif known is None:
+        elif known_order is None:
             self._known[self._kind] = self._seen
 
     def _compare(self, unit: int) -> None:
@@ -77,12 +77,14 @@ class UnitOrder:
             self._fail(calls)
 
     def _fail(self, calls: dict[int, int], known: Sequence[int] | None = None) -> None:
-        found = "; ".join(f"rank {rank} {self._describe(unit)}" for rank, unit in calls.items())
+        text = "; ".join(f"rank {rank} {self._describe(unit)}" for rank, unit in calls.items())
         if known is not None:
-            expected = known[len(self._seen)] if len(self._seen) < len(known) else _END
-            found += f", and until now every data-parallel rank {self._describe(expected)} there"
+            expected_unit = known[len(self._seen)] if len(self._seen) < len(known) else _END
+            text += (
+                f", and until now every data-parallel rank {self._describe(expected_unit)} there"
+            )
         raise ShardingError(
-            f'{found}. With data_parallel="fsdp" the data-parallel ranks {list(self._group.ranks)} '
+            f'{text}. With data_parallel="fsdp" the data-parallel ranks {list(self._group.ranks)} '
             "gather each unit together, "
             "so all of them must call the same units in the same order in every step. Let no "
             "branch by the data leave out a "

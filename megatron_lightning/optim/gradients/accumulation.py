@@ -177,19 +177,19 @@ class GradientAccumulation:
         """
         if not self._stepped.have_changed(optimizers):
             return False
-        new = self._new()
-        if new and (self._is_exchanged or self._context.pp.size > 1):
+        added = self._new()
+        if added and (self._is_exchanged or self._context.pp.size > 1):
             raise ConfigError(
-                f"{_listed(new)} became trainable during fit. Layers are frozen or unfrozen during "
-                'fit only with data_parallel="ddp", pipeline_model_parallel_size=1 and an '
+                f"{_listed(added)} became trainable during fit. Layers are frozen or unfrozen "
+                'during fit only with data_parallel="ddp", pipeline_model_parallel_size=1 and an '
                 "optimizer that steps the parameters themselves (fp32, no Muon, default "
                 "data_parallel_options). Set these, or choose what is trained before fit."
             )
         self._refuse_regrouping(optimizers)
         check_stepped_tensors(optimizers, self._module)
         self._optimizers = list(optimizers)
-        if new:
-            self._reduce_also(new)
+        if added:
+            self._reduce_also(added)
         else:
             self._view()
         return True
@@ -258,10 +258,12 @@ class GradientAccumulation:
             )
         specs = {name: ShardSpec.replicated(p.shape) for name, p in created.items()}
         self._specs = {**self._specs, **specs}
-        known = {id(parameter): name for name, parameter in self.reducer.parameters.items()}
+        names_of_ids = {id(parameter): name for name, parameter in self.reducer.parameters.items()}
         module = self._module.named_parameters()
-        self._names = {known.get(id(p), name): p for name, p in module}
-        reduced = {name: p for name, p in self._names.items() if id(p) in known or name in new}
+        self._names = {names_of_ids.get(id(p), name): p for name, p in module}
+        reduced = {
+            name: p for name, p in self._names.items() if id(p) in names_of_ids or name in new
+        }
         gradients = {name: parameter.grad for name, parameter in reduced.items()}
         self.detach()
         with _requiring_gradients(reduced.values()):  # frozen meanwhile, or toggled off
@@ -293,10 +295,10 @@ class GradientAccumulation:
 
     def stepped_by_others(self, optimizer: Optimizer) -> set[str]:
         """Return the names of parameters stepped only by other optimizers, on this rank or not."""
-        mine, others = set[str](), set[str]()
+        mine, theirs = set[str](), set[str]()
         for view in self.views:
-            (mine if view.optimizer is optimizer else others).update(view.names)
-        return others - mine
+            (mine if view.optimizer is optimizer else theirs).update(view.names)
+        return theirs - mine
 
     @contextmanager
     def accumulating(self) -> Generator[None, None, None]:
@@ -377,9 +379,13 @@ class GradientAccumulation:
         if self._earlier is None:
             return
         for name, target in self.reducer.targets().items():
-            earlier, fresh = self._earlier.get(name), target.grad
+            earlier_gradient, fresh = self._earlier.get(name), target.grad
             target.grad = (
-                earlier if fresh is None else fresh if earlier is None else fresh.add_(earlier)
+                earlier_gradient
+                if fresh is None
+                else fresh
+                if earlier_gradient is None
+                else fresh.add_(earlier_gradient)
             )
         self._earlier = None
 

@@ -72,8 +72,8 @@ def build_buckets(
         The buckets: first the buckets with only the data-parallel reduction, then the buckets with
         sums over other axes.
     """
-    plain, stages = PlainStorage(), stage_of or {}
-    storage = storage or plain
+    plain_storage, stages = PlainStorage(), stage_of or {}
+    storage = storage or plain_storage
     sizes = {
         name: _equal_share(specs[name], context)
         for name in _completion_order(parameters, specs, tied)
@@ -106,7 +106,7 @@ def build_buckets(
             key.sum_groups,
             groups[key.data_axes],
             tuple(sizes[name] for name in names) if key.is_matrix else None,
-            plain if key.is_plain else storage,
+            plain_storage if key.is_plain else storage,
         )
         for key, names in _fill(keys, sizes, limit)
     ]

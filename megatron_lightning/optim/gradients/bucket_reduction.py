@@ -41,8 +41,8 @@ class Reduction:
     ) -> None:
         self._data = data
         self._bytes = bytes_communicated
-        own = data.shard_of(gradient.numel())
-        self._own = gradient[own]
+        shard = data.shard_of(gradient.numel())
+        self._own = gradient[shard]
         self._sent = self._own
         self._second_phase = False
         self._work: Messages | dist.Work | None = None
@@ -52,7 +52,7 @@ class Reduction:
         # A complex gradient would lose the imaginary part.
         rounded = dtype is not None and gradient.is_floating_point()
         buffer = gradient.to(dtype) if rounded else gradient
-        self._sent = buffer[own]
+        self._sent = buffer[shard]
         if data.sharded:
             self._count("reduce_scatter", buffer)
             self._work = reduce_chunks(buffer, group.process_group)

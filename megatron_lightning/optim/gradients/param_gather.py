@@ -65,12 +65,12 @@ class ParameterGather:
         readers: dict[int, _Reader] = {}
         for path, module in root.named_modules(remove_duplicate=False):
             if id(module) not in readers:
-                own = {
+                buckets = {
                     id(bucket_of[id(p)]): bucket_of[id(p)]
                     for p in module.parameters(recurse=False)
                     if id(p) in bucket_of
                 }
-                readers[id(module)] = reader = _Reader(list(own.values()))
+                readers[id(module)] = reader = _Reader(list(buckets.values()))
                 if module is root or hasattr(module, "pipeline_units"):
                     self._unannounced += reader.buckets
                 # Before existing hooks: weight norm's computes the weight from parameters.

@@ -225,10 +225,10 @@ class GradientReducer:
         for bucket in self.buckets:
             rows = zip(bucket.names, bucket.parameters, bucket.views, bucket.touched, strict=True)
             for name, parameter, view, touched in rows:
-                there = (
+                is_published = (
                     not bucket.sharded and name not in self._unused if self._finished else touched
                 )
-                parameter.grad = view if there else None
+                parameter.grad = view if is_published else None
 
     def complete(self, names: Iterable[str]) -> None:
         """Mark parameters as complete, and launch ready reductions."""
@@ -271,9 +271,9 @@ class GradientReducer:
             reduction.finish()
         self._reductions.clear()
         if isinstance(scale, Tensor) or scale != 1.0:
-            own = [bucket.gradient[bucket.shard] for bucket in self.buckets]
+            shards = [bucket.gradient[bucket.shard] for bucket in self.buckets]
             gradients = [
-                *own,
+                *shards,
                 *(parameter.grad for parameter in self._native if parameter.grad is not None),
             ]
             if gradients:
@@ -289,8 +289,10 @@ class GradientReducer:
 
         With sharded gradients an entry is this rank's shard, 1-D unless full.
         """
-        found = {name: gradient_of(target) for name, target in self.targets().items()}
-        return {name: gradient for name, gradient in found.items() if gradient is not None}
+        gradients_of_names = {name: gradient_of(target) for name, target in self.targets().items()}
+        return {
+            name: gradient for name, gradient in gradients_of_names.items() if gradient is not None
+        }
 
     def targets(self) -> dict[str, nn.Parameter]:
         """Return the gradient-carrying tensor of each parameter of this rank, by name in
@@ -398,12 +400,14 @@ def _tied_groups(
         return {}
     mine = {name: specs[name].tied_to or name for name in parameters}
     copies = {owner for name, owner in mine.items() if specs[name].tied_to is not None}
-    held = context.pp.all_gather_object((set(mine.values()), copies))
+    names_of_ranks = context.pp.all_gather_object((set(mine.values()), copies))
     ranks_of = {
         owner: tuple(
-            rank for rank, (has, _) in zip(context.pp.ranks, held, strict=True) if owner in has
+            rank
+            for rank, (has, _) in zip(context.pp.ranks, names_of_ranks, strict=True)
+            if owner in has
         )
-        for owner in set[str]().union(*(copies for _, copies in held))
+        for owner in set[str]().union(*(copies for _, copies in names_of_ranks))
     }
     groups = {ranks: context.holders(ranks) for ranks in sorted(set(ranks_of.values()))}
     return {name: groups[ranks_of[owner]] for name, owner in mine.items() if owner in ranks_of}

@@ -39,19 +39,19 @@ class StandIn(Tensor):
     @classmethod
     def showing(cls, gradient: Tensor, use: Use) -> StandIn:
         """Return a stand-in with the memory and the version of ``gradient``."""
-        made: StandIn = Tensor._make_subclass(cls, gradient)
-        made.gradient = gradient
-        made.use = use
-        return made
+        stand_in: StandIn = Tensor._make_subclass(cls, gradient)
+        stand_in.gradient = gradient
+        stand_in.use = use
+        return stand_in
 
     @classmethod
     def of(cls, parameter: Tensor, use: Use) -> StandIn:
         """Return a stand-in of the shape of ``parameter``, without memory."""
         zero = torch.zeros((), dtype=parameter.dtype, device=parameter.device)
-        made: StandIn = Tensor._make_subclass(cls, zero.expand(parameter.shape))
-        made.gradient = None
-        made.use = use
-        return made
+        stand_in: StandIn = Tensor._make_subclass(cls, zero.expand(parameter.shape))
+        stand_in.gradient = None
+        stand_in.use = use
+        return stand_in
 
     @classmethod
     def __torch_function__(
@@ -65,13 +65,13 @@ class StandIn(Tensor):
         kwargs = dict(kwargs or {})
         if func in _ASKED:
             return super().__torch_function__(func, tuple(types), args, kwargs)  # type: ignore[no-untyped-call]
-        own = next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, cls))
-        own.use(own, func)
+        stand_in = next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, cls))
+        stand_in.use(stand_in, func)
         plain_args, plain_kwargs = tree_map(_plain, (args, kwargs))
         result = func(*plain_args, **plain_kwargs)
-        if result is _plain(own):  # in place
-            return own
-        return cls.showing(result, own.use) if func in _SAME else result
+        if result is _plain(stand_in):  # in place
+            return stand_in
+        return cls.showing(result, stand_in.use) if func in _SAME else result
 
 
 def _plain(value: Any) -> Any:

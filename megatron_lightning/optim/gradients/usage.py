@@ -57,7 +57,7 @@ class UsageAgreement:
 
     def unused(self, usages: Sequence[Usage], beside: Beside | None = None) -> set[str]:
         """Return the names of the parameters unused on all ranks in this step. A collective."""
-        unused: set[str] = set()
+        unused_names: set[str] = set()
         added = [] if beside is None else beside.send()
         groups = [*self._groups]
         if beside is not None and added and beside.group not in groups:
@@ -80,8 +80,8 @@ class UsageAgreement:
             if not all(touched):  # reading the flags synchronizes with the device
                 names = [name for usage in mine for name in usage.names]
                 found = zip(names, flags.tolist(), strict=False)
-                unused.update(name for name, used in found if not used)
-        return unused
+                unused_names.update(name for name, used in found if not used)
+        return unused_names
 
     def _flags(self, group: AxisGroup, values: list[int]) -> Tensor:
         """Return bytes of these values. Most steps repeat the values of the previous step, already
@@ -89,6 +89,6 @@ class UsageAgreement:
         """
         last = self._last.get(group)
         if last is None or last[0] != values:
-            sent = torch.tensor(values, dtype=torch.uint8).to(self._device)
-            last = self._last[group] = values, sent
+            message = torch.tensor(values, dtype=torch.uint8).to(self._device)
+            last = self._last[group] = values, message
         return last[1].clone()

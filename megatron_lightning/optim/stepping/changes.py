@@ -46,15 +46,17 @@ class SteppedParameters:
             return True
         groups = _groups(optimizers)
         return len(groups) != len(self._groups) or not all(
-            _same(before, group["params"])
-            for before, group in zip(self._groups, groups, strict=True)
+            _same(earlier_group, group["params"])
+            for earlier_group, group in zip(self._groups, groups, strict=True)
         )
 
     def added(self, optimizers: Iterable[object]) -> list[nn.Parameter]:
         """Return the tensors new in the optimizers' groups."""
-        known = {id(tensor) for group in self._groups for tensor in group}
+        known_ids = {id(tensor) for group in self._groups for tensor in group}
         groups = _groups(optimizers)
-        return [tensor for group in groups for tensor in group["params"] if id(tensor) not in known]
+        return [
+            tensor for group in groups for tensor in group["params"] if id(tensor) not in known_ids
+        ]
 
     def describe(self, optimizers: Sequence[object], names: Mapping[int, str]) -> str:
         """Return a clause about the changes of the groups.

@@ -15,11 +15,11 @@ def column_sums(flat: Tensor) -> Tensor:
     raw = flat.view(torch.uint8)
     if raw.storage_offset() % _WORD_BYTES:
         raw = raw.clone()
-    rest = len(raw) % _WORD_BYTES
+    num_left = len(raw) % _WORD_BYTES
     # Words, since a sum of narrower integers first makes wider copies of all elements.
-    words = raw[: len(raw) - rest].view(torch.int64)
-    full = len(words) - len(words) % _COLUMNS
-    sums = words[:full].view(-1, _COLUMNS).sum(0)
-    sums[: len(words) - full] += words[full:]
-    sums[_COLUMNS - rest :] += raw[len(raw) - rest :]
+    words = raw[: len(raw) - num_left].view(torch.int64)
+    num_full = len(words) - len(words) % _COLUMNS
+    sums = words[:num_full].view(-1, _COLUMNS).sum(0)
+    sums[: len(words) - num_full] += words[num_full:]
+    sums[_COLUMNS - num_left :] += raw[len(raw) - num_left :]
     return sums

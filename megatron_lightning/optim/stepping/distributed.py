@@ -85,11 +85,11 @@ class DistributedOptimizer(OptimizerState):
             for i, group in enumerate(optimizer.param_groups)
         ]
         self._exchanges = self._exchange_matrices()
-        used = {entry.name for entry in self._all_entries()}
+        used_names = {entry.name for entry in self._all_entries()}
         self._buckets: list[Bucket] = [
             bucket
             for bucket in reversed(reducer.buckets)
-            if bucket.sharded and not used.isdisjoint(bucket.names)
+            if bucket.sharded and not used_names.isdisjoint(bucket.names)
         ]
         self._stored = [bucket.stored for bucket in self._buckets if bucket.stored is not None]
         for group, entries in zip(optimizer.param_groups, self._entries, strict=True):
@@ -174,16 +174,20 @@ class DistributedOptimizer(OptimizerState):
         if reducer.parameters.get(name) is not parameter:
             self._check_unreduced(name, parameter, spec)
             if isinstance(parameter, DTensor):  # frozen, in a unit of FSDP2
-                own = reducer.frozen_shard(parameter)
-                parts = [] if own is None else [Target(own.target, partial(own.shards, spec))]
-                return OptimizerEntry(name, spec, group, True, own, parts)
+                frozen_shard = reducer.frozen_shard(parameter)
+                parts = (
+                    []
+                    if frozen_shard is None
+                    else [Target(frozen_shard.target, partial(frozen_shard.shards, spec))]
+                )
+                return OptimizerEntry(name, spec, group, True, frozen_shard, parts)
             shard = ParameterShard.full(parameter)
             return OptimizerEntry(name, spec, group, False, shard, [Target(parameter, spec.shards)])
-        held = (
+        shard_held = (
             ParameterShard.full(parameter) if reducer.is_plain(name) else reducer.shards.get(name)
         )
-        targets = [] if held is None else [self._target(held, spec)]
-        return OptimizerEntry(name, spec, group, reducer.is_sharded(name), held, targets)
+        targets = [] if shard_held is None else [self._target(shard_held, spec)]
+        return OptimizerEntry(name, spec, group, reducer.is_sharded(name), shard_held, targets)
 
     def _target(self, shard: ParameterShard, spec: ShardSpec) -> Target:
         """Return the gradient-carrying tensor, or a copy of the value in another dtype or
@@ -200,24 +204,24 @@ class DistributedOptimizer(OptimizerState):
         """Prepare matrices sharded over ranks or fused from several matrices for full steps."""
         context = self._reducer.context
         groups = {id(group) for group in matrix_groups(self.optimizer)}
-        shared: dict[AxisGroup, list[tuple[OptimizerEntry, ShardSpec]]] = {}
+        matrices: dict[AxisGroup, list[tuple[OptimizerEntry, ShardSpec]]] = {}
         for entry in self._all_entries():
             if id(entry.group) not in groups or entry.name not in self._reducer.parameters:
                 continue
             part = self._reducer.matrix_shard(entry.name)
             if part is not None:
-                shared.setdefault(part[1], []).append((entry, part[0]))
+                matrices.setdefault(part[1], []).append((entry, part[0]))
             elif entry.shard is not None:
                 require_unsharded(entry, entry.shard, context)
                 if is_split(entry.spec, context):
                     group = tensor_group(entry.spec, context)
-                    shared.setdefault(group, []).append((entry, entry.spec))
+                    matrices.setdefault(group, []).append((entry, entry.spec))
                 elif is_several(entry.spec):
-                    shared.setdefault(ALONE, []).append((entry, entry.spec))
+                    matrices.setdefault(ALONE, []).append((entry, entry.spec))
         device = torch.device("cpu") if self._options.optimizer_cpu_offload else None
         # In the same order on all ranks.
-        groups_in_order = sorted(shared, key=lambda group: group.name)
-        return [MatrixExchange(shared[group], group, device) for group in groups_in_order]
+        groups_in_order = sorted(matrices, key=lambda group: group.name)
+        return [MatrixExchange(matrices[group], group, device) for group in groups_in_order]
 
     def _check_unreduced(self, name: str, parameter: nn.Parameter, spec: ShardSpec) -> None:
         context = self._reducer.context
@@ -417,8 +421,8 @@ def _own_state(value: Any, parameter: Tensor, start: int, target: Tensor) -> Any
     if not isinstance(value, Tensor) or value.shape != parameter.shape:
         return value
     if isinstance(value, DTensor):  # sharded like the parameter
-        own = value.to_local().reshape(target.shape)
+        local_state = value.to_local().reshape(target.shape)
     else:
-        own = value.flatten()[start : start + target.numel()].view(target.shape)
+        local_state = value.flatten()[start : start + target.numel()].view(target.shape)
     dtype = target.dtype if value.is_floating_point() else value.dtype
-    return own.to(target.device, dtype, copy=True)
+    return local_state.to(target.device, dtype, copy=True)

@@ -124,13 +124,16 @@ def _divisions(
 ) -> list[str]:
     """Return the divisions of the parameters of an optimizer, alone or in a chain."""
     groups = {id(group) for group in optimizer.param_groups}
-    own = [entry for entry in entries if id(entry.group) in groups]
+    group_entries = [entry for entry in entries if id(entry.group) in groups]
     axes = {
-        axis for entry in own for axis in entry.spec.sharded_over if context.axis(axis).size > 1
+        axis
+        for entry in group_entries
+        for axis in entry.spec.sharded_over
+        if context.axis(axis).size > 1
     }
     tensor_axes = not axes.isdisjoint({"tp", "etp"})
     divides = {
-        "flat": any(entry.sharded for entry in own),
+        "flat": any(entry.sharded for entry in group_entries),
         "rows": tensor_axes or "ep" in axes,
         "columns": tensor_axes,
         "tensors": context.pp.size > 1,
@@ -158,7 +161,7 @@ def require_elementwise(
     """
     if type(optimizer) in ELEMENTWISE:
         return
-    for name in (each.__name__ for each in type(optimizer).__mro__):
+    for name in (kind.__name__ for kind in type(optimizer).__mro__):
         part = next((d for d in divisions if d != "tensors" or READERS.get(name)), None)
         if name in READERS and part is not None:
             raise ConfigError(_refusal(optimizer, part, "", READERS[name]))
@@ -174,7 +177,7 @@ def require_elementwise(
             continue
         tried = partial(probe, optimizer, group, shapes=sizes, device=target.device, dtype=dtype)
         try:
-            found = next((each for each in tried(_in_order(divisions)) if not each.is_equal), None)
+            found = next((kind for kind in tried(_in_order(divisions)) if not kind.is_equal), None)
             reads_group = found is not None and not all(s.is_equal for s in tried(["tensors"]))
         except Exception as error:
             raise ConfigError(

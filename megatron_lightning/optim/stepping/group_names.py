@@ -19,13 +19,13 @@ def merge_groups(
     """
     merged: dict[tuple[str, int], dict[str, Any]] = {}
     for groups in ranks:
-        seen: Counter[str] = Counter()
+        counts: Counter[str] = Counter()
         for group in groups:
             values = {key: value for key, value in group.items() if key != "params"}
             identity = repr(values.get("name") or sorted(values.items()))
-            entry = merged.setdefault((identity, seen[identity]), {**values, "params": []})
+            entry = merged.setdefault((identity, counts[identity]), {**values, "params": []})
             entry["params"] += [name for name in group["params"] if name not in entry["params"]]
-            seen[identity] += 1
+            counts[identity] += 1
     for entry in merged.values():
         entry["params"].sort(key=lambda name: place.get(name, len(place)))
     return list(merged.values())
@@ -36,10 +36,12 @@ def groups_of_rank(
 ) -> list[Mapping[str, Any]]:
     """Return the saved group of each local group: by the group's parameters, name, or position."""
     holder = {name: group for group in saved for name in group["params"]}
-    named = {group["name"]: group for group in saved if "name" in group}
+    groups_by_name = {group["name"]: group for group in saved if "name" in group}
     by_place = [saved[min(index, len(saved) - 1)] for index in range(len(local))]
     return [
-        holder.get(next(iter(group["params"]), ""), named.get(group.get("name"), by_place[index]))
+        holder.get(
+            next(iter(group["params"]), ""), groups_by_name.get(group.get("name"), by_place[index])
+        )
         for index, group in enumerate(local)
     ]
 
@@ -70,14 +72,16 @@ def _check_division(
     for group in groups:
         names = [name for name in group["params"] if name in holder]
         options = [_options(holder[name]) for name in names]
-        for name, found in zip(names, options, strict=True):
+        for name, options_of_group in zip(names, options, strict=True):
             keys = sorted(
-                key for key in found | options[0] if found.get(key) != options[0].get(key)
+                key
+                for key in options_of_group | options[0]
+                if options_of_group.get(key) != options[0].get(key)
             )
             if keys:
                 values = "; ".join(
-                    f"{each}: " + ", ".join(f"{key}={had.get(key)}" for key in keys)
-                    for each, had in ((names[0], options[0]), (name, found))
+                    f"{group_name}: " + ", ".join(f"{key}={had.get(key)}" for key in keys)
+                    for group_name, had in ((names[0], options[0]), (name, options_of_group))
                 )
                 raise CheckpointError(
                     f"parameters of {kind} {how} other options ({values}), so that some would take "

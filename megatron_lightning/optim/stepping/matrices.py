@@ -180,12 +180,12 @@ class MatrixExchange:
             entry.exchanged = True
             entry.targets = []
         targets: dict[int, list[nn.Parameter]] = {}
-        for number, full in self._gather(self._values()).items():
+        for number, matrix in self._gather(self._values()).items():
             index, box = self._matrices[number]
             entry = self._entries[index]
             targets[number] = [
                 nn.Parameter(part.to(device or part.device, torch.float32, copy=True).contiguous())
-                for part in _split(full, entry.spec)
+                for part in _split(matrix, entry.spec)
             ]
             entry.targets += [
                 Target(target, partial(_place, spec=entry.spec, box=box, number=part))
@@ -196,44 +196,44 @@ class MatrixExchange:
     def gather_gradients(self) -> None:
         """Set the gradient of every matrix, None for unused parameters."""
         shards = [entry.shard for entry in self._entries]
-        own = [None if shard is None else gradient_of(shard.target) for shard in shards]
-        values = zip(own, self._values(), strict=True)
+        own_gradients = [None if shard is None else gradient_of(shard.target) for shard in shards]
+        values = zip(own_gradients, self._values(), strict=True)
         gradients = [
             torch.zeros_like(value) if gradient is None else gradient for gradient, value in values
         ]
-        for number, full in self._gather(gradients).items():
+        for number, matrix in self._gather(gradients).items():
             index = self._matrices[number].entry
-            parts = _split(full, self._entries[index].spec)
+            parts = _split(matrix, self._entries[index].spec)
             for target, part in zip(self._targets[number], parts, strict=True):
-                target.grad = part.to(target) if own[index] is not None else None
+                target.grad = part.to(target) if own_gradients[index] is not None else None
 
     def scatter_results(self) -> None:
         """Copy the stepped matrices into the parameters of all ranks, and drop the gradients."""
-        full = {}
+        matrices = {}
         for number, targets in self._targets.items():
             index, box = self._matrices[number]
             joined = _join([target.detach() for target in targets], self._entries[index].spec)
-            full[number] = joined.view(box.shape).to(self._nothing)
+            matrices[number] = joined.view(box.shape).to(self._nothing)
             for target in targets:
                 target.grad = None
-        self._scatter(full)
+        self._scatter(matrices)
         self.record()
 
     def refresh(self, keep: Set[str]) -> None:
         """Copy the parameters into the owners' matrices, except parameters with a global name in
         ``keep``.
         """
-        for number, full in self._gather(self._values()).items():
+        for number, matrix in self._gather(self._values()).items():
             entry = self._entries[self._matrices[number].entry]
             if entry.global_name not in keep:
-                parts = _split(full, entry.spec)
+                parts = _split(matrix, entry.spec)
                 for target, part in zip(self._targets[number], parts, strict=True):
                     target.data.copy_(part)
 
     def take_over(self) -> None:
         """Replace the elements of the owners' matrices written in the parameters."""
-        for number, full in self._gather(self._values()).items():
-            parts = _split(full, self._entries[self._matrices[number].entry].spec)
+        for number, matrix in self._gather(self._values()).items():
+            parts = _split(matrix, self._entries[self._matrices[number].entry].spec)
             for target, part in zip(self._targets[number], parts, strict=True):
                 take_over(target.data, part.to(target.device))
         self.record()
@@ -258,11 +258,11 @@ class MatrixExchange:
             self._received,
             local[0],
         )
-        full = {number: local[0].new_empty(self._box(number).shape) for number in self._mine}
+        matrices = {number: local[0].new_empty(self._box(number).shape) for number in self._mine}
         for pieces, data in zip(self._received, received, strict=True):
             for piece, part in zip(pieces, data, strict=True):
-                full[piece.matrix][self._place_of(piece)] = part
-        return full
+                matrices[piece.matrix][self._place_of(piece)] = part
+        return matrices
 
     def _scatter(self, full: Mapping[int, Tensor]) -> None:
         """Send every rank's pieces of the owners' matrices, and copy this rank's pieces into the
@@ -311,15 +311,15 @@ class MatrixExchange:
         ]
         if self._group.process_group is not None:
             sizes = [sum(prod(piece.box.shape) for piece in pieces) for pieces in expected]
-            received = like.new_empty(sum(sizes))
+            buffer = like.new_empty(sum(sizes))
             dist.all_to_all_single(
-                received,
+                buffer,
                 torch.cat(flat),
                 sizes,
                 [tensor.numel() for tensor in flat],
                 group=self._group.process_group,
             )
-            flat = list(received.split_with_sizes(sizes))
+            flat = list(buffer.split_with_sizes(sizes))
         return [
             [
                 part.view(piece.box.shape)
@@ -378,8 +378,8 @@ def _matrices_of(shape: Sequence[int]) -> list[Box]:
 
 def _overlaps(spec: ShardSpec, box: Box) -> list[tuple[int, Box]]:
     """Return a rank's ranges of ``box``, each with the index of the shard."""
-    found = ((shard, own.overlap(box)) for shard, own in enumerate(spec.boxes))
-    return [(shard, common) for shard, common in found if common is not None]
+    overlaps = ((shard, box_of_shard.overlap(box)) for shard, box_of_shard in enumerate(spec.boxes))
+    return [(shard, common) for shard, common in overlaps if common is not None]
 
 
 def _assign_owners(

@@ -93,13 +93,13 @@ class OptimizerState:
         """Return states other than tensors by global parameter name and key. Empty with several
         ranks.
         """
-        plain: dict[str, dict[str, Any]] = {}
+        states: dict[str, dict[str, Any]] = {}
         for entry in self._all_entries():
             state = self.optimizer.state.get(entry.targets[0].tensor, {}) if entry.targets else {}
             values = {key: value for key, value in state.items() if self._is_plain(value)}
             if values:
-                plain[entry.global_name] = values
-        return plain
+                states[entry.global_name] = values
+        return states
 
     def load_plain_state(self, saved: Mapping[str, Mapping[str, Any]]) -> None:
         """Load the result of :meth:`plain_state`, after :meth:`allocate_state`."""

@@ -121,8 +121,11 @@ def _tried(
     """Yield the results of a trial from ``start``."""
     rng = ReplicaRng(start[0].device)
     with _unchanged(rng):
-        full = _stepped(optimizer, group, start, gradients, gradients.num_steps)
-    if all(torch.equal(after, before) for after, before in zip(full, start, strict=True)):
+        stepped = _stepped(optimizer, group, start, gradients, gradients.num_steps)
+    if all(
+        torch.equal(stepped_half, start_half)
+        for stepped_half, start_half in zip(stepped, start, strict=True)
+    ):
         raise ProbeError(
             "it did not move a matrix in its param_groups; it steps something else, such as "
             "the groups of an optimizer inside it"
@@ -131,13 +134,13 @@ def _tried(
         divide = DIVISIONS[name]
         differences: list[float] = []
         for half in (0, 1):
-            before, after = divide(start)[half], divide(full)[half]
+            start_half, stepped_half = divide(start)[half], divide(stepped)[half]
             steps = [divide(step)[half] for step in gradients.steps]
             with _unchanged(rng):
                 values = _stepped(
-                    optimizer, group, before, partial(_recorded, steps), gradients.num_steps
+                    optimizer, group, start_half, partial(_recorded, steps), gradients.num_steps
                 )
-            differences += map(_difference, values, after, before)
+            differences += map(_difference, values, stepped_half, start_half)
         yield Spread(name, max(differences))
 
 
@@ -213,7 +216,7 @@ def _random(shape: Sequence[int], generator: torch.Generator) -> Tensor:
 
 def _difference(value: Tensor, expected: Tensor, before: Tensor) -> float:
     """Return the largest difference relative to the largest update. Infinite for NaN."""
-    difference, update = (float((expected - other).abs().max()) for other in (value, before))
+    difference, update = (float((expected - compared).abs().max()) for compared in (value, before))
     return (
         (0.0 if difference == 0.0 else difference / max(update, 1e-30)) if difference < inf else inf
     )
@@ -333,8 +336,10 @@ def _copy_of(
     options = {key: value for key, value in group.items() if key != "params"}
     clone = object.__new__(type(optimizer))
     attributes = vars(clone)  # param_groups and state may be properties of the class
-    own = {k: copy.deepcopy(v, memo) for k, v in optimizer.state.items() if isinstance(k, str)}
-    attributes["state"] = defaultdict(dict, own)
+    plain_values = {
+        k: copy.deepcopy(v, memo) for k, v in optimizer.state.items() if isinstance(k, str)
+    }
+    attributes["state"] = defaultdict(dict, plain_values)
     attributes["param_groups"] = [{"params": parameters, **copy.deepcopy(options, memo)}]
     # An inner optimizer with shared groups or state shares the groups and state of the copy.
     memo |= {

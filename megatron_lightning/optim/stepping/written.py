@@ -95,8 +95,8 @@ class WrittenWeights:
         self._gather.wait()
         stale = [view.main_was_written() for view in self._views]
         differ = self._differ()
-        written = found or differ or any(stale)
-        if not self._agree(written):
+        is_written = found or differ or any(stale)
+        if not self._agree(is_written):
             return False
         self._refuse_drift(differ)
         for view in self._views:
@@ -143,9 +143,9 @@ class WrittenWeights:
         world = self._context.axis("world")
         if world.process_group is None:
             return mine
-        found = torch.tensor(float(mine), device=self._context.device)
-        dist.all_reduce(found, dist.ReduceOp.MAX, group=world.process_group)
-        return bool(found)
+        flag = torch.tensor(float(mine), device=self._context.device)
+        dist.all_reduce(flag, dist.ReduceOp.MAX, group=world.process_group)
+        return bool(flag)
 
 
 def _checksum(flat: Tensor) -> Tensor:
