@@ -1,7 +1,7 @@
 # Every command runs in .venv, which is made on first use from any Python of at least 3.10 and
 # follows constraints.txt.
 .DEFAULT_GOAL := help
-.PHONY: help install lint format check test test-all conformance docs demo gpu gpu-bench clean some-tests test-slice
+.PHONY: help install lint format check test test-all conformance docs dist demo gpu gpu-bench clean some-tests test-slice
 
 BIN := .venv/bin
 INSTALLED := .venv/.installed
@@ -64,6 +64,11 @@ conformance: $(INSTALLED)  ## Lightning's own tests: make conformance LIGHTNING=
 docs: $(INSTALLED)  ## build the documentation site into site/
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+
+dist: $(INSTALLED)  ## build wheel and sdist into dist/
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt build
+	rm -rf dist
+	$(BIN)/python -m build --outdir dist .
 
 demo: $(INSTALLED)  ## preprocess, train on 2 x 2 processes, resume on another layout, generate
 	PATH="$(CURDIR)/$(BIN):$$PATH" bash examples/demo.sh

@@ -23,7 +23,6 @@ def evaluate(  # noqa: PLR0917  # every argument is an option of the command lin
     include_path: str | None = None,
     output: str | None = None,
     confirm_run_unsafe_code: bool = False,
-    adapters: str | None = None,
     tokenizer_model: str | None = None,
     tokenizer_type: TokenizerType = "sentencepiece",
     tensor_model_parallel_size: int = 1,
@@ -38,6 +37,7 @@ def evaluate(  # noqa: PLR0917  # every argument is an option of the command lin
     max_tokens: int = 512,
     max_requests: int = 64,
     cache_gib: float = 1.0,
+    adapters: str | None = None,
 ) -> str | None:
     """Evaluate a trained model on tasks of lm-evaluation-harness.
 
@@ -55,7 +55,6 @@ def evaluate(  # noqa: PLR0917  # every argument is an option of the command lin
         include_path: Folder with YAML files of tasks of your own.
         output: File for the results as JSON.
         confirm_run_unsafe_code: Let tasks run code written by the model.
-        adapters: Folder of peft, or checkpoint, with adapters for the model.
         tokenizer_model: The tokenizer of the training data. Default: the tokenizer saved with the
             model.
         tokenizer_type: sentencepiece, huggingface, json, bytes, null or class_path.
@@ -74,6 +73,7 @@ def evaluate(  # noqa: PLR0917  # every argument is an option of the command lin
         max_tokens: Tokens of a step over all texts. Longer prompts are computed in chunks.
         max_requests: Texts computed at the same time. Further texts wait.
         cache_gib: GiB for keys and values on each rank, at most.
+        adapters: Folder of peft, or checkpoint, with adapters for the model.
 
     Returns:
         The harness's table. Nothing on ranks of torchrun other than the first.

@@ -19,7 +19,6 @@ from megatron_lightning.inference.text_model import TextModel
 def generate(  # noqa: PLR0917  # every argument is an option of the command line
     checkpoint: str,
     prompts: list[str] | str,
-    adapters: str | None = None,
     tokenizer_model: str | None = None,
     tokenizer_type: TokenizerType = "sentencepiece",
     max_new_tokens: int = 64,
@@ -41,6 +40,7 @@ def generate(  # noqa: PLR0917  # every argument is an option of the command lin
     max_tokens: int = 512,
     max_requests: int = 64,
     cache_gib: float = 1.0,
+    adapters: str | None = None,
 ) -> list[str]:
     """Continue prompts with a trained model.
 
@@ -52,7 +52,6 @@ def generate(  # noqa: PLR0917  # every argument is an option of the command lin
         checkpoint: Checkpoint directory, plain Lightning .ckpt file, Hugging Face folder, or Hub
             id.
         prompts: A text, or a list of texts, to continue.
-        adapters: Folder of peft, or checkpoint, with adapters for the model.
         tokenizer_model: The tokenizer of the training data. Default: the tokenizer saved with the
             model.
         tokenizer_type: sentencepiece, huggingface, json, bytes, null or class_path.
@@ -80,6 +79,7 @@ def generate(  # noqa: PLR0917  # every argument is an option of the command lin
         max_tokens: Tokens of a step over all texts. Longer prompts are computed in chunks.
         max_requests: Texts computed at the same time. Further texts wait.
         cache_gib: GiB for keys and values on each rank, at most.
+        adapters: Folder of peft, or checkpoint, with adapters for the model.
 
     Returns:
         Each prompt with the continuation, or with ``chat`` the answers. Nothing on ranks of

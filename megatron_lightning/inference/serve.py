@@ -34,7 +34,6 @@ def serve(  # noqa: PLR0917  # every argument is an option of the command line
     max_queue: int = 256,
     timeout_s: float = 600.0,
     max_body_mib: float = 4.0,
-    adapters: str | None = None,
     tokenizer_model: str | None = None,
     tokenizer_type: TokenizerType = "sentencepiece",
     tensor_model_parallel_size: int = 1,
@@ -48,6 +47,7 @@ def serve(  # noqa: PLR0917  # every argument is an option of the command line
     max_tokens: int = 512,
     max_requests: int = 64,
     cache_gib: float = 1.0,
+    adapters: str | None = None,
 ) -> None:
     """Serve a trained model: OpenAI's completions and chats, and a page to try prompts.
 
@@ -65,7 +65,6 @@ def serve(  # noqa: PLR0917  # every argument is an option of the command line
         max_queue: Running and waiting requests, at most. Further requests are refused.
         timeout_s: Seconds of a request.
         max_body_mib: MiB of a request.
-        adapters: Folder of peft, or checkpoint, with adapters for the model.
         tokenizer_model: The tokenizer of the training data. Default: the tokenizer saved with the
             model.
         tokenizer_type: sentencepiece, huggingface, json, bytes, null or class_path.
@@ -83,6 +82,7 @@ def serve(  # noqa: PLR0917  # every argument is an option of the command line
         max_tokens: Tokens of a step over all texts. Longer prompts are computed in chunks.
         max_requests: Texts computed at the same time. Further texts wait.
         cache_gib: GiB for keys and values on each rank, at most.
+        adapters: Folder of peft, or checkpoint, with adapters for the model.
 
     Raises:
         ConfigError: If the values cannot work together, or the packages are not installed.

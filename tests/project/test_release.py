@@ -1,0 +1,109 @@
+"""The wheel, installed into an environment of its own, works from outside of the checkout."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import sysconfig
+import zipfile
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+CONFIG = """
+trainer:
+  accelerator: cpu
+  devices: 2
+  max_steps: 2
+  enable_progress_bar: false
+  strategy:
+    class_path: megatron_lightning.strategies.MegatronStrategy
+    init_args: {tensor_model_parallel_size: 2}
+model:
+  class_path: megatron_lightning.modules.GPTLightningModule
+  init_args:
+    config:
+      num_layers: 2
+      hidden_size: 32
+      num_attention_heads: 4
+      vocab_size: 64
+      max_sequence_length: 16
+data:
+  class_path: megatron_lightning.modules.PretrainDataModule
+  init_args: {mock: true, sequence_length: 16, batch_size: 2}
+"""
+
+
+def run(*command: str | Path, cwd: Path) -> str:
+    # No PYTHONPATH: the checkout would be found before the wheel.
+    environment = {"PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1", "HOME": str(cwd)}
+    found = subprocess.run(
+        [str(word) for word in command], cwd=cwd, env=environment, capture_output=True, text=True
+    )
+    assert found.returncode == 0, found.stdout + found.stderr
+    return found.stdout
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("release")
+    source = folder / "source"
+    names = "megatron_lightning strategies callbacks setup.cfg pyproject.toml README.md LICENSE"
+    source.mkdir()
+    for name in names.split():
+        path = ROOT / name
+        if path.is_dir():
+            left_out = shutil.ignore_patterns("__pycache__")
+            shutil.copytree(path, source / name, symlinks=True, ignore=left_out)
+        else:
+            shutil.copy(path, source / name)
+    pip = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation"]
+    run(*pip, "--wheel-dir", folder, source, cwd=folder)
+    [built] = folder.glob("*.whl")
+    return built
+
+
+@pytest.mark.slow
+def test_the_wheel_holds_each_module_once(wheel: Path) -> None:
+    names = zipfile.ZipFile(wheel).namelist()
+    assert max(Counter(names).values()) == 1
+    assert {name.partition("/")[0] for name in names if ".dist-info" not in name} == {
+        "megatron_lightning"
+    }
+    sources = {
+        f"megatron_lightning/{folder}{path.relative_to(ROOT / parent).as_posix()}"
+        for parent, folder in (
+            ("megatron_lightning", ""),
+            ("strategies", "strategies/"),
+            ("callbacks", "callbacks/"),
+        )
+        for path in (ROOT / parent).rglob("*.py")
+    }
+    assert sources <= set(names) and "megatron_lightning/py.typed" in names
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_the_wheel_trains_plans_and_converts(wheel: Path, tmp_path: Path) -> None:
+    run(sys.executable, "-m", "venv", "--without-pip", tmp_path / "env", cwd=tmp_path)
+    python = tmp_path / "env" / "bin" / "python"
+    found = run(python, "-c", "import site; print(site.getsitepackages()[0])", cwd=tmp_path)
+    site = Path(found.strip())
+    # torch and Lightning from here; a path in a .pth file does not run the .pth files there, so
+    # that the checkout stays unknown.
+    (site / "others.pth").write_text(f"{sysconfig.get_paths()['purelib']}\n")
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", site]
+    run(*pip, wheel, cwd=tmp_path)
+    code = "import megatron_lightning.strategies as s; print(s.__file__)"
+    where = run(python, "-c", code, cwd=tmp_path)
+    assert where.strip().startswith(str(site))
+    command = [python, "-m", "megatron_lightning"]
+    (tmp_path / "run.yaml").write_text(CONFIG)
+    run(*command, "fit", "--config", "run.yaml", cwd=tmp_path)
+    [checkpoint] = tmp_path.rglob("*.ckpt")
+    assert "parameters" in run(*command, "plan", "--config", "run.yaml", cwd=tmp_path)
+    run(*command, "convert", "export", checkpoint, tmp_path / "folder", cwd=tmp_path)
+    assert (tmp_path / "folder" / "config.json").is_file()
