@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from megatron_lightning.parallel.context import AxisGroup, ParallelContext
 from megatron_lightning.parallel.layout import ParallelLayout
 
 _AXES = ("tp", "cp", "dp", "pp", "ep")
-_NUM_BYTES = {"cuda": 1 << 26, "cpu": 1 << 22}
+_NUM_BYTES: Mapping[str, int] = {"cuda": 1 << 26, "cpu": 1 << 22}
 _MOST_REPEATS = 200
 _PAIR_REPEATS = 3
 

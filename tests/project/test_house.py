@@ -97,7 +97,9 @@ PRODUCTS = re.compile(
 # Kernels of attention multiply activations with activations; a norm scales channels, and sums them.
 WITHOUT_WEIGHTS = {
     "megatron_lightning/layers/norm.py": {"@"},
-    "megatron_lightning/layers/attention_backend.py": {"scaled_dot_product_attention"},
+    "megatron_lightning/layers/attention_backend.py": {"scaled_dot_product_attention", "@"},
+    # norms of rows, in fp32 whatever the precision of the layers
+    "megatron_lightning/layers/magnitude.py": {"@"},
     "megatron_lightning/layers/context/kernels.py": {
         f"_scaled_dot_product_{kernel}{backward}"
         for kernel in ("flash_attention_for_cpu", "flash_attention", "efficient_attention")

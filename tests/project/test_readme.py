@@ -127,7 +127,8 @@ def test_losses_are_shown(
 def fit_options() -> list[list[str]]:
     """Return what follows ``fit`` in every command that trains, under whatever starter."""
     found = [shlex.split(command.split(" fit ")[1]) for command in COMMANDS if " fit " in command]
-    assert len(found) == len(commands("megatron-lightning fit", "torchrun", "srun"))
+    started = commands("megatron-lightning fit", "torchrun", "srun")
+    assert len(found) == len([command for command in started if " doctor" not in command])
     return found
 
 

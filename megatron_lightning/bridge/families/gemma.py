@@ -1,5 +1,6 @@
 """Gemma 1 to 3: gated gelu, zero-centered norms, word embeddings times the root of their width."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from megatron_lightning.bridge.families.llama import EPSILON, OURS, SIZES, THEIRS, WEIGHTS
@@ -25,7 +26,7 @@ CAPPED: tuple[Any, ...] = (
 )  # fmt: skip
 SANDWICH = (*CAPPED, Constant("norm_placement", "sandwich"))
 PRE_MLP = f"{THEIRS}.pre_feedforward_layernorm.weight"
-NORMS = {
+NORMS: Mapping[str, str] = {
     f"{OURS}.{ours}_layernorm.weight": f"{THEIRS}.{theirs}_layernorm.weight"
     for ours, theirs in (
         ("post_self_attn", "post_attention"), ("pre_mlp", "pre_feedforward"),

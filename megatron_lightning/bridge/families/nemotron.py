@@ -1,5 +1,7 @@
 """Nemotron and Arcee: squared ReLU without a gate; Nemotron with zero-centered LayerNorms."""
 
+from collections.abc import Mapping
+
 from megatron_lightning.bridge.families.llama import EPSILON, OURS, SIZES, THEIRS, WEIGHTS
 from megatron_lightning.bridge.position_settings import Rope
 from megatron_lightning.bridge.rules import Family, table
@@ -9,7 +11,7 @@ SQUARED = (
     *SIZES, Same("kv_channels", "head_dim"), Biases(("attention_bias", "mlp_bias")),
     Choice("activation", "hidden_act", {"squared_relu": "relu2"}),
 )  # fmt: skip
-UP = {f"{OURS}.mlp.linear_fc1.*": f"{THEIRS}.mlp.up_proj.*"}
+UP: Mapping[str, str] = {f"{OURS}.mlp.linear_fc1.*": f"{THEIRS}.mlp.up_proj.*"}
 
 
 class Arcee(Family):

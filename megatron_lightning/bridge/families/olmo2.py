@@ -1,5 +1,7 @@
 """OLMo 2 and 3: Llama with norms behind attention and feed-forward, and of all heads together."""
 
+from collections.abc import Mapping
+
 from megatron_lightning.bridge.families.llama import OURS, SETTINGS, THEIRS, WEIGHTS
 from megatron_lightning.bridge.families.qwen import HEAD_NORMS
 from megatron_lightning.bridge.position_settings import Rope, Window
@@ -7,7 +9,7 @@ from megatron_lightning.bridge.rules import Family, table
 from megatron_lightning.bridge.settings import Constant
 
 POST = (*SETTINGS, Constant("norm_placement", "post"), Constant("qk_layernorm", True))
-NORMS = {
+NORMS: Mapping[str, str] = {
     f"{OURS}.post_self_attn_layernorm.weight": f"{THEIRS}.post_attention_layernorm.weight",
     f"{OURS}.post_mlp_layernorm.weight": f"{THEIRS}.post_feedforward_layernorm.weight",
 }
