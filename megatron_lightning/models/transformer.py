@@ -36,6 +36,7 @@ from megatron_lightning.layers.sequence_info import Documents, SequenceInfo
 if TYPE_CHECKING:
     from megatron_lightning.parallel.sharding import ShardingPlan
 
+_BITS = MappingProxyType({torch.bfloat16: 8, torch.float16: 11})  # of the mantissa
 _OUTPUT, _WORDS = "output_layer.weight", "embedding.word_embeddings.weight"
 
 
@@ -56,7 +57,8 @@ class LanguageModelEmbedding(nn.Module):
         """Embed ``tokens`` [b, s] at ``position_ids`` [b, s] (None: 0 to s-1). Returns [s, b,
         h].
         """
-        hidden = _times(self.word_embeddings(tokens.t()), self.multiplier)
+        words = self.word_embeddings(tokens.t())
+        hidden = _times(words, rounded(self.multiplier, words.dtype))
         if self.position_embeddings is not None:
             positions = (
                 torch.arange(tokens.shape[1], device=tokens.device)[None]
@@ -66,6 +68,18 @@ class LanguageModelEmbedding(nn.Module):
             hidden = hidden + self.position_embeddings(positions.t())
         out: Tensor = self.dropout(hidden)
         return out
+
+
+def rounded(factor: float, dtype: torch.dtype) -> float:
+    """Return a factor as numbers of ``dtype`` have it, the first factor of a half-precision model.
+
+    Gemma multiplies by a number of the weights' dtype: 33.94 is 34 in bf16.
+    """
+    bits = _BITS.get(dtype)
+    if bits is None:
+        return factor
+    mantissa, exponent = math.frexp(factor)
+    return math.ldexp(round(math.ldexp(mantissa, bits)), exponent - bits)
 
 
 def _times(x: Tensor, factor: float) -> Tensor:

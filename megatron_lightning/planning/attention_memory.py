@@ -59,7 +59,7 @@ def _core(
         makes=(context,),
         forward_bytes=padded * wide + 3 * scores,
         # The output's gradient, and the gradients of queries, keys and values.
-        backward_bytes=padded * wide + sum(kept.values()) + 5 * scores,
+        backward_bytes=padded * wide + sum(kept.values()) + (5 + own_scores) * scores,
     )
 
 

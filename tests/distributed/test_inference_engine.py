@@ -42,7 +42,13 @@ LATENT = LatentAttentionConfig(
 CONFIGS = {
     "grouped": TransformerConfig(**SIZES),
     "window": TransformerConfig(**SIZES, window_size=(8, 0), window_attn_skip_freq=3),
-    "scaled": TransformerConfig(**SIZES, logits_scaling=0.7),
+    "scaled": TransformerConfig(
+        **SIZES,
+        logits_scaling=0.7,
+        final_logit_softcapping=4.0,
+        attn_logit_softcapping=2.0,
+        softmax_type="learnable",
+    ),
     "sliding": TransformerConfig(**{**SIZES, "max_sequence_length": 30}),
     "experts": TransformerConfig(
         **SIZES,

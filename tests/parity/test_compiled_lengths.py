@@ -56,6 +56,12 @@ def _train(model: dict[str, Any], *, documents: bool, compiled: bool) -> Any:
             id="window",
             marks=pytest.mark.slow,
         ),
+        pytest.param(
+            {"softmax_type": "learnable", "attn_logit_softcapping": 1.0, "init_method_std": 0.4},
+            True,
+            id="caps, sinks, documents",
+            marks=pytest.mark.slow,
+        ),
         pytest.param({"attention_backend": "math"}, False, id="math", marks=pytest.mark.slow),
     ],
 )

@@ -37,6 +37,24 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "dropout": ("32-true", {"hidden_dropout": 0.1}),
     "windows": ("32-true", {"window_size": (32, 0)}),
     "math": ("32-true", {"attention_backend": "math"}),
+    "Gemma 2": (
+        "32-true",
+        {
+            "norm_placement": "sandwich",
+            "layernorm_zero_centered_gamma": True,
+            "activation": "geglu_tanh",
+            "attn_logit_softcapping": 5.0,
+        },
+    ),
+    "sinks": (
+        "32-true",
+        {
+            "softmax_type": "learnable",
+            "activation": "quick_geglu",
+            "glu_linear_offset": 1.0,
+            "activation_func_clamp_value": 7.0,
+        },
+    ),
     "norms of heads": ("32-true", {"qk_layernorm": True}),
 }
 FEW = ("fp32", "autocast", "LayerNorm, GELU, biases")

@@ -118,6 +118,10 @@ CASES = {
         {"num_query_groups": None, "mla": LATENT, "attention_backend": "math"},
     ),
     "windows": Case(1, None, {"window_size": [32, 0], "qk_layernorm": True}),
+    "caps": Case(1, None, {"attn_logit_softcapping": 5.0, "final_logit_softcapping": 5.0}),
+    "sinks, other layers with windows": Case(
+        1, None, {"softmax_type": "learnable", "window_size": [32, 0], "window_attn_skip_freq": 2}
+    ),
     "latent attention": Case(
         1, None, {"num_query_groups": None, "qk_layernorm": True, "mla": LATENT}
     ),

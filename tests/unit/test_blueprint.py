@@ -50,6 +50,11 @@ MODELS: dict[str, dict[str, Any]] = {
         "qk_layernorm": True, "qk_layernorm_per_head": False, "moe": MoEConfig(num_experts=4),
     },
     "GPT-2": GPT2 | {"num_query_groups": None},
+    "gpt-oss": {
+        "softmax_type": "learnable", "add_bias_linear": True, "window_size": (4, 0),
+        "window_attn_skip_freq": 2, "moe": MoEConfig(num_experts=4, router_bias=True),
+    },
+    "Gemma 2": {"norm_placement": "sandwich", "activation": "geglu_tanh"},
     "experts": {"moe": EXPERTS, "mtp_num_layers": 2},
     "experts with biases": GPT2 | {"moe": EXPERTS, "qk_layernorm": True, "mtp_num_layers": 1},
     "DeepSeek": {

@@ -287,6 +287,20 @@ def _copy(folders: dict[str, Path], name: str, parent: Path, **settings: Any) ->
         ),
         ("llama", {"quantization_config": {"quant_method": "gptq"}}, "quantized by 'gptq'"),
         ("llama", {"architectures": ["OPTForCausalLM"]}, "architectures.*OPTFor.*has rules"),
+        # A parallel block, and interleaved rotary positions.
+        ("llama", {"architectures": ["CohereForCausalLM"]}, "architectures.*Cohere.*has rules"),
+        ("llama", {"architectures": ["Glm4ForCausalLM"]}, "architectures.*Glm4.*has rules"),
+        (
+            "phi3",
+            {"rope_parameters": {
+                "rope_type": "longrope", "rope_theta": 300.0, "short_factor": [1.0] * 4,
+                "long_factor": [2.0] * 4, "original_max_position_embeddings": 8,
+            }},
+            "rope_parameters.rope_type='longrope'",
+        ),
+        ("gemma3", {"use_bidirectional_attention": True}, "use_bidirectional_attention=True"),
+        ("gpt-oss", {"swiglu_alpha": 1.5}, "swiglu_alpha=1.5"),
+        ("gpt-oss", {"attention_bias": False}, "attention_bias=False"),
     ],
 )  # fmt: skip
 def test_what_the_model_lacks_is_refused_by_name(

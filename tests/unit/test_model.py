@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from megatron_lightning.errors import ConfigError, ShardingError
 from megatron_lightning.models import GPTModel, TransformerConfig, num_parameters
+from megatron_lightning.models.transformer import rounded
 from megatron_lightning.parallel import ParallelContext, ParallelLayout, ShardingPlan, parallelize
 from megatron_lightning.parallel.materialize import materialize
 from megatron_lightning.parallel.sharding import named_shard_specs
@@ -181,3 +182,13 @@ def test_labels_and_positions() -> None:
     changed = x.clone()
     changed[:, 5] = (x[:, 5] + 1) % 20
     assert torch.equal(model(changed)[:, :5], logits[:, :5])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_a_factor_of_embeddings_is_a_number_of_their_dtype(dtype: torch.dtype) -> None:
+    """As Gemma of ``transformers`` has it."""
+    for factor in (1152**0.5, 640**0.5, 12.0, 0.1, 3.0):
+        assert rounded(factor, dtype) == pytest.approx(
+            float(torch.tensor(factor, dtype=torch.float64).to(dtype)),
+            rel=1e-12 if dtype != torch.float32 else 1e-7,
+        )

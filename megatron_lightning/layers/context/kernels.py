@@ -290,28 +290,32 @@ class _Math:
     def _backward(
         self, grad: Tensor, inputs: Inputs, output: Output, block: Block, scale: float
     ) -> Inputs:
-        scores, slope = self._scores(inputs, block, scale)
+        scores, slope = self._scores(inputs, block, scale, has_slope=True)
         weights = (scores - output.log_sum.to(scores.dtype).unsqueeze(-1)).exp()
         wide = weights.dtype
         q, k, v = (_per_query_head(x, inputs.q).to(wide) for x in inputs)
         grad, heads = grad.to(wide), inputs.q.shape[1] // inputs.k.shape[1]
         of_weights = grad @ v.mT - (grad * output.out.to(wide)).sum(-1, keepdim=True)
         of_scores = weights * of_weights * scale
-        of_scores = of_scores if slope is None else of_scores * slope
+        of_scores = of_scores if slope is None else of_scores.mul_(slope)
         return Inputs(
             of_scores @ k,
             _sum_heads(of_scores.mT @ q, heads),
             _sum_heads(weights.mT @ grad, heads),
         )
 
-    def _scores(self, inputs: Inputs, block: Block, scale: float) -> tuple[Tensor, Tensor | None]:
+    def _scores(
+        self, inputs: Inputs, block: Block, scale: float, *, has_slope: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
         """Return scores [b, n, s, t], -inf for invisible keys, and the slope of the cap."""
         q, k, _ = inputs
         wide = torch.float64 if q.dtype == torch.float64 else torch.float32
-        scores, slope = (q.to(wide) * scale) @ _per_query_head(k, q).to(wide).mT, None
+        scores = (q.to(wide) * scale) @ _per_query_head(k, q).to(wide).mT
+        slope = None
         if self._softcap is not None:
-            ratio = (scores / self._softcap).tanh_()
-            scores, slope = ratio * self._softcap, 1.0 - ratio.square()
+            scores.div_(self._softcap).tanh_()
+            slope = scores.square().neg_().add_(1.0) if has_slope else None
+            scores.mul_(self._softcap)
         if block.mask == "causal":
             block = replace(block, mask="band")
         mask = _mask(block, q)
