@@ -27,6 +27,7 @@ from megatron_lightning.bridge.safetensors_file import Header, StoredTensor, par
 from megatron_lightning.checkpoint.kept_files import KEPT, KeptFiles, kept_entry
 from megatron_lightning.checkpoint.source import CheckpointSource, open_checkpoint
 from megatron_lightning.errors import CheckpointError
+from megatron_lightning.models.pair import FrozenPair
 from megatron_lightning.parallel.spec import Box, Shape
 
 _MAX_CARRIED_BYTES = 64 << 20
@@ -247,11 +248,18 @@ def remember(model: nn.Module, folder: KeptFolder) -> None:
 
 
 def kept_folders(module: nn.Module) -> dict[str, KeptFolder]:
-    """Return path -> folder of a module's models with remembered folders."""
+    """Return path -> folder of a module's models with remembered folders. Frozen models beside
+    trained ones are left out, since their folders hold what is trained nowhere.
+    """
+    frozen = tuple(
+        f"{path}.frozen." if path else "frozen."
+        for path, child in module.named_modules()
+        if isinstance(child, FrozenPair)
+    )
     return {
         path: child.__dict__[_ATTRIBUTE]
         for path, child in module.named_modules()
-        if _ATTRIBUTE in child.__dict__
+        if _ATTRIBUTE in child.__dict__ and not f"{path}.".startswith(frozen)
     }
 
 

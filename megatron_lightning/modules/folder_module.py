@@ -11,6 +11,7 @@ from megatron_lightning.bridge.auto import AutoBridge
 from megatron_lightning.bridge.give_back import save_model
 from megatron_lightning.bridge.kept import read_kept, recall, write_kept
 from megatron_lightning.errors import CheckpointError
+from megatron_lightning.models.pair import FrozenPair
 from megatron_lightning.modules.language_model import LanguageModule
 from megatron_lightning.peft.record import is_adapters_only
 
@@ -73,6 +74,11 @@ class FolderModule(LanguageModule):
         super().on_load_checkpoint(checkpoint)
         recall(self, checkpoint)
 
+    @property
+    def _trained(self) -> Any:
+        """The trained model, without a frozen model beside it."""
+        return self.model.trained if isinstance(self.model, FrozenPair) else self.model
+
     def save_hf_pretrained(
         self, path: str, *, dtype: torch.dtype | None = None, overwrite: bool = False
     ) -> None:
@@ -89,6 +95,6 @@ class FolderModule(LanguageModule):
         """
         strategy: Any = None if self._trainer is None else self._trainer.strategy
         if hasattr(strategy, "save_hf_pretrained") and strategy.run is not None:
-            strategy.save_hf_pretrained(path, self.model, dtype=dtype, overwrite=overwrite)
+            strategy.save_hf_pretrained(path, self._trained, dtype=dtype, overwrite=overwrite)
         else:
-            save_model(self.model, Path(path), dtype=dtype, overwrite=overwrite)
+            save_model(self._trained, Path(path), dtype=dtype, overwrite=overwrite)

@@ -12,6 +12,8 @@ import torch
 
 pytest.importorskip("transformers", "5")
 
+from safetensors.torch import load_file
+
 from megatron_lightning.checkpoint import read_full
 from megatron_lightning.cli import main
 from megatron_lightning.config import CheckpointOptions
@@ -106,6 +108,14 @@ def _saved(folder: str) -> tuple[set[str], set[str], dict[str, bool]]:
     return {*names}, {str(module.training)}, {"frozen": any(one in inside for one in frozen)}
 
 
+def _resumed(folder: str) -> dict[str, Any]:
+    """Return the parameters after the checkpoint of adapters was loaded into another layout."""
+    module = Preferred(GPTLightningModule(SMALL, peft=LoRA()), reference="model")
+    fit = trainer(MegatronStrategy(), max_steps=2)
+    fit.fit(module, datamodule=_data(folder), ckpt_path=f"{folder}/True.ckpt")
+    return {name: parameter.detach() for name, parameter in module.named_parameters()}
+
+
 def test_the_frozen_model_stays_and_is_in_no_optimizer(tmp_path: Path) -> None:
     folder = _prepare(tmp_path)
     for _, _, held in run_ranks(4, _saved, folder, timeout_s=110):
@@ -119,7 +129,8 @@ def test_the_frozen_model_stays_and_is_in_no_optimizer(tmp_path: Path) -> None:
         assert torch.equal(state[f"model.frozen.{name}"], value)
         assert not torch.equal(state[f"model.trained.{name}"], value) or value.ndim < 2
     assert all(".trained." in name and ".adapters." in name for name in alone["state_dict"])
-    assert alone["state_dict"]
+    [resumed] = run_ranks(1, _resumed, folder)
+    assert all(torch.equal(resumed[name], value) for name, value in alone["state_dict"].items())
 
 
 def test_a_module_is_loaded_from_its_checkpoint(tmp_path: Path) -> None:
@@ -222,6 +233,26 @@ def test_a_configuration_file_trains_by_preferences(tmp_path: Path) -> None:
     }
     config.write_text(YAML % names)
     main(["fit", f"--config={config}"])
+
+
+def test_what_is_exported_is_the_trained_model(tmp_path: Path) -> None:
+    """A checkpoint of two models of a folder has one to give back."""
+    source = _write_model(tmp_path / "model")
+    module = DPOModule(HuggingFaceModule(source, learning_rate=1e-2), reference="model")
+    fit = trainer(MegatronStrategy(), devices=1, max_steps=2)
+    fit.fit(module, datamodule=_data(_prepare(tmp_path)))
+    fit.save_checkpoint(tmp_path / "pair.ckpt")
+    module.save_hf_pretrained(str(tmp_path / "live"))
+    main(["convert", "export", str(tmp_path / "pair.ckpt"), str(tmp_path / "folder")])
+    name = "model.layers.0.self_attn.q_proj.weight"
+    base, live, exported = (
+        load_file(tmp_path / folder / "model.safetensors")[name]
+        for folder in ("model", "live", "folder")
+    )
+    trained = read_full(tmp_path / "pair.ckpt")["state_dict"][f"model.trained.{name}"]
+    assert torch.equal(exported, trained)
+    assert torch.equal(live, trained)
+    assert not torch.equal(base, trained)
 
 
 def test_a_misspelt_target_is_named_before_the_start(tmp_path: Path) -> None:
