@@ -44,6 +44,11 @@ _LATENT = {
     "qk_rope_head_dim": 4, "v_head_dim": 8, "moe_intermediate_size": 12, "n_shared_experts": 2,
     "first_k_dense_replace": 1, "rms_norm_eps": 1e-6,
 }  # fmt: skip
+_SIGMOID = {
+    "n_routed_experts": 8, "num_experts_per_tok": 4, "n_group": 4, "topk_group": 2,
+    "moe_intermediate_size": 12, "n_shared_experts": 2, "first_k_dense_replace": 1,
+    "norm_topk_prob": True, "routed_scaling_factor": 1.5,
+}  # fmt: skip
 _TIED, _UNTIED = {"tie_word_embeddings": True}, {"tie_word_embeddings": False}
 _WITHOUT_RMS = {"rms_norm_eps": 1e-6}  # a key that the class does not know
 _MIXED = {
@@ -141,6 +146,11 @@ FOLDERS: dict[str, tuple[str, dict[str, Any]]] = {
         "embedding_multiplier": 3.0, "residual_multiplier": 0.4, "logits_scaling": 0.7,
         "attention_multiplier": 0.2, "num_local_experts": 4, "rope_parameters": _ROPE,
     }),
+    "glm4-moe": ("Glm4Moe", _SIGMOID | {
+        "head_dim": 12, "attention_bias": True, "use_qk_norm": True, "num_mtp_layers": 0,
+        "rope_parameters": _ROPE | {"partial_rotary_factor": 0.5},
+    }),
+    "dots1": ("Dots1", _MIXED | _SIGMOID | {"n_shared_experts": 1}),
     "kimi-k2": ("DeepseekV3", _LATENT | {
         "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1,
         "rope_parameters": _ROPE, "num_nextn_predict_layers": 0,

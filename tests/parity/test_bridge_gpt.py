@@ -35,7 +35,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 EXPERTS = (
     "predicting", "mixtral", "qwen3-moe", "qwen2-moe", "olmoe", "deepseek", "kimi", "gpt-oss",
-    "granite-moe",
+    "granite-moe", "glm4-moe", "dots1",
 )  # fmt: skip
 FEW = [
     ("llama", "tp2 x pp2"), ("qwen3", "fsdp"), ("mistral", "cp2"), ("qwen2-moe", "ep2"),

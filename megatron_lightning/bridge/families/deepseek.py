@@ -13,6 +13,8 @@ MOE = (
     rows.FirstDense(), rows.SharedExperts(),
 )  # fmt: skip
 
+EXPERT_BIAS = {f"{OURS}.mlp.router.expert_bias": f"{THEIRS}.mlp.gate.e_score_correction_bias"}
+
 
 class DeepseekV2(Family):
     """``DeepseekV2ForCausalLM``."""
@@ -38,7 +40,5 @@ class DeepseekV3(Family):
         Constant("moe.router_load_balancing_type", "none"),
         Same("mtp_num_layers", "num_nextn_predict_layers", none=0),
     )  # fmt: skip
-    weights = table(WEIGHTS, latent.WEIGHTS, EXPERTS, latent.MTP_WEIGHTS, {
-        f"{OURS}.mlp.router.expert_bias": f"{THEIRS}.mlp.gate.e_score_correction_bias",
-    })  # fmt: skip
+    weights = table(WEIGHTS, latent.WEIGHTS, EXPERTS, latent.MTP_WEIGHTS, EXPERT_BIAS)
     copies = latent.MTP_COPIES

@@ -16,6 +16,12 @@ SETTINGS = (
     Same("mla.qk_head_dim", "qk_nope_head_dim"), Same("mla.v_head_dim", "v_head_dim"),
     Same("mla.qk_pos_emb_head_dim", "qk_rope_head_dim"),
 )  # fmt: skip
+SHARED_WEIGHTS = table({
+    f"{SHARED}.linear_fc1.weight": (
+        Stacked(), f"{THEIR_SHARED}.gate_proj.weight", f"{THEIR_SHARED}.up_proj.weight"
+    ),
+    f"{SHARED}.linear_fc2.weight": f"{THEIR_SHARED}.down_proj.weight",
+})  # fmt: skip
 _NAMES = (
     ("q_proj", "q_proj"), ("q_down_proj", "q_a_proj"), ("q_up_proj", "q_b_proj"),
     ("kv_down_proj", "kv_a_proj_with_mqa"), ("kv_up_proj", "kv_b_proj"),
@@ -25,10 +31,7 @@ WEIGHTS = table({
        for a, b in _NAMES},
     **{f"{OURS}.self_attention.{x}_layernorm.weight": f"{THEIRS}.self_attn.{x}_a_layernorm.weight"
        for x in ("q", "kv")},
-    f"{SHARED}.linear_fc1.weight": (
-        Stacked(), f"{THEIR_SHARED}.gate_proj.weight", f"{THEIR_SHARED}.up_proj.weight"
-    ),
-    f"{SHARED}.linear_fc2.weight": f"{THEIR_SHARED}.down_proj.weight",
+    **SHARED_WEIGHTS,
 })  # fmt: skip
 MTP_WEIGHTS = table(
     {

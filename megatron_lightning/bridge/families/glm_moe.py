@@ -1,0 +1,41 @@
+"""GLM-4.5 (GLM-4 with experts) and dots.llm1: DeepSeek V3's experts behind grouped heads."""
+
+from typing import Any
+
+from megatron_lightning.bridge import expert_settings as rows
+from megatron_lightning.bridge.families import latent
+from megatron_lightning.bridge.families.deepseek import EXPERT_BIAS, MOE
+from megatron_lightning.bridge.families.llama import SETTINGS, WEIGHTS
+from megatron_lightning.bridge.families.qwen import HEAD_NORMS
+from megatron_lightning.bridge.families.qwen_moe import EXPERTS
+from megatron_lightning.bridge.position_settings import Rope, Window
+from megatron_lightning.bridge.rules import Family, table
+from megatron_lightning.bridge.settings import Constant, Same
+
+SIGMOID: tuple[Any, ...] = (
+    *SETTINGS, Same("kv_channels", "head_dim"), *MOE, rows.Groups(2), rows.NormalizedScores(),
+    Constant("moe.router_enable_expert_bias", True),
+    Constant("moe.router_score_function", "sigmoid"),
+    Constant("moe.router_load_balancing_type", "none"),
+)  # fmt: skip
+TABLE = table(WEIGHTS, HEAD_NORMS, latent.SHARED_WEIGHTS, EXPERTS, EXPERT_BIAS)
+
+
+class Glm4Moe(Family):
+    """``Glm4MoeForCausalLM``, GLM-4.5 and 4.6."""
+
+    architecture = "Glm4MoeForCausalLM"
+    settings = (
+        *SIGMOID, Rope(partial=True), Same("add_qkv_bias", "attention_bias"),
+        Same("qk_layernorm", "use_qk_norm"), Same("mtp_num_layers", "num_mtp_layers", none=0),
+    )  # fmt: skip
+    weights = table(TABLE, latent.MTP_WEIGHTS)
+    copies = latent.MTP_COPIES
+
+
+class Dots1(Family):
+    """``Dots1ForCausalLM``."""
+
+    architecture = "Dots1ForCausalLM"
+    settings = (*SIGMOID, Rope(), Window(by_layer=True), Constant("qk_layernorm", True))
+    weights = TABLE
