@@ -26,6 +26,7 @@ from megatron_lightning.config import (
 from megatron_lightning.config.global_batch import replica_batch_size
 from megatron_lightning.parallel.layout import ParallelLayout
 from megatron_lightning.planning.adapters import AdapterSizes
+from megatron_lightning.planning.folders import folder_config
 from megatron_lightning.planning.layers import DeviceKind
 from megatron_lightning.planning.sections import Errors, read_sections
 from megatron_lightning.precision.recipes import FP8Recipe
@@ -45,6 +46,8 @@ STRATEGY_OPTIONS = (
 """Parameters of ``MegatronStrategy``, listed here because the class's signature needs torch."""
 _SIZES = STRATEGY_OPTIONS[:7]
 _MODEL, _STRATEGY = "GPTLightningModule", "MegatronStrategy"
+_FOLDER_MODEL = "HuggingFaceModule"
+_FOLDER_OPTIONS = ("revision", "family", "trust_remote_code")
 _FP8 = "MegatronFP8Precision"
 
 
@@ -232,19 +235,20 @@ def _strategy(given: Any, errors: Errors) -> Mapping[str, Any]:
 
 def _model(given: Any, errors: Errors) -> TransformerConfig | None:
     path, arguments = _object(given, "model", errors)
-    if path.rpartition(".")[2] not in (_MODEL, ""):
+    name = path.rpartition(".")[2]
+    if name not in (_MODEL, _FOLDER_MODEL, ""):
         errors.add(
-            f"model.class_path is {path!r}, and the sizes of a model are known for {_MODEL}. "
-            "`megatron-lightning fit --print_layout` describes any model."
+            f"model.class_path is {path!r}, and the sizes of a model are known for {_MODEL} and "
+            f"{_FOLDER_MODEL}. `megatron-lightning fit --print_layout` describes any model."
         )
         return None
-    if arguments.get("config") is None and arguments.get("init_from_hf") is not None:
-        errors.add(
-            "model.init_from_hf names a folder, and a plan reads no folders. Write the sizes of "
-            "the folder's model under model.config: AutoBridge.from_hf_pretrained(FOLDER)"
-            ".to_config() shows them."
-        )
-        return None
+    folder = arguments.get("path" if name == _FOLDER_MODEL else "init_from_hf")
+    if name == _FOLDER_MODEL or (arguments.get("config") is None and folder is not None):
+        if not isinstance(folder, str):
+            errors.add(f"model.path is {folder!r}. Set it to a Hugging Face folder or Hub id.")
+            return None
+        options = {key: arguments[key] for key in _FOLDER_OPTIONS if arguments.get(key) is not None}
+        return errors.attempt(folder_config, folder, **options)
     _, config = _object(arguments.get("config"), "model.config", errors)
     config = dict(config)
     for name, kind in _NESTED.items():

@@ -13,7 +13,9 @@ from typing import Any
 import pytest
 import yaml
 
+from megatron_lightning.bridge import AutoBridge
 from megatron_lightning.cli import main
+from megatron_lightning.models import num_parameters
 from megatron_lightning.planning.recipe import STRATEGY_OPTIONS
 from megatron_lightning.planning.sections import _merged, _nested
 from megatron_lightning.strategies import MegatronStrategy
@@ -248,3 +250,29 @@ def test_a_plan_reads_plugins_from_options(option: str, capsys: pytest.CaptureFi
     blocks = activations("null", plugin, "--trainer.plugins.recipe.scaling=mxfp8")
     # Scales of 32 values instead of tensors, and weights have two sets of codes.
     assert activations("null", plugin) < blocks != activations("null")
+
+
+def test_a_plan_reads_the_sizes_of_a_folder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("transformers")
+    from tests.helpers.gpt_folders import make_folder
+
+    folder = str(make_folder("llama", tmp_path))
+    sizes = AutoBridge.from_hf_pretrained(folder).to_config()
+    modules = "megatron_lightning.modules."
+    models: list[dict[str, Any]] = [
+        {"class_path": f"{modules}GPTLightningModule", "init_args": {"init_from_hf": folder}},
+        {"class_path": f"{modules}HuggingFaceModule", "init_args": {"path": folder}},
+    ]
+    layout = {
+        "trainer__num_nodes": 1, "trainer__devices": 2, "data__init_args__sequence_length": 8,
+        f"{STRATEGY}tensor_model_parallel_size": 1, f"{STRATEGY}pipeline_model_parallel_size": 2,
+    }  # fmt: skip
+    for model in models:
+        found = plan(capsys, f"--config={changed(tmp_path, model=model, **layout)}")
+        assert sum(stage["parameters"] for stage in found["stages"]) == num_parameters(sizes)
+    missing = {"class_path": f"{modules}HuggingFaceModule", "init_args": {"path": "not/there"}}
+    assert "not/there" in wrong(changed(tmp_path, model=missing, **layout), capsys)[0]
+    other = {"class_path": "mine.Module"}
+    assert "HuggingFaceModule" in wrong(changed(tmp_path, model=other, **layout), capsys)[0]
