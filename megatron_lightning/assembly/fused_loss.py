@@ -67,6 +67,8 @@ def awaited_losses(model: Any, targets: Tensor, loss: nn.Module) -> Iterator[Los
     try:
         yield Losses(targets, loss)
     finally:
+        if awaited is not None:
+            awaited.is_over = True
         if layer is not None:
             restore(layer, "awaited")
 
@@ -92,6 +94,7 @@ class Losses:
 @dataclass(frozen=True)
 class _Call:
     layer: nn.Module
+    awaited: AwaitedLoss
     previous: Any
     """Loss function set by the user. None: the family's."""
 
@@ -146,7 +149,7 @@ def _before(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     awaited = AwaitedLoss(targets, _habits_of(model))
     layer = _begin(model, awaited)
     if layer is not None:
-        vars(model)[_CALL] = _Call(layer, vars(model).get("_loss_function"))
+        vars(model)[_CALL] = _Call(layer, awaited, vars(model).get("_loss_function"))
         model.loss_function = CausalLoss(model.loss_function, awaited, own_labels)
 
 
@@ -154,6 +157,7 @@ def _after(model: Any, args: tuple[Any, ...], output: Any) -> None:
     """End the call."""
     call: _Call | None = vars(model).pop(_CALL, None)
     if call is not None:
+        call.awaited.is_over = True
         restore(call.layer, "awaited")
         vars(model).pop("_loss_function", None)
         if call.previous is not None:

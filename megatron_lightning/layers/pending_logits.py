@@ -64,6 +64,9 @@ class AwaitedLoss:
     ignore_index: int = -100
     label_smoothing: float = 0.0
     z_loss: float = 0.0
+    is_over: bool = field(default=False, init=False)
+    """Whether the call has ended. A pipeline's run without values sets attributes of a layer again,
+    and the layer must not await the loss of an earlier call."""
     is_taken: bool = field(default=False, init=False)
     """Whether the loss function of the call has run."""
 
@@ -81,8 +84,10 @@ class AwaitedLoss:
 
     def __call__(self, layer: Any, x: Tensor) -> Tensor | None:
         """Return pending logits for the input ``x`` of ``layer``. None: the layer computes logits,
-        because the targets are of other tokens.
+        because the targets are of other tokens, or of an earlier call.
         """
+        if self.is_over:
+            return None
         axis = getattr(layer, "sequence_axis", None)
         shape = list(x.shape[:-1])
         if axis is not None:

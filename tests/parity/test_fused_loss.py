@@ -301,3 +301,31 @@ def test_ranks_exchange_no_logits_and_train_as_one_process() -> None:
 
 def test_units_of_fsdp_cannot_compute_logits_later() -> None:
     run_ranks(2, _read_late)
+
+
+class _Awaiting(_Fit):
+    """Awaits losses, as :class:`HuggingFaceModule` does."""
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        labels = torch.roll(batch["labels"], -1, 1)
+        with awaited_losses(self.model, labels, CrossEntropy()) as losses:
+            loss = losses.of(self.model(input_ids=batch["input_ids"]).logits).mean()
+        self.losses.append(float(loss.detach()))
+        return loss
+
+
+def _fit_awaiting(options: dict[str, Any] | None) -> list[float]:
+    module = _Awaiting("llama-tied", reads=False)
+    fit = trainer("auto" if options is None else MegatronStrategy(**options), max_steps=2)
+    rows = [{k: v[0] for k, v in _batch(step).items()} for step in range(8)]
+    fit.fit(module, torch.utils.data.DataLoader(rows, batch_size=ROWS))  # type: ignore[arg-type]
+    return module.losses
+
+
+def test_a_pipeline_of_sharded_layers_awaits_the_loss_of_each_micro_batch() -> None:
+    """fp32; a run without values comes before the first micro-batch, with its targets."""
+    expected = run_ranks(1, _fit_awaiting, None)[0]
+    options = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}
+    found = run_ranks(4, _fit_awaiting, {**options, "micro_batch_size": 2})[0]
+    means = [sum(losses) / 2 for losses in (found[-4:-2], found[-2:])]
+    assert means == pytest.approx(expected, rel=1e-5)
