@@ -68,7 +68,11 @@ class ObjectiveModule(FolderModule):
 
     def save_settings(self, **settings: Any) -> None:
         """Record the arguments of the constructor, for ``load_from_checkpoint``."""
-        self.save_hyperparameters({"model": _entry(self.template), **settings})
+        config = getattr(self, "config", None)
+        # `generate` and others read the model of a checkpoint by its configuration.
+        is_alone = isinstance(config, TransformerConfig) and not self._frozen
+        described = {"config": cast(TransformerConfig, config).to_dict()} if is_alone else {}
+        self.save_hyperparameters({"model": _entry(self.template), **described, **settings})
 
     @staticmethod
     def entry_of(template: Template | None) -> dict[str, Any] | None:

@@ -18,6 +18,7 @@ from megatron_lightning.checkpoint import read_full
 from megatron_lightning.cli import main
 from megatron_lightning.config import CheckpointOptions
 from megatron_lightning.errors import ConfigError
+from megatron_lightning.inference.load import read_config
 from megatron_lightning.modules import (
     DistillationModule,
     DPOModule,
@@ -142,6 +143,7 @@ def test_a_module_is_loaded_from_its_checkpoint(tmp_path: Path) -> None:
     loaded = DPOModule.load_from_checkpoint(f"{folder}/plain.ckpt")
     assert loaded.reference == "adapters"
     assert loaded.preference_loss == module.preference_loss
+    assert read_config(f"{folder}/plain.ckpt") == SMALL  # as `generate` does
     assert all(
         torch.equal(a, b) for a, b in zip(loaded.parameters(), module.parameters(), strict=True)
     )
