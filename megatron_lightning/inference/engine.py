@@ -24,6 +24,7 @@ from megatron_lightning.inference.cache import Allocator, Pages, Runs
 from megatron_lightning.inference.options import EngineOptions
 from megatron_lightning.inference.requests import Decode, RequestMaker
 from megatron_lightning.inference.rounds import Rounds
+from megatron_lightning.inference.routes import RouteRecorder, check_recorded
 from megatron_lightning.inference.scheduler import Request, Scheduler
 from megatron_lightning.inference.steps import Steps
 from megatron_lightning.inference.text_model import Observe, TextModel
@@ -78,6 +79,11 @@ class Engine(TextModel):
             prepare=prepare,
         )
         self.options = options or EngineOptions()
+        self._recorder = (
+            RouteRecorder(getattr(model, "config", None), context)
+            if self.options.record_routes
+            else None
+        )
         self._part = part
         self._runner = StageRunner(model, part, context, executor)
         self._keeps_cache = keeps_cache
@@ -142,12 +148,16 @@ class Engine(TextModel):
         """Run requests to their ends. A collective of the replica, and of all replicas stepping
         together.
         """
+        for request in requests if self._recorder is not None else ():
+            check_recorded(request)
         with self.active() as scheduler:
             for request in requests:
                 scheduler.add(request)
             while self.is_busy():
                 self.step()
                 observe(requests)
+        if self._recorder is not None:
+            self._recorder.finish(requests)
 
     @contextmanager
     def active(self) -> Iterator[Scheduler]:
@@ -209,10 +219,12 @@ class Engine(TextModel):
             limit = min(most_steps, scheduler.most_steps)
             num_steps = 1 << (limit.bit_length() - 1)
         scheduler.set_groups(num_groups)
-        steps = Steps(cache, scheduler.allocator, self.context)
+        steps = Steps(cache, scheduler.allocator, self.context, self._recorder)
         rounds = Rounds(scheduler, steps, self.context, num_groups)
         self._runner.run(num_groups * num_steps, rounds.call, rounds.finish, group_size=num_groups)
         rounds.end()
+        if self._recorder is not None:
+            self._recorder.collect()
         self.num_steps += num_steps
 
     def _allocate(self) -> KeyCache:

@@ -30,6 +30,7 @@ from megatron_lightning.inference.engine import Engine
 from megatron_lightning.inference.options import EngineOptions
 from megatron_lightning.inference.own_generate import OwnGenerate
 from megatron_lightning.inference.requests import Decode, RequestMaker
+from megatron_lightning.inference.routes import refuse_routes
 from megatron_lightning.inference.text import (
     Codec,
     codec_of_files,
@@ -252,6 +253,7 @@ def load_engine(
         part = assemble(model, context, None, choice.placement, PipelineOptions())
     saved.fill(model, part, context)
     if not isinstance(model, GPTModel):
+        refuse_routes(options)
         maker = RequestMaker(longest=saved.longest, stops=frozenset(ends), decode=decode)
         return OwnGenerate(model, context, maker)
     executor = PipelineExecutor(context, choice.placement)

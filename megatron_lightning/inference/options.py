@@ -30,6 +30,8 @@ class EngineOptions:
     storage: Storage = "auto"
     """Storage of keys. "runs": neighboring slots for each request, reserved at the request's start.
     "pages": pages reserved as the text grows. "auto": runs on a CPU, pages on a GPU."""
+    record_routes: bool = False
+    """Whether completions have the experts of each token, for a replay in training."""
 
     def __post_init__(self) -> None:
         for name in ("max_tokens", "max_requests", "block_size", "cache_gib"):

@@ -57,6 +57,8 @@ class Request:
     """Log-probability of each new token, or of each scored token."""
     best: list[tuple[int, float]] = field(default_factory=list)
     """The most likely token at the same places, and the token's log-probability."""
+    routes: torch.Tensor | None = None
+    """Recorded experts of the tokens [tokens, m, k]. None: routes are not recorded."""
     reason: str | None = None
     """Reason for the end of the text: stop, length or abort. None: the text has not ended."""
 

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from megatron_lightning.assembly.stage_runner import StageCall
 from megatron_lightning.inference.cache import Allocator, Pages
+from megatron_lightning.inference.routes import RouteRecorder
 from megatron_lightning.inference.scheduler import Batch, Portion
 from megatron_lightning.layers import key_cache
 from megatron_lightning.layers.key_cache import CacheStep, KeyCache, Span
@@ -20,12 +21,20 @@ class Steps:
         cache: The stores of the layers.
         allocator: The slots of the requests.
         context: Groups of this rank.
+        recorder: Records the experts of tokens. None: routes are not recorded.
     """
 
-    def __init__(self, cache: KeyCache, allocator: Allocator, context: ParallelContext) -> None:
+    def __init__(
+        self,
+        cache: KeyCache,
+        allocator: Allocator,
+        context: ParallelContext,
+        recorder: RouteRecorder | None = None,
+    ) -> None:
         self._cache = cache
         self._allocator = allocator
         self._device = context.device
+        self._recorder = recorder
         self._multiple = context.tp.size if context.sp else 1
 
     def padding(self) -> StageCall:
@@ -58,7 +67,10 @@ class Steps:
         )
         row = self._on_device(torch.tensor([tokens + [0] * padding]))
         places = self._on_device(torch.tensor([positions + [0] * padding]))
-        return StageCall((row,), {"position_ids": places, "cache": step}, row.shape[1])
+        inputs = {"position_ids": places, "cache": step}
+        if self._recorder is not None:
+            inputs["routes"] = self._recorder.begin(batch)
+        return StageCall((row,), inputs, row.shape[1])
 
     def _keys(self, portion: Portion) -> key_cache.Slots:
         keys = self._allocator.keys(portion.request, portion.end)

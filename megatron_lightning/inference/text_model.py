@@ -7,7 +7,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -35,6 +35,9 @@ class Completion:
     top-p."""
     reason: str
     """Why the text ended: ``stop`` (an end token or a stop string) or ``length``."""
+    routes: torch.Tensor | None = field(default=None, compare=False)
+    """[t, m, k] int32 experts of each token of prompt and text in each of the model's m layers of
+    experts. -1 for a last token not read by the model. None: routes are not recorded."""
 
 
 @dataclass(frozen=True)
@@ -166,7 +169,9 @@ class TextModel(ABC):
 
 def _completion_of(request: Request) -> Completion:
     """Return the text of an ended request."""
-    return Completion(request.new_tokens, request.logprobs, request.reason or "length")
+    return Completion(
+        request.new_tokens, request.logprobs, request.reason or "length", request.routes
+    )
 
 
 def _score_of(request: Request) -> Score:

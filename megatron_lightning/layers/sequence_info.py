@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.layers.key_cache import CacheStep
+from megatron_lightning.layers.moe.routes import Routes
 from megatron_lightning.parallel.documents import Documents
 
 __all__ = ["Documents", "SequenceInfo"]
@@ -30,6 +31,8 @@ class SequenceInfo:
 
     None: the batch holds full sequences.
     """
+    routes: Routes | None = None
+    """Experts of the tokens, to replay or to record. None: routers choose."""
 
     def __post_init__(self) -> None:
         if self.window is not None and not self.causal:
@@ -40,7 +43,11 @@ class SequenceInfo:
 
     def with_window(self, window: int) -> SequenceInfo:
         """Return the sequences with a window."""
-        return SequenceInfo(self.position_ids, self.causal, window, self.documents, self.cache)
+        return replace(self, window=window)
+
+    def without_routes(self) -> SequenceInfo:
+        """Return the sequences for layers whose routes are neither replayed nor recorded."""
+        return self if self.routes is None else replace(self, routes=None)
 
     @property
     def is_plain(self) -> bool:

@@ -28,6 +28,7 @@ from megatron_lightning.layers.linear_loss import OutputLinear, token_losses
 from megatron_lightning.layers.loss import CrossEntropy, capped
 from megatron_lightning.layers.mlp import MLP
 from megatron_lightning.layers.moe.layer import MoELayer
+from megatron_lightning.layers.moe.routes import GivenRoutes, Routes
 from megatron_lightning.layers.mtp import MultiTokenPrediction, MultiTokenPredictionLayer
 from megatron_lightning.layers.norm import build_norm
 from megatron_lightning.layers.rotary import RotaryEmbedding
@@ -129,6 +130,7 @@ class TransformerLayer(nn.Module):
         self.post_self_attn_layernorm = _build_norm(config, behind)
         self.pre_mlp_layernorm = _build_norm(config, before)
         self.mlp = mlp
+        self.has_experts = isinstance(mlp, MoELayer)
         self.post_mlp_layernorm = _build_norm(config, behind)
         self.dropout = Dropout(config.hidden_dropout)
         self.multiplier = config.residual_multiplier
@@ -138,7 +140,9 @@ class TransformerLayer(nn.Module):
         attended = self.self_attention(_normed(hidden, self.input_layernorm), sequence)
         attended = _normed(attended, self.post_self_attn_layernorm)
         hidden = hidden + self.dropout(_times(attended, self.multiplier))
-        mapped = self.mlp(_normed(hidden, self.pre_mlp_layernorm))
+        routes = sequence.routes if self.has_experts and sequence is not None else None
+        normed = _normed(hidden, self.pre_mlp_layernorm)
+        mapped = self.mlp(normed) if routes is None else self.mlp(normed, routes)
         mapped = _normed(mapped, self.post_mlp_layernorm)
         out: Tensor = hidden + self.dropout(_times(mapped, self.multiplier))
         return out
@@ -167,12 +171,17 @@ def build_layers(config: TransformerConfig) -> list[nn.Module]:
     """Return the layers of the model. Layers with equal frequencies share the rotary positions."""
     rotary = dict[tuple[object, ...], RotaryEmbedding | None]()
     layers = []
+    num_experts = 0
     for index, kind in enumerate(config.layer_kinds):
         own = config.of_layer(index)
         key = (own.position_embedding_type, own.rotary_base, own.rope_scaling)
         if key not in rotary:
             rotary[key] = build_rotary(own)
-        layers.append(build_layer(own, rotary[key], kind))
+        layer = build_layer(own, rotary[key], kind)
+        if kind == "expert" and isinstance(layer.mlp, MoELayer):
+            layer.mlp.number = num_experts
+            num_experts += 1
+        layers.append(layer)
     return layers
 
 
@@ -269,6 +278,8 @@ class GPTModel(nn.Module):
         position_ids: Tensor | None = None,
         document_ids: Tensor | Documents | None = None,
         cache: CacheStep | None = None,
+        *,
+        routes: Tensor | Routes | None = None,
     ) -> Tensor:
         """Predict the next token of every position.
 
@@ -280,6 +291,9 @@ class GPTModel(nn.Module):
                 the same document. None: a row is one document.
             cache: Requests with new tokens in ``tokens`` [1, s], and the cache of earlier keys.
                 None: rows are full sequences.
+            routes: [b, s, m, k] experts of each token in the m layers of experts, recorded by an
+                engine (``Completion.routes``). Routers weigh the experts by their own scores. A
+                negative entry leaves the choice to the router. None: routers choose.
 
         Returns:
             Logits [b, s, v], or with a cache [1, k, v] for the cache's requested tokens. With
@@ -293,13 +307,17 @@ class GPTModel(nn.Module):
         hidden: Tensor = self.embedding(tokens, position_ids)
         if self.config.fp32_residual_connection:
             hidden = hidden.float()
-        sequence = SequenceInfo(position_ids, documents=documents, cache=cache)
+        if isinstance(routes, Tensor):
+            num_layers = self.config.layer_kinds.count("expert")
+            routes = GivenRoutes.of(routes, tokens, self.config.moe, num_layers)
+        sequence = SequenceInfo(position_ids, documents=documents, cache=cache, routes=routes)
         hidden = self.decoder(hidden, sequence)
         if cache is not None:
             return self._kept_output(hidden, tokens.shape[1], cache.kept)
         if self.mtp is None:
             return self._output(hidden, labels)
         positions = self._embedded_positions(tokens, position_ids)
+        sequence = sequence.without_routes()
         hidden, ahead = self.mtp(hidden, tokens, labels, positions, sequence)
         output, losses = self._outputs(hidden, labels, ahead)
         out: Tensor = self.mtp.loss(output, losses, ahead)

@@ -100,12 +100,17 @@ class GPTLightningModule(FolderModule):
         labels: Tensor | None = None,
         position_ids: Tensor | None = None,
         document_ids: Tensor | None = None,
+        routes: Tensor | None = None,
     ) -> Tensor:
-        """Return the model's logits [b, s, v], or with labels the tokens' losses [b, s]."""
+        """Return the model's logits [b, s, v], or with labels the tokens' losses [b, s]. With
+        ``routes`` [b, s, m, k] tokens have these experts (see :class:`GPTModel`).
+        """
         if self.model is None:
             self.configure_model()
         inputs = {"labels": labels, "position_ids": position_ids}
         if document_ids is not None:
             inputs["document_ids"] = document_ids
+        if routes is not None:
+            inputs["routes"] = routes
         out: Tensor = self.model(tokens, **inputs)
         return out

@@ -31,7 +31,8 @@ class LanguageModule(LightningModule):
 
     A batch holds ``tokens`` and ``labels`` [b, s] (already shifted, -100 leaves a token out), and
     may hold ``loss_mask`` [b, s], ``position_ids`` [b, s] and ``document_ids`` [b, s] (tokens
-    attend only to tokens with the same number in the row).
+    attend only to tokens with the same number in the row). Batches of models with experts may hold
+    ``routes`` [b, s, m, k], the experts of each token in each layer of experts.
 
     The loss is the weighted mean over the counted tokens, with ``loss_mask`` as non-negative
     weights (0 leaves a token out). Only the ratios of the weights matter.
@@ -64,6 +65,7 @@ class LanguageModule(LightningModule):
         "loss_mask": 1,
         "position_ids": 1,
         "document_ids": 1,
+        "routes": 1,
     }
 
     def __init__(
@@ -281,7 +283,7 @@ def _weighed_by(num_items: Tensor) -> dict[str, Any]:
 
 def _optional_inputs(batch: Batch) -> dict[str, Tensor]:
     """Return the model's optional inputs in a batch."""
-    return {key: batch[key] for key in ("position_ids", "document_ids") if key in batch}
+    return {key: batch[key] for key in ("position_ids", "document_ids", "routes") if key in batch}
 
 
 def _check_lengths(

@@ -87,7 +87,7 @@ class StepHooks(RankHooks):
             return super(StepHooks, self).optimizer_step(optimizer, closure, model, **kwargs)
 
         with self.ranks.streams.in_hook():  # a module may step inside of its training_step
-            return self._running.training.optimizer_step(step, closure)
+            return self._running.training.optimizer_step(optimizer, step, closure)
 
     @contextmanager
     @override

@@ -17,6 +17,7 @@ from megatron_lightning.inference.engine import Engine
 from megatron_lightning.inference.options import EngineOptions
 from megatron_lightning.inference.own_generate import OwnGenerate
 from megatron_lightning.inference.requests import Decode, RequestMaker
+from megatron_lightning.inference.routes import refuse_routes
 from megatron_lightning.models.transformer import GPTModel
 from megatron_lightning.parallel.context import ParallelContext
 from megatron_lightning.pipeline.executor import PipelineExecutor
@@ -77,6 +78,7 @@ def live_engine(
             forward_context=forward_context,
             prepare=prepare,
         )
+    refuse_routes(options)
     longest = getattr(getattr(model, "config", None), "max_position_embeddings", None)
     requests = RequestMaker(longest=longest or 1 << 30, stops=frozenset(stops), decode=decode)
     return OwnGenerate(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,15 @@ from torch import Tensor
 
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.resilience.failure import PeerFailure
-from tests.lightning.support import DDP2, DP2, Layout, assert_close, layouts, run, single
+from tests.lightning.support import (
+    DDP2,
+    DP2,
+    Layout,
+    assert_close,
+    layouts,
+    run,
+    single,
+)
 from tests.lightning.vectors import VectorModule, loader
 
 
@@ -44,6 +53,36 @@ class _ClearsBySubModule(_Manual):
     def _compute(self, loss: Tensor) -> None:
         self.net.zero_grad()
         self.manual_backward(loss)
+
+
+class _ClearsByNone(_Manual):
+    def _compute(self, loss: Tensor) -> None:
+        for parameter in self.parameters():
+            parameter.grad = None
+        self.manual_backward(loss)
+
+
+class _ClearsByZeros(_Manual):
+    def _compute(self, loss: Tensor) -> None:
+        self.optimizers().zero_grad(set_to_none=False)
+        self.manual_backward(loss)
+
+
+class _TwoOptimizers(_Manual):
+    """The first loss leaves gradients with the second optimizer, as that of a generator with its
+    judge. They are cleared before the second backward pass."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        for optimizer in self.optimizers():
+            optimizer.zero_grad()
+            self.manual_backward(F.cross_entropy(self.net(batch[0]), batch[1]))
+            optimizer.step()
+
+    def configure_optimizers(self) -> Any:
+        return [
+            torch.optim.SGD(self.net[:2].parameters(), lr=0.1),
+            torch.optim.SGD(self.net[2:].parameters(), lr=0.1),
+        ]
 
 
 class _CallsBackward(_Manual):
@@ -93,3 +132,23 @@ def test_gradients_of_one_rank_are_refused(
     assert any(texts)
     for text in texts:
         assert not text or "Call self.manual_backward(loss)" in text, text
+
+
+def _warnings(layout: Layout, folder: str, *kinds: type[_Manual]) -> list[bool]:
+    found = []
+    for kind in kinds:
+        trainer = layout.trainer(folder, max_epochs=1)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            trainer.fit(kind(), loader(layout))
+        texts = [str(warning.message) for warning in caught]
+        found.append(any("Call optimizer.zero_grad()" in text for text in texts))
+    return found
+
+
+@layouts(DP2)
+def test_a_step_by_gradients_of_earlier_steps_is_named(layout: Layout, tmp_path: Path) -> None:
+    """Only on the first rank, as all warnings."""
+    kinds = [_ClearsByNone, _Manual, _ClearsByZeros, _ClearsByModule, _TwoOptimizers]
+    [first, *_] = run(layout, _warnings, tmp_path, *kinds)
+    assert first == [True, True, False, False, False]

@@ -29,6 +29,7 @@ from megatron_lightning.layers.mlp import MLP
 from megatron_lightning.layers.moe.dispatch import Dispatcher, Exchange, LocalDispatch
 from megatron_lightning.layers.moe.experts import Experts
 from megatron_lightning.layers.moe.router import Router, RouterLoss, Routing
+from megatron_lightning.layers.moe.routes import Routes
 from megatron_lightning.layers.step_report import LossScale, StepReport
 from megatron_lightning.parallel.collectives import (
     all_reduce,
@@ -152,13 +153,19 @@ class MoELayer(nn.Module):
 
         The callback ExpertLoadMonitor sets the flag.
         """
+        self.number: int | None = None
+        """Number among the layers of experts of the full model. None: the layer has no routes."""
         self._num_choices = moe.router_topk if moe.expert_capacity_factor is None else None
 
     @torch.compiler.disable(recursive=False)  # type: ignore[no-untyped-call, untyped-decorator]
-    def forward(self, hidden: Tensor) -> Tensor:
-        """Map [s, b, h] to [s, b, h]."""
+    def forward(self, hidden: Tensor, routes: Routes | None = None) -> Tensor:
+        """Map [s, b, h] to [s, b, h]. Experts follow or are recorded in ``routes``."""
         own, is_padding = self._own(hidden)
-        routing = self.router(own, is_padding)
+        first = self._first_token(own)
+        given = None if routes is None else routes.given(self.number, first, len(own.flatten(0, 1)))
+        routing = self.router(own, is_padding, given)
+        if routes is not None:
+            routes.take(self.number, first, routing.chosen)
         exchange = _begin(self.dispatcher, routing, self._num_choices)
         # While the numbers of rows travel.
         shared = None if self.shared_experts is None else self.shared_experts(hidden)
@@ -212,6 +219,13 @@ class MoELayer(nn.Module):
         first = self.replicas.rank * len(own)
         places = torch.arange(first, first + len(own), device=own.device)
         return own, (places >= len(tokens))[:, None]
+
+    def _first_token(self, own: Tensor) -> int:
+        """Return the number of this rank's first token among the tokens [s, b] of all
+        tensor-parallel ranks.
+        """
+        tensor = self.replicas if self.replicas.size > 1 else self.sharing[0]
+        return tensor.rank * own.shape[0] * own.shape[1]
 
     def _full(self, out: Tensor, hidden: Tensor) -> Tensor:
         if self.replicas.size > 1:

@@ -81,9 +81,16 @@ def route(
 
 
 def _assign(
-    logits: Tensor, moe: MoEConfig, expert_bias: Tensor | None, choose: ChooseExperts
+    logits: Tensor,
+    moe: MoEConfig,
+    expert_bias: Tensor | None,
+    choose: ChooseExperts,
+    given: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return probabilities and choices [t, E] before any token is dropped."""
+    """Return probabilities and choices [t, E] before any token is dropped.
+
+    ``given``: [t, k] experts in the place of the best experts. Negative: the token has none.
+    """
     if logits.dim() != 2 or logits.shape[1] != moe.num_experts:
         raise ConfigError(
             f"logits have the shape {list(logits.shape)}, and moe.num_experts is "
@@ -104,6 +111,8 @@ def _assign(
     scores = _wide(logits) if softmax and not moe.router_pre_softmax else _scores(logits, moe)
     ranked = scores.detach()
     indices = choose(ranked if expert_bias is None else ranked + expert_bias, moe)
+    if given is not None:
+        indices = torch.where(given < 0, indices, given.long())
     weights = scores.gather(1, indices)
     if softmax and not moe.router_pre_softmax:
         weights = weights.softmax(dim=-1)
@@ -313,16 +322,24 @@ class Router(nn.Module):
         ranks.
         """
 
-    def forward(self, hidden: Tensor, is_padding: Tensor | None = None) -> Routing:
+    def forward(
+        self, hidden: Tensor, is_padding: Tensor | None = None, given: Tensor | None = None
+    ) -> Routing:
         """Route the tokens of ``hidden`` [s, b, h].
 
         Tokens with ``is_padding`` [s, b] count neither in the losses nor in the numbers of tokens.
+        ``given`` [t, k]: experts of recorded routes, weighed by the scores of this router.
+
+        Raises:
+            ConfigError: If given experts could be dropped, or scores are random.
         """
         moe = self.moe
+        if given is not None and not self.is_exact:
+            _check_replayed(moe)
         logits_sbE = self._logits(hidden)
         logits = logits_sbE.flatten(0, 1)
         bias = None if self.expert_bias is None else self.expert_bias.detach()
-        probs, wanted = _assign(logits, moe, bias, self.choose)
+        probs, wanted = _assign(logits, moe, bias, self.choose, given)
         counted = wanted if is_padding is None else wanted & ~is_padding.reshape(-1, 1)
         # Padding takes no capacity. Without a capacity, padding has as many experts as other
         # tokens.
@@ -405,6 +422,21 @@ class Router(nn.Module):
     def extra_repr(self) -> str:
         """Return the sizes, for ``print``."""
         return f"hidden_size={self.weight.shape[1]}, num_experts={self.moe.num_experts}"
+
+
+def _check_replayed(moe: MoEConfig) -> None:
+    """Check that recorded routes can be computed as recorded."""
+    if moe.expert_capacity_factor is not None:
+        raise ConfigError(
+            f"routes are replayed with moe.expert_capacity_factor={moe.expert_capacity_factor}: "
+            "text is written without a capacity, and here experts would drop tokens of the "
+            "recorded routes. Set expert_capacity_factor to None."
+        )
+    if moe.router_force_load_balancing:
+        raise ConfigError(
+            "routes are replayed with moe.router_force_load_balancing=True, which weighs experts "
+            "by random scores. Set it to False."
+        )
 
 
 def _same(counts: Tensor) -> Tensor:

@@ -26,6 +26,7 @@ from megatron_lightning.strategies.step.gradients.gradient_guard import (
     GradientGuard,
     describe_parts,
 )
+from megatron_lightning.strategies.step.gradients.left_gradients import LeftGradients
 from megatron_lightning.strategies.step.gradients.manual import (
     check_reduced,
     follow_toggling,
@@ -99,7 +100,9 @@ class Training:
         if context.world_size > 1 or self.accumulation.managed:
             self._clip_globally()
         self.loss_scaling = self._scale_losses()
+        self._left: LeftGradients | None = None
         if self.accumulation.managed and not module.automatic_optimization:
+            self._left = LeftGradients(module, self.accumulation)
             follow_toggling(module, self.accumulation, undo)
             follow_zero_grad(module, optimizers, self.accumulation, undo, self.guard)
         self._zeroing = ZeroingCheck(module, undo)
@@ -179,6 +182,8 @@ class Training:
         """
         self.guard.close()
         self._follow()
+        if keep_earlier and self._left is not None:
+            self._left.begin_backward()
         self._zeroing.applies = clear or self.accumulation.managed
         self.accumulation.begin_run(clear=clear, keep_earlier=keep_earlier)
 
@@ -209,6 +214,8 @@ class Training:
         """Watch the user's code for changes of the gradients from now until the step."""
         optimizers = self._optimizers
         self._zeroing.is_left = True
+        if self._left is not None:
+            self._left.end_backward()
         self.guard.open(optimizers)
         for optimizer in optimizers if self._parts else ():
             self._check_last(optimizer)
@@ -228,11 +235,12 @@ class Training:
 
     def optimizer_step(
         self,
+        optimizer: Any,
         step: Callable[[Callable[[], Any]], Any],
         closure: Callable[[], Any],
     ) -> Any:
-        """Call ``step(closure)`` unless a participant refuses the update. Participants then follow
-        the update.
+        """Call ``step(closure)`` of ``optimizer`` unless a participant refuses the update.
+        Participants then follow the update.
         """
         allowed = True
 
@@ -248,6 +256,8 @@ class Training:
             return result
 
         self.guard.check()
+        if self._left is not None:
+            self._left.begin_step(unwrapped(optimizer))
         if self.participants.vetoes:
             output = gradients()  # shows whether there will be a step
             if allowed:
@@ -259,6 +269,8 @@ class Training:
         )
         if self._scope.module.automatic_optimization:
             self.guard.close()
+        if self._left is not None:
+            self._left.end_step(unwrapped(optimizer))
         self.guard.record()  # another optimizer may step gradients of the same backward pass
         self.participants.after_update(stepped=not self.step_skipped)
         return output
