@@ -1,5 +1,7 @@
 """DeepSeek V2 and V3 (also Kimi K2): latent attention, shared experts, multi-token prediction."""
 
+from collections.abc import Mapping
+
 from megatron_lightning.bridge import expert_settings as rows
 from megatron_lightning.bridge.families import latent
 from megatron_lightning.bridge.families.llama import OURS, THEIRS, WEIGHTS
@@ -13,7 +15,9 @@ MOE = (
     rows.FirstDense(), rows.SharedExperts(),
 )  # fmt: skip
 
-EXPERT_BIAS = {f"{OURS}.mlp.router.expert_bias": f"{THEIRS}.mlp.gate.e_score_correction_bias"}
+EXPERT_BIAS: Mapping[str, str] = {
+    f"{OURS}.mlp.router.expert_bias": f"{THEIRS}.mlp.gate.e_score_correction_bias"
+}
 
 
 class DeepseekV2(Family):
