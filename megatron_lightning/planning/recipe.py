@@ -40,8 +40,8 @@ STRATEGY_OPTIONS = (
     "expert_model_parallel_size", "expert_tensor_parallel_size", "sequence_parallel",
     "micro_batch_size", "pipeline_schedule", "pipeline_options", "context_options",
     "data_parallel", "data_parallel_options", "recompute", "compile", "compile_options",
-    "fused_loss", "non_finite", "start_method", "sharding_plan", "checkpoint_options", "process_group_backend",
-    "nccl_communicator_config_path", "timeout_s",
+    "fused_loss", "non_finite", "start_method", "sharding_plan", "checkpoint_options",
+    "process_group_backend", "nccl_communicator_config_path", "timeout_s",
 )  # fmt: skip
 """Parameters of ``MegatronStrategy``, listed here because the class's signature needs torch."""
 _SIZES = STRATEGY_OPTIONS[:7]
