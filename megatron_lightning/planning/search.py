@@ -123,7 +123,9 @@ class LayoutSearch:
 
     def run(self) -> SearchResult:
         """Return the layouts that fit."""
-        candidates = list(self._candidates())
+        valid = list(self._candidates())
+        usable = self._device.usable_bytes
+        candidates = [one for one in valid if self._least_bytes(one[0]) <= usable]
         estimates = [self._model.estimate(one, split.stages) for one, split in candidates]
         found: list[FoundLayout] = []
         fastest = inf
@@ -133,7 +135,7 @@ class LayoutSearch:
                 break
             recipe, split = candidates[number]
             key = _without_recomputation(recipe)
-            if key in less or self._least_bytes(recipe) > self._device.usable_bytes:
+            if key in less:
                 continue
             layout = self._found(recipe, split.stages)
             if layout is not None and self._fits(layout):
@@ -144,7 +146,7 @@ class LayoutSearch:
         shown = [one for one in found if one.time.seconds <= SECOND * fastest]
         own = self._own(self._recipe)
         fitting = own if own is None or self._fits(own) else self._own_with_less()
-        return SearchResult(tuple(shown), own, fitting, len(candidates))
+        return SearchResult(tuple(shown), own, fitting, len(valid))
 
     def _fits(self, layout: FoundLayout) -> bool:
         return layout.memory.total_bytes <= self._device.usable_bytes
@@ -205,7 +207,7 @@ class LayoutSearch:
         layout = recipe.layout
         key = (
             layout.tp, layout.cp, layout.etp, layout.ep, layout.sp, recipe.micro_batch_size,
-            repr(recipe.recompute),
+            recipe.recompute.recompute_granularity, tuple(recipe.recompute.recompute_modules),
         )  # fmt: skip
         if key not in self._kept:
             sizes = recipe_sizes(recipe, splits_backward=False)

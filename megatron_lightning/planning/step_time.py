@@ -258,6 +258,7 @@ class StepModel:
         self._alike = alike
         self._units: dict[Hashable, _Work] = {}
         self._known: dict[Hashable, _Work] = {}
+        self._fullest: dict[Hashable, tuple[ParameterCount, Sequence[Sequence[str]]]] = {}
 
     def microbatch(self, recipe: Recipe, units: Sequence[str]) -> UnitTime:
         """Return the time of a micro-batch in a stage."""
@@ -271,7 +272,7 @@ class StepModel:
         """Return the seconds of a step without a simulation: the slowest rank's work, and the
         warm-up.
         """
-        each = [self.microbatch(recipe, units) for units in stages]
+        each = self._each(recipe, stages)
         pp = recipe.layout.pp
         work = _by_rank([one.forward + one.backward for one in each], pp)
         warm_up = sum(work) / len(each) * (pp - 1)
@@ -287,7 +288,7 @@ class StepModel:
             replay: Schedule of :func:`simulated_microbatches`.
             stages: Units of every stage.
         """
-        each = [self.microbatch(recipe, units) for units in stages]
+        each = self._each(recipe, stages)
         forward, backward = [one.forward for one in each], [one.backward for one in each]
         work = _by_rank(list(map(sum, zip(forward, backward, strict=True))), recipe.layout.pp)
         simulated = replay.run_time(forward, backward, self._message_seconds(recipe))
@@ -304,11 +305,7 @@ class StepModel:
 
     def _work(self, recipe: Recipe, units: Sequence[str]) -> _Work:
         """Return the sums over the units of a stage. Stages alike are computed once."""
-        layout = recipe.layout
-        sizes = (
-            layout.tp, layout.cp, layout.ep, layout.etp, layout.sp, recipe.micro_batch_size,
-            repr(recipe.recompute),
-        )  # fmt: skip
+        layout, sizes = recipe.layout, _sizes_of_work(recipe)
         keys = tuple(map(self._alike.key, units))
         if (sizes, keys) not in self._known:
             total = _Work(UnitTime(), ParameterCount())
@@ -321,6 +318,21 @@ class StepModel:
                 total = _Work(total.time.plus(one.time), total.parameters + one.parameters)
             self._known[sizes, keys] = total
         return self._known[sizes, keys]
+
+    def _each(self, recipe: Recipe, stages: Sequence[Sequence[str]]) -> list[UnitTime]:
+        """Return the time of a micro-batch in every stage."""
+        return self._alike.once_each(stages, lambda units: self.microbatch(recipe, units))
+
+    def _held(self, recipe: Recipe, stages: Sequence[Sequence[str]]) -> ParameterCount:
+        """Return the parameters of the fullest rank."""
+        layout = recipe.layout
+        key = layout.tp, layout.ep, layout.etp, layout.pp, id(stages)
+        if key not in self._fullest:
+            counts = self._alike.once_each(stages, lambda units: self.parameters(recipe, units))
+            ranks = (sum(counts[rank :: layout.pp], ParameterCount()) for rank in range(layout.pp))
+            # The stages are kept, so that no others get their identity.
+            self._fullest[key] = max(ranks, key=lambda count: count.total), stages
+        return self._fullest[key][0]
 
     def _message_seconds(self, recipe: Recipe) -> float:
         """Return the time of a message between stages."""
@@ -339,11 +351,7 @@ class StepModel:
         layout, pp = recipe.layout, recipe.layout.pp
         shards = recipe.world_size // (layout.tp * pp)
         expert_shards = max(1, recipe.world_size // (layout.etp * layout.ep * pp))
-        counts = [self.parameters(recipe, units) for units in stages]
-        held = max(
-            (sum(counts[rank::pp], ParameterCount()) for rank in range(pp)),
-            key=lambda count: count.total,
-        )
+        held = self._held(recipe, stages)
         trained = _ADAPTED if recipe.adapters is not None else 1.0
         sent = (held.dense if shards > 1 else 0) + (held.experts if expert_shards > 1 else 0)
         link = self._link(recipe.world_size // pp) * _LINK
@@ -373,6 +381,15 @@ def _value_dim(config: TransformerConfig) -> int:
 def simulated_microbatches(recipe: Recipe) -> int:
     """Return the micro-batches of a run that are simulated. The others repeat the same pattern."""
     return min(recipe.num_microbatches, _MOST_SIMULATED * recipe.layout.pp)
+
+
+def _sizes_of_work(recipe: Recipe) -> tuple[Hashable, ...]:
+    """Return what determines the work on a unit, of one model and length."""
+    layout, recompute = recipe.layout, recipe.recompute
+    return (
+        layout.tp, layout.cp, layout.ep, layout.etp, layout.sp, recipe.micro_batch_size,
+        recompute.recompute_granularity, tuple(recompute.recompute_modules),
+    )  # fmt: skip
 
 
 def _by_rank(stages: Sequence[float], pp: int) -> list[float]:
