@@ -69,6 +69,8 @@ class AwaitedLoss:
     and the layer must not await the loss of an earlier call."""
     is_taken: bool = field(default=False, init=False)
     """Whether the loss function of the call has run."""
+    is_paused: bool = field(default=False, init=False)
+    """Whether the layer computes logits."""
 
     def losses(self, layer: Any, x: Tensor, factor: float) -> Tensor:
         """Return the token losses [b, s] of the logits of ``layer`` times ``factor``.
@@ -86,7 +88,7 @@ class AwaitedLoss:
         """Return pending logits for the input ``x`` of ``layer``. None: the layer computes logits,
         because the targets are of other tokens, or of an earlier call.
         """
-        if self.is_over:
+        if self.is_over or self.is_paused:
             return None
         axis = getattr(layer, "sequence_axis", None)
         shape = list(x.shape[:-1])
@@ -101,14 +103,21 @@ class AwaitedLoss:
         factor = self.habits.factor
         return PendingLogits.make(_Pending(self, layer, x, self.losses(layer, x, factor), factor))
 
+    def of_logits(self, logits: Tensor) -> Tensor:
+        """Return the losses [b, s] of ``logits`` [b, s, v]."""
+        options = (self.ignore_index, self.label_smoothing, self.z_loss)
+        vocabulary = Vocabulary(ALONE, logits.shape[-1], *options)
+        return losses_of(logits, self.targets.to(logits.device), vocabulary)
+
     def without(self, layer: Any, compute: Callable[[], T]) -> T:
         """Return the result of ``compute``, with no loss awaited by ``layer``."""
-        before = vars(layer).get("awaited")
-        layer.awaited = None
+        # Not by an attribute of the layer, which a pipeline would take for state of the forward.
+        current: AwaitedLoss = vars(layer).get("awaited") or self
+        current.is_paused = True
         try:
             return compute()
         finally:
-            layer.awaited = before
+            current.is_paused = False
 
 
 def _head_of(layer: Any, awaited: AwaitedLoss) -> Head:
@@ -150,6 +159,8 @@ class _Pending:
     def losses(self) -> Tensor:
         """Return the losses [b, s]."""
         self.awaited.is_taken = self.awaited.habits.is_known = True
+        if self.logits is not None:  # code may have written into the logits
+            return self.awaited.of_logits(self.logits)
         if self.scale != self.factor:
             self._check_repeats()
             self.awaited.habits.factor = self.factor = self.scale
@@ -204,6 +215,7 @@ class _Computed:
     """Logits [b, s, v]."""
     scale: float = 1.0
     """As in :class:`_Pending`."""
+    logits: Tensor | None = field(default=None, init=False)
 
     @property
     def x(self) -> Tensor:
@@ -216,17 +228,20 @@ class _Computed:
 
     def losses(self) -> Tensor:
         """Return the losses [b, s]."""
-        awaited = self.awaited
-        awaited.is_taken = awaited.habits.is_known = True
-        awaited.habits.factor = self.scale
-        options = (awaited.ignore_index, awaited.label_smoothing, awaited.z_loss)
-        vocabulary = Vocabulary(ALONE, self.computed.shape[-1], *options)
-        return losses_of(self.computed * self.scale, awaited.targets, vocabulary)
+        habits = self.awaited.habits
+        self.awaited.is_taken = habits.is_known = True
+        habits.factor = self.scale
+        return self.awaited.of_logits(self.read() if habits.reads else self._scaled())
+
+    def _scaled(self) -> Tensor:
+        return self.computed if self.scale == 1.0 else self.computed * self.scale
 
     def read(self) -> Tensor:
         """Return the logits."""
         self.awaited.habits.reads = True
-        return self.computed * self.scale
+        if self.logits is None:
+            self.logits = self._scaled()
+        return self.logits
 
 
 class PendingLogits(Tensor):

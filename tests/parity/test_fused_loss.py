@@ -162,6 +162,22 @@ def test_logits_are_there_for_whoever_reads_them(undo: ExitStack) -> None:
     assert isinstance(fused(**batch).logits, PendingLogits)  # read once: not a habit
 
 
+def test_a_model_that_writes_into_its_logits_is_right_at_once(undo: ExitStack) -> None:
+    class Banned(transformers.LlamaForCausalLM):  # type: ignore[misc]
+        def forward(self, input_ids: Tensor, labels: Tensor) -> Any:
+            logits = self.lm_head(self.model(input_ids).last_hidden_state)
+            logits[..., 5] = -3.0
+            return self.loss_function(logits, labels, self.config.vocab_size)
+
+    plain = _build("llama")
+    plain.__class__ = Banned
+    fused = copy.deepcopy(plain)
+    fuse_losses(nn.ModuleList([fused]), undo)
+    batch = _batch(0)
+    for _ in range(2):
+        assert fused(**batch).item() == pytest.approx(plain(**batch).item(), rel=1e-6)
+
+
 def test_code_that_reads_logits_in_every_step_gets_them_at_once(undo: ExitStack) -> None:
     model = _build("llama")
     fuse_losses(nn.ModuleList([model]), undo)
