@@ -17,6 +17,7 @@ from megatron_lightning.bridge import AutoBridge, commands, logits
 from megatron_lightning.bridge.lazy import Lazy
 from megatron_lightning.errors import CheckpointError
 from megatron_lightning.models import GPTModel
+from tests.helpers.gpt_folders import make_folder
 from tests.helpers.hf_models import build
 
 
@@ -127,3 +128,9 @@ def test_a_wrong_buffer_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(AutoBridge, "stock_model", changed)
     with pytest.raises(CheckpointError, match=r"buffer model\.rotary_emb\.inv_freq"):
         commands.verify(str(folder))
+
+
+def test_experts_of_any_width_are_compared(tmp_path: Path) -> None:
+    folder = make_folder("qwen3-moe", tmp_path, moe_intermediate_size=14)
+    commands.verify(str(folder), "hf")  # torch's grouped GEMM takes multiples of 4
+    commands.verify(str(folder), "gpt")
