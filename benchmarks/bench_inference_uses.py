@@ -4,7 +4,8 @@ clients of the server by the engine alone. One process, one thread, the same wei
     python -m benchmarks.bench_inference_uses           # 5 rounds
     python -m benchmarks.bench_inference_uses --quick   # 1 round: does it run?
 
-Tasks: CPU time, ours over theirs (goal 0.7 or less). Serving: tokens a second of wall time, the
+Tasks: CPU time, ours over theirs (goal 0.7 or less), with the loading of model and tasks, which is
+most of it at this size. Serving: tokens a second of wall time, the
 server over the engine (goal 0.9 or more), with all clients and the server in this process. The
 model of the tests has two layers, so that the share of the server is larger than with a real one.
 """
