@@ -62,6 +62,10 @@ class PipelineError(MegatronLightningError, RuntimeError):
     """A step not runnable by a pipeline. The message names rank, stage, action and micro-batch."""
 
 
+class RankError(MegatronLightningError, RuntimeError):
+    """Ranks in different calls that all ranks make together. The message names the calls."""
+
+
 class RecomputeError(MegatronLightningError, RuntimeError):
     """An activation with a differing recomputation."""
 

@@ -258,12 +258,3 @@ def defer_weight_gradients(
         f"with the input gradients{': ' if unsplit else ''}{', '.join(unsplit[:5])}"
         f"{', …' if len(unsplit) > 5 else ''}."
     )
-
-
-def hide_example(module: pl.LightningModule, undo: ExitStack) -> None:
-    """Keep summaries and graphs from running this rank's part as a full module, or without other
-    ranks, until ``undo`` is closed.
-    """
-    if module.example_input_array is not None:
-        undo.callback(setattr, module, "example_input_array", module.example_input_array)
-        module.example_input_array = None

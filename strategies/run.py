@@ -39,7 +39,6 @@ from megatron_lightning.strategies.module import (
     compile_module,
     defer_weight_gradients,
     fuse_model_losses,
-    hide_example,
     print_layout,
     wrap_configure_model,
 )
@@ -59,6 +58,7 @@ from megatron_lightning.strategies.step.pipelined import PipelinedStepRunner
 from megatron_lightning.strategies.step.run_context import RunContext
 from megatron_lightning.strategies.step.step_runner import StepRunner
 from megatron_lightning.strategies.step.validation_clock import ValidationClock
+from megatron_lightning.strategies.summary import hidden_example
 
 
 class Run:
@@ -195,7 +195,7 @@ class Run:
             self._options.layout.model_parallel_size * self._options.layout.num_stages > 1
             or self.part.units is not None
         ):
-            hide_example(self.module, self.undo)
+            self.undo.enter_context(hidden_example(self.module))
         fuse_model_losses(self.module, self._options, self.undo)
         if fitting and schedule.splits_backward:
             defer_weight_gradients(self.module, schedule, self.executor, self.undo)

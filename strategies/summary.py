@@ -5,8 +5,8 @@ part.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import lightning.pytorch as pl
@@ -30,12 +30,41 @@ def summarize_full(module: pl.LightningModule, undo: ExitStack) -> None:
     callbacks: list[pl.Callback] = getattr(trainer, "callbacks", [])
     for callback in callbacks:
         if isinstance(callback, ModelSummary):
-            example, module.example_input_array = module.example_input_array, None
-            try:
+            with hidden_example(module):
                 full = FullSummary(callback, trainer, module)
-            finally:
-                module.example_input_array = example
             undo.callback(replace_summary(callback, full, _without_flops(callback)))
+
+
+@contextmanager
+def hidden_example(module: pl.LightningModule) -> Iterator[None]:
+    """Keep summaries and graphs from running this rank's part as a full module, or without other
+    ranks.
+    """
+    kind, example = type(module), module.example_input_array
+    if example is None:
+        yield
+        return
+    # A class may have a property without a setter in this place.
+    fixed = isinstance(found := kind.example_input_array, property) and not found.fset
+    if fixed:
+        module.__class__ = type(
+            kind.__name__,
+            (kind,),
+            {
+                "example_input_array": None,
+                "__module__": kind.__module__,
+                "__doc__": kind.__doc__,
+            },
+        )
+    else:
+        module.example_input_array = None
+    try:
+        yield
+    finally:
+        if fixed:
+            module.__class__ = kind
+        else:
+            module.example_input_array = example
 
 
 def _without_flops(callback: ModelSummary) -> Callable[..., None]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -18,6 +18,7 @@ import torch.distributed as dist
 from megatron_lightning import compat
 from megatron_lightning.config import ContextOptions
 from megatron_lightning.errors import ShardingError
+from megatron_lightning.parallel.calls import Call, check_calls, current_call
 from megatron_lightning.parallel.grid import RankGrid, divided
 from megatron_lightning.parallel.layout import ParallelLayout
 from megatron_lightning.parallel.nccl import NcclOptions, options_by_ranks
@@ -35,6 +36,13 @@ _DENSE_GROUPS = ("dp-cp", "dp", "cp", "tp", "pp", "tp-pp", "tp-cp", "tp-dp-cp")
 _EXPERT_GROUPS = ("ep", "etp", "etp-ep", "etp-ep-pp", "edp")
 GROUPS = (*_DENSE_GROUPS, *_EXPERT_GROUPS)
 """Names of the groups of axes."""
+
+
+class _Sent(NamedTuple):
+    """A rank's value in a collective of objects."""
+
+    call: Call
+    value: Any
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,12 +71,18 @@ class AxisGroup:
         return self.process_group is not None and not compat.is_connected(self.process_group)
 
     def all_gather_object(self, value: T) -> list[T]:
-        """Return every rank's picklable ``value``, in rank order. A collective."""
+        """Return every rank's picklable ``value``, in rank order. A collective.
+
+        Raises:
+            RankError: On every rank, if another function on some ranks calls a collective.
+        """
         if self.process_group is None:
             return [value]
         values: list[Any] = [None] * self.size
-        dist.all_gather_object(values, value, group=self.process_group)
-        return values
+        own = _Sent(current_call(1), value)
+        dist.all_gather_object(values, own, group=self.process_group)
+        check_calls(self.ranks, [v.call if isinstance(v, _Sent) else None for v in values])
+        return [sent.value for sent in values]
 
     def broadcast_object(self, value: T) -> T:
         """Return the first rank's picklable ``value``. A collective that ignores the other ranks'

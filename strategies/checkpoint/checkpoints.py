@@ -46,6 +46,11 @@ from megatron_lightning.strategies.checkpoint.optimizers import (
     state_prefix,
     view_of,
 )
+from megatron_lightning.strategies.checkpoint.renamed import (
+    renamed_source,
+    renamed_state,
+    renamed_tensors,
+)
 from megatron_lightning.strategies.checkpoint.run_state import RunState
 from megatron_lightning.strategies.launch.ranks import ProcessGroups
 from megatron_lightning.strategies.lightning_internals import trainer_state
@@ -97,6 +102,7 @@ class Checkpoints:
         self._source: CheckpointSource | None = None
         self._path = ""
         self._is_plain = False
+        self._renamed: dict[str, str] = {}  # names in the checkpoint -> names now
         self.saver = saver
         """Writes the checkpoints."""
         self._folders = FoldersOfCheckpoints(module)
@@ -322,6 +328,7 @@ class Checkpoints:
         source = state.edited(self._source, state_dict)
         local_keys = state.load_module(source, strict=strict, left_out=left_out_of(checkpoint))
         self._adapters.check_base(checkpoint, state)
+        self._renamed = {} if self._is_plain else renamed_tensors(state_dict)
         plain_values = {
             name: value
             for name, value in state_dict.items()
@@ -363,6 +370,10 @@ class Checkpoints:
                 "the checkpoint has no optimizer states: the optimizers begin with none."
             )
             views = []
+        if names := self._renamed:
+            states = [renamed_state(saved, names) for saved in states]
+            for index in range(len(states)):
+                source = renamed_source(source, state_prefix(index), names)
         together(world, "loading the optimizers", lambda: check_optimizers(views, states))
         for index, (view, saved) in enumerate(zip(views, states, strict=True)):
             load_optimizer(view, saved, source, state_prefix(index), world)

@@ -21,6 +21,7 @@ from megatron_lightning.strategies.step.checks.hook_comparison import HookCompar
 from megatron_lightning.strategies.step.checks.hook_logs import HookLogs
 from megatron_lightning.strategies.step.checks.plan_comparison import PlanComparison
 from megatron_lightning.strategies.step.checks.trained_parameters import TrainedParameters
+from megatron_lightning.strategies.step.checks.unit_shards import UnitShards
 from megatron_lightning.strategies.step.checks.user_hooks import UserHooks
 from megatron_lightning.strategies.step.checks.world_guard import WorldGuard
 from megatron_lightning.strategies.step.checks.written_weights import WrittenWeights
@@ -72,6 +73,8 @@ def step_participants(
     if training is not None and watch is not None:
         yield WrittenWeights(scope, training.accumulation, training.optimizers, watch)
     yield MetricStates(parts.metrics)
+    if scope.part.units is not None:
+        yield UnitShards()
     yield FirstBatches(scope, parts.guard)
     yield Agreement(scope)
     if training is not None:

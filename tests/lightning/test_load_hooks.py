@@ -22,7 +22,9 @@ from tests.lightning.support import (
     layouts,
     make_layout,
     run,
+    single,
 )
+from tests.lightning.vectors import VectorModule, loader
 
 FSDP2 = make_layout("fsdp2", 2, 2, data_parallel="fsdp")
 _FIRST, _SECOND = "model.layers.0.linear1.weight", "model.layers.1.linear1.weight"
@@ -143,3 +145,43 @@ def test_names_that_a_hook_deletes_or_adds_follow_strict_loading(
     run(ONE, _save, tmp_path)
     for found in run(PP2, _strict, tmp_path, kind):
         assert text in found
+
+
+class _Renamed(pl.LightningModule):
+    """A later version of VectorModule, with another name for its layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk = VectorModule().net
+        self.losses: list[float] = []
+
+    def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
+        loss = torch.nn.functional.cross_entropy(self.trunk(batch[0]), batch[1])
+        self.log("loss", loss, sync_dist=True)
+        return loss
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.losses.append(float(self.trainer.callback_metrics["loss"]))
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        state = checkpoint["state_dict"]
+        checkpoint["state_dict"] = {n.replace("net.", "trunk.", 1): v for n, v in state.items()}
+
+    configure_optimizers = VectorModule.configure_optimizers
+
+
+def _resumed_under_other_names(layout: Layout, folder: str) -> list[float]:
+    path = f"{folder}/{layout.name}.ckpt"
+    first = layout.trainer(folder, max_epochs=1)
+    first.fit(VectorModule(), loader(layout))
+    first.save_checkpoint(path)
+    module = _Renamed()
+    layout.trainer(folder, max_epochs=2).fit(module, loader(layout), ckpt_path=path)
+    return module.losses
+
+
+@layouts(PP2, slow=[ONE, FSDP2])
+def test_states_of_optimizers_follow_renamed_entries(layout: Layout, tmp_path: Path) -> None:
+    losses = single(_resumed_under_other_names)
+    for rank in run(layout, _resumed_under_other_names, tmp_path):
+        assert_close(rank, losses)

@@ -349,10 +349,26 @@ class _Exemplary(VectorModule):
         return self.net(x)
 
 
-def _summarised(layout: Layout, folder: str) -> dict[str, Any]:
-    module, logger = _Exemplary(), pl.loggers.TensorBoardLogger(folder, log_graph=True)
+class _Computed(VectorModule):
+    """Has a property without a setter."""
+
+    @property
+    def example_input_array(self) -> Tensor:  # type: ignore[override]
+        return torch.ones(2, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x)
+
+
+def _summarised(layout: Layout, folder: str) -> list[Any]:
+    return [_summary(layout, folder, kind) for kind in (_Exemplary, _Computed)]
+
+
+def _summary(layout: Layout, folder: str, kind: type[VectorModule]) -> dict[str, Any]:
+    module, logger = kind(), pl.loggers.TensorBoardLogger(folder, log_graph=True)
     chosen = layout.trainer(folder, max_epochs=1, enable_model_summary=True, logger=logger)
     chosen.fit(module, loader(layout))
+    assert type(module) is kind
     return {"metrics": metrics_of(chosen), "example": module.example_input_array}
 
 
