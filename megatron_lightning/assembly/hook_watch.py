@@ -55,6 +55,7 @@ class HookWatch:
         self._sums = RankSums[_Key](context.tp, context.device)
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
         self._seen: set[int] = set()  # torch numbers the hooks of all modules
+        self._numbers: dict[_Key, set[int]] = {}
         self._is_paused = False
         self._sharded = [
             (name, parameter)
@@ -77,13 +78,14 @@ class HookWatch:
                 new = {n for n, hook in hooks if n not in self._seen and not is_library(hook)}
                 if new:
                     self._seen |= new
-                    self._watch(path, module, kind)
+                    self._watch(path, module, kind, new)
 
-    def _watch(self, path: str, module: Any, kind: str) -> None:
+    def _watch(self, path: str, module: Any, kind: str, numbers: set[int]) -> None:
         """Add the tensors seen by hooks of ``kind`` on ``module``, before the hooks run."""
         _, sides = _KINDS[kind]
         for side in sides:
             self._sums.watch(_Key(path, side))
+            self._numbers.setdefault(_Key(path, side), set()).update(numbers)
 
         def add(_: nn.Module, *seen: Any) -> None:
             for side, values in zip(sides, seen, strict=True):
@@ -121,6 +123,9 @@ class HookWatch:
         spreads = self._sums.spreads()
         if spreads is None:
             return
+        # Zeros are equal on all ranks: a layer of zeros is compared again when it has learned.
+        for key, spread in spreads.items():
+            self._seen -= self._numbers[key] if spread.norm == 0 else set()
         self.detach()
         for key, spread in spreads.items():
             if spread.difference > DIFFERENT * spread.norm:
@@ -137,4 +142,5 @@ class HookWatch:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        self._numbers.clear()
         self._sums.clear()

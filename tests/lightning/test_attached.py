@@ -259,10 +259,10 @@ def _full(module: Any) -> None:
     module.blocks[1].norm.weight.register_hook(torch.zeros_like)
 
 
-def _late(layout: Layout, folder: str, register: Any, when: str) -> Any:
+def _late(layout: Layout, folder: str, register: Any, when: str, epochs: int = 1) -> Any:
     module = Late(register, when)
     module.blocks = nn.Sequential(*(Activated() for _ in range(2)))
-    trainer = layout.trainer(folder, max_epochs=1, limit_train_batches=2)
+    trainer = layout.trainer(folder, max_epochs=epochs, limit_train_batches=2)
     data = loader(layout, vectors(24))
     try:
         trainer.fit(module, data, data if when == "on_validation_start" else None)
@@ -293,6 +293,22 @@ def test_hooks_that_come_late_and_see_shards_are_refused(
     assert any(texts)
     for found in texts:
         assert found is None or re.search(text, found), found
+
+
+def _begins_with_zeros(module: Any) -> None:
+    """At the first call the layer's output is zero on all ranks. Then the layer learns."""
+    up = module.blocks[0].up
+    if not up._forward_hooks:
+        torch.nn.init.zeros_(up.weight)
+        torch.nn.init.zeros_(up.bias)
+        up.register_forward_hook(lambda _, args, output: output / (1 + output.norm()))
+
+
+def test_hooks_on_zeros_are_looked_at_again(tmp_path: Path) -> None:
+    texts = run(TP2, _late, tmp_path, _begins_with_zeros, "on_validation_start", 3)
+    assert any(texts)
+    for found in texts:
+        assert found is None or re.search(r"blocks.0.up .* the output differs", found), found
 
 
 def test_hooks_that_come_late_and_see_full_tensors_work(tmp_path: Path) -> None:
