@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -31,7 +32,8 @@ def inspect(prefixes: list[str], *, vocab_size: int | None = None) -> None:
     for prefix in prefixes:
         indexed = IndexedDataset(prefix)
         check_index(indexed)
-        console.rule(prefix, align="left")
+        console.rule(Path(prefix).name, align="left")
+        console.print(prefix)
         smallest, largest = id_range(indexed)
         if vocab_size is not None and not 0 <= smallest <= largest < vocab_size:
             raise DataError(

@@ -110,7 +110,8 @@ def _show_stream(console: Any, data: PretrainDataModule, samples: int) -> None:
         end = None if tokenizer is None else tokenizer.eod
         console.print(stream_text(sample["tokens"].tolist(), end, decode))
     for prefix in data.train_prefixes():
-        console.rule(f"lengths of {prefix}", align="left")
+        console.rule("lengths", align="left")
+        console.print(prefix)
         console.print(length_picture(IndexedDataset(prefix)))
 
 
