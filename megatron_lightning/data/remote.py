@@ -106,8 +106,8 @@ class RemoteFile:
     def __init__(self, url: str, cache: BlockCache) -> None:
         self.url = url
         self.cache = cache
-        self._system, self._inside = url_to_fs(url)
-        info: dict[str, Any] = self._tried(lambda: self._system.info(self._inside))
+        system, inside = url_to_fs(url)
+        info: dict[str, Any] = self._tried(lambda: system.info(inside))
         self._size = int(info["size"])
         stamp = next((info[k] for k in ("ETag", "etag", "mtime", "created") if k in info), "")
         digest = hashlib.sha256(f"{url} {self._size} {stamp}".encode()).hexdigest()[:24]
@@ -129,15 +129,15 @@ class RemoteFile:
         """Fetch the blocks of byte ranges in the background, for reads to come."""
         wanted = {block for begin, end in ranges for block in _blocks_of(begin, end)}
         for block in sorted(wanted - self._begun):
-            self._begun.add(block)
             if not self._path(block).exists():
+                self._begun.add(block)
                 self._pool().submit(self._fetch_quietly, block)
 
     def fetched(self, begin: int, end: int) -> bytes:
         """Return bytes from the store."""
-        content: bytes = self._tried(
-            lambda: self._system.cat_file(self._inside, start=begin, end=end)
-        )
+        # fsspec keeps the store for each process. The store of a process before a fork is unusable.
+        system, inside = url_to_fs(self.url)
+        content: bytes = self._tried(lambda: system.cat_file(inside, start=begin, end=end))
         if len(content) != end - begin:
             raise DataError(
                 f"{self.url}: bytes {begin} to {end} have {len(content)} bytes: the file is being "

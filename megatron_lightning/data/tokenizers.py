@@ -147,6 +147,10 @@ class HuggingFaceTokenizer:
         self._model = str(model)
         self.backend: Any = huggingface_tokenizer(model)
         """The tokenizer of ``transformers``."""
+        fast = getattr(self.backend, "_tokenizer", None)
+        if fast is not None:  # a saved truncation would cut documents of batches
+            fast.no_truncation()
+            fast.no_padding()
         self.vocab_size: int = len(self.backend)
         eos, pad = self.backend.eos_token_id, self.backend.pad_token_id
         if eos is None:

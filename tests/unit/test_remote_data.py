@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import time
 from pathlib import Path
@@ -28,13 +29,20 @@ class Store(MemoryFileSystem):
     pause_s: ClassVar[float] = 0.0
     failing: ClassVar[float] = 0.0
     requests: ClassVar[list[tuple[int, int]]] = []
+    process: int
     dice: ClassVar[random.Random] = random.Random(0)
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.process = os.getpid()
 
     @classmethod
     def _strip_protocol(cls, path: str) -> str:
         return f"/{path.removeprefix('store://').lstrip('/')}"
 
     def cat_file(self, path: str, start: Any = None, end: Any = None, **options: Any) -> bytes:
+        if self.process != os.getpid():  # as the stores of fsspec with an event loop
+            raise RuntimeError("This class is not fork-safe")
         time.sleep(self.pause_s)
         if self.dice.random() < self.failing:
             raise OSError("503 Slow Down")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import json
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +67,15 @@ def test_tokenizer_json_as_transformers_reads_it(tmp_path: Path) -> None:
     assert [ours.encode(t) for t in TEXTS] == [theirs.encode(t) for t in TEXTS]
     assert ours.eod == theirs.eod == ours.token_id("<|end|>") == theirs.token_id("<|end|>")
     assert ours.token_id("nothing") is None and theirs.token_id("nothing") is None
+    limited = json.loads((folder / "tokenizer.json").read_text())
+    limited["truncation"] = {
+        "direction": "Right", "max_length": 4, "strategy": "LongestFirst", "stride": 0
+    }  # fmt: skip
+    (folder / "tokenizer.json").write_text(json.dumps(limited))
+    ours_again, theirs_again = load_tokenizer(folder, "json"), load_tokenizer(folder, "huggingface")
+    for whole, again in ((ours, ours_again), (theirs, theirs_again)):
+        assert again.identity == whole.identity
+        check_protocol(again)
     (folder / "tokenizer_config.json").unlink()
     with pytest.raises(ConfigError, match="no eos_token ends documents"):
         load_tokenizer(folder / "tokenizer.json", "json")
