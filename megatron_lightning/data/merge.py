@@ -64,12 +64,15 @@ def merge(inputs: list[str], *, output_prefix: str, overwrite: bool = False) -> 
 def _prefixes(inputs: Sequence[str]) -> list[str]:
     """Return the prefixes of data sets and of folders of data sets.
 
+    A name with an index is a data set, also beside a folder of the same name: a fit keeps the
+    sample indices in such a folder.
+
     Raises:
         ConfigError: If a folder has no data set, or a data set comes twice.
     """
     found: list[str] = []
     for name in inputs:
-        if not Path(name).is_dir():
+        if idx_path(name).exists() or not Path(name).is_dir():
             found.append(name.removesuffix(".bin").removesuffix(".idx"))
             continue
         inside = sorted(str(path.with_suffix("")) for path in Path(name).glob("*.idx"))

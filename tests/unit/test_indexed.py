@@ -142,6 +142,15 @@ def test_a_folder_is_merged_in_the_order_of_names_by_blocks(
         merge([str(tmp_path / "parts")], output_prefix=str(tmp_path / "out"))
 
 
+def test_a_data_set_is_merged_beside_the_folder_of_its_sample_indices(tmp_path: Path) -> None:
+    """A fit without ``cache_dir`` keeps the sample indices in PREFIX/cache."""
+    prefix = tmp_path / "a"
+    write_case(prefix, WRITTEN["a_int32"])
+    (prefix / "cache").mkdir(parents=True)
+    merge([str(prefix)], output_prefix=str(tmp_path / "out"))
+    assert (tmp_path / "out.idx").read_bytes() == (tmp_path / "a.idx").read_bytes()
+
+
 def test_modes_of_multimodal_files_are_ignored(tmp_path: Path) -> None:
     write_case(tmp_path / "data", WRITTEN["a_int32"])
     with (tmp_path / "data.idx").open("ab") as file:
