@@ -13,6 +13,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
@@ -52,7 +53,7 @@ def fuse_losses(module: nn.Module, undo: ExitStack) -> None:
 
 @contextmanager
 def awaited_losses(model: Any, targets: Tensor, loss: nn.Module) -> Iterator[Losses]:
-    """Let the output layer of a model await losses for ``targets``, in a call inside the block.
+    """Make the output layer of a model await losses for ``targets``, in a call inside the block.
 
     Args:
         model: Causal language model of ``transformers``.
@@ -134,7 +135,9 @@ class CausalLoss:
 
 
 def _before(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Await the loss of a call with labels."""
+    """Await the loss of a call with labels. Compiled calls compute logits."""
+    if torch.compiler.is_compiling():
+        return
     _after(model, (), None)  # a pipeline leaves calls without the hook behind them
     arguments = kwargs
     if args:
@@ -155,6 +158,8 @@ def _before(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
 
 def _after(model: Any, args: tuple[Any, ...], output: Any) -> None:
     """End the call."""
+    if torch.compiler.is_compiling():
+        return
     call: _Call | None = vars(model).pop(_CALL, None)
     if call is not None:
         call.awaited.is_over = True
@@ -177,7 +182,9 @@ def _habits_of(model: nn.Module) -> Habits:
 
 
 def _begin(model: Any, awaited: AwaitedLoss) -> nn.Module | None:
-    """Let the output layer of a model await a loss. None: the layer computes logits as usual."""
+    """Make the output layer of a model await a loss, and return the layer. None: the layer computes
+    logits as usual.
+    """
     if awaited.habits.reads:
         return None
     layer: nn.Module | None = model.get_output_embeddings()

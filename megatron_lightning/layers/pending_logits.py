@@ -145,10 +145,17 @@ class _Pending:
     """Number by which code has multiplied the logits."""
     version: int = field(init=False)
     """Of the layer's weight."""
+    dtype: torch.dtype = field(init=False)
+    """Of the logits."""
     logits: Tensor | None = field(default=None, init=False)
+    is_apart: bool = field(default=False, init=False)
+    """Whether the losses have been computed without logits."""
 
     def __post_init__(self) -> None:
         self.version = self.layer.weight._version
+        device = self.x.device.type
+        is_cast = torch.is_autocast_enabled(device)
+        self.dtype = torch.get_autocast_dtype(device) if is_cast else self.x.dtype
 
     def scaled(self, factor: float) -> _Pending:
         """Return the logits times ``factor``."""
@@ -161,11 +168,25 @@ class _Pending:
         self.awaited.is_taken = self.awaited.habits.is_known = True
         if self.logits is not None:  # code may have written into the logits
             return self.awaited.of_logits(self.logits)
+        self.is_apart = True
         if self.scale != self.factor:
             self._check_repeats()
             self.awaited.habits.factor = self.factor = self.scale
             self.computed = self.awaited.losses(self.layer, self.x, self.scale)
         return self.computed
+
+    def check_gradient(self) -> None:
+        """Check that the losses have been, or will be, computed from the logits.
+
+        Raises:
+            ShardingError: If the logits get no gradient of the losses.
+        """
+        if self.is_apart:
+            raise ShardingError(
+                "the gradient of logits is asked for (register_hook or retain_grad), and the loss "
+                "of the call has been computed without logits, which get no gradient. Set "
+                "fused_loss=False."
+            )
 
     def _check_repeats(self) -> None:
         """Check that the layer can compute again.
@@ -200,8 +221,8 @@ class _Pending:
                 )
             self._check_repeats()
             # Without the calls that a pipeline records.
-            self.logits = self.awaited.without(self.layer, lambda: self.layer._call_impl(self.x))
-            self.logits = self.logits * self.scale
+            logits = self.awaited.without(self.layer, lambda: self.layer._call_impl(self.x))
+            self.logits = logits if self.scale == 1.0 else logits * self.scale
         return self.logits
 
 
@@ -218,9 +239,9 @@ class _Computed:
     logits: Tensor | None = field(default=None, init=False)
 
     @property
-    def x(self) -> Tensor:
-        """A tensor of the dtype of logits."""
-        return self.computed
+    def dtype(self) -> torch.dtype:
+        """As in :class:`_Pending`."""
+        return self.computed.dtype
 
     def scaled(self, factor: float) -> _Computed:
         """Return the logits times ``factor``."""
@@ -231,16 +252,19 @@ class _Computed:
         habits = self.awaited.habits
         self.awaited.is_taken = habits.is_known = True
         habits.factor = self.scale
-        return self.awaited.of_logits(self.read() if habits.reads else self._scaled())
+        return self.awaited.of_logits(self._scaled())
 
-    def _scaled(self) -> Tensor:
-        return self.computed if self.scale == 1.0 else self.computed * self.scale
+    def check_gradient(self) -> None:
+        """Do nothing: the losses are computed from the logits."""
 
     def read(self) -> Tensor:
         """Return the logits."""
         self.awaited.habits.reads = True
+        return self._scaled()
+
+    def _scaled(self) -> Tensor:
         if self.logits is None:
-            self.logits = self._scaled()
+            self.logits = self.computed if self.scale == 1.0 else self.computed * self.scale
         return self.logits
 
 
@@ -271,10 +295,12 @@ class PendingLogits(Tensor):
                 pending = first.pending
                 if func in _OF_VIEWS:  # FSDP2 asks
                     return None
-                if func in _OF_LOSSES:
+                if func in _OF_LOSSES or _is_library_hook(func, args, kwargs):
                     return func(pending.computed, *args[1:], **kwargs)
                 if func in _OF_SHAPE:
                     return func(_shell(pending), *args[1:], **kwargs)
+                if func in _OF_GRADIENTS:
+                    pending.check_gradient()
             factor = _factor(func, args, kwargs)
             if factor is not None:
                 pending = next(x for x in args if isinstance(x, PendingLogits)).pending
@@ -289,7 +315,7 @@ def _read(value: Any) -> Any:
 def _shell(pending: _Pending | _Computed) -> Tensor:
     """Return a tensor with the shape and dtype of logits."""
     shape = (*pending.awaited.targets.shape, pending.layer.out_features)
-    return torch.empty(shape, dtype=pending.x.dtype, device="meta")
+    return torch.empty(shape, dtype=pending.dtype, device="meta")
 
 
 def _factor(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float | None:
@@ -304,6 +330,15 @@ def _factor(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float |
     if func in _PRODUCTS:
         return float(number)
     return 1.0 / number if number and isinstance(args[0], PendingLogits) else None
+
+
+def _is_library_hook(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Return whether a call registers a hook of units of FSDP2. These hooks wait for backward and
+    read no gradient.
+    """
+    hook = args[1] if len(args) > 1 else kwargs.get("hook")
+    package = str(getattr(hook, "__module__", None)).partition(".")[0]
+    return func is Tensor.register_hook and package in ("torch", "megatron_lightning")
 
 
 def _getters(*names: str) -> frozenset[Callable[..., Any]]:
@@ -324,6 +359,6 @@ _OF_SHAPE = _getters("shape", "dtype", "ndim", "layout") | {
     torch.numel,
 }
 _OF_LOSSES = _getters("device", "requires_grad", "grad_fn", "is_leaf", "is_cuda", "is_meta") | {
-    Tensor.register_hook,
     Tensor.get_device,
 }
+_OF_GRADIENTS = frozenset((Tensor.register_hook, Tensor.retain_grad))

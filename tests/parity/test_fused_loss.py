@@ -199,6 +199,45 @@ def test_logits_of_changed_weights_are_refused(undo: ExitStack) -> None:
         logits.argmax(-1)
 
 
+def test_gradients_of_logits_are_those_of_the_loss_or_refused(undo: ExitStack) -> None:
+    class Watched(transformers.LlamaForCausalLM):  # type: ignore[misc]
+        def forward(self, input_ids: Tensor, labels: Tensor) -> Any:
+            logits = self.lm_head(self.model(input_ids).last_hidden_state)
+            logits.register_hook(hook=seen.append)
+            return self.loss_function(logits, labels, self.config.vocab_size)
+
+    plain = _build("llama")
+    fused = copy.deepcopy(plain)
+    fuse_losses(nn.ModuleList([fused]), undo)
+    logits = fused(**_batch(0)).logits
+    for ask in (lambda: logits.register_hook(print), logits.retain_grad):
+        with pytest.raises(ShardingError, match="gradient of logits is asked for"):
+            ask()
+    seen: list[Tensor] = []
+    for model in (plain, fused):
+        model.__class__ = Watched
+        model(**_batch(0)).backward()
+    torch.testing.assert_close(seen[1], seen[0])
+
+
+def test_logits_have_the_dtype_of_autocast(undo: ExitStack) -> None:
+    model = _build("llama")
+    fuse_losses(nn.ModuleList([model]), undo)
+    with torch.autocast("cpu", torch.bfloat16):
+        logits = model(**_batch(0)).logits
+        assert isinstance(logits, PendingLogits)
+        assert logits.dtype == logits[:1].dtype == torch.bfloat16
+
+
+def test_a_compiled_call_computes_logits_in_one_graph(undo: ExitStack) -> None:
+    model, batch = _build("llama"), _batch(0)
+    expected = float(model(**batch).loss)
+    fuse_losses(nn.ModuleList([model]), undo)
+    out = torch.compile(model, fullgraph=True, backend="eager")(**batch)
+    assert type(out.logits) is Tensor
+    assert float(out.loss) == pytest.approx(expected, rel=1e-6)
+
+
 def test_a_hook_of_the_output_layer_sees_logits(undo: ExitStack) -> None:
     model, seen = _build("llama"), []
     fuse_losses(nn.ModuleList([model]), undo)

@@ -115,7 +115,7 @@ def _end(module: nn.Module) -> int | None:
 
 
 def _set_full(root: nn.Module, *, full: bool) -> None:
-    """Let the modules of a region see full sequences, or again shards."""
+    """Switch the modules of a region between full sequences and shards."""
     for module in root.modules():
         if full:
             vars(module)[FULL_SEQUENCE] = True
