@@ -44,7 +44,7 @@ def global_grad_norm(
             f"norm_type is {norm_type}; a norm over several ranks needs a positive order. Set 2.0 "
             "or inf."
         )
-    groups = _norm_groups(context, sharded)
+    groups = norm_groups(context, sharded)
     gradients: dict[AxisGroup, list[Tensor]] = {group: [] for group in groups.values()}
     for gradient, spec in items:
         if is_writer(spec, context):
@@ -61,7 +61,7 @@ def global_zero_count(
 
     The arguments equal the arguments of :func:`global_grad_norm`. The result is an int64 scalar.
     """
-    groups = _norm_groups(context, sharded)
+    groups = norm_groups(context, sharded)
     counts = {
         group: torch.zeros((), dtype=torch.int64, device=context.device)
         for group in groups.values()
@@ -92,7 +92,7 @@ def clip_grads_by_value_(gradients: Iterable[Tensor], max_value: float) -> None:
         torch._foreach_clamp_max_(tensors, max_value)
 
 
-def _norm_groups(context: ParallelContext, sharded: bool) -> dict[str, AxisGroup]:
+def norm_groups(context: ParallelContext, sharded: bool) -> dict[str, AxisGroup]:
     """Return ``ShardSpec.model_axes`` -> the ranks that together hold gradients once. Groups of
     equal ranks are the same object.
     """

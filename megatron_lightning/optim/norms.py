@@ -10,6 +10,7 @@ from megatron_lightning.optim.clipping import (
     clip_grads_by_value_,
     global_grad_norm,
     global_zero_count,
+    norm_groups,
 )
 from megatron_lightning.optim.gradients.accumulation import GradientAccumulation
 from megatron_lightning.optim.gradients.stand_ins import gradient_of
@@ -33,6 +34,11 @@ class GradientNorms:
     def _norm_of(self, gradients: dict[str, Tensor]) -> Tensor:
         reducer = self._accumulation.reducer
         return global_grad_norm(reducer.counted(gradients), self._context, sharded=reducer.sharded)
+
+    def meeting_ranks(self) -> tuple[tuple[int, ...], ...]:
+        """Return the ranks of each collective of a norm or count."""
+        groups = norm_groups(self._context, self._accumulation.reducer.sharded).values()
+        return tuple(dict.fromkeys(group.ranks for group in groups))
 
     def zero_count(self) -> Tensor:
         """Return the number of zero elements of the gradients. A collective."""

@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 _NUM_MARKS = 64  # kept of each rank
+_BROADCASTS = frozenset(("broadcast", "broadcast_object_list"))
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,22 @@ class Record:
     def find(self, ranks: tuple[int, ...], number: int) -> Mark | None:
         """Return a call by its number in the group, if the call is among the last calls."""
         return next((m for m in self.marks if (m.ranks, m.number) == (ranks, number)), None)
+
+    @property
+    def num_of_all(self) -> int:
+        """Calls of all ranks so far."""
+        if not self.marks:
+            return 0
+        last = self.marks[-1]
+        return last.num_of_all + (not last.ranks)
+
+    def reaches_back_to(self, num_of_all: int) -> bool:
+        """Whether the last calls include every call after the first ``num_of_all`` calls of all
+        ranks.
+        """
+        if self.num_calls == len(self.marks):
+            return True
+        return self.find((), num_of_all - 1) is not None
 
     def is_at(self, mark: Mark) -> bool:
         """Whether the rank has made no call since ``mark``."""
@@ -129,19 +146,28 @@ def _instead(mark: Mark, other: Record) -> Mark | None:
     if its is not None:
         same = (its.what, its.num_of_all) == (mark.what, mark.num_of_all)
         return None if same else its
-    if other.last_of(mark.ranks) > mark.number:
+    if other.last_of(mark.ranks) > mark.number or not other.reaches_back_to(mark.num_of_all):
         return None  # made long ago
     # A call of all ranks that follows ``mark``.
     return other.find((), mark.num_of_all) if mark.ranks else None
 
 
-def passed(waiting: Record, other: Record) -> Mark | None:
+def passed(waiting: Record, other: Record, records: Mapping[int, Record]) -> Mark | None:
     """Return the call of another rank that follows the collective in which ``waiting`` waits for
-    that rank. None: the other rank may still arrive.
+    that rank. None: a rank may still arrive.
+
+    The source leaves a broadcast before the other ranks have come, and a late rank may pass the
+    values on. All ranks of a broadcast have to wait, or to have passed.
     """
     if not waiting.waits_in or other.rank not in waiting.waits_for:
         return None
-    return other.find((), waiting.last_of(()))
+    if waiting.function in _BROADCASTS and any(
+        rank not in records
+        or not (records[rank].waits_in or records[rank].num_of_all > waiting.num_of_all)
+        for rank in waiting.waits_for
+    ):
+        return None
+    return other.find((), waiting.num_of_all)
 
 
 def crosses(one: Record, other: Record, records: Mapping[int, Record]) -> bool:

@@ -14,7 +14,6 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict, replace
 from itertools import islice, pairwise
 from types import FrameType
@@ -95,7 +94,8 @@ class LoneRanks:
             if self._last is not None:
                 self._last = None
                 self._passed.clear()
-                self._store.delete_key(f"record/{self._rank}")
+                # The store's get would wait for a deleted key.
+                self._store.set(f"record/{self._rank}", "")
             return None
         if now - self._looked_at < self._every_s:
             return None
@@ -128,7 +128,7 @@ class LoneRanks:
                 if marks is not None:
                     return _failure(_explain_calls(one, record, *marks))
                 for waiting, other in ((one, record), (record, one)):
-                    if (mark := passed(waiting, other)) is not None and self._stays(waiting):
+                    if (mark := passed(waiting, other, by_rank)) and self._stays(waiting):
                         return _failure(_explain_collective(waiting, other, mark))
                 if crosses(one, record, by_rank) and self._stays(one) and self._stays(record):
                     return _failure(_explain_crossed(one, record))
@@ -149,9 +149,8 @@ class LoneRanks:
             yield self._last
         for rank in range(1, self._world_size):
             key = f"record/{rank}"
-            if self._store.check([key]):
-                with suppress(dist.DistStoreError):  # deleted meanwhile
-                    yield _record(json.loads(self._store.get(key)))
+            if self._store.check([key]) and (text := self._store.get(key)):
+                yield _record(json.loads(text))
 
 
 def _record(values: dict[str, Any]) -> Record:

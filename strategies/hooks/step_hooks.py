@@ -225,21 +225,26 @@ class StepHooks(RankHooks):
         has_trained = self.run is not None and self.run.has_trained
         return self._running.training.accumulation.reducer.gradients() if has_trained else {}
 
+    def _mark_norm(self, call: str) -> None:
+        """Record a call of the ranks that have the gradients together: of one replica, say."""
+        for ranks in self._running.training.norms.meeting_ranks():
+            self.ranks.course.mark(call, ranks)
+
     def gradient_norm(self) -> Tensor:
         """Return the 2-norm of all current gradients over every axis. A collective."""
-        self.ranks.course.mark("strategy.gradient_norm()")
+        self._mark_norm("strategy.gradient_norm()")
         return self._running.training.norms.norm()
 
     def gradient_group_norms(self, optimizer: Optimizer) -> dict[str, Tensor]:
         """Return the 2-norm of the gradients of every parameter group, by the group's name or
         number. A collective.
         """
-        self.ranks.course.mark("strategy.gradient_group_norms()")
+        self._mark_norm("strategy.gradient_group_norms()")
         return self._running.training.norms.group_norms(unwrapped(optimizer))
 
     def num_zero_gradients(self) -> Tensor:
         """Return the number of zero elements in the gradients, over every axis. A collective."""
-        self.ranks.course.mark("strategy.num_zero_gradients()")
+        self._mark_norm("strategy.num_zero_gradients()")
         return self._running.training.norms.zero_count()
 
     def wait_for_parameters(self) -> None:

@@ -44,14 +44,30 @@ def test_only_the_last_calls_are_compared() -> None:
     assert apart(_record(0, *long), _record(1, *long[:10])) is None
     assert apart(_record(0, *long), _record(1, *long[:980])) is None
     assert apart(_record(0, *long), _record(1, *long[:980], "the end")) is not None
+    # The reduction is not among the last calls of the fast rank.
+    behind = _record(1, "batch 0", ("reduce", (0, 1)))
+    for num in range(60, 70):
+        ahead = _record(0, "batch 0", ("reduce", (0, 1)), *long[1:num])
+        assert apart(ahead, behind) is None and apart(behind, ahead) is None, num
 
 
 def test_a_collective_that_another_rank_has_passed() -> None:
     waiting = _record(0, "batch 0", waits_in="all_reduce", waits_for=(0, 1), function="all_reduce")
-    mark = passed(waiting, _record(1, "batch 0", "batch 1"))
+    mark = passed(waiting, _record(1, "batch 0", "batch 1"), {})
     assert mark is not None and mark.what == "batch 1"
-    assert passed(waiting, _record(1, "batch 0")) is None
-    assert passed(waiting, _record(2, "batch 0", "batch 1")) is None
+    assert passed(waiting, _record(1, "batch 0"), {}) is None
+    assert passed(waiting, _record(2, "batch 0", "batch 1"), {}) is None
+
+
+def test_a_late_rank_may_hold_up_a_broadcast_that_its_source_has_left() -> None:
+    name = "broadcast_object_list"
+    waiting = _record(3, "batch 0", waits_in=name, waits_for=(0, 2, 3), function=name)
+    source, late = _record(0, "batch 0", "batch 1"), _record(2, "batch 0")
+    there = _record(2, "batch 0", waits_in="all_reduce", waits_for=(0, 2), function="all_reduce")
+    gone = _record(2, "batch 0", "batch 1")
+    for other, is_held_up in ((late, True), (None, True), (there, False), (gone, False)):
+        records = {r.rank: r for r in (source, waiting, other) if r is not None}
+        assert (passed(waiting, source, records) is None) == is_held_up, other
 
 
 def test_ranks_in_two_collectives_wait_for_each_other_unless_another_is_late() -> None:

@@ -19,6 +19,7 @@ from megatron_lightning.models.plans.gpt import gpt_plan
 from megatron_lightning.modules import GPTLightningModule
 from megatron_lightning.optim.gradients.stand_ins import gradient_of
 from megatron_lightning.parallel import ShardingPlan
+from megatron_lightning.resilience.course import Record, apart
 from megatron_lightning.strategies.megatron import MegatronStrategy
 from tests.helpers.language_model import losses_of, small_gpt
 from tests.helpers.ranks import run_ranks
@@ -304,6 +305,30 @@ def _skips(layout: Layout, folder: str) -> dict[str, float]:
 def test_a_step_that_returns_none(layout: Layout, tmp_path: Path) -> None:
     for rank in run(layout, _skips, tmp_path):
         assert_close(rank, single(_skips))
+
+
+class _FirstReplicaNorm(pl.Callback):
+    """Takes the norm on the ranks of one replica."""
+
+    def on_before_optimizer_step(self, trainer: pl.Trainer, *_: Any) -> None:
+        strategy: Any = trainer.strategy
+        if strategy.context.dp.rank == 0:
+            strategy.gradient_norm()
+
+
+def _record_of(layout: Layout, folder: str) -> Record:
+    trainer = layout.trainer(folder, max_steps=2, callbacks=[_FirstReplicaNorm()])
+    trainer.fit(ToyModule(), datamodule=layout.data_module())
+    strategy: Any = trainer.strategy
+    course = strategy.ranks.course
+    return Record(trainer.global_rank, course.marks(), course.num_calls)
+
+
+@layouts(DDP2, slow=[PP2_DDP2])
+def test_one_replica_may_take_the_norm_of_full_gradients(layout: Layout, tmp_path: Path) -> None:
+    first, *others = run(layout, _record_of, tmp_path)
+    assert any("gradient_norm" in mark.what for mark in first.marks)
+    assert all(apart(first, other) is None for other in others)
 
 
 def _trained_without(style: str, sequence_parallel: bool) -> str | None:
