@@ -19,7 +19,7 @@ from torch import Tensor
 
 from megatron_lightning.parallel.spec import Shape
 
-_MAX_PICKLE_BYTES = 1 << 16
+_MAX_ENTRY_BYTES = 1 << 16
 _STORAGES: Mapping[str, torch.dtype] = {
     "DoubleStorage": torch.float64, "FloatStorage": torch.float32, "HalfStorage": torch.float16,
     "BFloat16Storage": torch.bfloat16, "LongStorage": torch.int64, "IntStorage": torch.int32,
@@ -34,7 +34,7 @@ _ARCHIVE: Mapping[str, Set[str]] = {
 
 
 class Record:
-    """What a pickle says of an object.
+    """An object in a pickle, as words: nothing is made of the object.
 
     Args:
         name: The object's class or function.
@@ -112,13 +112,10 @@ def read_archive(archive: memoryview, shape: Shape, dtype: torch.dtype) -> Tenso
     """
     with zipfile.ZipFile(_Stream(archive)) as entries:
         by_name = {name.partition("/")[2]: name for name in entries.namelist()}
-        about = entries.getinfo(by_name["data.pkl"])
-        if about.file_size > _MAX_PICKLE_BYTES:
-            raise ValueError(f"the pickle of a tensor has {about.file_size:,} bytes")
-        order = entries.read(by_name["byteorder"]) if "byteorder" in by_name else b"little"
+        order = _entry(entries, by_name["byteorder"]) if "byteorder" in by_name else b"little"
         if order != b"little":
-            raise ValueError(f"its values are {order!r} endian")
-        made = unpickle(entries.read(about), _ARCHIVE)
+            raise ValueError(f"its values are {order[:16]!r} endian")
+        made = unpickle(_entry(entries, by_name["data.pkl"]), _ARCHIVE)
         storage, offset, size, strides = made.arguments[:4]
         found = _STORAGES.get(getattr(storage[1], "__name__", ""))
         if tuple(size) != shape or found != dtype:
@@ -141,6 +138,18 @@ def read_archive(archive: memoryview, shape: Shape, dtype: torch.dtype) -> Tenso
     if raw.data_ptr() % itemsize:  # torch reads aligned values only
         raw = raw.clone()
     return raw.view(dtype).as_strided(shape, strides, offset)
+
+
+def _entry(entries: zipfile.ZipFile, name: str) -> bytes:
+    """Return the bytes of a small entry.
+
+    Raises:
+        ValueError: If the entry is large: a few bytes may inflate to the size of the memory.
+    """
+    about = entries.getinfo(name)
+    if about.file_size > _MAX_ENTRY_BYTES:
+        raise ValueError(f"{name} of a tensor has {about.file_size:,} bytes")
+    return entries.read(about)
 
 
 class _Stream(io.RawIOBase):

@@ -252,7 +252,7 @@ def _find(
                 continue
             if layer is None:
                 return tensor, own
-            if tensor.shape[0] == config.num_layers:
+            if tensor.shape[:1] == (config.num_layers,):
                 return cast("Lazy", tensor[layer]), own
     return None, name
 
@@ -280,6 +280,8 @@ def _keys(name: str) -> Iterator[tuple[str, int | None]]:
 
 def _without_padding(name: str, tensor: Lazy, shape: Shape) -> Lazy:
     """Return a vocabulary's rows without padding."""
-    if name not in (WORDS, OUTPUT) or not 0 < tensor.shape[0] - shape[0] < _MAX_PADDING:
+    if name not in (WORDS, OUTPUT) or tensor.ndim != len(shape):
+        return tensor
+    if not 0 < tensor.shape[0] - shape[0] < _MAX_PADDING:
         return tensor
     return cast("Lazy", tensor[: shape[0]])

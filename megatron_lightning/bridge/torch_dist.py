@@ -144,6 +144,8 @@ class MegatronFolder:
             if file not in self._stamps:
                 self._stamps[file] = _stamp(self.path / file)
             start, length = _size(start), _size(length)
+            if not length:
+                raise self._damaged(f"{file} has no bytes of {at['fqn']}")
             if start + length > self._stamps[file][0]:
                 raise CheckpointError(
                     f"{self.path / file} has {self._stamps[file][0]:,} bytes, and {at['fqn']} ends "
@@ -320,19 +322,21 @@ def _dtype(properties: Any) -> torch.dtype:
     return dtype
 
 
-def _tile(boxes: Sequence[Box], shape: Shape, dim: int = 0) -> bool:
-    """Return whether boxes fill a tensor, each element once. Boxes lie in slices of dim 0, each of
-    which is divided in the same way in the next dims.
+def _tile(boxes: Sequence[Box], shape: Shape) -> bool:
+    """Return whether boxes fill a tensor, each element once."""
+    dims = {len(sizes) for box in boxes for sizes in (box.offset, box.shape)}
+    return dims <= {len(shape)} and (not prod(shape) or _tile_from(boxes, shape, 0))
+
+
+def _tile_from(boxes: Sequence[Box], shape: Shape, dim: int) -> bool:
+    """Return whether boxes fill the dims from ``dim`` on. Boxes lie in slices of a dim, and each
+    slice is divided in the next dims.
     """
     if dim == len(shape):
         return len(boxes) == 1
-    if any(len(box.offset) != len(shape) or len(box.shape) != len(shape) for box in boxes):
-        return False
-    if not prod(shape):
-        return True
     end = 0
     for (start, length), inside in _slices(boxes, dim):
-        if start != end or not length or not _tile(inside, shape, dim + 1):
+        if start != end or not length or not _tile_from(inside, shape, dim + 1):
             return False
         end = start + length
     return end == shape[dim]

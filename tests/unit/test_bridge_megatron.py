@@ -8,7 +8,9 @@ import os
 import pickle
 import shutil
 import warnings
+import zipfile
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -205,6 +207,49 @@ def _cut(path: Path) -> None:
     os.truncate(path / place.relative_path, place.offset + 10)
 
 
+def _empty_file(path: Path) -> None:
+    def change(table: Any) -> None:
+        place = _place(table)
+        place.relative_path, place.offset, place.length = "empty", 0, 0
+
+    (path / "empty").touch()
+    _edit(change)(path)
+
+
+def _without_dims(table: Any) -> None:
+    """Make a tensor of all layers a scalar, in the place of its first part."""
+    name = "decoder.layers.self_attention.linear_qkv.weight"
+    entry = table.state_dict_metadata[name]
+    entry.size = torch.Size([])
+    entry.chunks[:] = [ChunkStorageMetadata(torch.Size([]), torch.Size([]))]
+    index = next(key for key in table.storage_data if key.fqn == name)
+    table.storage_data[replace(index, offset=torch.Size([]))] = table.storage_data[index]
+
+
+def _one_part_of_a_scalar(table: Any) -> None:
+    entry = _first(table)
+    entry.size = torch.Size([])
+    del entry.chunks[1:]
+
+
+def _inflating(path: Path) -> None:
+    """Write an archive whose byte order inflates to 64 MiB."""
+    stream = io.BytesIO()
+    with zipfile.ZipFile(stream, "w", zipfile.ZIP_DEFLATED) as entries:
+        with entries.open("archive/byteorder", "w") as entry:
+            for _ in range(64):
+                entry.write(bytes(1 << 20))
+        entries.writestr("archive/data.pkl", b"")
+    (path / "inflating").write_bytes(stream.getvalue())
+
+    def change(table: Any) -> None:
+        place = _place(table)
+        place.relative_path, place.offset = "inflating", 0
+        place.length = len(stream.getvalue())
+
+    _edit(change)(path)
+
+
 def _legacy(path: Path) -> None:
     shutil.rmtree(path)
     (path / "mp_rank_00").mkdir(parents=True)
@@ -230,6 +275,12 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
             ChunkStorageMetadata(torch.Size([0, 0]), [-1, 16])  # type: ignore[arg-type]
         )), "no size",
     ),
+    "a part of a scalar": (_edit(_one_part_of_a_scalar), "leave gaps in .."),
+    "a tensor without dims": (
+        _edit(_without_dims), "4 tensors are missing .decoder.layers.0.self_attention.linear_qkv.weight"
+    ),
+    "an empty file": (_empty_file, "no bytes"),
+    "an inflating entry": (_inflating, "byteorder of a tensor has 67,108,864 bytes"),
     "no table": (lambda path: (path / ".metadata").unlink(), "metadata is missing"),
     "an empty table": (_write(".metadata", ""), "EOFError"),
     "no format": (lambda path: (path / "metadata.json").unlink(), "has no metadata.json"),
@@ -264,6 +315,14 @@ def test_the_tracker_names_the_checkpoint(dense: Path) -> None:
     assert MegatronFolder(dense.parent).iteration is None
     with pytest.raises(MissingCheckpointError):
         MegatronFolder(dense)
+
+
+def test_without_an_iteration_there_is_no_state_of_adam(
+    dense: Path, checkpoints: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = dense.rename(tmp_path / "moved")
+    import_(str(path), str(tmp_path / "gpt"), like=str(checkpoints / "like-dense"))
+    assert "since no iteration is in the name, as in iter_0001000" in capsys.readouterr().out
 
 
 def test_a_tensor_with_other_strides_is_read_by_its_values(dense: Path) -> None:
