@@ -35,16 +35,14 @@ def local_folder(path: str | Path, *, revision: str | None = None, weights: bool
     """
     if Path(path).is_dir():
         return Path(path)
-    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+    from huggingface_hub.errors import HFValidationError
 
     try:
-        snapshot = _snapshot(path, revision, TEXTS, cached=True)
-        if not weights or all((snapshot / file).exists() for file in weight_files(snapshot)):
-            return snapshot
-    except LocalEntryNotFoundError:
-        pass  # not in the cache: the download below fetches the model, or reports the reason
+        cached = _cached(path, revision, weights=weights)
     except HFValidationError as error:
         raise MissingCheckpointError.at(path) from error
+    if cached is not None:
+        return cached
     try:
         snapshot = _snapshot(path, revision, TEXTS)
         if weights:
@@ -59,6 +57,18 @@ def local_folder(path: str | Path, *, revision: str | None = None, weights: bool
             f"{error}). Check the path, the revision {revision or 'main'}, and the access of this "
             "machine; HF_HUB_OFFLINE=1 reads the cache only."
         ) from error
+
+
+def _cached(path: str | Path, revision: str | None, *, weights: bool) -> Path | None:
+    """Return the snapshot in the cache. None: there is none, or files are missing from it."""
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    try:
+        snapshot = _snapshot(path, revision, TEXTS, cached=True)
+    except LocalEntryNotFoundError:
+        return None
+    files = weight_files(snapshot) if weights else ()
+    return snapshot if all((snapshot / file).exists() for file in files) else None
 
 
 def weight_files(folder: Path) -> tuple[str, ...]:

@@ -277,7 +277,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
     ),
     "a part of a scalar": (_edit(_one_part_of_a_scalar), "leave gaps in .."),
     "a tensor without dims": (
-        _edit(_without_dims), "4 tensors are missing .decoder.layers.0.self_attention.linear_qkv.weight"
+        _edit(_without_dims), "4 tensors are missing .decoder.layers.0.self_attention.linear_qkv"
     ),
     "an empty file": (_empty_file, "no bytes"),
     "an inflating entry": (_inflating, "byteorder of a tensor has 67,108,864 bytes"),
