@@ -4,6 +4,7 @@ without process groups. Signatures are the options.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -16,6 +17,7 @@ from megatron_lightning.bridge.auto import AutoBridge, ModelKind
 from megatron_lightning.bridge.export import write_folder
 from megatron_lightning.bridge.folder import HuggingFaceFolder
 from megatron_lightning.bridge.give_back import tensors_of_checkpoint
+from megatron_lightning.bridge.hub import local_folder
 from megatron_lightning.bridge.import_folder import import_folder
 from megatron_lightning.bridge.lazy import Lazy
 from megatron_lightning.bridge.logits import compare_logits
@@ -157,7 +159,9 @@ def _import_megatron(
     with progress_bar("importing", num_bytes) as advance:
         count = import_folder(bridge, Path(checkpoint), kind=kind, advance=advance, **options)
     states = "no state of an optimizer, since there is none in the parameters' shapes"
-    if optimizer:
+    if megatron.folder.iteration is None:
+        states = "no state of an optimizer, since no iteration is in the name, as in iter_0001000"
+    elif optimizer:
         states = f"the state of Adam after {megatron.folder.iteration:,} steps"
     print(
         f"{checkpoint} holds {count} tensors of {megatron.folder.path}, {states}, and the files of "
@@ -203,6 +207,11 @@ def verify(
             f"{', '.join(wrong[:_LISTED])}."
         )
     found = compare_logits(bridge, is_gpt=is_gpt)
+    if math.isnan(found.difference):
+        raise CheckpointError(
+            f"the logits of {path} cannot be compared, since some are NaN. All tensors come back "
+            "equal: look for NaN in the folder's weights."
+        )
     if not found.is_equal:
         block = "" if found.block is None else f", from block {found.block} on"
         raise CheckpointError(
@@ -221,10 +230,13 @@ def compare(first: str, second: str) -> None:
     """Compare the tensors of two Hugging Face folders. Exit with 1 if the folders differ.
 
     Args:
-        first: A folder.
-        second: Another folder.
+        first: A folder, or a Hub id.
+        second: Another one.
+
+    Raises:
+        MissingCheckpointError: If there is no such folder, and the Hub has no such id.
     """
-    a, b = (HuggingFaceFolder(Path(path)).tensors for path in (first, second))
+    a, b = (HuggingFaceFolder(local_folder(path)).tensors for path in (first, second))
     rows = [f"only in {first}: {name}" for name in a if name not in b]
     rows += [f"only in {second}: {name}" for name in b if name not in a]
     rows += [f"differs: {name}" for name in a if name in b and not _equal(a[name], b[name])]

@@ -83,7 +83,7 @@ def _by_block(bridge: AutoBridge, *, is_gpt: bool) -> Comparison | None:
 
 
 def _any_width(model: Any) -> Any:
-    """Let a model of ``transformers`` compute experts one by one. torch's grouped GEMM refuses
+    """Set a model of ``transformers`` to compute experts one by one. torch's grouped GEMM refuses
     experts of a width that is no multiple of 16 bytes.
     """
     if hasattr(model, "set_experts_implementation"):

@@ -100,6 +100,15 @@ def test_an_untrained_folder_comes_back_byte_by_byte(
     assert {file.name: file.read_bytes() for file in (tmp_path / "out").iterdir()} == files
 
 
+def test_a_folder_is_compared_with_a_hub_id(
+    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = str(folders["gpt2"])
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *_, **__: path)
+    commands.compare("org/tiny", path)
+    assert "tensors are equal" in capsys.readouterr().out
+
+
 def test_tensors_that_a_class_ignores_are_carried(
     folders: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

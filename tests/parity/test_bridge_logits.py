@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 pytest.importorskip("transformers", "5")
@@ -127,6 +129,17 @@ def test_a_wrong_buffer_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(AutoBridge, "stock_model", changed)
     with pytest.raises(CheckpointError, match=r"buffer model\.rotary_emb\.inv_freq"):
+        commands.verify(str(folder))
+
+
+def test_logits_of_nan_are_no_difference_of_buffers(tmp_path: Path) -> None:
+    folder = make_folder("llama", tmp_path)
+    index = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
+    file = folder / index["model.norm.weight"]
+    tensors = load_file(file)
+    tensors["model.norm.weight"][0] = float("nan")
+    save_file(tensors, file, metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match="look for NaN in the folder's weights"):
         commands.verify(str(folder))
 
 
