@@ -89,6 +89,19 @@ class FillInTheMiddle:
         """Id of the padding."""
         return self._special.pad
 
+    def check_vocabulary(self, num_ids: int) -> None:
+        """Check that the model has the ids of the tokens between texts.
+
+        Raises:
+            ConfigError: If an id is outside of the vocabulary.
+        """
+        largest = max(self._special.hidden)
+        if largest >= num_ids:
+            raise ConfigError(
+                f"a token of fim has id {largest}, and vocab_size={num_ids}. Set vocab_size to "
+                f"{largest + 1} or more."
+            )
+
     @property
     def _special(self) -> _SpecialIds:
         found: _SpecialIds | None = getattr(self, "_ids", None)

@@ -95,6 +95,8 @@ class GPTDatasetConfig:
         split_matrix(self.split)
         if self.fim is not None and self.tokenizer is not None:
             object.__setattr__(self, "fim", self.fim.of(self.tokenizer))
+        if self.fim is not None and self.num_ids is not None:
+            self.fim.check_vocabulary(self.num_ids)
 
     @property
     def extra_tokens(self) -> int:
@@ -362,7 +364,8 @@ class GPTDataset(Dataset[dict[str, torch.Tensor]]):
         if fim is not None:
             # of the sample alone: reading order, workers and resumes change nothing
             seeds = [self.config.random_seed, row % 2**32, row // 2**32]
-            text = fim(text, np.random.RandomState(seeds), self.config.sequence_length + 1)
+            wanted = self.config.sequence_length + self.config.extra_tokens
+            text = fim(text, np.random.RandomState(seeds), wanted)
         return np.concatenate([text, np.full(length - len(text), self._pad, np.int64)])
 
     def _parts(self, row: int) -> list[tuple[int, int, int | None]]:

@@ -20,6 +20,7 @@ from megatron_lightning.data.corpus import (
     row_groups,
 )
 from megatron_lightning.data.records import Record
+from megatron_lightning.errors import DataError
 
 _LARGEST, _SMALLEST = 1 << 26, 1 << 18  # bytes of a piece
 _NUM_PIECES = 64  # of an input between these sizes
@@ -38,7 +39,11 @@ class Piece:
     end: int | None = None
 
     def records(self) -> Iterator[Record]:
-        """Yield the documents."""
+        """Yield the documents.
+
+        Raises:
+            DataError: If a document cannot be read, or a file has changed since the cut.
+        """
         yield from self._records(1)
 
     def counted(self) -> Iterator[Record]:
@@ -51,8 +56,13 @@ class Piece:
         return self.begin > 0 and is_lines(self.files[0])
 
     def _records(self, first_line: int) -> Iterator[Record]:
-        for path in self.files:
+        for path, stamp in zip(self.files, self.stamps, strict=True):
             yield from read_file(path, self.begin, self.end, first_line=first_line)
+            if _File.of(path).stamp != stamp:
+                raise DataError(
+                    f"{path}: changed while it was read, so that its documents are of two "
+                    "versions. Run the same command again when the file is complete."
+                )
 
 
 def cut(files: Sequence[str]) -> list[Piece]:

@@ -7,15 +7,16 @@ folder has grown above its size, the blocks fetched first are removed.
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import os
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import numpy.typing as npt
@@ -66,11 +67,13 @@ class BlockCache:
         """
         remote = self.file(url)
         path = remote.folder / "whole"
-        if not path.exists():
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with atomic_write(path) as file:
-                for begin in range(0, len(remote), 8 * BLOCK):
-                    file.write(remote.fetched(begin, min(begin + 8 * BLOCK, len(remote))))
+        if path.exists():
+            return path
+        with remote.locked():
+            if not path.exists():  # else copied by another process meanwhile
+                with remote.kept(path) as file:
+                    for begin in range(0, len(remote), 8 * BLOCK):
+                        file.write(remote.fetched(begin, min(begin + 8 * BLOCK, len(remote))))
         return path
 
     def sweep(self) -> None:
@@ -108,6 +111,8 @@ class RemoteFile:
         self.cache = cache
         system, inside = url_to_fs(url)
         info: dict[str, Any] = self._tried(lambda: system.info(inside))
+        if info.get("size") is None:
+            raise DataError(f"{url}: the store does not tell the size. Copy the file.")
         self._size = int(info["size"])
         stamp = next((info[k] for k in ("ETag", "etag", "mtime", "created") if k in info), "")
         digest = hashlib.sha256(f"{url} {self._size} {stamp}".encode()).hexdigest()[:24]
@@ -145,6 +150,40 @@ class RemoteFile:
             )
         return content
 
+    @contextmanager
+    def kept(self, path: Path) -> Iterator[BinaryIO]:
+        """Open a file of the folder for writing. The file appears at the end of the block.
+
+        Raises:
+            DataError: If the file cannot be written.
+        """
+        with self._write_errors_explained(), atomic_write(path) as file:
+            yield file
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Exclude the other processes of the node, so that a file is copied once.
+
+        Raises:
+            DataError: If the folder cannot be written.
+        """
+        with self._write_errors_explained(), (self.folder / "lock").open("ab") as lock:
+            with suppress(OSError):  # of a disk without locks: every process copies
+                fcntl.flock(lock, fcntl.LOCK_EX)
+            yield
+
+    @contextmanager
+    def _write_errors_explained(self) -> Iterator[None]:
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            yield
+        except OSError as error:
+            raise DataError(
+                f"{self.cache.folder}: what is read of {self.url} cannot be kept "
+                f"({error.strerror}). Set cache_dir to a folder with more space, or cache_bytes "
+                "below it."
+            ) from error
+
     def __reduce__(self) -> tuple[object, ...]:
         return (RemoteFile, (self.url, self.cache))
 
@@ -165,15 +204,8 @@ class RemoteFile:
     def _fetch(self, block: int) -> bytes:
         begin = block * BLOCK
         content = self.fetched(begin, min(begin + BLOCK, self._size))
-        self.folder.mkdir(parents=True, exist_ok=True)
-        try:
-            with atomic_write(self._path(block)) as file:
-                file.write(content)
-        except OSError as error:
-            raise DataError(
-                f"{self.cache.folder}: a block of {self.url} cannot be kept ({error.strerror}). "
-                "Set cache_dir to a folder with more space, or cache_bytes below it."
-            ) from error
+        with self.kept(self._path(block)) as file:
+            file.write(content)
         self._num_fetched += 1
         if self._num_fetched % _SWEEP == 0:
             self.cache.sweep()

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import fsspec
+
 from megatron_lightning.data.files import atomic_write
 from megatron_lightning.data.indexed import IndexedDataset
-from megatron_lightning.data.remote import local_path
+from megatron_lightning.data.remote import BlockCache, is_remote, local_path
 from megatron_lightning.data.tokenizers import Tokenizer
 from megatron_lightning.errors import DataError
 
@@ -40,25 +43,30 @@ class Sidecar:
             file.write(f"{json.dumps(content, indent=2)}\n".encode())
 
     @classmethod
-    def read(cls, prefix: str | Path) -> Sidecar | None:
+    def read(cls, prefix: str | Path, cache: BlockCache | None = None) -> Sidecar | None:
         """Return the description beside a data set. None: there is none, as beside Megatron's, or
         it describes other files.
+
+        Args:
+            prefix: Path or URL of the data set.
+            cache: Keeps what is read from a URL.
 
         Raises:
             DataError: If the file is damaged.
         """
-        path = sidecar_path(prefix)
+        path = f"{local_path(str(prefix))}.json"
+        raw = _read(path)
+        if raw is None:
+            return None
         try:
-            content = json.loads(path.read_bytes())
-            indexed = IndexedDataset(prefix)
+            content = json.loads(raw)
+            indexed = IndexedDataset(prefix, cache)
             if (content["documents"], content["tokens"]) != (
                 indexed.num_documents,
                 indexed.num_tokens,
             ):
                 return None
             return cls(**{name: content[name] for name in cls.__dataclass_fields__})
-        except FileNotFoundError:
-            return None
         except (ValueError, KeyError, TypeError) as error:
             raise DataError(
                 f"{path}: is damaged ({error!r}). Remove it, and the tokenizer of the data is not "
@@ -71,13 +79,39 @@ def sidecar_path(prefix: str | Path) -> Path:
     return Path(f"{local_path(str(prefix))}.json")
 
 
-def check_tokenizer(prefix: str | Path, tokenizer: Tokenizer, name: str) -> None:
+def _read(path: str) -> bytes | None:
+    """Return the bytes of a file or URL. None: there is no such file."""
+    try:
+        with fsspec.open(path, "rb") as file:
+            content: bytes = file.read()
+            return content
+    except FileNotFoundError:
+        return None
+    except Exception as error:  # stores answer for a missing file in many ways
+        if not is_remote(path):
+            raise
+        warnings.warn(
+            f"{path} cannot be read ({error!r}). The tokenizer of the data is not checked.",
+            stacklevel=2,
+        )
+        return None
+
+
+def check_tokenizer(
+    prefix: str | Path, tokenizer: Tokenizer, name: str, cache: BlockCache | None = None
+) -> None:
     """Check that a data set was written by a tokenizer.
+
+    Args:
+        prefix: Path or URL of the data set.
+        tokenizer: The tokenizer.
+        name: The tokenizer's name, for messages.
+        cache: Keeps what is read from a URL.
 
     Raises:
         DataError: If another tokenizer has written the data set.
     """
-    found = Sidecar.read(prefix)
+    found = Sidecar.read(prefix, cache)
     if found is not None and found.tokenizer != tokenizer.identity:
         raise DataError(
             f"{prefix} was written with another tokenizer (of {found.vocab_size} ids, digest "

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import importlib
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ is ever masked."""
 _END = "<|endoftext|>"
 
 
-class PlainTokenizer:
+class PlainTokenizer(ABC):
     """Base of tokenizers of your own: texts one by one, no padding, no special tokens.
 
     A subclass sets ``vocab_size`` and ``eod``, and defines ``encode`` and ``decode``.
@@ -40,9 +41,13 @@ class PlainTokenizer:
         """Class and size."""
         return {"class": type(self).__qualname__, "vocab_size": self.vocab_size}
 
+    @abstractmethod
     def encode(self, text: str) -> list[int]:
         """Return the ids of ``text``."""
-        raise NotImplementedError(f"{type(self).__name__} does not define encode.")
+
+    @abstractmethod
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of ``ids``."""
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Return the ids of each text."""
@@ -235,8 +240,19 @@ class NullTokenizer(PlainTokenizer):
         self.vocab_size = vocab_size + 1
 
     def encode(self, text: str) -> list[int]:
-        """Return the ids in ``text``, divided by blanks."""
-        return [int(word) for word in text.split()]
+        """Return the ids in ``text``, divided by blanks.
+
+        Raises:
+            DataError: If a word is no id below the end of documents.
+        """
+        words = text.split()
+        wrong = next((w for w in words if not w.isdecimal() or int(w) >= self.eod), None)
+        if wrong is not None:
+            raise DataError(
+                f"{wrong!r} is no id from 0 to {self.eod - 1}: tokenizer_type=null reads texts of "
+                "ids. Set input to such texts, or another tokenizer."
+            )
+        return [int(word) for word in words]
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return ids as text."""

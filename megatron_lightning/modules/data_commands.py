@@ -112,7 +112,7 @@ def _show_stream(console: Any, data: PretrainDataModule, samples: int) -> None:
     for prefix in data.train_prefixes():
         console.rule("lengths", align="left")
         console.print(prefix)
-        console.print(length_picture(IndexedDataset(prefix)))
+        console.print(length_picture(IndexedDataset(prefix, data.config.block_cache)))
 
 
 def _show_documents(console: Any, prefix: str, tokenizer: Tokenizer | None, samples: int) -> None:

@@ -30,7 +30,6 @@ from megatron_lightning.data.gpt_index import split_matrix
 from megatron_lightning.data.identity import content_digest
 from megatron_lightning.data.indexed import IndexedDataset
 from megatron_lightning.data.mock import MockGPTDataset
-from megatron_lightning.data.remote import is_remote
 from megatron_lightning.data.resume import OnChangedData, describe_changes
 from megatron_lightning.data.sidecar import check_tokenizer
 from megatron_lightning.data.skipped import SkippedSamples
@@ -161,6 +160,11 @@ class PretrainDataModule(RunDataModule):
                 f"data_prefix is {data_prefix!r} and mock is {mock}: the tokens come from files, "
                 "or are random. Set one of the two."
             )
+        if mock and fim is not None:
+            raise ConfigError(
+                "fim rearranges documents, and the tokens of mock=True are random. Leave one of "
+                "the two out."
+            )
         if mock and on_changed_data in {"continue", "restart"}:
             raise ConfigError(
                 f"on_changed_data={on_changed_data!r} goes on with data sets that have changed, "
@@ -205,7 +209,7 @@ class PretrainDataModule(RunDataModule):
             "valid": num_val_samples,
             "test": num_test_samples,
         }
-        self._digests: dict[str, str] = {}
+        self._descriptions: dict[str, Mapping[str, Any]] = {}
         self._datasets: dict[IndexSplit, Any] = {}
 
     @property
@@ -335,19 +339,15 @@ class PretrainDataModule(RunDataModule):
 
     def _contents(self) -> list[str]:
         """Return the digest of each training data set."""
-        return [self._digest(prefix) for prefix in self._blends("train")[0].prefixes]
+        return [self._described(prefix)["content"] for prefix in self._blends("train")[0].prefixes]
 
     def _order(self) -> dict[str, Any]:
         if self.mock:
             names = ("sequence_length", "random_seed")
             return {"mock": True, **{name: getattr(self.config, name) for name in names}}
         (spec,) = self._blends("train")
-        files = [self._indexed(prefix) for prefix in spec.prefixes]
-        counts: dict[str, Any] = {
-            "documents": [indexed.num_documents for indexed in files],
-            "tokens": [int(indexed.num_tokens) for indexed in files],
-            "content": self._contents(),
-        }
+        rows = [self._described(prefix) for prefix in spec.prefixes]
+        counts: dict[str, Any] = {name: [row[name] for row in rows] for name in rows[0]}
         if spec.is_single:
             counts = {name: values[0] for name, values in counts.items()}
         else:
@@ -361,10 +361,16 @@ class PretrainDataModule(RunDataModule):
             **counts,
         }
 
-    def _digest(self, prefix: str) -> str:
-        if prefix not in self._digests:
-            self._digests[prefix] = content_digest(prefix, self.config.block_cache)
-        return self._digests[prefix]
+    def _described(self, prefix: str) -> Mapping[str, Any]:
+        """Return documents, tokens and digest of a data set, read once."""
+        if prefix not in self._descriptions:
+            indexed = self._indexed(prefix)
+            self._descriptions[prefix] = {
+                "documents": indexed.num_documents,
+                "tokens": int(indexed.num_tokens),
+                "content": content_digest(prefix, self.config.block_cache),
+            }
+        return self._descriptions[prefix]
 
     @property
     def validation_names(self) -> tuple[str, ...]:
@@ -439,8 +445,9 @@ class PretrainDataModule(RunDataModule):
         return IndexedDataset(prefix, self.config.block_cache)
 
     def _check_tokenizer(self, prefix: str) -> None:
-        if self.tokenizer is not None and not is_remote(prefix):
-            check_tokenizer(prefix, self.tokenizer, str(self._tokenizer_model))
+        if self.tokenizer is not None:
+            name, cache = str(self._tokenizer_model), self.config.block_cache
+            check_tokenizer(prefix, self.tokenizer, name, cache)
 
     def _mocked(self, name: IndexSplit, count: int | None) -> MockGPTDataset:
         config, trainer = self.config, self.trainer

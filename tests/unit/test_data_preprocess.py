@@ -521,6 +521,25 @@ def test_a_bad_line_in_a_later_piece_is_named(
         preprocess(str(tmp_path / "x"), str(lines), tokenizer_model=model, workers=2)
 
 
+@pytest.mark.parametrize("workers", [1, 2])
+def test_an_input_that_changes_meanwhile_is_refused(
+    workers: int, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pieces, "_SMALLEST", 2000)
+    lines, cut = _lines(tmp_path), pieces.cut
+
+    def cut_and_changed(files: Any) -> Any:
+        found = cut(files)
+        lines.write_text(lines.read_text().replace("def", "DEF"))
+        os.utime(lines, (1, 1))
+        return found
+
+    monkeypatch.setattr(preprocess_module, "cut", cut_and_changed)
+    with pytest.raises(DataError, match=r"many\.jsonl: changed while it was read"):
+        preprocess(str(tmp_path / "out" / "x"), str(lines), tokenizer_model=model, workers=workers)
+    assert files_in(tmp_path / "out") == []
+
+
 def test_two_runs_into_one_prefix_are_refused(jsonl: Path, model: str, tmp_path: Path) -> None:
     with (
         preprocess_module._folder_of_pieces(str(tmp_path / "x")),

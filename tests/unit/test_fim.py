@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from megatron_lightning.data.fim import FillInTheMiddle
 from megatron_lightning.data.gpt import GPTDataset, GPTDatasetConfig
 from megatron_lightning.data.indexed import IndexedDatasetWriter
 from megatron_lightning.errors import ConfigError
+from megatron_lightning.modules import PretrainDataModule
 
 ORACLE = json.loads((Path(__file__).parents[1] / "oracles" / "datasets_fim.json").read_text())
 CASES, RECIPE = ORACLE["facts"]["cases"], ORACLE["facts"]["recipe"]
@@ -124,6 +126,24 @@ def test_options_that_cannot_be_are_refused(options: dict[str, Any], message: st
     tokens = {f"fim_{name}_token": f"<{name}>" for name in ("prefix", "middle", "suffix", "pad")}
     with pytest.raises(ConfigError, match=message):
         FillInTheMiddle(**{"fim_rate": 1.0, **tokens, "tokenizer": Toy(), **options})
+
+
+def test_ids_outside_the_model_are_refused(tmp_path: Path) -> None:
+    case = CASES[0]
+    fim = fim_of(case, tokenizer=Toy())
+    for size in (44, None):
+        GPTDatasetConfig(sequence_length=8, vocab_size=size, tokenizer=Toy(), fim=fim)
+    with pytest.raises(ConfigError, match="a token of fim has id 42, and vocab_size=42"):
+        GPTDatasetConfig(sequence_length=8, vocab_size=42, tokenizer=Toy(), fim=fim)
+    with pytest.raises(ConfigError, match="the tokens of mock=True are random"):
+        PretrainDataModule(None, 8, 1, mock=True, fim=fim)
+
+
+def test_the_last_position_without_an_extra_token_has_no_loss(tmp_path: Path) -> None:
+    data = dataset_of(CASES[0], tmp_path, fim_of(CASES[0], tokenizer=Toy()))
+    options = replace(data.config, add_extra_token_to_sequence=False)
+    short = GPTDataset(str(tmp_path / "data"), options, "train", CASES[0]["num_samples"])
+    assert all(short[i]["loss_mask"][-1] == 0 for i in range(len(short)))
 
 
 def test_without_a_tokenizer_the_way_out_is_named() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -14,10 +15,11 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 from torch.utils.data import DataLoader
 
-from megatron_lightning.data import remote
+from megatron_lightning.data import ByteTokenizer, remote
 from megatron_lightning.data.gpt import GPTDataset, GPTDatasetConfig
 from megatron_lightning.data.identity import content_digest
-from megatron_lightning.data.indexed import IndexedDatasetWriter
+from megatron_lightning.data.indexed import IndexedDataset, IndexedDatasetWriter
+from megatron_lightning.data.sidecar import Sidecar, check_tokenizer
 from megatron_lightning.errors import DataError
 from megatron_lightning.modules import PretrainDataModule
 
@@ -137,6 +139,36 @@ def test_what_cannot_be_read_is_named(
     monkeypatch.setattr(Store, "failing", 1.0)
     with pytest.raises(DataError, match="the store did not answer 6 times"):
         dataset("store://data/text", tmp_path / "kept")
+
+
+def test_processes_of_a_node_copy_an_index_once(
+    files: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Store, "pause_s", 0.05)
+    cache = remote.BlockCache(str(tmp_path / "kept"))
+    with ThreadPoolExecutor(4) as ranks:
+        copies = set(ranks.map(cache.whole, ["store://data/text.idx"] * 4))
+    assert [copy.read_bytes() for copy in copies] == [Path(f"{files}.idx").read_bytes()]
+    assert len(Store.requests) == len(set(Store.requests))
+
+
+def test_a_folder_that_cannot_be_written_is_named(files: str, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(DataError, match=r"file: what is read of store://data/text\.idx cannot be"):
+        dataset("store://data/text", tmp_path / "file")
+
+
+def test_data_at_a_url_of_another_tokenizer_are_refused(files: str, tmp_path: Path) -> None:
+    small, large = ByteTokenizer(), ByteTokenizer(["<more>"])
+    Sidecar.of(large, append_eod=False).write(files, IndexedDataset(files))
+    store, content = fsspec.filesystem("store"), Path(f"{files}.json").read_bytes()
+    store.pipe("/data/text.json", content)
+    cache = remote.BlockCache(str(tmp_path / "kept"))
+    check_tokenizer("store://data/text", large, "large", cache)
+    with pytest.raises(DataError, match="store://data/text was written with another tokenizer"):
+        check_tokenizer("store://data/text", small, "small", cache)
+    store.rm("/data/text.json")
+    check_tokenizer("store://data/text", small, "small", cache)
 
 
 def test_a_changed_file_is_another_file(files: str, tmp_path: Path) -> None:

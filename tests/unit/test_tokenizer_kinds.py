@@ -97,6 +97,9 @@ def test_bytes_and_ids_as_text() -> None:
     assert ByteTokenizer().identity != ByteTokenizer(["<fim_prefix>"]).identity
     check_protocol(NullTokenizer(100), ["1 2 99", ""])
     assert load_tokenizer("100", "null").eod == 100
+    for wrong in ("word", "-1", "100"):
+        with pytest.raises(DataError, match=f"'{wrong}' is no id from 0 to 99"):
+            NullTokenizer(100).encode(f"1 {wrong}")
     with pytest.raises(ConfigError, match="is no number of ids"):
         load_tokenizer("many", "null")
 
@@ -108,6 +111,8 @@ def test_a_class_of_your_own(tmp_path: Path) -> None:
     assert load_tokenizer(tmp_path / "t.yaml", "class_path").encode("a") == [98]
     with pytest.raises(ConfigError, match="no tokenizer can be made of it"):
         load_tokenizer("none.Such", "class_path")
+    with pytest.raises(ConfigError, match=r"no tokenizer can be made of it .*decode, encode"):
+        load_tokenizer("megatron_lightning.data.PlainTokenizer", "class_path")
     with pytest.raises(ConfigError, match=r"Path has no vocab_size, eod.*PlainTokenizer"):
         load_tokenizer("pathlib.Path", "class_path")
 
