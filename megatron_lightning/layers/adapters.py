@@ -38,6 +38,7 @@ from megatron_lightning.parallel.attachments import Attachment
 ALL_ROWS = "all"
 """Name of an adapter of all rows of a weight."""
 _CHILD = "adapters"
+_ROW_DIMS = 3  # of the inputs of layers: batch, sequence and features
 
 
 class LowRankAdapter(nn.Module):
@@ -205,7 +206,14 @@ def _add_to_second_half(
 ) -> Tensor:
     """Add the output of the adapters to the second half of the rows."""
     [x] = (*given[0], *given[1].values())  # of experts there are counts as well
-    dim = (adapters.half_dim or 0) - 3  # layers may flatten dims in front
+    if x.ndim < _ROW_DIMS:
+        raise ConfigError(
+            f"a {type(layer).__name__} gets rows of shape {tuple(x.shape)} without a batch dim, as "
+            "in experts of untouched models, so that adapters cannot leave out the rows of a "
+            "reference. Leave the layer out by exclude_modules, or set the reference of DPOModule "
+            'to "model" or "scores".'
+        )
+    dim = (adapters.half_dim or 0) - _ROW_DIMS  # layers may flatten dims in front
     delta: Tensor = adapters(x.chunk(2, dim)[1].contiguous())
     first, second = output.chunk(2, dim)
     return torch.cat([first, _added(layer, adapters, second, delta)], dim)
@@ -223,18 +231,33 @@ def adapted_layers(module: nn.Module) -> dict[str, Adapters]:
     return {path: adapters for path, adapters in found if adapters is not None}
 
 
-def adapters_for_second_half(module: nn.Module, batch_dim: int | None) -> None:
-    """Compute the first half of the rows without adapters from now on: a frozen reference in the
-    same call, for models that are called only once.
+@contextmanager
+def adapters_for_second_half(module: nn.Module, batch_dim: int) -> Iterator[None]:
+    """Compute the first half of the rows without adapters inside the block: a frozen reference in
+    the same call, for models called only once.
 
-    The setting has to stay until the backward is over, since a recomputation needs it again.
+    A forward with gradients leaves the setting for a recomputation in the backward. Call
+    :func:`adapters_for_all_rows` after the backward.
 
     Args:
         module: A module with adapters. The inputs of adapted layers have three dims.
-        batch_dim: Dim of the rows in these inputs. None: compute all rows with adapters.
+        batch_dim: Dim of the rows in these inputs.
     """
     for adapters in adapted_layers(module).values():
         adapters.half_dim = batch_dim
+    stays = False
+    try:
+        yield
+        stays = torch.is_grad_enabled()
+    finally:
+        if not stays:
+            adapters_for_all_rows(module)
+
+
+def adapters_for_all_rows(module: nn.Module) -> None:
+    """Compute all rows with adapters again, after :func:`adapters_for_second_half`."""
+    for adapters in adapted_layers(module).values():
+        adapters.half_dim = None
 
 
 @contextmanager

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from megatron_lightning.errors import ConfigError, DataError
-from megatron_lightning.layers.step_report import log_reports
 from megatron_lightning.models.pair import DistillationPair, DivergenceKind
 from megatron_lightning.models.plans.hf_documents import separating_positions
 from megatron_lightning.models.transformer import GPTModel
@@ -130,10 +129,6 @@ class DistillationModule(ObjectiveModule):
                 "same tokenizer."
             )
 
-    def num_items(self, batch: Batch) -> Tensor:
-        """Return the sum of the tokens' weights."""
-        return token_weights(batch).sum()
-
     def _loss(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return the weighted mean of the tokens' losses, and the sum of the weights."""
         weights = token_weights(batch)
@@ -169,9 +164,13 @@ class DistillationModule(ObjectiveModule):
                 )
         return inputs
 
-    def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Tensor]:
-        """Return the mean loss of a micro-batch and the sum of the tokens' weights."""
-        loss, num_items = self._loss(batch)
-        self.log("train_loss", loss, prog_bar=True, sync_dist=True)
-        log_reports(self, loss)
-        return {"loss": loss, "num_items": num_items}
+    def predict_step(self, batch: Batch, batch_idx: int) -> Any:
+        """Refuse a prediction.
+
+        Raises:
+            ConfigError: Always.
+        """
+        raise ConfigError(
+            "DistillationModule compares two models, and predicts nothing itself. Export the "
+            "student (`megatron-lightning convert export`), and predict by its own module."
+        )

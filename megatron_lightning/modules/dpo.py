@@ -14,7 +14,11 @@ from torch import Tensor, nn
 
 from megatron_lightning.config import TransformerConfig
 from megatron_lightning.errors import ConfigError
-from megatron_lightning.layers.adapters import adapters_disabled, adapters_for_second_half
+from megatron_lightning.layers.adapters import (
+    adapters_disabled,
+    adapters_for_all_rows,
+    adapters_for_second_half,
+)
 from megatron_lightning.layers.dropout import set_dropout
 from megatron_lightning.layers.preference_loss import (
     AnswerScores,
@@ -137,16 +141,16 @@ class DPOModule(ObjectiveModule):
         """Return the log-probabilities of the answers under the model, and [b, 2] under the
         reference.
         """
-        tokens = torch.cat([batch["chosen"], batch["rejected"]])
-        labels = torch.cat([batch["chosen_labels"], batch["rejected_labels"]])
+        tokens, labels = _rows_of(batch)
         reference: Tensor | None = None
         if self.reference == "model":
             before, losses = self.model(tokens, labels)
             reference = self._answers(before, labels).log_probs
         elif self.reference == "adapters" and self.num_pipeline_ranks > 1:
             # A pipelined model is called once, so the reference is in the first half of the rows.
-            adapters_for_second_half(self.model, 1 if isinstance(self.model, GPTModel) else 0)
-            both = token_losses_of(self.model, tokens.repeat(2, 1), labels.repeat(2, 1))
+            batch_dim = 1 if isinstance(self.model, GPTModel) else 0
+            with adapters_for_second_half(self.model, batch_dim):
+                both = token_losses_of(self.model, tokens.repeat(2, 1), labels.repeat(2, 1))
             before, losses = both.chunk(2)
             reference = self._answers(before.detach(), labels).log_probs
         else:
@@ -187,8 +191,10 @@ class DPOModule(ObjectiveModule):
         return losses.mean(), self.num_items(batch)
 
     def _observe(self, policy: AnswerScores, reference: Tensor | None) -> None:
-        """Log what training by preferences is watched by."""
-        prefix = "" if self._trainer is None or self.trainer.training else "val_"
+        """Log the rewards of the answers."""
+        if self._trainer is None:
+            return
+        prefix = "" if self.trainer.training else "test_" if self.trainer.testing else "val_"
         rewards = policy.log_probs.detach()
         if reference is not None:
             rewards = rewards - reference
@@ -202,29 +208,25 @@ class DPOModule(ObjectiveModule):
             "rewards_margin": difference.mean(),
             "rewards_accuracy": (difference > 0).float().mean(),
         }
-        if self._trainer is not None:
-            weight = len(rewards)
-            for name, value in values.items():
-                self.log(f"{prefix}{name}", value, sync_dist=True, batch_size=weight)
+        for name, value in values.items():
+            self.log(f"{prefix}{name}", value, sync_dist=True, batch_size=len(rewards))
 
     # ------------------------------------------------------------------------------- the reference
 
+    def on_after_backward(self) -> None:
+        """Compute all rows with adapters again, before callbacks write or score texts."""
+        if self.reference == "adapters":
+            adapters_for_all_rows(self.model)
+
     def on_train_batch_end(self, *_: Any) -> None:
-        """Let adapters compute all rows again."""
-        adapters_for_second_half(self.model, None)
-
-    def on_validation_batch_end(self, *_: Any, **__: Any) -> None:
-        """Let adapters compute all rows again."""
-        adapters_for_second_half(self.model, None)
-
-    on_test_batch_end = on_validation_batch_end
+        """Compute all rows with adapters again, also after a batch without a backward."""
+        self.on_after_backward()
 
     def predict_step(self, batch: Batch, batch_idx: int) -> Any:
         """Return the log-probabilities of the answers under the model: ``{"pair": [b], "scores":
         [b, 2]}``.
         """
-        tokens = torch.cat([batch["chosen"], batch["rejected"]])
-        labels = torch.cat([batch["chosen_labels"], batch["rejected_labels"]])
+        tokens, labels = _rows_of(batch)
         if isinstance(self.model, ReferencePair):
             _, losses = self.model(tokens, labels)
         else:
@@ -255,6 +257,12 @@ class DPOModule(ObjectiveModule):
             merged = {number: scores for part in found for number, scores in part.items()}
             rank_zero_info(f"scores of {len(merged)} pairs: {data.write_scores(merged)}")
         self.trainer.strategy.barrier("scores")
+
+
+def _rows_of(batch: Batch) -> tuple[Tensor, Tensor]:
+    """Return tokens and labels [2 b, s] of the chosen answers, followed by the rejected answers."""
+    tokens = torch.cat([batch["chosen"], batch["rejected"]])
+    return tokens, torch.cat([batch["chosen_labels"], batch["rejected_labels"]])
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, cast
 
 from lightning.pytorch import LightningModule
 from lightning_utilities.core.rank_zero import rank_zero_warn
-from torch import Tensor, nn
+from torch import nn
 
 from megatron_lightning.config import TransformerConfig
 from megatron_lightning.errors import ConfigError
@@ -143,10 +143,6 @@ class ObjectiveModule(FolderModule):
                 "some hold stages of the frozen model alone. With "
                 "virtual_pipeline_model_parallel_size=2 every rank has a stage of each."
             )
-
-    def num_items(self, batch: Any) -> Tensor:
-        """Return the number of items in the mean of a batch's loss."""
-        raise NotImplementedError
 
 
 def template_of(module: Any, name: str) -> Template:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
 
@@ -19,6 +20,7 @@ from megatron_lightning.cli import main
 from megatron_lightning.config import CheckpointOptions
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.inference.load import read_config
+from megatron_lightning.layers.adapters import adapted_layers
 from megatron_lightning.modules import (
     DistillationModule,
     DPOModule,
@@ -132,6 +134,41 @@ def test_the_frozen_model_stays_and_is_in_no_optimizer(tmp_path: Path) -> None:
     assert all(".trained." in name and ".adapters." in name for name in alone["state_dict"])
     [resumed] = run_ranks(1, _resumed, folder)
     assert all(torch.equal(resumed[name], value) for name, value in alone["state_dict"].items())
+
+
+class _Seen(pl.Callback):
+    """Records after every batch whether adapters leave out rows."""
+
+    def __init__(self) -> None:
+        self.found: set[int | None] = set()
+
+    def on_train_batch_end(self, _: Any, module: Any, *__: Any) -> None:
+        self.found |= {adapters.half_dim for adapters in adapted_layers(module).values()}
+
+    on_validation_batch_end = on_train_batch_end
+
+
+def _left_out(folder: str) -> tuple[list[float], set[int | None]]:
+    """Train and validate with a reference in other rows of the same call."""
+    module = Preferred(GPTLightningModule(SMALL, peft=LoRA()), reference="adapters")
+    record, seen = Losses(), _Seen()
+    strategy = MegatronStrategy(**{PP: 2, "micro_batch_size": 2})
+    fit = trainer(strategy, max_steps=2, callbacks=[record, seen])
+    fit.fit(module, datamodule=_data(folder, val_fraction=0.5))
+    return record.losses, seen.found
+
+
+def test_adapters_leave_out_the_rows_of_a_reference_during_a_step_alone(tmp_path: Path) -> None:
+    """Callbacks after a batch, such as samples of text, see the adapted model."""
+    for losses, found in run_ranks(2, _left_out, _prepare(tmp_path)):
+        assert losses[0] == pytest.approx(math.log(2), rel=1e-6)
+        assert found == {None}
+
+
+def test_a_distillation_predicts_nothing() -> None:
+    model = GPTLightningModule(SMALL)
+    with pytest.raises(ConfigError, match="Export the student"):
+        DistillationModule(model, model).predict_step({}, 0)
 
 
 def test_a_module_is_loaded_from_its_checkpoint(tmp_path: Path) -> None:
