@@ -12,6 +12,7 @@ from dataclasses import replace
 from itertools import groupby, takewhile
 from pathlib import Path
 from typing import Any, NamedTuple, cast
+from zipfile import BadZipFile, ZipFile
 
 import numpy as np
 import numpy.typing as npt
@@ -248,9 +249,10 @@ class ScoreFile:
             CheckpointError: If the file is missing, damaged, or of other documents.
         """
         try:
-            with np.load(self.path, allow_pickle=False) as file:
+            # A zip file: np.load returns an array for a file of a single array.
+            with ZipFile(self.path), np.load(self.path, allow_pickle=False) as file:
                 scores, digests = file["scores"], file["documents"].tolist()
-        except (OSError, ValueError, KeyError) as error:
+        except (OSError, ValueError, KeyError, EOFError, BadZipFile) as error:
             raise CheckpointError(
                 f"scores={str(self.path)!r} cannot be read ({error}). Write it by `predict` with "
                 "this configuration: megatron-lightning predict --config FILE."

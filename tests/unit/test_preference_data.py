@@ -121,6 +121,15 @@ def test_scores_belong_to_their_documents(tmp_path: Path) -> None:
     other._reads_scores = True
     with pytest.raises(CheckpointError, match="belong to 5 pairs of other documents than the 4"):
         other._parts()
+    whole = Path(scores).read_bytes()
+    for damaged in (whole[: len(whole) // 2], b"", whole.replace(b"scores.npy", b"others.npy")):
+        Path(scores).write_bytes(damaged)
+        with pytest.raises(CheckpointError, match="cannot be read"):
+            data._parts()
+    np.save(scores.replace(".npz", ".npy"), np.zeros((5, 2)))
+    Path(scores.replace(".npz", ".npy")).rename(scores)
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        data._parts()
     Path(scores).unlink()
     with pytest.raises(CheckpointError, match="megatron-lightning predict"):
         data._parts()
