@@ -12,7 +12,6 @@ same layer on one device without any strategy. Step times are measured in turn
 
 from __future__ import annotations
 
-import argparse
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -29,6 +28,7 @@ from benchmarks.bench_step import (
     largest_loss_difference,
     wall_seconds,
 )
+from benchmarks.command_line import parser_of
 from benchmarks.data_parallel_counts import Count, count
 from benchmarks.statistics import Ratio, ratio_of_medians
 from benchmarks.teams import measure
@@ -179,17 +179,7 @@ def run(shape: Shape, num_rounds: int, folder: Path, ranks: Sequence[int] = (1, 
 
 def main() -> None:
     """Read the command line and run."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--quick", action="store_true", help="a tiny model and two rounds")
-    parser.add_argument(
-        "--rounds", type=int, default=15, help="pairs to measure; fewer than 15 prove nothing"
-    )
-    parser.add_argument(
-        "--results", type=Path, default=machine.RESULTS, help="folder of the result files"
-    )
-    options = parser.parse_args()
+    options = parser_of(__doc__).parse_args()
     print(
         run(
             QUICK if options.quick else Shape(),

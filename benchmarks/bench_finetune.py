@@ -13,7 +13,6 @@ tokenizer's own ``encode_batch`` of the same texts, by processor seconds.
 
 from __future__ import annotations
 
-import argparse
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -32,6 +31,7 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 from benchmarks import machine
 from benchmarks.bench_single import Llama, llama_config
 from benchmarks.bench_step import QUICK, Steps
+from benchmarks.command_line import parser_of
 from benchmarks.statistics import Ratio, ratio_of_medians
 from benchmarks.teams import measure
 from benchmarks.variants import Shape, Variant, megatron, single_device
@@ -315,17 +315,7 @@ def run(
 
 def main() -> None:
     """Read the command line and run."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--quick", action="store_true", help="a tiny model and two rounds")
-    parser.add_argument(
-        "--rounds", type=int, default=15, help="pairs to measure; fewer than 15 prove nothing"
-    )
-    parser.add_argument(
-        "--results", type=Path, default=machine.RESULTS, help="folder of the result files"
-    )
-    options = parser.parse_args()
+    options = parser_of(__doc__).parse_args()
     if options.quick:
         print(run(QUICK, 2, 1024, (2000, 50), options.results))
     else:

@@ -16,7 +16,6 @@ with as many weights in many narrow experts. *Counts*: see ``moe_counts``.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
 from collections.abc import Mapping, Sequence
@@ -33,6 +32,7 @@ from transformers import MixtralConfig, MixtralForCausalLM
 from benchmarks import machine
 from benchmarks.bench_single import Llama, check_work
 from benchmarks.bench_step import Comparison, Steps, compare, comparison_table, rows
+from benchmarks.command_line import parser_of
 from benchmarks.moe_counts import (
     PEAK_TOLERANCE,
     Counted,
@@ -311,17 +311,7 @@ def run(layer: ExpertShape, shapes: Sequence[ExpertShape], num_rounds: int, fold
 
 def main() -> None:
     """Read the command line and run."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--quick", action="store_true", help="a tiny model and two rounds")
-    parser.add_argument(
-        "--rounds", type=int, default=15, help="pairs to measure; fewer than 15 prove nothing"
-    )
-    parser.add_argument(
-        "--results", type=Path, default=machine.RESULTS, help="folder of the result files"
-    )
-    options = parser.parse_args()
+    options = parser_of(__doc__).parse_args()
     if options.quick:
         print(run(QUICK, [QUICK], 2, options.results))
     else:

@@ -15,7 +15,6 @@ rank's resident memory since before its first step.
 
 from __future__ import annotations
 
-import argparse
 import ctypes
 import multiprocessing as mp
 import os
@@ -33,6 +32,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks import machine
+from benchmarks.command_line import parser_of
 from benchmarks.pipeline_stages import ENGINES, SCHEDULES, Case, bare_step
 from benchmarks.statistics import ratio_of_medians
 
@@ -260,19 +260,10 @@ def run(sizes: Sequence[int], unit_s: float, rounds: int, folder: Path) -> str:
 
 def main() -> None:
     """Read the command line and run."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--quick", action="store_true", help="2 ranks, 5 ms units and two rounds")
+    parser = parser_of(__doc__, quick="2 ranks, 5 ms units and two rounds")
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4, 8])
     parser.add_argument(
         "--unit-ms", type=float, default=20.0, help="time of a forward through all stages of a rank"
-    )
-    parser.add_argument(
-        "--rounds", type=int, default=15, help="pairs to measure; fewer than 15 prove nothing"
-    )
-    parser.add_argument(
-        "--results", type=Path, default=machine.RESULTS, help="folder of the result files"
     )
     options = parser.parse_args()
     sizes, unit_ms, rounds = (

@@ -13,7 +13,6 @@ its logits, ``torch.optim.AdamW`` as it is. Both are measured eager and compiled
 
 from __future__ import annotations
 
-import argparse
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
@@ -37,6 +36,7 @@ from benchmarks.bench_step import (
     comparison_table,
     rows,
 )
+from benchmarks.command_line import parser_of
 from benchmarks.teams import measure
 from benchmarks.variants import Goal, Shape, Variant, ddp, megatron, ours, single_device
 from megatron_lightning.config import TransformerConfig
@@ -218,17 +218,7 @@ def run(shape: Shape, num_rounds: int, large_vocabulary: int, folder: Path) -> s
 
 def main() -> None:
     """Read the command line and run."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--quick", action="store_true", help="a tiny model and two rounds")
-    parser.add_argument(
-        "--rounds", type=int, default=15, help="pairs to measure; fewer than 15 prove nothing"
-    )
-    parser.add_argument(
-        "--results", type=Path, default=machine.RESULTS, help="folder of the result files"
-    )
-    options = parser.parse_args()
+    options = parser_of(__doc__).parse_args()
     if options.quick:
         print(run(QUICK, 2, 1024, options.results))
     else:

@@ -12,7 +12,6 @@ by the layers and micro-batches of rank 0.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import machine
+from benchmarks.command_line import parser_of
 from benchmarks.statistics import Ratio, ratio_of_medians
 from benchmarks.teams import StepTime, measure
 from benchmarks.variants import GOALS, VARIANTS, Goal, Shape, Variant
@@ -229,17 +229,8 @@ def run(
 
 def main() -> None:
     """Read the command line and run."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--quick", action="store_true", help="a tiny model and two rounds")
-    parser.add_argument(
-        "--rounds", type=int, default=15, help="pairs to measure; fewer than 15 prove nothing"
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--variants", nargs="+", choices=list(VARIANTS), default=list(VARIANTS))
-    parser.add_argument(
-        "--results", type=Path, default=machine.RESULTS, help="folder of the result files"
-    )
     options = parser.parse_args()
     shape, rounds = (QUICK, 2) if options.quick else (Shape(), options.rounds)
     print(run(options.variants, shape, rounds, with_host=not options.quick, folder=options.results))
