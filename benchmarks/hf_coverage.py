@@ -350,10 +350,10 @@ def write_table(results: Mapping[str, Mapping[str, str]], path: Path) -> None:
         "1e-4 of their updates. *Refused* means that our error says why and what to set.",
         "*Sensitive* means that the first loss is equal, and that the later ones and the weights",
         f"differ at most {SENSITIVITY} times as much as those of one process whose weights are",
-        "changed by a rounding. An empty cell was not measured: tp2ep2 (tensor parallel 2, whose",
-        "ranks divide the experts) is for models with an expert-parallel plan. *sp*: whether",
-        "activations are shards of the sequence under tensor parallelism. *load* and *export*:",
-        "folders, as in the section below.",
+        "changed by a rounding. An empty cell was not measured. Ranks of *tp2ep2* divide the",
+        "experts, and the other layers by tensor parallelism. *sp*: whether activations are shards",
+        "of the sequence under tensor parallelism. *load* and *export*: folders, as in the section",
+        "below.",
         "",
         f"| layout | {' | '.join(KINDS)} | of |",
         "|---" * (len(KINDS) + 2) + "|",
@@ -367,10 +367,13 @@ def write_table(results: Mapping[str, Mapping[str, str]], path: Path) -> None:
         lines += ["", f"Activations are shards of the sequence in {on} of {len(trained)} families."]
     lines += ["", f"| family | {' | '.join(columns)} |", "|---" * (len(columns) + 1) + "|"]
     notes: list[str] = []
+    classes = {family.name: family.model_class for family in hf_families.families()}
     for name, row in sorted(trained.items()):
         cells = []
         for column in columns:
             kind, _, why = row.get(column, "").partition(": ")
+            if name in classes:  # a reason of several families is one note
+                why = why.replace(classes[name], "the model")
             if why and why not in notes:
                 notes.append(why)
             cells.append(f"{kind} [{notes.index(why) + 1}]" if why else kind)

@@ -69,6 +69,17 @@ def test_the_table_counts_and_explains(tmp_path: Path) -> None:
     assert "configuration: c." in page
 
 
+def test_a_reason_of_several_families_is_one_note(tmp_path: Path) -> None:
+    rows = {
+        name: {"plain": "trained", "sp": f"off: {model} has experts"}
+        for name, model in (("mixtral", "MixtralForCausalLM"), ("olmoe", "OlmoeForCausalLM"))
+    }
+    write_table(rows, tmp_path / "page.md")
+    page = (tmp_path / "page.md").read_text()
+    assert "| mixtral | off [1] |" in page and "| olmoe | off [1] |" in page
+    assert "1. the model has experts" in page and "2." not in page.partition("1. ")[2]
+
+
 @pytest.mark.slow
 def test_a_family_is_measured_and_the_run_continues(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
