@@ -1,77 +1,33 @@
-"""Tokenization of text into Megatron's ``.bin``/``.idx`` files: pieces of the input by several
-processes, joined in order.
+"""Tokenization of text into Megatron's ``.bin``/``.idx`` files: the tokenized pieces of the input,
+joined in order.
 """
 
 from __future__ import annotations
 
 import fcntl
 import hashlib
-import multiprocessing
-import os
 import shutil
-import signal
 import sys
-import threading
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from concurrent.futures.process import BrokenProcessPool
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass
-from functools import lru_cache
-from itertools import chain, islice
+from itertools import islice
 from pathlib import Path
 from typing import Literal
 
-import numpy as np
 from tqdm import tqdm  # type: ignore[import-untyped]
 
 from megatron_lightning.data.corpus import input_files, no_documents, read_file, read_records
-from megatron_lightning.data.indexed import (
-    IndexedDataset,
-    IndexedDatasetWriter,
-    idx_path,
-    token_dtype,
-)
+from megatron_lightning.data.encoding import FORMAT, EncodingJob, encoded
+from megatron_lightning.data.indexed import IndexedDataset, idx_path
+from megatron_lightning.data.interrupts import termination_as_exit
 from megatron_lightning.data.merge import merged_files
 from megatron_lightning.data.pieces import Piece, cut
-from megatron_lightning.data.records import Record
 from megatron_lightning.data.sidecar import Sidecar
-from megatron_lightning.data.tokenizers import (
-    Tokenizer,
-    TokenizerType,
-    load_tokenizer,
-    train_sentencepiece,
-)
+from megatron_lightning.data.tokenizers import Tokenizer, TokenizerType, train_sentencepiece
 from megatron_lightning.errors import ConfigError, DataError
 
-_FORMAT = 1  # of tokenized pieces
-_CHUNK_BYTES = 1 << 18
 _TRAINING_BYTES = 1 << 24  # a tokenizer of usual size does not improve with more text
-
-
-@dataclass(frozen=True)
-class _Job:
-    """Settings of a worker. Small, because every piece carries the settings."""
-
-    folder: str
-    """Folder of the tokenized pieces."""
-    tokenizer_type: TokenizerType
-    tokenizer_model: str
-    json_keys: tuple[str, ...]
-    append_eod: bool
-    empty_documents: Literal["error", "skip"]
-
-    def tokenizer(self) -> Tokenizer:
-        return load_tokenizer(self.tokenizer_model, self.tokenizer_type)
-
-    def prefixes(self, piece: Piece, tokenizer: Tokenizer) -> list[str]:
-        """Return the prefix of the tokenized piece under each key. The name says all that the
-        content depends on.
-        """
-        settings = (self.json_keys, self.append_eod, self.empty_documents, tokenizer.identity)
-        digest = hashlib.sha256(repr((_FORMAT, settings, piece)).encode()).hexdigest()[:24]
-        return [f"{self.folder}/{digest}-{number}" for number in range(len(self.json_keys))]
 
 
 def preprocess(  # noqa: PLR0917  # every argument is an option of the command line
@@ -123,14 +79,14 @@ def preprocess(  # noqa: PLR0917  # every argument is an option of the command l
     begin = time.monotonic()
     with (
         _write_errors_explained(output_prefix),
-        _termination_as_exit(),
+        termination_as_exit(),
         _folder_of_pieces(output_prefix) as folder,
     ):
         pieces = cut(files)
         trained = None
         if tokenizer_model is None and vocab_size is not None:
             trained = _trained(files, pieces, json_keys, vocab_size, folder)
-        job = _Job(
+        job = EncodingJob(
             str(folder),
             tokenizer_type,
             str(trained or tokenizer_model),
@@ -202,7 +158,7 @@ def _trained(
     folder: Path,
 ) -> Path:
     """Return a tokenizer trained on the input, now or by a run before."""
-    settings = (_FORMAT, tuple(json_keys), vocab_size, tuple(pieces))
+    settings = (FORMAT, tuple(json_keys), vocab_size, tuple(pieces))
     digest = hashlib.sha256(repr(settings).encode()).hexdigest()[:24]
     trained = folder / f"{digest}.model"
     if not trained.exists():
@@ -214,7 +170,7 @@ def _trained(
 def _tokenize(
     pieces: Sequence[Piece],
     parts: Sequence[Sequence[str]],
-    job: _Job,
+    job: EncodingJob,
     tokenizer: Tokenizer,
     workers: int,
 ) -> int:
@@ -226,8 +182,8 @@ def _tokenize(
                 bar.update(piece.num_bytes)
             else:
                 waiting.append(piece)
-        with closing(_tokenized(waiting, job, tokenizer, workers)) as tokenized:
-            for piece in tokenized:
+        with closing(encoded(waiting, job, tokenizer, workers)) as complete:
+            for piece in complete:
                 bar.update(piece.num_bytes)
     return len(waiting)
 
@@ -298,163 +254,3 @@ def _training_texts(
     stride = 1 + num_bytes // _TRAINING_BYTES
     for record in islice(read_records(files), 0, None, stride):
         yield from record.texts(json_keys)
-
-
-def _tokenized(
-    pieces: Sequence[Piece], job: _Job, tokenizer: Tokenizer, workers: int
-) -> Generator[Piece, None, None]:
-    """Tokenize pieces, and yield each when it is complete."""
-    if workers == 1:
-        for piece in pieces:
-            _encode(piece, job, tokenizer)
-            yield piece
-        return
-    # fork saves each worker the import of the caller's program. fork is safe on Linux only.
-    context = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
-    executor = ProcessPoolExecutor(workers, context, initializer=_start_worker)
-    try:
-        with _interrupt_deferred():
-            futures = {executor.submit(_encode_in_worker, piece, job): piece for piece in pieces}
-        for future in as_completed(futures):
-            future.result()
-            yield futures[future]
-    except BrokenProcessPool as error:
-        raise DataError(
-            f"a worker process died while tokenizing (out of memory?); set workers below {workers}"
-        ) from error
-    finally:
-        executor.shutdown(wait=True, cancel_futures=True)
-
-
-@contextmanager
-def _signals_handled(
-    numbers: Sequence[int], handler: Callable[[int, object], None]
-) -> Iterator[None]:
-    if threading.current_thread() is not threading.main_thread():
-        yield  # only the main thread gets signals
-        return
-    previous = {number: signal.signal(number, handler) for number in numbers}
-    try:
-        yield
-    finally:
-        for number, handled in previous.items():
-            signal.signal(number, handled)
-
-
-@contextmanager
-def _termination_as_exit() -> Iterator[None]:
-    """Raise SystemExit on SIGTERM, so that unfinished files are removed. By default SIGTERM ends
-    the process at once.
-    """
-
-    def leave(number: int, _: object) -> None:
-        raise SystemExit(128 + number)
-
-    with _signals_handled([signal.SIGTERM], leave):
-        yield
-
-
-@contextmanager
-def _interrupt_deferred() -> Iterator[None]:
-    """Defer Ctrl-C and SIGTERM to the end of the block: during a fork Python drops signals, or
-    loses the worker.
-    """
-    interrupts: list[int] = []
-    with _signals_handled(
-        [signal.SIGINT, signal.SIGTERM], lambda number, _: interrupts.append(number)
-    ):
-        yield
-    if interrupts:
-        signal.raise_signal(interrupts[0])
-
-
-def _start_worker() -> None:
-    """Leave Ctrl-C to the parent, and end with a killed parent. The parent ends the workers."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-
-
-def _end_with_parent() -> None:
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        parent.join()
-        os._exit(1)
-
-
-@lru_cache(maxsize=1)
-def _worker_tokenizer(job: _Job) -> Tokenizer:
-    """Load the tokenizer once per worker. A worker serves a single job."""
-    return job.tokenizer()
-
-
-def _encode_in_worker(piece: Piece, job: _Job) -> None:
-    _encode(piece, job, _worker_tokenizer(job))
-
-
-def _encode(piece: Piece, job: _Job, tokenizer: Tokenizer) -> None:
-    """Write the tokens of a piece under every key."""
-    try:
-        _write(piece.records(), job.prefixes(piece, tokenizer), job, tokenizer)
-    except DataError:
-        if piece.needs_counting:  # an error names the line, which only counting tells
-            _write(piece.counted(), job.prefixes(piece, tokenizer), job, tokenizer)
-        raise
-
-
-def _write(
-    records: Iterable[Record], prefixes: Sequence[str], job: _Job, tokenizer: Tokenizer
-) -> None:
-    dtype = token_dtype(tokenizer.vocab_size)
-    with ExitStack() as published:
-        writers = [
-            published.enter_context(IndexedDatasetWriter(prefix, dtype)) for prefix in prefixes
-        ]
-        for chunk in _chunks(records):
-            texts = zip(*(record.texts(job.json_keys) for record in chunk), strict=True)
-            for key, writer, of_key in zip(job.json_keys, writers, texts, strict=True):
-                documents = _documents(chunk, key, of_key, job, tokenizer)
-                tokens = np.fromiter(chain.from_iterable(documents), np.int64)
-                lengths = np.array([len(ids) for ids in documents], np.int32)
-                writer.add_documents(tokens, lengths, np.ones(len(lengths), np.int64))
-        for writer in writers:
-            writer.finish()  # all files, before the first is published
-
-
-def _documents(
-    chunk: Sequence[Record], key: str, texts: Sequence[str], job: _Job, tokenizer: Tokenizer
-) -> list[list[int]]:
-    """Return the tokens of the chunk's documents under a key."""
-    documents = []
-    for record, ids in zip(chunk, tokenizer.encode_batch(texts), strict=True):
-        if ids:
-            _check_ids(ids, record, tokenizer)
-            documents.append([*ids, tokenizer.eod] if job.append_eod else ids)
-        elif job.empty_documents == "error":
-            raise DataError(
-                f"{record.where}: empty document under key {key!r}; remove it, or set "
-                "empty_documents to skip"
-            )
-    return documents
-
-
-def _chunks(records: Iterable[Record]) -> Iterator[list[Record]]:
-    """Group records into chunks large enough to be tokenized together."""
-    chunk: list[Record] = []
-    num_bytes = 0
-    for record in records:
-        chunk.append(record)
-        num_bytes += record.num_bytes
-        if num_bytes >= _CHUNK_BYTES:
-            yield chunk
-            chunk, num_bytes = [], 0
-    if chunk:
-        yield chunk
-
-
-def _check_ids(ids: list[int], record: Record, tokenizer: Tokenizer) -> None:
-    if max(ids) >= tokenizer.vocab_size:
-        raise DataError(
-            f"{record.where}: token id {max(ids)} is outside the tokenizer's vocabulary of "
-            f"{tokenizer.vocab_size} ids; the tokenizer's files do not belong together"
-        )

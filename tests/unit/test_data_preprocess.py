@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 from tqdm import tqdm
 
-from megatron_lightning.data import merge, pieces
+from megatron_lightning.data import encoding, merge, pieces
 from megatron_lightning.data import preprocess as preprocess_module
 from megatron_lightning.data.corpus import STDLIB, input_files, read_records, stdlib_files
 from megatron_lightning.data.indexed import IndexedDataset, IndexedDatasetWriter
@@ -165,7 +165,7 @@ def test_documents_keep_their_order(
     workers: int, jsonl: Path, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Several documents a chunk, many chunks.
-    monkeypatch.setattr(preprocess_module, "_CHUNK_BYTES", 300)
+    monkeypatch.setattr(encoding, "_CHUNK_BYTES", 300)
     monkeypatch.setattr(pieces, "_SMALLEST", 1000)
     prefixes = preprocess(
         str(tmp_path / "out" / "x"),
@@ -317,7 +317,7 @@ def test_a_full_disk_leaves_nothing(
             self._file.close()
             self._file = Full()
 
-    monkeypatch.setattr(preprocess_module, "IndexedDatasetWriter", Writer)
+    monkeypatch.setattr(encoding, "IndexedDatasetWriter", Writer)
     with pytest.raises(
         DataError, match=r"x: cannot be written \(\[Errno 28\] No space left .* or free space"
     ):
@@ -390,7 +390,7 @@ class _TooLarge:
 def test_id_outside_the_vocabulary_is_refused(
     jsonl: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(preprocess_module, "load_tokenizer", lambda *_: _TooLarge())
+    monkeypatch.setattr(encoding, "load_tokenizer", lambda *_: _TooLarge())
     with pytest.raises(
         DataError, match=r"in\.jsonl:1: token id 5 is outside the tokenizer's vocabulary of 5 ids"
     ):
@@ -408,7 +408,7 @@ def test_dead_worker_ends_the_run(
 ) -> None:
     if sys.platform != "linux":
         pytest.skip("the replaced tokenizer reaches a forked worker only")
-    monkeypatch.setattr(preprocess_module, "load_tokenizer", lambda *_: _Deadly())
+    monkeypatch.setattr(encoding, "load_tokenizer", lambda *_: _Deadly())
     with pytest.raises(DataError, match="a worker process died"):
         preprocess(str(tmp_path / "out" / "x"), str(jsonl), tokenizer_model="any", workers=2)
     assert files_in(tmp_path / "out") == []
@@ -472,7 +472,7 @@ def test_the_same_bytes_whatever_is_stopped_and_how_many_workers(
     monkeypatch.setattr(pieces, "_SMALLEST", 2000)
     lines = _lines(tmp_path)
     whole = preprocess(str(tmp_path / "a" / "x"), str(lines), tokenizer_model=model)["text"]
-    encoded, write = [], preprocess_module._encode
+    encoded, write = [], encoding._encode
 
     def killed(piece: Any, *arguments: Any) -> None:
         if len(encoded) == 3:
@@ -480,11 +480,11 @@ def test_the_same_bytes_whatever_is_stopped_and_how_many_workers(
         encoded.append(piece)
         write(piece, *arguments)
 
-    monkeypatch.setattr(preprocess_module, "_encode", killed)
+    monkeypatch.setattr(encoding, "_encode", killed)
     with pytest.raises(MemoryError):
         preprocess(str(tmp_path / "b" / "x"), str(lines), tokenizer_model=model)
     assert "3 tokenized pieces are kept" in capsys.readouterr().err
-    monkeypatch.setattr(preprocess_module, "_encode", write)
+    monkeypatch.setattr(encoding, "_encode", write)
     (tmp_path / "b" / "x.pieces" / ".half.bin.1.ab.tmp").write_bytes(b"of a killed process")
     resumed = preprocess(str(tmp_path / "b" / "x"), str(lines), tokenizer_model=model, workers=2)
     num_pieces = len(pieces.cut([str(lines)]))
