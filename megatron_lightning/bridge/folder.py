@@ -8,9 +8,6 @@ the bytes read.
 from __future__ import annotations
 
 import json
-import mmap
-import os
-import stat
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -23,6 +20,7 @@ import torch
 from torch import Tensor
 
 from megatron_lightning.bridge.lazy import Fill, Lazy
+from megatron_lightning.bridge.mapped_files import MappedFiles, file_status
 from megatron_lightning.bridge.safetensors_file import (
     Header,
     StoredTensor,
@@ -36,6 +34,7 @@ from megatron_lightning.parallel.spec import Box, Shape
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLE = "pytorch_model.bin"
 _MAX_INDEX_BYTES = 1 << 30
+_WAY_OUT = "Download or restore the folder."
 
 
 class Use(NamedTuple):
@@ -131,8 +130,7 @@ class HuggingFaceFolder(FolderTensors):
         super().__init__(path)
         self.bytes_read = 0
         """Bytes of tensors read so far."""
-        self._maps: dict[str, mmap.mmap] = {}
-        self._stamps: dict[str, tuple[int, int, int]] = {}
+        self._mapped = MappedFiles(path, _WAY_OUT)
         index = None if (path / SINGLE).exists() else _read_index(path)
         if index is None and not (path / SINGLE).exists():
             for name, values in _pickled(path).items():
@@ -140,7 +138,7 @@ class HuggingFaceFolder(FolderTensors):
                 self.add(name, tuple(values.shape), values.dtype, read)
             return
         for file in [SINGLE] if index is None else sorted(set(index.values())):
-            self._stamps[file] = _stamp(path / file)
+            self._mapped.size(file)
             self.add_file(file, read_header(path / file))
         place = {t.name: file for file, header in self.headers.items() for t in header.tensors}
         if index is not None and (wrong := _first_difference(index, place)):
@@ -162,47 +160,15 @@ class HuggingFaceFolder(FolderTensors):
         self._count(prod(box.shape) * stored.dtype.itemsize)
         if not prod(box.shape):
             return
-        raw = torch.frombuffer(self._map(file), dtype=torch.uint8)[stored.start : stored.stop]
+        raw = torch.frombuffer(self._mapped.map(file), dtype=torch.uint8)[
+            stored.start : stored.stop
+        ]
         if stored.start % stored.dtype.itemsize:  # torch reads aligned values only
             raw = raw.clone()
         out.copy_(raw.view(stored.dtype).view(stored.shape)[box.slices])
 
     def _count(self, num_bytes: int) -> None:
         self.bytes_read += num_bytes
-
-    def _map(self, file: str) -> mmap.mmap:
-        """Return the mapped file.
-
-        Raises:
-            CheckpointError: If the file has changed since the header was read.
-        """
-        if file not in self._maps:
-            with (self.path / file).open("rb") as stream:
-                # Private pages, since torch wants writable memory.
-                self._maps[file] = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_COPY)
-        # A shortened file would end the process with a bus error.
-        if _stamp(self.path / file) != self._stamps[file]:
-            raise CheckpointError(
-                f"{self.path / file} has changed while it was read. Load the folder again when "
-                "nobody writes to it."
-            )
-        return self._maps[file]
-
-
-def _stamp(path: Path) -> tuple[int, int, int]:
-    """Return size, modification time and inode, to notice a written or replaced file."""
-    try:
-        status = os.stat(path)
-    except OSError as error:
-        raise CheckpointError(
-            f"{path} is missing ({error.strerror}). Download or restore the folder."
-        ) from error
-    if not stat.S_ISREG(status.st_mode):
-        raise CheckpointError(
-            f"{path} is no regular file, and reading it may never end. Download or restore the "
-            "folder."
-        )
-    return status.st_size, status.st_mtime_ns, status.st_ino
 
 
 def _read_index(path: Path, name: str = INDEX) -> Mapping[str, str] | None:
@@ -215,9 +181,9 @@ def _read_index(path: Path, name: str = INDEX) -> Mapping[str, str] | None:
     if not index.exists():
         return None
     try:
-        _stamp(index)
-        if index.stat().st_size > _MAX_INDEX_BYTES:
-            raise ValueError(f"it has {index.stat().st_size:,} bytes")
+        size = file_status(index, _WAY_OUT).st_size
+        if size > _MAX_INDEX_BYTES:
+            raise ValueError(f"it has {size:,} bytes")
         text = index.read_bytes()
         entries: Any = json.loads(text, object_pairs_hook=unique_entries)["weight_map"]
         if not entries or not all(isinstance(file, str) for file in entries.values()):

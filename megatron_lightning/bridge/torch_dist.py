@@ -13,7 +13,6 @@ allowed classes by a record of what was pickled. Values are read from mapped fil
 from __future__ import annotations
 
 import json
-import mmap
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
@@ -27,6 +26,7 @@ from torch import Tensor
 
 from megatron_lightning.bridge.inert_pickle import Record, read_archive, unpickle
 from megatron_lightning.bridge.lazy import Lazy
+from megatron_lightning.bridge.mapped_files import MappedFiles, file_status
 from megatron_lightning.errors import CheckpointError, MissingCheckpointError
 from megatron_lightning.parallel.spec import Box, Shape
 
@@ -34,7 +34,7 @@ TRACKER, ABOUT, TABLE = "latest_checkpointed_iteration.txt", "metadata.json", ".
 _FORMAT = "torch_dist"
 _MAX_TABLE_BYTES = 4 << 30
 _MAX_TEXT_BYTES = 1 << 20
-_OPEN_FILES = 64
+_WAY_OUT = "Copy the checkpoint again."
 _DCP = "torch.distributed.checkpoint"
 _CLASSES: Mapping[str, frozenset[str]] = {
     "torch": frozenset({"Size"}),
@@ -92,8 +92,7 @@ class MegatronFolder:
         self.path = _iteration_of(path)
         """The checkpoint."""
         _check_format(self.path)
-        self._maps: dict[str, mmap.mmap] = {}
-        self._stamps: dict[str, tuple[int, int, int]] = {}
+        self._mapped = MappedFiles(self.path, _WAY_OUT)
         self.tensors: dict[str, Lazy] = {}
         """Key in the checkpoint -> tensor."""
         try:
@@ -121,9 +120,9 @@ class MegatronFolder:
 
     def _table(self) -> bytes:
         file = self.path / TABLE
-        _stamp(file)
-        if file.stat().st_size > _MAX_TABLE_BYTES:
-            raise self._damaged(f"it has {file.stat().st_size:,} bytes")
+        size = file_status(file, _WAY_OUT).st_size
+        if size > _MAX_TABLE_BYTES:
+            raise self._damaged(f"it has {size:,} bytes")
         return file.read_bytes()
 
     def _places(self, storage: Mapping[Any, Any]) -> dict[tuple[str, Shape], tuple[str, int, int]]:
@@ -141,14 +140,13 @@ class MegatronFolder:
                     f"{self.path}: {at['fqn']} is stored with {place['transform_descriptors']}, "
                     "such as compressed. Load it in Megatron, and save it without."
                 )
-            if file not in self._stamps:
-                self._stamps[file] = _stamp(self.path / file)
+            num_bytes = self._mapped.size(file)
             start, length = _size(start), _size(length)
             if not length:
                 raise self._damaged(f"{file} has no bytes of {at['fqn']}")
-            if start + length > self._stamps[file][0]:
+            if start + length > num_bytes:
                 raise CheckpointError(
-                    f"{self.path / file} has {self._stamps[file][0]:,} bytes, and {at['fqn']} ends "
+                    f"{self.path / file} has {num_bytes:,} bytes, and {at['fqn']} ends "
                     f"at byte {start + length:,}. Copy the checkpoint again."
                 )
             places[at["fqn"], _shape(at["offset"])] = (file, start, start + length)
@@ -179,7 +177,7 @@ class MegatronFolder:
             common = part.box.overlap(box)
             if common is None or out.is_meta or not out.numel():
                 continue
-            archive = memoryview(self._map(part.file))[part.start : part.stop]
+            archive = memoryview(self._mapped.map(part.file))[part.start : part.stop]
             try:
                 values = read_archive(archive, part.box.shape, dtype)
             except Exception as error:
@@ -190,24 +188,6 @@ class MegatronFolder:
             out[common.relative_to(box.offset).slices] = values[
                 common.relative_to(part.box.offset).slices
             ]
-
-    def _map(self, file: str) -> mmap.mmap:
-        """Return the mapped file.
-
-        Raises:
-            CheckpointError: If the file has changed since the table was read.
-        """
-        if _stamp(self.path / file) != self._stamps[file]:  # a bus error otherwise
-            raise CheckpointError(
-                f"{self.path / file} has changed while it was read. Read the checkpoint again when "
-                "nobody writes to it."
-            )
-        if file not in self._maps:
-            while len(self._maps) >= _OPEN_FILES:
-                self._maps.pop(next(iter(self._maps)))  # unmapped with the last view of it
-            with (self.path / file).open("rb") as stream:
-                self._maps[file] = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_COPY)
-        return self._maps[file]
 
 
 # ------------------------------------------------------------------------------------------ format
@@ -220,7 +200,7 @@ def _iteration_of(path: Path) -> Path:
     tracker = path / TRACKER
     if (path / ABOUT).exists() or (path / TABLE).exists() or not tracker.exists():
         return path
-    _stamp(tracker)
+    file_status(tracker, _WAY_OUT)
     with tracker.open("rb") as stream:
         text = stream.read(64).decode("utf-8", "replace").strip()
     if text != "release" and not (text.isascii() and text.isdecimal()):
@@ -257,7 +237,7 @@ def _check_format(path: Path) -> None:
             f"save was not finished. {way_out}"
         )
     try:
-        _stamp(path / ABOUT)
+        file_status(path / ABOUT, _WAY_OUT)
         with (path / ABOUT).open("rb") as stream:
             found = json.loads(stream.read(_MAX_TEXT_BYTES))
         backend, version = found["sharded_backend"], found.get("sharded_backend_version", 1)
@@ -270,19 +250,6 @@ def _check_format(path: Path) -> None:
             f"{path / ABOUT} says that the format is {backend!r} {version}, and {_FORMAT!r} 1 is "
             f"read. {way_out}"
         )
-
-
-def _stamp(path: Path) -> tuple[int, int, int]:
-    """Return size, modification time and inode, to notice a written or replaced file."""
-    try:
-        status = os.stat(path)
-    except OSError as error:
-        raise CheckpointError(
-            f"{path} is missing ({error.strerror}). Copy the checkpoint again."
-        ) from error
-    if not path.is_file():
-        raise CheckpointError(f"{path} is no regular file. Copy the checkpoint again.")
-    return status.st_size, status.st_mtime_ns, status.st_ino
 
 
 # ------------------------------------------------------------------------------------------- table

@@ -169,6 +169,14 @@ def test_a_folder_that_changes_while_it_is_read_is_refused(tmp_path: Path) -> No
         folder.tensors["a.weight"].read()
 
 
+def test_a_file_that_is_empty_before_its_first_read_is_refused(tmp_path: Path) -> None:
+    path = make(tmp_path / "folder", 1)
+    folder = HuggingFaceFolder(path)
+    os.truncate(path / SINGLE, 0)
+    with pytest.raises(CheckpointError, match="has changed while it was read"):
+        folder.tensors["b.weight"].read()
+
+
 def test_folders_without_safetensors_are_named(tmp_path: Path) -> None:
     with pytest.raises(MissingCheckpointError):
         HuggingFaceFolder(tmp_path / "nowhere")
