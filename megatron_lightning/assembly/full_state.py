@@ -75,9 +75,7 @@ class FullState:
             keeps: Whether this rank wants the state. Otherwise the result is empty.
         """
         full_tensors: dict[str, Any] = {}
-        tensors_of_owners: dict[
-            str, Tensor
-        ] = {}  # under the owner's name: tied copies share a tensor
+        tensors_of_owners: dict[str, Tensor] = {}  # tied copies share a tensor
         for name, tensor in self.tensors():
             if keeps:
                 owner = self.owners.get(self._prefix + name, self._prefix + name)

@@ -54,8 +54,8 @@ class Part:
         """Stages of this rank -> paths of the stages' units. Empty with a single stage."""
         stages = sorted(set(self.stage_of_unit.values()))
         return {
-            units: [unit for unit, stage in self.stage_of_unit.items() if stage == units]
-            for units in stages
+            number: [unit for unit, stage in self.stage_of_unit.items() if stage == number]
+            for number in stages
         }
 
     def in_unit(self, name: str) -> bool:

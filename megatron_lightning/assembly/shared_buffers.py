@@ -173,11 +173,11 @@ class SharedBuffers:
             0 if b is None else zlib.crc32(repr((tuple(b.shape), b.dtype)).encode())
             for b in buffers.values()
         ]
-        has_diverged = diverged(
+        differences = diverged(
             torch.cat([values, torch.tensor(forms, device=self._device)]), self.group
         )
-        self._left_out.update(names[i - len(names)] for i in has_diverged if i >= len(names))
-        differing = {names[i]: values[i] for i in has_diverged if i < len(names)}
+        self._left_out.update(names[i - len(names)] for i in differences if i >= len(names))
+        differing = {names[i]: values[i] for i in differences if i < len(names)}
         checked = self._sent.keys() - self._unchecked
         self._check({name: value for name, value in differing.items() if name not in checked})
         self.add(differing)

@@ -74,7 +74,8 @@ MODELS: dict[str, dict[str, Any]] = {
     },
     "caps and sinks": {
         "attn_logit_softcapping": 1.5, "softmax_type": "learnable", "window_size": (5, 0),
-        "window_attn_skip_freq": 2, "final_logit_softcapping": 2.0, "init_method_std": 0.5,
+        "window_attn_skip_freq": 2, "window_rotary_base": 300.0, "no_rope_freq": [0, 0, 0, 1],
+        "final_logit_softcapping": 2.0, "init_method_std": 0.5,
     },
     "learned": {"position_embedding_type": "learned_absolute"},
 }  # fmt: skip
@@ -89,8 +90,8 @@ SPREAD = {
         "cp4-levels",
         "cp2-pp2-vpp2-mixed",
     ],
+    "caps and sinks": ["cp2-a2a", "cp2-gather", "cp2-tp2"],  # of the usual run: the middle
     "window": ["cp2"],
-    "caps and sinks": ["cp2-a2a", "cp2-gather", "cp2-tp2"],
     "learned": ["cp2-dp2"],
 }
 

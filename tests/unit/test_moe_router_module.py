@@ -146,6 +146,17 @@ def test_padding_takes_no_capacity(policy: str) -> None:
     assert torch.equal(with_padding.num_dropped, without.num_dropped)
 
 
+def test_a_token_has_all_experts_of_a_route_or_none() -> None:
+    layer, hidden = router(), torch.randn(1, 6).expand(4, 1, 6)
+    chosen = layer(hidden).chosen
+    free = (~chosen[0]).nonzero()[:2, 0].tolist()
+    one, other = chosen[0].nonzero()[:, 0].tolist()
+    given = torch.tensor([free, [one, -1], [other, -1], [-1, -1]])
+    out = layer(hidden, given=given)
+    assert out.chosen[0].nonzero()[:, 0].tolist() == free
+    assert torch.equal(out.chosen[1:], chosen[1:])
+
+
 def test_losses_ignore_bias_groups_and_dropping() -> None:
     plain = router(**SIGMOID, aux_loss_coeff=1.0)
     other = router(

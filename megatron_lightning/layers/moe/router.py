@@ -89,7 +89,8 @@ def _assign(
 ) -> tuple[Tensor, Tensor]:
     """Return probabilities and choices [t, E] before any token is dropped.
 
-    ``given``: [t, k] experts in the place of the best experts. Negative: the token has none.
+    ``given``: [t, k] experts in the place of the best experts. A negative entry: the token has
+    none.
     """
     if logits.dim() != 2 or logits.shape[1] != moe.num_experts:
         raise ConfigError(
@@ -112,7 +113,9 @@ def _assign(
     ranked = scores.detach()
     indices = choose(ranked if expert_bias is None else ranked + expert_bias, moe)
     if given is not None:
-        indices = torch.where(given < 0, indices, given.long())
+        # Two sources would choose an expert of a token twice.
+        is_whole = given.amin(1, keepdim=True) >= 0
+        indices = torch.where(is_whole, given.long(), indices)
     weights = scores.gather(1, indices)
     if softmax and not moe.router_pre_softmax:
         weights = weights.softmax(dim=-1)
