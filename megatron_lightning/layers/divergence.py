@@ -116,7 +116,17 @@ def _sum(terms: Tensor, vocabulary: Vocabulary) -> Tensor:
     return all_reduce(terms.sum(-1), vocabulary.group)
 
 
-class _Divergence(torch.autograd.Function):
+class _OfStudent(torch.autograd.Function):
+    """A value of every token. Forward saves the gradient of the first of five inputs."""
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
+        (gradient,) = ctx.saved_tensors
+        return (gradient * grad[..., None]).to(gradient.dtype), None, None, None, None
+
+
+class _Divergence(_OfStudent):
     @staticmethod
     def forward(  # noqa: PLR0917 (autograd passes by position)
         ctx: Any,
@@ -140,14 +150,8 @@ class _Divergence(torch.autograd.Function):
         ctx.save_for_backward((gradient * temperature).to(student.dtype))
         return value * temperature**2
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
-        (gradient,) = ctx.saved_tensors
-        return (gradient * grad[..., None]).to(gradient.dtype), None, None, None, None
 
-
-class _TopDivergence(torch.autograd.Function):
+class _TopDivergence(_OfStudent):
     @staticmethod
     def forward(  # noqa: PLR0917 (autograd passes by position)
         ctx: Any,
@@ -169,9 +173,3 @@ class _TopDivergence(torch.autograd.Function):
         gradient = log_q.exp().scatter_add(-1, local, -p.masked_fill(elsewhere, 0.0))
         ctx.save_for_backward((gradient * temperature).to(student.dtype))
         return value * temperature**2
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
-        (gradient,) = ctx.saved_tensors
-        return (gradient * grad[..., None]).to(gradient.dtype), None, None, None, None

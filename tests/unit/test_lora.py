@@ -12,6 +12,11 @@ import torch
 from torch import nn
 
 from megatron_lightning.errors import ConfigError
+from megatron_lightning.layers.adapters import (
+    adapted_layers,
+    adapters_for_all_rows,
+    adapters_for_second_half,
+)
 from megatron_lightning.models import GPTModel, TransformerConfig
 from megatron_lightning.optim.param_groups import (
     NO_DECAY,
@@ -241,3 +246,28 @@ def test_dora_is_refused_where_rows_have_no_lengths() -> None:
     gpt2 = GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=16, n_head=2, vocab_size=32))
     with pytest.raises(ConfigError, match="c_attn is a layer of GPT-2's Conv1D"):
         LoRA(use_dora=True).apply(gpt2)
+
+
+def test_rows_of_a_reference_are_left_out_inside_the_block_alone() -> None:
+    model = LoRA(r=2, target_modules=["0"]).apply(nn.Sequential(nn.Linear(4, 4)))
+    x = torch.randn(4, 3, 4)
+    base = model(x)
+    for adapters in adapted_layers(model).values():
+        nn.init.ones_(adapters.parts["all"].lora_B.weight)  # type: ignore[arg-type]
+    adapted = model(x)
+    with torch.no_grad(), adapters_for_second_half(model, 0):
+        both = model(x)
+    assert torch.equal(both, torch.cat([base[:2], adapted[2:]]))
+    assert not torch.equal(base, adapted)
+    assert torch.equal(model(x), adapted)
+    with (
+        pytest.raises(ConfigError, match="without a batch dim"),
+        adapters_for_second_half(model, 0),
+    ):
+        model(x[0])
+    assert torch.equal(model(x), adapted)
+    with adapters_for_second_half(model, 0):
+        model(x)
+    assert torch.equal(model(x), both)  # a recomputation needs the setting
+    adapters_for_all_rows(model)
+    assert torch.equal(model(x), adapted)
