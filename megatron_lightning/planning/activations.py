@@ -20,7 +20,7 @@ from megatron_lightning.config import RecomputeOptions, TransformerConfig
 from megatron_lightning.config.layer_kinds import entry_of
 from megatron_lightning.models.blueprint import EMBEDDING, FINAL_NORM, OUTPUT
 from megatron_lightning.parallel.patterns import compile_pattern
-from megatron_lightning.pipeline.schedules.actions import Action, Kind, Schedule
+from megatron_lightning.pipeline.schedules.actions import Kind, Schedule
 from megatron_lightning.planning import layers
 from megatron_lightning.planning.attention_memory import attention as attention_tape
 from megatron_lightning.planning.layers import Sizes
@@ -136,21 +136,6 @@ def _num_channels(schedule: Schedule, pp_rank: int) -> int:
         if 0 <= stage + step < len(holders)
     ]
     return len({neighbor for neighbor in neighbors if neighbor[1] != pp_rank})
-
-
-def in_flight(schedule: Schedule, pp_rank: int) -> int:
-    """Return the most (stage, micro-batch) activations held at once on a pipeline rank."""
-    held = peak = 0
-    for action in schedule.actions[pp_rank]:
-        held += _change(action)
-        peak = max(peak, held)
-    return peak
-
-
-def _change(action: Action) -> int:
-    if action.kind is Kind.FORWARD:
-        return 1
-    return 0 if action.kind is Kind.INPUT_GRADIENT else -1
 
 
 def _output(sizes: Sizes, stream: str) -> list[Operation]:

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Hashable, Sequence
-from typing import TypeVar
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import TypeVar, cast
 
 from megatron_lightning.config import RecomputeOptions, TransformerConfig
 from megatron_lightning.planning.adapters import AdapterSizes
-from megatron_lightning.planning.parameters import config_of, kind_of, layer_of
+from megatron_lightning.planning.parameters import config_of, layer_of
 from megatron_lightning.planning.quantized_weights import recipe_of
 from megatron_lightning.precision.recipes import FP8Recipe
 
 T = TypeVar("T")
-Stage = TypeVar("Stage")
+Stage = TypeVar("Stage", bound=Hashable)
 
 
 class LikeUnits:
@@ -34,12 +34,14 @@ class LikeUnits:
         adapters: AdapterSizes | None = None,
     ) -> None:
         self._config = config
+        self._kinds = config.layer_kinds
         self._fp8_recipe = fp8_recipe
         patterns = [*recompute.recompute_modules, *recompute.offload_modules]
         patterns += [] if fp8_recipe is None else fp8_recipe.rows
         # A pattern with a number distinguishes layers of the same kind.
         self._differ = adapters is not None or any(re.search(r"\d", one) for one in patterns)
         self._keys: dict[str, Hashable] = {}
+        self._nested: dict[Hashable, Hashable] = {}
 
     def key(self, unit: str) -> Hashable:
         """Return a value equal for units with equal bytes."""
@@ -51,7 +53,7 @@ class LikeUnits:
         """Return the function's result for every stage. Like stages share a result.
 
         Args:
-            stages: Lists of units, or lists of lists of units.
+            stages: Tuples of units, or tuples of tuples of units.
             function: Called once for like stages.
         """
         results: dict[Hashable, T] = {}
@@ -61,15 +63,21 @@ class LikeUnits:
                 results[key] = function(stage)
         return [results[key] for key in keys]
 
-    def _nested_key(self, units: object) -> Hashable:
+    def _nested_key(self, units: Hashable) -> Hashable:
+        """Return the keys of a unit, or of a tuple of units or of stages. Each tuple is read once,
+        since a search asks for the same stages thousands of times.
+        """
         if isinstance(units, str):
             return self.key(units)
-        return tuple(map(self._nested_key, units)) if isinstance(units, Sequence) else None
+        if units not in self._nested:
+            self._nested[units] = tuple(map(self._nested_key, cast(Iterable[Hashable], units)))
+        return self._nested[units]
 
     def _key(self, unit: str) -> Hashable:
-        if layer_of(unit) is None or self._differ:
+        layer_number = layer_of(unit)
+        if layer_number is None or self._differ:
             return unit
         quantized = recipe_of(self._config, self._fp8_recipe, f"{unit}.mlp.linear_fc1")
         layer = config_of(self._config, unit)
         positions = layer.window_size, layer.position_embedding_type
-        return kind_of(self._config, unit), quantized is None, positions
+        return self._kinds[layer_number], quantized is None, positions

@@ -25,7 +25,6 @@ from megatron_lightning.parallel.layout import ParallelLayout
 from megatron_lightning.pipeline.schedules import make_schedule
 from megatron_lightning.pipeline.schedules.actions import Schedule
 from megatron_lightning.planning.activations import (
-    in_flight,
     num_received,
     rank_peak,
     stage_profile,
@@ -244,7 +243,7 @@ def count_memory(
         stages, lambda units: stage_profile(sizes, units, training.recompute)
     )
     owned = [
-        [stages[number] for number in schedule.placement.stages_of(pp_rank)]
+        tuple(stages[number] for number in schedule.placement.stages_of(pp_rank))
         for pp_rank in range(sizes.layout.pp)
     ]
     states = alike.once_each(owned, state_of)
@@ -255,7 +254,7 @@ def count_memory(
         activations = kept_weights[pp_rank] + rank_peak(
             schedule, pp_rank, profiles, message_bytes=message, stream_bytes=sizes.stream_bytes
         )
-        rows.append(_row(pp_rank, state, activations, in_flight(schedule, pp_rank)))
+        rows.append(_row(pp_rank, state, activations, schedule.in_flight[pp_rank]))
     return Memory(tuple(rows))
 
 

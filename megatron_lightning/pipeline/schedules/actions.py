@@ -12,6 +12,7 @@ import re
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
+from itertools import accumulate
 from typing import NamedTuple
 
 from megatron_lightning.errors import ConfigError
@@ -128,10 +129,17 @@ class Schedule:
             action: position for actions in self.actions for position, action in enumerate(actions)
         }
 
-    @property
+    @cached_property
     def splits_backward(self) -> bool:
         """Whether weight gradients are computed after input gradients, by actions of their own."""
         return any(action.kind is Kind.WEIGHT_GRADIENT for row in self.actions for action in row)
+
+    @cached_property
+    def in_flight(self) -> tuple[int, ...]:
+        """Most (stage, micro-batch) activations held at once on each pp rank."""
+        return tuple(
+            max(accumulate(map(_change_in_flight, actions)), default=0) for actions in self.actions
+        )
 
     def __str__(self) -> str:
         """A line for each pp rank: ``0: 1F0 1B0 …``."""
@@ -139,3 +147,9 @@ class Schedule:
             f"{pp_rank}: {' '.join(map(str, actions))}"
             for pp_rank, actions in enumerate(self.actions)
         )
+
+
+def _change_in_flight(action: Action) -> int:
+    if action.kind is Kind.FORWARD:
+        return 1
+    return 0 if action.kind is Kind.INPUT_GRADIENT else -1
