@@ -1,4 +1,4 @@
-"""Memory of devices, and changes that make a recipe fit. No torch here."""
+"""Memory of devices, and changes of a recipe for less memory. No torch here."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def planned_device(text: str) -> PlannedDevice:
 
 
 def remedies(recipe: Recipe) -> Iterator[tuple[str, Recipe]]:
-    """Yield changes that make a recipe smaller, the cheapest first."""
+    """Yield changes of a recipe for less memory, the cheapest first."""
     if recipe.micro_batch_size > 1:
         yield "micro_batch_size: 1", replace(recipe, micro_batch_size=1)
     if recipe.recompute == RecomputeOptions():
@@ -64,10 +64,10 @@ def remedies(recipe: Recipe) -> Iterator[tuple[str, Recipe]]:
 def advice(
     recipe: Recipe, device: PlannedDevice, needed: Callable[[Recipe], float | None]
 ) -> list[str]:
-    """Return changes that make the recipe fit, with the resulting bytes.
+    """Return the sufficient changes of a recipe, with the resulting bytes.
 
     Args:
-        recipe: A recipe that does not fit.
+        recipe: A recipe too large for the device.
         device: The device.
         needed: Returns the bytes of the fullest rank. None: the recipe cannot run.
     """

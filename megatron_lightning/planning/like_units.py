@@ -17,13 +17,13 @@ Stage = TypeVar("Stage", bound=Hashable)
 
 
 class LikeUnits:
-    """Tells which units of a model have equal bytes.
+    """Keys of the units of a model. Units of equal bytes have equal keys.
 
     Args:
         config: The model.
         recompute: Recomputed activations. Patterns may name single layers.
-        fp8_recipe: Recipe of quantized layers, which may leave some layers in bf16.
-        adapters: Adapters, which may be on some layers only.
+        fp8_recipe: Recipe of quantized layers. Some layers may stay in bf16.
+        adapters: Adapters of all layers or of some layers.
     """
 
     def __init__(

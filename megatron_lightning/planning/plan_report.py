@@ -116,7 +116,7 @@ def _search(
 def _fit(
     recipe: Recipe, device: PlannedDevice, ranks: Sequence[Mapping[str, Any]]
 ) -> dict[str, Any]:
-    """Return the ranks that do not fit into a device, and changes that make the recipe fit."""
+    """Return the ranks too large for a device, and the sufficient changes of the recipe."""
 
     def needed(changed: Recipe) -> float | None:
         described = _describe(changed, Errors())

@@ -53,7 +53,7 @@ _FP8 = "MegatronFP8Precision"
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """The part of a configuration file that a plan needs."""
+    """Values of a configuration file for a plan."""
 
     model: TransformerConfig
     layout: ParallelLayout

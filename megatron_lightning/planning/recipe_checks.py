@@ -44,7 +44,7 @@ def check_sizes(recipe: Recipe, errors: Errors) -> RankGrid | None:
 
 
 def recipe_sizes(recipe: Recipe, *, splits_backward: bool) -> Sizes:
-    """Return the sizes that determine the bytes of a micro-batch.
+    """Return the sizes behind the bytes of a micro-batch.
 
     Raises:
         ConfigError: For a precision without formulas.

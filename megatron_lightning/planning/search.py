@@ -1,4 +1,4 @@
-"""Layouts of a recipe that fit into a device, the fastest class first. No torch here.
+"""Search the layouts of a recipe for a device, the fastest class first. No torch here.
 
 Layouts are tried in the order of an estimate, and only until the rest is estimated too slow, so
 that few need their memory counted and their schedule simulated.
@@ -58,7 +58,7 @@ _RECOMPUTE = (NOTHING, FEED_FORWARD, FULL)
 
 @dataclass(frozen=True)
 class FoundLayout:
-    """A layout that can run the recipe's global batch."""
+    """A layout for the recipe's global batch."""
 
     recipe: Recipe
     memory: Memory
@@ -67,13 +67,13 @@ class FoundLayout:
 
 @dataclass(frozen=True)
 class SearchResult:
-    """Layouts that fit, the fastest first, and the recipe's own."""
+    """Fitting layouts, the fastest first, and the recipe's own layout."""
 
     layouts: tuple[FoundLayout, ...]
     own: FoundLayout | None
-    """The recipe as written, if it can run."""
+    """The recipe as written. None: the recipe cannot run."""
     fitting: FoundLayout | None
-    """The recipe's layout with the least recomputation that makes it fit."""
+    """The recipe's layout with the least recomputation for the device's memory."""
     num_valid: int
     """Layouts that divide model and batch."""
 
@@ -93,7 +93,7 @@ class LayoutSearch:
     """Search of the layouts of a recipe.
 
     Args:
-        recipe: Model, global batch, number of ranks, and what a search leaves as it is.
+        recipe: Model, global batch, number of ranks, and options untouched by the search.
         device: The device.
 
     Raises:
@@ -152,13 +152,13 @@ class LayoutSearch:
         return layout.memory.total_bytes <= self._device.usable_bytes
 
     def _own_with_less(self) -> FoundLayout | None:
-        """Return the recipe with the least recomputation that makes it fit."""
+        """Return the recipe with the least recomputation for the device's memory."""
         changed = (replace(self._recipe, recompute=options) for options in _RECOMPUTE)
         found = (self._own(recipe) for recipe in changed)
         return next((one for one in found if one is not None and self._fits(one)), None)
 
     def _own(self, recipe: Recipe) -> FoundLayout | None:
-        """Return memory and time of the recipe's own layout, or None if it cannot run."""
+        """Return memory and time of the recipe's own layout. None: the layout cannot run."""
         errors = Errors()
         check_sizes(recipe, errors)
         placement = Placement.loop(recipe.layout.pp, recipe.layout.vpp)
@@ -166,7 +166,7 @@ class LayoutSearch:
         return None if errors.found or stages is None else self._found(recipe, stages)
 
     def _found(self, recipe: Recipe, stages: Stages) -> FoundLayout | None:
-        """Return memory and time of a layout, or None if its schedule cannot run."""
+        """Return memory and time of a layout. None: the schedule cannot run."""
         errors = Errors()
         replay = errors.attempt(self._replay, recipe)
         if replay is None:
@@ -175,7 +175,7 @@ class LayoutSearch:
         needed = recipe_memory(recipe, grid, replay.schedule, stages)
         return FoundLayout(recipe, needed, self._model.step(recipe, replay, stages))
 
-    # ------------------------------------------------------------------------------- what is shared
+    # ------------------------------------------------------------------------------- shared values
 
     def _replay(self, recipe: Recipe) -> Replay:
         layout, count = recipe.layout, simulated_microbatches(recipe)
@@ -203,7 +203,7 @@ class LayoutSearch:
         return self._held_bytes * held / shards + in_flight * layers * self._layer_bytes(recipe)
 
     def _layer_bytes(self, recipe: Recipe) -> float:
-        """Return the least bytes that a layer keeps of a micro-batch."""
+        """Return a lower bound of the bytes kept by a layer for a micro-batch."""
         layout = recipe.layout
         key = (
             layout.tp, layout.cp, layout.etp, layout.ep, layout.sp, recipe.micro_batch_size,
@@ -290,8 +290,8 @@ class LayoutSearch:
                             )  # fmt: skip
 
     def _chunks(self, pp: int) -> list[int]:
-        """Return numbers of model chunks that spread the layers evenly, with or without places for
-        embedding and loss, or else small numbers.
+        """Return the numbers of model chunks for equal layers, with or without places for embedding
+        and loss. If no number divides the layers, return small numbers.
         """
         num_layers, own = self._recipe.model.num_layers, self._recipe.layout
         if pp == 1:
@@ -307,7 +307,7 @@ class LayoutSearch:
 
 
 def _without_recomputation(recipe: Recipe) -> Hashable:
-    """Return what distinguishes layouts, apart from recomputation."""
+    """Return the distinguishing values of a layout, apart from recomputation."""
     return (
         recipe.layout, recipe.micro_batch_size, recipe.data_parallel,
         recipe.data.reshard_after_forward,

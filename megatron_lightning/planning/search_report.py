@@ -51,7 +51,7 @@ def _values(result: SearchResult, found: FoundLayout) -> dict[str, Any]:
 
 
 def options_of(found: FoundLayout) -> list[str]:
-    """Return the options of ``megatron-lightning fit`` that set a layout."""
+    """Return the options of ``megatron-lightning fit`` for a layout."""
     recipe = found.recipe
     layout, pipeline, data = recipe.layout, recipe.pipeline, recipe.data
     values: dict[str, Any] = {name: getattr(layout, name) for name in _SIZES}

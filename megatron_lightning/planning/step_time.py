@@ -1,10 +1,11 @@
-"""Modelled time of a training step, to compare layouts of one model on one cluster. No torch here.
+"""Modelled time of a training step, to compare layouts of a model on a cluster. No torch here.
 
 A roofline: GEMMs at a share of the peak that grows with their size, attention, element-wise
 operations by bytes, and communication by bytes and link, partly hidden. The pipeline is simulated
-with these times. Shares of the peaks are round numbers from public measurements of H100s. Dense
-models come out within 15 % of published step times and models with experts within a factor of 2,
-so only ratios of layouts mean anything, and small differences mean nothing.
+with these times. Shares of the peaks are round numbers from public measurements of H100s, chosen
+with the published step times in view. Dense models come out within 15 % of published step times and
+models with experts within a factor of 2, so only ratios of layouts mean anything, and small
+differences mean nothing.
 """
 
 from __future__ import annotations
@@ -79,14 +80,16 @@ _LINKS: Mapping[str, tuple[float, float, float]] = MappingProxyType(
 
 
 class UnitTime(NamedTuple):
-    """Seconds of one micro-batch in a unit, on one rank."""
+    """Seconds of a micro-batch in a unit, on a rank."""
 
     forward: float = 0.0
     backward: float = 0.0
     tp: float = 0.0
-    """Tensor-parallel communication, part of forward and backward, as the next two."""
+    """Tensor-parallel communication, part of forward and backward."""
     cp: float = 0.0
+    """Context-parallel communication, part of forward and backward."""
     ep: float = 0.0
+    """Expert-parallel communication, part of forward and backward."""
 
     def plus(self, other: UnitTime) -> UnitTime:
         """Return the sums."""
@@ -102,7 +105,7 @@ class StepTime:
     bubble: float
     """Idle share of the pipeline."""
     communication: Mapping[str, float]
-    """Share of the step in communication that is not hidden, by axis."""
+    """Axis -> share of the step in communication not hidden by computation."""
 
 
 @dataclass(frozen=True)
@@ -115,7 +118,7 @@ class _UnitModel:
 
     @property
     def tokens(self) -> float:
-        """Tokens of a micro-batch on a rank, before they are shared by tensor-parallel ranks."""
+        """Tokens of a micro-batch on a rank, not divided by tensor-parallel ranks."""
         recipe = self.recipe
         return recipe.micro_batch_size * recipe.sequence_length / recipe.layout.cp
 
@@ -183,7 +186,9 @@ class _UnitModel:
     def _products(
         self, size: float, tokens: float, k: float, n: float, rows: float | None = None
     ) -> float:
-        """Return the time of GEMMs with ``size`` weights, of which one is [rows, k] by [k, n]."""
+        """Return the time of GEMMs with ``size`` weights in total. A single GEMM is [rows, k] by
+        [k, n].
+        """
         if not size:
             return 0.0
         is_fp8 = self.recipe.fp8_recipe is not None
@@ -244,12 +249,12 @@ class _Work:
 
 
 class StepModel:
-    """Modelled steps of layouts of one model.
+    """Modelled steps of the layouts of a model.
 
     Args:
         speeds: Speeds of the device.
         node_size: Devices of a node.
-        alike: Tells which units are alike.
+        alike: Keys of like units.
     """
 
     def __init__(self, speeds: Speeds, node_size: int, alike: LikeUnits) -> None:
@@ -330,7 +335,7 @@ class StepModel:
         if key not in self._fullest:
             counts = self._alike.once_each(stages, lambda units: self.parameters(recipe, units))
             ranks = (sum(counts[rank :: layout.pp], ParameterCount()) for rank in range(layout.pp))
-            # The stages are kept, so that no others get their identity.
+            # Keeping the stages keeps their identity from being reused.
             self._fullest[key] = max(ranks, key=lambda count: count.total), stages
         return self._fullest[key][0]
 
@@ -345,8 +350,8 @@ class StepModel:
     def _between_runs(
         self, recipe: Recipe, stages: Sequence[Sequence[str]], pipeline: float
     ) -> tuple[float, float]:
-        """Return the time of reductions and gathers over data-parallel ranks that nothing hides,
-        and of the optimizer.
+        """Return the times of the unhidden reductions and gathers over data-parallel ranks, and of
+        the optimizer.
         """
         layout, pp = recipe.layout, recipe.layout.pp
         shards = recipe.world_size // (layout.tp * pp)
@@ -379,12 +384,12 @@ def _value_dim(config: TransformerConfig) -> int:
 
 
 def simulated_microbatches(recipe: Recipe) -> int:
-    """Return the micro-batches of a run that are simulated. The others repeat the same pattern."""
+    """Return the number of simulated micro-batches. Further micro-batches repeat the pattern."""
     return min(recipe.num_microbatches, _MOST_SIMULATED * recipe.layout.pp)
 
 
 def _sizes_of_work(recipe: Recipe) -> tuple[Hashable, ...]:
-    """Return what determines the work on a unit, of one model and length."""
+    """Return the sizes with an effect on the work in a unit, for a given model and length."""
     layout, recompute = recipe.layout, recipe.recompute
     return (
         layout.tp, layout.cp, layout.ep, layout.etp, layout.sp, recipe.micro_batch_size,
