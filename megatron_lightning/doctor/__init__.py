@@ -1,8 +1,8 @@
-"""``megatron-lightning doctor``: whether a machine or a job is ready to train.
+"""``megatron-lightning doctor``: check that a machine or a job is ready to train.
 
 versions   packages, devices, backends, Transformer Engine
 launch     this process among the ranks of the launcher at hand
 links      a self-test of the collectives, axis by axis
 folder     the file system of the checkpoints
-command    all of it as one report
+command    all checks as one report
 """

@@ -17,7 +17,7 @@ from megatron_lightning.planning.recipe import Recipe, read_recipe
 from megatron_lightning.planning.sections import Errors
 
 _GIB = 2**30
-_KEPT = 2  # the best and the last, if no recipe says
+_KEPT = 2  # the best and the last
 _SLOW = 0.5  # a pair slower than this share of the median is named as slow
 
 
@@ -36,22 +36,22 @@ def doctor(
     Under torchrun or srun all ranks take part. Without a launcher, processes are started.
 
     Args:
-        config: Configuration file of `megatron-lightning fit`: the axes to test, and the bytes of a
-            checkpoint. With several files, later files win.
-        overrides: Options of `megatron-lightning fit` that win over files.
-        devices: Ranks to start if no launcher has. Default: the GPUs of this machine, or 2
+        config: Configuration file of `megatron-lightning fit` with the axes to test and the sizes
+            of a checkpoint. With several files, later files win.
+        overrides: Options of `megatron-lightning fit`. Options win over files.
+        devices: Ranks to start without a launcher. Default: the GPUs of this machine, or 2
             processes on a CPU.
         seconds: Time of the self-test.
         dirpath: Folder of the checkpoints.
         kept_copies: Checkpoints kept at once (save_top_k and save_last of ModelCheckpoint). One
-            more is counted, for the checkpoint that is being written.
+            more is counted for the checkpoint in writing.
         json: Print JSON.
 
     Returns:
-        The text on rank 0, empty on other ranks, and whether nothing is wrong.
+        The text, empty on all ranks but rank 0, and whether every check has passed.
 
     Raises:
-        ConfigError: For a configuration that cannot be read, and for options that cannot work.
+        ConfigError: For an unreadable configuration, and for options out of range.
     """
     if not 0 < seconds < float("inf") or kept_copies < 1 or (devices is not None and devices < 1):
         raise ConfigError(
@@ -67,7 +67,7 @@ def doctor(
     links = run_on_ranks(measure_links, (sizes, seconds), num_devices)
     if launcher is not None and launcher.rank > 0:
         return "", True
-    found = {
+    report = {
         "versions": versions.installed(),
         "system": versions.system(),
         "devices": versions.devices(),
@@ -79,11 +79,11 @@ def doctor(
             dirpath, None if recipe is None else checkpoint_bytes(recipe), kept_copies + 1
         ),
     }
-    is_well = found["folder"]["fits"] and all(row["is_right"] for row in links)
-    is_well = is_well and found["folder"]["write_speed"] is not None
+    is_well = report["folder"]["fits"] and all(row["is_right"] for row in links)
+    is_well = is_well and report["folder"]["write_speed"] is not None
     if json:
-        return json_format.dumps(found, indent=2), is_well
-    return "\n".join(_text(found)), is_well
+        return json_format.dumps(report, indent=2), is_well
+    return "\n".join(_text(report)), is_well
 
 
 def _recipe(config: str | Sequence[str], overrides: Sequence[str], world_size: int) -> Recipe:
@@ -108,20 +108,22 @@ def _sizes(recipe: Recipe) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _text(found: Mapping[str, Any]) -> Iterator[str]:
+def _text(report: Mapping[str, Any]) -> Iterator[str]:
     yield "versions"
-    yield from (f"  {name} {value or 'not installed'}" for name, value in found["versions"].items())
-    yield from (f"  {name} {value}" for name, value in found["system"].items() if value)
+    yield from (
+        f"  {name} {value or 'not installed'}" for name, value in report["versions"].items()
+    )
+    yield from (f"  {name} {value}" for name, value in report["system"].items() if value)
     yield "devices"
-    yield from (f"  {line}" for line in found["devices"])
+    yield from (f"  {line}" for line in report["devices"])
     yield "backends"
-    yield from (f"  {name}: {value}" for name, value in found["backends"].items())
-    yield f"collectives of {found['world_size']} ranks (launcher: {found['launcher']})"
-    yield from map(_link_text, found["links"])
-    if not found["links"]:
+    yield from (f"  {name}: {value}" for name, value in report["backends"].items())
+    yield f"collectives of {report['world_size']} ranks (launcher: {report['launcher']})"
+    yield from map(_link_text, report["links"])
+    if not report["links"]:
         yield "  one rank: nothing to test"
     yield "checkpoint folder"
-    yield from _folder_text(found["folder"])
+    yield from _folder_text(report["folder"])
 
 
 def _link_text(row: Mapping[str, Any]) -> str:
@@ -131,19 +133,19 @@ def _link_text(row: Mapping[str, Any]) -> str:
     slow = ""
     if row["slowest_pair"] < _SLOW * row["median_pair"]:
         slow = f", SLOW: the median pair has {row['median_pair']:.2f}"
-    wrong = "" if row["is_right"] else ", WRONG SUMS"
+    sums = "" if row["is_right"] else ", WRONG SUMS"
     return (
         f"  {row['axis']:<5} of {row['size']}: all-reduce {row['all_reduce']:.2f} GB/s, slowest "
-        f"pair ranks {first} and {second} ({where}) {row['slowest_pair']:.2f} GB/s{slow}{wrong}"
+        f"pair ranks {first} and {second} ({where}) {row['slowest_pair']:.2f} GB/s{slow}{sums}"
     )
 
 
 def _folder_text(folder: Mapping[str, Any]) -> Iterator[str]:
     speed = folder["write_speed"]
-    written = "NOT WRITABLE" if speed is None else f"writes {speed / _GIB:.2f} GiB/s"
+    writing = "NOT WRITABLE" if speed is None else f"writes {speed / _GIB:.2f} GiB/s"
     yield (
         f"  {folder['folder']}: {folder['type'] or 'unknown type'}, {folder['free'] / _GIB:.1f} of "
-        f"{folder['total'] / _GIB:.1f} GiB free, {written}"
+        f"{folder['total'] / _GIB:.1f} GiB free, {writing}"
     )
     if folder["checkpoint"] is not None:
         enough = "fit" if folder["fits"] else "DO NOT FIT: keep fewer, or use another folder"

@@ -20,8 +20,8 @@ _TEST_BYTES = 1 << 26
 def checkpoint_bytes(recipe: Recipe) -> int:
     """Return the bytes of a checkpoint of a recipe: weights, main params and Adam's moments."""
     precision = precision_of(recipe.precision)
-    each = precision.weight_bytes + precision.main_bytes + _MOMENTS_BYTES
-    return each * num_parameters(recipe.model)
+    parameter_bytes = precision.weight_bytes + precision.main_bytes + _MOMENTS_BYTES
+    return parameter_bytes * num_parameters(recipe.model)
 
 
 def look_at(
@@ -30,7 +30,7 @@ def look_at(
     """Return free space, type and speed of a folder's file system, and whether the copies fit.
 
     Args:
-        folder: A folder, which need not exist yet.
+        folder: An existing or future folder.
         needed_bytes: Bytes of a checkpoint. None: unknown.
         copies: Kept checkpoints, and the one being written.
     """
@@ -38,7 +38,7 @@ def look_at(
     while not path.exists():
         path = path.parent
     usage = shutil.disk_usage(path)
-    wanted = None if needed_bytes is None else needed_bytes * copies
+    all_bytes = None if needed_bytes is None else needed_bytes * copies
     return {
         "folder": str(folder),
         "type": _type_of(path),
@@ -47,8 +47,8 @@ def look_at(
         "write_speed": _write_speed(path),
         "checkpoint": needed_bytes,
         "copies": copies,
-        "wanted": wanted,
-        "fits": wanted is None or wanted <= usage.free,
+        "wanted": all_bytes,
+        "fits": all_bytes is None or all_bytes <= usage.free,
     }
 
 
@@ -59,8 +59,8 @@ def _type_of(path: Path) -> str | None:
     except OSError:
         return None
     above = {str(parent) for parent in (path, *path.parents)}
-    found = [(len(words[1]), words[2]) for words in mounts if words[1] in above]
-    return max(found)[1] if found else None
+    types = [(len(words[1]), words[2]) for words in mounts if words[1] in above]
+    return max(types)[1] if types else None  # of the innermost mount
 
 
 def _write_speed(path: Path) -> float | None:

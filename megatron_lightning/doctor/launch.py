@@ -35,11 +35,11 @@ class Launcher(NamedTuple):
 
     @classmethod
     def find(cls, environment: Mapping[str, str] = os.environ) -> Launcher | None:
-        """Return the launcher that has started every rank. None: this process is alone."""
+        """Return the launcher of all ranks. None: this process is alone."""
         if "RANK" in environment and "WORLD_SIZE" in environment:
             rank, size = (int(environment[name]) for name in ("RANK", "WORLD_SIZE"))
-            local = int(environment.get("LOCAL_RANK", "0"))
-            return cls("torchrun", rank, size, local, "env://")
+            local_rank = int(environment.get("LOCAL_RANK", "0"))
+            return cls("torchrun", rank, size, local_rank, "env://")
         tasks = int(environment.get("SLURM_NTASKS", "1"))
         if tasks == 1 or "SLURM_PROCID" not in environment:
             return None
@@ -47,8 +47,8 @@ class Launcher(NamedTuple):
         address = environment.get("MASTER_ADDR") or first_host(nodes)
         job = int(environment.get("SLURM_JOB_ID", "0"))
         port = environment.get("MASTER_PORT") or str(_FIRST_PORT + job % _NUM_PORTS)
-        rank, local = (int(environment[name]) for name in ("SLURM_PROCID", "SLURM_LOCALID"))
-        return cls("Slurm", rank, tasks, local, f"tcp://{address}:{port}")
+        rank, local_rank = (int(environment[name]) for name in ("SLURM_PROCID", "SLURM_LOCALID"))
+        return cls("Slurm", rank, tasks, local_rank, f"tcp://{address}:{port}")
 
 
 def first_host(nodes: str) -> str:
@@ -67,7 +67,7 @@ def run_on_ranks(work: Work, arguments: tuple[Any, ...], num_devices: int) -> An
     Args:
         work: Function of the device and the arguments.
         arguments: Plain data.
-        num_devices: Ranks to start if no launcher has.
+        num_devices: Ranks to start without a launcher.
     """
     launcher = Launcher.find()
     if launcher is not None:
@@ -82,8 +82,8 @@ def run_on_ranks(work: Work, arguments: tuple[Any, ...], num_devices: int) -> An
 def _worker(
     rank: int, work: Work, arguments: tuple[Any, ...], num_devices: int, folder: str
 ) -> None:
-    found = Launcher("plain", rank, num_devices, rank, f"file://{folder}/store")
-    result = _join(work, arguments, found)
+    launcher = Launcher("plain", rank, num_devices, rank, f"file://{folder}/store")
+    result = _join(work, arguments, launcher)
     if rank == 0:
         torch.save(result, Path(folder, "result"))
 

@@ -53,14 +53,14 @@ def _measure_axis(context: ParallelContext, group: AxisGroup, budget: float) -> 
     repeats = max(1, min(_MOST_REPEATS, int(budget / 2 / max(once, 1e-6))))
     spent = _timed(reduce, repeats, device) / repeats
     moved = 2 * (group.size - 1) / group.size * message.nbytes
-    own: dict[str, Any] = {
+    row: dict[str, Any] = {
         "rank": context.rank,
         "host": socket.gethostname(),
         "speed": moved / spent / 1e9,
         "is_right": is_right,
         "pairs": _pairs(group, message),
     }
-    ranks = context.axis("world").all_gather_object(own)
+    ranks = context.axis("world").all_gather_object(row)
     hosts = {one["rank"]: one["host"] for one in ranks}
     pairs = [pair for one in ranks for pair in one["pairs"]]
     speed, first, second = min(pairs)
@@ -78,7 +78,8 @@ def _measure_axis(context: ParallelContext, group: AxisGroup, budget: float) -> 
 
 def _pairs(group: AxisGroup, message: Tensor) -> list[tuple[float, int, int]]:
     """Exchange a message with both neighbors. Return GB/s in each direction, and the ranks."""
-    received, found = torch.empty_like(message), []
+    buffer = torch.empty_like(message)
+    speeds: list[tuple[float, int, int]] = []
     for parity in (0, 1):
         ahead = (group.rank + parity) % 2 == 0
         partner = group.rank + (1 if ahead else -1)
@@ -87,7 +88,7 @@ def _pairs(group: AxisGroup, message: Tensor) -> list[tuple[float, int, int]]:
         peer = group.ranks[partner]
         operations = [
             dist.P2POp(dist.isend, message, peer, group.process_group),
-            dist.P2POp(dist.irecv, received, peer, group.process_group),
+            dist.P2POp(dist.irecv, buffer, peer, group.process_group),
         ]
 
         def exchange(operations: list[dist.P2POp] = operations) -> None:
@@ -97,8 +98,8 @@ def _pairs(group: AxisGroup, message: Tensor) -> list[tuple[float, int, int]]:
         exchange()
         spent = _timed(exchange, _PAIR_REPEATS, message.device) / _PAIR_REPEATS
         if ahead:
-            found.append((message.nbytes / spent / 1e9, group.ranks[group.rank], peer))
-    return found
+            speeds.append((message.nbytes / spent / 1e9, group.ranks[group.rank], peer))
+    return speeds
 
 
 def _timed(function: Callable[[], None], repeats: int, device: torch.device) -> float:

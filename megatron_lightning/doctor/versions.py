@@ -23,37 +23,37 @@ _GIB = 2**30
 
 def installed() -> dict[str, str | None]:
     """Return the versions of the packages. None: not installed."""
-    found: dict[str, str | None] = {"python": platform.python_version()}
+    packages: dict[str, str | None] = {"python": platform.python_version()}
     for name in _PACKAGES:
         try:
-            found[name] = version(name)
+            packages[name] = version(name)
         except PackageNotFoundError:
-            found[name] = None
-    return found
+            packages[name] = None
+    return packages
 
 
 def system() -> dict[str, str | None]:
-    """Return driver and system as torch's bug reports name them."""
-    found = {
+    """Return driver and system in the words of torch's bug reports."""
+    facts = {
         "system": platform.platform(),
         "CUDA of torch": torch.version.cuda or torch.version.hip,
     }
     if torch.cuda.is_available():
         tools: Any = collect_env
-        found["driver"] = tools.get_nvidia_driver_version(tools.run)
+        facts["driver"] = tools.get_nvidia_driver_version(tools.run)
         cudnn: Any = torch.backends.cudnn
-        found["cuDNN"] = str(cudnn.version())
-    return found
+        facts["cuDNN"] = str(cudnn.version())
+    return facts
 
 
 def devices() -> list[str]:
     """Return a line for each GPU, or a line for the CPU."""
     if torch.cuda.is_available():
-        found = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
+        gpus = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
         return [
             f"cuda:{index} {gpu.name}, {gpu.total_memory / _GIB:.0f} GiB, compute capability "
             f"{gpu.major}.{gpu.minor}"
-            for index, gpu in enumerate(found)
+            for index, gpu in enumerate(gpus)
         ]
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / _GIB
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
@@ -61,20 +61,20 @@ def devices() -> list[str]:
 
 
 def backends() -> dict[str, str]:
-    """Return what can be used for collectives and quantized layers, or why not."""
-    found = {"gloo": "available" if dist.is_gloo_available() else "missing in this torch"}
+    """Return the backend -> version of the backend, or the reason for the backend's absence."""
+    states = {"gloo": "available" if dist.is_gloo_available() else "missing in this torch"}
     if not dist.is_nccl_available():
-        found["NCCL"] = "missing in this torch"
+        states["NCCL"] = "missing in this torch"
     elif not torch.cuda.is_available():
-        found["NCCL"] = "no CUDA device"
+        states["NCCL"] = "no CUDA device"
     else:
-        found["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
+        states["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
     try:
         library = load(has_gpu=torch.cuda.is_available())
-        found["Transformer Engine"] = f"{library.version} loads"
+        states["Transformer Engine"] = f"{library.version} loads"
     except ConfigError as error:
-        found["Transformer Engine"] = f"does not load: {_reason(str(error))}"
-    return found
+        states["Transformer Engine"] = f"does not load: {_reason(str(error))}"
+    return states
 
 
 def _reason(text: str) -> str:
