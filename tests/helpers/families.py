@@ -154,8 +154,8 @@ STACKS: dict[str, Callable[[], nn.Module]] = {
     "t5-untied": lambda: hf_models.t5(tie_word_embeddings=False, initializer_factor=0.2),
 }
 """Encoder-decoder models. Without tied weights, T5's own initializer begins with gradients of norm
-38. At a learning rate of 0.1 norms of one process then differ by 1.4e-5 between fp32 and fp64, so
-that a bound of 1e-5 would compare roundings. Under PP 2 in fp64 losses differ by 3e-12 after 8 steps.
+38. At a learning rate of 0.1, norms of one process then differ by 1.4e-5 between fp32 and fp64, and
+a bound of 1e-5 would compare roundings. In fp64, losses under PP 2 differ by 3e-12 after 8 steps.
 """
 
 OWN: dict[str, Callable[[], nn.Module]] = {
