@@ -10,7 +10,9 @@ from __future__ import annotations
 import importlib
 import inspect
 import os
+import re
 import sys
+import textwrap
 import traceback
 import types
 import typing
@@ -43,13 +45,13 @@ _USAGE = """usage: megatron-lightning COMMAND [options]
   test        run the test loop
   predict     run the prediction loop
   preprocess  tokenize text into indexed files
-  data        show what a configuration file makes of its data
+  data        show, inspect, merge or index data
   generate    continue prompts with a trained model
   evaluate    run tasks of lm-evaluation-harness with a trained model
   serve       answer an OpenAI client with a trained model
   checkpoint  inspect, verify, reshard, consolidate, average, prune or upcycle checkpoints
   adapters    export, import or merge LoRA adapters
-  convert     export checkpoints to Hugging Face folders; verify and compare folders
+  convert     import or export Hugging Face folders; verify and compare folders
   schedule    show a pipeline schedule: table, bubble, memory; --output DIR: picture
   plan        show grid, stages, memory, FLOPs and bubble of a configuration file; --search: layouts
   doctor      show versions and devices, test the collectives, look at the checkpoint folder
@@ -201,8 +203,12 @@ def _use_tool(
         print(f"usage: megatron-lightning {command} [-h] TOOL [options]\n")
         for name, function in tools.items():
             print(
-                f"  {name:<12} "
-                f"{docstring_parser.parse(inspect.getdoc(function) or '').short_description}"
+                textwrap.fill(
+                    _first_sentence(function),
+                    100,
+                    initial_indent=f"  {name:<12} ",
+                    subsequent_indent=15 * " ",
+                )
             )
         raise SystemExit(0)
     if tool not in tools:
@@ -214,6 +220,13 @@ def _use_tool(
         _call(tools[tool], f"{command} {tool}", options[1:], required_as_positional=True)
     except OSError as error:  # a folder without write access, a full disk
         raise CheckpointError(str(error)) from error
+
+
+def _first_sentence(function: Callable[..., None]) -> str:
+    """Return the first sentence of a docstring, without roles of Sphinx."""
+    paragraph = " ".join((inspect.getdoc(function) or "").partition("\n\n")[0].split())
+    words = re.sub(r":\w+:`~?([^`]*)`", r"\1", paragraph).replace("``", "")
+    return f"{words.partition('. ')[0].removesuffix('.')}."
 
 
 def _call(
