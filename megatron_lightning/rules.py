@@ -317,7 +317,7 @@ def check_vocabulary(config: TransformerConfig, num_ids: int | None) -> None:
 
 
 def check_sequence_length(length: int, num_ranks: int, tensor_ranks: int, name: str) -> None:
-    """Check that a sequence can be divided over ``num_ranks`` context-parallel ranks, and the parts
+    """Check that a sequence can be split over ``num_ranks`` context-parallel ranks, and the parts
     of the sequence over ``tensor_ranks`` (1: without sequence parallelism).
 
     Raises:

@@ -1,8 +1,8 @@
 """Assign a ``cp_comm_type`` to each attention module.
 
 A pipeline rank has only a part of the modules, while the list counts the modules of the full model.
-Each attention module therefore receives a row of its own in the plan, before the model is divided
-into stages.
+Each attention module therefore receives a row of its own in the plan, before the model is
+partitioned into stages.
 """
 
 from __future__ import annotations

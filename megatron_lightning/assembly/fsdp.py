@@ -1,7 +1,7 @@
 """``data_parallel="fsdp"``: FSDP2 over the pipeline units of an assembled module.
 
 Without a pipeline, the units are the same and the module with the list of units is the root. A
-module without units is divided by size (``sharded_modules``).
+module without units is sharded by size (``sharded_modules``).
 """
 
 from __future__ import annotations

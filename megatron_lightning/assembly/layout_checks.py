@@ -60,7 +60,7 @@ _UNEVEN = 1.5  # share of the fullest pipeline rank, in units of the mean
 
 
 class Stages(NamedTuple):
-    """How a full module is divided into stages."""
+    """How a full module is partitioned into stages."""
 
     path: str
     """Path of the pipelined module."""
@@ -87,7 +87,7 @@ class Stages(NamedTuple):
 
 
 def find_stages(module: nn.Module, placement: Placement, options: PipelineOptions) -> Stages:
-    """Return how a full module is divided.
+    """Return how a full module is partitioned.
 
     Raises:
         ConfigError: If no units are found, or the units do not fit the model or the stages.

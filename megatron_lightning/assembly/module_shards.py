@@ -77,7 +77,7 @@ class ModuleState:
         )
 
     def spec(self, name: str, tensor: Tensor) -> ShardSpec:
-        """Return how a tensor of a parameter or buffer is divided."""
+        """Return how a tensor of a parameter or buffer is sharded."""
         spec = self._declared(name)
         if spec is not None and spec.local_shape == tuple(tensor.shape):
             return spec

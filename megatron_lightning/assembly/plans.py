@@ -32,7 +32,7 @@ the module's models."""
 
 @dataclass(frozen=True, kw_only=True)
 class Plans:
-    """The sharding plans of a module, resolved for a layout before the module is divided.
+    """The sharding plans of a module, resolved for a layout before the module is partitioned.
 
     Plans stay in the process that resolved the plans, since rows may hold functions. A pickled
     module has no plans.
@@ -105,7 +105,7 @@ def find_plans(
     plan.
 
     Args:
-        module: The module with all layers, not yet divided.
+        module: The module with all layers, not yet partitioned.
         plan: The user's choice.
         tensor_size: Tensor-parallel ranks.
         context_size: Context-parallel ranks.
@@ -278,7 +278,7 @@ def _check_has_experts(
 def _check_rows(
     module: nn.Module, layout: ParallelLayout, plans: Mapping[str, ShardingPlan]
 ) -> None:
-    """Check that every module can be divided as the module's row says."""
+    """Check that every module can be sharded as the module's row says."""
     for root, plan in plans.items():
         for path, child in module.get_submodule(root).named_modules():
             check = getattr(plan.style_of(path), "check", None)

@@ -1,7 +1,7 @@
 """The modules sharded by ``data_parallel="fsdp"``, and the parameters that stay full.
 
 The units of a pipeline are sharded modules. A model without units (a block called several times, a
-single big module, branches), and modules beside the pipelined module, are divided by size:
+single big module, branches), and modules beside the pipelined module, are sharded by size:
 
     a module                                                        becomes
     a list, or a class without a forward                            the results for the entries
@@ -31,7 +31,7 @@ from megatron_lightning.pipeline.schedules.partition import unit_names
 from megatron_lightning.pipeline.stages.units import find_pipelined
 
 _LARGEST = 8
-"""A module with more than 1 / ``_LARGEST`` of all elements is divided, if possible."""
+"""A module with more than 1 / ``_LARGEST`` of all elements is sharded by children, if possible."""
 _SMALLEST = 1000
 """A module with fewer than 1 / ``_SMALLEST`` of all elements stays full, if the module also has
 fewer than ``_SMALL`` elements."""
@@ -114,8 +114,8 @@ class _Division:
         }
 
     def add_units(self, paths: Iterable[str]) -> None:
-        """Add units of a pipeline. A unit is divided only if torch cannot extend the unit's class,
-        or the unit has no forward.
+        """Add units of a pipeline. A unit is sharded by its children only if torch cannot
+        extend the unit's class, or the unit has no forward.
         """
         for path in paths:
             module = self._root.get_submodule(path)
@@ -141,7 +141,7 @@ class _Division:
         elif _is_closed(module):
             self._keep(module, path, why)
         else:
-            self._keep(module, path, why or "read by a module that is divided", recurse=False)
+            self._keep(module, path, why or "read by a module that is sharded", recurse=False)
             for name, _ in module.named_children():
                 self.add(f"{path}.{name}" if path else name, done)
 
@@ -170,7 +170,7 @@ class _Division:
         return None
 
     def _is_whole(self, module: nn.Module) -> bool:
-        """Return whether a possible unit is not divided."""
+        """Return whether a possible unit stays whole."""
         num_own = sum(parameter.numel() for parameter in module.parameters(recurse=False))
         child_names = {_name(name) for name, _ in module.named_children()}
         return (

@@ -40,7 +40,7 @@ class StageRunner:
     """Runs calls of a module through the stages, forward only.
 
     Args:
-        module: The module divided into stages. With a single stage any module.
+        module: The module partitioned into stages. With a single stage any module.
         part: Description of this rank's part of the module.
         context: Groups of this rank.
         executor: Runs the stages.

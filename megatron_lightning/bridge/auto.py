@@ -172,7 +172,7 @@ class AutoBridge(FolderModel):
         """Return the model.
 
         In ``configure_model`` under ``MegatronStrategy`` the model is on ``meta``. When the model
-        is divided, each rank reads the boxes of its own shards from the folder. Outside of
+        is sharded, each rank reads the boxes of its own shards from the folder. Outside of
         ``configure_model`` the model has all weights. Checkpoints of the model keep the folder's
         table of tensors and the folder's other files.
 

@@ -165,7 +165,7 @@ def build_gpt_model(
     default device.
 
     In ``configure_model`` under ``MegatronStrategy`` the model is on ``meta``. When the model is
-    divided, each rank reads the boxes of its own shards.
+    sharded, each rank reads the boxes of its own shards.
 
     Args:
         config: The model.

@@ -297,7 +297,7 @@ def _tile(boxes: Sequence[Box], shape: Shape) -> bool:
 
 def _tile_from(boxes: Sequence[Box], shape: Shape, dim: int) -> bool:
     """Return whether boxes fill the dims from ``dim`` on. Boxes lie in slices of a dim, and each
-    slice is divided in the next dims.
+    slice is filled in the next dims.
     """
     if dim == len(shape):
         return len(boxes) == 1

@@ -3,7 +3,7 @@
 :func:`lazy_model` runs ``from_pretrained`` on lazy tensors and reads nothing. ``transformers``
 itself handles renamed, merged, tied and missing tensors. :func:`defer_weights` moves the parameters
 to ``meta``. A :class:`PendingWeights` beside the model remembers the boxes of the folder behind the
-parameters. :func:`read_weights` fills a rank's part after the module is divided.
+parameters. :func:`read_weights` fills a rank's part after the module is sharded.
 """
 
 from __future__ import annotations

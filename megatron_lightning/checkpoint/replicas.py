@@ -9,7 +9,7 @@ from megatron_lightning.parallel.spec import Shard, shard_range
 from megatron_lightning.parallel.tensor_shards import TensorShards
 
 MIN_SPLIT_BYTES = 4 << 20
-"""Shards up to this size are not divided among replicas."""
+"""Shards up to this size are not split among replicas."""
 
 
 def divide_shard(name: str, shard: Shard, num_replicas: int) -> Iterator[tuple[int, Shard]]:

@@ -69,7 +69,7 @@ class SavedModel:
     build: Callable[[], nn.Module]
     """Returns the model on ``meta``."""
     fill: _Fill
-    """Reads the weights of a rank's part, after the model is divided."""
+    """Reads the weights of a rank's part, after the model is sharded."""
     refusal: str | None = None
     """Why the model cannot be a :class:`GPTModel`. None: the model is a :class:`GPTModel`."""
 
@@ -186,7 +186,7 @@ def _of_bridge(bridge: AutoBridge) -> SavedModel:
 
 
 def _deferred(bridge: AutoBridge, kind: Literal["gpt", "transformers"]) -> nn.Module:
-    """Return a model on ``meta``. When the model is divided, each rank reads local shards."""
+    """Return a model on ``meta``. When the model is sharded, each rank reads local shards."""
     with deferred_weights():
         return bridge.to_model(kind)
 

@@ -229,7 +229,7 @@ class CoreAttention(nn.Module):
             raise ConfigError(
                 "a model whose attention is bound to the ranks of context_parallel_size was called "
                 "outside of a training, validation, test or predict step, on a sequence that is "
-                "not divided. Call it in a step, or load a checkpoint into a model of its own."
+                "not split. Call it in a step, or load a checkpoint into a model of its own."
             )
 
 

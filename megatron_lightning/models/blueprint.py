@@ -40,7 +40,7 @@ class Weight:
     Router, gate and embedding are matrices that no recipe quantizes.
     """
     split: Split | None = None
-    """Dim divided by tensor-parallel ranks: outputs (rows) or inputs (columns).
+    """Dim sharded by tensor-parallel ranks: outputs (rows) or inputs (columns).
 
     None: every rank has the full parameter.
     """
@@ -49,9 +49,9 @@ class Weight:
     heads: int | None = None
     """Indivisible units of the split dim: heads, or query groups. None: single rows."""
     experts: int | None = None
-    """Experts in dim 0, divided by expert-parallel ranks.
+    """Experts in dim 0, sharded by expert-parallel ranks.
 
-    Expert-tensor-parallel ranks divide the split dim. None: a dense parameter.
+    Expert-tensor-parallel ranks shard the split dim. None: a dense parameter.
     """
 
     @property

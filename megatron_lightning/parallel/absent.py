@@ -52,7 +52,7 @@ _ASKED = {
 }
 _READ_ELSEWHERE = (
     "A parameter that the forward reads stays on every rank if that is known before the model is "
-    "divided: give the LightningModule an example_input_array (transformers models have "
+    "partitioned: give the LightningModule an example_input_array (transformers models have "
     "dummy_inputs). A buffer does not: name units without it in PipelineOptions(units=[...])."
 )
 _LISTED = (

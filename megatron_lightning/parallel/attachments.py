@@ -17,7 +17,7 @@ _BASES = ("base_layer", "original_module")
 
 
 class Attachment(nn.Module, ABC):
-    """A child of a layer, divided by the layer's style, with an initialization of its own."""
+    """A child of a layer, sharded by the layer's style, with an initialization of its own."""
 
     @abstractmethod
     def init_weights(self, name: str, tensor: Tensor) -> None:

@@ -2,7 +2,7 @@
 
 Axis names, used throughout the package (an *axis* is a dimension of the grid of ranks, a *dim* a
 dimension of a tensor). No name means two things. Experts live on the same ranks as everything else,
-divided over axes of their own:
+sharded over axes of their own:
 
     dense layers  tp   tensor model parallel   cp  context parallel       dp   data parallel
     experts       etp  expert tensor parallel  ep  expert model parallel  edp  expert data parallel
@@ -121,7 +121,7 @@ class ParallelLayout:
     @property
     def model_parallel_size(self) -> int:
         """Ranks with different parameters of a model replica: of the dense layers, or of the
-        experts if experts are divided more.
+        experts if experts are sharded more.
         """
         return max(self.tp, self.etp * self.ep) * self.pp
 
@@ -132,7 +132,7 @@ class ParallelLayout:
 
     @property
     def divides_experts(self) -> bool:
-        """Whether experts are divided otherwise than dense layers."""
+        """Whether experts are sharded otherwise than dense layers."""
         return self.ep > 1 or self.etp != self.tp
 
     @property

@@ -1,4 +1,4 @@
-"""How each parameter is divided over the ranks.
+"""How each parameter is sharded over the ranks.
 
 A parameter is a plain local ``nn.Parameter``. The parameter's :class:`ShardSpec` gives the boxes of
 the global tensor in the local tensor, the axes of the sharding, and the axes over which the

@@ -108,7 +108,7 @@ def attach_recorded(model: nn.Module, state: Mapping[str, Any], path: str = "mod
     """Attach the adapters described by a checkpoint's state to a newly built model, in place.
     Return whether there were adapters to attach.
 
-    Call this function before the model is divided. The checkpoint's tensors then match the model's.
+    Call this function before the model is sharded. The checkpoint's tensors then match the model's.
 
     Args:
         model: The full model, on any device.

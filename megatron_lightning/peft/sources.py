@@ -111,7 +111,7 @@ def load_adapters(module: nn.Module, path: str | os.PathLike[str]) -> nn.Module:
 
     In a module without adapters the saved layers are adapted and all other parameters are frozen. A
     module with adapters must have the same adapted layers. In ``configure_model`` the module may be
-    on ``meta``: the values are kept until the module is divided.
+    on ``meta``: the values are kept until the module is sharded.
 
     Args:
         module: The model, or a module with a model inside.

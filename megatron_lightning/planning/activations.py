@@ -165,7 +165,7 @@ def _predicting_layer(sizes: Sizes, unit: str, stream: str) -> list[Operation]:
         Operation(path=unit, makes=(joined,), forward_bytes=both, backward_bytes=both),
         layers.linear(sizes, f"{unit}.eh_proj", joined, entering),
     ]
-    if sizes.layout.tp > 1:  # gathered, and divided again
+    if sizes.layout.tp > 1:  # gathered, and split again
         full = float(sizes.tokens * h * e)
         operations.append(
             Operation(path=unit, makes=(entering,), forward_bytes=full, backward_bytes=full)

@@ -62,7 +62,7 @@ def live_engine(
         partitioned = None if part.partition is None else part.partition.module
         if partitioned is not None and partitioned is not model:
             raise ConfigError(
-                f"the {type(model).__name__} is not the module that is divided into pipeline "
+                f"the {type(model).__name__} is not the module that is partitioned into pipeline "
                 "stages. Name the model that is, or set pipeline_model_parallel_size to 1."
             )
         return Engine(

@@ -8,11 +8,11 @@ With h = A x [..., r]:
     row-parallel     A takes the style of W, so that h is reduced, or reduce-scattered. B is full.
                      The gradient of B is a partial sum under sequence parallelism.
 
-The lengths of rows (DoRA) are divided like the rows of a column-parallel W. Those of a row-parallel
+The lengths of rows (DoRA) are sharded like the rows of a column-parallel W. Those of a row-parallel
 W are full, and their gradient is a partial sum under sequence parallelism.
 
-A fused layer has an adapter for all rows, divided like W, or an adapter for each matrix in W,
-divided like the separate matrix.
+A fused layer has an adapter for all rows, sharded like W, or an adapter for each matrix in W,
+sharded like the separate matrix.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def _peft_factors(module: nn.Module) -> Iterator[Factors]:
     if others or "lora_A" not in module._modules:
         raise ShardingError(
             f"{type(module).__name__} of peft holds {', '.join(others) or 'no LoRA'}, and only "
-            "the two factors of LoRA are divided over tensor-parallel ranks. Use "
+            "the two factors of LoRA are sharded over tensor-parallel ranks. Use "
             "megatron_lightning.peft.LoRA, or set tensor_model_parallel_size to 1."
         )
     dropouts: nn.ModuleDict = module.lora_dropout  # type: ignore[assignment]
@@ -147,17 +147,17 @@ def divide_experts(
     *,
     divides_output: bool,
 ) -> None:
-    """Divide the adapters of experts: both factors over ``ep``, and the factor with the divided
+    """Shard the adapters of experts: both factors over ``ep``, and the factor with the sharded
     features over ``etp``. The gradient of the other factor is a partial sum over ``etp``.
     """
     for part in factors_of(module):
-        divided, whole = part.lora_A, part.lora_B
+        sharded, full = part.lora_A, part.lora_B
         if divides_output:
-            divided, whole = whole, divided
-        style.apply(divided, context, plan)
-        shape: tuple[int, ...] = tuple(whole.weight.shape)  # type: ignore[arg-type]
+            sharded, full = full, sharded
+        style.apply(sharded, context, plan)
+        shape: tuple[int, ...] = tuple(full.weight.shape)  # type: ignore[arg-type]
         spec = ShardSpec.split(shape, dim=0, size=context.ep.size, rank=context.ep.rank, axis="ep")
-        take_shards(whole, whole, {"weight": replace(spec, partial_over=(context.etp.name,))})
+        take_shards(full, full, {"weight": replace(spec, partial_over=(context.etp.name,))})
 
 
 def divide_tokens(module: nn.Module, context: ParallelContext, plan: ShardingPlan) -> None:

@@ -1,4 +1,4 @@
-"""Styles of layers of experts: experts are divided over ``ep``, and the width of each expert over
+"""Styles of layers of experts: experts are sharded over ``ep``, and the width of each expert over
 ``etp``.
 """
 
@@ -50,7 +50,7 @@ class ExpertParallel:
 
 @dataclass(frozen=True)
 class ExpertRouter:
-    """A :class:`Router` of tokens divided over tensor-parallel ranks.
+    """A :class:`Router` of tokens split over tensor-parallel ranks.
 
     Weight and bias: replicated. The gradients are partial sums over this rank's tokens.
     """
@@ -84,7 +84,7 @@ class ExpertLinear:
     """
 
     dim: int
-    """Dim divided by ``etp``: 1, the output's features, or 2, the input's features."""
+    """Dim sharded by ``etp``: 1, the output's features, or 2, the input's features."""
     num_blocks: int = 1
     """Equal stacked blocks in ``dim``, each split (2 for gate and up)."""
 

@@ -58,10 +58,10 @@ class ColumnParallel:
     """Return the full output on every rank."""
 
     def check(self, module: nn.Module, layout: ParallelLayout, plan: ShardingPlan) -> None:
-        """Check that the layer can be divided.
+        """Check that the layer can be sharded.
 
         Raises:
-            ShardingError: If the layer cannot be divided.
+            ShardingError: If the layer cannot be sharded.
         """
         ColumnParallelLinear.check(
             module,
@@ -116,10 +116,10 @@ class QueryKeyValue:
     """Query heads that share a key and value head."""
 
     def check(self, module: nn.Module, layout: ParallelLayout, plan: ShardingPlan) -> None:
-        """Check that the layer can be divided.
+        """Check that the layer can be sharded.
 
         Raises:
-            ShardingError: If the layer cannot be divided.
+            ShardingError: If the layer cannot be sharded.
         """
         self._column(layout).check(module, layout, plan)
 
@@ -172,10 +172,10 @@ class KeyOrValue:
     """False inside a :class:`ParallelInput` region."""
 
     def check(self, module: nn.Module, layout: ParallelLayout, plan: ShardingPlan) -> None:
-        """Check that the layer can be divided.
+        """Check that the layer can be sharded.
 
         Raises:
-            ShardingError: If the layer cannot be divided.
+            ShardingError: If the layer cannot be sharded.
         """
         self._column(layout).check(module, layout, plan)
 
@@ -226,10 +226,10 @@ class RowParallel:
     """The input is replicated, and each rank takes its features."""
 
     def check(self, module: nn.Module, layout: ParallelLayout, plan: ShardingPlan) -> None:
-        """Check that the layer can be divided.
+        """Check that the layer can be sharded.
 
         Raises:
-            ShardingError: If the layer cannot be divided.
+            ShardingError: If the layer cannot be sharded.
         """
         RowParallelLinear.check(
             module,

@@ -36,10 +36,10 @@ class TransposedColumnParallel:
     """Equal stacked blocks in the output, each split (3 for a fused query, key and value)."""
 
     def check(self, module: nn.Module, layout: ParallelLayout, plan: ShardingPlan) -> None:
-        """Check that the layer can be divided.
+        """Check that the layer can be sharded.
 
         Raises:
-            ShardingError: If the layer cannot be divided.
+            ShardingError: If the layer cannot be sharded.
         """
         _check(module, "TransposedColumnParallel")
         check_hooks(module, "TransposedColumnParallel", ("output",))
@@ -71,10 +71,10 @@ class TransposedRowParallel:
     """
 
     def check(self, module: nn.Module, layout: ParallelLayout, plan: ShardingPlan) -> None:
-        """Check that the layer can be divided.
+        """Check that the layer can be sharded.
 
         Raises:
-            ShardingError: If the layer cannot be divided.
+            ShardingError: If the layer cannot be sharded.
         """
         _check(module, "TransposedRowParallel")
         check_hooks(module, "TransposedRowParallel", ("input",))

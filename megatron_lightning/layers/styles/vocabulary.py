@@ -47,12 +47,12 @@ class VocabParallel:
     """The output layer returns the logits of the full vocabulary on every rank."""
 
     def check(self, module: nn.Module, layout: ParallelLayout, plan: ShardingPlan) -> None:
-        """Check that the module can be divided.
+        """Check that the module can be sharded.
 
         An embedding's custom forward is called with the rank's ids.
 
         Raises:
-            ShardingError: If the module cannot be divided.
+            ShardingError: If the module cannot be sharded.
         """
         sharded = is_sharded(layout, plan) and self.shard_sequence
         if not isinstance(module, nn.Embedding):

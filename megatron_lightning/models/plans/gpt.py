@@ -157,7 +157,7 @@ def _attention_rows(config: TransformerConfig, attention: str) -> dict[str, Styl
 def _predicting_rows(config: TransformerConfig) -> dict[str, Style]:
     """Return the rows of multi-token prediction.
 
-    The input of ``eh_proj`` is gathered and, under sequence parallelism, divided again.
+    The input of ``eh_proj`` is gathered and, under sequence parallelism, split again.
     """
     layer = f"{_PREDICTING}.transformer_layer"
     return {

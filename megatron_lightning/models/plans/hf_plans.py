@@ -113,7 +113,7 @@ def transformers_plan(
 
 
 def _expert_plan(model: nn.Module) -> ShardingPlan:
-    """Return rows for the experts divided by the model's expert-parallel plan."""
+    """Return rows for the experts sharded by the model's expert-parallel plan."""
     entries: Mapping[str, str] = getattr(model, "_ep_plan", None) or {}
     patterns = [compile_pattern(key) for key, name in entries.items() if name == "grouped_gemm"]
     owners = {

@@ -220,8 +220,8 @@ class FullyShardedReducer(GradientReducer):
             return None
         spec = self.specs[name]
         _, box = local_shard(self._in_units[name])
-        divided = is_split(spec, self.context)
-        group = self._exchange_group if divided else self.units.groups[spec.data_axes].shard
+        is_sharded = is_split(spec, self.context)
+        group = self._exchange_group if is_sharded else self.units.groups[spec.data_axes].shard
         return spec.part(box), group
 
     @property

@@ -95,11 +95,11 @@ def require_divisible(
         ConfigError: On all ranks, if an optimizer reads more than the elements stepped by a rank.
     """
     passed = set() if passed is None else passed
-    tried, failure, divided = set[str](), "", list(optimizers)
-    sharded = any(entry.sharded for _, entries in divided for entry in entries)
+    tried, failure, steps = set[str](), "", list(optimizers)
+    sharded = any(entry.sharded for _, entries in steps for entry in entries)
     if not sharded and context.layout.model_parallel_size == 1:
         return []
-    for optimizer, entries in divided:
+    for optimizer, entries in steps:
         for member in members(optimizer):
             divisions = _divisions(member, entries, context)
             if not divisions or type(member) in ELEMENTWISE or steps_matrices(member):
@@ -147,7 +147,7 @@ def require_elementwise(
     shapes: Mapping[int, Sequence[Sequence[int]]] | None = None,
     passed: set[Trial] | None = None,
 ) -> None:
-    """Check that ``optimizer`` gives the same result with divided parameters.
+    """Check that ``optimizer`` gives the same result with sharded parameters.
 
     Args:
         optimizer: The optimizer, not a chain.

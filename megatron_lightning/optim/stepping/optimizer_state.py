@@ -108,7 +108,7 @@ class OptimizerState:
                 if isinstance(value, (list, tuple, dict)) and self._reducer.context.world_size > 1:
                     raise CheckpointError(
                         f"state {key!r} of {entry.name} is a {type(value).__name__}, which cannot "
-                        f"be divided over {self._reducer.context.world_size} ranks. Resume on one "
+                        f"be sharded over {self._reducer.context.world_size} ranks. Resume on one "
                         "device."
                     )
                 for target in entry.targets:

@@ -1,4 +1,4 @@
-"""Try an optimizer on tensors divided between two copies of the optimizer, as between ranks.
+"""Try an optimizer on tensors split between two copies of the optimizer, as between ranks.
 
 A copy of the optimizer steps a few tensors in full and records the gradients. Two more copies step
 a half each, with the same half of every gradient. A divisible optimizer gives the same values. The
@@ -257,10 +257,10 @@ def _flat(tensors: Sequence[Tensor]) -> Halves:
 
 def _along(dim: int, tensors: Sequence[Tensor]) -> Halves:
     only_vectors = all(tensor.ndim < 2 for tensor in tensors)
-    divided = [t.ndim > 1 or (only_vectors and i == 0) for i, t in enumerate(tensors)]
+    are_split = [t.ndim > 1 or (only_vectors and i == 0) for i, t in enumerate(tensors)]
     pairs = [
         _cut(tensor, min(dim, tensor.ndim - 1)) if is_cut else (tensor, tensor)
-        for tensor, is_cut in zip(tensors, divided, strict=True)
+        for tensor, is_cut in zip(tensors, are_split, strict=True)
     ]
     return [first for first, _ in pairs], [second for _, second in pairs]
 

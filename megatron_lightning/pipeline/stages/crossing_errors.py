@@ -43,8 +43,9 @@ def wrong_order(hook: str, units: Sequence[str], called: int, expected: int) -> 
         f"{hook} called unit {units[called]!r} of the pipelined module in the place of {place!r}. "
         "A pipelined forward calls every unit exactly once, in the order "
         f"{', '.join(units[:4])}, … . Units count as called in the order in which they are "
-        "registered, unless the model can be tried before it is divided: give the LightningModule "
-        "an example_input_array, or name the units in their order in PipelineOptions(units=[...]). "
+        "registered, unless the model can be tried before it is partitioned: give the "
+        "LightningModule an example_input_array, or name the units in their order in "
+        "PipelineOptions(units=[...]). "
         "Layers that are called again, or skipped at random, cannot be units."
     )
 

@@ -1,5 +1,5 @@
 """Find data dependencies between units by dependency runs without values: of the full model before
-the model is divided, and of every stage before the first micro-batch of a kind of call.
+the model is partitioned, and of every stage before the first micro-batch of a kind of call.
 
 The model is copied without tensors and runs under :class:`FakeTensorMode`
 (https://docs.pytorch.org/docs/stable/torch.compiler_fake_tensor.html), which computes shapes and no
@@ -335,7 +335,7 @@ def check_boundaries(uses: Uses, units: Sequence[str], starts: Sequence[int]) ->
             otherwise = (
                 f"or begin stages only with {works} (pipeline_model_parallel_layout)"
                 if works
-                else "otherwise this model cannot be divided"
+                else "otherwise this model cannot be partitioned"
             )
             raise ConfigError(
                 f"unit {units[source]!r} hands state to {by} by a list, an attribute or a hook, "

@@ -24,8 +24,9 @@ class ParallelCall:
     In a step the hook adds the positions of this rank's part of the sequence, if ranks share
     sequences.
 
-    Under a pipeline the hook stays after a run, since the module stays divided, and refuses calls
-    outside of steps. The hook is plain data, so that the module can be copied and pickled.
+    Under a pipeline the hook stays after a run, since the module stays partitioned, and
+    refuses calls outside of steps. The hook is plain data, so that the module can be copied and
+    pickled.
 
     Args:
         num_ranks: Pipeline ranks that share the module's layers.
@@ -102,12 +103,12 @@ def find_parallel_module(root: nn.Module) -> nn.Module | None:
     """Return the first submodule of ``root`` that declares units or a sharding plan. None without
     such a submodule.
     """
-    divided = (
+    declaring = (
         child
         for child in root.modules()
         if hasattr(child, "pipeline_units") or hasattr(child, "sharding_plan")
     )
-    return next(divided, None)
+    return next(declaring, None)
 
 
 @contextmanager

@@ -10,7 +10,7 @@ each fed by the unit before: embedding, blocks, norm, head. Units are, in this o
    modules beside the list or beside the list's parents, with parameters, and called once.
 
 A module beside the list that mostly is another list of such blocks, as an encoder, is opened: its
-blocks are units, too, and blocks of all lists are divided together.
+blocks are units, too, and blocks of all lists are partitioned together.
 
 Calls are known from a run with example inputs (``analysis``). Without example inputs, modules count
 as called in the order of registration, and the first step checks the order.
@@ -37,7 +37,7 @@ Operations = Mapping[str, float]
 """Path of a module -> operations of a forward."""
 
 _EQUAL = 2.0
-"""Blocks whose costs differ by no more than this factor are divided by count."""
+"""Blocks whose costs differ by no more than this factor are partitioned by count."""
 
 
 class Pipelined(NamedTuple):
@@ -197,7 +197,7 @@ def _found(
         for path, module in root.named_modules()
         if isinstance(module, (*_LISTS, nn.Sequential)) and len(module) > 1
     ]
-    path = _calling(root, _divided(root, _largest(root, lists)))
+    path = _calling(root, _partitioned_module(root, _largest(root, lists)))
     module, calls = root.get_submodule(path), calls_of(path)
     modules = dict(_all(module))
     bodies = [
@@ -278,8 +278,8 @@ def _largest(root: nn.Module, lists: Sequence[str]) -> str:
     return max(lists, key=lambda path: _num_parameters(modules, [path]), default="")
 
 
-def _divided(root: nn.Module, path: str) -> str:
-    """Return the path of the divided module: the full model around the list at ``path``."""
+def _partitioned_module(root: nn.Module, path: str) -> str:
+    """Return the path of the partitioned module: the full model around the list at ``path``."""
     top = path.partition(".")[0]
     owners = {
         name for name, child in root.named_children() if any(True for _ in child.parameters())

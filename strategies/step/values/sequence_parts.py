@@ -41,7 +41,7 @@ from megatron_lightning.strategies.step.values.context_mean import gather_rows
 class SequenceParts(StepParticipant):
     """Divides the batches of a run, and watches the step's use of its part.
 
-    Attention of this module takes divided sequences only inside of :meth:`divided`, also when the
+    Attention of this module takes parts of sequences only inside of :meth:`divided`, also when the
     run is over.
 
     Args:
