@@ -11,6 +11,8 @@ if TYPE_CHECKING:
     from megatron_lightning.data.fim import FillInTheMiddle
     from megatron_lightning.data.gpt import GPTDataset, GPTDatasetConfig
     from megatron_lightning.data.indexed import IndexedDataset, IndexedDatasetWriter
+    from megatron_lightning.data.masked import BertDataset, T5Dataset
+    from megatron_lightning.data.masked_config import BertDatasetConfig, T5DatasetConfig
     from megatron_lightning.data.tokenizer_kinds import (
         ByteTokenizer,
         JsonTokenizer,
@@ -22,6 +24,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "BatchSizeSchedule",
+    "BertDataset",
+    "BertDatasetConfig",
     "ByteTokenizer",
     "FillInTheMiddle",
     "GPTDataset",
@@ -32,6 +36,8 @@ __all__ = [
     "NullTokenizer",
     "PlainTokenizer",
     "ScheduledBatchSampler",
+    "T5Dataset",
+    "T5DatasetConfig",
     "TiktokenTokenizer",
     "Tokenizer",
     "load_tokenizer",
@@ -47,6 +53,10 @@ __getattr__, __dir__ = lazy_attributes(
         "GPTDatasetConfig": "megatron_lightning.data.gpt",
         "IndexedDataset": "megatron_lightning.data.indexed",
         "IndexedDatasetWriter": "megatron_lightning.data.indexed",
+        "BertDataset": "megatron_lightning.data.masked",
+        "BertDatasetConfig": "megatron_lightning.data.masked_config",
+        "T5Dataset": "megatron_lightning.data.masked",
+        "T5DatasetConfig": "megatron_lightning.data.masked_config",
         **dict.fromkeys(
             (
                 "ByteTokenizer",

@@ -4,10 +4,8 @@ GPTDataset.
 
 from __future__ import annotations
 
-import hashlib
 import json
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
 import numpy as np
@@ -15,7 +13,6 @@ import numpy.typing as npt
 import torch
 from torch.utils.data import Dataset
 
-from megatron_lightning.data.files import atomic_write
 from megatron_lightning.data.fim import FillInTheMiddle
 from megatron_lightning.data.gpt_index import (
     EpochPlan,
@@ -25,15 +22,16 @@ from megatron_lightning.data.gpt_index import (
     split_matrix,
     split_sequences,
 )
+from megatron_lightning.data.index_cache import Array, IndexCache, digest_of
 from megatron_lightning.data.indexed import IndexedDataset
-from megatron_lightning.data.remote import BlockCache, is_remote
+from megatron_lightning.data.read_ahead import Part, ReadAhead
+from megatron_lightning.data.remote import BlockCache
 from megatron_lightning.data.tokenizer_kinds import NO_PAD
 from megatron_lightning.data.tokenizers import Tokenizer
 from megatron_lightning.errors import ConfigError, DataError
 
 IndexSplit = Literal["train", "valid", "test"]
 _SPLITS: tuple[IndexSplit, ...] = ("train", "valid", "test")
-_AHEAD = 64  # samples
 _ARRAYS = ("document_index", "sample_index", "shuffle_index")
 
 
@@ -201,10 +199,10 @@ class GPTDataset(Dataset[dict[str, torch.Tensor]]):
         self.index_split = index_split
         self.num_samples = num_samples
         self.indexed = IndexedDataset(data_prefix, config.block_cache)
-        self._ahead_to = 0
         tokenizer = config.tokenizer
         self._pad = NO_PAD if tokenizer is None or tokenizer.pad == tokenizer.eod else tokenizer.pad
         self.indices = self._load_or_build()
+        self._read_ahead = ReadAhead(self.indexed)
 
     @property
     def unique_description(self) -> str:
@@ -236,75 +234,37 @@ class GPTDataset(Dataset[dict[str, torch.Tensor]]):
     @property
     def unique_description_hash(self) -> str:
         """Md5 of :attr:`unique_description` in hexadecimal."""
-        return hashlib.md5(self.unique_description.encode(), usedforsecurity=False).hexdigest()
-
-    def _cache_path(self, name: str) -> Path:
-        folder = (
-            self.config.cache_dir or f"{self.indexed.prefix}/cache/{type(self).__name__}_indices"
-        )
-        return (
-            Path(folder)
-            / f"{self.unique_description_hash}-{type(self).__name__}-{self.index_split}-{name}"
-        )
+        return digest_of(self.unique_description)
 
     def _load_or_build(self) -> SampleIndices:
         config, extra = self.config, self.config.extra_tokens
         sequences, plan = plan_part(self.indexed, config, self.index_split, self.num_samples)
-        shapes = (
+        shapes = [
             (plan.num_epochs * len(sequences),),
             (plan.num_samples + 1, 2),
             (plan.num_samples,),
-        )
-        # Else of replaced data.
-        cached = self._load(shapes, not_before=self.indexed.index_file.stat().st_mtime)
-        if cached is None:
+        ]
+
+        def build() -> dict[str, Array]:
             lengths = self.indexed.sequence_lengths
             sizes = {
                 "sequence_length": config.sequence_length,
                 "extra": extra,
                 "seed": config.random_seed,
             }
-            self._store(build_indices(lengths, sequences, plan, **sizes))
-            cached = self._load(shapes, not_before=0.0)
-        if cached is None:
-            raise DataError(
-                f"{self._cache_path('*')}: unreadable just after it was written; set cache_dir to "
-                "another folder"
-            )
-        return cached
+            built = build_indices(lengths, sequences, plan, **sizes)
+            return {name: getattr(built, name) for name in _ARRAYS}
 
-    def _load(self, shapes: tuple[tuple[int, ...], ...], not_before: float) -> SampleIndices | None:
-        """Map the cached arrays. None if an array is missing, unreadable, outdated or of another
-        shape.
-        """
-        arrays = []
-        for name, shape in zip(_ARRAYS, shapes, strict=True):
-            path = self._cache_path(f"{name}.npy")
-            try:
-                # Indexing a memmap object takes three times as long.
-                array = np.load(path, mmap_mode="r").view(np.ndarray)
-                outdated = path.stat().st_mtime < not_before
-            except (OSError, ValueError, EOFError):
-                return None
-            if outdated or array.shape != shape:
-                return None
-            arrays.append(array)
-        return SampleIndices(*arrays)
-
-    def _store(self, indices: SampleIndices) -> None:
-        description = self._cache_path("description.txt")
-        try:
-            description.parent.mkdir(parents=True, exist_ok=True)
-            for name in _ARRAYS:
-                with atomic_write(self._cache_path(f"{name}.npy")) as file:
-                    np.save(file, getattr(indices, name))
-            with atomic_write(description) as file:
-                file.write(self.unique_description.encode())
-        except OSError as error:
-            raise DataError(
-                f"{description.parent}: the index cache cannot be written ({error.strerror}); set "
-                "cache_dir to another folder"
-            ) from error
+        kind = type(self).__name__
+        cache = IndexCache(
+            config.cache_dir or f"{self.indexed.prefix}/cache/{kind}_indices",
+            f"{self.unique_description_hash}-{kind}-{self.index_split}",
+            self.unique_description,
+            self.indexed.index_file.stat().st_mtime,
+        )
+        return SampleIndices(
+            *cache.load_or_build(_ARRAYS, build, lambda found: [a.shape for a in found] == shapes)
+        )
 
     def __len__(self) -> int:
         return len(self.indices.shuffle_index)
@@ -355,9 +315,9 @@ class GPTDataset(Dataset[dict[str, torch.Tensor]]):
 
     def _read(self, index: int, length: int) -> npt.NDArray[np.int64]:
         """Return the tokens of a sample, padded at the end to ``length``."""
-        self._read_ahead(index)
-        row = int(self.indices.shuffle_index[index])
-        parts = [self.indexed.get(*part) for part in self._parts(row)]
+        self._read_ahead(index, len(self), self._parts)
+        row = self._row(index)
+        parts = [self.indexed.get(*part) for part in self._parts(index)]
         text = np.concatenate(parts, dtype=np.int64)
         self._check_ids(text, row)
         fim = self.config.fim
@@ -368,28 +328,20 @@ class GPTDataset(Dataset[dict[str, torch.Tensor]]):
             text = fim(text, np.random.RandomState(seeds), wanted)
         return np.concatenate([text, np.full(length - len(text), self._pad, np.int64)])
 
-    def _parts(self, row: int) -> list[tuple[int, int, int | None]]:
-        """Return sequence, first token and number of tokens of each part of a sample. None: to the
-        end of the sequence.
-        """
+    def _row(self, index: int) -> int:
+        """Return the row of the sample index served as sample ``index``."""
+        return int(self.indices.shuffle_index[index])
+
+    def _parts(self, index: int) -> list[Part]:
+        """Return the parts of a sample."""
+        row = self._row(index)
         (first, begin), (last, end) = self.indices.sample_index[row : row + 2].tolist()
-        parts: list[tuple[int, int, int | None]] = []
+        parts: list[Part] = []
         for position in range(first, last + 1):
             offset = begin if position == first else 0
             count = end + self.config.extra_tokens - offset if position == last else None
             parts.append((int(self.indices.document_index[position]), offset, count))
         return parts
-
-    def _read_ahead(self, index: int) -> None:
-        """Fetch the next samples in the background, if the files are at a URL: also samples of the
-        other ranks of the node.
-        """
-        if self.config.block_cache is None or not is_remote(self.indexed.prefix):
-            return
-        end = min(index + 1 + _AHEAD, len(self))
-        rows = self.indices.shuffle_index[max(self._ahead_to, index + 1) : end].tolist()
-        self._ahead_to = max(self._ahead_to, end)
-        self.indexed.ahead([part for row in rows for part in self._parts(row)])
 
     def _check_ids(self, text: npt.NDArray[np.int64], row: int) -> None:
         num_ids = self.config.num_ids

@@ -64,7 +64,7 @@ class JsonTokenizer(PlainTokenizer):
     Args:
         model: The file, or a folder with it.
         eod: Token at the end of a document. Default: ``eos_token`` of ``tokenizer_config.json`` in
-            the same folder.
+            the same folder, else ``sep_token``.
 
     Raises:
         ConfigError: If the package is missing, or no token ends documents.
@@ -121,6 +121,10 @@ class JsonTokenizer(PlainTokenizer):
         """Return the id of a token. None: there is no such token."""
         found: int | None = self._tokenizer.token_to_id(token)
         return found
+
+    def pieces(self) -> list[str]:
+        """Return the piece of each id."""
+        return [self._tokenizer.id_to_token(number) or "" for number in range(self.vocab_size)]
 
 
 class TiktokenTokenizer(PlainTokenizer):
@@ -275,7 +279,8 @@ def _needed(package: str, option: str) -> Any:
 def _end_in(path: Path) -> str | None:
     """Return the token at the end of a text in a ``tokenizer_config.json``."""
     try:
-        end = json.loads(path.read_text(encoding="utf-8")).get("eos_token")
+        config = json.loads(path.read_text(encoding="utf-8"))
+        end = config.get("eos_token") or config.get("sep_token")  # of BERT
     except (OSError, ValueError):
         return None
     return end.get("content") if isinstance(end, dict) else end

@@ -126,6 +126,10 @@ class SentencePieceTokenizer:
         found: int = self._processor.piece_to_id(token)
         return found if self._processor.id_to_piece(found) == token else None
 
+    def pieces(self) -> list[str]:
+        """Return the piece of each id."""
+        return [self._processor.id_to_piece(number) for number in range(self.vocab_size)]
+
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of ``ids``. Byte pieces without a valid character become U+FFFD."""
         text: str = self._processor.decode(list(ids))
@@ -133,7 +137,8 @@ class SentencePieceTokenizer:
 
 
 class HuggingFaceTokenizer:
-    """Any tokenizer of ``transformers.AutoTokenizer``. The end-of-sentence token ends a document.
+    """Any tokenizer of ``transformers.AutoTokenizer``. The end-of-sentence token ends a document,
+    or else the separator.
 
     Args:
         model: A folder with the tokenizer's files, or a name on the Hugging Face hub.
@@ -153,6 +158,8 @@ class HuggingFaceTokenizer:
             fast.no_padding()
         self.vocab_size: int = len(self.backend)
         eos, pad = self.backend.eos_token_id, self.backend.pad_token_id
+        if eos is None:  # as of BERT
+            eos = self.backend.sep_token_id
         if eos is None:
             raise ConfigError(
                 f"{model}: has no eos_token to end documents with; set eos_token in its "
@@ -182,6 +189,11 @@ class HuggingFaceTokenizer:
     def token_id(self, token: str) -> int | None:
         """Return the id of a token. None: there is no such token."""
         found: int | None = self.backend.get_vocab().get(token)
+        return found
+
+    def pieces(self) -> list[str]:
+        """Return the piece of each id."""
+        found: list[str] = self.backend.convert_ids_to_tokens(list(range(self.vocab_size)))
         return found
 
     @property

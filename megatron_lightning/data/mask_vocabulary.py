@@ -1,0 +1,144 @@
+"""Special tokens and words of a tokenizer, for masked datasets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import count, takewhile
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron_lightning.data.tokenizer_kinds import NO_PAD
+from megatron_lightning.errors import ConfigError
+
+_CONTINUES = "##"
+_STARTS = ("▁", "Ġ")
+_NAMES = {
+    "pad": ("[PAD]", "<pad>"),
+    "cls": ("[CLS]", "<cls>", "<s>"),
+    "sep": ("[SEP]", "<sep>", "</s>"),
+    "mask": ("[MASK]", "<mask>"),
+    "bos": ("[BOS]", "<s>", "[CLS]"),
+    "eos": ("[EOS]", "</s>", "[SEP]"),
+}
+"""Tokens by their usual texts, for tokenizers that do not name them."""
+
+
+@dataclass(frozen=True)
+class MaskVocabulary:
+    """Ids of a tokenizer by their roles. None: the tokenizer has no such token."""
+
+    pad: int
+    """Padding, or :data:`NO_PAD`."""
+    cls: int | None
+    sep: int | None
+    mask: int | None
+    bos: int | None
+    """First token of a decoder's input."""
+    eos: int | None
+    sentinels: tuple[int, ...]
+    """Tokens that replace spans, in the order of use."""
+    ids: tuple[int, ...]
+    """All ids, in the order of random replacements."""
+    continues: npt.NDArray[np.bool_]
+    """Whether an id continues a word [v]."""
+
+    @classmethod
+    def of(cls, tokenizer: Any) -> MaskVocabulary:
+        """Return the vocabulary of a tokenizer of this package, or of one with the attributes of
+        Megatron's: ``inv_vocab``, ``cls``, ``sep``, ``mask``, ``bos``, ``eos`` and
+        ``additional_special_tokens_ids``.
+
+        Raises:
+            ConfigError: If the tokenizer does not say the texts of its ids.
+        """
+        texts = _texts(tokenizer)
+        found = {name: _id(tokenizer, name, texts) for name in _NAMES}
+        pad = found.pop("pad")
+        ends = (found["eos"], getattr(tokenizer, "eod", None))
+        bos = found.pop("bos")
+        return cls(
+            # Megatron's rule: an end of text is never taken for padding.
+            pad=NO_PAD if pad is None or pad in ends else pad,
+            bos=pad if bos is None else bos,  # as T5's decoder
+            sentinels=_sentinels(tokenizer, texts),
+            ids=tuple(texts),
+            continues=_continuations(texts),
+            **found,
+        )
+
+    def need(self, *names: str, use: str) -> None:
+        """Check that the tokenizer has tokens.
+
+        Raises:
+            ConfigError: If a token is missing.
+        """
+        missing = [name for name in names if getattr(self, name) in (None, ())]
+        if missing:
+            raise ConfigError(
+                f"the tokenizer has no token for {', '.join(missing)}, and {use} needs it. Set "
+                "tokenizer_model to a tokenizer with such tokens."
+            )
+
+
+def _texts(tokenizer: Any) -> Mapping[int, str]:
+    """Return the text of each id."""
+    found = getattr(tokenizer, "inv_vocab", None)
+    if isinstance(found, Mapping):
+        return found
+    pieces: Callable[[], Sequence[str]] | None = getattr(tokenizer, "pieces", None)
+    if not callable(pieces):
+        raise ConfigError(
+            f"{type(tokenizer).__name__} does not say the texts of its ids, which tell where words "
+            "begin. Set tokenizer_type to huggingface, json or sentencepiece, or give the class "
+            "inv_vocab."
+        )
+    return dict(enumerate(pieces()))
+
+
+def _id(tokenizer: Any, name: str, texts: Mapping[int, str]) -> int | None:
+    found = _attribute(tokenizer, name)
+    if found is None:
+        found = _attribute(getattr(tokenizer, "backend", None), f"{name}_token_id")
+    if found is not None:
+        return None if found < 0 else int(found)
+    by_text = {text: number for number, text in texts.items()} if texts else {}
+    return next((by_text[text] for text in _NAMES[name] if text in by_text), None)
+
+
+def _attribute(tokenizer: Any, name: str) -> Any:
+    try:
+        return getattr(tokenizer, name, None)
+    except NotImplementedError:  # tokenizers of Megatron
+        return None
+
+
+def _sentinels(tokenizer: Any, texts: Mapping[int, str]) -> tuple[int, ...]:
+    named = _attribute(tokenizer, "additional_special_tokens_ids")
+    if named is not None:
+        return tuple(int(number) for number in named)
+    by_text = {text: number for number, text in texts.items()}
+    found = (by_text.get(f"<extra_id_{number}>") for number in count())
+    return tuple(takewhile(lambda number: number is not None, found))  # type: ignore[arg-type]
+
+
+def _continuations(texts: Mapping[int, str]) -> npt.NDArray[np.bool_]:
+    """Return which ids continue a word [v]: pieces with ## of a WordPiece vocabulary, or pieces
+    without the mark of a word's start. In other vocabularies every piece is a word.
+    """
+    known = {number: text for number, text in texts.items() if isinstance(text, str)}
+    continues = np.zeros(max(known, default=-1) + 1, bool)
+    has_pieces = any(text.startswith(_CONTINUES) for text in known.values())
+    marks = [mark for mark in _STARTS if any(text.startswith(mark) for text in known.values())]
+    for number, text in known.items():
+        if has_pieces:
+            continues[number] = text.startswith(_CONTINUES)
+        elif marks:
+            continues[number] = not text.startswith(marks[0]) and not _is_special(text)
+    return continues
+
+
+def _is_special(text: str) -> bool:
+    return text.startswith("<") and text.endswith(">")
