@@ -21,6 +21,7 @@ from megatron_lightning.config import (
     TransformerConfig,
 )
 from megatron_lightning.config.by_layer import unrotated_layers, windowed_layers
+from megatron_lightning.config.layer_kinds import GROUPS
 
 Values = dict[str, Any]
 _ABSENT: Any = object()
@@ -278,7 +279,7 @@ def flat(config: TransformerConfig) -> Values:
     if config.moe is not None:
         values["moe.ffn_hidden_size"] = config.expert_ffn_size
         values["moe.router_group_best"] = config.moe.group_best
-        values["moe.layer_freq"] = tuple(int(kind == "expert") for kind in kinds)
+        values["moe.layer_freq"] = tuple(int(kind in GROUPS["moe"]) for kind in kinds)
     return values
 
 

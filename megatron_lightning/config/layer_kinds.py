@@ -1,6 +1,6 @@
-"""Kinds of transformer layers: ours by name, a user's by class path. No torch here.
+"""Kinds of layers: ours by name, a user's by class path. No torch here.
 
-Three read-only mappings have a kind as key: ``models.transformer.LAYERS`` builds a layer,
+Three read-only mappings have a kind as key: ``models.transformer_layers.LAYERS`` builds a layer,
 ``models.blueprint.LAYER_WEIGHTS`` names the layer's weights, ``planning.activations.LEDGERS`` lists
 the memory kept by the layer's operations. A user's kind is the class path of a class with three
 static methods:
@@ -14,11 +14,19 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeVar, cast
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from megatron_lightning.errors import ConfigError
 
-LAYER_KINDS = ("dense", "expert")
+if TYPE_CHECKING:
+    from megatron_lightning.config.transformer import TransformerConfig
+
+LAYER_KINDS = ("dense", "expert", "attention", "mlp", "moe")
+"""Attention with a feed-forward or experts behind it, and layers with a single mixer."""
+GROUPS: Mapping[str, tuple[str, ...]] = MappingProxyType({"moe": ("expert", "moe")})
+"""Group of options -> kinds of layers that the group describes."""
+_NAMES: Mapping[str, str] = {"moe": "experts"}
 _METHODS = ("build", "weights", "ledger")
 _T = TypeVar("_T")
 
@@ -32,6 +40,37 @@ def entry_of(kind: str, entries: Mapping[str, _T], method: str) -> _T:
         method: Method of a user's class in place of an entry.
     """
     return entries[kind] if kind in entries else cast("_T", getattr(_load(kind), method))
+
+
+def check_layer_kinds(config: TransformerConfig) -> None:
+    """Check the kinds of a config's layers.
+
+    Raises:
+        ConfigError: If a kind is unknown, the number of kinds differs from the number of layers, or
+            the group of options of a kind is missing or described no layer.
+    """
+    pattern, moe = config.layer_pattern, config.moe
+    if pattern is None:
+        if moe is not None:
+            moe.layer_kinds(config.num_layers)
+        return
+    shown = repr(pattern) if isinstance(pattern, str) else str(list(pattern))
+    if moe is not None and moe.layer_freq != 1:
+        raise ConfigError(
+            f"layer_pattern is {shown} and moe.layer_freq is {moe.layer_freq}; both say which "
+            "layers have experts. Leave one of them out."
+        )
+    if not isinstance(pattern, str):
+        check_pattern(pattern, config.num_layers)
+    present = {*config.layer_kinds, *(config.depth_kinds if config.mtp_num_layers else ())}
+    for group, kinds in GROUPS.items():
+        is_set = getattr(config, group) is not None
+        if is_set is present.isdisjoint(kinds):
+            found = f"{group} describes" if is_set else f"no {group} describes"
+            raise ConfigError(
+                f"layer_pattern is {shown}, and {found} {_NAMES[group]}. Set {group} together with "
+                f"layers of the kind {' or '.join(kinds)}."
+            )
 
 
 def check_pattern(pattern: Sequence[str], num_layers: int) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import InitVar, asdict, dataclass, fields
 from typing import Any, Literal, get_args
 
 from megatron_lightning.config.attention_checks import (
@@ -20,8 +20,14 @@ from megatron_lightning.config.attention_checks import (
     check_scores,
 )
 from megatron_lightning.config.by_layer import check_rotary, check_windows, layer_config
+from megatron_lightning.config.hybrid_pattern import (
+    HybridPattern,
+    hybrid_pattern,
+    parse_hybrid_pattern,
+    refuse_ratios,
+)
 from megatron_lightning.config.latent_attention import LatentAttentionConfig
-from megatron_lightning.config.layer_kinds import check_pattern
+from megatron_lightning.config.layer_kinds import GROUPS, check_layer_kinds
 from megatron_lightning.config.moe import MoEConfig
 from megatron_lightning.config.rope_scaling import RopeScaling
 from megatron_lightning.config.value_checks import check_choice, check_counts
@@ -31,8 +37,9 @@ Normalization = Literal["RMSNorm", "LayerNorm"]
 NormPlacement = Literal["pre", "post", "sandwich"]
 PositionEmbedding = Literal["rope", "learned_absolute", "none"]
 Activation = Literal[
-    "swiglu", "geglu", "geglu_tanh", "quick_geglu", "gelu", "gelu_tanh", "squared_relu"
-]
+    "swiglu", "geglu", "geglu_tanh", "quick_geglu", "gelu", "gelu_tanh", "silu",
+    "squared_relu",
+]  # fmt: skip
 SoftmaxType = Literal["vanilla", "learnable"]
 AttentionBackend = Literal["auto", "flash", "cudnn", "efficient", "math"]
 
@@ -56,8 +63,8 @@ _COUNTS = (
 class TransformerConfig:
     """Sizes and choices of a decoder-only transformer."""
 
-    num_layers: int
-    """Transformer layers of the model."""
+    num_layers: int = 0
+    """Layers of the model. 0: as many as layer_pattern has letters."""
     hidden_size: int
     """Width of the residual stream (h)."""
     num_attention_heads: int
@@ -81,8 +88,10 @@ class TransformerConfig:
     """Whether norms multiply by 1 + weight, with weights around 0 (Gemma, Nemotron)."""
     layernorm_epsilon: float = 1e-5
     """Added to the variance in the norms."""
-    position_embedding_type: PositionEmbedding = "rope"
-    """Rotary positions in attention, learned positions added to the word embeddings, or none."""
+    position_embedding_type: PositionEmbedding | None = None
+    """Rotary positions in attention, learned positions added to the word embeddings, or none. None:
+    rope, but none if layer_pattern is a string without latent attention, as in Megatron-Core's
+    hybrid models."""
     rotary_base: float = 10000.0
     """Base of the rotary frequencies (theta)."""
     rotary_percent: float = 1.0
@@ -99,7 +108,7 @@ class TransformerConfig:
     activation: Activation = "swiglu"
     """Feed-forward activation. swiglu, geglu, geglu_tanh (Gemma) and quick_geglu (gpt-oss) are
     gated: linear_fc1 holds gate and up, gate first. gelu_tanh is GPT-2's, squared_relu
-    Nemotron's."""
+    Nemotron's. silu is swiglu without up."""
     activation_func_clamp_value: float | None = None
     """Largest gate, and largest absolute value of up, in gated activations (gpt-oss: 7). None:
     unlimited."""
@@ -164,13 +173,22 @@ class TransformerConfig:
     """Latent attention in every layer (DeepSeek-V2). None: attention with heads of kv_channels."""
     moe: MoEConfig | None = None
     """Experts in place of feed-forward layers, in all layers or a subset. None: no experts."""
-    layer_pattern: Sequence[str] | None = None
-    """Kind of every layer: dense, expert, or the class path of a user's kind
-    (``config/layer_kinds.py``). None: as moe.layer_freq says."""
+    layer_pattern: str | Sequence[str] | None = None
+    """Layers with a single mixer each, as a string of letters (Megatron's hybrid_layer_pattern): M
+    Mamba-2, G gated delta net, * attention, + latent attention, - feed-forward, E experts. | ends a
+    pipeline stage, and / begins the letters of a depth of multi-token prediction
+    (``config/hybrid_pattern.py``). Without |, stages are divided by cost. Or the kind of every
+    layer in a list: dense, expert, or the class path of a user's kind (``config/layer_kinds.py``).
+    None: as moe.layer_freq says."""
+    hybrid_attention_ratio: InitVar[float | None] = None
+    """Megatron's deprecated share of attention layers. Refused with the pattern that it means."""
+    hybrid_mlp_ratio: InitVar[float | None] = None
+    """Megatron's deprecated share of feed-forward layers. Refused with the pattern that it
+    means."""
     mtp_num_layers: int | None = None
-    """Layers of multi-token prediction behind the last layer, of the last layer's kind. In
-    training, depth k predicts a token k positions beyond the next token (DeepSeek-V3). None: no
-    such layers."""
+    """Layers of multi-token prediction behind the last layer, of the last layer's kind, or of the
+    kinds in layer_pattern. In training, depth k predicts a token k positions beyond the next token
+    (DeepSeek-V3). None: no such layers."""
     mtp_loss_scaling_factor: float = 0.1
     """Weight of the losses of multi-token prediction, averaged over the predicting layers, in the
     training loss."""
@@ -181,7 +199,11 @@ class TransformerConfig:
     """Seed of the initial weights. Initial weights depend only on the seed and on the parameter's
     name, not on the layout."""
 
-    def __post_init__(self) -> None:
+    def __post_init__(
+        self, hybrid_attention_ratio: float | None, hybrid_mlp_ratio: float | None
+    ) -> None:
+        refuse_ratios(self, hybrid_attention_ratio, hybrid_mlp_ratio)
+        self._resolve_pattern()
         check_counts(self, *_COUNTS)
         for name, choices in _CHOICES.items():
             check_choice(name, getattr(self, name), choices)
@@ -221,27 +243,21 @@ class TransformerConfig:
         check_scores(self)
         check_rotary(self)
         self._restore("moe", MoEConfig)
-        self._check_layer_kinds()
+        check_layer_kinds(self)
 
-    def _check_layer_kinds(self) -> None:
-        moe, pattern = self.moe, self.layer_pattern
-        if pattern is None:
-            if moe is not None:
-                moe.layer_kinds(self.num_layers)
-            return
-        object.__setattr__(self, "layer_pattern", tuple(pattern))
-        check_pattern(pattern, self.num_layers)
-        if moe is not None and moe.layer_freq != 1:
-            raise ConfigError(
-                f"layer_pattern is {list(pattern)} and moe.layer_freq is {moe.layer_freq}; both "
-                "say which layers have experts. Leave one of them out."
-            )
-        if ("expert" in pattern) is (moe is None):
-            found = "no moe describes" if moe is None else "moe describes"
-            raise ConfigError(
-                f"layer_pattern is {list(pattern)}, and {found} experts. Set moe together with "
-                "layers of the kind expert."
-            )
+    def _resolve_pattern(self) -> None:
+        """Fill in what follows from a pattern of letters."""
+        pattern = self.layer_pattern
+        positions = "rope"
+        if isinstance(pattern, str):
+            resolved = hybrid_pattern(self, pattern)
+            positions = "rope" if "+" in pattern else "none"
+            object.__setattr__(self, "num_layers", len(resolved.letters))
+            object.__setattr__(self, "mtp_num_layers", resolved.depths or None)
+        elif pattern is not None:
+            object.__setattr__(self, "layer_pattern", tuple(pattern))
+        if self.position_embedding_type is None:
+            object.__setattr__(self, "position_embedding_type", positions)
 
     def _restore(self, name: str, kind: type[Any]) -> None:
         """Rebuild a nested config from a checkpoint's dict."""
@@ -316,13 +332,26 @@ class TransformerConfig:
         return self.ffn_hidden_size or 4 * self.hidden_size
 
     @property
+    def hybrid(self) -> HybridPattern | None:
+        """The parsed pattern of letters, or None."""
+        pattern = self.layer_pattern
+        return parse_hybrid_pattern(pattern) if isinstance(pattern, str) else None
+
+    @property
     def layer_kinds(self) -> tuple[str, ...]:
         """Kind of every layer."""
+        if isinstance(self.layer_pattern, str):
+            return parse_hybrid_pattern(self.layer_pattern).kinds
         if self.layer_pattern is not None:
             return tuple(self.layer_pattern)
         if self.moe is not None:
             return self.moe.layer_kinds(self.num_layers)
         return ("dense",) * self.num_layers
+
+    @property
+    def num_expert_layers(self) -> int:
+        """Layers with experts, without layers of multi-token prediction."""
+        return sum(kind in GROUPS["moe"] for kind in self.layer_kinds)
 
     def of_layer(self, index: int) -> TransformerConfig:
         """Return the configuration of a layer, with the layer's window and rotary positions.
@@ -337,9 +366,12 @@ class TransformerConfig:
         return self.mtp_num_layers or 0
 
     @property
-    def predicting_kinds(self) -> tuple[str, ...]:
-        """Kind of every layer of multi-token prediction: the last layer's."""
-        return self.layer_kinds[-1:] * self.num_predicting_layers
+    def depth_kinds(self) -> tuple[str, ...]:
+        """Kinds of the layers in each depth of multi-token prediction: the last layer's, or the
+        letters behind / in the pattern.
+        """
+        hybrid = self.hybrid
+        return self.layer_kinds[-1:] if hybrid is None else hybrid.depth_kinds
 
     @property
     def expert_ffn_size(self) -> int:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from megatron_lightning.config import TransformerConfig
+from megatron_lightning.config.layer_kinds import LAYER_KINDS
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.inference.options import EngineOptions
 from megatron_lightning.inference.scheduler import Batch, Request
@@ -37,13 +38,13 @@ class RouteRecorder:
                 "record_routes is True, and the model has no layers of experts as a GPTModel, so "
                 "that there is nothing to record. Set it to False."
             )
-        others = sorted(set(config.layer_kinds) - {"dense", "expert"})
+        others = sorted(set(config.layer_kinds) - set(LAYER_KINDS))
         if others:
             raise ConfigError(
                 f"record_routes is True, and the model has layers of the kinds {others}, whose "
                 "experts are not recorded. Set it to False."
             )
-        self._sizes = (config.layer_kinds.count("expert"), config.moe.router_topk)
+        self._sizes = (config.num_expert_layers, config.moe.router_topk)
         self._context = context
         self._steps: list[tuple[Batch, TakenRoutes]] = []
 

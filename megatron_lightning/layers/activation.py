@@ -159,4 +159,6 @@ def build_activation(config: TransformerConfig) -> nn.Module:
         return GatedUnit(config.activation, limit=limit, offset=offset)
     if config.activation == "squared_relu":
         return SquaredReLU()
+    if config.activation == "silu":
+        return nn.SiLU()
     return nn.GELU("tanh" if config.activation == "gelu_tanh" else "none")

@@ -24,6 +24,7 @@ Split = Literal["rows", "columns"]
 
 EMBEDDING, FINAL_NORM, OUTPUT = "embedding", "decoder.final_layernorm", "output_layer"
 LAYER, PREDICTING = "decoder.layers.", "mtp.layers."
+_DEPTH = "transformer_layer"  # in a layer of multi-token prediction
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -195,10 +196,25 @@ def _transformer_layer(
     )
 
 
+def _attention_layer(config: TransformerConfig) -> tuple[Weight, ...]:
+    inner = _inside("self_attention", attention(config))
+    return (*norm(config, "input_layernorm", config.hidden_size), *inner)
+
+
+def _feed_forward_layer(
+    config: TransformerConfig, feed_forward: Callable[[TransformerConfig], tuple[Weight, ...]]
+) -> tuple[Weight, ...]:
+    inner = _inside("mlp", feed_forward(config))
+    return (*norm(config, "pre_mlp_layernorm", config.hidden_size), *inner)
+
+
 LAYER_WEIGHTS: Mapping[str, Callable[[TransformerConfig], tuple[Weight, ...]]] = MappingProxyType(
     {
         "dense": partial(_transformer_layer, feed_forward=_dense),
         "expert": partial(_transformer_layer, feed_forward=_expert),
+        "attention": _attention_layer,
+        "mlp": partial(_feed_forward_layer, feed_forward=_dense),
+        "moe": partial(_feed_forward_layer, feed_forward=_expert),
     }
 )
 """Kind of a layer -> function that lists the weights."""
@@ -206,11 +222,12 @@ LAYER_WEIGHTS: Mapping[str, Callable[[TransformerConfig], tuple[Weight, ...]]] =
 
 def layer_weights(config: TransformerConfig, index: int) -> tuple[Weight, ...]:
     """Return the weights of layer ``index``, in registration order."""
-    return _weights_of_kind(config, config.layer_kinds[index])
+    return kind_weights(config, config.layer_kinds[index])
 
 
 @lru_cache(maxsize=64)  # layers of a kind are equal, and plans ask for each
-def _weights_of_kind(config: TransformerConfig, kind: str) -> tuple[Weight, ...]:
+def kind_weights(config: TransformerConfig, kind: str) -> tuple[Weight, ...]:
+    """Return the weights of a layer of a kind, in registration order."""
     return entry_of(kind, LAYER_WEIGHTS, "weights")(config)
 
 
@@ -219,14 +236,29 @@ def has_attention(weights: Iterable[Weight]) -> bool:
     return any(".self_attention." in f".{weight.path}" for weight in weights)
 
 
+def depth_layers(config: TransformerConfig) -> tuple[tuple[str, str], ...]:
+    """Return path and kind of every layer in a depth of multi-token prediction.
+
+    The letters of a pattern are a list of layers, even a single letter.
+    """
+    if config.hybrid is None:
+        return tuple((_DEPTH, kind) for kind in config.depth_kinds)
+    return tuple((f"{_DEPTH}.layers.{i}", kind) for i, kind in enumerate(config.depth_kinds))
+
+
 def predicting_weights(config: TransformerConfig, depth: int) -> tuple[Weight, ...]:
-    """Return the weights of a layer of multi-token prediction, without shared embeddings."""
+    """Return the weights of a depth of multi-token prediction, without shared embeddings."""
     h = config.hidden_size
+    inner = (
+        weight.inside(path)
+        for path, kind in depth_layers(config)
+        for weight in kind_weights(config, kind)
+    )
     return (
         *norm(config, "enorm", h),
         *norm(config, "hnorm", h),
         *linear("eh_proj", h, 2 * h, "rows"),
-        *_inside("transformer_layer", _weights_of_kind(config, config.predicting_kinds[depth])),
+        *inner,
         *norm(config, "final_layernorm", h),
     )
 

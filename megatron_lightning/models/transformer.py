@@ -11,28 +11,23 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from types import MappingProxyType
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from megatron_lightning.config import TransformerConfig
-from megatron_lightning.config.layer_kinds import entry_of
-from megatron_lightning.layers.attention import SelfAttention
 from megatron_lightning.layers.dropout import Dropout
 from megatron_lightning.layers.key_cache import CacheStep
-from megatron_lightning.layers.latent_attention import LatentAttention
 from megatron_lightning.layers.linear_loss import OutputLinear, token_losses
 from megatron_lightning.layers.loss import CrossEntropy, capped
-from megatron_lightning.layers.mlp import MLP
-from megatron_lightning.layers.moe.layer import MoELayer
 from megatron_lightning.layers.moe.routes import GivenRoutes, Routes
 from megatron_lightning.layers.mtp import MultiTokenPrediction, MultiTokenPredictionLayer
 from megatron_lightning.layers.norm import build_norm
-from megatron_lightning.layers.rotary import RotaryEmbedding
 from megatron_lightning.layers.sequence_info import Documents, SequenceInfo
+from megatron_lightning.models.transformer_layers import build_depth, build_layers, times
 
 if TYPE_CHECKING:
     from megatron_lightning.parallel.sharding import ShardingPlan
@@ -59,7 +54,7 @@ class LanguageModelEmbedding(nn.Module):
         h].
         """
         words = self.word_embeddings(tokens.t())
-        hidden = _times(words, rounded(self.multiplier, words.dtype))
+        hidden = times(words, rounded(self.multiplier, words.dtype))
         if self.position_embeddings is not None:
             positions = (
                 torch.arange(tokens.shape[1], device=tokens.device)[None]
@@ -81,108 +76,6 @@ def rounded(factor: float, dtype: torch.dtype) -> float:
         return factor
     mantissa, exponent = math.frexp(factor)
     return math.ldexp(round(math.ldexp(mantissa, bits)), exponent - bits)
-
-
-def _times(x: Tensor, factor: float) -> Tensor:
-    return x if factor == 1.0 else x * factor
-
-
-def _build_norm(config: TransformerConfig, is_there: bool) -> nn.Module | None:
-    return build_norm(config, config.hidden_size) if is_there else None
-
-
-def _normed(x: Tensor, norm: nn.Module | None) -> Tensor:
-    return x if norm is None else norm(x)
-
-
-def build_attention(config: TransformerConfig, rotary: RotaryEmbedding | None) -> nn.Module:
-    """Return the config's attention."""
-    if config.mla is not None and rotary is not None:
-        return LatentAttention(config, config.mla, rotary)
-    return SelfAttention(config, rotary)
-
-
-def build_rotary(config: TransformerConfig) -> RotaryEmbedding | None:
-    """Return the config's rotary positions, or None for positions of another kind."""
-    if config.position_embedding_type != "rope":
-        return None
-    return RotaryEmbedding(config.rotary_dim, config.rotary_base, config.rope_scaling)
-
-
-class TransformerLayer(nn.Module):
-    """Attention and feed-forward or experts, each added to the residual stream, with a norm before
-    (pre-norm), behind, or both.
-    """
-
-    read_by: ClassVar[Mapping[str, str]] = {
-        "input_layernorm": "self_attention",
-        "pre_mlp_layernorm": "mlp",
-    }
-    """Norm -> the only reader of the norm's output, so that both may be computed as one module."""
-
-    def __init__(
-        self, config: TransformerConfig, rotary: RotaryEmbedding | None, mlp: nn.Module
-    ) -> None:
-        super().__init__()
-        before, behind = config.norms_inputs, config.norms_outputs
-        self.input_layernorm = _build_norm(config, before)
-        self.self_attention = build_attention(config, rotary)
-        self.post_self_attn_layernorm = _build_norm(config, behind)
-        self.pre_mlp_layernorm = _build_norm(config, before)
-        self.mlp = mlp
-        self.has_experts = isinstance(mlp, MoELayer)
-        self.post_mlp_layernorm = _build_norm(config, behind)
-        self.dropout = Dropout(config.hidden_dropout)
-        self.multiplier = config.residual_multiplier
-
-    def forward(self, hidden: Tensor, sequence: SequenceInfo | None = None) -> Tensor:
-        """Map [s, b, h] to [s, b, h]."""
-        attended = self.self_attention(_normed(hidden, self.input_layernorm), sequence)
-        attended = _normed(attended, self.post_self_attn_layernorm)
-        hidden = hidden + self.dropout(_times(attended, self.multiplier))
-        routes = sequence.routes if self.has_experts and sequence is not None else None
-        normed = _normed(hidden, self.pre_mlp_layernorm)
-        mapped = self.mlp(normed) if routes is None else self.mlp(normed, routes)
-        mapped = _normed(mapped, self.post_mlp_layernorm)
-        out: Tensor = hidden + self.dropout(_times(mapped, self.multiplier))
-        return out
-
-
-def _dense_layer(config: TransformerConfig, rotary: RotaryEmbedding | None) -> nn.Module:
-    return TransformerLayer(config, rotary, MLP(config))
-
-
-def _expert_layer(config: TransformerConfig, rotary: RotaryEmbedding | None) -> nn.Module:
-    mlp = MLP(config) if config.moe is None else MoELayer(config, config.moe)
-    return TransformerLayer(config, rotary, mlp)
-
-
-LAYERS: Mapping[str, Callable[[TransformerConfig, RotaryEmbedding | None], nn.Module]]
-LAYERS = MappingProxyType({"dense": _dense_layer, "expert": _expert_layer})
-"""Kind of a layer -> build function."""
-
-
-def build_layer(config: TransformerConfig, rotary: RotaryEmbedding | None, kind: str) -> nn.Module:
-    """Return a layer that maps hidden states [s, b, h] and a SequenceInfo to [s, b, h]."""
-    return entry_of(kind, LAYERS, "build")(config, rotary)
-
-
-def build_layers(config: TransformerConfig) -> list[nn.Module]:
-    """Return the layers of the model. Layers with equal frequencies share the rotary positions."""
-    rotary = dict[tuple[object, ...], RotaryEmbedding | None]()
-    layers = []
-    num_experts = 0
-    for index, kind in enumerate(config.layer_kinds):
-        own = config.of_layer(index)
-        key = (own.position_embedding_type, own.rotary_base, own.rope_scaling)
-        if key not in rotary:
-            rotary[key] = build_rotary(own)
-        layer = build_layer(own, rotary[key], kind)
-        if kind == "expert" and isinstance(layer.mlp, MoELayer):
-            layer.mlp.number = num_experts
-            num_experts += 1
-        layers.append(layer)
-    return layers
 
 
 class TransformerBlock(nn.Module):
@@ -219,12 +112,8 @@ class TransformerBlock(nn.Module):
 
 def build_multi_token_prediction(config: TransformerConfig) -> MultiTokenPrediction | None:
     """Return the config's multi-token prediction before its embeddings are shared, or None."""
-    own, kind = config.of_layer(config.num_layers - 1), config.layer_kinds[-1]
-    rotary = build_rotary(own)
     layers = [
-        MultiTokenPredictionLayer(
-            config, LanguageModelEmbedding(config), build_layer(own, rotary, kind)
-        )
+        MultiTokenPredictionLayer(config, LanguageModelEmbedding(config), build_depth(config))
         for _ in range(config.num_predicting_layers)
     ]
     return MultiTokenPrediction(layers, config.mtp_loss_scaling_factor) if layers else None
@@ -308,7 +197,7 @@ class GPTModel(nn.Module):
         if self.config.fp32_residual_connection:
             hidden = hidden.float()
         if isinstance(routes, Tensor):
-            num_layers = self.config.layer_kinds.count("expert")
+            num_layers = self.config.num_expert_layers
             routes = GivenRoutes.of(routes, tokens, self.config.moe, num_layers)
         sequence = SequenceInfo(position_ids, documents=documents, cache=cache, routes=routes)
         hidden = self.decoder(hidden, sequence)
@@ -361,7 +250,7 @@ class GPTModel(nn.Module):
 
         Logits cannot be scaled instead, because chunked losses never hold all logits.
         """
-        return _times(hidden, 1.0 / self.config.logits_scaling)
+        return times(hidden, 1.0 / self.config.logits_scaling)
 
     def _kept_output(self, hidden: Tensor, length: int, kept: Tensor) -> Tensor:
         """Return the logits [1, k, v] of the tokens ``kept`` [k] of a row of ``length``.

@@ -77,7 +77,7 @@ def upcycle(source: str, target: str, *, moe: MoEConfig) -> None:
     tensors = upcycling.tensors().values()
     with progress_bar("upcycling", sum(info.num_bytes() for info in tensors)) as advance:
         upcycling.write(target, advance)
-    num_layers = upcycling.config.layer_kinds.count("expert")
+    num_layers = upcycling.config.num_expert_layers
     print(
         f"{target}: {num_layers} of {upcycling.config.num_layers} layers have {moe.num_experts} "
         "experts each; it begins at step 0, without optimizer states."

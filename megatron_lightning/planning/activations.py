@@ -18,10 +18,10 @@ from types import MappingProxyType
 
 from megatron_lightning.config import RecomputeOptions, TransformerConfig
 from megatron_lightning.config.layer_kinds import entry_of
-from megatron_lightning.models.blueprint import EMBEDDING, FINAL_NORM, OUTPUT
+from megatron_lightning.models.blueprint import EMBEDDING, FINAL_NORM, OUTPUT, depth_layers
 from megatron_lightning.parallel.patterns import compile_pattern
 from megatron_lightning.pipeline.schedules.actions import Kind, Schedule
-from megatron_lightning.planning import layers
+from megatron_lightning.planning import layers, single_mixer
 from megatron_lightning.planning.attention_memory import attention as attention_tape
 from megatron_lightning.planning.layers import Sizes
 from megatron_lightning.planning.parameters import (
@@ -68,7 +68,7 @@ def stage_profile(sizes: Sizes, units: Sequence[str], recompute: RecomputeOption
             operations.append(layers.norm(ends, FINAL_NORM, stream, "final normed"))
             stream = "final normed"
         for unit in group:
-            make = _layer if layer_of(unit) is not None else _predicting_layer
+            make = _unit_layer if layer_of(unit) is not None else _predicting_layer
             operations += make(sizes, unit, stream)
             stream = operations[-1].makes[0]
         if recomputed:
@@ -170,21 +170,24 @@ def _predicting_layer(sizes: Sizes, unit: str, stream: str) -> list[Operation]:
         operations.append(
             Operation(path=unit, makes=(entering,), forward_bytes=full, backward_bytes=full)
         )
-    operations += _layer(sizes, unit, entering, f"{unit}.transformer_layer")
-    left = operations[-1].makes[0]
+    left = entering
+    for path, kind in depth_layers(sizes.config):
+        operations += _layer(sizes, unit, left, kind, f"{unit}.{path}")
+        left = operations[-1].makes[0]
     operations.append(layers.norm(sizes, f"{unit}.final_layernorm", left, f"{unit} normed"))
     # The gradient of the previous depth's hidden states waits beside each operation.
     return [replace(one, backward_bytes=one.backward_bytes + size) for one in operations]
 
 
-def _layer(sizes: Sizes, unit: str, stream: str, path: str | None = None) -> list[Operation]:
-    """Return the tape of a layer from the entering to the leaving stream.
+def _unit_layer(sizes: Sizes, unit: str, stream: str) -> list[Operation]:
+    """Return the tape of a layer that is a unit."""
+    return _layer(sizes, unit, stream, kind_of(sizes.config, unit) or "dense", unit)
 
-    The layer is a unit or is inside a unit at ``path``.
-    """
-    kind = kind_of(sizes.config, unit) or "dense"
+
+def _layer(sizes: Sizes, unit: str, stream: str, kind: str, path: str) -> list[Operation]:
+    """Return the tape of a layer at ``path`` from the entering to the leaving stream."""
     sizes = replace(sizes, config=config_of(sizes.config, unit))
-    operations = entry_of(kind, LEDGERS, "ledger")(sizes, path or unit, stream)
+    operations = entry_of(kind, LEDGERS, "ledger")(sizes, path, stream)
     # The gradient of the residual stream waits beside each operation.
     return [
         replace(one, backward_bytes=one.backward_bytes + sizes.stream_bytes) for one in operations
@@ -265,7 +268,15 @@ def _with_norm(sizes: Sizes, operations: list[Operation], path: str) -> list[Ope
 
 
 LEDGERS: Mapping[str, Callable[[Sizes, str, str], list[Operation]]]
-LEDGERS = MappingProxyType({"dense": _dense_layer, "expert": _expert_layer})
+LEDGERS = MappingProxyType(
+    {
+        "dense": _dense_layer,
+        "expert": _expert_layer,
+        "attention": single_mixer.attention_layer,
+        "mlp": single_mixer.mlp_layer,
+        "moe": single_mixer.moe_layer,
+    }
+)
 """Kind of a layer -> function of sizes, path and entering stream that returns the operations."""
 
 

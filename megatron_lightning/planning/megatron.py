@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from megatron_lightning.config import TransformerConfig
+from megatron_lightning.config.layer_kinds import GROUPS
 from megatron_lightning.parallel.grid import RankGrid
 from megatron_lightning.parallel.layout import ParallelLayout
 
@@ -87,7 +88,8 @@ def _in_flight(layout: ParallelLayout, num_microbatches: int) -> float:
 
 def _weights(config: TransformerConfig, grid: RankGrid, distributed_optimizer: bool) -> float:
     h, layout = config.hidden_size, grid.layout
-    layers, predicting = (_layers(config, k) for k in (config.layer_kinds, config.predicting_kinds))
+    depths = config.depth_kinds * config.num_predicting_layers
+    layers, predicting = (_layers(config, kinds) for kinds in (config.layer_kinds, depths))
     embedding, norm = config.vocab_size * h, h if config.normalization == "RMSNorm" else 2 * h
     # Each stage has part of the layers, and one stage the layers of multi-token prediction.
     dense = (layers.split / layout.pp + predicting.split + embedding) / layout.tp
@@ -115,10 +117,12 @@ def _layers(config: TransformerConfig, kinds: Sequence[str]) -> _Parameters:
     """Return the parameters of layers."""
     h, moe = config.hidden_size, config.moe
     gate = 3 / 2 if config.gated else 1
-    num_expert_layers = kinds.count("expert")
-    split: float = len(kinds) * _attention(config)
-    split += kinds.count("dense") * 2 * h * config.ffn_size * gate
-    replicated = 2 * len(kinds) * (h if config.normalization == "RMSNorm" else 2 * h)
+    num_expert_layers = sum(kind in GROUPS["moe"] for kind in kinds)
+    transformers = kinds.count("dense") + kinds.count("expert")
+    split: float = (transformers + kinds.count("attention")) * _attention(config)
+    split += (kinds.count("dense") + kinds.count("mlp")) * 2 * h * config.ffn_size * gate
+    num_norms = len(kinds) + transformers  # layers with a single mixer have one norm
+    replicated = num_norms * (h if config.normalization == "RMSNorm" else 2 * h)
     if moe is None:
         return _Parameters(split, replicated, 0.0)
     shared = moe.shared_expert_intermediate_size or 0

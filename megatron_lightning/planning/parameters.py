@@ -82,11 +82,14 @@ def predicting_layer_of(unit: str) -> int | None:
 
 
 def kind_of(config: TransformerConfig, unit: str) -> str | None:
-    """Return the layer kind of a unit, or None for a unit without a layer."""
-    layer, predicting = layer_of(unit), predicting_layer_of(unit)
+    """Return the layer kind of a unit, or None for a unit without a layer.
+
+    The kind of multi-token prediction is the kind of its last layer.
+    """
+    layer = layer_of(unit)
     if layer is not None:
         return config.layer_kinds[layer]
-    return None if predicting is None else config.predicting_kinds[predicting]
+    return None if predicting_layer_of(unit) is None else config.depth_kinds[-1]
 
 
 def config_of(config: TransformerConfig, unit: str) -> TransformerConfig:

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from megatron_lightning.layers import StepReport
-from megatron_lightning.models.transformer import TransformerLayer
+from megatron_lightning.models.transformer_layers import TransformerLayer
 from megatron_lightning.modules import GPTLightningModule
 from megatron_lightning.parallel.collectives import copy_to_axis, reduce_from_axis
 from megatron_lightning.parallel.context import AxisGroup

@@ -13,11 +13,11 @@ from megatron_lightning.config import (
     RecomputeOptions,
     TransformerConfig,
 )
-from megatron_lightning.config.layer_kinds import LAYER_KINDS, entry_of
+from megatron_lightning.config.layer_kinds import GROUPS, LAYER_KINDS, entry_of
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.models import GPTModel, num_parameters
 from megatron_lightning.models.blueprint import LAYER_WEIGHTS, layer_weights, model_weights
-from megatron_lightning.models.transformer import LAYERS
+from megatron_lightning.models.transformer_layers import LAYERS
 from megatron_lightning.parallel.layout import ParallelLayout
 from megatron_lightning.planning import flops
 from megatron_lightning.planning.activations import LEDGERS, stage_profile
@@ -57,6 +57,13 @@ MODELS: dict[str, dict[str, Any]] = {
     "Gemma 2": {"norm_placement": "sandwich", "activation": "geglu_tanh"},
     "experts": {"moe": EXPERTS, "mtp_num_layers": 2},
     "experts with biases": GPT2 | {"moe": EXPERTS, "qk_layernorm": True, "mtp_num_layers": 1},
+    "pattern": {
+        "num_layers": 0, "layer_pattern": "*-|E*-E/*-/*-", "moe": MoEConfig(num_experts=4),
+    },
+    "pattern with latent attention": {
+        "num_layers": 0, "layer_pattern": "+-+", "num_query_groups": None,
+        "mla": LatentAttentionConfig(q_lora_rank=16, **LATENT),
+    },
     "DeepSeek": {
         "num_query_groups": None, "qk_layernorm": True, "moe": EXPERTS,
         "mla": LatentAttentionConfig(q_lora_rank=16, **LATENT),
@@ -92,11 +99,11 @@ def test_every_kind_of_layer_is_built_weighed_and_planned() -> None:
         assert set(entries) == set(LAYER_KINDS)
 
 
-@pytest.mark.parametrize("kind", ["dense", "expert", OWN_KIND])
+@pytest.mark.parametrize("kind", [*LAYER_KINDS, OWN_KIND])
 def test_the_ledger_has_every_matrix_of_a_layer_once(kind: str) -> None:
     """Gradients of matrices, on a rank of two tensor and two expert ranks."""
     experts = MoEConfig(num_experts=4, ffn_hidden_size=32, shared_expert_intermediate_size=16)
-    more = {"moe": experts} if kind == "expert" else {}
+    more = {"moe": experts} if kind in GROUPS["moe"] else {}
     config = TransformerConfig(**SIZES | more | {"layer_pattern": [kind] * 3})
     layout = ParallelLayout(
         tensor_model_parallel_size=2, expert_model_parallel_size=2, expert_tensor_parallel_size=1

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 from megatron_lightning.config import TransformerConfig
-from megatron_lightning.config.layer_kinds import LAYER_KINDS
+from megatron_lightning.config.layer_kinds import GROUPS, LAYER_KINDS
 from megatron_lightning.layers.styles import (
     ColumnParallel,
     ContextAttention,
@@ -39,9 +39,10 @@ from megatron_lightning.models.blueprint import (
     LAYER,
     PREDICTING,
     Weight,
+    depth_layers,
     embedding_weights,
     has_attention,
-    layer_weights,
+    kind_weights,
     predicting_weights,
     unit_weights,
 )
@@ -52,10 +53,10 @@ _PREDICTING = f"{PREDICTING}*"
 
 def gpt_plan(config: TransformerConfig) -> ShardingPlan:
     """Return the plan of :class:`GPTModel`."""
-    lists = [f"{LAYER}*"]
-    layers = {f"{LAYER}{index}": index for index in range(config.num_layers)}
+    layers = {f"{LAYER}{index}": kind for index, kind in enumerate(config.layer_kinds)}
+    lists = {f"{LAYER}*": config.layer_kinds}
     if config.num_predicting_layers:
-        lists.append(f"{_PREDICTING}.transformer_layer")
+        lists[_depth_pattern(config)] = config.depth_kinds
     return ShardingPlan(
         modules={
             **_embedding_rows(config, "embedding"),
@@ -68,13 +69,12 @@ def gpt_plan(config: TransformerConfig) -> ShardingPlan:
         },
         positions="position_ids",
         documents="document_ids",
-        attributes={}
-        if config.mla is not None
-        else {
+        attributes={
             f"{layer}.self_attention.heads_per_group": partial(
                 local_heads_per_group, config.query_groups
             )
-            for layer in lists
+            for layer, kinds in lists.items()
+            if config.mla is None and any(has_attention(kind_weights(config, k)) for k in kinds)
         },
     )
 
@@ -121,24 +121,24 @@ def _embedding_rows(config: TransformerConfig, embedding: str) -> dict[str, Styl
 
 
 def _layer_rows(
-    config: TransformerConfig, pattern: str, layers: Mapping[str, int]
+    config: TransformerConfig, pattern: str, layers: Mapping[str, str]
 ) -> dict[str, Style]:
     """Return the rows of layers.
 
     Args:
         config: The model.
         pattern: Pattern of the paths of all layers.
-        layers: Path of a layer -> index of a layer with the same weights.
+        layers: Path of a layer -> kind of the layer.
     """
     rows: dict[str, Style] = {}
-    for path, index in layers.items():
-        weights = layer_weights(config, index)
+    for path, kind in layers.items():
+        weights = kind_weights(config, kind)
         rows |= _weight_rows(config, pattern, weights)
         if has_attention(weights):
             rows |= _attention_rows(config, f"{pattern}.self_attention")
-        if config.layer_kinds[index] in LAYER_KINDS:
+        if kind in LAYER_KINDS:
             rows[f"{pattern}.dropout"] = StreamDropout()
-        if config.layer_kinds[index] == "expert":
+        if kind in GROUPS["moe"]:
             rows[f"{path}.mlp"] = ExpertParallel()
     return rows
 
@@ -154,19 +154,30 @@ def _attention_rows(config: TransformerConfig, attention: str) -> dict[str, Styl
     }
 
 
+def _depth_pattern(config: TransformerConfig) -> str:
+    """Return the pattern of the paths of all layers of multi-token prediction."""
+    layer = f"{_PREDICTING}.transformer_layer"
+    return layer if config.hybrid is None else f"{layer}.layers.*"
+
+
 def _predicting_rows(config: TransformerConfig) -> dict[str, Style]:
     """Return the rows of multi-token prediction.
 
     The input of ``eh_proj`` is gathered and, under sequence parallelism, split again.
     """
     layer = f"{_PREDICTING}.transformer_layer"
+    outer = (w for w in predicting_weights(config, 0) if not w.path.startswith("transformer_layer"))
     return {
-        **_weight_rows(config, _PREDICTING, predicting_weights(config, 0)),
+        **_weight_rows(config, _PREDICTING, outer),
         "mtp.shift": ContextGroup(),
         **_embedding_rows(config, f"{_PREDICTING}.embedding"),
         f"{_PREDICTING}.eh_proj": ColumnParallel(gather_output=True),
         layer: ShardSequence("hidden"),
-        **_layer_rows(config, layer, {layer: config.num_layers - 1}),
+        **_layer_rows(
+            config,
+            _depth_pattern(config),
+            {f"{_PREDICTING}.{path}": kind for path, kind in depth_layers(config)},
+        ),
         "mtp.loss": ContextGroup(),
     }
 
