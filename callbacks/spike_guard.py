@@ -17,6 +17,7 @@ from megatron_lightning.callbacks.counting import log_values
 from megatron_lightning.config.value_checks import is_count
 from megatron_lightning.errors import ConfigError, SpikeError
 from megatron_lightning.strategies.megatron import MegatronStrategy
+from megatron_lightning.strategies.step.rerun import RerunResult
 
 Action = Literal["warn", "skip", "stop"]
 RECORD = "spikes.json"
@@ -40,6 +41,11 @@ class SpikeGuard(pl.Callback):
       callback passes over the samples of ``skip_steps`` steps up to the spike, as far as the
       samples lie behind the checkpoint. Skipped samples are consumed without training.
 
+    With ``rerun``, the step of a spike runs again first, and the message says whether values are
+    the same (``strategy.rerun_step``). A ``stop`` then has the exit code 16 for the same values, or
+    17 for other values. After other values the next start trains on all samples, since the data are
+    not the cause.
+
     The values of the window are kept in checkpoints. The verdict needs a small collective, and the
     host waits for the gradients of the step.
 
@@ -50,6 +56,7 @@ class SpikeGuard(pl.Callback):
         action: Response to a spike.
         max_skips: Skipped steps accepted in a row.
         skip_steps: Number of steps to pass over after a stop.
+        rerun: Whether the step of a spike runs again, to tell broken hardware from wrong data.
 
     Raises:
         ConfigError: If a value cannot be used.
@@ -64,6 +71,7 @@ class SpikeGuard(pl.Callback):
         *,
         max_skips: int = 10,
         skip_steps: int = 100,
+        rerun: bool = False,
     ) -> None:
         counts = {
             "window": window,
@@ -89,6 +97,7 @@ class SpikeGuard(pl.Callback):
         self.action = action
         self.max_skips = max_skips
         self.skip_steps = skip_steps
+        self.rerun = rerun
         self.judges_updates = True
         """Whether the strategy asks this callback about updates."""
         self.skip_samples: list[list[int]] = []
@@ -184,7 +193,18 @@ class SpikeGuard(pl.Callback):
                 return True
             self.spikes += 1
             log_values(trainer, {"spikes": self.spikes}, "")
-        return self._respond(trainer, f"step {trainer.global_step}: {' and '.join(found)}")
+        what = f"step {trainer.global_step}: {' and '.join(found)}"
+        if self.rerun and isinstance(trainer.strategy, MegatronStrategy):
+            return self._respond_to_rerun(trainer, what, trainer.strategy.rerun_step())
+        return self._respond(trainer, what)
+
+    def _respond_to_rerun(self, trainer: pl.Trainer, what: str, result: RerunResult) -> bool:
+        if self.action != "stop":
+            return self._respond(trainer, f"{what}; {result}")
+        if result.reproducible:
+            samples = self._record(trainer)
+            what = f"{what}. The next start passes over the samples {samples[0]} to {samples[1]}"
+        result.end_run(f"SpikeGuard: {what}")
 
     def _spike(self, name: str, value: float, values: deque[float]) -> str:
         """Describe why a value is a spike. "": the value is no spike."""

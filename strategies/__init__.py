@@ -11,12 +11,14 @@ from megatron_lightning.strategies.launch.restart import run_with_restarts
 from megatron_lightning.strategies.megatron import MegatronStrategy
 from megatron_lightning.strategies.precision import MegatronHalfPrecision, MegatronMixedPrecision
 from megatron_lightning.strategies.step.explicit import run_pipeline
+from megatron_lightning.strategies.step.rerun import RerunResult
 
 __all__ = [
     "MegatronFP8Precision",
     "MegatronHalfPrecision",
     "MegatronMixedPrecision",
     "MegatronStrategy",
+    "RerunResult",
     "ShardedCheckpointIO",
     "run_pipeline",
     "run_with_restarts",

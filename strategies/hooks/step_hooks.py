@@ -19,6 +19,7 @@ from megatron_lightning.resilience.lone_ranks import BATCH, END_OF_TRAINING, VAL
 from megatron_lightning.strategies.checkpoint.global_batch import keep_global_batch
 from megatron_lightning.strategies.hooks.rank_hooks import RankHooks
 from megatron_lightning.strategies.step.gradients.manual import unwrapped
+from megatron_lightning.strategies.step.rerun import RerunResult
 
 
 class StepHooks(RankHooks):
@@ -73,6 +74,8 @@ class StepHooks(RankHooks):
         with self.ranks.streams.in_step():
             run.steps.backward(closure_loss, optimizer, *args, **kwargs)
         run.training.accumulation.finish_run()
+        if run.training.accumulation.is_last_run:
+            run.steps.inputs.complete()
         with self.ranks.streams.in_hook(), run.training.guard.around("on_after_backward"):
             closure_loss = self.precision_plugin.post_backward(closure_loss, module)
         self.post_backward(closure_loss)
@@ -241,6 +244,25 @@ class StepHooks(RankHooks):
         """
         self._mark_norm("strategy.gradient_group_norms()")
         return self._running.training.norms.group_norms(unwrapped(optimizer))
+
+    def rerun_step(self) -> RerunResult:
+        """Run the current training step again, and compare its losses and gradients with the first
+        run, bit by bit. A collective of all ranks, between the last backward pass of a step and the
+        update: in ``on_after_backward``, ``on_before_optimizer_step`` or a ``SpikeGuard``.
+
+        Random states, buffers and data are those of the first run. The rerun leaves nothing behind:
+        the update uses the gradients of the first run, and nothing is logged. On GPUs kernels have
+        to be deterministic (``Trainer(deterministic=True)``). Under a loss scale (fp16) the losses
+        alone are compared. A step that depends on anything else, such as a counter of its own on
+        the module, gives other values.
+
+        Raises:
+            ConfigError: If no step waits for its update, the module optimizes by hand, or the
+                inputs of the step are gone.
+        """
+        self.ranks.course.mark("strategy.rerun_step()")
+        with self.ranks.streams.in_step():
+            return self._running.steps.rerun()
 
     def num_zero_gradients(self) -> Tensor:
         """Return the number of zero elements in the gradients, over every axis. A collective."""

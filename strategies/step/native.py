@@ -22,9 +22,15 @@ class NativeStepRunner(StepRunner):
 
     def training_step(self, batch: Any, *indices: Any) -> Any:
         """See the base class."""
-        module = self._scope.module
         self.training.guard.leave()  # between batches of one optimizer step
-        begun = self._begin_training(batch, batch_size_of(batch) or 1)
+        begun = self._begin_training(batch, indices, batch_size_of(batch) or 1)
+        output = self._train(batch, indices)
+        self.participants.end_batch(begun, output)
+        return output
+
+    def _train(self, batch: Any, indices: tuple[Any, ...]) -> Any:
+        """Run the forward of a training batch. Return the step's output."""
+        module = self._scope.module
         run = self._last_run = self._new_run("training_step", batch, indices)
         output = self._forward(run)
         self.training.guard.leave()
@@ -33,11 +39,17 @@ class NativeStepRunner(StepRunner):
             run.count(0, output)
         self._items = run.num_items
         if module.automatic_optimization:
-            loss = output.get("loss") if isinstance(output, Mapping) else output
-            self.participants.returned(run, 0, loss if isinstance(loss, Tensor) else None)
+            self.participants.returned(run, 0, _loss_of(output))
         self._end(run)
-        self.participants.end_batch(begun, output)
         return output
+
+    def repeat(self, batch: Any, indices: tuple[Any, ...]) -> None:
+        """See the base class. Lightning divides the loss by the accumulated batches."""
+        module, precision = self._scope.module, self._scope.precision
+        loss = _loss_of(self._train(batch, indices))
+        if loss is not None:
+            loss = precision.pre_backward(loss / module.trainer.accumulate_grad_batches, module)
+            self.backward(loss, None)
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         """Compute the gradients. The loss is weighted by its items if the module counts items."""
@@ -80,3 +92,9 @@ class NativeStepRunner(StepRunner):
     def _end(self, run: StepRun) -> None:
         self.participants.end(run)
         self.participants.apply(run, self.participants.share(run))
+
+
+def _loss_of(output: Any) -> Tensor | None:
+    """Return the loss in a training step's output. None: the step returned None."""
+    loss = output.get("loss") if isinstance(output, Mapping) else output
+    return loss if isinstance(loss, Tensor) else None

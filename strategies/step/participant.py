@@ -43,6 +43,8 @@ class StepBatch:
     """Name of the user's step, such as ``"training_step"``."""
     value: Any
     """The batch of this rank."""
+    indices: tuple[Any, ...] = ()
+    """Further arguments of a training step."""
     loader: tuple[Any, ...] = ()
     """Index of the DataLoader, if there are several."""
     number: int = 0

@@ -33,6 +33,7 @@ from megatron_lightning.strategies.step.gradients.update_judges import UpdateJud
 from megatron_lightning.strategies.step.loaders.consumed_samples import ConsumedSamples
 from megatron_lightning.strategies.step.participant import StepParticipant
 from megatron_lightning.strategies.step.precision_contexts import PrecisionContexts, UnitOrder
+from megatron_lightning.strategies.step.rerun import StepInputs
 from megatron_lightning.strategies.step.run_context import RunContext
 from megatron_lightning.strategies.step.values.buffer_values import BufferValues
 from megatron_lightning.strategies.step.values.logs import StepLogs
@@ -55,6 +56,8 @@ class SharedParts:
     """Watches the default process group."""
     sequence: SequenceParts | None
     """Divides sequences. None: every rank has full sequences."""
+    inputs: StepInputs
+    """Records the inputs of training steps."""
 
 
 def step_participants(
@@ -79,6 +82,7 @@ def step_participants(
     yield Agreement(scope)
     if training is not None:
         yield ConsumedSamples(scope, training.schedules)
+        yield parts.inputs
     if not options.pipeline.explicit_steps:
         yield StepHints(scope)
     if partition is not None:

@@ -71,13 +71,13 @@ class PipelinedStepRunner(StepRunner):
     def training_step(self, batch: Any, *indices: Any) -> Any:
         """See the base class. Gradients are computed here."""
         if self._scope.options.pipeline.explicit_steps:
-            begun = self._begin_training(batch, batch_size_of(batch) or 1)
+            begun = self._begin_training(batch, indices, batch_size_of(batch) or 1)
             output = self._explicitly("training_step", batch, indices)
         else:
             with self._parts(batch) as part:
                 microbatches = self._split(part)
                 num_samples = sum(batch_size_of(part) or 1 for part in microbatches)
-                begun = self._begin_training(batch, num_samples)
+                begun = self._begin_training(batch, indices, num_samples)
                 step = self._scope.module.training_step
                 output = self._run("training_step", step, microbatches, indices)
         self.participants.end_batch(begun, output)
@@ -90,14 +90,21 @@ class PipelinedStepRunner(StepRunner):
     def evaluate(self, hook: str, batch: Any, *indices: Any) -> Any:
         """See the base class. Every stage gets the full output of predictions."""
         begun = self._begin_evaluated(hook, batch, indices)
-        if self._scope.options.pipeline.explicit_steps:
-            output = self._explicitly(hook, batch, indices)
-        else:
-            with self._parts(batch) as part:
-                call = getattr(self._scope.module, hook)
-                output = self._run(hook, call, self._split(part), indices)
+        output = self._call_hook(hook, batch, indices)
         self.participants.end_batch(begun, output)
         return output
+
+    def repeat(self, batch: Any, indices: tuple[Any, ...]) -> None:
+        """See the base class."""
+        self._call_hook("training_step", batch, indices)
+        self.training.accumulation.reducer.publish()
+
+    def _call_hook(self, hook: str, batch: Any, indices: tuple[Any, ...]) -> Any:
+        """Run a step on a batch. Return the step's output."""
+        if self._scope.options.pipeline.explicit_steps:
+            return self._explicitly(hook, batch, indices)
+        with self._parts(batch) as part:
+            return self._run(hook, getattr(self._scope.module, hook), self._split(part), indices)
 
     def _parts(self, batch: Any) -> AbstractContextManager[Any]:
         """Return the context of steps on this rank's part of the sequences in a batch, for ranks

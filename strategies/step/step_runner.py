@@ -27,6 +27,7 @@ from megatron_lightning.strategies.step.loaders.batch_counts import (
 )
 from megatron_lightning.strategies.step.participant import Participants, StepBatch
 from megatron_lightning.strategies.step.participants import SharedParts, step_participants
+from megatron_lightning.strategies.step.rerun import Rerun, RerunResult, StepInputs
 from megatron_lightning.strategies.step.run_context import RunContext
 from megatron_lightning.strategies.step.unseen import unseen
 from megatron_lightning.strategies.step.values.sequence_parts import SequenceParts
@@ -70,11 +71,14 @@ class StepRunner(ABC):
             else ParallelCall.on(parallel, scope.context.pp.size, scope.undo)
         )
         self._sequence = SequenceParts(scope) if scope.context.cp.size > 1 else None
+        self.inputs = StepInputs(scope)
+        """Inputs of the current training step, for a rerun."""
         parts = SharedParts(
             buffers=self.buffers,
             metrics=self._metrics,
             guard=self._world_guard,
             sequence=self._sequence,
+            inputs=self.inputs,
         )
         self.participants = Participants(step_participants(scope, parts, training))
         """Concerns of every step, in their order."""
@@ -101,6 +105,16 @@ class StepRunner(ABC):
         """Make the gradients of the batch the parameters' own, between Lightning's hooks around
         backward.
         """
+
+    @abstractmethod
+    def repeat(self, batch: Any, indices: tuple[Any, ...]) -> None:
+        """Compute the losses and gradients of a training batch again."""
+
+    def rerun(self) -> RerunResult:
+        """Run the current step again. See the strategy's method. A collective."""
+        rerun = Rerun(self._scope, self.training, self.inputs, self._metrics)
+        with self.participants.repeated():
+            return rerun.run(self.repeat)
 
     @abstractmethod
     def evaluate(self, hook: str, batch: Any, *indices: Any) -> Any:
@@ -191,7 +205,7 @@ class StepRunner(ABC):
             self._evaluates = False
         return output
 
-    def _begin_training(self, batch: Any, num_samples: int) -> StepBatch:
+    def _begin_training(self, batch: Any, indices: tuple[Any, ...], num_samples: int) -> StepBatch:
         """Begin a training batch of ``num_samples`` samples on this rank."""
         trainer = self._scope.module.trainer
         number: int = trainer.fit_loop.epoch_loop.batch_progress.current.ready
@@ -204,6 +218,7 @@ class StepRunner(ABC):
             StepBatch(
                 hook="training_step",
                 value=batch,
+                indices=indices,
                 number=number,
                 num_samples=num_samples,
                 begins_loop=self._begins_loop,

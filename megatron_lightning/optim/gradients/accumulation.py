@@ -300,6 +300,11 @@ class GradientAccumulation:
             (mine if view.optimizer is optimizer else theirs).update(view.names)
         return theirs - mine
 
+    @property
+    def is_last_run(self) -> bool:
+        """Whether the current pipeline run is the last of its step."""
+        return self._is_last_run
+
     @contextmanager
     def accumulating(self) -> Generator[None, None, None]:
         """Mark pipeline runs in the block as not the last of their step."""

@@ -128,9 +128,10 @@ class GradientGuard:
         Raises:
             ConfigError: If the user's code changed a gradient before.
         """
-        are_read = bool(self._stand_ins)
+        are_read, running = bool(self._stand_ins), self._running
         self.check()
         yield
+        self._running = running
         self.record()  # gradients in a bucket share a version
         if are_read:
             self._watch_reads()

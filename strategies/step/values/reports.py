@@ -70,6 +70,7 @@ class StepReports(StepParticipant):
         self._mine = find_reports(scope.module)
         self._scales: dict[int, LossScale] = {}
         self._keys: dict[str, list[Key]] = {}
+        self._is_repeated = False
 
     def _check_places(self, paths: Sequence[str]) -> None:
         partition = self._scope.part.partition
@@ -92,7 +93,7 @@ class StepReports(StepParticipant):
         """Record the reports in the block. Predictions have no reports."""
         self._scales = {}
         self._begin(0)
-        self._microbatch.records = run.hook in _PREFIXES
+        self._microbatch.records = run.hook in _PREFIXES and not self._is_repeated
         try:
             yield
         finally:
@@ -126,11 +127,12 @@ class StepReports(StepParticipant):
     @contextmanager
     def repeated(self) -> Iterator[None]:
         """Record nothing in the block."""
-        records_before, self._microbatch.records = self._microbatch.records, False
+        before = self._is_repeated, self._microbatch.records
+        self._is_repeated, self._microbatch.records = True, False
         try:
             yield
         finally:
-            self._microbatch.records = records_before
+            self._is_repeated, self._microbatch.records = before
 
     def _begin(self, microbatch: int) -> None:
         self._microbatch.index = microbatch

@@ -1,0 +1,375 @@
+"""Run a training step again before the update, to tell broken hardware from a wrong step.
+
+A right machine gives the same losses and gradients twice, bit by bit. A difference points to the
+hardware. The same wrong values again point to the data or the model. Megatron-LM has the same
+distinction and exit codes (megatron/core/rerun_state_machine.py).
+
+The inputs of a step are its batches, the random states and buffers before each batch, and the
+weights, which no step changes before its update. Recording costs no copy of a batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import torch
+from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
+
+from megatron_lightning.assembly.buffer_watch import BufferPlaces, BufferWatch
+from megatron_lightning.errors import ConfigError
+from megatron_lightning.parallel.replica_rng import ReplicaRng
+from megatron_lightning.pipeline.batch.metrics import MetricSync
+from megatron_lightning.resilience.exit_codes import RERUN_DIFFERS, RERUN_EQUAL
+from megatron_lightning.strategies.launch.failures import AgreedStop
+from megatron_lightning.strategies.step.gradients.training import Training
+from megatron_lightning.strategies.step.participant import StepBatch, StepParticipant
+from megatron_lightning.strategies.step.run_context import RunContext
+from megatron_lightning.strategies.step.step_run import StepRun
+from megatron_lightning.strategies.step.unseen import unseen
+
+HELD_BYTES = 64 << 20
+"""Most bytes of earlier batches of a step that a rank holds for a rerun."""
+_LISTED = 3
+Repeat = Callable[[Any, tuple[Any, ...]], None]
+
+
+@dataclass(frozen=True)
+class RerunResult:
+    """Verdict on a step that was run again. Equal on all ranks."""
+
+    reproducible: bool
+    """Whether all losses and gradients had the same bits again on every rank."""
+    loss: float
+    """Mean loss of the first run, over micro-batches and replicas."""
+    loss_again: float
+    """Mean loss of the second run."""
+    differences: tuple[str, ...] = ()
+    """Losses and gradients with other values, by rank."""
+
+    @property
+    def exit_code(self) -> int:
+        """Exit code of a run that ends because of this step: 16 or 17."""
+        return RERUN_EQUAL if self.reproducible else RERUN_DIFFERS
+
+    def __str__(self) -> str:
+        if self.reproducible:
+            return (
+                f"the step gave the same loss {self.loss:.6g} and the same gradients again, so "
+                "that the data or the model are the cause"
+            )
+        listed = "; ".join(self.differences)
+        return (
+            f"the step gave other values again (loss {self.loss:.6g}, then {self.loss_again:.6g}; "
+            f"{listed}), a sign of broken hardware or of kernels that are not deterministic"
+        )
+
+    def end_run(self, reason: str) -> NoReturn:
+        """End the run on all ranks with exit code 16 or 17. All ranks call this together.
+
+        Args:
+            reason: Description of the wrong step, for the message.
+
+        Raises:
+            AgreedStop: Always.
+        """
+        rank_zero_warn(f"{reason}: {self}. The run ends with exit code {self.exit_code}.")
+        raise AgreedStop(self.exit_code)
+
+
+class _Inputs:
+    """Inputs and losses of one batch of a step."""
+
+    def __init__(self, batch: StepBatch, states: Any, buffers: Mapping[str, Tensor]) -> None:
+        # Steps may take entries out of a dict.
+        self.batch = tree_map(lambda leaf: leaf, batch.value)
+        self.indices = batch.indices
+        self.states = states
+        self.buffers = buffers
+        self.versions = _versions(self.batch)
+        self.losses: list[Tensor] = []
+        """Losses of the micro-batches, on the last stage."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the batch."""
+        return sum(leaf.nbytes for leaf in tree_leaves(self.batch) if isinstance(leaf, Tensor))
+
+
+class StepInputs(StepParticipant):
+    """Record the inputs of the current optimizer step.
+
+    Args:
+        scope: The run context.
+    """
+
+    def __init__(self, scope: RunContext) -> None:
+        self._scope = scope
+        self._rng = ReplicaRng(scope.context.device)
+        self._places = BufferPlaces(scope.module, lambda name: True)
+        self._watch = BufferWatch()
+        self._written: set[str] = set(self._places.current())  # all, before the first step
+        self._num_batches = 0
+        self.batches: list[_Inputs] = []
+        """Batches of the step, in order."""
+        self.is_complete = False
+        """Whether the gradients of the step are complete, and not yet used."""
+        self.dropped_bytes = 0
+        """Bytes of batches that were too large to hold. 0: all are held."""
+
+    def begin_batch(self, batch: StepBatch) -> None:
+        """Record the inputs of a training batch, after buffers and weights are shared."""
+        if not batch.trains:
+            return
+        if self.is_complete or not self._scope.module.automatic_optimization:
+            self.clear()
+        if not self._scope.module.automatic_optimization:
+            return
+        held = sum(inputs.nbytes for inputs in self.batches)
+        if held > HELD_BYTES:
+            self.dropped_bytes = max(self.dropped_bytes, held)
+            self.batches.clear()
+        if not self.dropped_bytes:
+            self.batches.append(_Inputs(batch, self.states(), self._buffers()))
+
+    def _buffers(self) -> dict[str, Tensor]:
+        """Return copies of the buffers that steps write. Before the first step: of all buffers."""
+        self._num_batches += 1
+        if self._num_batches & (self._num_batches - 1) == 0:
+            found = set(self._watch.written(self._places.current()))
+            if self._num_batches == 2:
+                self._written = found
+            elif self._num_batches > 2:
+                self._written |= found
+        current = self._places.current()
+        kept = {name: buffer for name in self._written if (buffer := current.get(name)) is not None}
+        return {name: buffer.clone() for name, buffer in kept.items()}
+
+    def late_buffers(self) -> list[str]:
+        """Return buffers written since the last look, without a copy from before the step."""
+        return sorted(set(self._watch.written(self._places.current())) - self._written)
+
+    def restore(self, inputs: _Inputs) -> None:
+        """Set the random states and buffers before a batch."""
+        self.restore_states(inputs.states)
+        self.fill(inputs.buffers)
+
+    def buffers_now(self) -> dict[str, Tensor]:
+        """Return copies of the buffers that a rerun may change."""
+        current = self._places.current()
+        return {name: buffer.clone() for name, buffer in current.items() if buffer is not None}
+
+    def fill(self, values: Mapping[str, Tensor]) -> None:
+        """Write values into buffers, by name."""
+        current = self._places.current()
+        with torch.no_grad():
+            for name, value in values.items():
+                buffer = current.get(name)
+                if buffer is not None and buffer.shape == value.shape:
+                    buffer.copy_(value)
+
+    def states(self) -> Any:
+        """Return all random states."""
+        return self._rng.everything(), self._scope.context.rng.state_dict()
+
+    def restore_states(self, states: Any) -> None:
+        """Set all random states."""
+        drawn, streams = states
+        self._rng.restore(drawn)
+        self._scope.context.rng.load_state_dict(streams)
+
+    def returned(self, run: StepRun, microbatch: int, loss: Tensor | None) -> None:
+        """Record the loss of a micro-batch."""
+        if self.batches and loss is not None:
+            self.batches[-1].losses.append(loss.detach())
+
+    def complete(self) -> None:
+        """Mark the gradients of the step as complete."""
+        self.is_complete = True
+
+    def clear(self) -> None:
+        """Forget the step."""
+        self.batches.clear()
+        self.is_complete = False
+        self.dropped_bytes = 0
+
+    def end_batch(self, batch: StepBatch, output: Any) -> None:
+        """Forget a batch that Lightning skips, because its step returned None."""
+        if batch.trains and output is None and self.batches:
+            self.batches.pop()
+
+    def after_update(self, *, stepped: bool) -> None:
+        """Forget the step, since its weights have changed."""
+        self.clear()
+
+    def end_training(self) -> None:
+        """Forget the step."""
+        self.clear()
+
+
+class Rerun:
+    """One rerun of the current step. All ranks run it together.
+
+    Args:
+        scope: The run context.
+        training: Gradients.
+        inputs: Inputs of the step.
+        metrics: Synchronizes metrics.
+
+    Raises:
+        ConfigError: If there is no step to run again, or its inputs are gone.
+    """
+
+    def __init__(
+        self, scope: RunContext, training: Training, inputs: StepInputs, metrics: MetricSync
+    ) -> None:
+        self._scope = scope
+        self._training = training
+        self._inputs = inputs
+        self._metrics = metrics
+        self._check()
+        self.batches = list(inputs.batches)
+        """The batches to run, in order."""
+        self._again: list[list[Tensor]] = []
+
+    def _check(self) -> None:
+        inputs = self._inputs
+        if not self._scope.module.automatic_optimization:
+            raise ConfigError(
+                "strategy.rerun_step() runs the step of one update again, and the module optimizes "
+                "by hand, where a step may hold several updates. Use automatic optimization."
+            )
+        if inputs.dropped_bytes:
+            raise ConfigError(
+                f"strategy.rerun_step(): the batches of this step take more than "
+                f"{inputs.dropped_bytes / 2**20:,.0f} MiB on a rank, and up to "
+                f"{HELD_BYTES >> 20} MiB are held for a rerun. Raise the batch size of the loader "
+                "and set micro_batch_size, instead of accumulate_grad_batches."
+            )
+        if not inputs.is_complete or not inputs.batches:
+            raise ConfigError(
+                "strategy.rerun_step() was called without a step that waits for its update. Call "
+                "it between the last backward pass of a step and the update: in on_after_backward "
+                "(not while gradients accumulate) or on_before_optimizer_step, on all ranks."
+            )
+        for batch in inputs.batches:
+            if _versions(batch.batch) != batch.versions:
+                raise ConfigError(
+                    "strategy.rerun_step(): training_step has written into its batch, so that the "
+                    "step cannot run again on the same data. Write into a copy."
+                )
+        if late := inputs.late_buffers():
+            raise ConfigError(
+                f"strategy.rerun_step(): the buffer {late[0]} was written for the first time since "
+                "the last steps, and its value before this step is gone. Later steps can run again."
+            )
+
+    def run(self, repeat: Repeat) -> RerunResult:
+        """Run all batches again and compare. Gradients, random states, buffers, metrics and values
+        on the module are the first run's afterwards.
+
+        Args:
+            repeat: Computes losses and gradients of a batch again, given the batch and indices.
+        """
+        inputs, accumulation = self._inputs, self._training.accumulation
+        first = {name: g.clone() for name, g in accumulation.reducer.gradients().items()}
+        losses = [list(batch.losses) for batch in self.batches]
+        states, buffers = inputs.states(), inputs.buffers_now()
+        with self._training.guard.own_change(), unseen(self._scope, self._metrics):
+            for target in accumulation.reducer.targets().values():
+                target.grad = None
+            for number, batch in enumerate(self.batches, 1):
+                batch.losses.clear()
+                inputs.batches[:] = [batch]
+                inputs.restore(batch)
+                is_last = number == len(self.batches)
+                with nullcontext() if is_last else accumulation.accumulating():
+                    repeat(batch.batch, batch.indices)
+                    accumulation.finish_run()
+                self._again.append(list(batch.losses))
+            again = accumulation.reducer.gradients()
+            differences = [
+                *_losses_apart(losses, self._again),
+                *self._gradients_apart(first, again),
+            ]
+            self._restore(first)
+        for batch, before in zip(self.batches, losses, strict=True):
+            batch.losses[:] = before
+        inputs.batches[:] = self.batches
+        inputs.is_complete = True
+        inputs.fill(buffers)
+        inputs.restore_states(states)
+        return self._agree(losses, differences)
+
+    def _gradients_apart(
+        self, first: Mapping[str, Tensor], again: Mapping[str, Tensor]
+    ) -> list[str]:
+        """Describe gradients with other values. Under a loss scale the first may be unscaled
+        already, and losses alone are compared.
+        """
+        if self._training.loss_scaling is not None:
+            return []
+        names = [
+            name
+            for name in {**first, **again}
+            if name not in first or name not in again or not _same(first[name], again[name])
+        ]
+        more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
+        return [f"gradient of {', '.join(names[:_LISTED])}{more}"] if names else []
+
+    def _restore(self, first: Mapping[str, Tensor]) -> None:
+        with torch.no_grad():
+            for name, target in self._training.accumulation.reducer.targets().items():
+                value = first.get(name)
+                if value is None or target.grad is None:
+                    target.grad = value
+                else:
+                    target.grad.copy_(value)
+
+    def _agree(self, losses: Sequence[Sequence[Tensor]], differences: list[str]) -> RerunResult:
+        """Return the verdict of all ranks. A collective."""
+        context = self._scope.context
+        sums = [[float(x) for batch in run for x in batch] for run in (losses, self._again)]
+        mine = ([sum(values) for values in sums], len(sums[0]), differences)
+        ranks = context.axis("world").all_gather_object(mine)
+        count = max(1, sum(number for _, number, _ in ranks))
+        first, again = (sum(means[i] for means, _, _ in ranks) / count for i in range(2))
+        listed = [
+            f"rank {rank}: {difference}"
+            for rank, (_, _, found) in enumerate(ranks)
+            for difference in found
+        ]
+        return RerunResult(not listed, first, again, tuple(listed))
+
+
+def _losses_apart(
+    first: Sequence[Sequence[Tensor]], again: Sequence[Sequence[Tensor]]
+) -> list[str]:
+    """Describe the first loss with another value."""
+    for batch, (one, two) in enumerate(zip(first, again, strict=True)):
+        for microbatch, (a, b) in enumerate(zip(one, two, strict=False)):
+            if not _same(a, b):
+                where = f"batch {batch}, " if len(first) > 1 else ""
+                return [
+                    f"loss of {where}micro-batch {microbatch}: {float(a):.9g}, then {float(b):.9g}"
+                ]
+        if len(one) != len(two):
+            return [f"{len(one)} losses of batch {batch}, then {len(two)}"]
+    return []
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors have the same values. NaN equals NaN."""
+    return a.shape == b.shape and bool(((a == b) | (a.isnan() & b.isnan())).all())
+
+
+def _versions(batch: Any) -> list[int]:
+    return [
+        leaf._version
+        for leaf in tree_leaves(batch)
+        if isinstance(leaf, Tensor) and not leaf.is_inference()
+    ]
