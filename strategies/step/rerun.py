@@ -25,6 +25,7 @@ from megatron_lightning.errors import ConfigError
 from megatron_lightning.parallel.replica_rng import ReplicaRng
 from megatron_lightning.pipeline.batch.metrics import MetricSync
 from megatron_lightning.resilience.exit_codes import RERUN_DIFFERS, RERUN_EQUAL
+from megatron_lightning.strategies.fp8 import quantizing
 from megatron_lightning.strategies.launch.failures import AgreedStop
 from megatron_lightning.strategies.step.gradients.training import Training
 from megatron_lightning.strategies.step.participant import StepBatch, StepParticipant
@@ -242,6 +243,13 @@ class Rerun:
             raise ConfigError(
                 "strategy.rerun_step() runs the step of one update again, and the module optimizes "
                 "by hand, where a step may hold several updates. Use automatic optimization."
+            )
+        quantized = quantizing(self._scope.precision)
+        if quantized is not None and quantized.recipe.has_history:
+            raise ConfigError(
+                "strategy.rerun_step(): scaling='delayed' takes its scales from histories, which "
+                "the first run of a step has advanced, so that a second run has other values. Use "
+                "a recipe with another scaling, such as 'current'."
             )
         if inputs.dropped_bytes:
             raise ConfigError(

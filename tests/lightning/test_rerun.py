@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from megatron_lightning.callbacks import SpikeGuard
 from megatron_lightning.errors import ConfigError
-from megatron_lightning.strategies import RerunResult
+from megatron_lightning.precision import FP8Recipe
+from megatron_lightning.strategies import MegatronFP8Precision, RerunResult
 from megatron_lightning.strategies.launch.failures import AgreedStop
 from tests.helpers.toy import ToyModule
 from tests.lightning.support import (
@@ -176,6 +177,11 @@ class _Writing(ToyModule):
 def test_reruns_that_cannot_be_right_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="without a step that waits for its update"):
         _fit(ONE, str(tmp_path), _Wrong())
-    trainer = ONE.trainer(str(tmp_path), callbacks=[_Again("on_after_backward")], max_epochs=1)
+    again: dict[str, Any] = {"callbacks": [_Again("on_after_backward")], "max_epochs": 1}
+    trainer = ONE.trainer(str(tmp_path), **again)
     with pytest.raises(ConfigError, match="has written into its batch"):
         trainer.fit(_Writing(), datamodule=ONE.data_module())
+    delayed = MegatronFP8Precision(FP8Recipe(scaling="delayed"))
+    trainer = ONE.trainer(str(tmp_path), plugins=[delayed], **again)
+    with pytest.raises(ConfigError, match="histories, which the first run of a step has advanced"):
+        trainer.fit(ToyModule(), datamodule=ONE.data_module())
