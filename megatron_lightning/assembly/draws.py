@@ -3,8 +3,8 @@
 ``nn.init.normal_(self.fc1.weight)`` in a hook draws on every rank from the random stream shared by
 the ranks of a replica. If the ranks hold different shards of ``fc1.weight``, every rank receives
 the first numbers of the stream, and the full weight repeats a block of rows. Neither initialization
-nor training makes shards bit-equal, with two exceptions: constant shards, and shards already equal
-at setup (KV heads copied to every rank, or a tiled pattern).
+nor training makes shards bit-equal, with two exceptions: shards of one or two values, and shards
+already equal at setup (KV heads copied to every rank, or a tiled pattern).
 """
 
 from __future__ import annotations
@@ -95,5 +95,9 @@ def _equal(shards: Mapping[str, Tensor], group: AxisGroup) -> list[tuple[str, st
 
 
 def _varies(shard: Tensor) -> bool:
-    """Return whether a shard holds several distinct values."""
-    return shard.numel() > 1 and bool((shard != shard.flatten()[0]).any())
+    """Return whether a shard holds more than two distinct values.
+
+    The first step of an optimizer such as Adam moves every value of a shard of ones by the learning
+    rate, up or down, so that small shards often become equal.
+    """
+    return shard.numel() > 2 and torch.unique(shard).numel() > 2

@@ -6,6 +6,7 @@ import warnings
 from typing import TYPE_CHECKING
 
 from megatron_lightning.config.latent_attention import LatentAttentionConfig
+from megatron_lightning.config.mamba import MambaConfig
 from megatron_lightning.config.moe import MoEConfig
 from megatron_lightning.config.parallel import (
     ContextOptions,
@@ -46,6 +47,7 @@ __all__ = [
     "DataParallelOptions",
     "LatentAttentionConfig",
     "LossScaleOptions",
+    "MambaConfig",
     "MoEConfig",
     "MomentsDtype",
     "NonFinite",

@@ -22,11 +22,15 @@ from megatron_lightning.errors import ConfigError
 if TYPE_CHECKING:
     from megatron_lightning.config.transformer import TransformerConfig
 
-LAYER_KINDS = ("dense", "expert", "attention", "mlp", "moe")
+SINGLE_MIXER_KINDS = ("attention", "mlp", "moe", "mamba")
+"""Layers with a single mixer, added once to the residual stream."""
+LAYER_KINDS = ("dense", "expert", *SINGLE_MIXER_KINDS)
 """Attention with a feed-forward or experts behind it, and layers with a single mixer."""
-GROUPS: Mapping[str, tuple[str, ...]] = MappingProxyType({"moe": ("expert", "moe")})
+GROUPS: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {"moe": ("expert", "moe"), "mamba": ("mamba",)}
+)
 """Group of options -> kinds of layers that the group describes."""
-_NAMES: Mapping[str, str] = {"moe": "experts"}
+_NAMES: Mapping[str, str] = {"moe": "experts", "mamba": "mixers of Mamba-2"}
 _METHODS = ("build", "weights", "ledger")
 _T = TypeVar("_T")
 
@@ -53,6 +57,11 @@ def check_layer_kinds(config: TransformerConfig) -> None:
     if pattern is None:
         if moe is not None:
             moe.layer_kinds(config.num_layers)
+        if config.mamba is not None:
+            raise ConfigError(
+                "mamba is set, and without layer_pattern no layer is of the kind mamba. Set "
+                "layer_pattern, such as M-M*-, or leave mamba out."
+            )
         return
     shown = repr(pattern) if isinstance(pattern, str) else str(list(pattern))
     if moe is not None and moe.layer_freq != 1:
@@ -71,6 +80,14 @@ def check_layer_kinds(config: TransformerConfig) -> None:
                 f"layer_pattern is {shown}, and {found} {_NAMES[group]}. Set {group} together with "
                 f"layers of the kind {' or '.join(kinds)}."
             )
+    single = present.intersection(SINGLE_MIXER_KINDS)
+    if single and config.norm_placement != "pre":
+        raise ConfigError(
+            f"norm_placement is {config.norm_placement}, and layers of the kind {min(single)} have "
+            "a norm before the single mixer alone. Set norm_placement to pre."
+        )
+    if config.mamba is not None:
+        config.mamba.sizes(config.hidden_size)
 
 
 def check_pattern(pattern: Sequence[str], num_layers: int) -> None:

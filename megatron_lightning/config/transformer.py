@@ -27,7 +27,8 @@ from megatron_lightning.config.hybrid_pattern import (
     refuse_ratios,
 )
 from megatron_lightning.config.latent_attention import LatentAttentionConfig
-from megatron_lightning.config.layer_kinds import GROUPS, check_layer_kinds
+from megatron_lightning.config.layer_kinds import GROUPS, SINGLE_MIXER_KINDS, check_layer_kinds
+from megatron_lightning.config.mamba import MambaConfig
 from megatron_lightning.config.moe import MoEConfig
 from megatron_lightning.config.rope_scaling import RopeScaling
 from megatron_lightning.config.value_checks import check_choice, check_counts
@@ -173,13 +174,15 @@ class TransformerConfig:
     """Latent attention in every layer (DeepSeek-V2). None: attention with heads of kv_channels."""
     moe: MoEConfig | None = None
     """Experts in place of feed-forward layers, in all layers or a subset. None: no experts."""
+    mamba: MambaConfig | None = None
+    """Mixers of Mamba-2 in the layers of the kind mamba. None: no such layers."""
     layer_pattern: str | Sequence[str] | None = None
     """Layers with a single mixer each, as a string of letters (Megatron's hybrid_layer_pattern): M
     Mamba-2, G gated delta net, * attention, + latent attention, - feed-forward, E experts. | ends a
     pipeline stage, and / begins the letters of a depth of multi-token prediction
     (``config/hybrid_pattern.py``). Without |, stages are divided by cost. Or the kind of every
-    layer in a list: dense, expert, or the class path of a user's kind (``config/layer_kinds.py``).
-    None: as moe.layer_freq says."""
+    layer in a list: dense, expert, attention, mlp, moe, mamba, or the class path of a user's kind
+    (``config/layer_kinds.py``). None: as moe.layer_freq says."""
     hybrid_attention_ratio: InitVar[float | None] = None
     """Megatron's deprecated share of attention layers. Refused with the pattern that it means."""
     hybrid_mlp_ratio: InitVar[float | None] = None
@@ -193,8 +196,9 @@ class TransformerConfig:
     """Weight of the losses of multi-token prediction, averaged over the predicting layers, in the
     training loss."""
     init_method_std: float = 0.02
-    """Standard deviation of the initial weights. linear_proj and linear_fc2 divide the value by
-    sqrt(2 x num_layers)."""
+    """Standard deviation of the initial weights. linear_proj, linear_fc2 and out_proj divide the
+    value by the square root of the number of blocks in the residual stream: two in a layer with
+    attention and feed-forward, one in a layer with a single mixer."""
     init_seed: int = 1234
     """Seed of the initial weights. Initial weights depend only on the seed and on the parameter's
     name, not on the layout."""
@@ -243,6 +247,7 @@ class TransformerConfig:
         check_scores(self)
         check_rotary(self)
         self._restore("moe", MoEConfig)
+        self._restore("mamba", MambaConfig)
         check_layer_kinds(self)
 
     def _resolve_pattern(self) -> None:
@@ -286,6 +291,11 @@ class TransformerConfig:
                 f"activation_func_clamp_value={limit} and glu_linear_offset={offset} are options "
                 f"of gated activations, and activation is {self.activation}. Leave them out."
             )
+
+    @property
+    def num_residual_blocks(self) -> int:
+        """Blocks added to the residual stream: attention, feed-forward, and single mixers."""
+        return sum(1 if kind in SINGLE_MIXER_KINDS else 2 for kind in self.layer_kinds)
 
     @property
     def query_groups(self) -> int:

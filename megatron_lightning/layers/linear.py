@@ -148,6 +148,7 @@ class ColumnParallelLinear(_ParallelLinear):
             (``copy_to_axis``).
         num_blocks: Equal stacked blocks in the output, each split (2 for a fused gate and up
             projection).
+        parts: Features of unequal stacked parts of the output, each split. (): equal blocks.
         device: Device of the parameters.
         dtype: Dtype of the parameters.
 
@@ -159,6 +160,7 @@ class ColumnParallelLinear(_ParallelLinear):
     gather_output: bool = False
     copy_input: bool = True
     num_blocks: int = 1
+    parts: tuple[int, ...] = ()
     awaited: Awaited | None = None
 
     def __init__(
@@ -173,6 +175,7 @@ class ColumnParallelLinear(_ParallelLinear):
         gather_output: bool = False,
         copy_input: bool = True,
         num_blocks: int = 1,
+        parts: tuple[int, ...] = (),
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -183,6 +186,7 @@ class ColumnParallelLinear(_ParallelLinear):
         self.gather_output = gather_output
         self.copy_input = copy_input
         self.num_blocks = num_blocks
+        self.parts = parts
         self._divide()
 
     def _specs(self, bias: bool) -> dict[str, ShardSpec]:
@@ -207,6 +211,10 @@ class ColumnParallelLinear(_ParallelLinear):
 
     def _split(self, shape: tuple[int, ...]) -> ShardSpec:
         group = self.group
+        if self.parts:
+            return ShardSpec.split_parts(
+                shape, parts=self.parts, size=group.size, rank=group.rank, axis=group.name
+            )
         return ShardSpec.split(
             shape, dim=0, size=group.size, rank=group.rank, axis=group.name, blocks=self.num_blocks
         )

@@ -19,7 +19,10 @@ from typing import Literal
 from megatron_lightning.config import LatentAttentionConfig, TransformerConfig
 from megatron_lightning.config.layer_kinds import entry_of
 
-WeightKind = Literal["matrix", "bias", "norm", "head_norm", "router", "gate", "embedding", "sink"]
+WeightKind = Literal[
+    "matrix", "bias", "norm", "head_norm", "router", "gate", "embedding", "sink", "convolution",
+    "head",
+]  # fmt: skip
 Split = Literal["rows", "columns"]
 
 EMBEDDING, FINAL_NORM, OUTPUT = "embedding", "decoder.final_layernorm", "output_layer"
@@ -38,7 +41,8 @@ class Weight:
     kind: WeightKind
     """A matrix is a GEMM operand and may be quantized by a recipe.
 
-    Router, gate and embedding are matrices that no recipe quantizes.
+    Router, gate and embedding are matrices that no recipe quantizes. A convolution has a row for
+    each channel. Head weights are numbers, or channels, of heads of a state-space layer.
     """
     split: Split | None = None
     """Dim sharded by tensor-parallel ranks: outputs (rows) or inputs (columns).
@@ -47,6 +51,8 @@ class Weight:
     """
     blocks: int = 1
     """Matrices of equal size stacked in the rows, such as gate and up."""
+    parts: tuple[int, ...] = ()
+    """Rows of unequal matrices stacked in the rows, each sharded. (): equal blocks."""
     heads: int | None = None
     """Indivisible units of the split dim: heads, or query groups. None: single rows."""
     experts: int | None = None
@@ -208,6 +214,33 @@ def _feed_forward_layer(
     return (*norm(config, "pre_mlp_layernorm", config.hidden_size), *inner)
 
 
+def _mamba_layer(config: TransformerConfig) -> tuple[Weight, ...]:
+    mamba, h = config.mamba, config.hidden_size
+    if mamba is None:
+        return ()
+    sizes = mamba.sizes(h)
+    channels = sum(sizes.conv_parts)
+    convolution = Weight(
+        path="conv1d.weight", shape=(channels, 1, mamba.conv_kernel), kind="convolution",
+        split="rows", parts=sizes.conv_parts,
+    )  # fmt: skip
+    (projection,) = linear("in_proj", sum(sizes.in_parts), h, "rows")
+    mixer = (
+        *(head_weight(name, sizes.heads) for name in ("A_log", "D", "dt_bias")),
+        replace(projection, parts=sizes.in_parts),
+        convolution,
+        replace(convolution, path="conv1d.bias", shape=(channels,)),
+        head_weight("norm.weight", sizes.inner),
+        *linear("out_proj", h, sizes.inner, "columns"),
+    )
+    return (*norm(config, "norm", h), *_inside("mixer", mixer))
+
+
+def head_weight(path: str, size: int) -> Weight:
+    """Return a vector sharded by heads."""
+    return Weight(path=path, shape=(size,), kind="head", split="rows")
+
+
 LAYER_WEIGHTS: Mapping[str, Callable[[TransformerConfig], tuple[Weight, ...]]] = MappingProxyType(
     {
         "dense": partial(_transformer_layer, feed_forward=_dense),
@@ -215,6 +248,7 @@ LAYER_WEIGHTS: Mapping[str, Callable[[TransformerConfig], tuple[Weight, ...]]] =
         "attention": _attention_layer,
         "mlp": partial(_feed_forward_layer, feed_forward=_dense),
         "moe": partial(_feed_forward_layer, feed_forward=_expert),
+        "mamba": _mamba_layer,
     }
 )
 """Kind of a layer -> function that lists the weights."""

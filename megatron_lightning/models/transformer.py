@@ -27,6 +27,7 @@ from megatron_lightning.layers.moe.routes import GivenRoutes, Routes
 from megatron_lightning.layers.mtp import MultiTokenPrediction, MultiTokenPredictionLayer
 from megatron_lightning.layers.norm import build_norm
 from megatron_lightning.layers.sequence_info import Documents, SequenceInfo
+from megatron_lightning.layers.state_space.initial import fill_initial, is_state_space
 from megatron_lightning.models.transformer_layers import build_depth, build_layers, times
 
 if TYPE_CHECKING:
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
 
 _BITS = MappingProxyType({torch.bfloat16: 8, torch.float16: 11})  # of the mantissa
 _OUTPUT, _WORDS = "output_layer.weight", "embedding.word_embeddings.weight"
+_INTO_RESIDUAL = ("linear_proj.weight", "linear_fc2.weight", "out_proj.weight")
+_GATED_NORM = "mixer.norm.weight"  # never zero-centered
 
 
 class LanguageModelEmbedding(nn.Module):
@@ -307,24 +310,28 @@ class GPTModel(nn.Module):
 
         The values depend only on the config's seed, the name, and the device type, because a
         generator of the device draws. Matrices are normal with the config's standard deviation,
-        divided by sqrt(2 x layers) for projections into the residual stream (Megatron-LM, GPT-2).
-        Norms are one (zero if zero-centered), biases zero.
+        divided by sqrt(blocks in the residual stream) for projections into the residual stream
+        (Megatron-LM, GPT-2). Norms are one (zero if zero-centered), biases zero. Parameters of
+        state-space layers: see :func:`fill_initial`.
         """
         config = self.config
         if config.share_embeddings_and_output_weights and name == _OUTPUT:
             name = _WORDS
-        if name.endswith("bias"):
+        digest = hashlib.sha256(f"{config.init_seed}/{name}".encode()).digest()
+        generator = torch.Generator(device=tensor.device).manual_seed(
+            int.from_bytes(digest[:8], "little") >> 1
+        )
+        if is_state_space(name):
+            fill_initial(name, tensor, generator)
+        elif name.endswith("bias"):
             tensor.zero_()
         elif name.endswith("norm.weight"):
-            tensor.fill_(0.0 if config.layernorm_zero_centered_gamma else 1.0)
+            centered = config.layernorm_zero_centered_gamma and not name.endswith(_GATED_NORM)
+            tensor.fill_(0.0 if centered else 1.0)
         else:
-            into_residual = name.endswith(("linear_proj.weight", "linear_fc2.weight"))
+            into_residual = name.endswith(_INTO_RESIDUAL)
             std = config.init_method_std / (
-                math.sqrt(2.0 * config.num_layers) if into_residual else 1.0
-            )
-            digest = hashlib.sha256(f"{config.init_seed}/{name}".encode()).digest()
-            generator = torch.Generator(device=tensor.device).manual_seed(
-                int.from_bytes(digest[:8], "little") >> 1
+                math.sqrt(config.num_residual_blocks) if into_residual else 1.0
             )
             # Equal draws for all dtypes.
             values = torch.empty(tensor.shape, dtype=torch.float32, device=tensor.device)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from megatron_lightning.config import TransformerConfig
 from megatron_lightning.config.layer_kinds import LAYER_KINDS, entry_of
+from megatron_lightning.errors import ConfigError
 from megatron_lightning.layers.attention import SelfAttention
 from megatron_lightning.layers.dropout import Dropout
 from megatron_lightning.layers.latent_attention import LatentAttention
@@ -23,6 +24,7 @@ from megatron_lightning.layers.moe.layer import MoELayer
 from megatron_lightning.layers.norm import build_norm
 from megatron_lightning.layers.rotary import RotaryEmbedding
 from megatron_lightning.layers.sequence_info import SequenceInfo
+from megatron_lightning.layers.state_space.mamba import MambaMixer
 
 
 def times(x: Tensor, factor: float) -> Tensor:
@@ -127,6 +129,12 @@ class SingleMixerLayer(nn.Module):
         return out
 
 
+class MambaLayer(SingleMixerLayer):
+    """Mamba-2."""
+
+    read_by: ClassVar[Mapping[str, str]] = {"norm": "mixer"}
+
+
 class AttentionLayer(SingleMixerLayer):
     """Attention without a feed-forward behind it."""
 
@@ -178,6 +186,12 @@ def _moe_layer(config: TransformerConfig, rotary: RotaryEmbedding | None) -> nn.
     return ExpertsLayer(config, _experts(config))
 
 
+def _mamba_layer(config: TransformerConfig, rotary: RotaryEmbedding | None) -> nn.Module:
+    if config.mamba is None:
+        raise ConfigError("mamba is not set, and describes layers of the kind mamba. Set it.")
+    return MambaLayer(config, MambaMixer(config, config.mamba))
+
+
 LAYERS: Mapping[str, Callable[[TransformerConfig, RotaryEmbedding | None], nn.Module]]
 LAYERS = MappingProxyType(
     {
@@ -186,6 +200,7 @@ LAYERS = MappingProxyType(
         "attention": _attention_layer,
         "mlp": _mlp_layer,
         "moe": _moe_layer,
+        "mamba": _mamba_layer,
     }
 )
 """Kind of a layer -> build function."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from math import prod
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -143,6 +144,45 @@ class ShardSpec:
         )
         boxes = tuple(Box(offset, (*full[:dim], length, *full[dim + 1 :])) for offset in offsets)
         return cls(full, boxes, sharded_over=(axis,), stacked_dim=dim)
+
+    @classmethod
+    def split_parts(
+        cls, shape: Sequence[int], *, parts: Sequence[int], size: int, rank: int, axis: str = "tp"
+    ) -> ShardSpec:
+        """Return the spec of rank ``rank``'s share of every part of the rows: a projection to
+        unequal parts.
+
+        Args:
+            shape: Global shape. The parts are stacked in dim 0.
+            parts: Rows of the parts, in order.
+            size: Ranks on the axis.
+            rank: This rank's position on the axis.
+            axis: Name of the axis.
+
+        Raises:
+            ShardingError: If the parts are not the rows, or a part cannot be split evenly.
+        """
+        rows, *others = shape
+        if sum(parts) != rows:
+            raise ShardingError(
+                f"parts of {', '.join(map(str, parts))} rows were named for a tensor of {rows} "
+                "rows. Correct the parts."
+            )
+        full, none = tuple(others), (0,) * len(others)
+        if size == 1:
+            return cls((rows, *full), (Box.full(shape),), sharded_over=(axis,))
+        uneven = next((part for part in parts if part % size), None)
+        if uneven is not None:
+            raise ShardingError(
+                f"a part of {uneven} rows cannot be split over {size} {axis} ranks. Choose a "
+                f"multiple of {size}."
+            )
+        starts = (end - part for end, part in zip(accumulate(parts), parts, strict=True))
+        boxes = tuple(
+            Box((start + rank * (part // size), *none), (part // size, *full))
+            for start, part in zip(starts, parts, strict=True)
+        )
+        return cls((rows, *full), boxes, sharded_over=(axis,))
 
     @classmethod
     def split_rows(

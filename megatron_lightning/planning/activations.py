@@ -30,6 +30,7 @@ from megatron_lightning.planning.parameters import (
     layer_of,
     predicting_layer_of,
 )
+from megatron_lightning.planning.state_space import mamba_layer
 from megatron_lightning.planning.tape import Kept, Operation, Profile, Segment, compiled, profile
 
 _ALIASES: Mapping[str, tuple[str, ...]] = {
@@ -275,6 +276,7 @@ LEDGERS = MappingProxyType(
         "attention": single_mixer.attention_layer,
         "mlp": single_mixer.mlp_layer,
         "moe": single_mixer.moe_layer,
+        "mamba": mamba_layer,
     }
 )
 """Kind of a layer -> function of sizes, path and entering stream that returns the operations."""

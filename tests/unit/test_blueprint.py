@@ -9,6 +9,7 @@ import torch
 
 from megatron_lightning.config import (
     LatentAttentionConfig,
+    MambaConfig,
     MoEConfig,
     RecomputeOptions,
     TransformerConfig,
@@ -42,7 +43,9 @@ GPT2 = {
 EXPERTS = MoEConfig(
     num_experts=4, layer_freq=[0, 1, 1], shared_expert_intermediate_size=24, shared_expert_gate=True
 )
+MAMBA = {"layer_pattern": ["dense", "mamba", "mamba"]}
 MODELS: dict[str, dict[str, Any]] = {
+    "hybrid": {"mamba": MambaConfig(head_dim=16, num_groups=2), "mtp_num_layers": 1} | MAMBA,
     "Llama": {},
     "Qwen 2": {"add_qkv_bias": True, "kv_channels": 24},
     "Qwen 3": {"qk_layernorm": True},
@@ -103,7 +106,9 @@ def test_every_kind_of_layer_is_built_weighed_and_planned() -> None:
 def test_the_ledger_has_every_matrix_of_a_layer_once(kind: str) -> None:
     """Gradients of matrices, on a rank of two tensor and two expert ranks."""
     experts = MoEConfig(num_experts=4, ffn_hidden_size=32, shared_expert_intermediate_size=16)
-    more = {"moe": experts} if kind in GROUPS["moe"] else {}
+    more: dict[str, Any] = {"moe": experts} if kind in GROUPS["moe"] else {}
+    if kind == "mamba":
+        more["mamba"] = MambaConfig(head_dim=16, num_groups=2, state_dim=16)
     config = TransformerConfig(**SIZES | more | {"layer_pattern": [kind] * 3})
     layout = ParallelLayout(
         tensor_model_parallel_size=2, expert_model_parallel_size=2, expert_tensor_parallel_size=1
@@ -143,7 +148,16 @@ def test_a_users_kind_of_layer() -> None:
     ("options", "message"),
     [
         ({"layer_pattern": ["dense"]}, "layer_pattern has 1 entries, and num_layers is 3"),
-        ({"layer_pattern": ["dense", "mamba", "dense"]}, "names 'mamba', which is neither dense"),
+        ({"layer_pattern": ["dense", "rwkv", "dense"]}, "names 'rwkv', which is neither dense"),
+        ({"layer_pattern": ["dense", "mamba", "dense"]}, "no mamba describes mixers of Mamba-2"),
+        ({"mamba": MambaConfig()}, "mamba is set, and without layer_pattern"),
+        ({"mamba": MambaConfig(head_dim=24)} | MAMBA, "head_dim is 24, which does not divide"),
+        ({"mamba": MambaConfig(head_dim=32)} | MAMBA, "num_groups is 8, and 4 heads"),
+        ({"mamba": {"state_dim": 0}} | MAMBA, r"mamba\.state_dim is 0"),
+        (
+            {"mamba": MambaConfig(head_dim=16), "norm_placement": "sandwich"} | MAMBA,
+            "norm_placement is sandwich",
+        ),
         ({"layer_pattern": ["dense", "no.module.Kind", "dense"]}, "cannot be imported"),
         ({"layer_pattern": ["dense", "expert", "dense"]}, "no moe describes experts"),
         ({"layer_pattern": ["dense"] * 3, "moe": MoEConfig(num_experts=4)}, "moe describes"),

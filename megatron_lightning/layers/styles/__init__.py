@@ -19,6 +19,7 @@ from megatron_lightning.layers.styles.regions import (
 )
 from megatron_lightning.layers.styles.sequence_region import SequenceRegion
 from megatron_lightning.layers.styles.stacked_experts import DispatchedExperts
+from megatron_lightning.layers.styles.state_space import GroupedHeads
 from megatron_lightning.layers.styles.tensor import (
     ColumnParallel,
     HeadParallel,
@@ -51,6 +52,7 @@ __all__ = [
     "ExpertRouter",
     "GatherLogits",
     "GatherSequence",
+    "GroupedHeads",
     "HeadParallel",
     "HeadsNorm",
     "KeyOrValue",

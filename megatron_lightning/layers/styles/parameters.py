@@ -28,6 +28,8 @@ class Split:
     """Split dim. Negative dims count from the last."""
     blocks: int = 1
     """Equal stacked blocks along the dim, each split (2 for fused gates and up projections)."""
+    parts: tuple[int, ...] = ()
+    """Sizes of unequal stacked parts along dim 0, each split. (): equal blocks."""
     uneven: bool = False
     """The ranks may hold unequal shares of dim 0, as of a vocabulary."""
 
@@ -36,6 +38,8 @@ class Split:
         sizes: dict[str, Any] = {"size": group.size, "rank": group.rank, "axis": group.name}
         if self.uneven:
             return ShardSpec.split_rows(shape, **sizes)
+        if self.parts:
+            return ShardSpec.split_parts(shape, parts=self.parts, **sizes)
         return ShardSpec.split(shape, dim=self.dim % len(shape), blocks=self.blocks, **sizes)
 
 

@@ -50,6 +50,8 @@ class ColumnParallel:
 
     num_blocks: int = 1
     """Equal stacked blocks in the output, each split (2 for a fused gate and up projection)."""
+    parts: tuple[int, ...] = ()
+    """Features of unequal stacked parts of the output, each split. (): equal blocks."""
     num_heads: int | None = None
     """Heads, or query groups, of the output. No head may be split."""
     copy_input: bool = True
@@ -86,6 +88,7 @@ class ColumnParallel:
             gather_output=self.gather_output,
             copy_input=self.copy_input,
             num_blocks=self.num_blocks,
+            parts=self.parts,
             **layer_options(context, plan, shards=self.copy_input),
         )
 
@@ -95,7 +98,7 @@ class ColumnParallel:
         """Divide the adapters of the layer."""
 
         def style_of(part: str) -> Style:
-            return self if part == ALL_ROWS else replace(self, num_blocks=1)
+            return self if part == ALL_ROWS else replace(self, num_blocks=1, parts=())
 
         divide_column(module, style_of, context, plan, copies_input=self.copy_input)
 

@@ -11,6 +11,8 @@ from typing import Any
 
 from megatron_lightning.config import TransformerConfig
 from megatron_lightning.config.layer_kinds import GROUPS, LAYER_KINDS
+from megatron_lightning.errors import ConfigError
+from megatron_lightning.layers.state_space.mamba import MambaMixer
 from megatron_lightning.layers.styles import (
     ColumnParallel,
     ContextAttention,
@@ -19,6 +21,7 @@ from megatron_lightning.layers.styles import (
     ExpertParallel,
     ExpertRouter,
     GatherLogits,
+    GroupedHeads,
     HeadParallel,
     HeadsNorm,
     KeyOrValue,
@@ -94,6 +97,8 @@ def _style_of(config: TransformerConfig, weight: Weight) -> Style:
     """Return the style of the module with the weight."""
     if weight.kind == "router":
         return ExpertRouter()
+    if weight.kind in ("head", "convolution"):
+        return _state_space_style(config, weight)
     if weight.kind == "head_norm":
         return HeadParallel() if config.qk_layernorm_per_head else HeadsNorm()
     if weight.split is None:  # every rank computes its sequence shard
@@ -111,7 +116,19 @@ def _linear_style(config: TransformerConfig, weight: Weight) -> Style:
         return RowParallel()
     if weight.module.endswith("linear_qkv"):
         return QueryKeyValue(config.query_groups, config.heads_per_group)
-    return ColumnParallel(num_blocks=weight.blocks, num_heads=weight.heads)
+    return ColumnParallel(num_blocks=weight.blocks, parts=weight.parts, num_heads=weight.heads)
+
+
+def _state_space_style(config: TransformerConfig, weight: Weight) -> Style:
+    """Return the style of a convolution, or of a module with head weights."""
+    if weight.kind == "convolution":
+        split = Split(parts=weight.parts)
+        return ParameterShards({"weight": split, "bias": split})
+    if config.mamba is None:
+        raise ConfigError(f"mamba is not set, and {weight.path} belongs to its heads. Set mamba.")
+    sizes = config.mamba.sizes(config.hidden_size)
+    params = ("weight",) if weight.path.endswith("norm.weight") else MambaMixer.precise
+    return GroupedHeads(params, sizes.heads, sizes.groups)
 
 
 def _embedding_rows(config: TransformerConfig, embedding: str) -> dict[str, Style]:
