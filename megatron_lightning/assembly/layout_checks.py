@@ -20,6 +20,7 @@ from megatron_lightning.config import (
 )
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.layers.recompute import check_patterns
+from megatron_lightning.models.costs import pipeline_units
 from megatron_lightning.parallel.context import ParallelContext
 from megatron_lightning.parallel.layout import ParallelLayout
 from megatron_lightning.parallel.sharding import ShardingPlan
@@ -49,10 +50,7 @@ def check_partition(
     if is_built:
         return find_stages(module, placement, options)
     if isinstance(config, TransformerConfig):
-        layers = [f"layers.{index}" for index in range(config.num_layers)]
-        depths = config.num_predicting_layers
-        predicting = [(f"mtp.layers.{i}", 0.0 if i else float(depths)) for i in range(depths)]
-        split_units(["embedding", *layers, *predicting, "output_layer"], placement, options)
+        split_units(pipeline_units(config), placement, options)
     return None
 
 

@@ -28,10 +28,12 @@ from megatron_lightning.layers.mtp import MultiTokenPrediction, MultiTokenPredic
 from megatron_lightning.layers.norm import build_norm
 from megatron_lightning.layers.sequence_info import Documents, SequenceInfo
 from megatron_lightning.layers.state_space.initial import fill_initial, is_state_space
+from megatron_lightning.models.costs import pipeline_units
 from megatron_lightning.models.transformer_layers import build_depth, build_layers, times
 
 if TYPE_CHECKING:
     from megatron_lightning.parallel.sharding import ShardingPlan
+    from megatron_lightning.pipeline.schedules.partition import Unit
 
 _BITS = MappingProxyType({torch.bfloat16: 8, torch.float16: 11})  # of the mantissa
 _OUTPUT, _WORDS = "output_layer.weight", "embedding.word_embeddings.weight"
@@ -285,17 +287,11 @@ class GPTModel(nn.Module):
             return torch.arange(tokens.shape[1], device=tokens.device)[None]
         return position_ids
 
-    def pipeline_units(self) -> list[str | tuple[str, float]]:
+    def pipeline_units(self) -> list[Unit]:
         """Return the module paths of the full model in order, as units for the partition into
-        stages. A weight counts the unit as several layers.
+        stages. A weight counts the unit as several layers. A pattern may end stages.
         """
-        layers = [f"decoder.layers.{i}" for i in range(self.config.num_layers)]
-        depths = self.config.num_predicting_layers
-        # All depths are on one stage: the first depth carries the weight of all depths.
-        predicting = [(f"mtp.layers.{i}", 0.0 if i else float(depths)) for i in range(depths)]
-        behind = ["mtp.loss"] if depths else []
-        norm = "decoder.final_layernorm"
-        return ["embedding", *layers, norm, *predicting, "output_layer", *behind]
+        return pipeline_units(self.config)
 
     def sharding_plan(self) -> ShardingPlan:
         """Return the plan for tensor-parallel ranks."""

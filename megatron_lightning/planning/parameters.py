@@ -22,12 +22,11 @@ from megatron_lightning.models.blueprint import (
     PREDICTING,
     Weight,
     embedding_weights,
-    unit_names,
     unit_weights,
 )
+from megatron_lightning.models.costs import pipeline_units
 from megatron_lightning.parallel.layout import ParallelLayout
 from megatron_lightning.pipeline.schedules.actions import Placement
-from megatron_lightning.pipeline.schedules.partition import Unit
 from megatron_lightning.pipeline.schedules.stage_layouts import split_units
 
 
@@ -47,17 +46,6 @@ class ParameterCount:
     def total(self) -> int:
         """Sum of both kinds."""
         return self.dense + self.experts
-
-
-def pipeline_units(config: TransformerConfig) -> list[Unit]:
-    """Return the units of the model in order, with partition weights."""
-    names, depths = unit_names(config), config.num_predicting_layers
-    if not depths:
-        return list(names)
-    predicting: list[Unit] = [
-        (f"{PREDICTING}{i}", 0.0 if i else float(depths)) for i in range(depths)
-    ]
-    return [*names[: -1 - depths], *predicting, OUTPUT, "mtp.loss"]
 
 
 def split_stages(

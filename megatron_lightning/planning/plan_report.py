@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from megatron_lightning.errors import ConfigError
+from megatron_lightning.models.costs import multiply_adds
 from megatron_lightning.parallel.grid import RankGrid
 from megatron_lightning.pipeline.schedules import ScheduleChoice, resolve
 from megatron_lightning.pipeline.schedules.actions import Schedule
@@ -17,7 +18,6 @@ from megatron_lightning.planning.devices import GIB, PlannedDevice, advice, plan
 from megatron_lightning.planning.flops import (
     OPERATIONS_PER_WEIGHT,
     flops,
-    multiply_adds,
 )
 from megatron_lightning.planning.memory import Memory, RankMemory
 from megatron_lightning.planning.parameters import (
@@ -161,6 +161,7 @@ def _describe(recipe: Recipe, errors: Errors) -> dict[str, Any] | None:
         "bytes": _bytes(needed),
         "flops": _flops(recipe, grid),
         "bubble": _bubble(recipe, choice, table, stages),
+        **({} if recipe.model.hybrid is None else {"layer_pattern": recipe.model.layer_pattern}),
     }
 
 
@@ -180,6 +181,7 @@ def _grid(grid: RankGrid, *, has_experts: bool) -> dict[str, Any]:
 def _stages(
     recipe: Recipe, choice: ScheduleChoice, stages: Sequence[Sequence[str]]
 ) -> list[dict[str, Any]]:
+    costs = [sum(_operations(recipe, unit) for unit in units) for units in stages]
     return [
         {
             "stage": stage,
@@ -187,6 +189,7 @@ def _stages(
             "layers": [number for unit in units if (number := layer_of(unit)) is not None],
             "other_units": [unit for unit in units if layer_of(unit) is None],
             "parameters": count_rank(recipe.model, recipe.layout, [units]).total,
+            "cost": costs[stage] * len(costs) / sum(costs),
         }
         for stage, units in enumerate(stages)
     ]
@@ -272,6 +275,8 @@ def _text(found: Mapping[str, Any]) -> Iterator[str]:
             ]
         )
     yield from _aligned(rows)
+    if "layer_pattern" in found and len(found["stages"]) > 1:
+        yield _balance_text(found["stages"])
     yield ""
     rows = [["GiB a rank", *_BYTES, "in flight"]]
     for rank in found["bytes"]["pp_ranks"]:
@@ -289,6 +294,16 @@ def _text(found: Mapping[str, Any]) -> Iterator[str]:
     )
     if "device" in found:
         yield from _fit_text(found["device"], found["bytes"]["fullest_rank"]["total"])
+
+
+def _balance_text(stages: Sequence[Mapping[str, Any]]) -> str:
+    """Say how cost and parameters of the stages of unlike layers differ."""
+    counts = [stage["parameters"] for stage in stages]
+    dearest = max(stages, key=lambda stage: float(stage["cost"]))
+    return (
+        f"stage {dearest['stage']} costs {dearest['cost']:.2f} x the mean (FLOPs); parameters of "
+        f"stages differ {max(counts) / max(min(counts), 1):.2f} x"
+    )
 
 
 def _fit_text(device: Mapping[str, Any], needed: float) -> Iterator[str]:

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from megatron_lightning.config import DataParallelOptions, PipelineOptions, RecomputeOptions
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.models.blueprint import LAYER
+from megatron_lightning.models.costs import pipeline_units
 from megatron_lightning.parallel.grid import RankGrid
 from megatron_lightning.parallel.layout import ParallelLayout
 from megatron_lightning.pipeline.schedules import SCHEDULES
@@ -24,7 +25,7 @@ from megatron_lightning.planning.activations import stage_profile
 from megatron_lightning.planning.devices import PlannedDevice
 from megatron_lightning.planning.like_units import LikeUnits
 from megatron_lightning.planning.memory import Memory
-from megatron_lightning.planning.parameters import pipeline_units, split_stages
+from megatron_lightning.planning.parameters import split_stages
 from megatron_lightning.planning.precision import precision_of
 from megatron_lightning.planning.recipe import Recipe
 from megatron_lightning.planning.recipe_checks import check_sizes, recipe_memory, recipe_sizes

@@ -17,8 +17,8 @@ from typing import NamedTuple
 
 from megatron_lightning.config import TransformerConfig
 from megatron_lightning.models.blueprint import OUTPUT, unit_weights
+from megatron_lightning.models.costs import active_size, pair_channels, visible_pairs
 from megatron_lightning.pipeline.schedules.replay import Replay
-from megatron_lightning.planning.flops import active_size, pair_channels, visible_pairs
 from megatron_lightning.planning.like_units import LikeUnits
 from megatron_lightning.planning.parameters import ParameterCount, config_of, count_unit, kind_of
 from megatron_lightning.planning.peaks import PEAKS

@@ -28,3 +28,9 @@ def test_a_layout_equals_one_process(layout: str) -> None:
 )
 def test_layers_of_multi_token_prediction_are_a_pattern(layout: str) -> None:
     assert_equals_one_process(LAYOUTS[layout], STAGES)
+
+
+@pytest.mark.slow
+def test_a_stage_of_a_pattern_may_be_empty() -> None:
+    config = small_gpt(0, layer_pattern="*-||E*|", moe=EXPERTS)
+    assert_equals_one_process(LAYOUTS["pp2 x vpp2"], config)

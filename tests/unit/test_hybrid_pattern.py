@@ -8,8 +8,18 @@ from typing import Any
 
 import pytest
 
+from megatron_lightning.config import (
+    LatentAttentionConfig,
+    MoEConfig,
+    PipelineOptions,
+    TransformerConfig,
+)
 from megatron_lightning.config.hybrid_pattern import parse_hybrid_pattern, pattern_from_ratios
 from megatron_lightning.errors import ConfigError
+from megatron_lightning.models.costs import pipeline_units
+from megatron_lightning.pipeline.schedules.actions import Placement
+from megatron_lightning.pipeline.schedules.stage_layouts import split_units
+from megatron_lightning.planning.parameters import layer_of
 
 FACTS = json.loads(
     (Path(__file__).parents[1] / "oracles/families/hybrid_patterns.json").read_text()
@@ -51,3 +61,112 @@ def test_patterns_that_mean_nothing(pattern: str, message: str) -> None:
 
 def test_a_pattern_may_end_with_a_separator() -> None:
     assert parse_hybrid_pattern("M*/") == parse_hybrid_pattern("M*")
+
+
+# ----------------------------------------------------------------------------------------- options
+
+SIZES: dict[str, Any] = {"hidden_size": 32, "num_attention_heads": 4, "vocab_size": 30}
+LATENT = LatentAttentionConfig(kv_lora_rank=8, qk_head_dim=8, qk_pos_emb_head_dim=4, v_head_dim=8)
+
+
+def test_a_pattern_sets_layers_depths_and_positions() -> None:
+    config = TransformerConfig(layer_pattern="*-|*-/*/*", **SIZES)
+    assert (config.num_layers, config.mtp_num_layers) == (4, 2)
+    assert config.layer_kinds == ("attention", "mlp", "attention", "mlp")
+    assert config.position_embedding_type == "none"
+    assert TransformerConfig(**config.to_dict()) == config  # type: ignore[arg-type]
+    rotary = TransformerConfig(layer_pattern="*-", position_embedding_type="rope", **SIZES)
+    assert rotary.position_embedding_type == "rope"
+    latent = TransformerConfig(layer_pattern="+-", mla=LATENT, **SIZES)
+    assert latent.position_embedding_type == "rope"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"layer_pattern": "D-"}, r"has D, latent attention with selected keys.*Write \+"),
+        ({"layer_pattern": ""}, "has no layer"),
+        ({"layer_pattern": "*-", "num_layers": 3}, "has 2 layers, and num_layers is 3"),
+        ({"layer_pattern": "*-/*", "mtp_num_layers": 2}, "has 1 depths.*mtp_num_layers is 2"),
+        ({"layer_pattern": "+-"}, r"has \+, and mla is not set. Write \*"),
+        ({"layer_pattern": "*-", "mla": LATENT}, r"has \*, and mla is set. Write \+"),
+        ({"layer_pattern": "*E"}, "no moe describes experts"),
+        ({"layer_pattern": "*-", "moe": MoEConfig(num_experts=4)}, "moe describes experts"),
+        ({"layer_pattern": "*-", "norm_placement": "post"}, "norm_placement=post"),
+        (
+            {"num_layers": 8, "hybrid_attention_ratio": 0.25},
+            'With 8 layers they mean layer_pattern: "MM\\*MM\\*MM"',
+        ),
+        (
+            {"num_layers": 24, "hybrid_attention_ratio": 0.08, "hybrid_mlp_ratio": 0.5},
+            "M-M-M--\\*M-M-M-M-\\*M--M-M-",
+        ),
+        ({"hybrid_mlp_ratio": 0.5}, "shares of num_layers, which is not set"),
+        ({"num_layers": 8, "hybrid_mlp_ratio": 1.5}, "are shares of the layers"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        TransformerConfig(**SIZES | options)
+
+
+# ------------------------------------------------------------------------------------------ stages
+
+
+def _segments(fact: dict[str, Any]) -> list[str]:
+    """Return the letters of the layers on each stage."""
+    pattern = fact["pattern"].replace("M", "*")  # the kind of a mixer does not matter here
+    config = TransformerConfig(layer_pattern=pattern, **SIZES)
+    options = PipelineOptions(
+        num_layers_in_first_pipeline_stage=fact["first"],
+        num_layers_in_last_pipeline_stage=fact["last"],
+    )
+    placement = Placement.loop(fact["pp"], fact["vp"] or 1)
+    letters = fact["pattern"].replace("|", "")
+    layers = [
+        [number for unit in stage if (number := layer_of(unit)) is not None]
+        for stage in split_units(pipeline_units(config), placement, options)
+    ]
+    return ["".join(letters[number] for number in stage) for stage in layers]
+
+
+@pytest.mark.parametrize("fact", FACTS["segments"], ids=lambda fact: repr(fact["pattern"]))
+def test_stages_are_divided_or_refused_as_by_megatron(fact: dict[str, Any]) -> None:
+    rows = fact["rows"]
+    if "layers" in rows[0]:
+        expected = {(row["vp"], row["pp"]): row["layers"] for row in rows}
+        found = _segments(fact)
+        assert {divmod(i, fact["pp"]): letters for i, letters in enumerate(found)} == expected
+    elif "|" in fact["pattern"]:
+        with pytest.raises(ConfigError, match=r"states its stages|pattern of layers has 3 stages"):
+            _segments(fact)
+    else:  # Megatron divides by count alone
+        assert [len(letters) for letters in _segments(fact)] == [4, 3]
+
+
+def test_a_single_stage_takes_all_segments() -> None:
+    fact = {"pattern": "M-|M*", "pp": 1, "vp": None, "first": None, "last": None}
+    assert _segments(fact) == ["M-M*"]
+
+
+def test_segments_may_be_empty() -> None:
+    fact = {"pattern": "M-||M*|", "pp": 2, "vp": 2, "first": None, "last": None}
+    assert _segments(fact) == ["M-", "", "M*", ""]
+
+
+def test_stages_of_a_pattern_are_divided_by_cost() -> None:
+    """A feed-forward of 8 hidden sizes costs as much as 8 layers of attention at length 1."""
+    pattern = "*" * 16 + "-" * 2
+    config = TransformerConfig(
+        layer_pattern=pattern,
+        ffn_hidden_size=16 * 32,
+        activation="gelu",
+        max_sequence_length=1,
+        **SIZES,
+    )
+    units = pipeline_units(config)
+    costs = dict(unit for unit in units if isinstance(unit, tuple))
+    ratio = costs["decoder.layers.17"] / costs["decoder.layers.0"]
+    assert ratio == pytest.approx(8, rel=0.02)
+    stages = split_units(units, Placement.loop(2), PipelineOptions())
+    assert [len([u for u in stage if layer_of(u) is not None]) for stage in stages] == [16, 2]

@@ -11,11 +11,12 @@ import torch
 from megatron_lightning.config import DataParallelOptions, MoEConfig, TransformerConfig
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.models import GPTModel
+from megatron_lightning.models.costs import pipeline_units
 from megatron_lightning.parallel.layout import ParallelLayout
 from megatron_lightning.peft import LoRA
 from megatron_lightning.planning import memory
 from megatron_lightning.planning.adapters import AdapterSizes
-from megatron_lightning.planning.parameters import ParameterCount, pipeline_units
+from megatron_lightning.planning.parameters import ParameterCount
 
 CONFIG = TransformerConfig(
     num_layers=2,

@@ -15,8 +15,8 @@ from megatron_lightning import planning
 from megatron_lightning.config import LatentAttentionConfig, MoEConfig, TransformerConfig
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.models import GPTModel
+from megatron_lightning.models.costs import pair_channels, visible_pairs
 from megatron_lightning.parallel.layout import ParallelLayout
-from megatron_lightning.planning.flops import pair_channels, visible_pairs
 
 FACTS: dict[str, Any] = json.loads(
     (Path(__file__).parent.parent / "oracles" / "flops_and_memory.json").read_text()

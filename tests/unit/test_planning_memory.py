@@ -21,12 +21,13 @@ from megatron_lightning.config import (
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.layers import linear_loss
 from megatron_lightning.models import GPTModel, num_parameters
+from megatron_lightning.models.costs import pipeline_units
 from megatron_lightning.parallel.context import ParallelContext
 from megatron_lightning.parallel.layout import ParallelLayout
 from megatron_lightning.parallel.sharding import named_shard_specs, parallelize
 from megatron_lightning.planning.layers import chunk_tokens
 from megatron_lightning.planning.memory import Memory
-from megatron_lightning.planning.parameters import count_rank, pipeline_units
+from megatron_lightning.planning.parameters import count_rank
 from megatron_lightning.planning.tape import Operation, Segment, profile
 
 SIZES: dict[str, Any] = {

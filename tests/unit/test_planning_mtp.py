@@ -18,9 +18,10 @@ from megatron_lightning.config import (
     TransformerConfig,
 )
 from megatron_lightning.models import GPTModel, num_parameters
+from megatron_lightning.models.costs import pipeline_units
 from megatron_lightning.parallel.layout import ParallelLayout
 from megatron_lightning.pipeline.schedules.actions import Placement
-from megatron_lightning.planning.parameters import count_rank, pipeline_units, split_stages
+from megatron_lightning.planning.parameters import count_rank, split_stages
 
 FACTS: dict[str, Any] = json.loads(
     (Path(__file__).parent.parent / "oracles" / "multi_token_prediction.json").read_text()

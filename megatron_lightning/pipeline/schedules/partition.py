@@ -2,7 +2,7 @@
 
 A *unit* is a path in the pipelined module (``"embed"``, ``"layers.3"``) that is never split.
 ``pipeline_units()`` lists the units in the order of the forward. A unit's weight is the unit's
-share of a stage's time.
+share of a stage's time. Units may state the ends of stages (:data:`STAGE_END`).
 """
 
 from __future__ import annotations
@@ -14,12 +14,14 @@ from itertools import accumulate
 from megatron_lightning.errors import ConfigError
 
 Unit = str | tuple[str, float]
+STAGE_END = "|"
+"""Between two units: a stage ends here. The units then give all stages."""
 _MOST_LISTED = 12
 
 
 def unit_names(units: Sequence[Unit]) -> tuple[str, ...]:
-    """Return the paths of units, without their weights."""
-    return tuple(unit if isinstance(unit, str) else unit[0] for unit in units)
+    """Return the paths of units, without their weights and the ends of stages."""
+    return tuple(unit if isinstance(unit, str) else unit[0] for unit in units if unit != STAGE_END)
 
 
 def is_layer(name: str) -> bool:
@@ -35,6 +37,8 @@ def unit_weights(units: Sequence[Unit]) -> tuple[float, ...]:
     """
     weights = []
     for unit in units:
+        if unit == STAGE_END:
+            continue
         weight = float(is_layer(unit)) if isinstance(unit, str) else unit[1]
         if weight < 0:
             raise ConfigError(

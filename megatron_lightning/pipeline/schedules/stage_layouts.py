@@ -16,6 +16,7 @@ from megatron_lightning.config import PipelineOptions
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.pipeline.schedules.actions import Placement
 from megatron_lightning.pipeline.schedules.partition import (
+    STAGE_END,
     Unit,
     is_layer,
     partition_units,
@@ -82,10 +83,12 @@ def split_units(
     options: PipelineOptions,
     allows: Callable[[int], bool] = lambda _: True,
 ) -> tuple[tuple[str, ...], ...]:
-    """Return the unit paths of every stage, by the options or else balanced by
+    """Return the unit paths of every stage, as the units say, by the options, or else balanced by
     :func:`partition_units`. A balanced stage begins only with a unit if ``allows`` accepts the
     unit's index.
     """
+    if STAGE_END in units:
+        return _by_ends(units, placement, options)
     kinds = [_kind(name) for name in unit_names(units)]
     num_layers, num_predicting = kinds.count("decoder"), kinds.count("mtp")
     first = options.num_layers_in_first_pipeline_stage
@@ -133,22 +136,7 @@ def _check_layout(
     layout: Layout, placement: Placement, num_layers: int, num_predicting: int
 ) -> None:
     ranks, stages = placement.num_ranks, placement.num_stages
-    if len(layout) != stages:
-        if len(layout) % ranks == 0:
-            fix = (
-                f"Set virtual_pipeline_model_parallel_size to {len(layout) // ranks}, or write "
-                f"{stages} stages"
-            )
-        else:
-            below = len(layout) // ranks * ranks
-            fix = (
-                f"Write {f'{below} or ' if below else ''}{below + ranks} stages, a multiple of the "
-                "ranks"
-            )
-        raise ConfigError(
-            f"the pipeline layout has {len(layout)} stages, and {ranks} pipeline ranks with "
-            f"{stages // ranks} model chunks each hold {stages}. {fix}."
-        )
+    _check_number("the pipeline layout", len(layout), placement)
     for kind, letter, found in (("decoder", "t", num_layers), ("mtp", "m", num_predicting)):
         written = sum(stage.count(kind) for stage in layout)
         if written != found:
@@ -162,6 +150,58 @@ def _check_layout(
             f"the pipeline layout has m in stage {predicting}, and only the last model chunks, "
             f"stages {stages - ranks} to {stages - 1}, can hold it. Move it there."
         )
+
+
+def _check_number(owner: str, number: int, placement: Placement) -> None:
+    """Check that ``owner`` has as many stages as the placement."""
+    ranks, stages = placement.num_ranks, placement.num_stages
+    if number == stages:
+        return
+    if number % ranks == 0:
+        fix = (
+            f"Set virtual_pipeline_model_parallel_size to {number // ranks}, or write {stages} "
+            "stages"
+        )
+    else:
+        below = number // ranks * ranks
+        fix = (
+            f"Write {f'{below} or ' if below else ''}{below + ranks} stages, a multiple of the "
+            "ranks"
+        )
+    raise ConfigError(
+        f"{owner} has {number} stages, and {ranks} pipeline ranks with {stages // ranks} model "
+        f"chunks each hold {stages}. {fix}."
+    )
+
+
+_DIVIDING = (
+    "pipeline_model_parallel_layout", "num_layers_in_first_pipeline_stage",
+    "num_layers_in_last_pipeline_stage", "account_for_embedding_in_pipeline_split",
+    "account_for_loss_in_pipeline_split",
+)  # fmt: skip
+
+
+def _by_ends(
+    units: Sequence[Unit], placement: Placement, options: PipelineOptions
+) -> tuple[tuple[str, ...], ...]:
+    """Return the stages that the units state. One stage takes all units."""
+    if placement.num_stages == 1:
+        return (unit_names(units),)
+    for name in _DIVIDING:
+        value = getattr(options, name)
+        if value not in (None, False):
+            raise ConfigError(
+                f"{name} is {value}, and the model states its stages ({STAGE_END} in "
+                "layer_pattern). Leave one of them out."
+            )
+    stages: list[list[Unit]] = [[]]
+    for unit in units:
+        if unit == STAGE_END:
+            stages.append([])
+        else:
+            stages[-1].append(unit)
+    _check_number("the model's pattern of layers", len(stages), placement)
+    return tuple(map(unit_names, stages))
 
 
 def _by_slots(units: Sequence[Unit], layout: Layout) -> tuple[tuple[str, ...], ...]:

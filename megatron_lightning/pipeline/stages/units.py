@@ -111,8 +111,8 @@ def _modules_only(module: nn.Module, units: Iterable[Unit]) -> tuple[Unit, ...]:
         ConfigError: If no module is left.
     """
     tensors = {name for name, _ in (*module.named_parameters(), *module.named_buffers())}
-    modules = tuple(unit for unit in units if unit_names([unit])[0] not in tensors)
-    if not modules:
+    modules = tuple(unit for unit in units if tensors.isdisjoint(unit_names([unit])))
+    if not unit_names(modules):
         raise ConfigError(
             f"pipeline_units() of {type(module).__name__} names no module, and a pipeline divides "
             "modules: parameters and buffers are on every stage. Name the children that forward "
