@@ -42,9 +42,9 @@ def num_tokens(
     entries: Mapping[Any, Any] = batch if isinstance(batch, Mapping) else {}
     if entry is not None:
         if not isinstance(entries.get(entry), Tensor):
-            found = ", ".join(map(str, entries)) or f"of type {type(batch).__name__}"
+            listing = ", ".join(map(str, entries)) or f"of type {type(batch).__name__}"
             raise ConfigError(
-                f"tokens is {entry!r}, and the batch has no tensor of that name: {found}. Set "
+                f"tokens is {entry!r}, and the batch has no tensor of that name: {listing}. Set "
                 "tokens to the entry that holds one element for each token."
             )
         return int(entries[entry].numel())
@@ -84,13 +84,13 @@ def num_data_ranks(trainer: pl.Trainer) -> int:
 def values_of_ranks(trainer: pl.Trainer, values: Sequence[float]) -> list[list[float]]:
     """Return the values of every rank, in rank order and the same on all. A collective."""
     strategy = trainer.strategy
-    own = torch.tensor([list(values)], dtype=torch.float64)
+    own_values = torch.tensor([list(values)], dtype=torch.float64)
     if trainer.world_size == 1:
-        return own.tolist()
-    own = own.to(strategy.root_device)
+        return own_values.tolist()
+    own_values = own_values.to(strategy.root_device)
     if isinstance(strategy, MegatronStrategy):
-        return gather(own, strategy.context.axis("world"), dim=0).tolist()
-    return strategy.all_gather(own[0]).tolist()
+        return gather(own_values, strategy.context.axis("world"), dim=0).tolist()
+    return strategy.all_gather(own_values[0]).tolist()
 
 
 def log_values(
@@ -111,11 +111,11 @@ def log_values(
         prefix: Text before the name. The narrow progress bar shows names alone.
         progress_bar: Names of the values shown by the progress bar.
     """
-    named = {prefix + name: value for name, value in values.items()}
+    prefixed = {prefix + name: value for name, value in values.items()}
     for logger in trainer.loggers:
-        logger.log_metrics(named, step=num_logged_steps(trainer) - 1)
+        logger.log_metrics(prefixed, step=num_logged_steps(trainer) - 1)
     trainer.callback_metrics.update(
-        {key: torch.tensor(value, dtype=torch.float64) for key, value in named.items()}
+        {key: torch.tensor(value, dtype=torch.float64) for key, value in prefixed.items()}
     )
     trainer.progress_bar_metrics.update(
         {name: value for name, value in values.items() if name in progress_bar}

@@ -39,8 +39,8 @@ class LocalCopyCheckpoint(ModelCheckpoint):
         every_n_minutes: float | None = None,
         dirpath: str | Path | None = None,
     ) -> None:
-        given = [value for value in (every_n_train_steps, every_n_minutes) if value is not None]
-        if len(given) != 1 or given[0] <= 0:
+        intervals = [value for value in (every_n_train_steps, every_n_minutes) if value is not None]
+        if len(intervals) != 1 or intervals[0] <= 0:
             raise ConfigError(
                 f"every_n_train_steps is {every_n_train_steps} and every_n_minutes is "
                 f"{every_n_minutes}: copies need one interval. Set one of the two to a positive "

@@ -124,30 +124,30 @@ class MemoryMonitor(pl.Callback):
             self._own.start()
         with self._own.counted():
             every = self.every_n_steps
-            due = (
+            is_due = (
                 is_logging_step(trainer)
                 if every is None
                 else num_logged_steps(trainer) % every == 0
             )
-            if due:
+            if is_due:
                 self._log(trainer, pl_module, batch)
 
     def _log(self, trainer: pl.Trainer, module: pl.LightningModule, batch: Any) -> None:
-        used = memory_of(trainer.strategy.root_device)
+        figures = memory_of(trainer.strategy.root_device)
         predicted = self._predicted_bytes(trainer, self._plan(trainer, module, batch))
         if trainer.world_size > 1:
             with self._own.waiting():  # the exchange would wait, too
                 self._clock.wait(self._clock.mark())
-        rows = values_of_ranks(trainer, [*used.values(), predicted])
-        peaks = [row[len(used) - 1] for row in rows]
+        rows = values_of_ranks(trainer, [*figures.values(), predicted])
+        peaks = [row[len(figures) - 1] for row in rows]
         fullest = peaks.index(max(peaks))
-        columns = dict(zip([*used, "predicted"], zip(*rows, strict=True), strict=True))
-        values = {f"{name}_gib": max(columns[name]) / _GIB for name in used}
+        columns = dict(zip([*figures, "predicted"], zip(*rows, strict=True), strict=True))
+        values = {f"{name}_gib": max(columns[name]) / _GIB for name in figures}
         values["peak_rank"] = fullest
         if predicted:
             values["predicted_gib"] = columns["predicted"][fullest] / _GIB
         if self.each_rank:
-            shown = [*used, "predicted"] if predicted else [*used]
+            shown = [*figures, "predicted"] if predicted else [*figures]
             values |= {
                 f"{name}_gib/rank_{rank}": columns[name][rank] / _GIB
                 for name in shown

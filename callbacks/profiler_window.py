@@ -71,11 +71,11 @@ class ProfilerWindow(pl.Callback):
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Check the ranks and the device."""
-        wrong = [r for r in self.ranks or () if not 0 <= r < trainer.world_size]
-        if wrong:
+        wrong_ranks = [r for r in self.ranks or () if not 0 <= r < trainer.world_size]
+        if wrong_ranks:
             raise ConfigError(
-                f"ranks has {wrong}, and the job has ranks 0 to {trainer.world_size - 1}. Leave "
-                "them out."
+                f"ranks has {wrong_ranks}, and the job has ranks 0 to {trainer.world_size - 1}. "
+                "Leave them out."
             )
         if self._nvtx and trainer.strategy.root_device.type != "cuda":
             raise ConfigError(

@@ -102,9 +102,9 @@ class SampleText(TextCallback):
         codec, engine = self._codec_and_engine(trainer, module)
         ids = [prompt_ids(codec, prompt, as_chat=self._chat) for prompt in self._prompts]
         replicas = sharing_of(engine)
-        own = list(enumerate(ids))[replicas.rank :: replicas.size]
-        shared = replicas.all_gather_object(self._continued(engine, codec, own))
-        by_prompt: Mapping[int, list[str]] = {i: t for part in shared for i, t in part.items()}
+        own_prompts = list(enumerate(ids))[replicas.rank :: replicas.size]
+        texts = replicas.all_gather_object(self._continued(engine, codec, own_prompts))
+        by_prompt: Mapping[int, list[str]] = {i: t for part in texts for i, t in part.items()}
         rows = [by_prompt[index] for index in range(len(ids))]
         self.texts.append((trainer.global_step, rows))
         if trainer.is_global_zero:
@@ -128,10 +128,10 @@ class SampleText(TextCallback):
 
     def _log(self, trainer: pl.Trainer, rows: Sequence[Sequence[str]]) -> None:
         pairs = [(p, text) for p, texts in zip(self._prompts, rows, strict=True) for text in texts]
-        taken = [
+        columns = [
             log_texts(logger, self._name, pairs, trainer.global_step) for logger in trainer.loggers
         ]
-        if not any(taken):
+        if not any(columns):
             for prompt, text in pairs:
                 print(
                     f"step {trainer.global_step}, {self._name}: {prompt!r} -> {text!r}", flush=True

@@ -177,23 +177,23 @@ class SpikeGuard(pl.Callback):
             SpikeError: On every rank, if the run is to stop.
         """
         with self._own.counted():
-            found = [
+            spikes = [
                 text
                 for name, value, values in zip(
                     _NAMES, (loss, gradient_norm), self._values, strict=True
                 )
                 if (text := self._spike(name, value, values))
             ]
-            if not found or self.action == "warn":
+            if not spikes or self.action == "warn":
                 for value, values in zip((loss, gradient_norm), self._values, strict=True):
                     if math.isfinite(value):
                         values.append(value)
-            if not found:
+            if not spikes:
                 self._skips_in_a_row = 0
                 return True
             self.spikes += 1
             log_values(trainer, {"spikes": self.spikes}, "")
-        what = f"step {trainer.global_step}: {' and '.join(found)}"
+        what = f"step {trainer.global_step}: {' and '.join(spikes)}"
         if self.rerun and isinstance(trainer.strategy, MegatronStrategy):
             return self._respond_to_rerun(trainer, what, trainer.strategy.rerun_step())
         return self._respond(trainer, what)
@@ -250,8 +250,8 @@ class SpikeGuard(pl.Callback):
         if trainer.is_global_zero:
             path = _record_path(trainer)
             path.parent.mkdir(parents=True, exist_ok=True)
-            earlier = self.skip_samples
-            path.write_text(json.dumps({"skip_samples": [*earlier, samples]}))
+            earlier_windows = self.skip_samples
+            path.write_text(json.dumps({"skip_samples": [*earlier_windows, samples]}))
         return samples
 
 

@@ -144,8 +144,8 @@ class ThroughputMonitor(pl.Callback):
     def state_dict(self) -> dict[str, Any]:
         """Return the samples and tokens consumed."""
         samples, tokens = (
-            agreed + new * self._data_ranks
-            for agreed, new in zip(self._consumed, self._new, strict=True)
+            agreed + increment * self._data_ranks
+            for agreed, increment in zip(self._consumed, self._new, strict=True)
         )
         return {"consumed_samples": samples, "consumed_tokens": tokens}
 
@@ -247,9 +247,9 @@ class ThroughputMonitor(pl.Callback):
         """Return the FLOPs of this rank's batch, of the full model. 0 if unknown."""
         if self.flops_per_token is not None:
             return self.flops_per_token * tokens
-        given = getattr(module, "flops_per_batch", None)
-        if given is not None:
-            return float(given)
+        method = getattr(module, "flops_per_batch", None)
+        if method is not None:
+            return float(method)
         length = tokens // samples
         if self._config is None or length == 0:
             return 0.0
@@ -288,7 +288,7 @@ class ThroughputMonitor(pl.Callback):
     def _values(self, trainer: pl.Trainer) -> dict[str, float]:
         """Return the values to log. A collective."""
         spans = [span for step in self._steps for span in step.spans]
-        own: list[float] = [
+        own_values: list[float] = [
             sum(self._clock.seconds(*span) for span in spans),
             self._paused_s,
             0.0 if self._peak is None else self._peak.flops_per_s,
@@ -297,12 +297,12 @@ class ThroughputMonitor(pl.Callback):
             sum(step.flops for step in self._steps),
             *self._new,
         ]
-        rows = values_of_ranks(trainer, own)
+        rows = values_of_ranks(trainer, own_values)
         means = [sum(column) / len(rows) for column in zip(*rows, strict=True)]
         seconds, paused_s, peak = means[:3]
-        samples, tokens, operations, *new = (mean * self._data_ranks for mean in means[3:])
+        samples, tokens, operations, *increments = (mean * self._data_ranks for mean in means[3:])
         self._consumed = [
-            before + round(more) for before, more in zip(self._consumed, new, strict=True)
+            before + round(more) for before, more in zip(self._consumed, increments, strict=True)
         ]
         self._new = [0, 0]
         values: dict[str, float] = {"consumed_samples": self._consumed[0]}
@@ -329,11 +329,11 @@ class ThroughputMonitor(pl.Callback):
 
     def _remaining_steps(self, trainer: pl.Trainer) -> float | None:
         """Return the number of steps left in the fit. None: unknown."""
-        done = trainer.global_step - self._first_global_step
-        if self._total_steps is None or done <= 0:
+        num_done = trainer.global_step - self._first_global_step
+        if self._total_steps is None or num_done <= 0:
             return None
         # Several optimizers step one after another, and each counts in global_step.
-        return (self._total_steps - trainer.global_step) * self._num_steps / done
+        return (self._total_steps - trainer.global_step) * self._num_steps / num_done
 
 
 SpeedMonitor = ThroughputMonitor

@@ -65,8 +65,8 @@ def together(group: AxisGroup, doing: str, step: Callable[[], T]) -> T:
         raise CheckpointError(
             f"{doing} failed on {len(failed)} rank(s): {'; '.join(failed[:8])}{more}"
         ) from failure
-    own: T = result
-    return own
+    own_result: T = result
+    return own_result
 
 
 def _describe(error: Exception) -> str:

@@ -205,10 +205,10 @@ class _LocalSave(PendingSave):
                 os.rename(self._path / HUGGING_FACE, self._temporary / HUGGING_FACE)
             os.replace(self._temporary / MANIFEST, self._path / MANIFEST)
             sync_directory(self._path)
-            present = [name for name in os.listdir(self._path) if OUR_FILES.fullmatch(name)]
+            file_names = [name for name in os.listdir(self._path) if OUR_FILES.fullmatch(name)]
             LocalFolder(self._path).remove(
                 name
-                for name in present
+                for name in file_names
                 if (alone or name in replaced) and name not in manifest.files
             )
         finally:
@@ -245,12 +245,14 @@ class _RemoteSave(PendingSave):
         )
         self.folder.files.pipe_file(self._manifest, manifest.dumps().encode())
         with suppress(Exception):  # committed: remaining files are deleted when old
-            old = [
+            old_files = [
                 name
                 for name in self.folder.sizes()
                 if OUR_FILES.fullmatch(name) and name not in manifest.files
             ]
-            self.folder.remove(name for name in old if name in replaced or self._is_abandoned(name))
+            self.folder.remove(
+                name for name in old_files if name in replaced or self._is_abandoned(name)
+            )
 
     @property
     def _manifest(self) -> str:

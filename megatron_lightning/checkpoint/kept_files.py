@@ -158,9 +158,9 @@ def kept_entry(
     entries = state.get(KEPT)
     if not isinstance(entries, Mapping):
         return None
-    found = [path for path in entries if model is None or path == model]
-    entry = entries[found[0]] if found else None
-    return (found[0], entry) if isinstance(entry, Mapping) else None
+    matches = [path for path in entries if model is None or path == model]
+    entry = entries[matches[0]] if matches else None
+    return (matches[0], entry) if isinstance(entry, Mapping) else None
 
 
 def _unpacked(name: str, *, packed: bytes, bytes: int, sha256: str) -> bytes:

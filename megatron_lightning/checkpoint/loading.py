@@ -80,12 +80,14 @@ class _Request(NamedTuple):
 def _request(tensors: Iterable[TensorShards], stored: Mapping[str, TensorInfo]) -> _Request:
     wanted = list(tensors)
     index = {name: i for i, name in enumerate(stored)}
-    present = [shards for shards in wanted if shards.name in stored]
+    stored_shards = [shards for shards in wanted if shards.name in stored]
     return _Request(
-        wanted=present,
+        wanted=stored_shards,
         missing=[shards.name for shards in wanted if shards.name not in stored],
-        misfits=[text for shards in present if (text := _misfit(shards, stored[shards.name]))],
-        asked=sum(1 << i for i in {index[shards.name] for shards in present}),
+        misfits=[
+            text for shards in stored_shards if (text := _misfit(shards, stored[shards.name]))
+        ],
+        asked=sum(1 << i for i in {index[shards.name] for shards in stored_shards}),
     )
 
 

@@ -37,13 +37,13 @@ class MemorySource:
     def tensors(self) -> Mapping[str, TensorInfo]:
         """See :class:`CheckpointSource`."""
         stored = {} if self._source is None else self._source.tensors()
-        kept = {
+        entries = {
             name: info
             for name, info in stored.items()
             if self._replaced is None or not name.startswith(self._replaced)
         }
         return {
-            **kept,
+            **entries,
             **{n: TensorInfo(tuple(t.shape), t.dtype) for n, t in self._tensors.items()},
         }
 

@@ -23,12 +23,12 @@ def divide_shard(name: str, shard: Shard, num_replicas: int) -> Iterator[tuple[i
     first = zlib.crc32(name.encode()) % num_replicas
     # Slices of a contiguous shard are contiguous.
     dim = next((dim for dim, n in enumerate(data.shape) if n > 1), None)
-    wanted = min(num_replicas, -(-data.nbytes // MIN_SPLIT_BYTES))
-    if dim is None or wanted <= 1:
+    num_slices = min(num_replicas, -(-data.nbytes // MIN_SPLIT_BYTES))
+    if dim is None or num_slices <= 1:
         yield first, shard
         return
-    for turn in range(wanted):
-        start, length = shard_range(data.shape[dim], wanted, turn)
+    for turn in range(num_slices):
+        start, length = shard_range(data.shape[dim], num_slices, turn)
         if length:
             at = (*offset[:dim], offset[dim] + start, *offset[dim + 1 :])
             yield (first + turn) % num_replicas, Shard(at, data.narrow(dim, start, length))

@@ -21,11 +21,17 @@ def committed_requeue(path: str) -> str:
     if not _REQUEUED.fullmatch(name) or is_committed(path) or is_plain_file(path):
         return path
     try:
-        found = [(_numbered(other), other) for other in list_folders(folder or ".")]
+        numbered = [
+            (_numbered(folder_path), folder_path) for folder_path in list_folders(folder or ".")
+        ]
     except FileNotFoundError:
         return path
     return max(
-        ((int(number[1]), other) for number, other in found if number and is_committed(other)),
+        (
+            (int(number[1]), folder_path)
+            for number, folder_path in numbered
+            if number and is_committed(folder_path)
+        ),
         default=(0, path),
     )[1]
 

@@ -99,11 +99,13 @@ def take_snapshot(
     """
 
     def collect() -> Snapshot:
-        held = [tensor for tensor in tensors if tensor.writes]
-        described = {tensor.name: TensorInfo(tensor.global_shape, tensor.dtype) for tensor in held}
+        writing = [tensor for tensor in tensors if tensor.writes]
+        described = {
+            tensor.name: TensorInfo(tensor.global_shape, tensor.dtype) for tensor in writing
+        }
         for tensor in described.values():
             dtype_name(tensor.dtype)
-        shards = tuple(shard for tensor in held for shard in written_shards(tensor))
+        shards = tuple(shard for tensor in writing for shard in written_shards(tensor))
         data = dump_state(state) if group.rank == 0 else b""
         return Snapshot(str(path), "", data, shards, described, _as_json(info or {}))
 
@@ -120,12 +122,12 @@ def write_snapshot(
     pending = pending_save(snapshot.path, snapshot.identifier)
     with pending.discarded_on_error():
         on_first_rank(group, lambda: pending.begin(snapshot.state))
-        written = together(
+        num_written = together(
             group,
             f"saving {snapshot.path}",
             lambda: _write_rank(pending, group.rank, snapshot, max_file_bytes),
         )
-        reports = gather(group, written)
+        reports = gather(group, num_written)
         sizes = {file.name: file.size_bytes for report in reports for file in report.files}
         on_first_rank(group, lambda: pending.commit(_merged_tensors(reports), sizes, snapshot.info))
 

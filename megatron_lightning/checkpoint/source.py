@@ -97,9 +97,9 @@ class DirectorySource:
                 common = stored.box.overlap(shard.box)
                 if common is not None:
                     target = shard.data[common.relative_to(shard.offset).slices]
-                    inside = common.relative_to(stored.box.offset)
+                    overlap = common.relative_to(stored.box.offset)
                     by_file.setdefault(stored.file, []).extend(
-                        plan_reads(stored, inside.offset, target, info.dtype)
+                        plan_reads(stored, overlap.offset, target, info.dtype)
                     )
                     dtypes.setdefault(stored.file, {})[stored.start] = name, info.dtype
         files = list(by_file)

@@ -62,17 +62,17 @@ def fit_vocabulary(
         CheckpointError: On every rank, if the vocabularies differ and ``resize`` is False.
     """
     stored, rows = source.tensors(), {}
-    for full, info in stored.items():
-        shape = _shape_of(_parameter_of(full), shapes)
+    for name, info in stored.items():
+        shape = _shape_of(_parameter_of(name), shapes)
         if (
             shape is not None
             and info.shape[1:] == shape[1:]
             and info.shape[:1] not in ((), shape[:1])
         ):
-            rows[full] = shape[0]
+            rows[name] = shape[0]
     texts = [
-        f"{full}: {stored[full].shape[0]} rows in the checkpoint, {size} in the model"
-        for full, size in rows.items()
+        f"{name}: {stored[name].shape[0]} rows in the checkpoint, {size} in the model"
+        for name, size in rows.items()
     ]
     together(
         context.axis("world"), "loading the checkpoint", lambda: _refuse([] if resize else texts)
@@ -107,9 +107,9 @@ def _stored_rows(shard: Shard, rows: int) -> Shard:
     """Return the rows of a shard present in the checkpoint, after filling the other rows with
     zeros.
     """
-    there = min(max(rows - shard.offset[0], 0), shard.data.shape[0])
-    shard.data[there:].zero_()
-    return Shard(shard.offset, shard.data[:there])
+    num_rows = min(max(rows - shard.offset[0], 0), shard.data.shape[0])
+    shard.data[num_rows:].zero_()
+    return Shard(shard.offset, shard.data[:num_rows])
 
 
 def _refuse(texts: Sequence[str]) -> None:

@@ -89,13 +89,13 @@ class AbsentTensor(Tensor):
         ``advice``: Advice for the error of a read.
         """
         empty = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-        made: AbsentTensor = torch.Tensor._make_subclass(cls, empty, tensor.requires_grad)
-        vars(made).update(vars(tensor))  # attributes by which users tell parameters apart
-        made.path = path
-        made.is_parameter = is_parameter
-        made.advice = advice or _READ_ELSEWHERE
-        made.original = None
-        return made
+        absent: AbsentTensor = torch.Tensor._make_subclass(cls, empty, tensor.requires_grad)
+        vars(absent).update(vars(tensor))  # attributes by which users tell parameters apart
+        absent.path = path
+        absent.is_parameter = is_parameter
+        absent.advice = advice or _READ_ELSEWHERE
+        absent.original = None
+        return absent
 
     @classmethod
     def __torch_function__(
@@ -256,8 +256,8 @@ class AbsentListing:
         if module in seen:
             return False
         seen.add(module)
-        inside = [self._find(child, seen) for child in module.children()]
-        lacks = any(inside) or any(map(_is_absent_parameter, module.__dict__.values()))
+        children_lack = [self._find(child, seen) for child in module.children()]
+        lacks = any(children_lack) or any(map(_is_absent_parameter, module.__dict__.values()))
         if lacks:
             self._modules.append(module)
         return lacks
@@ -284,7 +284,7 @@ def _named_parameters(
     """Take the place of ``Module.named_parameters``, in the order of the full model."""
     seen = set[int]()
     # A tied parameter may be absent by the first name and present by another.
-    present = {id(p): p for _, p in nn.Module.named_parameters(module, recurse=recurse)}
+    parameters = {id(p): p for _, p in nn.Module.named_parameters(module, recurse=recurse)}
     modules = module.named_modules(prefix=prefix) if recurse else [(prefix, module)]
     for path, child in modules:
         absent = [(n, value) for n, value in child.__dict__.items() if _is_absent_parameter(value)]
@@ -293,7 +293,7 @@ def _named_parameters(
             if value is None or (remove_duplicate and identity in seen):
                 continue
             seen.add(identity)
-            listed = present.get(identity, value)
+            listed = parameters.get(identity, value)
             if isinstance(listed, AbsentTensor):
                 listed = AbsentTensor.of(value, value.path, is_parameter=True, advice=_LISTED)
             yield f"{path}.{name}" if path else name, listed
@@ -316,7 +316,7 @@ def drop_absent(optimizer: Any) -> None:
     for parameter in [p for p in getattr(optimizer, "state", ()) if isinstance(p, AbsentTensor)]:
         del optimizer.state[parameter]
     for group in getattr(optimizer, "param_groups", ()):
-        present = [not isinstance(parameter, AbsentTensor) for parameter in group["params"]]
+        is_present = [not isinstance(parameter, AbsentTensor) for parameter in group["params"]]
         for key in ("params", "param_names"):
             if key in group:
-                group[key] = list(compress(group[key], present))
+                group[key] = list(compress(group[key], is_present))

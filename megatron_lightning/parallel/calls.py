@@ -50,12 +50,12 @@ def check_calls(ranks: Sequence[int], calls: Sequence[Any]) -> None:
     sites = [call.site if isinstance(call, Call) else None for call in calls]
     if len({*sites}) == 1:
         return
-    other = next(i for i, site in enumerate(sites) if site != sites[0])
+    differing = next(i for i, site in enumerate(sites) if site != sites[0])
     sides = " and ".join(
         f"rank {ranks[i]} has called {calls[i].name} ({calls[i].where})"
         if isinstance(calls[i], Call)
         else f"rank {ranks[i]} another collective"
-        for i in (0, other)
+        for i in (0, differing)
     )
     raise RankError(
         f"ranks make different calls of those that all ranks make together: {sides}. Call it on "

@@ -78,11 +78,11 @@ class AxisGroup:
         """
         if self.process_group is None:
             return [value]
-        values: list[Any] = [None] * self.size
-        own = _Sent(current_call(1), value)
-        dist.all_gather_object(values, own, group=self.process_group)
-        check_calls(self.ranks, [v.call if isinstance(v, _Sent) else None for v in values])
-        return [sent.value for sent in values]
+        messages: list[Any] = [None] * self.size
+        message = _Sent(current_call(1), value)
+        dist.all_gather_object(messages, message, group=self.process_group)
+        check_calls(self.ranks, [v.call if isinstance(v, _Sent) else None for v in messages])
+        return [sent.value for sent in messages]
 
     def broadcast_object(self, value: T) -> T:
         """Return the first rank's picklable ``value``. A collective that ignores the other ranks'

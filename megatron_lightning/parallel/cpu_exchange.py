@@ -47,11 +47,11 @@ def all_gather(x: Tensor, size: int, group: str) -> Tensor:
     if not _is_direct(x):
         compat.all_gather(gathered, x, process_group)
         return result
-    own, chunks = dist.get_rank(process_group), gathered.chunk(size)
+    own_rank, chunks = dist.get_rank(process_group), gathered.chunk(size)
     messages = Messages(
-        process_group, {rank: (x, chunks[rank]) for rank in range(size) if rank != own}
+        process_group, {rank: (x, chunks[rank]) for rank in range(size) if rank != own_rank}
     )
-    chunks[own].copy_(x)
+    chunks[own_rank].copy_(x)
     messages.wait()
     return result
 
@@ -70,15 +70,15 @@ def reduce_scatter(x: Tensor, size: int, group: str) -> Tensor:
         total = x.new_empty((x.shape[0] // size, *x.shape[1:]))
         compat.reduce_scatter(total, x, process_group)
         return total
-    own, chunks = dist.get_rank(process_group), x.chunk(size)
-    received = {rank: torch.empty_like(chunks[own]) for rank in range(size) if rank != own}
+    own_rank, chunks = dist.get_rank(process_group), x.chunk(size)
+    buffers = {rank: torch.empty_like(chunks[own_rank]) for rank in range(size) if rank != own_rank}
     Messages(
-        process_group, {rank: (chunks[rank], buffer) for rank, buffer in received.items()}
+        process_group, {rank: (chunks[rank], buffer) for rank, buffer in buffers.items()}
     ).wait()
-    total, *others = received.values()
-    total += chunks[own]
-    for other in others:
-        total += other
+    total, *summands = buffers.values()
+    total += chunks[own_rank]
+    for summand in summands:
+        total += summand
     return total
 
 
@@ -100,11 +100,12 @@ def _group(name: str) -> dist.ProcessGroup:
 
 def gather_chunks(buffer: Tensor, group: dist.ProcessGroup) -> Messages | dist.Work | None:
     """Begin to gather the equal chunks of the 1-D ``buffer``, a chunk from each rank, in place."""
-    chunks, own = buffer.chunk(group.size()), group.rank()
-    if not _is_direct(chunks[own]):
-        return compat.all_gather(buffer, chunks[own], group, async_op=True)
+    chunks, own_rank = buffer.chunk(group.size()), group.rank()
+    if not _is_direct(chunks[own_rank]):
+        return compat.all_gather(buffer, chunks[own_rank], group, async_op=True)
     return Messages(
-        group, {rank: (chunks[own], chunk) for rank, chunk in enumerate(chunks) if rank != own}
+        group,
+        {rank: (chunks[own_rank], chunk) for rank, chunk in enumerate(chunks) if rank != own_rank},
     )
 
 
@@ -112,16 +113,18 @@ def reduce_chunks(buffer: Tensor, group: dist.ProcessGroup) -> Messages | dist.W
     """Begin to sum the 1-D ``buffer`` over the group into this rank's chunk. The other chunks are
     undefined afterwards.
     """
-    chunks, own = buffer.chunk(group.size()), group.rank()
+    chunks, own_rank = buffer.chunk(group.size()), group.rank()
     if not _is_direct(buffer):
-        return compat.reduce_scatter(chunks[own], buffer, group, async_op=True)
+        return compat.reduce_scatter(chunks[own_rank], buffer, group, async_op=True)
     messages = {
-        rank: (chunk, torch.empty_like(chunk)) for rank, chunk in enumerate(chunks) if rank != own
+        rank: (chunk, torch.empty_like(chunk))
+        for rank, chunk in enumerate(chunks)
+        if rank != own_rank
     }
 
     def add() -> None:
-        for _, received in messages.values():
-            chunks[own].add_(received)
+        for _, chunk in messages.values():
+            chunks[own_rank].add_(chunk)
 
     return Messages(group, messages, add)
 

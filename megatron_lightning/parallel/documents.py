@@ -57,10 +57,10 @@ class Documents:
     def _where(cls, ends: Tensor) -> Documents:
         """``ends`` [b, s-1]: whether a position is the end of the position's document."""
         length = ends.shape[1] + 1
-        found: list[list[int]] = [[0] for _ in range(ends.shape[0])]
+        boundaries: list[list[int]] = [[0] for _ in range(ends.shape[0])]
         for row, position in ends.nonzero().tolist():
-            found[row].append(position + 1)
-        return cls(tuple((*row, length) for row in found))
+            boundaries[row].append(position + 1)
+        return cls(tuple((*row, length) for row in boundaries))
 
     @property
     def length(self) -> int:

@@ -65,11 +65,11 @@ class RankGrid:
         """Return ``axes`` and the other axes of their grid, both in the order of the order
         string.
         """
-        named = set(axes.split("-"))
+        axis_names = set(axes.split("-"))
         for grid in self._grids:
-            if named.issubset(grid):
-                return [axis for axis in grid if axis in named], [
-                    axis for axis in grid if axis not in named
+            if axis_names.issubset(grid):
+                return [axis for axis in grid if axis in axis_names], [
+                    axis for axis in grid if axis not in axis_names
                 ]
         raise ConfigError(
             f"there is no group {axes!r}: dense axes are tp, cp, dp, pp, axes of experts etp, ep, "

@@ -101,22 +101,22 @@ def read_nccl_options(path: str | Path, groups: Collection[str]) -> dict[str, Nc
 
 
 def _group(name: object, groups: Collection[str], path: str | Path) -> str:
-    found = str(name).replace("_", "-")
-    if found not in groups:
+    group = str(name).replace("_", "-")
+    if group not in groups:
         raise ConfigError(
             f"{path} has options of {name!r}, and there is no such group. The groups are "
             f"{', '.join(groups)}."
         )
-    return found
+    return group
 
 
 def _options(group: object, values: Mapping[str, Any], path: str | Path) -> NcclOptions:
-    known = [field.name for field in fields(NcclOptions)]
-    unknown = [str(name) for name in values if name not in known]
+    field_names = [field.name for field in fields(NcclOptions)]
+    unknown = [str(name) for name in values if name not in field_names]
     if unknown:
         raise ConfigError(
             f"{path} sets {', '.join(unknown)} for {group}, which is unknown. The options are "
-            f"{', '.join(known)}."
+            f"{', '.join(field_names)}."
         )
     try:
         return NcclOptions(**values)
@@ -137,13 +137,13 @@ def options_by_ranks(
         ConfigError: If two groups of the same ranks have different options.
     """
     chosen: dict[tuple[int, ...], tuple[str, NcclOptions]] = {}
-    for name, own in options.items():
+    for name, group_options in options.items():
         ranks = ranks_of[name]
-        other, found = chosen.setdefault(ranks, (name, own))
-        if found != own:
+        first_name, first_options = chosen.setdefault(ranks, (name, group_options))
+        if first_options != group_options:
             raise ConfigError(
-                f"the NCCL options of {other} and {name} differ, and both are the {len(ranks)} "
-                f"ranks {ranks}, which share a communicator. Remove those of one, or make them "
-                "equal."
+                f"the NCCL options of {first_name} and {name} differ, and both are the "
+                f"{len(ranks)} ranks {ranks}, which share a communicator. Remove the options "
+                "of one, or make both equal."
             )
-    return {ranks: own for ranks, (_, own) in chosen.items()}
+    return {ranks: group_options for ranks, (_, group_options) in chosen.items()}

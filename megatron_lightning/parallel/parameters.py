@@ -42,6 +42,6 @@ def rebind(parameter: nn.Parameter, data: Tensor) -> None:
     parameter.grad = None
     # A graph still alive keeps torch's record of the parameter's shape. Another dtype makes torch
     # forget the record.
-    other = torch.float16 if data.dtype != torch.float16 else torch.float32
-    parameter.data = data.new_empty(0, dtype=other)
+    other_dtype = torch.float16 if data.dtype != torch.float16 else torch.float32
+    parameter.data = data.new_empty(0, dtype=other_dtype)
     parameter.data = data

@@ -33,16 +33,16 @@ def describe_unused(patterns: Sequence[str], paths: Collection[str]) -> list[str
         pattern that matches the same paths.
     """
     compiled = {pattern: compile_pattern(pattern) for pattern in patterns}
-    used: dict[str, str] = {}
+    uses: dict[str, str] = {}
     for path in paths:
         matching = [pattern for pattern, regex in compiled.items() if regex.fullmatch(path)]
         for pattern in matching:
             # A pattern that is first for any path is used, even if another pattern precedes for
             # other paths.
-            used[pattern] = pattern if matching[0] == pattern else used.get(pattern, matching[0])
+            uses[pattern] = pattern if matching[0] == pattern else uses.get(pattern, matching[0])
     texts = []
     for pattern in patterns:
-        first = used.get(pattern)
+        first = uses.get(pattern)
         if first is None:
             nearest = nearest_pattern(pattern, paths)
             texts.append(repr(pattern) + (f" (did you mean {nearest!r}?)" if nearest else ""))
@@ -59,7 +59,7 @@ def nearest_pattern(pattern: str, paths: Collection[str]) -> str | None:
     """
     segments = pattern.split(".")
     suffix = re.compile(rf"(?:(.+)\.)?{compile_pattern(pattern).pattern}")
-    prefixes = [found[1] for path in paths if (found := suffix.fullmatch(path)) and found[1]]
+    prefixes = [match[1] for path in paths if (match := suffix.fullmatch(path)) and match[1]]
     if prefixes:
         return f"{_generalized(min(prefixes, key=len))}.{pattern}"
     for start in range(1, len(segments)):

@@ -90,10 +90,10 @@ class ReplicaStreams:
         """Give steps a stream of their own, if there are several replicas."""
         self._are_two = num_replicas > 1
         if self._are_two and data_rank:
-            shared = self._rng.state()
+            shared_state = self._rng.state()
             torch.manual_seed(torch.initial_seed() + 1_000_003 * data_rank)
             self._steps = self._rng.state()
-            self._rng.set_state(shared)
+            self._rng.set_state(shared_state)
 
     @contextmanager
     def in_step(self, *, isolated: bool = False) -> Iterator[None]:
@@ -105,14 +105,14 @@ class ReplicaStreams:
         if not self._are_two or self._hooks is not None:
             yield
             return
-        before = self._steps
+        previous_state = self._steps
         self._hooks = self._rng.state()
         if self._steps is not None:
             self._rng.set_state(self._steps)
         try:
             yield
         finally:
-            self._steps = before if isolated else self._rng.state()
+            self._steps = previous_state if isolated else self._rng.state()
             self._rng.set_state(self._hooks)
             self._hooks = None
 

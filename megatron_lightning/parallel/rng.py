@@ -59,13 +59,13 @@ def seeded(seed: int, device: torch.device) -> Iterator[None]:
     generators continue as if nothing had been drawn.
     """
     generators = {_default_generator(place) for place in (torch.device("cpu"), device)}
-    outside = [(generator, generator.get_state()) for generator in generators]
+    states = [(generator, generator.get_state()) for generator in generators]
     for generator in generators:  # torch.manual_seed formats the stack for devices not yet in use
         generator.manual_seed(seed)
     try:
         yield
     finally:
-        for generator, state in outside:
+        for generator, state in states:
             generator.set_state(state)
 
 
@@ -87,8 +87,8 @@ def seeded_host(seed: int) -> Iterator[None]:
 def host_state() -> tuple[object, ...]:
     """Return the states of Python's and NumPy's default generators, for comparisons."""
     of_numpy: Any = np.random.get_state(legacy=False)
-    own = of_numpy["state"]
-    return random.getstate(), own["pos"], own["key"].tobytes()
+    numpy_state = of_numpy["state"]
+    return random.getstate(), numpy_state["pos"], numpy_state["key"].tobytes()
 
 
 class _Replay(AbstractContextManager[None]):
@@ -146,13 +146,13 @@ class RngStreams:
     @contextmanager
     def fork(self, name: str) -> Iterator[None]:
         """Draw from stream ``name`` inside the block. The default generator stays untouched."""
-        outside = get_generator_state(self.device)
+        outer_state = get_generator_state(self.device)
         set_generator_state(self.device, self._states[name])
         try:
             yield
         finally:
             self._states[name] = get_generator_state(self.device)
-            set_generator_state(self.device, outside)
+            set_generator_state(self.device, outer_state)
 
     def draw_kept(self, like: torch.Tensor, p: float, name: str) -> torch.Tensor:
         """Return the entries kept by dropout of a tensor like ``like``, drawn from stream ``name``:

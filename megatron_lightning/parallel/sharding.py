@@ -273,10 +273,10 @@ def gathered_input(module: nn.Module) -> tuple[str, int] | None:
 
 def sharding_plans(module: nn.Module) -> dict[str, ShardingPlan]:
     """Return the plans of the modules in ``module`` with a ``sharding_plan()``, by path."""
-    found = (
+    plan_makers = (
         (path, getattr(child, "sharding_plan", None)) for path, child in module.named_modules()
     )
-    return {path: make_plan() for path, make_plan in found if callable(make_plan)}
+    return {path: make_plan() for path, make_plan in plan_makers if callable(make_plan)}
 
 
 def check_plan(model: nn.Module, plan: ShardingPlan, owner: str = "") -> None:
@@ -298,14 +298,14 @@ def check_plan(model: nn.Module, plan: ShardingPlan, owner: str = "") -> None:
         if plan.attributes and not name.startswith("_")
     }
     rows = describe_unused(list(plan.modules), [path for path in modules if path])
-    unused = [f"row {text}" for text in rows] + [
+    problems = [f"row {text}" for text in rows] + [
         f"attribute {text}" for text in describe_unused(list(plan.attributes), attributes)
     ]
-    if unused:
+    if problems:
         where = f"{type(model).__name__}{f' ({owner})' if owner else ''}"
-        listed = "; ".join(unused[:_LISTED]) + ("; …" if len(unused) > _LISTED else "")
+        listed = "; ".join(problems[:_LISTED]) + ("; …" if len(problems) > _LISTED else "")
         raise ConfigError(
-            f"{len(unused)} of the {len(plan.modules) + len(plan.attributes)} patterns of the "
+            f"{len(problems)} of the {len(plan.modules) + len(plan.attributes)} patterns of the "
             f"sharding plan of {where} match no module or attribute: {listed}. What is left out "
             f"would be replicated. Paths begin at {type(model).__name__}: correct the patterns, "
             "or remove them."

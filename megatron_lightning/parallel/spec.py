@@ -215,8 +215,8 @@ class ShardSpec:
         problem = ""
         if self.global_shape != other.global_shape:
             problem = f"shapes are {self.global_shape} and {other.global_shape}"
-        elif both := set(self.sharded_over) & set(other.sharded_over):
-            problem = f"both split over {', '.join(sorted(both))}"
+        elif common_axes := set(self.sharded_over) & set(other.sharded_over):
+            problem = f"both split over {', '.join(sorted(common_axes))}"
         elif dims := self._split_dims & other._split_dims:
             problem = f"both split dim {', '.join(map(str, sorted(dims)))}"
         elif len(self.boxes) > 1 < len(other.boxes):
@@ -226,7 +226,7 @@ class ShardSpec:
                 f"two splits of a parameter of shape {self.global_shape} cannot be combined: "
                 f"{problem}. Split one dim over one axis and another over a second."
             )
-        boxes = (own.overlap(theirs) for own in self.boxes for theirs in other.boxes)
+        boxes = (our_box.overlap(their_box) for our_box in self.boxes for their_box in other.boxes)
         return replace(
             self,
             boxes=tuple(box for box in boxes if box is not None),
@@ -241,8 +241,10 @@ class ShardSpec:
         return {
             dim
             for box in self.boxes
-            for dim, (own, full) in enumerate(zip(box.shape, self.global_shape, strict=True))
-            if own != full
+            for dim, (local_size, global_size) in enumerate(
+                zip(box.shape, self.global_shape, strict=True)
+            )
+            if local_size != global_size
         }
 
     @property

@@ -50,8 +50,8 @@ class TensorShards:
                     "(register_buffer with persistent=False)."
                 )
             fits = len(offset) == data.dim() == len(self.global_shape) and all(
-                o >= 0 and o + n <= full
-                for o, n, full in zip(offset, data.shape, self.global_shape, strict=True)
+                o >= 0 and o + n <= global_size
+                for o, n, global_size in zip(offset, data.shape, self.global_shape, strict=True)
             )
             if not fits or data.dtype != self.dtype:
                 raise CheckpointError(

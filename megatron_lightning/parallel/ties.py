@@ -68,11 +68,11 @@ def untied(model: nn.Module) -> Iterator[None]:
 def _check_shapes(model: nn.Module, owner: str, copies: list[str]) -> None:
     shape = tuple(model.get_parameter(owner).shape)
     for copy in copies:
-        found = tuple(model.get_parameter(copy).shape)
-        if found != shape:
+        copy_shape = tuple(model.get_parameter(copy).shape)
+        if copy_shape != shape:
             raise ShardingError(
                 f"{copy} and {owner} were one parameter, and the plan gives them the shapes "
-                f"{found} and {shape}. Give both modules the same style."
+                f"{copy_shape} and {shape}. Give both modules the same style."
             )
 
 

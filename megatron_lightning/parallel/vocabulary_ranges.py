@@ -32,8 +32,8 @@ def align_vocabulary(
         ShardingError: If only ``logits`` are split.
     """
     ranks = range(group.size)
-    wanted = [_cut(other_size, group.size, rank, common) for rank in ranks]
-    start, end = wanted[max(group.rank, 0)]
+    target_ranges = [_cut(other_size, group.size, rank, common) for rank in ranks]
+    start, end = target_ranges[max(group.rank, 0)]
     if logits.shape[-1] == size:
         return logits[..., start:end]
     if group.size == 1:
@@ -42,15 +42,15 @@ def align_vocabulary(
             "student's: only one of the two output layers is split over tensor-parallel ranks. "
             "Use models whose plans split both or neither."
         )
-    held = [_cut(size, group.size, rank, common) for rank in ranks]
-    if held == wanted:
+    source_ranges = [_cut(size, group.size, rank, common) for rank in ranks]
+    if source_ranges == target_ranges:
         return logits[..., : end - start]
-    own_start, own_end = held[group.rank]
-    sent = [_overlap((own_start, own_end), other) for other in wanted]
-    received = [_overlap((start, end), other) for other in held]
+    own_start, own_end = source_ranges[group.rank]
+    sent_ranges = [_overlap((own_start, own_end), other) for other in target_ranges]
+    received_ranges = [_overlap((start, end), other) for other in source_ranges]
     # Ranges of ranks ascend, so that the pieces of a rank are in order.
     rows = logits[..., : own_end - own_start].movedim(-1, 0).contiguous()
-    return exchange_rows(rows, sent, received, group).movedim(0, -1)
+    return exchange_rows(rows, sent_ranges, received_ranges, group).movedim(0, -1)
 
 
 def _cut(size: int, num_ranks: int, rank: int, common: int) -> tuple[int, int]:

@@ -75,8 +75,13 @@ def exchange(first: Path, second: Path) -> bool:
     """Swap two names of a local directory atomically. False if the system cannot swap."""
     try:
         libc = ctypes.CDLL(None, use_errno=True)
-        here, swap = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
-        return bool(libc.renameat2(here, os.fsencode(first), here, os.fsencode(second), swap) == 0)
+        current_folder, swap = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
+        return bool(
+            libc.renameat2(
+                current_folder, os.fsencode(first), current_folder, os.fsencode(second), swap
+            )
+            == 0
+        )
     except (OSError, AttributeError):  # no such call in this C library
         return False
 

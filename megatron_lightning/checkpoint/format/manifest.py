@@ -251,11 +251,11 @@ def check_tiling(name: str, shape: Shape, boxes: Sequence[Box]) -> None:
     )
     corners: Counter[Shape] = Counter()
     for box in boxes:
-        inside = len(box.offset) == len(box.shape) == len(shape) and all(
-            n > 0 and o + n <= full for o, n, full in zip(box.offset, box.shape, shape, strict=True)
+        is_inside = len(box.offset) == len(box.shape) == len(shape) and all(
+            n > 0 and o + n <= size for o, n, size in zip(box.offset, box.shape, shape, strict=True)
         )
         _check(
-            inside,
+            is_inside,
             f"{name}: a shard of shape {box.shape} at {box.offset} is not inside shape {shape}",
         )
     covered = sum(prod(box.shape) for box in boxes)

@@ -229,10 +229,10 @@ class _LocalReader:
             self._descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
         except OSError as error:
             raise unreadable(path, error.strerror or str(error)) from error
-        found = os.fstat(self._descriptor).st_size
-        if found != size_bytes:
+        num_bytes = os.fstat(self._descriptor).st_size
+        if num_bytes != size_bytes:
             self.close()
-            raise wrong_size(path, found, size_bytes)
+            raise wrong_size(path, num_bytes, size_bytes)
         _advise(self._descriptor, "POSIX_FADV_SEQUENTIAL")
 
     def read_into(self, start: int, view: memoryview) -> None:
@@ -275,11 +275,11 @@ class RemoteFolder:
                 file.write(chunk)
                 size_bytes += len(chunk)
         self.files.invalidate_cache(self.root)
-        found = self.files.size(path)
-        if found != size_bytes:
+        num_bytes = self.files.size(path)
+        if num_bytes != size_bytes:
             raise CheckpointError(
-                f"{self.url}/{name} has {found} bytes after {size_bytes} were written to it. Save "
-                "again."
+                f"{self.url}/{name} has {num_bytes} bytes after {size_bytes} were written to it. "
+                "Save again."
             )
         return size_bytes
 
@@ -302,8 +302,8 @@ class RemoteFolder:
 
     def remove(self, names: Iterable[str]) -> None:
         """See :class:`Folder`."""
-        present = self.sizes().keys()
-        to_delete = [f"{self.root}/{name}" for name in names if name in present]
+        file_names = self.sizes().keys()
+        to_delete = [f"{self.root}/{name}" for name in names if name in file_names]
         if to_delete:
             self.files.rm(to_delete)
 
@@ -333,11 +333,11 @@ class _RemoteReader:
         self._path = path
         self._name = name
         try:
-            found = files.size(path)
+            num_bytes = files.size(path)
         except (OSError, LookupError) as error:
             raise unreadable(name, str(error)) from error
-        if found != size_bytes:
-            raise wrong_size(name, found, size_bytes)
+        if num_bytes != size_bytes:
+            raise wrong_size(name, num_bytes, size_bytes)
 
     def read_into(self, start: int, view: memoryview) -> None:
         data = self._files.cat_file(self._path, start=start, end=start + len(view)) if view else b""

@@ -92,10 +92,16 @@ def write_checkpoint(
                 (n, b, torch.empty(b.shape, dtype=tensors[n].dtype, device="meta"))
                 for n, b in content
             )
-            held = [(name, Shard(box.offset, placeholder)) for name, box, placeholder in meta]
+            placeholders = [
+                (name, Shard(box.offset, placeholder)) for name, box, placeholder in meta
+            ]
             stem = f"tensors.{pending.identifier}.{number:05d}"
             for file in write_shards(
-                pending.folder, stem, held, sum(s.data.nbytes for _, s in held), fetch=fetched
+                pending.folder,
+                stem,
+                placeholders,
+                sum(s.data.nbytes for _, s in placeholders),
+                fetch=fetched,
             ):
                 sizes[file.name] = file.size_bytes
                 for name, shard in file.shards:
@@ -114,10 +120,10 @@ def spread_evenly(
     """
     stored = [(name, box) for name, info in tensors.items() for box in boxes(info)]
     sizes = [tensors[name].num_bytes(box.shape) for name, box in stored]
-    total, done = sum(sizes), 0
+    total, num_elements = sum(sizes), 0
     files: list[list[tuple[str, Box]]] = [[] for _ in range(num_files)]
     for entry, size in zip(stored, sizes, strict=True):
-        middle = done + size / 2
+        middle = num_elements + size / 2
         files[min(num_files - 1, int(middle * num_files / total)) if total else 0].append(entry)
-        done += size
+        num_elements += size
     yield from filter(None, files)

@@ -50,10 +50,10 @@ def check_structure(state: Mapping[Any, Any], origin: str) -> None:
                 values,
                 origin,
             )
-    own = state.get(OWN)
-    if own is not None:
-        _require(isinstance(own, Mapping), f"[{OWN!r}]", Mapping, own, origin)
-        _check_entries(own, _OWN, f"[{OWN!r}]", origin)
+    own_state = state.get(OWN)
+    if own_state is not None:
+        _require(isinstance(own_state, Mapping), f"[{OWN!r}]", Mapping, own_state, origin)
+        _check_entries(own_state, _OWN, f"[{OWN!r}]", origin)
 
 
 def check_progress(own: Mapping[str, Any]) -> None:

@@ -77,11 +77,11 @@ class Pointer:
 
     def write(self, path: str, newest: str) -> None:
         """Write the file with an additional copy. The complete file replaces the previous file."""
-        known: Sequence[str] = ()
+        known_names: Sequence[str] = ()
         with suppress(CheckpointError):  # a damaged pointer is replaced
-            before = Pointer.read(path)
-            known = before.copies if before is not None else ()
-        copies = [newest, *(name for name in known if _step_of(name) < _step_of(newest))][
+            pointer = Pointer.read(path)
+            known_names = pointer.copies if pointer is not None else ()
+        copies = [newest, *(name for name in known_names if _step_of(name) < _step_of(newest))][
             :_NUM_KEPT
         ]
         with completed_file(path) as file:
@@ -170,8 +170,8 @@ class LocalCopies:
                 the same number.
         """
         group, wanted = self._group, set(range(num_ranks))
-        held = group.all_gather_object(self._held())
-        places = [set().union(*held)] if same_layout else held
+        copies_of_ranks = group.all_gather_object(self._held())
+        places = [set().union(*copies_of_ranks)] if same_layout else copies_of_ranks
         complete = [
             name
             for name in names
@@ -181,7 +181,9 @@ class LocalCopies:
             return None
         name = complete[0]
         if same_layout:
-            self._fetch(name, [{rank for n, rank in parts if n == name} for parts in held])
+            self._fetch(
+                name, [{rank for n, rank in parts if n == name} for parts in copies_of_ranks]
+            )
         first = range(group.rank, num_ranks, group.size)
         opened = together(
             group,
@@ -201,7 +203,7 @@ class LocalCopies:
 
     def _held(self) -> set[tuple[str, int]]:
         """Return (copy, rank) of every part on this node."""
-        found = set()
+        copies = set()
         for folder in self._folder.iterdir() if self._folder.is_dir() else ():
             if _NAME.fullmatch(folder.name):
                 parts = [
@@ -209,8 +211,8 @@ class LocalCopies:
                     for part in folder.iterdir()
                     if re.fullmatch(r"rank-\d{5}", part.name) and is_committed(part)
                 ]
-                found |= {(folder.name, int(part.name[5:])) for part in parts}
-        return found
+                copies |= {(folder.name, int(part.name[5:])) for part in parts}
+        return copies
 
     def _replicate(self, name: str) -> None:
         """Send this rank's part to the next node and receive a part from the previous node."""
@@ -294,16 +296,16 @@ class LocalCopies:
 
     def _messages(self, rank: int) -> Iterator[tuple[str, bytes]]:
         """Yield (file name, next bytes of the file) from another rank."""
-        received: list[Any] = [None]
+        messages: list[Any] = [None]
         while True:
             dist.recv_object_list(
-                received, self._group.ranks[rank], self._group.process_group, torch.device("cpu")
+                messages, self._group.ranks[rank], self._group.process_group, torch.device("cpu")
             )
-            if not isinstance(received[0], tuple):
+            if not isinstance(messages[0], tuple):
                 break
-            yield received[0]
-        if received[0]:
-            raise CheckpointError(received[0])
+            yield messages[0]
+        if messages[0]:
+            raise CheckpointError(messages[0])
 
     def _send_object(self, value: Any, rank: int) -> None:
         dist.send_object_list(
@@ -318,8 +320,8 @@ class LocalCopies:
             names = {
                 folder.name for folder in self._folder.iterdir() if _NAME.fullmatch(folder.name)
             }
-            before = sorted(name for name in names if _step_of(name) < _step_of(newest))
-            for name in names - {newest, *before[1 - _NUM_KEPT :]}:
+            old_names = sorted(name for name in names if _step_of(name) < _step_of(newest))
+            for name in names - {newest, *old_names[1 - _NUM_KEPT :]}:
                 shutil.rmtree(self._folder / name, ignore_errors=True)
 
 

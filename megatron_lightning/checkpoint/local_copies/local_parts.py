@@ -37,16 +37,16 @@ def part_snapshot(
     path: Path, tensors: Iterable[TensorShards], state: Mapping[str, Any]
 ) -> Snapshot:
     """Collect the shards and the rest of the state of this rank, to be written to ``path``."""
-    held: list[TensorShards] = []
+    tensors_of_rank: list[TensorShards] = []
     boxes: dict[str, list[tuple[str, Shape, Shape]]] = {}
     shapes: dict[str, tuple[Shape, str]] = {}
     for number, shards in enumerate(tensors):
         shapes[shards.name] = (shards.global_shape, str(shards.dtype).removeprefix("torch."))
         for shard in shards.shards:
-            stored = f"{number}.{len(held)}"
-            held.append(TensorShards.full(stored, shard.data))
+            stored = f"{number}.{len(tensors_of_rank)}"
+            tensors_of_rank.append(TensorShards.full(stored, shard.data))
             boxes.setdefault(shards.name, []).append((stored, *shard.box))
-    return take_snapshot(path, held, {"tensors": shapes, "boxes": boxes, "state": state})
+    return take_snapshot(path, tensors_of_rank, {"tensors": shapes, "boxes": boxes, "state": state})
 
 
 def open_part(path: Path) -> LocalPart:
@@ -112,19 +112,19 @@ class PartsSource:
         """Yield (number of a part, read from the part) until every element of the shard is
         covered.
         """
-        rest, seen = shard.data.numel(), set()
+        num_missing, seen = shard.data.numel(), set()
         for number, part in enumerate(self._parts()):
-            if not rest:
+            if not num_missing:
                 return
             for stored, box in part.boxes.get(name, ()):
                 common = box.overlap(shard.box)
                 if common is None or box in seen:  # replicas hold the same boxes
                     continue
                 seen.add(box)
-                rest -= prod(common.shape)
+                num_missing -= prod(common.shape)
                 target = shard.data[common.relative_to(shard.offset).slices]
                 yield number, (stored, Shard(common.relative_to(box.offset).offset, target))
-        if rest:
+        if num_missing:
             raise CheckpointError(
                 f"{name}: the local copies on this node lack elements of this rank's shard. Resume "
                 "from a checkpoint of the shared file system."

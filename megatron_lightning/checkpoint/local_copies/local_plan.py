@@ -76,14 +76,14 @@ def open_copy(
             f"the local copies in {pointer.folder} are of another layout ({pointer.num_ranks} "
             f"ranks of {pointer.layout}), and not every node has all parts of one"
         )
-    shared = on_first_rank(
+    paths = on_first_rank(
         group, lambda: [str(found.path) for found in list_checkpoints(Path(path).parent)]
     )
-    if not shared:
+    if not paths:
         raise CheckpointError(
             f"{lack}, and {Path(path).parent} has no other checkpoint. Delete {path} to start from "
             "scratch."
         )
     if group.rank == 0:
-        warnings.warn(f"Resuming from {shared[-1]}: {lack}.", stacklevel=2)
-    return open_checkpoint(shared[-1], group=group)
+        warnings.warn(f"Resuming from {paths[-1]}: {lack}.", stacklevel=2)
+    return open_checkpoint(paths[-1], group=group)

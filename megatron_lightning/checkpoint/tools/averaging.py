@@ -48,14 +48,16 @@ def average(
         )
     opened = [open_checkpoint(source) for source in sources]
     states = [source.state() for source in opened]
-    own: dict[str, Any] = next((state[OWN] for state in reversed(states) if OWN in state), {})
-    own = {key: value for key, value in own.items() if key != TABLE}  # only weights are written
+    own_state: dict[str, Any] = next((state[OWN] for state in reversed(states) if OWN in state), {})
+    own_state = {
+        key: value for key, value in own_state.items() if key != TABLE
+    }  # only weights are written
     # Plain files have tied weights under each of their names, directories under their owner's.
-    tensors = [_weights(source, leave_out=own.get("tied", {})) for source in opened]
+    tensors = [_weights(source, leave_out=own_state.get("tied", {})) for source in opened]
     if not tensors[-1]:
         raise CheckpointError(f"{sources[-1]} holds no weights. Name checkpoints of a model.")
-    for path, found in zip(sources, tensors, strict=True):
-        _check_same(str(sources[-1]), tensors[-1], str(path), found)
+    for path, source_tensors in zip(sources, tensors, strict=True):
+        _check_same(str(sources[-1]), tensors[-1], str(path), source_tensors)
 
     def fetch(name: str, box: Box) -> Tensor:
         entry = tensors[-1][name]
@@ -74,8 +76,11 @@ def average(
         tensors[-1],
         fetch,
         {key: value for key, value in states[-1].items() if key not in FULL_STATE}
-        | ({OWN: own} if own else {}),
-        {"average_of": [str(source) for source in sources], "tied": dict(own.get("tied", {}))},
+        | ({OWN: own_state} if own_state else {}),
+        {
+            "average_of": [str(source) for source in sources],
+            "tied": dict(own_state.get("tied", {})),
+        },
         files=spread_evenly(tensors[-1], lambda info: slabs(info, CHUNK_BYTES), 1),
     )
 
@@ -97,11 +102,11 @@ def _check_same(
     )
     if differing:
         name = differing[0]
-        one, other = (
+        one, second = (
             f"{e.shape} {e.dtype}" if e else "no such tensor"
             for e in (expected.get(name), found.get(name))
         )
         raise CheckpointError(
             f"{path} and {reference} are not of one model: {len(differing)} tensors differ, the "
-            f"first is {name}: {other} and {one}. Average checkpoints of one training run."
+            f"first is {name}: {second} and {one}. Average checkpoints of one training run."
         )

@@ -53,9 +53,9 @@ def verify(path: str) -> None:
     with progress_bar("verifying", total) as advance:
         damages = verification.verify(path, advance=advance)
     if damages:
-        shown = "; ".join(map(str, damages[:_LISTED]))
+        listing = "; ".join(map(str, damages[:_LISTED]))
         more = f"; and {len(damages) - _LISTED} more" if len(damages) > _LISTED else ""
-        raise CheckpointError(f"{path} is damaged in {len(damages)} places: {shown}{more}")
+        raise CheckpointError(f"{path} is damaged in {len(damages)} places: {listing}{more}")
     print(
         f"{path} is sound: {len(manifest.tensors)} tensors in {len(manifest.files)} files, "
         f"{readable_bytes(total)}"
@@ -143,23 +143,23 @@ def prune(  # noqa: PLR0917  # every one is an option of the command line
         min_age_minutes: Never list younger leftovers: another job may still be writing.
         delete: Delete the listed entries. Without this option nothing changes.
     """
-    found = pruning.find_prunable(
+    entries = pruning.find_prunable(
         folder,
         keep_last=keep_last,
         keep_every=keep_every,
         keep=keep or (),
         min_age_s=60.0 * min_age_minutes,
     )
-    for entry in found:
+    for entry in entries:
         print(f"{entry.path}  {readable_bytes(entry.size_bytes)}  {entry.reason}")
-    total = sum(entry.size_bytes for entry in found)
+    total = sum(entry.size_bytes for entry in entries)
     if delete:
         with progress_bar("deleting", total) as advance:
-            for entry in found:
+            for entry in entries:
                 pruning.prune([entry])
                 advance(entry.size_bytes)
     print(
-        f"{len(found)} entries, {readable_bytes(total)}: "
+        f"{len(entries)} entries, {readable_bytes(total)}: "
         + ("deleted" if delete else "nothing deleted; add --delete to do it")
     )
 

@@ -59,11 +59,11 @@ def read_full(
             advance(tensor.nbytes)
     state = {key: value for key, value in source.state().items() if key not in left_out}
     entries = [e for e in read_table(state) or () if e.stored in tensors]
-    found = [tensors[entry.stored] for entry in entries]
+    stored_tensors = [tensors[entry.stored] for entry in entries]
     for entry in entries:
         tensors.pop(entry.stored, None)
     checkpoint = join_tensors(tensors, state)
-    place(checkpoint, entries, found)
+    place(checkpoint, entries, stored_tensors)
     for copy, owner in _tied(source).items():  # stored once, under the owner's name
         for values in checkpoint.values():
             if isinstance(values, dict) and isinstance(values.get(owner), torch.Tensor):

@@ -67,14 +67,16 @@ def list_checkpoints(folder: str | os.PathLike[str]) -> list[StoredCheckpoint]:
     """Return the committed checkpoint directories in a folder or under a URL, the newest last.
     Links are not followed.
     """
-    found = []
+    checkpoints = []
     for path in list_folders(folder):
         if not _LEFTOVER.fullmatch(_name(path)) and is_committed(path):
             step = read_manifest(path).info.get("global_step")
             saved_at = folder_of(path).modified(MANIFEST) or 0.0
-            found.append(StoredCheckpoint(path, step if isinstance(step, int) else -1, saved_at))
+            checkpoints.append(
+                StoredCheckpoint(path, step if isinstance(step, int) else -1, saved_at)
+            )
     return sorted(
-        found, key=lambda checkpoint: (checkpoint.step, checkpoint.saved_at, checkpoint.path)
+        checkpoints, key=lambda checkpoint: (checkpoint.step, checkpoint.saved_at, checkpoint.path)
     )
 
 
@@ -107,24 +109,24 @@ def find_prunable(
             raise ConfigError(f"{name} is {number}. It must be a positive integer, or left out.")
     if is_committed(top):
         raise ConfigError(f"{top} is a checkpoint itself. Name the folder that holds it.")
-    found = [*_leftovers(top, min_age_s), *_strays(top, min_age_s)]
+    prunable = [*_leftovers(top, min_age_s), *_strays(top, min_age_s)]
     if keep_last is None and keep_every is None:
-        return found
+        return prunable
     checkpoints = list_checkpoints(top)
-    kept = _referred_to(top, checkpoints)
+    referred = _referred_to(top, checkpoints)
     # Nobody can resume from a checkpoint without all files.
     sound = [checkpoint for checkpoint in checkpoints if _has_its_files(checkpoint.path)]
-    kept |= {checkpoint.path for checkpoint in sound[-keep_last:]} if keep_last else set()
+    referred |= {checkpoint.path for checkpoint in sound[-keep_last:]} if keep_last else set()
     for checkpoint in sound:
         by_step = (
             keep_every is not None and checkpoint.step >= 0 and checkpoint.step % keep_every == 0
         )
         by_name = any(fnmatchcase(checkpoint.name, pattern) for pattern in keep)
-        if checkpoint.path not in kept and not by_step and not by_name:
+        if checkpoint.path not in referred and not by_step and not by_name:
             size_bytes = sum(folder_of(checkpoint.path).sizes().values())
             size_bytes += _nested_bytes(checkpoint.path)
-            found.append(Prunable(checkpoint.path, size_bytes, f"old: step {checkpoint.step}"))
-    return found
+            prunable.append(Prunable(checkpoint.path, size_bytes, f"old: step {checkpoint.step}"))
+    return prunable
 
 
 def _has_its_files(path: str) -> bool:
@@ -149,8 +151,8 @@ def _leftovers(folder: str | Path, min_age_s: float) -> Iterator[Prunable]:
     """Yield temporary directories and files of killed local saves."""
     if not isinstance(folder, Path):
         return
-    inside = folder.glob(f"*/{HUGGING_FACE}.*")  # of exports into checkpoints
-    for path in sorted([*folder.iterdir(), *inside]):
+    exports = folder.glob(f"*/{HUGGING_FACE}.*")  # of exports into checkpoints
+    for path in sorted([*folder.iterdir(), *exports]):
         leftover = _LEFTOVER.fullmatch(path.name)
         if not leftover or path.is_symlink() or time.time() - path.stat().st_mtime < min_age_s:
             continue
@@ -173,14 +175,14 @@ def _strays(folder: str | os.PathLike[str], min_age_s: float) -> Iterator[Prunab
         place = folder_of(path)
         sizes = place.sizes()
         try:
-            known = read_manifest(path).files if MANIFEST in sizes else {}
+            known_files = read_manifest(path).files if MANIFEST in sizes else {}
         except CheckpointError:
             continue  # damaged: the files are unknown
-        strays = [name for name in sizes if OUR_FILES.fullmatch(name) and name not in known]
+        strays = [name for name in sizes if OUR_FILES.fullmatch(name) and name not in known_files]
         if not strays or any(_age_s(place, name) < min_age_s for name in strays):
             continue
         size_bytes = sum(sizes[name] for name in strays)
-        if known:
+        if known_files:
             yield Prunable(path, size_bytes, "left by an interrupted save", tuple(strays))
         elif len(strays) == len(sizes) and not list_folders(path):
             yield Prunable(path, size_bytes, "never committed")
@@ -224,23 +226,23 @@ def _referred_to(folder: str | Path, checkpoints: Sequence[StoredCheckpoint]) ->
         break
     if not isinstance(folder, Path):
         return {checkpoint.path for checkpoint in checkpoints if checkpoint.name in names}
-    kept = {path.resolve() for path in folder.iterdir() if path.is_symlink()} | {
+    paths = {path.resolve() for path in folder.iterdir() if path.is_symlink()} | {
         (folder / name).resolve() for name in names
     }
     return {
-        checkpoint.path for checkpoint in checkpoints if Path(checkpoint.path).resolve() in kept
+        checkpoint.path for checkpoint in checkpoints if Path(checkpoint.path).resolve() in paths
     }
 
 
 def _paths_in(callbacks: Any) -> Iterator[str]:
     for state in callbacks.values() if isinstance(callbacks, dict) else ():
         if isinstance(state, dict):
-            named = [
+            paths = [
                 state.get("best_model_path"),
                 state.get("last_model_path"),
                 *(state.get("best_k_models") or ()),
             ]
-            yield from (path for path in named if path and isinstance(path, str))
+            yield from (path for path in paths if path and isinstance(path, str))
 
 
 def _name(path: str) -> str:

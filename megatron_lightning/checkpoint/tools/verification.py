@@ -141,16 +141,16 @@ def _header_matches(reader: RangeReader, stored: Sequence[_Stored]) -> bool:
     """Whether the header, used by other safetensors readers, agrees with the manifest."""
     data = bytes(read_range(reader, 0, stored[0][2].start))
     base = 8 + int.from_bytes(data[:8], "little")
-    expected = {}
+    entries = {}
     for name, info, shard in stored:
         start = shard.start - base
         stop = start + info.num_bytes(shard.box.shape)
-        expected[box_name(name, shard.box)] = header_entry(info.dtype, shard.box.shape, start, stop)
+        entries[box_name(name, shard.box)] = header_entry(info.dtype, shard.box.shape, start, stop)
     try:
         return (
             base <= len(data)
             and {k: v for k, v in json.loads(data[8:base]).items() if k != "__metadata__"}
-            == expected
+            == entries
         )
     except ValueError:
         return False
