@@ -9,7 +9,7 @@ import lightning.pytorch as pl
 from megatron_lightning.callbacks.text_callback import TextCallback
 from megatron_lightning.data.tokenizers import TokenizerType
 from megatron_lightning.errors import ConfigError
-from megatron_lightning.inference.evaluate import check_installed, sharing_of
+from megatron_lightning.inference.evaluate import check_installed, drafts_of, sharing_of
 from megatron_lightning.inference.options import EngineOptions
 
 
@@ -19,6 +19,7 @@ class EvaluateTasks(TextCallback):
 
     Values are logged as ``task/metric``, so that ``ModelCheckpoint(monitor="hellaswag/acc")`` and
     early stopping see the values. A table is printed. An evaluation leaves the training unchanged.
+    With ``EngineOptions(draft_tokens=…)`` the accepted share of drafts is ``draft_acceptance``.
 
     Args:
         tasks: Names of tasks and groups of tasks.
@@ -84,9 +85,13 @@ class EvaluateTasks(TextCallback):
         from megatron_lightning.inference import harness
 
         codec, engine = self._codec_and_engine(trainer, module)
-        model = harness.HarnessModel(engine, codec, sharing_of(engine))
+        replicas = sharing_of(engine)
+        model = harness.HarnessModel(engine, codec, replicas)
         results = harness.evaluate_tasks(model, **self._settings)
         values = {f"{self._prefix}{k}": v for k, v in harness.values_of(results).items()}
+        drafts = drafts_of(engine, replicas)
+        if drafts.proposed:
+            values[f"{self._prefix}draft_acceptance"] = drafts.acceptance
         self.values.append((trainer.global_step, values))
         module.log_dict(values)
         if trainer.is_global_zero:

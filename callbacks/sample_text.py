@@ -13,7 +13,7 @@ from lightning.pytorch.loggers import Logger
 from megatron_lightning.callbacks.text_callback import TextCallback
 from megatron_lightning.data.tokenizers import TokenizerType
 from megatron_lightning.errors import ConfigError
-from megatron_lightning.inference.evaluate import sharing_of
+from megatron_lightning.inference.evaluate import drafts_of, sharing_of
 from megatron_lightning.inference.options import EngineOptions
 from megatron_lightning.inference.sampling import Sampling, check_num_samples
 from megatron_lightning.inference.text import Codec, end_of, prompt_ids
@@ -26,7 +26,9 @@ class SampleText(TextCallback):
     losses are bit-equal, and memory is freed. Data-parallel ranks share the prompts.
 
     Texts go to TensorBoard, Weights & Biases, MLflow, Comet and Neptune as text, beside a
-    CSVLogger's metrics into ``texts.jsonl``, and without a logger to the terminal.
+    CSVLogger's metrics into ``texts.jsonl``, and without a logger to the terminal. With
+    ``EngineOptions(draft_tokens=…)`` the accepted share of drafts goes to the loggers as a metric
+    ``<name>_draft_acceptance``.
 
     Args:
         prompts: Texts to continue.
@@ -87,12 +89,15 @@ class SampleText(TextCallback):
         self._name = name
         self.texts: list[tuple[int, list[list[str]]]] = []
         """Optimizer step, and the texts of each prompt, of each writing of this fit."""
+        self.acceptance: list[tuple[int, float]] = []
+        """Optimizer step, and the accepted share of drafts, of each writing with drafts."""
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Begin anew. Texts of a fit stay until the next fit."""
         super().setup(trainer, pl_module, stage)
         if stage == "fit":
             self.texts = []
+            self.acceptance = []
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Write, unless every so many steps."""
@@ -107,8 +112,14 @@ class SampleText(TextCallback):
         by_prompt: Mapping[int, list[str]] = {i: t for part in texts for i, t in part.items()}
         rows = [by_prompt[index] for index in range(len(ids))]
         self.texts.append((trainer.global_step, rows))
+        drafts = drafts_of(engine, replicas)
+        if drafts.proposed:
+            self.acceptance.append((trainer.global_step, drafts.acceptance))
         if trainer.is_global_zero:
             self._log(trainer, rows)
+            for logger in trainer.loggers if drafts.proposed else ():
+                values = {f"{self._name}_draft_acceptance": drafts.acceptance}
+                logger.log_metrics(values, trainer.global_step)
 
     def _continued(
         self, engine: Any, codec: Codec, prompts: Sequence[tuple[int, list[int]]]

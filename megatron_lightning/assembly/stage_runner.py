@@ -76,7 +76,8 @@ class StageRunner:
             num_calls: Number of calls.
             call: Returns a call by index. Every stage asks when the call is due there: calls of a
                 group of ``group_size`` pass all stages before the next group begins.
-            finish: Takes index and output of a call, on the last stage.
+            finish: Takes index and output of a call, on the last stage, and may call units of the
+                stage.
             group_size: Calls in flight at once.
         """
         if self._part.partition is None:
@@ -154,7 +155,8 @@ class _Calls:
             output = self._module(*args, **kwargs)
         except StageExit as left:
             return left.outputs
-        self._finish(microbatch, output)
+        with self._crossing.suspended():
+            self._finish(microbatch, output)
         return None
 
     recomputing = completing = staticmethod(lambda *_: nullcontext())  # there is no backward

@@ -20,9 +20,9 @@ def choose(batch: Batch, logits: Tensor) -> Tensor:
 
     For a generating request, a place has the drawn token, the log-probability of the drawn token,
     and the log-probability of the best token. For a scored request, a place has the best token, the
-    log-probability of the text's own next token, and the log-probability of the best token.
-    Log-probabilities are computed from the logits divided by the temperature, before top-k and
-    top-p.
+    log-probability of the text's own next token, and the log-probability of the best token. Places
+    behind a draft that differs from the chosen token have the token -1. Log-probabilities are
+    computed from the logits divided by the temperature, before top-k and top-p.
 
     Args:
         batch: The requests. The requests' generators are advanced.
@@ -44,13 +44,17 @@ def choose(batch: Batch, logits: Tensor) -> Tensor:
     wanted = list(tokens)
     place = 0
     for portion in batch.portions:
+        follows_text = True
         for offset in portion.kept:
             if portion.request.num_scored:
                 wanted[place] = _next_token(portion, offset)
+            elif not follows_text:
+                tokens[place] = -1
             elif portion.request.sampling.temperature:
                 row = logits[place]
                 tokens[place] = portion.request.sampling.choose(row, portion.request.generator)
                 wanted[place] = tokens[place]
+            follows_text = follows_text and portion.takes(offset + 1, tokens[place])
             place += 1
     chosen = scaled.gather(1, torch.tensor(wanted, device=logits.device)[:, None])[:, 0]
     results = torch.stack((chosen - normalizer, best_logits - normalizer), 1).double().cpu()

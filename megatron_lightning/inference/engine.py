@@ -15,17 +15,19 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from megatron_lightning.assembly.part import Part, describe_part
 from megatron_lightning.assembly.stage_runner import StageRunner
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.inference.cache import Allocator, Pages, Runs
+from megatron_lightning.inference.choice import NUM_RESULTS
+from megatron_lightning.inference.drafts import make_drafter
 from megatron_lightning.inference.options import EngineOptions
 from megatron_lightning.inference.requests import Decode, RequestMaker
 from megatron_lightning.inference.rounds import Rounds
 from megatron_lightning.inference.routes import RouteRecorder, check_recorded
-from megatron_lightning.inference.scheduler import Request, Scheduler
+from megatron_lightning.inference.scheduler import Batch, Request, Scheduler
 from megatron_lightning.inference.steps import Steps
 from megatron_lightning.inference.text_model import Observe, TextModel
 from megatron_lightning.layers.key_cache import KeyCache
@@ -85,6 +87,9 @@ class Engine(TextModel):
             else None
         )
         self._part = part
+        self._drafter = make_drafter(
+            model, self.options, part.partition, in_lockstep=self.steps_together
+        )
         self._runner = StageRunner(model, part, context, executor)
         self._keeps_cache = keeps_cache
         self._num_slots: int | None = None
@@ -175,6 +180,8 @@ class Engine(TextModel):
                 allocator,
                 max_tokens=self.options.max_tokens,
                 max_requests=self.options.max_requests,
+                num_drafts=self.options.draft_tokens,
+                counts=self.draft_counts,
             )
             try:
                 yield self._scheduler
@@ -219,8 +226,11 @@ class Engine(TextModel):
             limit = min(most_steps, scheduler.most_steps)
             num_steps = 1 << (limit.bit_length() - 1)
         scheduler.set_groups(num_groups)
-        steps = Steps(cache, scheduler.allocator, self.context, self._recorder)
-        rounds = Rounds(scheduler, steps, self.context, num_groups)
+        drafter = self._drafter
+        keeps_states = drafter is not None
+        allocator, recorder = scheduler.allocator, self._recorder
+        steps = Steps(cache, allocator, self.context, recorder, keeps_states=keeps_states)
+        rounds = Rounds(scheduler, steps, self.context, num_groups, drafter)
         self._runner.run(num_groups * num_steps, rounds.call, rounds.finish, group_size=num_groups)
         rounds.end()
         if self._recorder is not None:
@@ -233,8 +243,15 @@ class Engine(TextModel):
         """
         if self._num_slots is None:
             trial = KeyCache(1)
-            steps = Steps(trial, Runs(1), self.context)
-            self._runner.run(1, lambda _: steps.padding(), lambda *_: None)
+            drafter = self._drafter
+            steps = Steps(trial, Runs(1), self.context, keeps_states=drafter is not None)
+            call = steps.padding()
+
+            def finish(_: int, __: Tensor) -> None:
+                if drafter is not None:
+                    drafter.draft(Batch(), call, torch.empty(0, NUM_RESULTS))
+
+            self._runner.run(1, lambda _: call, finish)
             size = torch.tensor(trial.bytes_per_slot, device=self.context.device)
             most = int(all_reduce(size, self.context.axis("world"), "max"))
             # A model without attention keeps nothing.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 from megatron_lightning.data.tokenizers import TokenizerType
@@ -9,6 +10,7 @@ from megatron_lightning.errors import ConfigError
 from megatron_lightning.inference.job import ModelJob
 from megatron_lightning.inference.load import Dtype
 from megatron_lightning.inference.own_generate import OwnGenerate
+from megatron_lightning.inference.scheduler import DraftCounts
 from megatron_lightning.inference.text import Codec
 from megatron_lightning.inference.text_model import TextModel
 from megatron_lightning.parallel.context import ALONE, AxisGroup
@@ -38,6 +40,7 @@ def evaluate(  # noqa: PLR0917  # every argument is an option of the command lin
     max_requests: int = 64,
     cache_gib: float = 1.0,
     adapters: str | None = None,
+    draft_tokens: int = 0,
 ) -> str | None:
     """Evaluate a trained model on tasks of lm-evaluation-harness.
 
@@ -74,6 +77,8 @@ def evaluate(  # noqa: PLR0917  # every argument is an option of the command lin
         max_requests: Texts computed at the same time. Further texts wait.
         cache_gib: GiB for keys and values on each rank, at most.
         adapters: Folder of peft, or checkpoint, with adapters for the model.
+        draft_tokens: Tokens drafted for each text in a step, by as many layers of multi-token
+            prediction, and verified by the model. The texts are the same. 0: no drafts.
 
     Returns:
         The harness's table. Nothing on ranks of torchrun other than the first.
@@ -100,6 +105,7 @@ def evaluate(  # noqa: PLR0917  # every argument is an option of the command lin
         max_tokens=max_tokens,
         max_requests=max_requests,
         cache_gib=cache_gib,
+        draft_tokens=draft_tokens,
         num_replicas=data_parallel_size,
         runs_replicas=True,
     )
@@ -140,12 +146,24 @@ def sharing_of(engine: TextModel) -> AxisGroup:
     return ALONE if isinstance(engine, OwnGenerate) else engine.context.dp_cp
 
 
+def drafts_of(engine: TextModel, replicas: AxisGroup) -> DraftCounts:
+    """Return the drafts of all texts so far, of all replicas. A collective of the replicas."""
+    drafts = DraftCounts()
+    for own in replicas.all_gather_object(engine.draft_counts):
+        drafts.add(own.proposed, own.accepted)
+    return drafts
+
+
 def _evaluate(engine: TextModel, codec: Codec, arguments: Any) -> str:
     from megatron_lightning.inference import harness
 
     settings, output = arguments
-    model = harness.HarnessModel(engine, codec, sharing_of(engine))
+    replicas = sharing_of(engine)
+    model = harness.HarnessModel(engine, codec, replicas)
     results = harness.evaluate_tasks(model, **settings)
+    drafts = drafts_of(engine, replicas)
+    if drafts.proposed and engine.context.rank == 0:
+        print(drafts, file=sys.stderr, flush=True)
     if output is not None and engine.context.rank == 0:
         harness.write_results(results, output)
     return harness.table_of(results)

@@ -41,6 +41,7 @@ def generate(  # noqa: PLR0917  # every argument is an option of the command lin
     max_requests: int = 64,
     cache_gib: float = 1.0,
     adapters: str | None = None,
+    draft_tokens: int = 0,
 ) -> list[str]:
     """Continue prompts with a trained model.
 
@@ -80,6 +81,8 @@ def generate(  # noqa: PLR0917  # every argument is an option of the command lin
         max_requests: Texts computed at the same time. Further texts wait.
         cache_gib: GiB for keys and values on each rank, at most.
         adapters: Folder of peft, or checkpoint, with adapters for the model.
+        draft_tokens: Tokens drafted for each text in a step, by as many layers of multi-token
+            prediction, and verified by the model. The texts are the same. 0: no drafts.
 
     Returns:
         Each prompt with the continuation, or with ``chat`` the answers. Nothing on ranks of
@@ -106,6 +109,7 @@ def generate(  # noqa: PLR0917  # every argument is an option of the command lin
         max_tokens=max_tokens,
         max_requests=max_requests,
         cache_gib=cache_gib,
+        draft_tokens=draft_tokens,
     )
     sampling = Sampling(
         max_new_tokens=max_new_tokens,
@@ -140,6 +144,7 @@ def _continue(engine: TextModel, codec: Codec, arguments: Any) -> list[list[list
     """Return the new tokens of each prompt's samples, on a single rank."""
     prompts, sampling, num_samples = arguments
     most = len(prompts) * num_samples * sampling.max_new_tokens
-    with Progress("generating", most, shows=engine.context.rank == 0) as progress:
+    shows = engine.context.rank == 0
+    with Progress("generating", most, shows=shows, drafts=engine.draft_counts) as progress:
         completions = engine.generate(prompts, sampling, num_samples, observe=progress.show)
     return [[one.tokens for one in samples] for samples in completions]

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from megatron_lightning import compat
 from megatron_lightning.data.tokenizers import TokenizerType
 from megatron_lightning.errors import ConfigError
+from megatron_lightning.inference.drafts import check_drafts
 from megatron_lightning.inference.load import (
     Dtype,
     SavedModel,
@@ -60,6 +61,7 @@ class ModelJob:
     max_tokens: int
     max_requests: int
     cache_gib: float
+    draft_tokens: int = 0
     num_replicas: int = 1
     """Number of replicas to start."""
     runs_replicas: bool = False
@@ -92,6 +94,7 @@ class ModelJob:
             max_tokens=self.max_tokens,
             max_requests=min(self.max_requests, self.max_tokens),
             cache_gib=self.cache_gib,
+            draft_tokens=self.draft_tokens,
         )
 
     @cached_property
@@ -147,11 +150,12 @@ class ModelJob:
             DataError: If the tokenizer cannot be loaded.
         """
         layout, world_size = self.layout, self.world_size
-        _ = self.options
+        options = self.options
         _check_experts(layout)
         resolve(self.pipeline_schedule, num_ranks=layout.pp, num_chunks=layout.vpp)
         _ = self.codec
         check_model(self.saved, layout, world_size)
+        check_drafts(self.saved.config, options)
         if self.adapters is not None:
             self.saved.build()  # on meta: reads the adapters alone
         if layout.data_parallel_size(world_size) > 1 and not self.runs_replicas:

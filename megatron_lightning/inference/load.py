@@ -26,6 +26,7 @@ from megatron_lightning.checkpoint.kept_files import read_kept_files, read_kept_
 from megatron_lightning.config import PipelineOptions, TransformerConfig
 from megatron_lightning.data.tokenizers import TokenizerType
 from megatron_lightning.errors import CheckpointError, ConfigError
+from megatron_lightning.inference.drafts import check_drafts
 from megatron_lightning.inference.engine import Engine
 from megatron_lightning.inference.options import EngineOptions
 from megatron_lightning.inference.own_generate import OwnGenerate
@@ -254,6 +255,7 @@ def load_engine(
     saved.fill(model, part, context)
     if not isinstance(model, GPTModel):
         refuse_routes(options)
+        check_drafts(None, options or EngineOptions())
         maker = RequestMaker(longest=saved.longest, stops=frozenset(ends), decode=decode)
         return OwnGenerate(model, context, maker)
     executor = PipelineExecutor(context, choice.placement)

@@ -30,6 +30,9 @@ class EngineOptions:
     storage: Storage = "auto"
     """Storage of keys. "runs": neighboring slots for each request, reserved at the request's start.
     "pages": pages reserved as the text grows. "auto": runs on a CPU, pages on a GPU."""
+    draft_tokens: int = 0
+    """Tokens drafted for each request in a step, by as many layers of multi-token prediction, and
+    verified by the model. Texts are the same. 0: no drafts."""
     record_routes: bool = False
     """Whether completions have the experts of each token, for a replay in training."""
 
@@ -43,6 +46,17 @@ class EngineOptions:
             raise ConfigError(
                 f"max_requests is {self.max_requests} and max_tokens is {self.max_tokens}; every "
                 "running request gets a token in a step. Raise max_tokens, or lower max_requests."
+            )
+        if self.draft_tokens != int(self.draft_tokens) or self.draft_tokens < 0:
+            raise ConfigError(
+                f"draft_tokens is {self.draft_tokens!r}. Set it to 0 (no drafts) or a positive "
+                "integer."
+            )
+        if self.draft_tokens >= self.max_tokens:
+            raise ConfigError(
+                f"draft_tokens is {self.draft_tokens} and max_tokens is {self.max_tokens}; a step "
+                "computes a token together with the token's drafts. Raise max_tokens, or lower "
+                "draft_tokens."
             )
         if self.storage not in ("auto", "runs", "pages"):
             raise ConfigError(f'storage is {self.storage!r}. Set it to "runs", "pages" or "auto".')

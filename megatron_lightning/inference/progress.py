@@ -9,7 +9,7 @@ from types import TracebackType
 
 from tqdm import tqdm  # type: ignore[import-untyped]
 
-from megatron_lightning.inference.scheduler import Request
+from megatron_lightning.inference.scheduler import DraftCounts, Request
 
 
 class Progress:
@@ -19,10 +19,14 @@ class Progress:
         title: Name of the work.
         most: Tokens at most.
         shows: Whether to write anything. True on a single rank.
+        drafts: Counts of drafts, shown at the end if there are any. None: no drafts.
     """
 
-    def __init__(self, title: str, most: int, *, shows: bool) -> None:
+    def __init__(
+        self, title: str, most: int, *, shows: bool, drafts: DraftCounts | None = None
+    ) -> None:
         self._title = title
+        self._drafts = drafts
         self._shows = shows
         self._num_tokens = 0
         self._start = time.perf_counter()
@@ -47,9 +51,10 @@ class Progress:
         self._bar.close()
         seconds = time.perf_counter() - self._start
         if self._shows and kind is None:
+            drafts = f", {self._drafts}" if self._drafts and self._drafts.proposed else ""
             print(
                 f"{self._title}: {self._num_tokens:,} tokens in {seconds:.1f} s, "
-                f"{self._num_tokens / max(seconds, 1e-9):,.0f} tokens/s",
+                f"{self._num_tokens / max(seconds, 1e-9):,.0f} tokens/s{drafts}",
                 file=sys.stderr,
                 flush=True,
             )

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from megatron_lightning.assembly.stage_runner import StageCall
 from megatron_lightning.inference.choice import NUM_RESULTS, choose
+from megatron_lightning.inference.drafts import Drafter
 from megatron_lightning.inference.scheduler import Batch, Scheduler
 from megatron_lightning.inference.steps import Steps
 from megatron_lightning.parallel.context import ParallelContext
@@ -29,12 +30,20 @@ class Rounds:
         steps: Makes the model's calls.
         context: Groups of this rank.
         num_groups: Number of groups.
+        drafter: Drafts tokens after each step. None: no drafts.
     """
 
     def __init__(
-        self, scheduler: Scheduler, steps: Steps, context: ParallelContext, num_groups: int
+        self,
+        scheduler: Scheduler,
+        steps: Steps,
+        context: ParallelContext,
+        num_groups: int,
+        drafter: Drafter | None = None,
     ) -> None:
         self._scheduler = scheduler
+        self._drafter = drafter
+        self._calls: dict[int, StageCall] = {}
         self._steps = steps
         self._pipeline = context.pp
         self._num_groups = num_groups
@@ -49,16 +58,24 @@ class Rounds:
             self._take(index - self._num_groups)
         batch = self._scheduler.plan(index % self._num_groups)
         self._batches.append(batch)
-        return self._steps.call(batch)
+        call = self._steps.call(batch)
+        if self._drafter is not None:
+            self._calls[index] = call
+        return call
 
     def finish(self, index: int, logits: Tensor) -> None:
         """Choose tokens by the logits [1, k, v] of a step, and send the tokens to the
         other stages.
         """
         batch = self._batches[index]
+        results = torch.empty(0, NUM_RESULTS, dtype=torch.float64)
+        if batch.num_kept:
+            results = choose(batch, logits[0])
+        if self._drafter is not None:
+            drafts = self._drafter.draft(batch, self._calls.pop(index), results)
+            results = torch.cat((results.flatten(), drafts.flatten()))
         if not batch.num_kept:
             return
-        results = choose(batch, logits[0])
         self._results[index] = results
         for rank in self._pipeline.ranks[1:]:
             work = dist.isend(results, rank, group=self._pipeline.process_group)
@@ -75,10 +92,19 @@ class Rounds:
     def _take(self, index: int) -> None:
         """Give the results of a step to the step's requests."""
         batch = self._batches[index]
+        num_drafts = 0 if self._drafter is None else self._drafter.num_tokens
+        sizes = [batch.num_kept * NUM_RESULTS, len(batch.portions) * num_drafts]
         results = self._results.pop(index, None)
         if results is None:
-            results = torch.empty(batch.num_kept, NUM_RESULTS, dtype=torch.float64)
+            results = torch.empty(sum(sizes), dtype=torch.float64)
             if self._pipeline.rank != 0 and batch.num_kept:
                 dist.recv(results, self._pipeline.ranks[0], group=self._pipeline.process_group)
-        self._scheduler.finish(batch, [(row[0], row[1], row[2]) for row in results.tolist()])
+        if not batch.num_kept:
+            sizes, results = [0, 0], results[:0]
+        numbers, drafts = torch.split(results.flatten(), sizes)
+        self._scheduler.finish(
+            batch,
+            [(row[0], row[1], row[2]) for row in numbers.view(-1, NUM_RESULTS).tolist()],
+            drafts.view(-1, num_drafts).long().tolist() if len(drafts) else (),
+        )
         self._num_finished = index + 1

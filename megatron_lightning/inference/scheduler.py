@@ -25,6 +25,27 @@ Ends = Callable[[Sequence[int]], bool]
 """Whether a text ends after these new tokens, because of a stop string."""
 
 
+@dataclass
+class DraftCounts:
+    """Number of drafts computed by the model, and of drafts equal to the model's choice."""
+
+    proposed: int = 0
+    accepted: int = 0
+
+    @property
+    def acceptance(self) -> float:
+        """Accepted share of the drafts. 0 without drafts."""
+        return self.accepted / max(self.proposed, 1)
+
+    def add(self, proposed: int, accepted: int) -> None:
+        """Count the drafts of a request in a step."""
+        self.proposed += proposed
+        self.accepted += accepted
+
+    def __str__(self) -> str:
+        return f"{self.acceptance:.1%} of {self.proposed:,} drafts accepted"
+
+
 @dataclass(eq=False)
 class Request:
     """A text in progress.
@@ -59,6 +80,8 @@ class Request:
     """The most likely token at the same places, and the token's log-probability."""
     routes: torch.Tensor | None = None
     """Recorded experts of the tokens [tokens, m, k]. None: routes are not recorded."""
+    drafts: Sequence[int] = ()
+    """Tokens proposed behind the text. The next step verifies them."""
     reason: str | None = None
     """Reason for the end of the text: stop, length or abort. None: the text has not ended."""
 
@@ -84,6 +107,12 @@ class Request:
         return min(self.prompt_length + self.sampling.max_new_tokens - 1, self.longest)
 
     @property
+    def most_drafts(self) -> int:
+        """Number of drafts for a step: with a further token the text has at most its length."""
+        missing = self.prompt_length + self.sampling.max_new_tokens - len(self.tokens)
+        return max(0, min(len(self.drafts), missing - 1, self.longest - self.num_inputs))
+
+    @property
     def is_behind(self) -> bool:
         """Whether more than a single token has to be computed."""
         return self.num_inputs - self.done > 1
@@ -105,6 +134,8 @@ class Request:
                 token.
         """
         for token, logprob, best_logprob in results:
+            if self.reason is not None:
+                return  # an end before the last accepted draft
             self.logprobs.append(logprob)
             if self.num_scored:
                 self.best.append((int(token), best_logprob))
@@ -142,6 +173,14 @@ class Portion:
     first: int
     """Place of the first token in the request's window."""
     end: int
+    """Place behind the last token, drafts included."""
+    drafts: tuple[int, ...] = ()
+    """Proposed tokens at the last places."""
+
+    def takes(self, place: int, token: int) -> bool:
+        """Return whether ``token`` is the draft at ``place``. True without a draft at the place."""
+        index = place - (self.end - len(self.drafts))
+        return not 0 <= index < len(self.drafts) or self.drafts[index] == token
 
     @property
     def kept(self) -> range:
@@ -175,10 +214,22 @@ class Scheduler:
         allocator: The slots.
         max_tokens: Tokens of a step.
         max_requests: Requests running at the same time.
+        num_drafts: Drafts of a request in a step.
+        counts: Counts the drafts.
     """
 
-    def __init__(self, allocator: Allocator, *, max_tokens: int, max_requests: int) -> None:
+    def __init__(
+        self,
+        allocator: Allocator,
+        *,
+        max_tokens: int,
+        max_requests: int,
+        num_drafts: int = 0,
+        counts: DraftCounts | None = None,
+    ) -> None:
         self.allocator = allocator
+        self._num_drafts = num_drafts
+        self._counts = counts or DraftCounts()
         self._max_tokens = max_tokens
         self._max_requests = max_requests
         self._waiting: deque[Request] = deque()
@@ -234,17 +285,36 @@ class Scheduler:
         reach.
         """
         running, budget = self._running[group], self._max_tokens
+        spare = budget - len(running)  # drafts take no other request's token
         portions: list[Portion] = []
         for request in sorted(running, key=lambda r: r.is_behind):  # stable
-            end = min(request.num_inputs, request.done + budget)
-            if request not in running or end == request.done:
+            end = self._end_of(request, budget)
+            if request not in running or end <= request.done:
                 continue  # given way to an older request, or waiting for the next step
             if not self._reserve(request, end, running, portions):
                 continue
-            portions.append(Portion(request, request.done, end))
-            budget -= end - request.done
+            most = min(spare, budget - (end - request.done))
+            drafts = self._drafts_of(request, most) if end == request.num_inputs else ()
+            portions.append(Portion(request, request.done, end + len(drafts), drafts))
+            budget -= end + len(drafts) - request.done
+            spare -= len(drafts)
         copies = self._admit(group, budget, portions)
         return Batch(tuple(portions), copies)
+
+    def _end_of(self, request: Request, budget: int) -> int:
+        """Return the place behind the last token of the request's next step, without drafts.
+
+        Layers that predict D tokens ahead need D known tokens behind each token, unless they draft.
+        """
+        total = request.num_inputs
+        end = min(total, request.done + budget)
+        return end if end == total or request.num_scored else min(end, total - self._num_drafts)
+
+    def _drafts_of(self, request: Request, most: int) -> tuple[int, ...]:
+        """Return the request's drafts for the next step. No request gives way to drafts."""
+        drafts = tuple(request.drafts[: max(0, min(request.most_drafts, most))])
+        length = request.num_inputs + len(drafts)
+        return drafts if self.allocator.reserve(request, length, request.at_most) else ()
 
     def _reserve(
         self, request: Request, length: int, running: list[Request], portions: list[Portion]
@@ -263,7 +333,7 @@ class Scheduler:
 
     def _pause(self, request: Request) -> None:
         self.allocator.release(request)
-        request.done = 0
+        request.done, request.drafts = 0, ()
         self._waiting.appendleft(request)
 
     def _admit(self, group: int, budget: int, portions: list[Portion]) -> Copies:
@@ -275,10 +345,10 @@ class Scheduler:
         while self._waiting and len(running) < most and budget > 0:
             request = self._waiting[0]
             leader = request.leader
-            prompt = min(request.prompt_length, request.longest)
+            shared = max(0, min(request.prompt_length, request.longest) - max(1, self._num_drafts))
             shares = leader is not None and leader.offset == request.offset == 0
             shares = shares and leader is not None and leader.reason is None
-            if shares and leader is not None and leader.done < prompt - 1:
+            if shares and leader is not None and leader.done < shared:
                 if leader not in self._waiting:
                     break  # until the leader's prompt is computed
                 shares = False  # the leader has given way
@@ -286,21 +356,52 @@ class Scheduler:
                 break
             running.append(self._waiting.popleft())
             if shares and leader is not None:
-                request.done, own = self.allocator.share(leader, request, prompt - 1)
+                request.done, own = self.allocator.share(leader, request, shared)
                 copies += own
-            end = min(request.num_inputs, request.done + budget)
-            portions.append(Portion(request, request.done, end))
-            budget -= end - request.done
+            end = self._end_of(request, budget)
+            if end > request.done:
+                portions.append(Portion(request, request.done, end))
+                budget -= end - request.done
         return copies
 
-    def finish(self, batch: Batch, results: Sequence[tuple[float, float, float]]) -> None:
-        """Take the results of a step, a result for each wanted place, in order."""
+    def finish(
+        self,
+        batch: Batch,
+        results: Sequence[tuple[float, float, float]],
+        drafts: Sequence[Sequence[int]] = (),
+    ) -> None:
+        """Take the results of a step.
+
+        Args:
+            batch: The step.
+            results: A result for each wanted place, in order. Results of a token -1 are refused
+                drafts.
+            drafts: Drafts for the next step of each request. Empty: none.
+        """
         first = 0
-        for portion in batch.portions:
+        for index, portion in enumerate(batch.portions):
             request, num_kept = portion.request, len(portion.kept)
-            request.done = portion.end
-            request.take(results[first : first + num_kept])
+            taken = [result for result in results[first : first + num_kept] if result[0] >= 0]
+            request.done = self._num_done(portion, len(taken))
+            request.drafts = drafts[index] if drafts and taken else ()
+            if portion.drafts:
+                self._counts.add(len(portion.drafts), len(taken) - 1)
+            request.take(taken)
             first += num_kept
             if request.reason is not None:
                 self.allocator.release(request)
                 next(group for group in self._running if request in group).remove(request)
+
+    def _num_done(self, portion: Portion, num_new: int) -> int:
+        """Return the number of tokens with final keys after a step with ``num_new`` new tokens.
+
+        Keys of refused drafts do not count. Layers that predict D tokens ahead have computed keys
+        of earlier tokens with drafts. If a draft was refused, those tokens do not count either,
+        unless this step has computed them.
+        """
+        request = portion.request
+        if not num_new or request.num_scored:
+            return portion.end
+        known = request.num_inputs + num_new - 1
+        with_drafts = max(0, known - self._num_drafts)
+        return with_drafts if portion.first > with_drafts else known

@@ -48,6 +48,7 @@ def serve(  # noqa: PLR0917  # every argument is an option of the command line
     max_requests: int = 64,
     cache_gib: float = 1.0,
     adapters: str | None = None,
+    draft_tokens: int = 0,
 ) -> None:
     """Serve a trained model: OpenAI's completions and chats, and a page to try prompts.
 
@@ -83,6 +84,8 @@ def serve(  # noqa: PLR0917  # every argument is an option of the command line
         max_requests: Texts computed at the same time. Further texts wait.
         cache_gib: GiB for keys and values on each rank, at most.
         adapters: Folder of peft, or checkpoint, with adapters for the model.
+        draft_tokens: Tokens drafted for each text in a step, by as many layers of multi-token
+            prediction, and verified by the model. The texts are the same. 0: no drafts.
 
     Raises:
         ConfigError: If the values cannot work together, or the packages are not installed.
@@ -108,6 +111,7 @@ def serve(  # noqa: PLR0917  # every argument is an option of the command line
         max_tokens=max_tokens,
         max_requests=max_requests,
         cache_gib=cache_gib,
+        draft_tokens=draft_tokens,
     )
     _check_engine(job)
     job.check()

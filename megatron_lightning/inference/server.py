@@ -11,7 +11,7 @@ import hmac
 import json
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
@@ -160,7 +160,9 @@ class Server:
     async def _health(self) -> Response:
         if self._stepping.failure is not None:
             return _answer_of(ApiError(503, "the engine has failed."))
-        return JSONResponse({"status": "ok"})
+        drafts = self._stepping.engine.draft_counts
+        counts = {"drafts": asdict(drafts)} if drafts.proposed else {}
+        return JSONResponse({"status": "ok", **counts})
 
     async def _models(self) -> dict[str, Any]:
         return {"object": "list", "data": [self._described()]}

@@ -10,7 +10,7 @@ from megatron_lightning.inference.cache import Allocator, Pages
 from megatron_lightning.inference.routes import RouteRecorder
 from megatron_lightning.inference.scheduler import Batch, Portion
 from megatron_lightning.layers import key_cache
-from megatron_lightning.layers.key_cache import CacheStep, KeyCache, Span
+from megatron_lightning.layers.key_cache import CacheStep, KeyCache, Span, StepStates
 from megatron_lightning.parallel.context import ParallelContext
 
 
@@ -22,6 +22,7 @@ class Steps:
         allocator: The slots of the requests.
         context: Groups of this rank.
         recorder: Records the experts of tokens. None: routes are not recorded.
+        keeps_states: Whether hidden states are kept for drafts.
     """
 
     def __init__(
@@ -30,11 +31,14 @@ class Steps:
         allocator: Allocator,
         context: ParallelContext,
         recorder: RouteRecorder | None = None,
+        *,
+        keeps_states: bool = False,
     ) -> None:
         self._cache = cache
         self._allocator = allocator
         self._device = context.device
         self._recorder = recorder
+        self._keeps_states = keeps_states
         self._multiple = context.tp.size if context.sp else 1
 
     def padding(self) -> StageCall:
@@ -51,6 +55,7 @@ class Steps:
             request, first, end = portion.request, portion.first, portion.end
             start = len(tokens)
             tokens += request.tokens[request.offset + first : request.offset + end]
+            tokens += portion.drafts
             positions += range(first, end)
             kept += [start + place - first for place in portion.kept]
             slots.append(self._allocator.slots(request, first, end))
@@ -64,6 +69,7 @@ class Steps:
             self._on_device(torch.tensor(kept or [0])),
             batch.copies,
             pages,
+            StepStates() if self._keeps_states else None,
         )
         row = self._on_device(torch.tensor([tokens + [0] * padding]))
         places = self._on_device(torch.tensor([positions + [0] * padding]))

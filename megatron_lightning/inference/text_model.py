@@ -15,7 +15,7 @@ from torch import nn
 
 from megatron_lightning.inference.requests import RequestMaker
 from megatron_lightning.inference.sampling import Sampling
-from megatron_lightning.inference.scheduler import Request
+from megatron_lightning.inference.scheduler import DraftCounts, Request
 from megatron_lightning.layers.moe.router import Router
 from megatron_lightning.layers.step_report import CurrentMicrobatch, StepReport
 from megatron_lightning.parallel.context import ParallelContext
@@ -81,6 +81,8 @@ class TextModel(ABC):
         self.context = context
         self.requests = requests
         """Makes requests for :meth:`run`."""
+        self.draft_counts = DraftCounts()
+        """Drafts of all texts so far."""
         self._uses_inference_mode = uses_inference_mode
         self._forward_context = forward_context
         self._prepare = prepare

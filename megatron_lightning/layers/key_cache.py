@@ -139,6 +139,14 @@ class KeyCache:
         return self.stores[module]
 
 
+class StepStates:
+    """Hidden states of a step, kept for layers that continue from them."""
+
+    hidden: Tensor | None = None
+    """[T, 1, h] behind the final norm, or the rank's shard of the sequence. None: the step has not
+    run."""
+
+
 @dataclass(frozen=True, eq=False)
 class CacheStep:
     """Requests of one step, as seen by layers."""
@@ -155,6 +163,8 @@ class CacheStep:
     """Slots to copy to other slots before anything is read."""
     pages: Pages | None = None
     """The spans as pages, for a paged kernel. None: no kernel takes pages."""
+    states: StepStates | None = None
+    """Receives the hidden states. None: nothing continues from them."""
 
     def attend(
         self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor | None, form: AttentionForm

@@ -12,7 +12,8 @@ a micro-batch. Labels beyond the end of a row, or of a document in a row, do not
 states of all depths pass through the model's output layer side by side, as additional samples: the
 layer is called once, and computes the losses in chunks.
 
-In evaluation and generation the layers return their input.
+In evaluation the layers return their input. In generation they draft tokens, with a cache of keys
+of their own (``inference.drafts``).
 
 Logged: ``mtp_1_loss``, … , the L_k, and ``mtp_loss``, the addition to the training loss.
 """
@@ -94,7 +95,8 @@ class MultiTokenPredictionLayer(nn.Module):
         position_ids: Tensor | None = None,
         sequence: SequenceInfo | None = None,
     ) -> Tensor:
-        """Map [s, b, h] to [s, b, h]. In evaluation, return the input.
+        """Map [s, b, h] to [s, b, h]. In evaluation, return the input, unless the sequence has a
+        cache.
 
         Args:
             hidden: Of the depth before.
@@ -102,7 +104,7 @@ class MultiTokenPredictionLayer(nn.Module):
             position_ids: [b or 1, s] positions of ``tokens``, if positions are embedded.
             sequence: Positions and visible keys of ``hidden``.
         """
-        if not self.training:
+        if not self.training and (sequence is None or sequence.cache is None):
             return hidden
         joined = [self.enorm(self.embedding(tokens, position_ids)), self.hnorm(hidden)]
         stream = self.eh_proj(torch.cat(joined, -1))

@@ -13,7 +13,7 @@ import hashlib
 import math
 from collections.abc import Sequence
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -207,7 +207,7 @@ class GPTModel(nn.Module):
         sequence = SequenceInfo(position_ids, documents=documents, cache=cache, routes=routes)
         hidden = self.decoder(hidden, sequence)
         if cache is not None:
-            return self._kept_output(hidden, tokens.shape[1], cache.kept)
+            return self._kept_output(hidden, tokens.shape[1], cache)
         if self.mtp is None:
             return self._output(hidden, labels)
         positions = self._embedded_positions(tokens, position_ids)
@@ -257,19 +257,54 @@ class GPTModel(nn.Module):
         """
         return times(hidden, 1.0 / self.config.logits_scaling)
 
-    def _kept_output(self, hidden: Tensor, length: int, kept: Tensor) -> Tensor:
+    def _kept_output(self, hidden: Tensor, length: int, cache: CacheStep) -> Tensor:
+        """Return the logits [1, k, v] of the requested tokens of a row of ``length``."""
+        for layer in () if self.mtp is None else self.mtp.layers.values():
+            hidden = layer(hidden, cache.kept)  # a pipeline unit that returns the input
+        if cache.states is not None:
+            cache.states.hidden = hidden
+        logits = self._logits_of(hidden, length, cache.kept)
+        return logits if self.mtp is None else self.mtp.loss(logits)
+
+    def _logits_of(self, hidden: Tensor, length: int, kept: Tensor) -> Tensor:
         """Return the logits [1, k, v] of the tokens ``kept`` [k] of a row of ``length``.
 
         Hidden states may be a sequence shard. The output layer then gathers first.
         """
-        for layer in () if self.mtp is None else self.mtp.layers.values():
-            hidden = layer(hidden, kept)  # a pipeline unit that returns the input
         hidden = self._scaled(hidden)
         if len(hidden) == length:
-            logits = self._full(self.output_layer(hidden[kept]))
-        else:
-            logits = self._full(self.output_layer(hidden)[kept])
-        return logits if self.mtp is None else self.mtp.loss(logits)
+            return self._full(self.output_layer(hidden[kept]))
+        return self._full(self.output_layer(hidden)[kept])
+
+    def draft(  # noqa: PLR0917 (the arguments of a layer)
+        self,
+        depth: int,
+        hidden: Tensor,
+        tokens: Tensor,
+        position_ids: Tensor,
+        cache: CacheStep,
+        kept: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        """Predict the token after the next ``depth`` tokens by a layer of multi-token prediction.
+
+        Args:
+            depth: Number of the layer, from 1 on.
+            hidden: [s, 1, h] of the depth before, of depth 0 as in ``cache.states``.
+            tokens: [1, s] the tokens ``depth`` places ahead.
+            position_ids: [1, s] positions of the row.
+            cache: Requests of the row, and the cache of earlier keys.
+            kept: [k] tokens with requested logits.
+
+        Returns:
+            Hidden states of the depth, and logits [1, k, v].
+        """
+        ahead = self._embedded_positions(tokens, position_ids)
+        if ahead is not None:
+            ahead = (ahead + depth).clamp(max=self.config.max_sequence_length - 1)
+        sequence = SequenceInfo(position_ids, cache=cache)
+        layers: Any = self.mtp.layers if self.mtp is not None else {}
+        hidden = layers[str(depth - 1)](hidden, tokens, ahead, sequence)
+        return hidden, self._logits_of(hidden, tokens.shape[1], kept)
 
     def _full(self, logits: Tensor) -> Tensor:
         """Return this rank's logits [s, b, …] as capped logits of the full vocabulary, [b, s,

@@ -13,6 +13,7 @@ from torch import nn
 
 from megatron_lightning.assembly.part import Part
 from megatron_lightning.errors import ConfigError
+from megatron_lightning.inference.drafts import check_drafts
 from megatron_lightning.inference.engine import Engine
 from megatron_lightning.inference.options import EngineOptions
 from megatron_lightning.inference.own_generate import OwnGenerate
@@ -79,6 +80,7 @@ def live_engine(
             prepare=prepare,
         )
     refuse_routes(options)
+    check_drafts(None, options or EngineOptions())
     longest = getattr(getattr(model, "config", None), "max_position_embeddings", None)
     requests = RequestMaker(longest=longest or 1 << 30, stops=frozenset(stops), decode=decode)
     return OwnGenerate(

@@ -17,7 +17,7 @@ from megatron_lightning.callbacks import SampleText
 from megatron_lightning.config import MoEConfig, RecomputeOptions, TransformerConfig
 from megatron_lightning.data.tokenizers import train_sentencepiece
 from megatron_lightning.errors import ConfigError, PipelineError
-from megatron_lightning.inference import Sampling
+from megatron_lightning.inference import EngineOptions, Sampling
 from megatron_lightning.modules import GPTLightningModule
 from megatron_lightning.strategies import MegatronStrategy
 from megatron_lightning.strategies.fp8 import MegatronFP8Precision
@@ -70,13 +70,15 @@ def fit(
     tokenizer: str,
     *,
     writes: bool,
+    draft_tokens: int = 0,
     **of_trainer: Any,
 ) -> tuple[list[float], Any]:
     generator = torch.Generator().manual_seed(3)
     text = torch.randint(0, VOCABULARY, (32, 25), generator=generator)
     rows: Any = [{"tokens": t[:-1], "labels": t[1:]} for t in text]
     strategy: Any = "auto" if options is None else MegatronStrategy(**options)
-    losses, texts = Losses(), sampler(tokenizer)
+    own = EngineOptions(draft_tokens=draft_tokens)
+    losses, texts = Losses(), sampler(tokenizer, options=own)
     run = trainer(
         strategy,
         max_steps=4,
@@ -95,11 +97,17 @@ def fit(
     # another model on another layout.
     module = GPTLightningModule(config, learning_rate=1e-2 if config.moe is None else 1e-6)
     run.fit(module, DataLoader(rows, batch_size=size), DataLoader(rows, batch_size=size))
+    assert len(texts.acceptance) == (len(texts.texts) if draft_tokens else 0)
     return losses.losses, texts.texts
 
 
-def fits(config: TransformerConfig, options: Any, tokenizer: str) -> list[Any]:
-    return [fit(config, options, tokenizer, writes=writes) for writes in (False, True)]
+def fits(
+    config: TransformerConfig, options: Any, tokenizer: str, draft_tokens: int = 0
+) -> list[Any]:
+    return [
+        fit(config, options, tokenizer, writes=writes, draft_tokens=writes * draft_tokens)
+        for writes in (False, True)
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -127,6 +135,17 @@ def test_text_in_a_fit(name: str, tokenizer: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_text_by_drafts_in_a_fit(name: str, tokenizer: str) -> None:
+    size, options = LAYOUTS[name]
+    config = EXPERTS if name in ("ep2", "tp2 pp2") else DENSE
+    config = replace(config, mtp_num_layers=2)
+    _, expected = fit(config, None, tokenizer, writes=True)
+    for plain, written in run_ranks(size, fits, config, options, tokenizer, 2, timeout_s=110):
+        assert written == (plain[0], expected)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true", "fp8"])
 def test_losses_stay_equal_in_other_precisions(precision: str, tokenizer: str) -> None:
     losses = []
@@ -144,13 +163,14 @@ def _write(folder: str, tokenizer: str) -> None:
     generator = torch.Generator().manual_seed(3)
     text = torch.randint(0, VOCABULARY, (8, 25), generator=generator)
     rows: Any = [{"tokens": t[:-1], "labels": t[1:]} for t in text]
+    drafts = EngineOptions(draft_tokens=1)
     run = trainer(
         MegatronStrategy(),
         max_steps=4,
-        callbacks=[sampler(tokenizer, every_n_steps=2, name="tales")],
+        callbacks=[sampler(tokenizer, every_n_steps=2, name="tales", options=drafts)],
         logger=[CSVLogger(folder, "csv", ""), TensorBoardLogger(folder, "board", "")],
     )
-    module = GPTLightningModule(DENSE)
+    module = GPTLightningModule(replace(DENSE, mtp_num_layers=1))
     run.fit(module, DataLoader(rows, batch_size=2))
     # Lightning sets the mode after a validation only.
     assert all(m.training for m in module.modules()), "text leaves the mode of training"
@@ -169,6 +189,10 @@ def test_every_logger_gets_the_texts(
     board = EventAccumulator(str(tmp_path / "board"))
     board.Reload()
     assert [event.step for event in board.Tensors("tales/text_summary")] == [2, 4]
+    acceptance = board.Scalars("tales_draft_acceptance")
+    assert [event.step for event in acceptance] == [2, 4]
+    assert all(0 <= event.value < 1 for event in acceptance)
+    assert "tales_draft_acceptance" in (tmp_path / "csv" / "metrics.csv").read_text()
 
 
 class _InStep(GPTLightningModule):

@@ -113,6 +113,7 @@ class StageCrossing:
         self._placeholders = Placeholders(float("nan"), context.device)
         self._recomputes = False
         self._absent = AbsentValues()
+        self._is_suspended = False
         self._forward = partition.module.forward
 
     # ------------------------------------------------------------------------------- of the program
@@ -171,6 +172,15 @@ class StageCrossing:
         self._recomputes = False
         self._tests = self._analysis is None and stage not in facts.tested
         self._trace = self._analysis.follow() if self._analysis else None
+
+    @contextmanager
+    def suspended(self) -> Iterator[None]:
+        """Run units called inside the block, after the module's forward, without interception."""
+        self._is_suspended = True
+        try:
+            yield
+        finally:
+            self._is_suspended = False
 
     @contextmanager
     def analyzing(self, root: nn.Module) -> Iterator[None]:
@@ -312,6 +322,8 @@ class StageCrossing:
         self, index: int, unit: nn.Module, run: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> Any:
         """Replace the call of a unit."""
+        if self._is_suspended:
+            return run(*args, **kwargs)
         call = self._stage_call
         if self._recomputes:
             if index >= call.end:
