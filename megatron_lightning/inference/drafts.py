@@ -26,6 +26,9 @@ from megatron_lightning.inference.scheduler import Batch, Portion
 from megatron_lightning.models.transformer import GPTModel
 from megatron_lightning.pipeline.stages.stage import StagePartition
 
+_KINDS = frozenset(("dense", "expert", "attention", "mlp", "moe"))
+"""Kinds of layers that keep nothing but keys, which later tokens write over."""
+
 
 class Drafter:
     """Drafts after each step.
@@ -168,7 +171,7 @@ def check_drafts(config: Any, options: EngineOptions) -> None:
             f"draft_tokens={wanted}, and the model has {depths} layers of multi-token prediction "
             f"(mtp_num_layers); a layer drafts one token. Set it to {depths}."
         )
-    others = sorted(set(config.layer_kinds) - {"dense", "expert"})
+    others = sorted(set(config.layer_kinds) - _KINDS)
     if others:
         raise ConfigError(
             f"draft_tokens={wanted}, and the model has layers of the kinds {others}, whose state "
