@@ -17,6 +17,7 @@ from megatron_lightning.errors import ShardingError
 from megatron_lightning.layers.gemm import is_quantized
 from megatron_lightning.parallel.context import AxisGroup, ParallelContext
 from megatron_lightning.parallel.spec import ShardSpec
+from megatron_lightning.parallel.stored_weight import StoredWeight, plain_tensors
 from megatron_lightning.pipeline.batch.microbatches import tensors_of
 
 _FINGERPRINT_BYTES = 8 << 20  # three times as much memory for a moment
@@ -25,6 +26,9 @@ _FINGERPRINT_BYTES = 8 << 20  # three times as much memory for a moment
 
 def fingerprint(tensor: Tensor) -> Tensor:
     """Return an int64 that depends on every bit of ``tensor`` and on the order of the bits."""
+    if isinstance(tensor, StoredWeight):
+        inside = [fingerprint(own) for own in plain_tensors(tensor.detach())]
+        return torch.stack([own * (2 * n + 1) for n, own in enumerate(inside)]).sum()
     raw = tensor.detach().contiguous().view(-1).view(torch.uint8)
     total = torch.zeros((), dtype=torch.int64, device=raw.device)
     for start in range(0, raw.numel(), _FINGERPRINT_BYTES):
@@ -60,7 +64,8 @@ def equalize(module: nn.Module, world: AxisGroup) -> None:
     ):
         return
     for tensor in tensors:
-        dist.broadcast(tensor.detach(), src=world.ranks[0], group=world.process_group)
+        for own in plain_tensors(tensor.detach()):
+            dist.broadcast(own, src=world.ranks[0], group=world.process_group)
 
 
 def check_replicas(

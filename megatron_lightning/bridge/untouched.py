@@ -22,10 +22,12 @@ from megatron_lightning.assembly.module_shards import ModuleState
 from megatron_lightning.assembly.part import Part
 from megatron_lightning.bridge.folder import FolderTensors
 from megatron_lightning.bridge.lazy import Lazy
+from megatron_lightning.bridge.stored_weights import read_stored
 from megatron_lightning.errors import CheckpointError
 from megatron_lightning.parallel.context import ParallelContext
 from megatron_lightning.parallel.materialize import leave_empty
 from megatron_lightning.parallel.spec import Shape
+from megatron_lightning.parallel.stored_weight import StoredWeight
 
 _PENDING = "_pending_weights"
 
@@ -289,6 +291,8 @@ def read_weights(module: nn.Module, part: Part, context: ParallelContext) -> int
 
 
 def _read(state: ModuleState, name: str, tensor: Tensor, lazy: Lazy) -> int:
+    if isinstance(getattr(tensor, "_local_tensor", tensor), StoredWeight):
+        return read_stored(state, name, tensor, lazy)
     shards = [shard for shard in state.shards(name, name, tensor).shards if shard.data.numel()]
     for shard in shards:
         lazy.fill(shard.box, shard.data)

@@ -16,6 +16,7 @@ from megatron_lightning.checkpoint.source import CheckpointSource
 from megatron_lightning.errors import CheckpointError, ConfigError
 from megatron_lightning.parallel.spec import Box, Shard
 from megatron_lightning.peft.merge import deltas_in, merged_fills
+from megatron_lightning.precision.frozen_base import check_values
 
 
 def fills_of_checkpoint(
@@ -81,6 +82,7 @@ def fills_of_model(model: nn.Module, names: Mapping[str, Lazy]) -> dict[str, Fil
     Raises:
         ConfigError: If this rank holds a part of the model.
     """
+    check_values(model, "writing a folder")
     state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     for name, lazy in names.items():
         if name not in state or state[name].shape != lazy.shape or state[name].is_meta:

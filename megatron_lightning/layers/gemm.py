@@ -38,6 +38,7 @@ from megatron_lightning.compat import takes_grouped_mm
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.parallel.collectives import all_gather_start, finish, reduce_scatter_start
 from megatron_lightning.parallel.context import AxisGroup
+from megatron_lightning.parallel.stored_weight import StoredWeight
 
 Role = Literal["input", "weight", "output_grad"]
 
@@ -120,7 +121,7 @@ class Gemm:
                 input or the output's gradient, ``input_grad`` for a weight.
             counts: Tokens of each expert [E], for grouped GEMMs.
         """
-        return Operand(tensor)
+        return Operand(tensor.dequantized() if isinstance(tensor, StoredWeight) else tensor)
 
     def gather_first(
         self, tensor: Tensor, axis: SequenceAxis | None
@@ -219,7 +220,8 @@ def matmul(
         scatter: Reduce-scatter the output along the sequence. The output's gradient is gathered as
             an operand.
     """
-    if gemm.differentiable and owner is None and counts is None and scatter is None:
+    is_plain = owner is None and counts is None and scatter is None
+    if gemm.differentiable and is_plain and not isinstance(weight, StoredWeight):
         return F.linear(x, weight, bias)
     x, weight = autocast(x, weight, gemm, owner)
     y: Tensor = _Matmul.apply(x, weight, bias, gemm, owner, counts, scatter)  # type: ignore[no-untyped-call]
@@ -256,7 +258,8 @@ def autocast(x: Tensor, weight: Tensor, gemm: Gemm, owner: object | None) -> tup
     if not torch.is_autocast_enabled(device):
         return x, weight
     dtype = torch.get_autocast_dtype(device)
-    casts = owner is None and gemm.differentiable
+    # Backward keeps the weight, and no values of a stored weight.
+    casts = owner is None and gemm.differentiable and not isinstance(weight, StoredWeight)
     return x.to(dtype), weight.to(dtype) if casts else weight
 
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from megatron_lightning.parallel.spec import Shape, Shard, ShardSpec
+from megatron_lightning.parallel.stored_weight import StoredWeight
 from megatron_lightning.parallel.tensor_shards import TensorShards
 
 _CHUNK = 1 << 22
@@ -27,18 +28,42 @@ def digest_of_shards(tensors: Iterable[TensorShards]) -> int:
     contributes.
     """
     return sum(
-        _sum(tensor.name, tensor.global_shape, tensor.shards)
-        for tensor in tensors
-        if tensor.writes and tensor.replicas.rank <= 0
+        _of_shards(tensor) for tensor in tensors if tensor.writes and tensor.replicas.rank <= 0
     )
+
+
+def _of_shards(tensor: TensorShards) -> int:
+    stored = tensor.shards[0].data if tensor.shards else None
+    if not isinstance(stored, StoredWeight) or stored.original.total is None:
+        return _sum(tensor.name, tensor.global_shape, tensor.shards)
+    # The rank with the first element contributes the hash of a full weight.
+    is_first = any(not any(shard.offset) for shard in tensor.shards)
+    total = stored.original.total if is_first or not stored.original.is_full else 0
+    return contribution(tensor.name, tensor.global_shape, total)
 
 
 def digest_of_tensors(tensors: Iterable[tuple[str, Tensor]]) -> int:
     """Return the digest of full tensors by name."""
-    return sum(
-        _sum(name, tuple(tensor.shape), ShardSpec.replicated(tensor.shape).shards(tensor.detach()))
-        for name, tensor in tensors
-    )
+    return sum(_of_tensor(name, tensor.detach()) for name, tensor in tensors)
+
+
+def _of_tensor(name: str, tensor: Tensor) -> int:
+    shape = tuple(tensor.shape)
+    if isinstance(tensor, StoredWeight) and tensor.original.total is not None:
+        return contribution(name, shape, tensor.original.total)
+    return _sum(name, shape, ShardSpec.replicated(shape).shards(tensor))
+
+
+def hash_of(full: Tensor) -> int:
+    """Return the sum of hashes of a full tensor, for :func:`contribution`."""
+    shape = tuple(full.shape)
+    return hash_of_shards(shape, ShardSpec.replicated(shape).shards(full.detach()))
+
+
+def contribution(name: str, shape: Shape, total: int) -> int:
+    """Return the contribution of a tensor's shards with a sum of hashes to the digest."""
+    key = int.from_bytes(hashlib.sha256(f"{name}{shape}".encode()).digest()[:8], "little") | 1
+    return (total * key) & (1 << 64) - 1
 
 
 def as_text(total: int, kind: str) -> str:
@@ -47,8 +72,12 @@ def as_text(total: int, kind: str) -> str:
 
 
 def _sum(name: str, shape: Shape, shards: Sequence[Shard]) -> int:
+    return contribution(name, shape, hash_of_shards(shape, shards))
+
+
+def hash_of_shards(shape: Shape, shards: Sequence[Shard]) -> int:
+    """Return the sum of hashes of the shards of a tensor with the global shape ``shape``."""
     strides = [prod(shape[dim + 1 :]) for dim in range(len(shape))]
-    key = int.from_bytes(hashlib.sha256(f"{name}{shape}".encode()).digest()[:8], "little") | 1
     total = 0
     device = shards[0].data.device if shards else torch.device("cpu")
     for shard in shards:
@@ -63,7 +92,7 @@ def _sum(name: str, shape: Shape, shards: Sequence[Shard]) -> int:
                 steps = torch.arange(begin, begin + part.shape[dim], device=device) * stride
                 places = places.unsqueeze(-1) + steps
             total += int(_hashes(part, places.view(part.shape)).sum())
-    return (total * key) & (1 << 64) - 1
+    return total
 
 
 def _hashes(values: Tensor, places: Tensor) -> Tensor:

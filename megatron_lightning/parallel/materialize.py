@@ -14,6 +14,7 @@ from megatron_lightning.parallel.attachments import Attachment
 from megatron_lightning.parallel.parameters import copy_attributes
 from megatron_lightning.parallel.sharding import named_shard_specs
 from megatron_lightning.parallel.spec import Shape, ShardSpec
+from megatron_lightning.parallel.stored_weight import StoredWeight
 from megatron_lightning.parallel.ties import tied_names
 
 _EMPTY = "_left_empty"
@@ -60,11 +61,13 @@ def materialize(model: nn.Module, device: torch.device | str) -> None:
         if id(tensor) not in filled:
             spec = specs.get(path) or ShardSpec.replicated(tensor.shape)
             if is_left_empty(model, path):
-                shard = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+                shard = torch.empty_like(tensor, device=device)
             else:
                 name, shape = ties.get(path, path), spec.global_shape
-                shard = spec.shard(initial_value(model, name, shape, tensor.dtype, device))
-                shard = shard.to(tensor.dtype)
+                full = initial_value(model, name, shape, tensor.dtype, device)
+                if isinstance(tensor, StoredWeight):
+                    full = tensor.stored(full)
+                shard = spec.shard(full).to(tensor.dtype)
             if isinstance(tensor, nn.Parameter):
                 shard = nn.Parameter(shard, requires_grad=tensor.requires_grad)
                 GradientHooks(tensor).move(shard)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from megatron_lightning.compat import GradientHooks
 from megatron_lightning.errors import ShardingError
 from megatron_lightning.parallel.origin import is_library
+from megatron_lightning.parallel.stored_weight import StoredWeight
 
 
 def copy_attributes(attributes: Mapping[str, object], parameter: Tensor) -> None:
@@ -40,6 +41,13 @@ def check_gradient_hooks(name: str, parameter: nn.Parameter | None) -> None:
 def rebind(parameter: nn.Parameter, data: Tensor) -> None:
     """Give ``parameter`` other data, of any shape, and no gradient."""
     parameter.grad = None
+    if isinstance(data, StoredWeight):  # the memory is not the parameter's own
+        attributes = dict(vars(parameter))
+        replacement = nn.Parameter(data, requires_grad=False)
+        inside = vars(replacement).keys()
+        torch.utils.swap_tensors(parameter, replacement)  # type: ignore[no-untyped-call]
+        copy_attributes({n: v for n, v in attributes.items() if n not in inside}, parameter)
+        return
     # A graph still alive keeps torch's record of the parameter's shape. Another dtype makes torch
     # forget the record.
     other_dtype = torch.float16 if data.dtype != torch.float16 else torch.float32

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from torch import Tensor
 
 from megatron_lightning.errors import ShardingError
+from megatron_lightning.parallel.stored_weight import StoredWeight
 
 if TYPE_CHECKING:
     from megatron_lightning.parallel.context import ParallelContext
@@ -287,6 +288,9 @@ class ShardSpec:
 
     def shard(self, full: Tensor) -> Tensor:
         """Return this rank's local tensor (newly allocated) of the global tensor."""
+        if isinstance(full, StoredWeight):
+            for box in self.boxes:
+                full.check_columns(box.offset[-1], box.shape[-1])
         local = full.new_empty(self.local_shape)
         for offset, data in self.shards(local):
             data.copy_(full[Box(offset, tuple(data.shape)).slices])

@@ -38,6 +38,8 @@ from megatron_lightning.peft.matching import (
     short_names,
     value_of,
 )
+from megatron_lightning.precision.frozen_base import check_format, quantize_base
+from megatron_lightning.precision.frozen_weight import BaseFormat
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 APPLIED = "_megatron_lora"
@@ -101,6 +103,9 @@ class LoRA:
     """Adapters of a weight of several matrices (query, key, value; gate, up): "parts" has an
     adapter for each matrix, as in models of ``transformers``. "one" has a single adapter for all
     matrices, with fewer parameters."""
+    base: BaseFormat | None = None
+    """Format of the frozen weights of linear layers and experts: "nvfp4", "mxfp8" or "blockwise"
+    keep quantized data and scales (QLoRA). None keeps the model's own values."""
 
     def __post_init__(self) -> None:
         ranks = {"r": self.r, **{f"rank_pattern[{k!r}]": v for k, v in self.rank_pattern.items()}}
@@ -119,6 +124,12 @@ class LoRA:
             )
         if self.fused not in ("parts", "one"):
             raise ConfigError(f'fused of LoRA is {self.fused!r}. Set "parts" or "one".')
+        check_format(self.base)
+        if self.base is not None and self.use_dora:
+            raise ConfigError(
+                f"use_dora is True beside base={self.base!r}, and the lengths of rows are those of "
+                "the model's own values. Set one of them to its default."
+            )
         if isinstance(self.modules_to_save, str):
             raise ConfigError(
                 f"modules_to_save is the text {self.modules_to_save!r}. Set a list of names."
@@ -157,6 +168,8 @@ class LoRA:
         fill_magnitudes(module)
         for child in saved.values():
             child.requires_grad_(True)
+        if self.base is not None:
+            quantize_base(module, self.base)
         avoid_fused_inference(module)
         module.__dict__["expects_gradients"] = True  # unused adapters are an error
         module.__dict__[APPLIED] = AppliedLoRA(

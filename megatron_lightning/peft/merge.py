@@ -17,6 +17,7 @@ from megatron_lightning.parallel.spec import Box
 from megatron_lightning.peft.lora import APPLIED, FusedRows
 from megatron_lightning.peft.matching import is_transposed
 from megatron_lightning.peft.saved import Factors, SavedAdapters, check_full
+from megatron_lightning.precision.frozen_base import check_values
 
 
 class LayerDelta:
@@ -219,6 +220,7 @@ def merge_adapters(module: nn.Module) -> nn.Module:
         ConfigError: If this rank holds a part of the model.
     """
     check_full(module)
+    check_values(module, "merge_adapters")
     parameters = dict(module.named_parameters())
     for name, delta in deltas_in(module, parameters.__getitem__).items():
         weight = parameters[name]

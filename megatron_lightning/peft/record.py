@@ -124,7 +124,8 @@ def attach_recorded(model: nn.Module, state: Mapping[str, Any], path: str = "mod
 
 def _record(path: str, entry: Mapping[str, Any]) -> Record:
     fused = {name: FusedRows(tuple(rows), n) for name, (rows, n) in entry["fused"].items()}
-    lora, saved = LoRA(**entry["lora"]), tuple(entry["saved"])
+    # Adapters fit the base in any precision. Tools read the base's own values.
+    lora, saved = LoRA(**{**entry["lora"], "base": None}), tuple(entry["saved"])
     applied = AppliedLoRA(lora, tuple(entry["targets"]), fused, saved)
     is_gpt = entry["names"] == "gpt"
     left_out, beside = tuple(entry["left_out"]), tuple(entry.get("beside", ()))

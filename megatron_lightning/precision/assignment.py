@@ -140,6 +140,13 @@ def recipes_of_layers(
     return found
 
 
+def quantizable_layers(module: nn.Module) -> list[str]:
+    """Return the paths of the layers that a recipe quantizes by default."""
+    kept, recipe = tuple(_output_embeddings(module)), FP8Recipe()
+    layers = _linears(module).items()
+    return [path for path, layer in layers if _recipe_of(path, layer, recipe, kept) is not None]
+
+
 def _others(modules: Mapping[str, nn.Module], found: Collection[str]) -> list[str]:
     """Return the paths of modules with matrices of their own outside ``found``.
 

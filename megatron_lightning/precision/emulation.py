@@ -31,6 +31,7 @@ from megatron_lightning.layers.gemm import Gemm, Operand, Role, is_quantized, ro
 from megatron_lightning.parallel.collectives import all_reduce
 from megatron_lightning.parallel.context import AxisGroup
 from megatron_lightning.parallel.rng import QUANTIZATION, RngStreams
+from megatron_lightning.parallel.stored_weight import StoredWeight
 from megatron_lightning.precision.formats import cast
 from megatron_lightning.precision.groups import (
     amax_of_experts,
@@ -162,6 +163,8 @@ class EmulatedGemm(Gemm):
     def _quantized(self, weight: Tensor, second: bool) -> tuple[Operand, Tensor | None]:
         """Return an operand of a weight and, with delayed scaling, the amax."""
         values = weight.to(self.dtype)  # as autocast does
+        if isinstance(values, StoredWeight):
+            values = values.dequantized()
         if self.recipe.scaling == "delayed":
             return self._by_history(values, "weight")
         return Operand(*self._encode(values, "weight", second, None)), None
@@ -173,6 +176,7 @@ class EmulatedGemm(Gemm):
         parametrization, for example) may differ in the next micro-batch.
         """
         keeps = self.keeps_weight and self.notes and weight.is_leaf
+        keeps = keeps and not isinstance(weight, StoredWeight)  # has data of its own
         if torch.compiler.is_compiling() or not keeps:
             return {}
         if self._weight is None or not self._weight.is_same(weight):

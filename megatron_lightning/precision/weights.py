@@ -21,6 +21,7 @@ from megatron_lightning.layers.transposed import (
     TransposedRowParallelLinear,
 )
 from megatron_lightning.parallel.context import AxisGroup
+from megatron_lightning.parallel.stored_weight import StoredWeight
 from megatron_lightning.precision.emulation import EmulatedGemm
 from megatron_lightning.precision.formats import DTYPES, cast
 from megatron_lightning.precision.quantization import block_of, encode
@@ -43,7 +44,8 @@ def weight_quantizers(
         layer = module.get_submodule(path)
         weight = layer._parameters.get("weight")
         turned = isinstance(layer, TransposedColumnParallelLinear | TransposedRowParallelLinear)
-        if weight is not None and uses[id(weight)] == 1 and not turned:
+        is_stored = isinstance(getattr(weight, "_local_tensor", weight), StoredWeight)
+        if weight is not None and uses[id(weight)] == 1 and not turned and not is_stored:
             quantizers[f"{path}.weight"] = RecipeQuantizer(gemm, tuple(weight.shape))
     return quantizers
 

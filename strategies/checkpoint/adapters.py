@@ -52,7 +52,9 @@ class AdapterCheckpoints:
         this.
         """
         write_record(state.module, checkpoint)
-        if not self._adapters_only or PEFT not in checkpoint:
+        # A base in few bits is not saved: its own values are in its folder.
+        is_rounded = any(one.lora.base is not None for one in applied_to(state.module).values())
+        if not (self._adapters_only or is_rounded) or PEFT not in checkpoint:
             return tensors
         frozen, beside = set(frozen_names(state.module)), set(_beside(state.module))
         everywhere = state.context.pp.all_gather_object(sorted(frozen))

@@ -37,6 +37,7 @@ from megatron_lightning.strategies.checks.callbacks import (
 )
 from megatron_lightning.strategies.checks.compiler import check_compiler
 from megatron_lightning.strategies.checks.data import check_batches, check_config, model_config
+from megatron_lightning.strategies.checks.low_precision_base import check_base
 from megatron_lightning.strategies.checks.module import (
     check_fused_losses,
     check_module,
@@ -113,6 +114,7 @@ def check_before_launch(
     config = model_config(module)
     if config is not None:
         check_named_backend(config, options.layout.cp, trainer)
+    check_base(options, module, trainer)
     # By an earlier Trainer: the units were checked then, and a part of the units is gone.
     if not is_assembled(module):
         planned = planned_module(module)
@@ -178,6 +180,7 @@ def check_layers(
     sharded = options.data_parallel == "fsdp"
     check_fused_losses(module, options.layout, sharded=sharded and replicas > 1)
     check_adapters_only(module, adapters_only=options.checkpoint.adapters_only)
+    check_base(options, module, trainer)
     checks.check_layers(
         module,
         options.recompute,

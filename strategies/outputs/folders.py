@@ -25,6 +25,7 @@ from megatron_lightning.parallel.spec import Box
 from megatron_lightning.peft.lora import applied_to
 from megatron_lightning.peft.merge import LayerDelta, deltas_in, merged_fills
 from megatron_lightning.peft.sources import read_tensors, record_of
+from megatron_lightning.precision.frozen_base import check_values
 
 
 class LiveFolder:
@@ -53,6 +54,7 @@ class LiveFolder:
         plan: Plan | None = None,
     ) -> None:
         chosen = model_with_folder(root)[1] if model is None else model
+        check_values(chosen, "writing weights of transformers")
         plan = plan_of_model(chosen) if plan is None else plan
         self._context = context
         self._like = plan.folder

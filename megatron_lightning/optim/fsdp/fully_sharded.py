@@ -67,6 +67,7 @@ from megatron_lightning.optim.gradients.parameter_storage import (
 )
 from megatron_lightning.parallel.context import ParallelContext
 from megatron_lightning.parallel.spec import ShardSpec
+from megatron_lightning.parallel.stored_weight import StoredWeight
 from megatron_lightning.pipeline.stages.structure import sizes
 
 TRAINING = "training_step"
@@ -357,6 +358,8 @@ class ShardedUnits:
         """
         local, box = local_shard(parameter)
         dtype = self.compute_dtype or local.dtype
+        if isinstance(local, StoredWeight):
+            full, dtype = local.stored(full), local.dtype
         for shard in spec.part(box).shards(local):
             # Main params begin at the rounded values, as for a module built in the low-precision
             # dtype.

@@ -1,0 +1,90 @@
+"""Frozen base weights in 8 or 4 bits, beside trained adapters (QLoRA,
+https://arxiv.org/abs/2305.14314, with the formats of FP8 recipes).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import get_args
+
+import torch
+from torch import nn
+
+from megatron_lightning.errors import ConfigError
+from megatron_lightning.parallel.parameters import rebind
+from megatron_lightning.parallel.stored_weight import stored_weights
+from megatron_lightning.precision.assignment import quantizable_layers
+from megatron_lightning.precision.frozen_weight import BaseFormat, FrozenWeight
+
+_NF4 = ("nf4", "fp4", "int8", "4bit", "8bit")
+"""Formats of bitsandbytes."""
+
+
+def check_format(name: str | None) -> None:
+    """Check the name of a format.
+
+    Raises:
+        ConfigError: If there is no such format.
+    """
+    formats = get_args(BaseFormat)
+    if name is None or name in formats:
+        return
+    why = "which is unknown"
+    if name in _NF4:
+        why = "a format of bitsandbytes, whose kernels are not part of this package"
+    raise ConfigError(
+        f"base of LoRA is {name!r}, {why}. Set nvfp4 (4.5 bits a weight), mxfp8 (8.25 bits) or "
+        "blockwise (8.25 bits), or None for the model's own values."
+    )
+
+
+@torch.no_grad()
+def quantize_base(module: nn.Module, name: BaseFormat) -> list[str]:
+    """Keep the frozen weights of linear layers and experts as quantized data and scales, in place,
+    one layer at a time. Weights on ``meta`` are quantized when they get values.
+
+    Output layers, routers, embeddings, norms, trained layers and weights that two layers share keep
+    their values.
+
+    Args:
+        module: The full module.
+        name: The format.
+
+    Returns:
+        Paths of the quantized layers.
+
+    Raises:
+        ConfigError: If there is nothing to quantize.
+    """
+    uses = Counter(id(p) for _, p in module.named_parameters(remove_duplicate=False))
+    done = []
+    for path in quantizable_layers(module):
+        weight = module.get_submodule(path)._parameters.get("weight")
+        if weight is None or weight.requires_grad or uses[id(weight)] > 1:
+            continue
+        rebind(weight, FrozenWeight.quantize(weight.detach(), name))
+        done.append(path)
+    if not done:
+        raise ConfigError(
+            f"base of LoRA is {name!r}, and {type(module).__name__} has no frozen linear layer "
+            "that can be quantized (output layers and routers are not). Set base to None."
+        )
+    return done
+
+
+def check_values(module: nn.Module, doing: str) -> None:
+    """Check that a module holds the values of its weights, and no rounded ones.
+
+    Args:
+        module: The module, or a rank's part.
+        doing: What needs the values.
+
+    Raises:
+        ConfigError: Naming a weight in few bits.
+    """
+    for name, weight in stored_weights(module).items():
+        raise ConfigError(
+            f"{doing} needs the values of {name}, and base={getattr(weight, 'format', '')!r} of "
+            "LoRA keeps quantized data of it. Save a checkpoint, and add the adapters to the "
+            "base's own values: megatron-lightning adapters merge CHECKPOINT FOLDER."
+        )
