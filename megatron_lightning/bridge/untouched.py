@@ -62,7 +62,7 @@ class PendingWeights:
     """
 
     def __init__(self, tensors: Mapping[str, Lazy]) -> None:
-        self.tensors = tensors
+        self.tensors = dict(tensors)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return PendingWeights, ({},)
@@ -167,6 +167,14 @@ def defer_values(model: nn.Module, tensors: Mapping[str, Lazy]) -> None:
     """
     leave_empty(model)
     model.__dict__[_PENDING] = PendingWeights(tensors)
+
+
+def pending_tensors(model: nn.Module) -> dict[str, Lazy]:
+    """Return the values that :func:`read_weights` reads later, by name. Changes of the dict
+    count. Empty if there are none.
+    """
+    pending: PendingWeights | None = model.__dict__.get(_PENDING)
+    return {} if pending is None else pending.tensors
 
 
 @contextmanager

@@ -41,9 +41,14 @@ class ChatTokenizer:
                 "which characters a token has, so that answers cannot be told from prompts. Use a "
                 "tokenizer with a tokenizer.json (a fast one)."
             )
+        known = tokenizer.get_vocab() if new_tokens else {}
         if new_tokens:
             tokenizer.add_tokens(list(new_tokens), special_tokens=True)
         self.tokenizer: Any = tokenizer
+        self.added: Mapping[str, int] = {
+            text: tokenizer.convert_tokens_to_ids(text) for text in new_tokens if text not in known
+        }
+        """Text -> id of the new tokens that the tokenizer did not have."""
         # The tokenizer's settings of padding and truncation change with every call, and are not
         # wanted.
         serialized = tokenizer.backend_tokenizer.to_str()

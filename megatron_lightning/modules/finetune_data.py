@@ -30,6 +30,7 @@ from megatron_lightning.data.supervised import (
 )
 from megatron_lightning.errors import ConfigError, DataError
 from megatron_lightning.modules.folder_data import check_model, folder_tokenizer
+from megatron_lightning.modules.folder_module import FolderModule
 from megatron_lightning.modules.run_data import Batch, RunDataModule
 
 Paths = str | list[str] | list[tuple[float, str]]
@@ -242,7 +243,10 @@ class FinetuneDataModule(RunDataModule):
             self._documents(path)
 
     def setup(self, stage: str) -> None:
-        """Map the documents into memory, and pack the documents."""
+        """Map the documents into memory, and pack the documents. Tell the model its new tokens."""
+        module = self._run_module()
+        if self.new_tokens and isinstance(module, FolderModule):
+            module.new_tokens = self.tokenizer.added
         self._known.clear()
         parts = self._parts()[: len(self.paths)]
         chosen = (

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from megatron_lightning.bridge.auto import AutoBridge
 from megatron_lightning.bridge.give_back import save_model
 from megatron_lightning.bridge.kept import read_kept, recall, write_kept
+from megatron_lightning.bridge.new_rows import draw_new_rows
 from megatron_lightning.errors import CheckpointError
 from megatron_lightning.models.pair import FrozenPair
-from megatron_lightning.modules.language_model import LanguageModule
+from megatron_lightning.modules.language_model import LanguageModule, ModuleT
 from megatron_lightning.peft.record import is_adapters_only
 
 
@@ -31,9 +34,25 @@ class FolderModule(LanguageModule):
         self.model: Any = None
         self.given_mesh: Any = None
         """Device mesh of a module around this one. None: the module is the Trainer's."""
+        self.new_tokens: Mapping[str, int] = {}
+        """Text -> id of tokens that the data added to the model's. Their trained rows get values of
+        their own when the model is made. ``FinetuneDataModule`` sets the tokens."""
         self.loads_from: str | None = None
         """Checkpoint to be loaded by the run. ``MegatronStrategy`` sets the path before the run
         begins."""
+
+    def _adapt(self, model: ModuleT) -> ModuleT:
+        """Attach the adapters, and draw the rows of new tokens."""
+        model = super()._adapt(model)
+        if self.new_tokens and self._source is not None and not self._checkpoint:
+            kept = draw_new_rows(model, self.new_tokens, _initial_std(model))
+            if kept:
+                rank_zero_warn(
+                    f"new_tokens adds {len(self.new_tokens)} tokens, and {', '.join(kept)} is "
+                    "frozen: their rows keep the values of the folder, which mean nothing. Name "
+                    "the layer in modules_to_save of LoRA."
+                )
+        return model
 
     def prepare_data(self) -> None:
         """Download the folder, once a node. A run from a checkpoint needs no folder."""
@@ -98,3 +117,9 @@ class FolderModule(LanguageModule):
             strategy.save_hf_pretrained(path, self._trained, dtype=dtype, overwrite=overwrite)
         else:
             save_model(self._trained, Path(path), dtype=dtype, overwrite=overwrite)
+
+
+def _initial_std(model: Any) -> float:
+    """Return the standard deviation of a model's initial weights."""
+    config = model.config
+    return float(getattr(config, "init_method_std", getattr(config, "initializer_range", 0.02)))

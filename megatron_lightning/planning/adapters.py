@@ -9,6 +9,12 @@ moments in fp32, and main params of m bytes (4 or 0):
     fsdp     w N / n + (m or w) T / n             4 T          8 T / n
              + gathered units
 
+With ``base`` of ``LoRA``, data and scales of linear layers and experts take b bytes a weight in the
+place of w. One such weight at a time has values as well.
+
+             blockwise     mxfp8         nvfp4
+    b        1 + 4 / 128   1 + 1 / 32    1/2 + 1 / 16 + 4 / columns
+
 Backward keeps the same inputs, because the inputs of the frozen layers are also the inputs of A.
 Tensors with r features are left out.
 """
@@ -24,8 +30,9 @@ from megatron_lightning.models.blueprint import OUTPUT, Weight, unit_weights
 from megatron_lightning.parallel.grid import RankGrid
 from megatron_lightning.parallel.layout import ParallelLayout
 from megatron_lightning.parallel.patterns import compile_pattern
-from megatron_lightning.planning.parameters import ParameterCount, count_rank, count_unit
+from megatron_lightning.planning.parameters import ParameterCount, count_rank, local_size
 from megatron_lightning.planning.precision import Precision
+from megatron_lightning.precision.recipes import BLOCK_SIZES
 
 _MAIN = 4  # bytes of fp32
 _MOMENTS = 2  # of Adam
@@ -43,6 +50,8 @@ class AdapterSizes:
     """Layers without adapters."""
     fused: str = "parts"
     """An adapter for each matrix of a fused weight ("parts"), or "one"."""
+    base: str | None = None
+    """Format of the frozen weights of linear layers and experts. None: values."""
 
     @classmethod
     def of_options(cls, options: Mapping[str, object]) -> AdapterSizes:
@@ -82,6 +91,25 @@ class AdapterSizes:
         weights = (w for w in unit_weights(config, unit) if self.adapts(unit, w))
         return sum((self._count(weight, layout) for weight in weights), ParameterCount())
 
+    def base_bytes(
+        self, config: TransformerConfig, layout: ParallelLayout, unit: str, value_bytes: int
+    ) -> ParameterCount:
+        """Return the bytes of the frozen weights in a unit on a rank, dense and experts'."""
+        total = ParameterCount()
+        for weight in unit_weights(config, unit):
+            own = local_size(weight, layout)
+            factor = _bytes_of(self.base, weight) if self._is_stored(unit, weight) else value_bytes
+            total += ParameterCount(round(factor * own.dense), round(factor * own.experts))
+        return total
+
+    def largest_values(self, config: TransformerConfig, layout: ParallelLayout, unit: str) -> int:
+        """Return the elements of the largest weight in a unit that gets values for a GEMM."""
+        stored = (w for w in unit_weights(config, unit) if self._is_stored(unit, w))
+        return max((local_size(weight, layout).total for weight in stored), default=0)
+
+    def _is_stored(self, unit: str, weight: Weight) -> bool:
+        return self.base is not None and weight.kind == "matrix" and unit != OUTPUT
+
     def _count(self, weight: Weight, layout: ParallelLayout) -> ParameterCount:
         *_, rows, columns = weight.shape
         num_parts = 1
@@ -102,6 +130,13 @@ def _matches(names: str | Sequence[str], path: str) -> bool:
     return not isinstance(names, str) and any(
         compile_pattern(form).fullmatch(path) for name in names for form in (name, f"**.{name}")
     )
+
+
+def _bytes_of(base: str | None, weight: Weight) -> float:
+    """Return the bytes of a stored weight's element, with the scales."""
+    if base == "nvfp4":
+        return 0.5 + 1 / BLOCK_SIZES[base] + _MAIN / weight.shape[-1]
+    return 1 + (_MAIN if base == "blockwise" else 1) / BLOCK_SIZES[str(base)]
 
 
 class AdaptedState:
@@ -146,13 +181,14 @@ class AdaptedState:
         self.optimizer_bytes = round((moments + (0 if mode == "fsdp" else main)) * share)
         if options.optimizer_cpu_offload:
             self.optimizer_bytes = 0
-        self.weights_bytes = wide * self.parameters.total
+        stored = [adapters.base_bytes(config, layout, unit, wide) for unit in units]
+        in_use = wide + (precision.compute_bytes if precision.autocast else 0)
+        largest = in_use * max(adapters.largest_values(config, layout, unit) for unit in units)
+        held = sum(stored, ParameterCount())
+        self.weights_bytes = held.total + wide * total.total + largest
         if mode == "fsdp" and max(shards) > 1:
-            full = [
-                count_unit(config, layout, unit) + one
-                for unit, one in zip(units, trained, strict=True)
-            ]
-            gathered = sorted((wide * one.total for one in full), reverse=True)
+            full = [s.total + wide * one.total for s, one in zip(stored, trained, strict=True)]
+            gathered = sorted(full, reverse=True)
             at_once = sum(gathered[:2]) if reshards else sum(gathered)
-            kept = wide * (base.dense / shards[0] + base.experts / shards[1])
-            self.weights_bytes = round(kept + (main or wide) * share + at_once)
+            kept = held.dense / shards[0] + held.experts / shards[1]
+            self.weights_bytes = round(kept + (main or wide) * share + at_once) + largest

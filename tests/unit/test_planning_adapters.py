@@ -13,6 +13,7 @@ from megatron_lightning.errors import ConfigError
 from megatron_lightning.models import GPTModel
 from megatron_lightning.models.costs import pipeline_units
 from megatron_lightning.parallel.layout import ParallelLayout
+from megatron_lightning.parallel.stored_weight import plain_tensors
 from megatron_lightning.peft import LoRA
 from megatron_lightning.planning import memory
 from megatron_lightning.planning.adapters import AdapterSizes
@@ -80,3 +81,25 @@ def test_fsdp_shards_the_frozen_weights_in_their_dtype() -> None:
 def test_what_a_plan_does_not_know_is_refused() -> None:
     with pytest.raises(ConfigError, match="modules_to_save"):
         AdapterSizes.of_options({"modules_to_save": ["output_layer"]})
+
+
+@pytest.mark.parametrize("base", ["mxfp8", "nvfp4", "blockwise"])
+@pytest.mark.parametrize("config", [CONFIG, MOE], ids=["dense", "experts"])
+def test_a_base_in_few_bits_has_the_bytes_of_its_memory(
+    config: TransformerConfig, base: str
+) -> None:
+    config = replace(config, hidden_size=128, ffn_hidden_size=256)  # full blocks
+    with torch.device("meta"):
+        model = LoRA(base=base).apply(GPTModel(config))  # type: ignore[arg-type]
+    expected = sum(
+        sum(inside.nbytes for inside in plain_tensors(p))
+        for p in model.parameters()
+        if not p.requires_grad
+    )
+    sizes = AdapterSizes.of_options({"base": base})
+    units = [unit if isinstance(unit, str) else unit[0] for unit in pipeline_units(config)]
+    held = (sizes.base_bytes(config, ParallelLayout(), unit, 4) for unit in units)
+    assert sum(held, ParameterCount()).total == expected
+    few = memory(config, ParallelLayout(), precision="32-true", adapters=sizes)
+    values = memory(config, ParallelLayout(), precision="32-true", adapters=AdapterSizes())
+    assert few.weights_bytes < 0.7 * values.weights_bytes
