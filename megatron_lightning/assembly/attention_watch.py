@@ -33,7 +33,7 @@ def check_attention_rows(num_ranks: int, rows: int, model: str) -> None:
 
     Args:
         num_ranks: Context-parallel ranks.
-        rows: ``ContextAttention`` rows of the plans.
+        rows: Rows of the plans that bind attention, or another mixer of tokens.
         model: Name of the model, for the message.
 
     Raises:

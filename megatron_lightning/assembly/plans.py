@@ -14,7 +14,7 @@ from megatron_lightning.assembly.attention_watch import check_attention_rows
 from megatron_lightning.assembly.cp_comm_types import assign_cp_comm_types
 from megatron_lightning.config import CPCommType
 from megatron_lightning.errors import ConfigError, ShardingError
-from megatron_lightning.layers.styles import ContextAttention, DispatchedExperts
+from megatron_lightning.layers.styles import DispatchedExperts
 from megatron_lightning.models.plans.gathered import auto_plan
 from megatron_lightning.models.plans.hf_plans import transformers_models, transformers_plan
 from megatron_lightning.parallel.attachments import base_layer
@@ -199,7 +199,7 @@ def _check_attention(
 ) -> None:
     """Check that context-parallel ranks can share the sequences of the module."""
     rows = [row for own_plan in plans.values() for row in own_plan.modules.values()]
-    bound = sum(isinstance(row, ContextAttention) for row in rows)
+    bound = sum(bool(getattr(row, "shares_sequences", False)) for row in rows)
     check_attention_rows(layout.cp, bound, type(module).__name__)
     if layout.cp > 1 and all(own_plan.positions is None for own_plan in plans.values()):
         raise ConfigError(

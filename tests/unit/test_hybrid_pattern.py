@@ -10,16 +10,18 @@ import pytest
 
 from megatron_lightning.config import (
     LatentAttentionConfig,
+    MambaConfig,
     MoEConfig,
     PipelineOptions,
     TransformerConfig,
 )
 from megatron_lightning.config.hybrid_pattern import parse_hybrid_pattern, pattern_from_ratios
 from megatron_lightning.errors import ConfigError
-from megatron_lightning.models.costs import pipeline_units
+from megatron_lightning.models.costs import multiply_adds, pipeline_units
+from megatron_lightning.parallel.layout import ParallelLayout
 from megatron_lightning.pipeline.schedules.actions import Placement
 from megatron_lightning.pipeline.schedules.stage_layouts import split_units
-from megatron_lightning.planning.parameters import layer_of
+from megatron_lightning.planning.parameters import count_rank, layer_of
 
 FACTS = json.loads(
     (Path(__file__).parents[1] / "oracles/families/hybrid_patterns.json").read_text()
@@ -170,3 +172,21 @@ def test_stages_of_a_pattern_are_divided_by_cost() -> None:
     assert ratio == pytest.approx(8, rel=0.02)
     stages = split_units(units, Placement.loop(2), PipelineOptions())
     assert [len([u for u in stage if layer_of(u) is not None]) for stage in stages] == [16, 2]
+
+
+NEMOTRON_H_8B = "M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-"
+
+
+@pytest.mark.parametrize(("pp", "dearest", "parameters"), [(4, 1.02, 1.19), (8, 1.07, 1.49)])
+def test_cost_of_nemotron_h_is_balanced(pp: int, dearest: float, parameters: float) -> None:
+    """Divided by count, the dearest stage costs 1.21 (PP 4) and 1.44 (PP 8) x the mean."""
+    config = TransformerConfig(
+        layer_pattern=NEMOTRON_H_8B, hidden_size=4096, ffn_hidden_size=21504, kv_channels=128,
+        activation="squared_relu", num_attention_heads=32, num_query_groups=8, vocab_size=131072,
+        max_sequence_length=8192, mamba=MambaConfig(num_heads=128),
+    )  # fmt: skip
+    stages = split_units(pipeline_units(config), Placement.loop(pp), PipelineOptions())
+    costs = [sum(multiply_adds(config, unit, [8192]) for unit in stage) for stage in stages]
+    assert max(costs) * pp / sum(costs) == pytest.approx(dearest, abs=0.005)
+    counts = [count_rank(config, ParallelLayout(), [stage]).total for stage in stages]
+    assert max(counts) / min(counts) == pytest.approx(parameters, abs=0.005)

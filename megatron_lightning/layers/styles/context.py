@@ -46,6 +46,7 @@ class ContextAttention:
     """Context-parallel communication. None: the default of ``ContextOptions``."""
     also: Style | None = None
     """Another style of the same module, applied first."""
+    shares_sequences = True  # see GroupedHeads
 
     @property
     def splits(self) -> bool:

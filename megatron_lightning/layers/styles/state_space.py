@@ -29,6 +29,8 @@ class GroupedHeads:
     """Heads of the model."""
     num_groups: int
     """Groups of the model."""
+    shares_sequences = True
+    """Whether a module of this style mixes tokens of sequences shared with other ranks."""
 
     def check(self, module: nn.Module, layout: ParallelLayout, plan: ShardingPlan) -> None:
         """Check that the heads and groups can be divided.
