@@ -300,9 +300,11 @@ def _balance_text(stages: Sequence[Mapping[str, Any]]) -> str:
     """Say how cost and parameters of the stages of unlike layers differ."""
     counts = [stage["parameters"] for stage in stages]
     dearest = max(stages, key=lambda stage: float(stage["cost"]))
+    fullest = max(stages, key=lambda stage: int(stage["parameters"]))
     return (
-        f"stage {dearest['stage']} costs {dearest['cost']:.2f} x the mean (FLOPs); parameters of "
-        f"stages differ {max(counts) / max(min(counts), 1):.2f} x"
+        f"stage {dearest['stage']} costs {dearest['cost']:.2f} x the mean (FLOPs); stage "
+        f"{fullest['stage']} has {max(counts) * len(counts) / sum(counts):.2f} x the mean's "
+        "parameters"
     )
 
 
