@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
+from unittest.mock import patch
 
 import lightning.pytorch as pl
 import pytest
@@ -709,6 +710,46 @@ def _selects_nothing(net: nn.Module, tokens: Tensor, labels: Tensor) -> Tensor:
     logits = net(tokens)[:, 0:]
     mask = labels >= 0
     return F.cross_entropy(logits[mask], labels[:, :].narrow(1, 0, labels.shape[1])[mask])
+
+
+def _pools(net: nn.Module, tokens: Tensor, labels: Tensor) -> Tensor:
+    return net(tokens).mean(1).logsumexp(-1).mean()
+
+
+def _adds_up_samples(net: nn.Module, tokens: Tensor, labels: Tensor) -> Tensor:
+    losses = F.cross_entropy(net(tokens).flatten(0, 1), labels.flatten(), reduction="none")
+    return -F.logsigmoid(losses.view_as(labels).sum(dim=-1)).mean()
+
+
+def _averages_samples(net: nn.Module, tokens: Tensor, labels: Tensor) -> Tensor:
+    logits = net(tokens)
+    losses = logits.logsumexp(-1) - logits.gather(-1, labels[..., None]).squeeze(-1)
+    return losses.mean(1).mean()
+
+
+def _warned(layout: Layout, folder: str, loss: Any) -> str:
+    said: list[str] = []
+    with patch(
+        "megatron_lightning.strategies.step.checks.position_watch.rank_zero_warn", said.append
+    ):
+        layout.trainer(folder, max_steps=1).fit(Shifts(loss), _loader())
+    return " ".join(said)
+
+
+@pytest.mark.parametrize(
+    ("loss", "text"),
+    [
+        (_pools, "calls mean over dim 1 of a sequence"),
+        (_averages_samples, ""),
+        pytest.param(
+            _adds_up_samples, "calls sum over dim 1 of a sequence", marks=pytest.mark.slow
+        ),
+    ],
+)
+def test_steps_that_reduce_over_a_part_are_named(loss: Any, text: str, tmp_path: Path) -> None:
+    found = run(CP2, _warned, tmp_path, loss)[0]
+    assert text in found
+    assert bool(found) == bool(text)
 
 
 def _shifted(layout: Layout, folder: str, loss: Any) -> str:

@@ -1,8 +1,10 @@
-"""Refuse steps that select positions in a rank's part of a sequence.
+"""Find steps that select positions in a rank's part of a sequence, or reduce over the part.
 
 ``logits[:, :-1]`` and ``tokens[:, 1:]`` shift a part against itself: the label for the last token
-of each part is on another rank, and is lost. The functions of the step are watched in the first
-run, outside of the model's call. Tensors are followed as long as the dims up to the sequence stay.
+of each part is on another rank, and is lost. This is an error. ``hidden.mean(1)`` pools a part, and
+``log_p.sum(1)`` adds up a part. This is a warning, since the step may exchange the result between
+ranks. The functions of the step are watched in the first run, outside of the model's call. Tensors
+are followed as long as the dims up to the sequence stay.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
@@ -25,6 +28,15 @@ _BY_DIM: Mapping[str, int] = {
     **dict.fromkeys(("diff", "roll", "take_along_dim", "split"), 2),
 }
 """Function that selects or mixes positions -> place of the argument ``dim``."""
+_REDUCE: Mapping[str, int] = {
+    **dict.fromkeys(("sum", "prod", "amax", "amin", "max", "min", "argmax", "argmin", "median"), 1),
+    **dict.fromkeys(("logsumexp", "softmax", "log_softmax", "std", "var", "sort", "argsort"), 1),
+    **dict.fromkeys(("mean", "any", "all", "count_nonzero"), 1),
+    **dict.fromkeys(("topk", "norm"), 2),
+}
+"""Function that reduces or normalizes over a dim -> place of the argument ``dim``."""
+_RETURN_LOSSES = frozenset({"cross_entropy", "nll_loss", "view", "view_as", "reshape", "unflatten"})
+"""Functions that return losses of tokens from tensors of other dims, as [b x s] or [b, v, s]."""
 _NAMES: Mapping[str, str] = {"flip": "dims", "roll": "dims", "unfold": "dimension"}
 """Function -> keyword of the dim, if not ``dim``."""
 
@@ -45,8 +57,11 @@ class PositionWatch(TorchFunctionMode):
         self._length = min(tensor.shape[dim] for tensor, dim in parts)
         self._dims = {dim for _, dim in parts}
         self._parts = {id(tensor): (tensor, dim) for tensor, dim in parts}
+        first, dim = parts[0]
+        self._shape = first.shape[: dim + 1]
         self._depth = 0  # of model calls, without a watch on functions
         self._has_left = False  # torch.compile may refuse modes
+        self._has_warned = False
 
     @contextmanager
     def watching(self, models: Mapping[str, nn.Module]) -> Iterator[None]:
@@ -99,10 +114,12 @@ class PositionWatch(TorchFunctionMode):
         """
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
+        name = str(getattr(func, "__name__", ""))
+        if not self._depth and name in _RETURN_LOSSES and result.shape == self._shape:
+            self._parts[id(result)] = (result, result.dim() - 1)
         if self._depth or not args or id(args[0]) not in self._parts:
             return result
         tensor, dim = self._parts[id(args[0])]
-        name = str(getattr(func, "__name__", ""))
         by_index = name == "__getitem__" and _selects(tensor, dim, args[1])
         by_dim = name in _BY_DIM and _dim_of(tensor, name, args, kwargs) == dim
         # Pieces of one size are for losses in chunks, and lose nothing.
@@ -111,6 +128,10 @@ class PositionWatch(TorchFunctionMode):
         )
         if by_index or (by_dim and not keeps_all):
             self._refuse(name, dim)
+        # Samples have equal parts, so that means of token losses are right.
+        is_mean_loss = name == "mean" and tensor.dim() == dim + 1
+        if name in _REDUCE and not is_mean_loss and _reduced(tensor, name, args, kwargs) == {dim}:
+            self._warn(name, dim)
         for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor) and leaf.shape[: dim + 1] == tensor.shape[: dim + 1]:
                 self._parts[id(leaf)] = (leaf, dim)
@@ -126,6 +147,29 @@ class PositionWatch(TorchFunctionMode):
             "tokens and labels have equal lengths (tokens = text[:-1], labels = text[1:], with "
             "-100 where nothing counts), or set context_parallel_size=1."
         )
+
+    def _warn(self, name: str, dim: int) -> None:
+        if self._has_warned:
+            return
+        self._has_warned = True
+        rank_zero_warn(
+            f"{self._hook} calls {name} over dim {dim} of a sequence, of which each of "
+            f"{self._num_ranks} ranks holds a part (context_parallel_size): the result is of the "
+            "part. Compute losses of tokens and average over all tokens, exchange the result "
+            "between the ranks of strategy.context.cp, or set context_parallel_size=1."
+        )
+
+
+def _reduced(tensor: Tensor, name: str, args: Any, kwargs: Any) -> set[int]:
+    """Return the dims that a function reduces. Empty: all dims, or the function is of two
+    tensors.
+    """
+    place = _REDUCE[name]
+    dims = kwargs.get("dim", args[place] if len(args) > place else None)
+    if dims is None and name in ("sort", "argsort", "topk"):
+        dims = -1
+    dims = dims if isinstance(dims, list | tuple) else [dims]
+    return {dim % tensor.dim() for dim in dims if type(dim) is int}
 
 
 def _dim_of(tensor: Tensor, name: str, args: Any, kwargs: Any) -> int | None:

@@ -37,6 +37,8 @@ from megatron_lightning.strategies.step.run_context import RunContext
 from megatron_lightning.strategies.step.step_run import StepRun
 from megatron_lightning.strategies.step.values.context_mean import gather_rows
 
+_PACKAGE = "megatron_lightning."
+
 
 class SequenceParts(StepParticipant):
     """Divides the batches of a run, and watches the step's use of its part.
@@ -127,13 +129,18 @@ class SequenceParts(StepParticipant):
 
     @contextmanager
     def around_forward(self, run: StepRun, stage: int, microbatch: int) -> Iterator[None]:
-        """Enter around the first forward of a hook, to check that the step selects no positions of
-        its part.
+        """Enter around the first forward of a hook, to find a step that selects positions of its
+        part, or reduces over its part.
 
         Raises:
             ConfigError: If the step selects positions.
         """
-        is_first = run.hook not in self._begun and stage == run.last_stage
+        is_first = (
+            run.hook not in self._begun
+            and stage == run.last_stage
+            # Steps of this package exchange what they reduce.
+            and not getattr(type(self._module), run.hook).__module__.startswith(_PACKAGE)
+        )
         parts = self.split.parts(run.microbatches[microbatch]) if is_first else []
         if not parts or not self._calls or "" in self._calls:
             yield
