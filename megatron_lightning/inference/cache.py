@@ -4,6 +4,9 @@ A *run* is reserved once, for the longest possible text of a request: attention 
 without a gather, and no request ever gives way. *Pages* are reserved as a text grows, and given
 back when memory is short. GPUs hold more requests with pages, and GPU kernels read pages.
 
+Layers that carry a state have a row for each request. The state of a shorter text is not kept, so
+that no text begins with the states of another.
+
 Slot 0 belongs to no request. Every rank runs the same allocator on the same requests.
 """
 
@@ -12,6 +15,7 @@ from __future__ import annotations
 from bisect import insort
 from collections import deque
 from collections.abc import Hashable
+from heapq import heappop, heappush
 from typing import Protocol
 
 import torch
@@ -47,6 +51,10 @@ class Allocator(Protocol):
         """Return the slots of the first ``length`` tokens, for reading."""
         ...
 
+    def row(self, request: Hashable) -> int:
+        """Return the row of a request's states, different for all requests with slots."""
+        ...
+
     def share(self, source: Hashable, target: Hashable, length: int) -> tuple[int, Copies]:
         """Give a request without slots, or with unused slots, the first ``length`` tokens of
         another request.
@@ -57,15 +65,39 @@ class Allocator(Protocol):
         ...
 
 
+class StateRows:
+    """Rows of requests, the lowest free row first."""
+
+    def __init__(self) -> None:
+        self._rows: dict[Hashable, int] = {}
+        self._free: list[int] = []
+
+    def take(self, request: Hashable) -> None:
+        """Give a request a row, unless the request has one."""
+        if request not in self._rows:
+            self._rows[request] = heappop(self._free) if self._free else len(self._rows)
+
+    def release(self, request: Hashable) -> None:
+        """Take the row of a request back."""
+        if request in self._rows:
+            heappush(self._free, self._rows.pop(request))
+
+    def __getitem__(self, request: Hashable) -> int:
+        return self._rows[request]
+
+
 class Runs:
     """A run of neighboring slots for each request, in the first gap of sufficient length.
 
     Args:
         num_slots: All slots, slot 0 included.
+        has_states: Whether layers carry states.
     """
 
-    def __init__(self, num_slots: int) -> None:
+    def __init__(self, num_slots: int, *, has_states: bool = False) -> None:
         self.capacity = num_slots - 1
+        self._has_states = has_states
+        self._rows = StateRows()
         self._gaps = [(1, num_slots)]
         self._runs: dict[Hashable, tuple[int, int]] = {}
 
@@ -78,6 +110,7 @@ class Runs:
                 rest = (start + at_most, end)
                 self._gaps[index : index + 1] = [rest] if rest[0] < end else []
                 self._runs[request] = start, start + at_most
+                self._rows.take(request)
                 return True
         return False
 
@@ -85,6 +118,7 @@ class Runs:
         """See :class:`Allocator`."""
         if request not in self._runs:
             return
+        self._rows.release(request)
         insort(self._gaps, self._runs.pop(request))
         merged = self._gaps[:1]
         for start, end in self._gaps[1:]:
@@ -104,8 +138,14 @@ class Runs:
         start = self._runs[request][0]
         return slice(start, start + length)
 
+    def row(self, request: Hashable) -> int:
+        """See :class:`Allocator`."""
+        return self._rows[request]
+
     def share(self, source: Hashable, target: Hashable, length: int) -> tuple[int, Copies]:
         """Copy: runs have no slot in common."""
+        if self._has_states:
+            return 0, ()
         runs = (self._runs[source][0], self._runs[target][0])
         here, there = (slice(start, start + length) for start in runs)
         return length, ((here, there),) if length else ()
@@ -117,9 +157,12 @@ class Pages:
     Args:
         num_slots: All slots, page 0 included. A remainder below a page is unused.
         block_size: Slots of a page.
+        has_states: Whether layers carry states.
     """
 
-    def __init__(self, num_slots: int, block_size: int) -> None:
+    def __init__(self, num_slots: int, block_size: int, *, has_states: bool = False) -> None:
+        self._has_states = has_states
+        self._rows = StateRows()
         num_pages = num_slots // block_size
         self.block_size = block_size
         self.capacity = (num_pages - 1) * block_size
@@ -137,10 +180,12 @@ class Pages:
             pages.append(self._free.popleft())
             self._users[pages[-1]] = 1
         self._pages[request] = pages
+        self._rows.take(request)
         return True
 
     def release(self, request: Hashable) -> None:
         """See :class:`Allocator`."""
+        self._rows.release(request)
         for page in self._pages.pop(request, []):
             self._users[page] -= 1
             if not self._users[page]:
@@ -160,8 +205,14 @@ class Pages:
         """See :class:`Allocator`."""
         return self.slots(request, 0, length)
 
+    def row(self, request: Hashable) -> int:
+        """See :class:`Allocator`."""
+        return self._rows[request]
+
     def share(self, source: Hashable, target: Hashable, length: int) -> tuple[int, Copies]:
         """Share the full pages. The tokens behind the full pages are computed again."""
+        if self._has_states:
+            return 0, ()
         num_shared = length // self.block_size
         shared = self._pages[source][:num_shared]
         own = self._pages[target]

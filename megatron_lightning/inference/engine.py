@@ -94,6 +94,7 @@ class Engine(TextModel):
         self._keeps_cache = keeps_cache
         self._num_slots: int | None = None
         self._cache: KeyCache | None = None
+        self._has_states = False
         self._scheduler: Scheduler | None = None
         self.num_steps = 0
         """Number of steps run so far."""
@@ -172,10 +173,12 @@ class Engine(TextModel):
         with self._writing():
             cache = self._allocate()
             allocator: Allocator
+            has_states = self._has_states
             if self._has_pages:
-                allocator = Pages(cache.num_slots, self.options.block_size)
+                size = self.options.block_size
+                allocator = Pages(cache.num_slots, size, has_states=has_states)
             else:
-                allocator = Runs(cache.num_slots)
+                allocator = Runs(cache.num_slots, has_states=has_states)
             self._scheduler = Scheduler(
                 allocator,
                 max_tokens=self.options.max_tokens,
@@ -252,16 +255,33 @@ class Engine(TextModel):
                     drafter.draft(Batch(), call, torch.empty(0, NUM_RESULTS))
 
             self._runner.run(1, lambda _: call, finish)
-            size = torch.tensor(trial.bytes_per_slot, device=self.context.device)
-            most = int(all_reduce(size, self.context.axis("world"), "max"))
-            # A model without attention keeps nothing.
-            fitting = int(self.options.cache_gib * 2**30) // max(most, 1)
+            sizes = (trial.bytes_per_slot, trial.bytes_per_row)
+            size = torch.tensor(sizes, device=self.context.device)
+            per_slot, per_row = all_reduce(size, self.context.axis("world"), "max").tolist()
+            self._has_states = per_row > 0
+            # A model without attention keeps no keys.
+            fitting = self._bytes_of_keys(per_row) // max(per_slot, 1)
             block = self.options.block_size if self._has_pages else 1
             wanted = self.options.max_requests * -(-self.longest // block) * block
             self._num_slots = block + min(fitting, wanted) // block * block
         if self._cache is None:
             self._cache = KeyCache(self._num_slots)
         return self._cache
+
+    def _bytes_of_keys(self, bytes_per_row: int) -> int:
+        """Return the bytes of the cache beside the states of all requests.
+
+        Raises:
+            ConfigError: If the states alone exceed the cache.
+        """
+        gib, number = self.options.cache_gib, self.options.max_requests
+        states = number * bytes_per_row
+        if states > gib * 2**30:
+            raise ConfigError(
+                f"cache_gib is {gib}, and the states of max_requests={number} requests need "
+                f"{states / 2**30:.2f} GiB. Raise cache_gib, or lower max_requests."
+            )
+        return int(gib * 2**30) - states
 
 
 def _device_of(model: nn.Module) -> torch.device:

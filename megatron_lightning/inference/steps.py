@@ -59,7 +59,8 @@ class Steps:
             positions += range(first, end)
             kept += [start + place - first for place in portion.kept]
             slots.append(self._allocator.slots(request, first, end))
-            spans.append(Span(start, portion.count, self._keys(portion), end))
+            own = self._allocator.row(request)
+            spans.append(Span(start, portion.count, self._keys(portion), end, own))
         padding = _padded(len(tokens), self._multiple, self._device) - len(tokens)
         pages = self._pages(batch, spans)
         step = CacheStep(

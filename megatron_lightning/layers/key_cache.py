@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_lightning.layers.attention_backend import KeyMask, attend_masked, attend_unfused
+from megatron_lightning.layers.state_store import StateStore
 
 Slots = slice | Tensor
 """Slots of a request's keys, in order: neighbors, or [L] numbers."""
@@ -35,6 +36,13 @@ class Span(NamedTuple):
     """Slots of all keys up to the last new token."""
     num_keys: int
     """Number of these slots."""
+    row: int = 0
+    """Row of the request's states, in layers that carry a state."""
+
+    @property
+    def begins(self) -> bool:
+        """Whether the first new token is the first token of the request."""
+        return self.num_keys == self.length
 
 
 class Pages(NamedTuple):
@@ -126,11 +134,23 @@ class KeyCache:
         self.num_slots = num_slots
         self.stores: dict[nn.Module, KeyStore] = {}
         """Attention module -> store."""
+        self._states: dict[nn.Module, StateStore] = {}
 
     @property
     def bytes_per_slot(self) -> int:
         """Bytes of a token in all layers that have computed on this rank."""
         return sum(store.bytes_per_slot for store in self.stores.values())
+
+    @property
+    def bytes_per_row(self) -> int:
+        """Bytes of a request's states in all layers that have computed on this rank."""
+        return sum(store.bytes_per_row for store in self._states.values())
+
+    def states_of(self, module: nn.Module, empty: Sequence[Tensor]) -> StateStore:
+        """Return the states of a module. ``empty``: [1, …] states of a request without tokens."""
+        if module not in self._states:
+            self._states[module] = StateStore(empty)
+        return self._states[module]
 
     def store(self, module: nn.Module, keys: Tensor, values: Tensor | None) -> KeyStore:
         """Return the store of an attention module for such keys and values."""
@@ -193,7 +213,7 @@ class CacheStep:
 def _by_spans(step: CacheStep, store: KeyStore, q: Tensor, form: AttentionForm) -> Tensor:
     """Return contexts of queries [T, n, d], request by request."""
     contexts = []
-    for first, count, slots, num_keys in step.spans:
+    for first, count, slots, num_keys, _ in step.spans:
         hidden = 0  # keys invisible to every query of the span
         if form.window is not None:
             hidden = max(0, num_keys - count - form.window)

@@ -15,7 +15,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_lightning.config import LatentAttentionConfig, MoEConfig, TransformerConfig
+from megatron_lightning.config import (
+    LatentAttentionConfig,
+    MambaConfig,
+    MoEConfig,
+    TransformerConfig,
+)
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.inference import Engine, EngineOptions, Sampling, sample
 from megatron_lightning.layers.key_cache import CacheStep, KeyStore
@@ -68,6 +73,11 @@ CONFIGS = {
         add_bias_linear=True,
         share_embeddings_and_output_weights=True,
         attention_softmax_in_fp32=True,
+    ),
+    "states": TransformerConfig(
+        **SIZES,
+        layer_pattern="M*M-",
+        mamba=MambaConfig(head_dim=16, num_groups=2, state_dim=16, chunk_size=4),
     ),
     "latent": TransformerConfig(
         **{**SIZES, "num_query_groups": None}, mla=LATENT, qk_layernorm=True

@@ -17,13 +17,15 @@ context parallelism ranks exchange states (:mod:`.segments`).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from megatron_lightning.config import MambaConfig, TransformerConfig
-from megatron_lightning.errors import ConfigError
+from megatron_lightning.layers.key_cache import CacheStep
 from megatron_lightning.layers.sequence_info import Documents, SequenceInfo
 from megatron_lightning.layers.state_space.convolution import CausalConvolution, wide
 from megatron_lightning.layers.state_space.gated_norm import GatedNorm
@@ -33,6 +35,7 @@ from megatron_lightning.layers.state_space.row_documents import token_documents
 from megatron_lightning.layers.state_space.scan import chunked_scan
 from megatron_lightning.layers.state_space.segments import Segments
 from megatron_lightning.layers.state_space.shared_groups import SharedGroups
+from megatron_lightning.layers.state_store import mix_requests
 from megatron_lightning.parallel.context import AxisGroup
 
 
@@ -70,18 +73,12 @@ class MambaMixer(PreciseParameters):
         """Map [s, b, h] to [s, b, h]. ``sequence`` None: rows are single documents.
 
         The input may be a sequence shard of tensor-parallel ranks. ``in_proj`` gathers the shards.
-
-        Raises:
-            ConfigError: If new tokens of cached requests are passed.
         """
-        if sequence is not None and sequence.cache is not None:
-            raise ConfigError(
-                "new tokens of cached requests were passed to a Mamba-2 layer, and the cache keeps "
-                "keys of attention alone. Generate text with the model converted to transformers."
-            )
         projected = self.in_proj(hidden)
         documents = None if sequence is None else sequence.documents
-        if self.mamba.recompute_scan and torch.is_grad_enabled():
+        if sequence is not None and sequence.cache is not None:
+            mixed = self._mix_cached(projected, sequence.cache)
+        elif self.mamba.recompute_scan and torch.is_grad_enabled():
             mixed = checkpoint(
                 self._mix, projected, documents, use_reentrant=False, preserve_rng_state=False
             )
@@ -93,18 +90,46 @@ class MambaMixer(PreciseParameters):
     def _mix(self, projected: Tensor, documents: Documents | None) -> Tensor:
         """Map the output of ``in_proj`` to the input of ``out_proj`` [s, b, d]."""
         with torch.autocast(projected.device.type, enabled=False):
-            heads = self.A_log.shape[0]
-            inner = heads * self.mamba.head_dim
-            gate, mixed, dt = torch.split(
-                projected, [inner, self.conv1d.weight.shape[0], heads], -1
-            )
-            dt = F.softplus(wide(dt) + self.dt_bias)
+            gate, mixed, dt = self._divided(projected)
             if self.context_group is None or self.context_group.size == 1:
                 y = self._mix_rows(mixed, dt, documents)
             else:
                 y = self._mix_segments(mixed, dt, documents, Segments(self.context_group))
             out: Tensor = self.norm(y, gate)
             return out
+
+    def _divided(self, projected: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the gate [s, b, d], the convolution's input [s, b, d + 2gn] and step sizes [s, b,
+        h].
+        """
+        heads, channels = self.A_log.shape[0], self.conv1d.weight.shape[0]
+        sizes = [heads * self.mamba.head_dim, channels, heads]
+        gate, mixed, dt = torch.split(projected, sizes, -1)
+        return gate, mixed, F.softplus(wide(dt) + self.dt_bias)
+
+    def _mix_cached(self, projected: Tensor, step: CacheStep) -> Tensor:
+        """Mix new tokens [T, 1, …] of requests. A request keeps the last inputs of the convolution
+        [r, k - 1, d + 2gn], and the state [r, h, p, n].
+        """
+        heads, state = self.A_log.shape[0], self.mamba.state_dim
+        empty = (
+            projected.new_zeros(1, self.conv1d.kernel - 1, self.conv1d.weight.shape[0]),
+            self.A_log.new_zeros(1, heads, self.mamba.head_dim, state),
+        )
+
+        def mix(inputs: Tensor, states: Sequence[Tensor]) -> tuple[Tensor, Sequence[Tensor]]:
+            gate, mixed, dt = self._divided(inputs)
+            tokens = torch.cat([states[0].transpose(0, 1), mixed])
+            convolved = self.conv1d(mixed, tokens[: self.conv1d.kernel - 1])
+            x, b, c = self._parts(convolved)
+            y, last = chunked_scan(
+                x, dt, -self.A_log.exp(), b, c, chunk=self.mamba.chunk_size, start=states[1]
+            )
+            behind = tokens[len(mixed) :].transpose(0, 1)
+            return self.norm(self._with_skip(y, x), gate), (behind, last)
+
+        with torch.autocast(projected.device.type, enabled=False):
+            return mix_requests(step, self, projected, empty, mix)
 
     def _mix_rows(self, mixed: Tensor, dt: Tensor, documents: Documents | None) -> Tensor:
         """Convolve and scan full rows [s, b, d + 2gn]. Returns [s, b, d]."""
