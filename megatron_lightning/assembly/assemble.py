@@ -48,6 +48,8 @@ class _Record(NamedTuple):
     """As in :class:`Part`, like the fields below."""
     stages: tuple[tuple[str, ...], ...]
     """Unit paths of every stage. Empty with one stage."""
+    preludes: tuple[str, ...]
+    """Paths of modules outside of the units on the first stage."""
     replicated_over_pp: frozenset[str]
     names: tuple[str, ...]
     num_parameters: int
@@ -95,6 +97,7 @@ def assemble(
         # Last, so that a rank never holds more than the rank's shards and one full parameter.
         materialize(module, context.device)
     stages = () if partition is None else partition.stages
+    preludes = () if partition is None else partition.preludes
     replicated_over_pp = frozenset[str]() if partition is None else partition.replicated_over_pp
     shards_sequence = context.sp and plans.shards_sequence
     module.__dict__[_RECORD] = _Record(
@@ -104,6 +107,7 @@ def assemble(
         context.context_options,
         path,
         stages,
+        preludes,
         replicated_over_pp,
         names,
         num_parameters,
@@ -153,6 +157,7 @@ def reattach(
             record.stages,
             stage_numbers,
             record.replicated_over_pp,
+            record.preludes,
             has_all_units=False,
         )
     part = describe_part(module, record.names, record.num_parameters, record.path, partition)
@@ -208,9 +213,16 @@ def _partition(
     """
     if context.layout.num_stages == 1:
         return None, None
-    path, pipelined, stages, replicated_over_pp, _ = find_stages(module, placement, options)
+    found = find_stages(module, placement, options)
     stage_numbers = placement.stages_of(context.pp.rank)
-    return path, StagePartition(pipelined, stages, stage_numbers, replicated_over_pp)
+    partition = StagePartition(
+        found.module,
+        found.units,
+        stage_numbers,
+        found.replicated_over_pp,
+        found.outside.preludes,
+    )
+    return found.path, partition
 
 
 def parallelize_models(

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_lightning.assembly.assemble import is_assembled, parallelize_models
-from megatron_lightning.assembly.layout_checks import find_stages
+from megatron_lightning.assembly.layout_checks import Stages, find_stages
 from megatron_lightning.assembly.plans import PlanChoice, Plans, resolve_plans
 from megatron_lightning.config import PipelineOptions
 from megatron_lightning.errors import ConfigError
@@ -53,7 +53,8 @@ def describe_layout(
             f"{type(module).__name__} holds only a rank's part of its layers, since a Trainer has "
             "divided it. Describe a new module."
         )
-    stages = _stages(module, placement, options) if layout.num_stages > 1 else {}
+    found = find_stages(module, placement, options) if layout.num_stages > 1 else None
+    stages = {} if found is None else _stages(found)
     plans = resolve_plans(module, layout, plan)
     styles = _styles(module, plans.applied)
     sizes = (layout.tp * layout.cp * layout.pp, layout.etp * layout.ep * layout.pp)
@@ -75,7 +76,7 @@ def describe_layout(
             rows.append((path, stage, styles.get(path, "-"), *lines[0]))
             rows += [("", "", "", *line) for line in lines[1:]]
     title = _title(layout, specs, describe_sequence_parallel(layout, plans))
-    return "\n".join([title, *_aligned(rows)])
+    return "\n".join([title, *_aligned(rows), *_replicated_modules(found)])
 
 
 def describe_sequence_parallel(layout: ParallelLayout, plans: Plans) -> str:
@@ -101,10 +102,18 @@ def _title(layout: ParallelLayout, specs: Mapping[str, ShardSpec], sequence_para
     )
 
 
-def _stages(module: nn.Module, placement: Placement, options: PipelineOptions) -> dict[str, int]:
-    stages = find_stages(module, placement, options)
-    prefix = f"{stages.path}." if stages.path else ""
-    return {f"{prefix}{unit}": stage for stage, units in enumerate(stages.units) for unit in units}
+def _stages(found: Stages) -> dict[str, int]:
+    prefix = f"{found.path}." if found.path else ""
+    stages = {prefix + unit: stage for stage, units in enumerate(found.units) for unit in units}
+    return {**stages, **{prefix + path: 0 for path in found.outside.preludes}}
+
+
+def _replicated_modules(found: Stages | None) -> Iterator[str]:
+    """Yield a line for every module that every stage holds and runs."""
+    if found is not None:
+        prefix = f"{found.path}." if found.path else ""
+        for path, reason in found.outside.replicated.items():
+            yield f"{prefix}{path} is on every stage: {reason}"
 
 
 def _stage_of(path: str, stages: Mapping[str, int], num_stages: int) -> str:

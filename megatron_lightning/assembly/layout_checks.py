@@ -5,12 +5,14 @@ the same module before assembly.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from itertools import accumulate
 from typing import NamedTuple
 
 from torch import nn
 
 from megatron_lightning.assembly.plans import PlanChoice, resolve_plans
+from megatron_lightning.assembly.preludes import Outside, find_outside
 from megatron_lightning.assembly.sharded_modules import find_sharded
 from megatron_lightning.config import (
     CPCommType,
@@ -31,6 +33,7 @@ from megatron_lightning.pipeline.schedules.partition import Unit, unit_names, un
 from megatron_lightning.pipeline.schedules.stage_layouts import is_predicting, split_units
 from megatron_lightning.pipeline.stages.dependencies import Uses
 from megatron_lightning.pipeline.stages.dependency_run import ExampleRun, check_boundaries
+from megatron_lightning.pipeline.stages.preludes import position_of
 from megatron_lightning.pipeline.stages.stage import StagePartition, check_units
 from megatron_lightning.pipeline.stages.units import find_pipelined
 
@@ -69,7 +72,9 @@ class Stages(NamedTuple):
     replicated_over_pp: frozenset[str]
     """Unit parameters replicated over pp, since several stages use the parameters."""
     costs: tuple[float, ...]
-    """Share of every pipeline rank in the weights of the units."""
+    """Share of every pipeline rank in the weights of the units, preludes included."""
+    outside: Outside
+    """Modules outside of the units: on the first stage or on every stage."""
 
     def describe_imbalance(self) -> str | None:
         """Return a sentence if the fullest pipeline rank has more than 1.5 times the mean."""
@@ -96,19 +101,47 @@ def find_stages(module: nn.Module, placement: Placement, options: PipelineOption
     )
     names = unit_names(units)
     check_units(pipelined, names)
-    uses = None
+    outside = Outside(pipelined)
     if placement.num_stages > 1:
-        uses = example.uses(path, names)
+        kept = options.replicated_modules or ()
+        outside = find_outside(pipelined, names, example.calls(path), kept)
+    while True:  # fewer preludes in every turn
+        uses = None
+        if placement.num_stages > 1:
+            uses = example.uses(path, names, outside.preludes)
+        if uses is not None and (obstacles := outside.handing_on(uses)):
+            outside = outside.without(obstacles)
+            continue
+        weighed = outside.weighted(units, partial(example.operations, path))
+        stages = _split(weighed, placement, options, uses, outside.preludes)
+        obstacles = {} if uses is None else outside.late(uses, len(stages[0]))
+        if not obstacles:
+            break
+        outside = outside.without(obstacles)
+    replicated = _replicated_over_pp(pipelined, stages, placement, uses, outside.preludes)
+    costs = _costs(weighed, stages, placement)
+    return Stages(path, pipelined, stages, replicated, costs, outside)
+
+
+def _split(
+    units: Sequence[Unit],
+    placement: Placement,
+    options: PipelineOptions,
+    uses: Uses | None,
+    preludes: Sequence[str],
+) -> tuple[tuple[str, ...], ...]:
+    """Return the unit paths of every stage. See :func:`find_stages`."""
+    names = unit_names(units)
+    if uses is None:
+        return split_units(units, placement, options)
     try:
-        stages = split_units(units, placement, options, uses.allows if uses else lambda _: True)
-    except ConfigError:
-        if uses is not None:  # a side channel may be why too few stages are left
-            check_boundaries(uses, names, _starts(split_units(units, placement, options)))
+        stages = split_units(units, placement, options, uses.allows)
+    except ConfigError:  # a side channel may be why too few stages are left
+        anywhere = split_units(units, placement, options)
+        check_boundaries(uses, names, _starts(anywhere), preludes)
         raise
-    if uses is not None:
-        check_boundaries(uses, names, _starts(stages))
-    replicated = _replicated_over_pp(pipelined, stages, placement, uses)
-    return Stages(path, pipelined, stages, replicated, _costs(units, stages, placement))
+    check_boundaries(uses, names, _starts(stages), preludes)
+    return stages
 
 
 def _costs(
@@ -132,6 +165,7 @@ def _replicated_over_pp(
     stages: Sequence[Sequence[str]],
     placement: Placement,
     uses: Uses | None,
+    preludes: Sequence[str] = (),
 ) -> frozenset[str]:
     """Return the unit parameters replicated over pp, by all of their names.
 
@@ -139,10 +173,17 @@ def _replicated_over_pp(
     A tied parameter has a name in each of the units, and the units are on the first rank, on the
     last rank, or on the rank of multi-token prediction: these ranks add up the gradients of their
     copies. A parameter with a name outside of the units is replicated over pp if the name is read,
-    or if a rank has no other name.
+    or if a rank has no other name. Preludes count as units of the first stage.
     """
     units = [unit for stage in stages for unit in stage]
     rank_of = [rank for stage, rank in zip(stages, placement.pp_ranks, strict=True) for _ in stage]
+    num_units = len(units)
+    units += preludes
+    rank_of += [placement.pp_ranks[0]] * len(preludes)
+
+    def place(reader: int) -> int:
+        return reader if reader >= 0 else num_units + position_of(reader, len(preludes))
+
     # Ranks that add up the gradients of tied copies.
     ends, replicated = {0, placement.num_ranks - 1}, set[str]()
     ends |= {rank for unit, rank in zip(units, rank_of, strict=True) if is_predicting(unit)}
@@ -160,7 +201,7 @@ def _replicated_over_pp(
         if not homes:
             continue
         # Units that read the parameter without having a name for it.
-        readers = {index for name, index in parameter_reads if name == first_name[identity]} - homes
+        readers = {place(i) for name, i in parameter_reads if name == first_name[identity]} - homes
         ranks = {rank_of[index] for index in homes}
         # If all ranks have the parameter in a unit, a name outside is an alias, and counts only
         # when read.

@@ -34,8 +34,10 @@ class Part:
     partition: StagePartition | None = None
     """Stages of the partitioned module on this rank. None with a single stage."""
     stage_of_unit: dict[str, int] = field(default_factory=dict)
-    """Path of a pipeline unit on this rank -> stage. Names outside of the units are on every
+    """Path of a pipeline unit, or of a prelude, on this rank -> stage. Names outside are on every
     pipeline rank."""
+    preludes: frozenset[str] = frozenset()
+    """Paths of the preludes, on any rank."""
     replicated_over_pp: frozenset[str] = frozenset()
     """Names of unit parameters on every pipeline rank."""
     stage_of: dict[str, int] = field(default_factory=dict)
@@ -51,16 +53,16 @@ class Part:
 
     @property
     def units_of_stage(self) -> dict[int, list[str]]:
-        """Stages of this rank -> paths of the stages' units. Empty with a single stage."""
+        """Stages of this rank -> paths of the stages' units, without preludes. Empty with a single
+        stage.
+        """
         stages = sorted(set(self.stage_of_unit.values()))
-        return {
-            number: [unit for unit, stage in self.stage_of_unit.items() if stage == number]
-            for number in stages
-        }
+        own = [item for item in self.stage_of_unit.items() if item[0] not in self.preludes]
+        return {number: [unit for unit, stage in own if stage == number] for number in stages}
 
     def in_unit(self, name: str) -> bool:
-        """Return whether a parameter or buffer belongs to a pipeline unit, so that only this
-        pipeline rank holds the tensor.
+        """Return whether a parameter or buffer belongs to a pipeline unit or prelude, so that only
+        this pipeline rank holds the tensor.
         """
         return (
             name not in self.replicated_over_pp and _stage_of(name, self.stage_of_unit) is not None
@@ -83,12 +85,13 @@ def describe_part(
 ) -> Part:
     """Describe a module reduced to this rank's part. The arguments are fields of :class:`Part`."""
     specs, stage_of_unit = named_shard_specs(module), {}
-    replicated_over_pp: frozenset[str] = frozenset()
+    replicated_over_pp = preludes = frozenset[str]()
     if partition is not None:
         prefix = f"{path}." if path else ""
         stage_of_unit = {
-            prefix + unit: stage for stage in partition.own for unit in partition.stages[stage]
+            prefix + name: stage for stage in partition.own for name in partition.modules_of(stage)
         }
+        preludes = frozenset(prefix + name for name in partition.preludes)
         replicated_over_pp = frozenset(prefix + name for name in partition.replicated_over_pp)
         specs = {
             name: replace(spec, partial_over=(*spec.partial_over, "pp"))
@@ -104,6 +107,7 @@ def describe_part(
         path=path,
         partition=partition,
         stage_of_unit=stage_of_unit,
+        preludes=preludes,
         replicated_over_pp=replicated_over_pp,
         stage_of=dict.fromkeys(specs, 0)
         if partition is None

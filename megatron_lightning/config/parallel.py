@@ -119,6 +119,9 @@ class PipelineOptions:
     units: list[str] | None = None
     """Path patterns of the units of the pipeline split, in the order of calls in a forward. None:
     the model's declared units, or units found by a search."""
+    replicated_modules: list[str] | None = None
+    """Path patterns of modules outside of the units that every stage holds and runs. Other modules
+    that a forward calls before the units belong to the first stage."""
     pipeline_model_parallel_layout: str | list[list[str]] | None = None
     """Layers of every stage in Megatron's notation, such as "Et*3|(tt|)*29,mL", or as lists of
     "embedding", "decoder", "mtp" and "loss". None: layers are spread evenly."""

@@ -350,7 +350,7 @@ class PipelinedStepRunner(StepRunner):
 
 def _warn_of_hooks(partition: StagePartition) -> None:
     """Warn of hooks with records on a single stage only."""
-    hooked = hooks_inside(partition.module, partition.units)
+    hooked = hooks_inside(partition.module, partition.units, partition.preludes)
     if hooked:
         rank_zero_warn(
             f"forward hooks of {', '.join(hooked[:3])} run on the pipeline stage of these modules "

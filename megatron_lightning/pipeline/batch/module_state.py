@@ -246,14 +246,20 @@ class ModuleState:
             yield path, own if path else {**self._of_class, **own}
 
 
+def is_of_library(module: nn.Module) -> bool:
+    """Return whether the class of a module is a library's. Attributes of the module are no state of
+    the user's.
+    """
+    return type(module).__module__.partition(".")[0] in _LIBRARIES
+
+
 def _own_modules(module: nn.Module, units: set[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
     """Yield the modules of the user's classes outside of units and metrics, by their paths."""
 
     def walk(child: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
-        root = type(child).__module__.partition(".")[0]
         if child in units or isinstance(child, Metric | MetricCollection):  # these are gathered
             return
-        if child is module or root not in _LIBRARIES:
+        if child is module or not is_of_library(child):
             yield path, child
         for name, inner in child.named_children():
             yield from walk(inner, f"{path}.{name}" if path else name)

@@ -8,6 +8,9 @@ stage intercepts the calls of the module's units:
     unit of the stage        runs, and keeps outputs used by later stages to be sent
     first unit behind it     is not entered: the step is unwound
 
+Preludes (``preludes``) are intercepted alike: the first stage runs a prelude, and later stages
+return what was received or a placeholder, without the prelude's hooks.
+
 Code between two units thus runs on the stages of both units and only counts on the later stage. On
 the last stage the rest of the forward and of the step runs. Before the call of the module all
 stages compute the same.
@@ -24,7 +27,7 @@ the placeholders must reach nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -43,11 +46,13 @@ from megatron_lightning.pipeline.stages.dependencies import CallFacts, Dependenc
 from megatron_lightning.pipeline.stages.dependency_run import CallAnalysis, intercepted
 from megatron_lightning.pipeline.stages.fields import map_tensors
 from megatron_lightning.pipeline.stages.parallel_call import replaced_attribute
+from megatron_lightning.pipeline.stages.preludes import PreludeCalls, call_index, position_of
 from megatron_lightning.pipeline.stages.stage import StagePartition
 from megatron_lightning.pipeline.stages.structure import (
     Containers,
     Like,
     Placeholders,
+    Structure,
     dump,
     flatten,
     num_writes,
@@ -103,7 +108,7 @@ class StageCrossing:
         self._kept = kept
         self._microbatch = 0
         self._seed = 0
-        self._stage_call = StageCall(0, 0, 0, (), {}, {}, None, True, 0)
+        self._stage_call = StageCall(0, 0, 0, (), {}, {}, None, True, 0, PreludeCalls(0))
         self._stage_calls: dict[tuple[int, int], StageCall] = {}
         self._signature: Hashable = None
         self._analysis: CallAnalysis | None = None
@@ -115,6 +120,7 @@ class StageCrossing:
         self._absent = AbsentValues()
         self._is_suspended = False
         self._forward = partition.module.forward
+        self._num_preludes = len(partition.preludes)
 
     # ------------------------------------------------------------------------------- of the program
 
@@ -139,6 +145,10 @@ class StageCrossing:
             for index, name in enumerate(self._partition.units):
                 unit = module.get_submodule(name)
                 undo.enter_context(intercepted(unit, partial(self._call_unit, index, unit)))
+            for position, name in enumerate(self._partition.preludes):
+                prelude = module.get_submodule(name)
+                call = partial(self._call_prelude, position, prelude)
+                undo.enter_context(intercepted(prelude, call))
             undo.callback(self._absent.hide)
             yield
 
@@ -153,7 +163,7 @@ class StageCrossing:
         tensors = iter(received or ())
         given = {
             unit: tuple(next(tensors) for _ in range(before[unit].num_tensors))
-            for unit in (facts.carried(first) if received else ())
+            for unit in (_among(before, facts.carried(first)) if received else ())
         }
         own_note, structures = facts.notes.get((stage, signature), (None, dict(before)))
         self._stage_call = StageCall(
@@ -165,7 +175,8 @@ class StageCrossing:
             structures,
             own_note,
             was_called_before=bool(note),
-            seed=self._seed + microbatch * (len(self._partition.units) + 1),
+            seed=self._seed + microbatch * (len(self._partition.modules) + 1),
+            preludes=PreludeCalls(self._num_preludes),
         )
         self._microbatch = microbatch
         self._signature = signature
@@ -206,7 +217,7 @@ class StageCrossing:
         borrowed, self._stage_call.borrowed = self._stage_call.borrowed, []
         written = {unit for unit, tensor, version in borrowed if num_writes(tensor) != version}
         if written and not self._analysis:
-            raise errors.late_write(self._partition.units[min(written)])
+            raise errors.late_write(self._partition.name_of(min(written)))
         self._facts.written |= written
         if self._analysis is not None and self._trace is not None:
             self._analysis.learn(self._trace)
@@ -259,6 +270,8 @@ class StageCrossing:
         if not call.was_called_before:
             raise errors.unexpected_call(self._hook, call.stage)
         call.entered = True
+        call.preludes.enter()
+        call.sent_at_entry = dict(call.sent)
         call.records = torch.is_grad_enabled()
         if call.records:
             self._stage_calls[call.stage, self._microbatch] = call
@@ -306,7 +319,14 @@ class StageCrossing:
         self._facts.tested.add(call.stage)
         if not _has_nan(found) or _has_nan(call.received):
             return
-        self._stage_call = replace(call, next=0, sent={}, borrowed=[], records=False)
+        self._stage_call = replace(
+            call,
+            next=0,
+            preludes=call.preludes.restarted(),
+            sent=dict(call.sent_at_entry),
+            borrowed=[],
+            records=False,
+        )
         placeholders, device = self._placeholders, self._context.device
         self._placeholders = Placeholders(0.0, device)
         with torch.no_grad(), self._repeated():
@@ -350,6 +370,26 @@ class StageCrossing:
             raise StageExit(StageTensors())
         return output
 
+    def _call_prelude(
+        self, position: int, prelude: nn.Module, run: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        """Replace the call of a prelude."""
+        call, name = self._stage_call, self._partition.preludes[position]
+        if self._recomputes and call.stage == 0:
+            return self._run_seeded(call_index(position, 0, self._num_preludes), run, args, kwargs)
+        if self._recomputes:
+            index = call.preludes.only(position)
+        else:
+            index = call.preludes.next(position)
+            if self._trace is not None and not call.entered:
+                # Code before the pipelined forward is not followed.
+                self._trace.use_everywhere(index)
+        if call.stage == 0:
+            return self._run_unit(index, prelude, run, args, kwargs)
+        if index not in call.structures:
+            raise errors.late_prelude(self._hook, name)
+        return self._stub(index, prelude, args, kwargs)
+
     def _run_unit(
         self,
         index: int,
@@ -359,7 +399,7 @@ class StageCrossing:
         kwargs: dict[str, Any],
     ) -> Any:
         """Run a unit of this stage, and keep the outputs to send."""
-        call, name = self._stage_call, self._partition.units[index]
+        call, name = self._stage_call, self._partition.name_of(index)
         containers = Containers(args, kwargs)
         if self._trace is not None:
             seen = self._analysis.values.seen(index, unit) if self._analysis else nullcontext()
@@ -370,15 +410,15 @@ class StageCrossing:
         changed = containers.changed(output, is_copy=self._trace is not None)
         if changed is not None:
             raise errors.changed_argument(name, changed)
-        if call.next == len(self._partition.units):  # code behind the units is next
+        if index == len(self._partition.units) - 1:  # code behind the units is next
             before = [left for left in self._facts.left if left[0] < call.first]
-            self._absent.show(before, self._partition.module, self._partition.units)
+            self._absent.show(before, self._partition)
         if self.is_last(call.stage) or (call.note is not None and index not in call.carried):
             return output
         tensors, structure = flatten(output, name)
         if call.note is None:
             call.structures[index] = structure
-        elif structure != call.structures[index]:
+        elif index in call.structures and structure != call.structures[index]:
             raise errors.other_output(name, structure, call.structures[index])
         if index in call.carried:
             call.sent[index] = tensors
@@ -387,6 +427,9 @@ class StageCrossing:
     def _run_seeded(
         self, index: int, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
+        if index < 0:  # the calls of a prelude share a seed: a recomputation knows no order
+            position = position_of(index, self._num_preludes)
+            index = len(self._partition.units) + position
         with self._seeded(self._stage_call.seed + 1 + index):
             return run(*args, **kwargs)
 
@@ -421,7 +464,7 @@ class StageCrossing:
             output = self._hand_out(index, output, tensors)
         elif index in self._facts.written:
             output = map_tensors(torch.clone, output)
-        return with_hooks(unit, args, kwargs, output)
+        return output if index < 0 else with_hooks(unit, args, kwargs, output)
 
     def _hand_out(self, index: int, output: Any, tensors: tuple[Tensor, ...]) -> Any:
         """Return the output for the model's code. A sent or received output is returned as a copy
@@ -440,17 +483,45 @@ class StageCrossing:
     def _outputs(self) -> StageTensors:
         """Return the outputs for the next stage."""
         call, facts = self._stage_call, self._facts
+        self._check_preludes()
         self._learn()
         if call.note is None:
-            call.note = dump(call.structures, self._partition.units)
+            call.note = dump(call.structures, self._partition.name_of)
             facts.notes[call.stage, self._signature] = (
                 call.note,
                 call.structures,
             )
-        tensors = () if self._analysis else (t for unit in call.carried for t in call.sent[unit])
+        carried = () if self._analysis else _among(call.structures, call.carried)
+        tensors = (tensor for unit in carried for tensor in self._sent(unit))
         outputs = StageTensors(tensors, call.note)
         call.sent = {}  # sent outputs are released
         return outputs
+
+    def _sent(self, index: int) -> tuple[Tensor, ...]:
+        """Return the tensors of a unit for the next stage. Without the call of a prelude on this
+        stage, the received tensors travel on.
+        """
+        call = self._stage_call
+        return call.sent[index] if index in call.sent else call.received[index]
+
+    def _check_preludes(self) -> None:
+        """Check that the first stage has called the preludes that the next stage is prepared for.
+
+        Raises:
+            PipelineError: If the calls are others than in an earlier micro-batch.
+        """
+        call = self._stage_call
+        if call.stage > 0:
+            return
+        known = {index for index in call.structures if index < 0}
+        others = known ^ call.preludes.made()
+        if others:
+            raise errors.other_calls(self._partition.name_of(max(others)))
+
+
+def _among(structures: Mapping[int, Structure], carried: Collection[int]) -> list[int]:
+    """Return the carried units, and the carried calls of preludes that were made."""
+    return sorted(index for index in structures if index in carried)
 
 
 def _is_trained(unit: nn.Module) -> bool:

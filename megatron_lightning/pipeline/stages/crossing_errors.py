@@ -77,6 +77,26 @@ def other_output(unit: str, structure: Structure, known: Structure) -> PipelineE
     )
 
 
+def late_prelude(hook: str, name: str) -> PipelineError:
+    """Return the error of a prelude that is called behind the first stage."""
+    return PipelineError(
+        f"{hook} called {name!r} behind the first pipeline stage, which alone holds it: modules "
+        "outside of the units that are registered before the units, and that the example inputs do "
+        "not reach, count as called before the units. Set "
+        f"PipelineOptions(replicated_modules=[{name!r}]), or give the LightningModule an "
+        "example_input_array that shows the call."
+    )
+
+
+def other_calls(name: str) -> PipelineError:
+    """Return the error of a prelude that is called more or less often than before."""
+    return PipelineError(
+        f"{name!r} is called in some micro-batches, and not in others with the same names and "
+        "shapes. Set variable_seq_lengths of pipeline_options, so that every message carries "
+        "what it holds."
+    )
+
+
 def late_write(unit: str) -> PipelineError:
     """Return the error of a write into an output handed out without a copy."""
     return PipelineError(

@@ -10,6 +10,8 @@ A forward runs under a dispatch mode that marks the storages of tensors
   leaves the unit by the output, a copy, or else by a list, an attribute or a hook;
 - a parameter is marked with the parameter's name.
 
+Calls of preludes, with negative indices (``preludes``), are followed like units.
+
 A unit *uses* the marks of the unit's arguments and of all tensors read by operations inside. A
 unit's own side channel does not count. The code behind the last unit, the *epilogue*, uses the
 tensors returned by the forward.
@@ -31,11 +33,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megatron_lightning.pipeline.stages.fields import map_tensors, tensors_inside
+from megatron_lightning.pipeline.stages.preludes import PreludeCalls
 from megatron_lightning.pipeline.stages.structure import Structure, load
 from megatron_lightning.pipeline.stages.unit_values import Left
 
 EPILOGUE = 1_000_000
 """Pseudo-index of the code after the last unit."""
+_MOST_CALLS = 1_000_000
 _ITEM = torch.ops.aten._local_scalar_dense.default
 
 
@@ -59,6 +63,9 @@ class Uses:
     aliased: frozenset[tuple[int, int]] = frozenset()
     """(j, i): the output of unit i shares memory with the output of unit j. (i, i): the output
     shares memory with another part of the output, or with an argument."""
+    positions: frozenset[tuple[int, int]] = frozenset()
+    """(j, n): call j of a prelude comes behind the starts of n units. n = ``EPILOGUE``: inside of a
+    unit."""
 
     @classmethod
     def union(cls, parts: Sequence[Uses]) -> Uses:
@@ -71,6 +78,7 @@ class Uses:
             frozenset().union(*(part.writes for part in parts)),
             frozenset().union(*(part.written_between for part in parts)),
             frozenset().union(*(part.aliased for part in parts)),
+            frozenset().union(*(part.positions for part in parts)),
         )
 
     def carried(self, end: int) -> tuple[int, ...]:
@@ -110,6 +118,8 @@ class DependencyTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
     _writes: set[tuple[int, int]] = field(default_factory=set)
     _written_between: set[int] = field(default_factory=set)
     _aliased: set[tuple[int, int]] = field(default_factory=set)
+    _positions: set[tuple[int, int]] = field(default_factory=set)
+    _num_started: int = 0
 
     def __post_init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -120,6 +130,7 @@ class DependencyTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, unit: int, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Run a unit. Return a marked copy of the unit's output."""
+        self.begin(unit)
         self._inside.append(unit)
         try:
             given = tensors_inside((args, kwargs))
@@ -145,6 +156,17 @@ class DependencyTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._aliased.add((unit, unit))
             seen.add(storage)
 
+    def begin(self, unit: int) -> None:
+        """Record the call of a unit."""
+        if unit < 0:
+            self._positions.add((unit, EPILOGUE if self._inside else self._num_started))
+        else:
+            self._num_started = unit + 1
+
+    def use_everywhere(self, unit: int) -> None:
+        """Record that any stage may use the output of a unit."""
+        self._used.setdefault(EPILOGUE, set()).add(unit)
+
     def mark_output(self, unit: int, output: Any) -> Any:
         """Mark ``output``, in new storage, as the output of a unit. Return ``output``."""
         for tensor in tensors_inside(output):
@@ -168,6 +190,7 @@ class DependencyTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
             frozenset(self._writes),
             frozenset(self._written_between),
             frozenset(self._aliased),
+            frozenset(self._positions),
         )
 
     def __torch_dispatch__(
@@ -241,13 +264,13 @@ class CallFacts:
     received: dict[str, dict[int, Structure]] = field(default_factory=dict)
     """Structures by the received notes."""
 
-    def carried(self, end: int) -> tuple[int, ...]:
-        """Return the units with outputs in the message to the stage that begins with unit
-        ``end``.
+    def carried(self, end: int) -> Sequence[int]:
+        """Return the units and the possible calls of preludes with outputs in the message to the
+        stage that begins with unit ``end``.
         """
         if end == 0:
             return ()
-        return tuple(range(end)) if self.uses is None else self.uses.carried(end)
+        return range(-_MOST_CALLS, end) if self.uses is None else self.uses.carried(end)
 
     def structures(self, note: str) -> dict[int, Structure]:
         """Return the structures in a note."""
@@ -277,8 +300,12 @@ class StageCall:
     seed: int
     """Seed of the forward between units, equal on all stages. A unit adds a number of its own, from
     1 on."""
+    preludes: PreludeCalls
+    """Calls of preludes so far."""
     sent: dict[int, tuple[Tensor, ...]] = field(default_factory=dict)
     """Tensors of units for the next stage."""
+    sent_at_entry: dict[int, tuple[Tensor, ...]] = field(default_factory=dict)
+    """Tensors of preludes that the step has called before the module."""
     borrowed: list[tuple[int, Tensor, int]] = field(default_factory=list)
     """Unit, tensor and version of outputs borrowed by the model's code, which may not write into
     the outputs."""

@@ -41,6 +41,7 @@ from megatron_lightning.pipeline.stages.dependencies import (
     DependencyTrace,
     Uses,
 )
+from megatron_lightning.pipeline.stages.preludes import PreludeCalls, name_of
 from megatron_lightning.pipeline.stages.stage import StagePartition
 from megatron_lightning.pipeline.stages.unit_values import UnitValues
 from megatron_lightning.pipeline.stages.units import Calls, Operations, has_own_forward
@@ -74,9 +75,11 @@ class ExampleRun:
         operations: Operations | None = self._try(path, _count_operations)
         return operations
 
-    def uses(self, path: str, units: Sequence[str]) -> Uses | None:
-        """Return the dependencies between the units of the module at ``path``. None: unknown."""
-        uses: Uses | None = self._try(path, partial(_follow, units))
+    def uses(self, path: str, units: Sequence[str], preludes: Sequence[str] = ()) -> Uses | None:
+        """Return the dependencies between the units, and preludes, of the module at ``path``. None:
+        unknown.
+        """
+        uses: Uses | None = self._try(path, partial(_follow, units, preludes))
         return uses
 
     def _try(self, path: str, observe: Callable[..., Any]) -> Any:
@@ -188,13 +191,19 @@ def _count_operations(module: nn.Module, call: Callable[[], Any]) -> Operations:
     return found
 
 
-def _follow(units: Sequence[str], module: nn.Module, call: Callable[[], Any]) -> Uses:
+def _follow(
+    units: Sequence[str], preludes: Sequence[str], module: nn.Module, call: Callable[[], Any]
+) -> Uses:
     trace = DependencyTrace(dict(module.named_parameters()))
+    calls = PreludeCalls(len(preludes))
     with ExitStack() as undo:
         for index, name in enumerate(units):
             undo.enter_context(
                 intercepted(module.get_submodule(name), partial(_run_unit, trace, index))
             )
+        for position, name in enumerate(preludes):
+            run = partial(_run_prelude, trace, calls, position)
+            undo.enter_context(intercepted(module.get_submodule(name), run))
         undo.callback(module.register_forward_hook(lambda *given: trace.end(given[2])).remove)
         with trace:
             call()
@@ -205,6 +214,17 @@ def _run_unit(
     trace: DependencyTrace, index: int, run: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Any:
     return trace.run_unit(index, run, args, kwargs)
+
+
+def _run_prelude(
+    trace: DependencyTrace,
+    calls: PreludeCalls,
+    position: int,
+    run: Callable[..., Any],
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    return trace.run_unit(calls.next(position), run, args, kwargs)
 
 
 @contextmanager
@@ -279,7 +299,7 @@ class CallAnalysis:
         if len(shown) == len(partition.stages):
             facts.uses = Uses.union(shown)
             starts = [first for first, _ in partition.bounds]
-            check_boundaries(facts.uses, partition.units, starts)
+            check_boundaries(facts.uses, partition.units, starts, partition.preludes)
             self._check_epilogue(facts.uses, starts[-1])
 
     def _check_epilogue(self, uses: Uses, last: int) -> None:
@@ -289,7 +309,7 @@ class CallAnalysis:
         units, module = self._partition.units, self._partition.module
         kinds = [type(module.get_submodule(unit)) for unit in units]
         for source, reader in sorted(uses.side_channels):
-            if reader == EPILOGUE and kinds[source] in kinds[:last]:
+            if reader == EPILOGUE and source >= 0 and kinds[source] in kinds[:last]:
                 raise ConfigError(
                     f"unit {units[source]!r} hands state to the code behind the units by a list, "
                     "an attribute or a hook, and the same state of units on earlier stages is "
@@ -298,24 +318,28 @@ class CallAnalysis:
                 )
 
 
-def check_boundaries(uses: Uses, units: Sequence[str], starts: Sequence[int]) -> None:
+def check_boundaries(
+    uses: Uses, units: Sequence[str], starts: Sequence[int], preludes: Sequence[str] = ()
+) -> None:
     """Check that no side channel of units crosses a boundary.
 
     Args:
         uses: Uses of the units.
         units: Their paths.
         starts: The first unit of every stage.
+        preludes: Paths of the preludes.
 
     Raises:
         ConfigError: Naming the units and the boundaries that work.
     """
+    named = partial(name_of, units=units, preludes=preludes)
     # Received copies do not share memory, so that a write into one copy misses the other.
     for source, alias in sorted(uses.aliased) if len(starts) > 1 else ():
         written = {source, alias} & (uses.written_between | {j for j, _ in uses.writes})
         if written:
             raise ConfigError(
-                f"unit {units[alias]!r} returns memory that it was given, or the same memory "
-                f"twice, and the model writes into the output of {units[min(written)]!r} in place, "
+                f"unit {named(alias)!r} returns memory that it was given, or the same memory "
+                f"twice, and the model writes into the output of {named(min(written))!r} in place, "
                 "which changes both. A stage that receives copies would not see it. Return a copy "
                 "from the unit (x.clone()), or write into one."
             )
@@ -324,12 +348,14 @@ def check_boundaries(uses: Uses, units: Sequence[str], starts: Sequence[int]) ->
         for source, writer in sorted(uses.writes):
             if writer < start and source in carried:
                 raise ConfigError(
-                    f"unit {units[writer]!r} writes into the output of unit {units[source]!r} in "
+                    f"unit {named(writer)!r} writes into the output of unit {named(source)!r} in "
                     f"place, which a stage that begins with {units[start]!r} uses too. Let it "
                     "write into a copy (inplace=False)."
                 )
         if start and not uses.allows(start):
             source, reader = min((j, i) for j, i in uses.side_channels if j < start <= i)
+            if source < 0:
+                raise _side_channel_of_prelude(named(source))
             by = "the code behind the units" if reader >= len(units) else repr(units[reader])
             works = ", ".join(repr(units[cut]) for cut in range(1, len(units)) if uses.allows(cut))
             otherwise = (
@@ -342,6 +368,14 @@ def check_boundaries(uses: Uses, units: Sequence[str], starts: Sequence[int]) ->
                 f"and a stage begins with {units[start]!r} between them. Return it from the unit, "
                 f"or switch it off (transformers: output_router_logits=False); {otherwise}."
             )
+
+
+def _side_channel_of_prelude(name: str) -> ConfigError:
+    return ConfigError(
+        f"{name!r}, which the first pipeline stage holds, hands state to code behind the stage by "
+        "a list, an attribute or a hook. Return it from the module, or set "
+        f"PipelineOptions(replicated_modules=[{name!r}]), so that every stage runs the module."
+    )
 
 
 @contextmanager

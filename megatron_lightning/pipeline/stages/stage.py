@@ -2,7 +2,8 @@
 
 The units of other ranks stay in place and lose their tensors (``parallel.absent``). Every module
 thereby keeps path and index, and checkpoints, optimizers and summaries see an ordinary module.
-Parameters outside of the units stay on every rank.
+The same is true of preludes (``preludes``), modules of the first stage outside of the units. Other
+parameters outside of the units stay on every rank.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from torch import nn
 
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.parallel.absent import is_absent, make_absent
+from megatron_lightning.pipeline.stages.preludes import name_of
 
 
 class StagePartition:
@@ -27,6 +29,7 @@ class StagePartition:
         own: Stages of this rank.
         replicated_over_pp: Unit parameters replicated over pp, since several stages use the
             parameters.
+        preludes: Paths of modules outside of the units that the first stage holds and runs.
         has_all_units: Whether ``module`` has all units. False: ``module`` was reduced to the
             ``own`` stages before.
 
@@ -40,6 +43,7 @@ class StagePartition:
         stages: Sequence[Sequence[str]],
         own: Sequence[int],
         replicated_over_pp: Collection[str] = (),
+        preludes: Sequence[str] = (),
         *,
         has_all_units: bool = True,
     ) -> None:
@@ -47,6 +51,7 @@ class StagePartition:
         self.stages = tuple(map(tuple, stages))
         self.own = tuple(own)
         self.replicated_over_pp = frozenset(replicated_over_pp)
+        self.preludes = tuple(preludes)
         self.units = tuple(unit for stage in self.stages for unit in stage)
         """The units of all stages, in call order. A unit's position is the unit's index."""
         ends = [*accumulate(len(stage) for stage in self.stages)]
@@ -56,10 +61,23 @@ class StagePartition:
             return
         check_units(module, self.units)
         kept = {id(module.get_parameter(name)) for name in self.replicated_over_pp}
-        own_units = {unit for stage in self.own for unit in self.stages[stage]}
-        for unit in self.units:
-            if unit not in own_units:
-                make_absent(module.get_submodule(unit), unit, kept)
+        own_modules = {name for stage in self.own for name in self.modules_of(stage)}
+        for name in self.modules:
+            if name not in own_modules:
+                make_absent(module.get_submodule(name), name, kept)
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """Return the modules held by a single stage: preludes and units."""
+        return (*self.preludes, *self.units)
+
+    def modules_of(self, stage: int) -> tuple[str, ...]:
+        """Return the modules held by ``stage``."""
+        return (*(self.preludes if stage == 0 else ()), *self.stages[stage])
+
+    def name_of(self, index: int) -> str:
+        """Return the path of the unit with an index, or of the prelude of a call."""
+        return name_of(index, self.units, self.preludes)
 
 
 def check_units(module: nn.Module, units: Sequence[str]) -> None:

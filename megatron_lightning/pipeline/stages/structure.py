@@ -11,7 +11,7 @@ containers changed by a unit, a side channel beside the output.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any, NamedTuple
 
@@ -72,8 +72,8 @@ def flatten(output: Any, name: str) -> tuple[tuple[Tensor, ...], Structure]:
     return tensors, Structure(spec, described)
 
 
-def dump(structures: Mapping[int, Structure], units: Sequence[str]) -> str:
-    """Return the structures of the outputs of several of ``units`` as JSON.
+def dump(structures: Mapping[int, Structure], name_of: Callable[[int], str]) -> str:
+    """Return the structures of the outputs of units as JSON. ``name_of``: returns a unit's path.
 
     Raises:
         PipelineError: If a container's type is not known by name.
@@ -84,9 +84,9 @@ def dump(structures: Mapping[int, Structure], units: Sequence[str]) -> str:
             text = pytree.treespec_dumps(spec)
         except (NotImplementedError, TypeError) as error:
             raise PipelineError(
-                f"pipeline unit {units[index]!r} returns a {_name(spec)}, a type that other stages "
-                "cannot build. Return a tensor, or tensors in tuples, lists, dicts, or in named "
-                "tuples and dataclasses that are defined at the top of a module."
+                f"pipeline unit {name_of(index)!r} returns a {_name(spec)}, a type that other "
+                "stages cannot build. Return a tensor, or tensors in tuples, lists, dicts, or in "
+                "named tuples and dataclasses that are defined at the top of a module."
             ) from error
         entries[index] = [text, *map(_dump_leaf, leaves)]
     return json.dumps(entries)
@@ -155,13 +155,17 @@ def user_hooks(module: nn.Module) -> list[Any]:
     return [hook for hook in hooks if _module_of(hook).partition(".")[0] not in _LIBRARIES]
 
 
-def hooks_inside(module: nn.Module, units: Iterable[str]) -> list[str]:
-    """Return the modules inside of units with forward hooks that run on the unit's stage only."""
+def hooks_inside(
+    module: nn.Module, units: Iterable[str], preludes: Sequence[str] = ()
+) -> list[str]:
+    """Return preludes, and modules inside of preludes and units, with forward hooks that run on the
+    stage of the module only.
+    """
     return [
-        f"{unit}.{path}"
-        for unit in units
+        f"{unit}.{path}" if path else unit
+        for unit in (*preludes, *units)
         for path, child in module.get_submodule(unit).named_modules()
-        if path and user_hooks(child)
+        if (path or unit in preludes) and user_hooks(child)
     ]
 
 

@@ -16,8 +16,9 @@ import torch
 from torch import nn
 
 from megatron_lightning.parallel.absent import AbsentTensor
-from megatron_lightning.pipeline.batch.module_state import ModuleState
+from megatron_lightning.pipeline.batch.module_state import ModuleState, is_of_library
 from megatron_lightning.pipeline.batch.records import MISSING
+from megatron_lightning.pipeline.stages.stage import StagePartition
 
 Left = tuple[int, str, str]
 """Index of a unit, path of a module in the unit, name of an attribute."""
@@ -38,6 +39,9 @@ class UnitValues:
     @contextmanager
     def seen(self, index: int, unit: nn.Module) -> Iterator[None]:
         """Context of a unit's forward."""
+        if index < 0 and is_of_library(unit):  # a model that sets up itself in the first call
+            yield
+            return
         state = ModuleState(unit, nn.Module, (), (0,), torch.device("cpu"))
         state.begin(undone=True)
         yield
@@ -56,19 +60,18 @@ class AbsentValues:
     def __init__(self) -> None:
         self._before: list[tuple[dict[str, Any], str, Any]] = []
 
-    def show(self, left: Collection[Left], module: nn.Module, units: tuple[str, ...]) -> None:
+    def show(self, left: Collection[Left], partition: StagePartition) -> None:
         """Set placeholders for ``left``.
 
         Args:
             left: Attributes of units before the last stage.
-            module: The pipelined module.
-            units: Paths of all units.
+            partition: The pipelined module and the module's units.
         """
         if self._before:
             return
         for index, path, name in left:
-            unit = units[index]
-            owner = vars(module.get_submodule(f"{unit}.{path}" if path else unit))
+            unit = partition.name_of(index)
+            owner = vars(partition.module.get_submodule(f"{unit}.{path}" if path else unit))
             self._before.append((owner, name, owner.get(name, MISSING)))
             place = ".".join(filter(None, (unit, path, name)))
             owner[name] = AbsentTensor.of(torch.empty((), device="meta"), place, advice=_ADVICE)

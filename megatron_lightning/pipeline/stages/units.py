@@ -183,8 +183,26 @@ def _planned(
     if len(body) < 2 or any(calls is not None and calls.get(unit) != 1 for unit in units):
         return None
     ordered = _ordered(modules, units, calls)
+    ordered += _behind(modules, ordered, calls)
     weighed = _weighed(modules, ordered, body, (), partial(operations_of, path))
     return Pipelined(path, module, weighed)
+
+
+def _behind(
+    modules: Mapping[str, nn.Module], units: Sequence[str], calls: Calls | None
+) -> list[str]:
+    """Return modules with parameters that a forward calls once, behind the last unit, such as an
+    output layer that a plan does not name.
+    """
+    names = list(calls or ())
+    found: list[str] = []
+    for name in names[names.index(units[-1]) + 1 :] if names else ():
+        inside = any(name.startswith(f"{other}.") for other in (*units, *found))
+        around = any(unit.startswith(f"{name}.") for unit in units)
+        is_called_once = calls is not None and calls[name] == 1
+        if is_called_once and not inside and not around and _num_parameters(modules, [name]):
+            found.append(name)
+    return found
 
 
 def _found(

@@ -28,7 +28,7 @@ class ModuleValues(StepParticipant):
     """
 
     def __init__(self, scope: RunContext, partition: StagePartition) -> None:
-        units = [partition.module.get_submodule(unit) for unit in partition.units]
+        units = [partition.module.get_submodule(unit) for unit in partition.modules]
         self._state = ModuleState(
             scope.module, pl.LightningModule, units, partition.own, scope.context.device
         )

@@ -77,7 +77,7 @@ class StepReports(StepParticipant):
         if partition is None:
             return
         root = next(p for p, m in self._scope.module.named_modules() if m is partition.module)
-        units = tuple(f"{root}.{unit}.".lstrip(".") for unit in partition.units)
+        units = tuple(f"{root}.{unit}.".lstrip(".") for unit in partition.modules)
         for path in paths:
             if not f"{path}.".startswith(units):
                 raise ConfigError(

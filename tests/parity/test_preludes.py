@@ -1,0 +1,110 @@
+"""Modules before the units, such as vision towers, lie and run on the first stage only, and the
+model equals itself on one process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_lightning.strategies import MegatronStrategy
+from tests.helpers.hf_models import BATCH, STEPS
+from tests.helpers.ranks import run_ranks
+from tests.helpers.trainers import Losses, trainer
+
+pytest.importorskip("transformers")
+
+from tests.helpers.image_models import MODELS, TOWERS, ImageModel, loader
+
+RTOL = 1e-5  # fp32, 8 optimizer steps; micro-batches sum in another order than one batch
+ATOL = 1e-5  # weights, of the order of 1
+TP, PP, VPP, MICRO = (
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "virtual_pipeline_model_parallel_size",
+    "micro_batch_size",
+)
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "pp2": (2, {PP: 2, MICRO: 1}),
+    "zbv": (2, {PP: 2, VPP: 2, MICRO: 1, "pipeline_schedule": "zbv"}),
+    "pp4": (4, {PP: 4, MICRO: 1}),
+    "pp2-vpp2-dp2": (4, {PP: 2, VPP: 2, MICRO: 1}),
+    "tp2-pp2": (4, {TP: 2, PP: 2, MICRO: 1}),
+    "pp2-fsdp2": (4, {PP: 2, MICRO: 1, "data_parallel": "fsdp"}),
+}
+HOLDERS = {
+    "pp2": [1],
+    "zbv": [0],
+    "pp4": [3],
+    "pp2-vpp2-dp2": [2, 3],
+    "tp2-pp2": [2, 3],
+    "pp2-fsdp2": [2, 3],
+}
+"""Ranks of the first stage. The last stage is on pp rank 0."""
+
+
+def _train(name: str, options: dict[str, Any] | None, replicas: int, images: bool) -> Any:
+    record, module = Losses(), ImageModel(name)
+    strategy = "auto" if options is None else MegatronStrategy(**options)
+    fit = trainer(strategy, max_steps=STEPS, callbacks=[record])
+    fit.fit(module, loader(name, BATCH // replicas, images=images))
+    tower = module.model.get_submodule(TOWERS[name])
+    num_elements = sum(p.numel() for p in tower.parameters())
+    if isinstance(fit.strategy, MegatronStrategy):
+        state = fit.strategy.full_state_dict()
+    else:
+        state = module.state_dict()
+    values = {k: v.numpy() for k, v in state.items() if v.is_floating_point()}
+    return record.losses, record.norms, values, module.calls.count, num_elements
+
+
+def _train_all(cases: list[tuple[str, dict[str, Any] | None, int, bool]]) -> list[Any]:
+    return [_train(*case) for case in cases]
+
+
+QUICK = [("pp2", name, True) for name in ("llava-frozen", "qwen2.5-vl")] + [
+    ("pp2", "reader", False)
+]
+SLOW = [(layout, name, True) for layout in LAYOUTS for name in MODELS]
+SLOW += [("pp4", "llava", False), ("tp2-pp2", "qwen2.5-vl", False)]
+
+
+@pytest.mark.spread(1)
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    "cases",
+    [
+        pytest.param(QUICK, id="pp2"),
+        *(
+            pytest.param([c for c in SLOW if c[0] == x], id=f"{x}-all", marks=pytest.mark.slow)
+            for x in LAYOUTS
+        ),
+    ],
+)
+def test_towers_run_on_the_first_stage_only(cases: list[tuple[str, str, bool]]) -> None:
+    world, options = LAYOUTS[cases[0][0]]
+    replicas = world // (options.get(TP, 1) * options[PP])
+    ranks = run_ranks(
+        world,
+        _train_all,
+        [(name, options, replicas, images) for _, name, images in cases],
+        timeout_s=280,
+    )
+    alone = run_ranks(1, _train_all, [(name, None, 1, images) for _, name, images in cases])[0]
+    for index, (layout, name, images) in enumerate(cases):
+        losses, norms, weights, num_calls, num_elements = alone[index]
+        found = [rank[index] for rank in ranks]
+        assert np.mean([rank[0] for rank in found], axis=0) == pytest.approx(losses, rel=RTOL)
+        for number, (_, own_norms, own_weights, own_calls, own_elements) in enumerate(found):
+            assert own_norms == pytest.approx(norms, rel=RTOL), (layout, name)
+            for key in weights if own_weights else ():
+                assert np.allclose(own_weights[key], weights[key], rtol=0, atol=ATOL), (name, key)
+            # One call for a micro-batch, and one without values before the first.
+            holds = number in HOLDERS[layout]
+            assert own_calls == (num_calls * BATCH // replicas + 1 if holds and images else 0)
+            assert (own_elements > 0) == holds
+            if TP not in options:
+                assert own_elements == (num_elements if holds else 0)
+        assert torch.tensor(norms).isfinite().all()
