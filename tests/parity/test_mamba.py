@@ -1,0 +1,244 @@
+"""Models of Mamba-2 layers train on every layout as ``transformers`` trains them on one process,
+with documents in the rows, and resume in another layout."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache, partial
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from megatron_lightning.config import MambaConfig, RecomputeOptions, TransformerConfig
+from megatron_lightning.errors import ShardingError
+from megatron_lightning.layers.styles import GroupedHeads
+from megatron_lightning.models import GPTModel
+from megatron_lightning.parallel.layout import ParallelLayout
+from megatron_lightning.parallel.sharding import ShardingPlan
+from megatron_lightning.strategies import MegatronStrategy
+from tests.helpers.hybrids import LAYOUTS as HYBRID_LAYOUTS
+from tests.helpers.hybrids import Layout
+from tests.helpers.ranks import run_ranks
+from tests.helpers.trainers import Losses, trainer
+
+transformers = pytest.importorskip("transformers")
+
+STEPS, BATCH, LENGTH, VOCABULARY = 2, 4, 24, 50
+HIDDEN, HEADS, HEAD_DIM, STATE, LAYERS = 32, 8, 8, 12, 4
+ENDS = ((), (5,), (13, 14), (4, 8, 12, 18))
+"""Ends of the inner documents of the rows: in the middle of chunks and segments, and at their
+ends."""
+TRAIN: dict[str, Any] = {"lr": 1e-3, "weight_decay": 0.1}
+RTOL = 1e-5  # fp32, sums in another order
+FULL = RecomputeOptions(
+    recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1
+)
+LAYOUTS: dict[str, Layout] = {
+    **{name: layout for name, layout in HYBRID_LAYOUTS.items() if name != "ep2"},
+    "cp3": (3, 1, {"context_parallel_size": 3}),
+    "tp4": (4, 1, {"tensor_model_parallel_size": 4}),
+    "tp2 without sp": (2, 1, {"tensor_model_parallel_size": 2, "sequence_parallel": False}),
+    "zb-h1": (
+        2, 1,
+        {"pipeline_model_parallel_size": 2, "micro_batch_size": 2, "pipeline_schedule": "zb-h1"},
+    ),
+    "cp2, recomputed": (2, 1, {"context_parallel_size": 2, "recompute": FULL}),
+    "cp2, compiled": (2, 1, {"context_parallel_size": 2, "compile": "block"}),
+    "tp2, compiled": (2, 1, {"tensor_model_parallel_size": 2, "compile": "block"}),
+}  # fmt: skip
+USUAL = (("tp2, sp", 1), ("cp2", 2))
+CASES = [(layout, groups) for layout in LAYOUTS for groups in (1, 2)]
+
+
+def _rows(step: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    text = torch.randint(0, VOCABULARY, (BATCH, LENGTH + 1), generator=generator)
+    ids = torch.zeros(BATCH, LENGTH, dtype=torch.long)
+    for row, ends in enumerate(ENDS):
+        for end in ends:
+            ids[row, end:] += 1
+    return {"tokens": text[:, :-1], "labels": text[:, 1:], "document_ids": ids}
+
+
+def _theirs(groups: int) -> nn.Module:
+    torch.manual_seed(1)
+    config = transformers.Mamba2Config(
+        hidden_size=HIDDEN, num_heads=HEADS, head_dim=HEAD_DIM, n_groups=groups, state_size=STATE,
+        expand=2, chunk_size=8, num_hidden_layers=LAYERS, vocab_size=VOCABULARY,
+        layer_norm_epsilon=1e-5, use_bias=False, tie_word_embeddings=False,
+    )  # fmt: skip
+    model: nn.Module = transformers.Mamba2ForCausalLM(config).train()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    return model
+
+
+@cache
+def _trained_by_transformers(groups: int) -> tuple[dict[str, Tensor], list[float], list[float]]:
+    """Return first weights, losses and gradient norms of plain steps, document by document."""
+    model = _theirs(groups)
+    weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    optimizer = torch.optim.AdamW(model.parameters(), **TRAIN)
+    losses, norms = [], []
+    for step in range(STEPS):
+        rows, total = _rows(step), torch.zeros(())
+        for row, ends in enumerate(ENDS):
+            for start, stop in pairwise((0, *ends, LENGTH)):
+                logits = model(rows["tokens"][row : row + 1, start:stop], use_cache=False).logits[0]
+                labels = rows["labels"][row, start:stop]
+                total = total + F.cross_entropy(logits, labels, reduction="sum")
+        loss = total / (BATCH * LENGTH)
+        optimizer.zero_grad()
+        loss.backward()
+        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), 1.0)))
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    return weights, losses, norms
+
+
+def _as_ours(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    names = {
+        "backbone.embeddings": "embedding.word_embeddings",
+        "backbone.layers": "decoder.layers",
+        "backbone.norm_f": "decoder.final_layernorm",
+        "lm_head": "output_layer",
+    }
+    ours = {}
+    for name, tensor in weights.items():
+        prefix = next(prefix for prefix in names if name.startswith(prefix))
+        ours[names[prefix] + name.removeprefix(prefix)] = tensor
+    return ours
+
+
+class _Module(pl.LightningModule):
+    """The model with their weights, their loss and their optimizer."""
+
+    sequence_dims = {"tokens": 1, "labels": 1, "document_ids": 1}  # noqa: RUF012
+
+    def __init__(self, groups: int, weights: dict[str, Tensor] | None) -> None:
+        super().__init__()
+        self.config = TransformerConfig(
+            layer_pattern="M" * LAYERS, hidden_size=HIDDEN, num_attention_heads=4,
+            vocab_size=VOCABULARY, max_sequence_length=LENGTH,
+            mamba=MambaConfig(
+                head_dim=HEAD_DIM, num_groups=groups, state_dim=STATE, chunk_size=8
+            ),
+        )  # fmt: skip
+        self.weights = weights
+        self.model: GPTModel | None = None
+
+    def configure_model(self) -> None:
+        if self.model is None:
+            self.model = GPTModel(self.config)
+            if self.weights is not None:
+                self.model.load_state_dict(_as_ours(self.weights))
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        assert self.model is not None
+        inputs = {"document_ids": batch["document_ids"]}
+        return self.model(batch["tokens"], labels=batch["labels"], **inputs).mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), **TRAIN)
+
+
+def _samples() -> Any:
+    return [
+        {name: tensor[row] for name, tensor in _rows(step).items()}
+        for step in range(STEPS)
+        for row in range(BATCH)
+    ]
+
+
+def _train(
+    groups: int,
+    weights: dict[str, Tensor] | None,
+    layout: Layout,
+    checkpoint: str | None = None,
+    **options: Any,
+) -> tuple[list[float], list[float], pl.Trainer]:
+    _, replicas, of_strategy = layout
+    record = Losses()
+    fit = trainer(
+        MegatronStrategy(**of_strategy), callbacks=[record], gradient_clip_val=1.0,
+        **{"max_steps": STEPS} | options,
+    )  # fmt: skip
+    loader = DataLoader(_samples(), batch_size=BATCH // replicas)
+    fit.fit(_Module(groups, weights), loader, ckpt_path=checkpoint)
+    return record.losses, record.norms, fit
+
+
+def _run(
+    groups: int, weights: dict[str, Tensor], layout: Layout, options: dict[str, Any]
+) -> tuple[list[float], list[float]]:
+    return _train(groups, weights, layout, **options)[:2]
+
+
+def _mark(case: tuple[str, int]) -> Any:
+    return pytest.param(*case, marks=() if case in USUAL else pytest.mark.slow)
+
+
+@pytest.mark.parametrize(("name", "groups"), [_mark(case) for case in CASES])
+def test_a_layout_trains_as_transformers_do(name: str, groups: int) -> None:
+    """One group is shared by tensor-parallel ranks; nothing is divided by context parallelism."""
+    weights, expected, norms = _trained_by_transformers(groups)
+    layout = LAYOUTS[name]
+    results = run_ranks(layout[0], _run, groups, weights, layout, {}, timeout_s=300.0)
+    losses = [sum(step) / len(results) for step in zip(*(own for own, _ in results), strict=True)]
+    assert losses == pytest.approx(expected, rel=RTOL)
+    assert results[0][1] == pytest.approx(norms, rel=RTOL)
+
+
+def _resume(groups: int, weights: dict[str, Tensor], folder: str) -> list[tuple[Any, ...]]:
+    """Save after a step under tensor parallelism, and resume with context parallelism and fsdp."""
+    path = f"{folder}/first"
+    first = _train(groups, weights, LAYOUTS["tp2, sp"], max_steps=1)
+    first[2].save_checkpoint(path)
+    resumed = partial(_train, groups, None, checkpoint=path)
+    return [first[:2], *(resumed(LAYOUTS[name])[:2] for name in ("cp2", "fsdp2"))]
+
+
+@pytest.mark.parametrize("groups", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_training_resumes_in_another_layout(groups: int, tmp_path: Path) -> None:
+    weights, losses, norms = _trained_by_transformers(groups)
+    ranks = run_ranks(2, _resume, groups, weights, str(tmp_path), timeout_s=120.0)
+    for index, steps in ((0, slice(1)), (1, slice(1, 2)), (2, slice(1, 2))):
+        runs = [own[index] for own in ranks]
+        means = [sum(step) / 2 for step in zip(*(own for own, _ in runs), strict=True)]
+        assert means == pytest.approx(losses[steps], rel=RTOL)
+        assert runs[0][1] == pytest.approx(norms[steps], rel=RTOL)
+
+
+def _dtypes(groups: int, layout: Layout) -> tuple[list[float], dict[str, set[str]]]:
+    losses, _, fit = _train(groups, None, layout, precision="bf16-true")
+    found: dict[str, set[str]] = {}
+    for name, parameter in fit.lightning_module.named_parameters():
+        found.setdefault(name.rpartition(".")[2], set()).add(str(parameter.dtype))
+    return losses, found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["tp2, sp", "cp2", "fsdp2", "zero1"])
+def test_decays_stay_in_fp32_in_a_bf16_model(name: str) -> None:
+    ((expected, _),) = run_ranks(1, _dtypes, 2, (1, 1, {}))
+    results = run_ranks(2, _dtypes, 2, LAYOUTS[name])
+    for _, dtypes in results:
+        assert dtypes["A_log"] == dtypes["D"] == dtypes["dt_bias"] == {"torch.float32"}
+        assert dtypes["weight"] == {"torch.bfloat16"}
+    losses = [sum(step) / 2 for step in zip(*(own for own, _ in results), strict=True)]
+    assert losses == pytest.approx(expected, rel=2e-3)  # bf16 has 8 bits
+
+
+def test_groups_that_ranks_cannot_share_are_refused() -> None:
+    layout, plan = ParallelLayout(tensor_model_parallel_size=2), ShardingPlan(modules={})
+    for heads, groups in ((8, 3), (9, 1)):
+        with pytest.raises(ShardingError, match=f"{heads} heads in {groups} groups cannot"):
+            GroupedHeads((), heads, groups).check(nn.Identity(), layout, plan)
