@@ -121,6 +121,9 @@ def _layers(config: TransformerConfig, kinds: Sequence[str]) -> _Parameters:
     transformers = kinds.count("dense") + kinds.count("expert")
     split: float = (transformers + kinds.count("attention")) * _attention(config)
     split += (kinds.count("dense") + kinds.count("mlp")) * 2 * h * config.ffn_size * gate
+    if config.mamba is not None:
+        rows = sum(config.mamba.sizes(h).in_parts) + config.mamba.sizes(h).inner
+        split += kinds.count("mamba") * h * rows
     num_norms = len(kinds) + transformers  # layers with a single mixer have one norm
     replicated = num_norms * (h if config.normalization == "RMSNorm" else 2 * h)
     if moe is None:

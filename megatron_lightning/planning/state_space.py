@@ -1,79 +1,82 @@
-"""The tape of Mamba-2 layers, and the multiply-adds of the scan. No torch here.
+"""The tape of Mamba-2 layers. No torch here.
 
-Notation: ``T`` tokens of the micro-batch on this rank, ``d`` channels and ``h`` heads of a rank,
-``g n`` channels of B and of C of a rank, ``c`` tokens of a chunk.
+Notation: ``T`` tokens of the micro-batch on this rank, ``d`` channels, ``h`` heads and ``g`` groups
+of a rank, ``n`` channels of B and C of a group, ``K`` = d + 2 g n channels of the convolution,
+``l`` tokens of a chunk, ``k`` chunks of a sequence.
 """
 
 from __future__ import annotations
 
-from megatron_lightning.config import MambaConfig, TransformerConfig
-from megatron_lightning.config.mamba import MambaSizes
+from megatron_lightning.config import MambaConfig
 from megatron_lightning.planning import layers
 from megatron_lightning.planning.layers import MAIN_BYTES, Sizes
+from megatron_lightning.planning.single_mixer import mixer_layer, normed
 from megatron_lightning.planning.tape import Operation
 
 
-def mamba_layer(sizes: Sizes, path: str, stream: str) -> list[Operation]:
-    """Return the tape of a layer with a single mixer of Mamba-2."""
-    config, mamba = sizes.config, sizes.config.mamba
+def mamba_layer(sizes: Sizes, name: str, stream: str) -> list[Operation]:
+    """Return the tape of a layer of Mamba-2."""
+    mamba, path = sizes.config.mamba, f"{name}.mixer"
     if mamba is None:
         return []
-    normed, projected = f"{path} normed", f"{path} projected"
-    mixed, dropped = f"{path} mixed", f"{path} dropout"
-    return [
-        layers.norm(sizes, f"{path}.norm", stream, normed),
-        layers.linear(sizes, f"{path}.mixer.in_proj", normed, projected),
-        _mix(sizes, mamba, f"{path}.mixer", (projected, mixed)),
-        layers.linear(sizes, f"{path}.mixer.out_proj", mixed, f"{path} out"),
-        *layers.dropout(sizes, f"{path}.dropout", config.hidden_dropout, dropped),
-        Operation(path=path, makes=(f"{path} output",), forward_bytes=sizes.stream_bytes),
+    inner = [
+        layers.linear(sizes, f"{path}.in_proj", normed(name), f"{path} projected"),
+        _mix(sizes, mamba, path),
+        layers.linear(sizes, f"{path}.out_proj", f"{path} mixed", f"{name} mixed"),
     ]
+    return mixer_layer(sizes, name, "norm", stream, inner)
 
 
-def _mix(sizes: Sizes, mamba: MambaConfig, path: str, names: tuple[str, str]) -> Operation:
-    """Return convolution, scan and gated norm.
-
-    In fp32, for each token: the padded and the convolved channels, their activation, decays and
-    scores of a chunk, states of the chunks, the output before and after the gate.
-    """
-    own, tp = mamba.sizes(sizes.config.hidden_size), sizes.layout.tp
-    tokens, e = float(sizes.tokens), sizes.element
-    projected = tokens * sum(own.in_parts) / tp * e
-    mixed = tokens * own.inner / tp * e
-    inside = tokens * MAIN_BYTES * _kept_per_token(own, mamba, tp, sizes)
-    keeps = {names[0]: projected} if mamba.recompute_scan else {f"{path} scan": inside}
+def _mix(sizes: Sizes, mamba: MambaConfig, path: str) -> Operation:
+    """Return convolution, scan and gated norm, computed in fp32."""
+    own, tp, e = mamba.sizes(sizes.config.hidden_size), sizes.layout.tp, sizes.element
+    tokens = float(sizes.tokens)
+    projected = {f"{path} projected": tokens * sum(own.in_parts) / tp * e}
+    inside = MAIN_BYTES * _kept_numbers(sizes, mamba) + _mask_bytes(sizes, mamba)
+    chunk = _chunk(sizes, mamba)
+    gradients = MAIN_BYTES * tokens * (2 * own.heads * chunk + 4 * own.inner) / tp
+    kept = projected if mamba.recompute_scan else projected | {f"{path} scan": inside}
     return Operation(
         path=path,
-        keeps=keeps,
-        inputs={names[0]: projected},
-        makes=(names[1],),
-        forward_bytes=mixed + (inside / 2 if mamba.recompute_scan else 0.0),
-        backward_bytes=(inside if mamba.recompute_scan else 0.0) + inside / 2,
-    )
+        keeps=kept,
+        inputs=projected,
+        makes=(f"{path} mixed",),
+        forward_bytes=tokens * own.inner / tp * e + (inside if mamba.recompute_scan else 0.0),
+        backward_bytes=gradients + sum(projected.values())
+        + (inside if mamba.recompute_scan else 0.0),
+    )  # fmt: skip
 
 
-def _kept_per_token(own: MambaSizes, mamba: MambaConfig, tp: int, sizes: Sizes) -> float:
-    """Return the elements of a token between ``in_proj`` and ``out_proj`` kept by autograd."""
-    tokens = sizes.sequence_length // sizes.layout.cp
-    chunk = min(mamba.chunk_size, tokens)
-    heads, inner = own.heads / tp, own.inner / tp
-    width = max(own.groups / tp, 1.0) * own.state
-    convolved = sum(own.conv_parts) / tp
-    scores = 2 * heads * chunk  # decays, and scores times decays
-    states = 2 * inner * own.state / chunk
-    return 3 * convolved + 6 * inner + 4 * width + scores + states
-
-
-def scan_multiply_adds(config: TransformerConfig, tokens: int) -> float:
-    """Return the multiply-adds of convolution and scan of a Mamba-2 layer for ``tokens`` tokens.
-
-    Of a token: scores with half of the chunk's tokens and the product with their inputs, the
-    contribution to the chunk's state, and the output of the state.
+def _kept_numbers(sizes: Sizes, mamba: MambaConfig) -> float:
+    """Return the numbers that autograd keeps between ``in_proj`` and ``out_proj``, beside both
+    linear layers' inputs.
     """
-    mamba = config.mamba
-    if mamba is None:
-        return 0.0
-    own = mamba.sizes(config.hidden_size)
-    pairs = mamba.chunk_size / 2 * (own.groups * own.state + own.inner)
-    states = 2 * own.inner * own.state
-    return tokens * (pairs + states + sum(own.conv_parts) * mamba.conv_kernel)
+    own, tp, tokens = mamba.sizes(sizes.config.hidden_size), sizes.layout.tp, float(sizes.tokens)
+    batch, chunk = sizes.micro_batch_size, _chunk(sizes, mamba)
+    heads, inner = own.heads / tp, own.inner / tp
+    groups = max(own.groups / tp, 1.0)
+    channels, num_chunks = sum(own.conv_parts) / tp, tokens / batch / chunk
+    segments = 2 if sizes.layout.cp > 1 else 1
+    before = segments * (mamba.conv_kernel - 1) * batch * channels
+    convolved = 3 * tokens * channels + before  # padded, its sum, activated
+    if sizes.element < MAIN_BYTES:  # copies of channels and gate
+        convolved += tokens * (channels + inner)
+    steps = 4 * tokens * heads + 2 * heads  # before and behind softplus, decays to ends and starts
+    scores = tokens * chunk * (2 * heads + groups)  # decays, scores times decays, scores
+    shared = 4 * tokens * groups * own.state  # B and C in the order of each product
+    states = batch * num_chunks * inner * own.state * 2 + batch * heads * num_chunks**2
+    # Scaled inputs in three forms, the state's outputs, y, the gate, before and behind the norm.
+    outputs = 8 * tokens * inner + tokens * groups
+    return convolved + steps + scores + shared + states + outputs
+
+
+def _mask_bytes(sizes: Sizes, mamba: MambaConfig) -> float:
+    """Return the bytes of the causal masks of chunks and of chunks of chunks."""
+    chunk = _chunk(sizes, mamba)
+    return float(chunk**2) + (sizes.tokens / sizes.micro_batch_size / chunk) ** 2
+
+
+def _chunk(sizes: Sizes, mamba: MambaConfig) -> int:
+    """Return the tokens of a chunk."""
+    cp = sizes.layout.cp
+    return min(mamba.chunk_size, sizes.sequence_length // (1 if cp == 1 else 2 * cp))

@@ -12,7 +12,12 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from megatron_lightning import planning
-from megatron_lightning.config import LatentAttentionConfig, MoEConfig, TransformerConfig
+from megatron_lightning.config import (
+    LatentAttentionConfig,
+    MambaConfig,
+    MoEConfig,
+    TransformerConfig,
+)
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.models import GPTModel
 from megatron_lightning.models.costs import pair_channels, visible_pairs
@@ -68,6 +73,28 @@ def test_flops_equal_the_oracle() -> None:
             document_lengths=row.get("packed_lengths"),
         )
         assert counted == row["flops_per_iteration"], row
+
+
+def test_mamba_counts_by_megatrons_estimate() -> None:
+    """Its formula for a layer of Nemotron-H-8B: projections, and 7 operations for each element of
+    the state. Documents do not change the count."""
+    h, heads, head_dim, groups, state, tokens = 4096, 128, 64, 8, 128, 8192
+    config = TransformerConfig(
+        layer_pattern="M", hidden_size=h, num_attention_heads=32, vocab_size=1,
+        mamba=MambaConfig(
+            num_heads=heads, head_dim=head_dim, num_groups=groups, state_dim=state
+        ),
+    )  # fmt: skip
+    inner = heads * head_dim
+    forward = 2 * tokens * h * (2 * inner + 2 * groups * state + heads)
+    forward += 7 * tokens * inner * state + 2 * tokens * inner * h
+    output = 2 * tokens * h
+    assert round(forward / tokens / 1e6) == 226
+    for lengths in (None, [1000, 7192]):
+        counted = planning.flops(
+            config, batch_size=1, sequence_length=tokens, document_lengths=lengths
+        )
+        assert counted == 3 * (forward + output)
 
 
 def test_megatrons_estimate_equals_the_oracle() -> None:

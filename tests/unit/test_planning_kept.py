@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from megatron_lightning.config import RecomputeOptions, TransformerConfig
+from megatron_lightning.config import MambaConfig, RecomputeOptions, TransformerConfig
 from megatron_lightning.models import GPTModel
 from megatron_lightning.parallel.layout import ParallelLayout
 from megatron_lightning.planning.activations import stage_profile
@@ -36,6 +36,13 @@ MODELS: dict[str, dict[str, Any]] = {
     "capped scores": {"attn_logit_softcapping": 3.0},
     "sinks": {"softmax_type": "learnable"},
     "multipliers": {"residual_multiplier": 0.4, "softmax_scale": 0.2},
+    "Mamba-2": {
+        "layer_pattern": ["mamba"] * 2, "mamba": MambaConfig(num_groups=2, head_dim=16),
+    },
+    "Mamba-2, not recomputed": {
+        "layer_pattern": ["mamba"] * 2,
+        "mamba": MambaConfig(num_groups=2, head_dim=16, chunk_size=8, recompute_scan=False),
+    },
     "norms behind": {"norm_placement": "post"},
     "norms before and behind": {"norm_placement": "sandwich"},
     "windows, learned positions": {

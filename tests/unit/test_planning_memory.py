@@ -14,6 +14,7 @@ from megatron_lightning.assembly.plans import find_plans
 from megatron_lightning.config import (
     DataParallelOptions,
     LatentAttentionConfig,
+    MambaConfig,
     MoEConfig,
     RecomputeOptions,
     TransformerConfig,
@@ -63,6 +64,11 @@ DIVIDED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
          "moe": MoEConfig(num_experts=4)},
         {"tensor_model_parallel_size": 2, "expert_model_parallel_size": 4,
          "expert_tensor_parallel_size": 1},
+    ),
+    "Mamba-2": (
+        {"layer_pattern": ["mamba"] * SIZES["num_layers"],
+         "mamba": MambaConfig(num_groups=2, head_dim=8)},
+        {"tensor_model_parallel_size": 4},
     ),
 }  # fmt: skip
 

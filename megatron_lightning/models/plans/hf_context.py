@@ -48,8 +48,8 @@ def with_context(model: nn.Module, plan: ShardingPlan) -> ShardingPlan:
         raise ConfigError(
             f"{name} is not known to work on ranks that share sequences: its layers may mix tokens "
             "elsewhere than in attention that ours can replace. Set context_parallel_size to 1, or "
-            "use a causal language model of one of these families: "
-            f"{', '.join(sorted(FAMILIES))}."
+            "use a causal language model of a family with cp2 in docs/hf_coverage.md, or of a "
+            "family that docs/hugging_face.md loads as a GPTModel."
         )
     _check_positions(config, name)
     paths = dict(model.named_modules())
