@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.layers.attention import CoreAttention
+from megatron_lightning.layers.state_space.delta_net import GatedDeltaNet
 from megatron_lightning.parallel.absent import present_modules
 
 _FOREIGN = (
@@ -48,12 +49,14 @@ def check_attention_rows(num_ranks: int, rows: int, model: str) -> None:
         )
 
 
-def bound_attention(module: nn.Module) -> dict[str, CoreAttention]:
-    """Return the attention modules in ``module`` bound to context-parallel ranks, by path."""
+def bound_attention(module: nn.Module) -> dict[str, CoreAttention | GatedDeltaNet]:
+    """Return the attention modules in ``module``, linear attention included, bound to
+    context-parallel ranks, by path.
+    """
     return {
         path: child
         for path, child in present_modules(module)
-        if isinstance(child, CoreAttention) and child.cp_comm is not None
+        if isinstance(child, CoreAttention | GatedDeltaNet) and child.shares_sequences
     }
 
 

@@ -184,10 +184,11 @@ def resolve_plans(
     if plan is None and layout.divides_experts and not declared:
         _check_has_experts(module, layout, plans)
     if layout.tp > 1 or layout.divides_experts:
-        _check_rows(module, layout, plans)
+        _check_rows(module, layout, plans, "check")
     if layout.tp > 1:
         _check_split(module, layout, plan, plans)
     if layout.cp > 1:
+        _check_rows(module, layout, plans, "check_context")
         # On the full module: the list counts all attention modules, and a pipeline rank has only a
         # part.
         plans = assign_cp_comm_types(module, plans, cp_comm_type)
@@ -276,12 +277,14 @@ def _check_has_experts(
 
 
 def _check_rows(
-    module: nn.Module, layout: ParallelLayout, plans: Mapping[str, ShardingPlan]
+    module: nn.Module, layout: ParallelLayout, plans: Mapping[str, ShardingPlan], method: str
 ) -> None:
-    """Check that every module can be sharded as the module's row says."""
+    """Check that every module can be sharded as the module's row says, by a method of the row's
+    style.
+    """
     for root, plan in plans.items():
         for path, child in module.get_submodule(root).named_modules():
-            check = getattr(plan.style_of(path), "check", None)
+            check = getattr(plan.style_of(path), method, None)
             if check is None:
                 continue
             try:

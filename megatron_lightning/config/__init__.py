@@ -5,6 +5,7 @@ torch here.
 import warnings
 from typing import TYPE_CHECKING
 
+from megatron_lightning.config.delta_net import DeltaNetConfig
 from megatron_lightning.config.latent_attention import LatentAttentionConfig
 from megatron_lightning.config.mamba import MambaConfig
 from megatron_lightning.config.moe import MoEConfig
@@ -45,6 +46,7 @@ __all__ = [
     "ContextOptions",
     "DataParallel",
     "DataParallelOptions",
+    "DeltaNetConfig",
     "LatentAttentionConfig",
     "LossScaleOptions",
     "MambaConfig",

@@ -1,8 +1,8 @@
-"""Windows and rotary positions of single layers. No torch here.
+"""Windows, rotary positions and linear attention of single layers. No torch here.
 
-``window_size`` and ``rotary_base`` are options of the model. ``window_attn_skip_freq`` and
-``no_rope_freq`` name the layers, by Megatron-Core's rules: a number n means every n-th layer,
-counted from 1, and a list has an entry for each layer.
+``window_size`` and ``rotary_base`` are options of the model. ``window_attn_skip_freq``,
+``no_rope_freq`` and ``linear_attention_freq`` name the layers, by Megatron-Core's rules: a number n
+means every n-th layer, counted from 1, and a list has an entry for each layer.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from megatron_lightning.config.delta_net import linear_layers
 from megatron_lightning.config.value_checks import is_count
 from megatron_lightning.errors import ConfigError
 
@@ -27,15 +28,25 @@ def layer_config(config: TransformerConfig, index: int) -> TransformerConfig:
     if unrotated_layers(config)[index]:
         kind, scaling = "none", None
     window = config.window_size if has_window else None
-    if (window, base, scaling, kind) == (
-        config.window_size, config.rotary_base, config.rope_scaling, config.position_embedding_type
+    linear = _linear_frequency(config, index)
+    if (window, base, scaling, kind, linear) == (
+        config.window_size, config.rotary_base, config.rope_scaling, config.position_embedding_type,
+        config.linear_attention_freq,
     ):  # fmt: skip
         return config
     return replace(
         config, window_size=window, window_attn_skip_freq=None, rotary_base=base,
         window_rotary_base=None, rope_scaling=scaling, position_embedding_type=kind,
-        no_rope_freq=None,
+        no_rope_freq=None, linear_attention_freq=linear,
     )  # fmt: skip
+
+
+def _linear_frequency(config: TransformerConfig, index: int) -> tuple[int, ...] | None:
+    """Return a ``linear_attention_freq`` that gives all layers the attention of layer ``index``."""
+    if config.linear_attention_freq is None:
+        return None
+    is_linear = linear_layers(config.linear_attention_freq, config.num_layers)[index]
+    return (int(is_linear),) * config.num_layers
 
 
 def windowed_layers(config: TransformerConfig) -> tuple[bool, ...]:
@@ -83,6 +94,41 @@ def check_windows(config: TransformerConfig) -> None:
             "combined. Set attention_dropout to 0."
         )
     _check_layers(config, "window_attn_skip_freq", "(window) or 0 (all positions)")
+
+
+def check_delta_net(config: TransformerConfig) -> None:
+    """Check gated delta net and the layers with it.
+
+    Raises:
+        ConfigError: If the sizes are set without such layers, or such layers without sizes, or
+            options contradict each other.
+    """
+    _check_layers(config, "linear_attention_freq", "(gated delta net) or 0 (attention)")
+    frequency = config.linear_attention_freq
+    kinds = (*config.layer_kinds, *(config.depth_kinds if config.mtp_num_layers else ()))
+    has_layers = frequency is not None or "delta_net" in kinds
+    if has_layers is (config.delta_net is None):
+        found = "is not set" if has_layers else "is set"
+        raise ConfigError(
+            f"delta_net {found}, linear_attention_freq is {frequency} and the kinds of the layers "
+            f"are {', '.join(dict.fromkeys(kinds))}. Set delta_net together with "
+            "linear_attention_freq, or with layers of the kind delta_net in layer_pattern."
+        )
+    if frequency is not None and isinstance(config.layer_pattern, str):
+        raise ConfigError(
+            f"linear_attention_freq is {frequency}, and layer_pattern is {config.layer_pattern!r}; "
+            "both say which layers have gated delta net. Write G in layer_pattern, and leave "
+            "linear_attention_freq out."
+        )
+    if (
+        frequency is not None
+        and config.mla is not None
+        and any(linear_layers(frequency, config.num_layers))
+    ):
+        raise ConfigError(
+            f"linear_attention_freq is {frequency} with mla, whose rotary positions gated delta "
+            "net does not have. Leave one of them out."
+        )
 
 
 def _check_layers(config: TransformerConfig, name: str, meaning: str) -> None:

@@ -22,7 +22,7 @@ from megatron_lightning.errors import ConfigError
 if TYPE_CHECKING:
     from megatron_lightning.config.transformer import TransformerConfig
 
-SINGLE_MIXER_KINDS = ("attention", "mlp", "moe", "mamba")
+SINGLE_MIXER_KINDS = ("attention", "mlp", "moe", "mamba", "delta_net")
 """Layers with a single mixer, added once to the residual stream."""
 LAYER_KINDS = ("dense", "expert", *SINGLE_MIXER_KINDS)
 """Attention with a feed-forward or experts behind it, and layers with a single mixer."""

@@ -19,7 +19,13 @@ from megatron_lightning.config.attention_checks import (
     check_latent_attention,
     check_scores,
 )
-from megatron_lightning.config.by_layer import check_rotary, check_windows, layer_config
+from megatron_lightning.config.by_layer import (
+    check_delta_net,
+    check_rotary,
+    check_windows,
+    layer_config,
+)
+from megatron_lightning.config.delta_net import DeltaNetConfig, linear_layers
 from megatron_lightning.config.hybrid_pattern import (
     HybridPattern,
     hybrid_pattern,
@@ -54,6 +60,7 @@ _CHOICES: Mapping[str, tuple[str, ...]] = {
 }
 _FACTORS = ("embedding_multiplier", "residual_multiplier", "logits_scaling")
 _OPTIONAL_FACTORS = ("softmax_scale", "attn_logit_softcapping", "final_logit_softcapping")
+_BY_LAYER = ("window_size", "window_attn_skip_freq", "no_rope_freq", "linear_attention_freq")
 _COUNTS = (
     "num_layers", "hidden_size", "num_attention_heads", "vocab_size", "max_sequence_length",
     "num_query_groups", "kv_channels", "ffn_hidden_size", "mtp_num_layers",
@@ -176,6 +183,12 @@ class TransformerConfig:
     """Experts in place of feed-forward layers, in all layers or a subset. None: no experts."""
     mamba: MambaConfig | None = None
     """Mixers of Mamba-2 in the layers of the kind mamba. None: no such layers."""
+    delta_net: DeltaNetConfig | None = None
+    """Mixers of gated delta net, in the layers named by linear_attention_freq and in layers of the
+    kind delta_net. None: no such layers."""
+    linear_attention_freq: int | Sequence[int] | None = None
+    """Layers with gated delta net in place of attention (Qwen3-Next): all but every n-th layer, or
+    a list with 1 (gated delta net) or 0 (attention) for each layer. None: every layer attends."""
     layer_pattern: str | Sequence[str] | None = None
     """Layers with a single mixer each, as a string of letters (Megatron's hybrid_layer_pattern): M
     Mamba-2, G gated delta net, * attention, + latent attention, - feed-forward, E experts. | ends a
@@ -239,7 +252,7 @@ class TransformerConfig:
         check_heads(self)
         check_head_norms(self)
         self._restore("rope_scaling", RopeScaling)
-        for name in ("window_size", "window_attn_skip_freq", "no_rope_freq"):
+        for name in _BY_LAYER:
             if isinstance(getattr(self, name), list):  # of YAML or a checkpoint
                 object.__setattr__(self, name, tuple(getattr(self, name)))
         self._check_activation()
@@ -248,7 +261,9 @@ class TransformerConfig:
         check_rotary(self)
         self._restore("moe", MoEConfig)
         self._restore("mamba", MambaConfig)
+        self._restore("delta_net", DeltaNetConfig)
         check_layer_kinds(self)
+        check_delta_net(self)
 
     def _resolve_pattern(self) -> None:
         """Fill in what follows from a pattern of letters."""
@@ -369,6 +384,13 @@ class TransformerConfig:
         Layers of multi-token prediction count as the last layer.
         """
         return layer_config(self, min(index, self.num_layers - 1))
+
+    @property
+    def has_linear_attention(self) -> bool:
+        """Whether a layer with this configuration, from :meth:`of_layer`, has gated delta net in
+        place of attention.
+        """
+        return all(linear_layers(self.linear_attention_freq, self.num_layers))
 
     @property
     def num_predicting_layers(self) -> int:

@@ -70,6 +70,11 @@ class CoreAttention(nn.Module):
         """Whether inputs are currently this rank's sequence shards, if ranks share sequences."""
 
     @property
+    def shares_sequences(self) -> bool:
+        """Whether ranks share the sequences."""
+        return self.cp_comm is not None
+
+    @property
     def has_plain_scores(self) -> bool:
         """Whether scores are products of queries and keys alone, as all kernels compute them."""
         return self.softcap is None and self.softmax_offset is None

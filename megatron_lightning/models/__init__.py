@@ -6,6 +6,7 @@ from megatron_lightning._lazy import lazy_attributes
 
 if TYPE_CHECKING:
     from megatron_lightning.config import (
+        DeltaNetConfig,
         LatentAttentionConfig,
         MoEConfig,
         RopeScaling,
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from megatron_lightning.models.transformer import GPTModel
 
 __all__ = [
+    "DeltaNetConfig",
     "GPTModel",
     "LatentAttentionConfig",
     "MoEConfig",
@@ -29,6 +31,7 @@ __all__ = [
 __getattr__, __dir__ = lazy_attributes(
     __name__,
     {
+        "DeltaNetConfig": "megatron_lightning.config",
         "GPTModel": "megatron_lightning.models.transformer",
         "LatentAttentionConfig": "megatron_lightning.config",
         "MoEConfig": "megatron_lightning.config",

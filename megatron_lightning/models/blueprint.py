@@ -114,7 +114,9 @@ def norm(
 
 
 def attention(config: TransformerConfig) -> tuple[Weight, ...]:
-    """Return the weights of grouped or latent attention, in registration order."""
+    """Return the weights of grouped, latent or linear attention, in registration order."""
+    if config.has_linear_attention:
+        return _delta_net(config)
     if config.mla is not None:
         return _latent_attention(config, config.mla)
     h, width = config.hidden_size, config.num_attention_heads * config.head_dim
@@ -132,6 +134,25 @@ def attention(config: TransformerConfig) -> tuple[Weight, ...]:
         *((sink,) if config.num_sinks else ()),
         *linear("linear_proj", h, width, "columns", bias=config.add_bias_linear),
     )  # fmt: skip
+
+
+def _delta_net(config: TransformerConfig) -> tuple[Weight, ...]:
+    """Return the weights of gated delta net, in registration order."""
+    sizes, h = config.delta_net, config.hidden_size
+    if sizes is None:
+        return ()
+    (projection,) = linear("in_proj", sum(sizes.in_parts), h, "rows", heads=sizes.num_key_heads)
+    convolution = Weight(
+        path="conv1d.weight", shape=(sum(sizes.conv_parts), 1, sizes.conv_kernel_dim),
+        kind="convolution", split="rows", parts=sizes.conv_parts,
+    )  # fmt: skip
+    return (
+        *(head_weight(name, sizes.num_value_heads) for name in ("dt_bias", "A_log")),
+        replace(projection, parts=sizes.in_parts),
+        convolution,
+        Weight(path="out_norm.weight", shape=(sizes.value_head_dim,), kind="head_norm"),
+        *linear("out_proj", h, sizes.value_width, "columns"),
+    )
 
 
 def _latent_attention(config: TransformerConfig, mla: LatentAttentionConfig) -> tuple[Weight, ...]:
@@ -207,6 +228,11 @@ def _attention_layer(config: TransformerConfig) -> tuple[Weight, ...]:
     return (*norm(config, "input_layernorm", config.hidden_size), *inner)
 
 
+def _delta_net_layer(config: TransformerConfig) -> tuple[Weight, ...]:
+    inner = _inside("self_attention", _delta_net(config))
+    return (*norm(config, "input_layernorm", config.hidden_size), *inner)
+
+
 def _feed_forward_layer(
     config: TransformerConfig, feed_forward: Callable[[TransformerConfig], tuple[Weight, ...]]
 ) -> tuple[Weight, ...]:
@@ -246,6 +272,7 @@ LAYER_WEIGHTS: Mapping[str, Callable[[TransformerConfig], tuple[Weight, ...]]] =
         "dense": partial(_transformer_layer, feed_forward=_dense),
         "expert": partial(_transformer_layer, feed_forward=_expert),
         "attention": _attention_layer,
+        "delta_net": _delta_net_layer,
         "mlp": partial(_feed_forward_layer, feed_forward=_dense),
         "moe": partial(_feed_forward_layer, feed_forward=_expert),
         "mamba": _mamba_layer,
@@ -256,7 +283,14 @@ LAYER_WEIGHTS: Mapping[str, Callable[[TransformerConfig], tuple[Weight, ...]]] =
 
 def layer_weights(config: TransformerConfig, index: int) -> tuple[Weight, ...]:
     """Return the weights of layer ``index``, in registration order."""
-    return kind_weights(config, config.layer_kinds[index])
+    return kind_weights(attention_config(config, index), config.layer_kinds[index])
+
+
+def attention_config(config: TransformerConfig, index: int) -> TransformerConfig:
+    """Return a configuration with the attention of layer ``index``: the layer's, or the model's if
+    all layers have the same weights.
+    """
+    return config if config.linear_attention_freq is None else config.of_layer(index)
 
 
 @lru_cache(maxsize=64)  # layers of a kind are equal, and plans ask for each
@@ -266,8 +300,8 @@ def kind_weights(config: TransformerConfig, kind: str) -> tuple[Weight, ...]:
 
 
 def has_attention(weights: Iterable[Weight]) -> bool:
-    """Return whether a layer with these weights attends."""
-    return any(".self_attention." in f".{weight.path}" for weight in weights)
+    """Return whether a layer with these weights has softmax attention."""
+    return any(weight.module.endswith("self_attention.linear_proj") for weight in weights)
 
 
 def depth_layers(config: TransformerConfig) -> tuple[tuple[str, str], ...]:
@@ -282,11 +316,11 @@ def depth_layers(config: TransformerConfig) -> tuple[tuple[str, str], ...]:
 
 def predicting_weights(config: TransformerConfig, depth: int) -> tuple[Weight, ...]:
     """Return the weights of a depth of multi-token prediction, without shared embeddings."""
-    h = config.hidden_size
+    h, own = config.hidden_size, attention_config(config, config.num_layers)
     inner = (
         weight.inside(path)
         for path, kind in depth_layers(config)
-        for weight in kind_weights(config, kind)
+        for weight in kind_weights(own, kind)
     )
     return (
         *norm(config, "enorm", h),

@@ -49,7 +49,7 @@ def mixing(config: TransformerConfig, kind: str, lengths: Sequence[int]) -> floa
     if kind in MIXING:
         return MIXING[kind](config, lengths)
     if not has_attention(kind_weights(config, kind)):
-        return 0.0
+        return _delta_mixing(config, lengths) if config.has_linear_attention else 0.0
     mla = config.mla
     # Megatron counts the norms of latents.
     latents = 0 if mla is None else (mla.q_lora_rank or 0) + mla.kv_lora_rank
@@ -98,8 +98,19 @@ def _mamba_mixing(config: TransformerConfig, lengths: Sequence[int]) -> float:
     return sum(lengths) * 3.5 * inner
 
 
+def _delta_mixing(config: TransformerConfig, lengths: Sequence[int]) -> float:
+    """Return the multiply-adds of convolution and delta rule, as Megatron counts them: four
+    products of a key and a value for each token and state.
+    """
+    own = config.delta_net
+    if own is None:
+        return 0.0
+    state = own.num_value_heads * own.key_head_dim * own.value_head_dim
+    return float(sum(lengths) * (4 * state + sum(own.conv_parts) * own.conv_kernel_dim))
+
+
 MIXING: Mapping[str, Callable[[TransformerConfig, Sequence[int]], float]] = MappingProxyType(
-    {"mamba": _mamba_mixing}
+    {"mamba": _mamba_mixing, "delta_net": _delta_mixing}
 )
 """Kind of a layer without attention -> function that returns the multiply-adds that mix tokens, of
 a config and the tokens of every document of a sample."""

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 _BITS = MappingProxyType({torch.bfloat16: 8, torch.float16: 11})  # of the mantissa
 _OUTPUT, _WORDS = "output_layer.weight", "embedding.word_embeddings.weight"
 _INTO_RESIDUAL = ("linear_proj.weight", "linear_fc2.weight", "out_proj.weight")
-_GATED_NORM = "mixer.norm.weight"  # never zero-centered
+_GATED_NORMS = ("mixer.norm.weight", "self_attention.out_norm.weight")  # never zero-centered
 
 
 class LanguageModelEmbedding(nn.Module):
@@ -357,7 +357,7 @@ class GPTModel(nn.Module):
         elif name.endswith("bias"):
             tensor.zero_()
         elif name.endswith("norm.weight"):
-            centered = config.layernorm_zero_centered_gamma and not name.endswith(_GATED_NORM)
+            centered = config.layernorm_zero_centered_gamma and not name.endswith(_GATED_NORMS)
             tensor.fill_(0.0 if centered else 1.0)
         else:
             into_residual = name.endswith(_INTO_RESIDUAL)

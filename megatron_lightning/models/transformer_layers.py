@@ -24,6 +24,7 @@ from megatron_lightning.layers.moe.layer import MoELayer
 from megatron_lightning.layers.norm import build_norm
 from megatron_lightning.layers.rotary import RotaryEmbedding
 from megatron_lightning.layers.sequence_info import SequenceInfo
+from megatron_lightning.layers.state_space.delta_net import GatedDeltaNet
 from megatron_lightning.layers.state_space.mamba import MambaMixer
 
 
@@ -41,10 +42,18 @@ def _normed(x: Tensor, norm: nn.Module | None) -> Tensor:
 
 
 def build_attention(config: TransformerConfig, rotary: RotaryEmbedding | None) -> nn.Module:
-    """Return the config's attention."""
+    """Return the config's attention: grouped, latent or linear."""
+    if config.has_linear_attention:
+        return _delta_net(config)
     if config.mla is not None and rotary is not None:
         return LatentAttention(config, config.mla, rotary)
     return SelfAttention(config, rotary)
+
+
+def _delta_net(config: TransformerConfig) -> GatedDeltaNet:
+    if config.delta_net is None:
+        raise ConfigError("delta_net is not set, and a layer has its mixer. Set delta_net.")
+    return GatedDeltaNet(config, config.delta_net)
 
 
 def build_rotary(config: TransformerConfig) -> RotaryEmbedding | None:
@@ -136,7 +145,7 @@ class MambaLayer(SingleMixerLayer):
 
 
 class AttentionLayer(SingleMixerLayer):
-    """Attention without a feed-forward behind it."""
+    """Attention, or gated delta net, without a feed-forward behind it."""
 
     norm_name = "input_layernorm"
     mixer_name = "self_attention"
@@ -178,6 +187,10 @@ def _attention_layer(config: TransformerConfig, rotary: RotaryEmbedding | None) 
     return AttentionLayer(config, build_attention(config, rotary))
 
 
+def _delta_net_layer(config: TransformerConfig, rotary: RotaryEmbedding | None) -> nn.Module:
+    return AttentionLayer(config, _delta_net(config))
+
+
 def _mlp_layer(config: TransformerConfig, rotary: RotaryEmbedding | None) -> nn.Module:
     return FeedForwardLayer(config, MLP(config))
 
@@ -198,6 +211,7 @@ LAYERS = MappingProxyType(
         "dense": _dense_layer,
         "expert": _expert_layer,
         "attention": _attention_layer,
+        "delta_net": _delta_net_layer,
         "mlp": _mlp_layer,
         "moe": _moe_layer,
         "mamba": _mamba_layer,

@@ -23,6 +23,7 @@ from megatron_lightning.parallel.patterns import compile_pattern
 from megatron_lightning.pipeline.schedules.actions import Kind, Schedule
 from megatron_lightning.planning import layers, single_mixer
 from megatron_lightning.planning.attention_memory import attention as attention_tape
+from megatron_lightning.planning.delta_net import delta_net, delta_net_layer
 from megatron_lightning.planning.layers import Sizes
 from megatron_lightning.planning.parameters import (
     config_of,
@@ -228,7 +229,8 @@ def _transformer_layer(
     """
     config, (stream, normed_again) = sizes.config, streams
     normed, middle = f"{name} normed" if config.norms_inputs else stream, f"{name} middle"
-    attention = attention_tape(sizes, f"{name}.self_attention", normed)
+    mix = delta_net if config.has_linear_attention else attention_tape
+    attention = mix(sizes, f"{name}.self_attention", normed)
     if config.norms_inputs:
         attention = [layers.norm(sizes, f"{name}.input_layernorm", stream, normed), *attention]
     attention = [
@@ -274,6 +276,7 @@ LEDGERS = MappingProxyType(
         "dense": _dense_layer,
         "expert": _expert_layer,
         "attention": single_mixer.attention_layer,
+        "delta_net": delta_net_layer,
         "mlp": single_mixer.mlp_layer,
         "moe": single_mixer.moe_layer,
         "mamba": mamba_layer,

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from megatron_lightning.config import MambaConfig, TransformerConfig
+from megatron_lightning.config import DeltaNetConfig, MambaConfig, TransformerConfig
 from megatron_lightning.models import GPTModel
 from megatron_lightning.parallel.sharding import named_shard_specs
 from megatron_lightning.strategies.megatron import MegatronStrategy
@@ -28,8 +28,7 @@ from tests.helpers.ranks import run_ranks
 from tests.helpers.trainers import Losses, trainer
 
 FACTS = Path(__file__).parents[1] / "oracles/families/hybrid_train.json"
-ALL = json.loads(FACTS.read_text())["facts"]["runs"]
-RUNS = [run for run in ALL if "G" not in run["args"]["pattern"]]
+RUNS = json.loads(FACTS.read_text())["facts"]["runs"]
 
 
 def config_of(args: dict[str, Any]) -> TransformerConfig:
@@ -37,6 +36,10 @@ def config_of(args: dict[str, Any]) -> TransformerConfig:
     mamba = MambaConfig(
         state_dim=args["state"], head_dim=args["head_dim"], num_groups=args["ssm_groups"],
         num_heads=args["mamba_heads"], chunk_size=args["chunk"],
+    )  # fmt: skip
+    delta_net = DeltaNetConfig(
+        num_key_heads=args["k_heads"], num_value_heads=args["v_heads"],
+        key_head_dim=args["k_dim"], value_head_dim=args["v_dim"], chunk_size=args["chunk"],
     )  # fmt: skip
     return TransformerConfig(
         layer_pattern=args["pattern"],
@@ -49,12 +52,13 @@ def config_of(args: dict[str, Any]) -> TransformerConfig:
         max_sequence_length=args["seq"],
         share_embeddings_and_output_weights=args["tie"],
         mamba=mamba if "M" in args["pattern"] else None,
+        delta_net=delta_net if "G" in args["pattern"] else None,
     )
 
 
 def recorded_name(name: str) -> str:
     """Return Megatron-Core's name of a parameter."""
-    return name.replace("conv1d.", "conv1d_").replace("final_layernorm", "final_norm")
+    return name.replace("mixer.conv1d.", "mixer.conv1d_").replace("final_layernorm", "final_norm")
 
 
 def fill(name: str, shape: tuple[int, ...]) -> Tensor:
@@ -154,6 +158,18 @@ def _name(run: dict[str, Any]) -> str:
 def test_megatron_core_run_is_reproduced(run: dict[str, Any]) -> None:
     for steps in run_ranks(run["world"], train, run["args"]):
         for (loss, norm), (their_loss, their_norm) in zip(steps, run["loss_gradnorm"], strict=True):
+            assert loss == pytest.approx(their_loss, rel=1e-6)
+            assert norm == pytest.approx(their_norm, rel=1e-5)
+
+
+@pytest.mark.slow
+def test_the_norm_shared_by_heads_is_summed_without_sequence_parallelism() -> None:
+    """Equal to one process. megatron-core 0.19 sums the gradient of gated delta net's norm over the
+    tensor-parallel ranks with sequence parallelism alone.
+    """
+    [one] = [run for run in RUNS if "G" in run["args"]["pattern"] and run["world"] == 1]
+    for steps in run_ranks(2, train, one["args"] | {"tp": 2}):
+        for (loss, norm), (their_loss, their_norm) in zip(steps, one["loss_gradnorm"], strict=True):
             assert loss == pytest.approx(their_loss, rel=1e-6)
             assert norm == pytest.approx(their_norm, rel=1e-5)
 

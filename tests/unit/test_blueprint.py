@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from megatron_lightning.config import (
+    DeltaNetConfig,
     LatentAttentionConfig,
     MambaConfig,
     MoEConfig,
@@ -44,7 +45,15 @@ EXPERTS = MoEConfig(
     num_experts=4, layer_freq=[0, 1, 1], shared_expert_intermediate_size=24, shared_expert_gate=True
 )
 MAMBA = {"layer_pattern": ["dense", "mamba", "mamba"]}
+DELTA = DeltaNetConfig(num_key_heads=2, num_value_heads=4, key_head_dim=8, value_head_dim=12)
 MODELS: dict[str, dict[str, Any]] = {
+    "Qwen3-Next": {
+        "delta_net": DELTA, "linear_attention_freq": 3, "moe": EXPERTS, "mtp_num_layers": 1,
+    },
+    "gated delta net alone": {
+        "delta_net": DELTA, "linear_attention_freq": [0, 1, 1], "mtp_num_layers": 1,
+    },
+    "gated delta net by pattern": {"delta_net": DELTA, "num_layers": 0, "layer_pattern": "G-*G"},
     "hybrid": {"mamba": MambaConfig(head_dim=16, num_groups=2), "mtp_num_layers": 1} | MAMBA,
     "Llama": {},
     "Qwen 2": {"add_qkv_bias": True, "kv_channels": 24},
@@ -109,6 +118,8 @@ def test_the_ledger_has_every_matrix_of_a_layer_once(kind: str) -> None:
     more: dict[str, Any] = {"moe": experts} if kind in GROUPS["moe"] else {}
     if kind == "mamba":
         more["mamba"] = MambaConfig(head_dim=16, num_groups=2, state_dim=16)
+    if kind == "delta_net":
+        more["delta_net"] = DELTA
     config = TransformerConfig(**SIZES | more | {"layer_pattern": [kind] * 3})
     layout = ParallelLayout(
         tensor_model_parallel_size=2, expert_model_parallel_size=2, expert_tensor_parallel_size=1

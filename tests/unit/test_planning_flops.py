@@ -13,6 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from megatron_lightning import planning
 from megatron_lightning.config import (
+    DeltaNetConfig,
     LatentAttentionConfig,
     MambaConfig,
     MoEConfig,
@@ -206,3 +207,17 @@ def test_wrong_numbers_are_errors() -> None:
             planning.flops(config, batch_size=1, sequence_length=8, document_lengths=[wrong, 4])  # type: ignore[list-item]
     with pytest.raises(ConfigError, match="config is None, and must be a TransformerConfig"):
         planning.flops(None, batch_size=1, sequence_length=8)  # type: ignore[arg-type]
+
+
+def test_gated_delta_net_counts_four_products_of_a_state() -> None:
+    """As Megatron-LM's formula: projections, convolution, and 4 x key x value for each state."""
+    own = DeltaNetConfig(num_key_heads=2, num_value_heads=4, key_head_dim=16, value_head_dim=16)
+    frequency = [1, 0]
+    config = TransformerConfig(**SIZES, delta_net=own, linear_attention_freq=frequency)
+    plain = TransformerConfig(**SIZES)
+    h, tokens = 64, 48
+    mixer = h * (2 * 32 + 2 * 64 + 2 * 4) + 4 * (2 * 32 + 64) + 4 * 16 * 16 * 4 + h * 64
+    attention = h * 4 * h + tokens / 2 * 2 * h
+    counts = {"batch_size": 3, "sequence_length": tokens}
+    difference = planning.flops(config, **counts) - planning.flops(plain, **counts)
+    assert difference == 6 * 3 * tokens * (mixer - attention)

@@ -7,7 +7,12 @@ from typing import Any
 
 import pytest
 
-from megatron_lightning.config import MambaConfig, RecomputeOptions, TransformerConfig
+from megatron_lightning.config import (
+    DeltaNetConfig,
+    MambaConfig,
+    RecomputeOptions,
+    TransformerConfig,
+)
 from megatron_lightning.models import GPTModel
 from megatron_lightning.parallel.layout import ParallelLayout
 from megatron_lightning.planning.activations import stage_profile
@@ -17,6 +22,7 @@ from tests.helpers.kept_bytes import kept_bytes
 
 SEQUENCE, HEADS = 32, 4
 BATCHES, HEAD_DIMS = (1, 2, 4), (16, 32, 64, 128)
+DELTA = DeltaNetConfig(num_key_heads=2, num_value_heads=4, key_head_dim=8, value_head_dim=6)
 MODELS: dict[str, dict[str, Any]] = {
     "rotary": {},
     "norms of heads": {"qk_layernorm": True},
@@ -48,6 +54,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "windows, learned positions": {
         "window_size": (8, 0), "position_embedding_type": "learned_absolute",
     },
+    "gated delta net": {"delta_net": DELTA, "linear_attention_freq": [0, 1]},
+    "gated delta net by pattern": {"delta_net": DELTA, "layer_pattern": ["dense", "delta_net"]},
 }  # fmt: skip
 
 

@@ -13,6 +13,7 @@ from megatron_lightning import planning
 from megatron_lightning.assembly.plans import find_plans
 from megatron_lightning.config import (
     DataParallelOptions,
+    DeltaNetConfig,
     LatentAttentionConfig,
     MambaConfig,
     MoEConfig,
@@ -38,6 +39,7 @@ SIZES: dict[str, Any] = {
 LATENT = LatentAttentionConfig(
     q_lora_rank=24, kv_lora_rank=16, qk_head_dim=8, qk_pos_emb_head_dim=4, v_head_dim=8
 )
+DELTA = DeltaNetConfig(num_key_heads=4, num_value_heads=8, key_head_dim=16, value_head_dim=8)
 DIVIDED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "one": ({}, {}),
     "tp 2": ({}, {"tensor_model_parallel_size": 2}),
@@ -58,6 +60,10 @@ DIVIDED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"moe": MoEConfig(num_experts=4, ffn_hidden_size=96, shared_expert_intermediate_size=32,
                           shared_expert_gate=True, layer_freq=2)},
         {"tensor_model_parallel_size": 2, "expert_model_parallel_size": 2},
+    ),
+    "gated delta net": (
+        {"delta_net": DELTA, "linear_attention_freq": 2},
+        {"tensor_model_parallel_size": 2, "context_parallel_size": 2},
     ),
     "latent attention": (
         {"num_query_groups": None, "mla": LATENT, "qk_layernorm": True,

@@ -12,6 +12,7 @@ STEPS = (1e-3, 1e-1)
 RATES = (1.0, 16.0)
 """Smallest and largest initial decay rate."""
 _LEAST_STEP = 1e-4
+_DELTA_BIAS = "self_attention.dt_bias"
 _VECTORS = ("A_log", "D", "dt_bias")
 _CONVOLUTION = "conv1d"
 _BIAS_KERNEL = 4
@@ -29,7 +30,7 @@ def fill_initial(name: str, tensor: Tensor, generator: torch.Generator | None = 
     """Fill a parameter of a state-space layer with initial values.
 
     Step sizes are log-uniform in 1e-3 to 0.1, decay rates uniform in 1 to 16, D is one. A
-    convolution is filled like ``nn.Conv1d``.
+    convolution is filled like ``nn.Conv1d``. The dt_bias of gated delta net is one.
 
     Args:
         name: Name of the parameter. The last segment is A_log, D or dt_bias, or the segment before
@@ -42,7 +43,7 @@ def fill_initial(name: str, tensor: Tensor, generator: torch.Generator | None = 
     # Equal draws for all dtypes.
     values = torch.empty(tensor.shape, dtype=torch.float32, device=tensor.device)
     last = name.rpartition(".")[2]
-    if last == "D":
+    if last == "D" or name.endswith(_DELTA_BIAS):
         values.fill_(1.0)
     elif last == "A_log":
         values.uniform_(*RATES, generator=generator).log_()

@@ -3,6 +3,7 @@ tensor parallelism.
 """
 
 from megatron_lightning.layers.styles.context import ContextAttention, ContextGroup
+from megatron_lightning.layers.styles.delta_net import DeltaNetHeads
 from megatron_lightning.layers.styles.expert import ExpertLinear, ExpertParallel, ExpertRouter
 from megatron_lightning.layers.styles.parameters import (
     ParameterShards,
@@ -46,6 +47,7 @@ __all__ = [
     "ContextAttention",
     "ContextGroup",
     "CopyOutput",
+    "DeltaNetHeads",
     "DispatchedExperts",
     "ExpertLinear",
     "ExpertParallel",

@@ -17,6 +17,7 @@ from megatron_lightning.layers.styles import (
     ColumnParallel,
     ContextAttention,
     ContextGroup,
+    DeltaNetHeads,
     ExpertLinear,
     ExpertParallel,
     ExpertRouter,
@@ -42,6 +43,7 @@ from megatron_lightning.models.blueprint import (
     LAYER,
     PREDICTING,
     Weight,
+    attention_config,
     depth_layers,
     embedding_weights,
     has_attention,
@@ -52,14 +54,18 @@ from megatron_lightning.models.blueprint import (
 from megatron_lightning.parallel.sharding import ShardingPlan, Style
 
 _PREDICTING = f"{PREDICTING}*"
+_Layer = tuple[TransformerConfig, str]
 
 
 def gpt_plan(config: TransformerConfig) -> ShardingPlan:
     """Return the plan of :class:`GPTModel`."""
-    layers = {f"{LAYER}{index}": kind for index, kind in enumerate(config.layer_kinds)}
-    lists = {f"{LAYER}*": config.layer_kinds}
+    layers = {
+        f"{LAYER}{index}": (attention_config(config, index), kind)
+        for index, kind in enumerate(config.layer_kinds)
+    }
+    lists = {f"{LAYER}*": layers}
     if config.num_predicting_layers:
-        lists[_depth_pattern(config)] = config.depth_kinds
+        lists[_depth_pattern(config)] = _depth_layers(config)
     return ShardingPlan(
         modules={
             **_embedding_rows(config, "embedding"),
@@ -76,8 +82,8 @@ def gpt_plan(config: TransformerConfig) -> ShardingPlan:
             f"{layer}.self_attention.heads_per_group": partial(
                 local_heads_per_group, config.query_groups
             )
-            for layer, kinds in lists.items()
-            if config.mla is None and any(has_attention(kind_weights(config, k)) for k in kinds)
+            for layer, own in lists.items()
+            if config.mla is None and any(has_attention(kind_weights(*o)) for o in own.values())
         },
     )
 
@@ -89,8 +95,15 @@ def _weight_rows(
     return {
         ".".join(filter(None, (path, weight.module))): _style_of(config, weight)
         for weight in weights
-        if weight.kind not in ("bias", "sink")
+        if weight.kind not in ("bias", "sink") and not _is_in_delta_net(weight)
     }
+
+
+def _is_in_delta_net(weight: Weight) -> bool:
+    """Return whether a weight is a direct parameter of the mixer of gated delta net, whose path may
+    be the path of attention in other layers.
+    """
+    return weight.kind == "head" and weight.module.endswith("self_attention")
 
 
 def _style_of(config: TransformerConfig, weight: Weight) -> Style:
@@ -100,7 +113,8 @@ def _style_of(config: TransformerConfig, weight: Weight) -> Style:
     if weight.kind in ("head", "convolution"):
         return _state_space_style(config, weight)
     if weight.kind == "head_norm":
-        return HeadParallel() if config.qk_layernorm_per_head else HeadsNorm()
+        is_shared = config.qk_layernorm_per_head or weight.module.endswith("out_norm")
+        return HeadParallel() if is_shared else HeadsNorm()
     if weight.split is None:  # every rank computes its sequence shard
         return SequenceParallel()
     if weight.kind == "embedding":
@@ -122,8 +136,8 @@ def _linear_style(config: TransformerConfig, weight: Weight) -> Style:
 def _state_space_style(config: TransformerConfig, weight: Weight) -> Style:
     """Return the style of a convolution, or of a module with head weights."""
     if weight.kind == "convolution":
-        split = Split(parts=weight.parts)
-        return ParameterShards({"weight": split, "bias": split})
+        names = ("weight", "bias") if weight.module.endswith("mixer.conv1d") else ("weight",)
+        return ParameterShards(dict.fromkeys(names, Split(parts=weight.parts)))
     if config.mamba is None:
         raise ConfigError(f"mamba is not set, and {weight.path} belongs to its heads. Set mamba.")
     sizes = config.mamba.sizes(config.hidden_size)
@@ -138,19 +152,21 @@ def _embedding_rows(config: TransformerConfig, embedding: str) -> dict[str, Styl
 
 
 def _layer_rows(
-    config: TransformerConfig, pattern: str, layers: Mapping[str, str]
+    config: TransformerConfig, pattern: str, layers: Mapping[str, _Layer]
 ) -> dict[str, Style]:
     """Return the rows of layers.
 
     Args:
         config: The model.
         pattern: Pattern of the paths of all layers.
-        layers: Path of a layer -> kind of the layer.
+        layers: Path of a layer -> configuration and kind of the layer.
     """
     rows: dict[str, Style] = {}
-    for path, kind in layers.items():
-        weights = kind_weights(config, kind)
+    for path, (own, kind) in layers.items():
+        weights = kind_weights(own, kind)
         rows |= _weight_rows(config, pattern, weights)
+        if any(map(_is_in_delta_net, weights)):
+            rows[f"{path}.self_attention"] = _delta_net_heads(config)
         if has_attention(weights):
             rows |= _attention_rows(config, f"{pattern}.self_attention")
         if kind in LAYER_KINDS:
@@ -158,6 +174,12 @@ def _layer_rows(
         if kind in GROUPS["moe"]:
             rows[f"{path}.mlp"] = ExpertParallel()
     return rows
+
+
+def _delta_net_heads(config: TransformerConfig) -> Style:
+    if config.delta_net is None:
+        raise ConfigError("delta_net is not set, and a layer has its mixer. Set delta_net.")
+    return DeltaNetHeads(config.delta_net.num_key_heads, config.delta_net.num_value_heads)
 
 
 def _attention_rows(config: TransformerConfig, attention: str) -> dict[str, Style]:
@@ -177,6 +199,12 @@ def _depth_pattern(config: TransformerConfig) -> str:
     return layer if config.hybrid is None else f"{layer}.layers.*"
 
 
+def _depth_layers(config: TransformerConfig) -> dict[str, _Layer]:
+    """Return path -> configuration and kind of the layers of multi-token prediction."""
+    own = attention_config(config, config.num_layers)
+    return {f"{_PREDICTING}.{path}": (own, kind) for path, kind in depth_layers(config)}
+
+
 def _predicting_rows(config: TransformerConfig) -> dict[str, Style]:
     """Return the rows of multi-token prediction.
 
@@ -190,11 +218,7 @@ def _predicting_rows(config: TransformerConfig) -> dict[str, Style]:
         **_embedding_rows(config, f"{_PREDICTING}.embedding"),
         f"{_PREDICTING}.eh_proj": ColumnParallel(gather_output=True),
         layer: ShardSequence("hidden"),
-        **_layer_rows(
-            config,
-            _depth_pattern(config),
-            {f"{_PREDICTING}.{path}": kind for path, kind in depth_layers(config)},
-        ),
+        **_layer_rows(config, _depth_pattern(config), _depth_layers(config)),
         "mtp.loss": ContextGroup(),
     }
 
