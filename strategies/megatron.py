@@ -116,7 +116,7 @@ class MegatronStrategy(SetupHooks, StepHooks, CheckpointHooks):
         compile_options: Options of the compiler. None: the defaults.
         fused_loss: Compute the loss of untouched ``transformers`` models, called with ``labels``,
             in chunks of tokens, so that the logits of all tokens exist only if code reads them
-            (on all tensor-parallel ranks). False, and under a pipeline: compute logits first.
+            (on all tensor-parallel ranks). False: compute logits first.
         non_finite: Response to infinite or NaN losses and gradients: "raise" names the rank, the
             parameter and the micro-batch; "skip" skips the optimizer step; "ignore" does not look.
         start_method: How local ranks are started when no torchrun or Slurm did: "popen", "spawn" or

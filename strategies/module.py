@@ -235,9 +235,9 @@ def fuse_model_losses(
     module: pl.LightningModule, options: StrategyOptions, undo: ExitStack
 ) -> None:
     """Compute losses of ``transformers`` models in chunks until ``undo`` is closed, if the options
-    say so. A pipeline records outputs of units, logits among them, and needs tensors.
+    say so.
     """
-    if options.fused_loss and options.layout.num_stages == 1:
+    if options.fused_loss:
         fuse_losses(module, undo)
 
 

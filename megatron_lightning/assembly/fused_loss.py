@@ -49,6 +49,7 @@ def fuse_losses(module: nn.Module, undo: ExitStack) -> None:
                 model.register_forward_hook(_after, always_call=True),
             ):
                 undo.callback(handle.remove)
+            undo.callback(_after, model, (), None)  # of a call that a pipeline has left
 
 
 @contextmanager

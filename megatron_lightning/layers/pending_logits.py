@@ -163,6 +163,11 @@ class _Pending:
             self.awaited, self.layer, self.x, self.computed, self.factor, self.scale * factor
         )
 
+    def cloned(self) -> _Pending:
+        """Return a copy, with logits of its own."""
+        computed = self.computed.clone()
+        return _Pending(self.awaited, self.layer, self.x, computed, self.factor, self.scale)
+
     def losses(self) -> Tensor:
         """Return the losses [b, s]."""
         self.awaited.is_taken = self.awaited.habits.is_known = True
@@ -247,6 +252,10 @@ class _Computed:
         """Return the logits times ``factor``."""
         return _Computed(self.awaited, self.layer, self.computed, self.scale * factor)
 
+    def cloned(self) -> _Computed:
+        """As in :class:`_Pending`."""
+        return _Computed(self.awaited, self.layer, self.computed.clone(), self.scale)
+
     def losses(self) -> Tensor:
         """Return the losses [b, s]."""
         habits = self.awaited.habits
@@ -283,6 +292,11 @@ class PendingLogits(Tensor):
         logits.pending = pending
         return logits
 
+    @property
+    def stands_for(self) -> Tensor:
+        """Computed values in place of the logits: NaN in one is NaN in the other."""
+        return self.pending.computed
+
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Iterable[Any], args: Any = (), kwargs: Any = None
@@ -301,6 +315,8 @@ class PendingLogits(Tensor):
                     return func(_shell(pending), *args[1:], **kwargs)
                 if func in _OF_GRADIENTS:
                     pending.check_gradient()
+                if func in _COPIES and pending.logits is None and not (args[1:] or kwargs):
+                    return cls.make(pending.cloned())
             factor = _factor(func, args, kwargs)
             if factor is not None:
                 pending = next(x for x in args if isinstance(x, PendingLogits)).pending
@@ -347,6 +363,7 @@ def _getters(*names: str) -> frozenset[Callable[..., Any]]:
 
 _PRODUCTS = frozenset((torch.mul, Tensor.mul, Tensor.__mul__, Tensor.__rmul__))
 _QUOTIENTS = frozenset((torch.div, Tensor.div, Tensor.__truediv__))
+_COPIES = frozenset((torch.clone, Tensor.clone))  # a pipeline marks copies of a unit's output
 _OF_VIEWS = _getters("_base")
 _OF_SHAPE = _getters("shape", "dtype", "ndim", "layout") | {
     Tensor.size,
@@ -360,5 +377,6 @@ _OF_SHAPE = _getters("shape", "dtype", "ndim", "layout") | {
 }
 _OF_LOSSES = _getters("device", "requires_grad", "grad_fn", "is_leaf", "is_cuda", "is_meta") | {
     Tensor.get_device,
+    Tensor.untyped_storage,
 }
 _OF_GRADIENTS = frozenset((Tensor.register_hook, Tensor.retain_grad))

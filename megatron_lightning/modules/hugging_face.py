@@ -31,7 +31,7 @@ class HuggingFaceModule(FolderModule):
             model's default.
         learning_rate: Peak learning rate.
         fused_loss: Compute losses in chunks of tokens, so that the logits of all tokens never exist
-            at once. False, and under a pipeline: compute logits first.
+            at once. False: compute logits first.
         options: Further options of :class:`LanguageModule`: optimizer, learning rate schedule,
             adapters.
 
@@ -99,12 +99,6 @@ class HuggingFaceModule(FolderModule):
                 "again. Set reset_position_ids, too, or train a GPTLightningModule."
             )
 
-    @property
-    def _is_pipelined(self) -> bool:
-        """Whether other ranks hold other layers. A pipeline records logits as a unit's output."""
-        mesh = self.device_mesh
-        return mesh is not None and "pp" in (mesh.mesh_dim_names or ()) and mesh["pp"].size() > 1
-
     def forward(
         self,
         tokens: Tensor,
@@ -131,7 +125,7 @@ class HuggingFaceModule(FolderModule):
                 )
             position_ids = separating_positions(self.model, document_ids, position_ids)
         inputs = {} if position_ids is None else {"position_ids": position_ids}
-        if labels is None or not self.fused_loss or self._is_pipelined:
+        if labels is None or not self.fused_loss:
             logits: Tensor = self.model(input_ids=tokens, **inputs).logits
             return logits if labels is None else self.loss(logits, labels)
         with awaited_losses(self.model, labels, self.loss) as losses:

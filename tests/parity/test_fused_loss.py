@@ -359,28 +359,96 @@ def test_units_of_fsdp_cannot_compute_logits_later() -> None:
 
 
 class _Awaiting(_Fit):
-    """Awaits losses, as :class:`HuggingFaceModule` does."""
+    """Awaits losses, as :class:`HuggingFaceModule` does. Counts in runs without values as well."""
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         labels = torch.roll(batch["labels"], -1, 1)
-        with awaited_losses(self.model, labels, CrossEntropy()) as losses:
-            loss = losses.of(self.model(input_ids=batch["input_ids"]).logits).mean()
+        with _Largest() as largest:
+            try:
+                with awaited_losses(self.model, labels, CrossEntropy()) as losses:
+                    logits = self.model(input_ids=batch["input_ids"]).logits
+                    loss = losses.of(logits).mean()
+            finally:
+                _COUNTED.append(largest.tokens)
         self.losses.append(float(loss.detach()))
         return loss
 
 
-def _fit_awaiting(options: dict[str, Any] | None) -> list[float]:
-    module = _Awaiting("llama-tied", reads=False)
-    fit = trainer("auto" if options is None else MegatronStrategy(**options), max_steps=2)
-    rows = [{k: v[0] for k, v in _batch(step).items()} for step in range(8)]
-    fit.fit(module, torch.utils.data.DataLoader(rows, batch_size=ROWS))  # type: ignore[arg-type]
-    return module.losses
+class _Labeled(_Fit):
+    """Calls the model with labels, and reads logits once."""
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        with _Largest() as largest:
+            try:
+                out = self.model(**batch)
+            finally:
+                _COUNTED.append(largest.tokens)
+        self.losses.append(float(out.loss.detach()))
+        if self.reads and len(self.losses) == 3:
+            assert out.logits.argmax(-1).shape == batch["labels"].shape
+        loss: Tensor = out.loss
+        return loss
 
 
-def test_a_pipeline_of_sharded_layers_awaits_the_loss_of_each_micro_batch() -> None:
-    """fp32; a run without values comes before the first micro-batch, with its targets."""
-    expected = run_ranks(1, _fit_awaiting, None)[0]
-    options = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}
-    found = run_ranks(4, _fit_awaiting, {**options, "micro_batch_size": 2})[0]
-    means = [sum(losses) / 2 for losses in (found[-4:-2], found[-2:])]
-    assert means == pytest.approx(expected, rel=1e-5)
+_COUNTED: list[int] = []
+"""Most tokens with logits in one tensor, of each step. Ranks share the state of the module."""
+PIPELINES: dict[str, dict[str, Any]] = {
+    "pp2": {"pipeline_model_parallel_size": 2},
+    "vpp2": {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2},
+    "zb": {"pipeline_model_parallel_size": 2, "pipeline_schedule": "zb-h1"},
+    "tp2 pp2": {"pipeline_model_parallel_size": 2, "tensor_model_parallel_size": 2},
+    "pp2 fsdp2": {"pipeline_model_parallel_size": 2, "data_parallel": "fsdp"},
+    "off": {"pipeline_model_parallel_size": 2, "fused_loss": False},
+}
+
+
+def _fit_in_stages(
+    cases: list[tuple[type[_Fit], str, dict[str, Any] | None]],
+) -> list[tuple[list[float], int, list[str]]]:
+    results = []
+    for kind, name, options in cases:
+        _COUNTED.clear()
+        is_fsdp = options is not None and "data_parallel" in options
+        module = kind(name, reads=not is_fsdp)
+        strategy: Any = "auto"
+        if options is not None:
+            strategy = MegatronStrategy(**options, micro_batch_size=1 if is_fsdp else 2)
+        fit = trainer(strategy, max_steps=4)
+        rows = [{k: v[0] for k, v in _batch(step).items()} for step in range(16)]
+        size = ROWS // 2 if is_fsdp else ROWS
+        fit.fit(module, torch.utils.data.DataLoader(rows, batch_size=size))  # type: ignore[arg-type]
+        model: Any = module.model
+        left = [*vars(model), *vars(model.get_output_embeddings())]
+        results.append((module.losses, max(_COUNTED), left))
+    return results
+
+
+def _check_stages(size: int, names: list[str], layouts: list[str]) -> None:
+    """fp32, 4 steps of AdamW, sums in another order. The run without values comes before the first
+    micro-batch. Its targets are those of the micro-batch."""
+    kinds = (_Awaiting, _Labeled)
+    plain = _fit_in_stages([(kind, name, None) for kind in kinds for name in names])
+    cases = [(kind, name, PIPELINES[own]) for own in layouts for kind in kinds for name in names]
+    ranks = run_ranks(size, _fit_in_stages, cases, timeout_s=200)
+    for index, (kind, name, options) in enumerate(cases):
+        expected, _, _ = plain[kinds.index(kind) * len(names) + names.index(name)]
+        found, most, left = ranks[0][index]
+        assert not {"awaited", "_loss_function", "_call_with_labels"} & set(left)
+        if "data_parallel" in options:
+            found = [sum(x) / 2 for x in zip(found, ranks[1][index][0], strict=True)]
+        count = len(found) // 4
+        means = [sum(found[step : step + count]) / count for step in range(0, len(found), count)]
+        assert means == pytest.approx(expected, rel=1e-5), (kind, name, options)
+        if "data_parallel" not in options:  # the first step computes logits
+            is_fused = options.get("fused_loss", True) or kind is _Awaiting
+            assert (most <= LENGTH) == is_fused, (kind, name, options, most)
+
+
+def test_the_last_stage_of_a_pipeline_computes_losses_in_chunks() -> None:
+    _check_stages(2, ["granite"], ["pp2", "off"])
+
+
+@pytest.mark.slow
+def test_all_pipelines_compute_losses_in_chunks() -> None:
+    _check_stages(2, NAMES, ["pp2", "vpp2", "zb", "off"])
+    _check_stages(4, ["phi", "granite"], ["tp2 pp2", "pp2 fsdp2"])

@@ -530,4 +530,6 @@ def _is_trained(unit: nn.Module) -> bool:
 
 def _has_nan(tree: Any) -> bool:
     tensors = [*tensors_of(tree), *(x for x in tree_leaves(tree) if isinstance(x, Tensor))]
-    return any(bool(tensor.isnan().any()) for tensor in tensors if tensor.is_floating_point())
+    # Logits that are not computed unless read stand for other values.
+    values = [getattr(tensor, "stands_for", tensor) for tensor in tensors]
+    return any(bool(tensor.isnan().any()) for tensor in values if tensor.is_floating_point())
