@@ -51,7 +51,7 @@ class GPTFolder:
         self.family = family
         self.folder = folder
         self.theirs = theirs
-        prefix = getattr(model_class, "base_model_prefix", "")
+        prefix = family.prefix or getattr(model_class, "base_model_prefix", "")
         self._named = by_full_name(folder.tensors, f"{prefix}." if prefix else "")
         self._ignored = tuple(
             getattr(model_class, "_keys_to_ignore_on_load_unexpected", None) or ()

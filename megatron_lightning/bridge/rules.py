@@ -70,6 +70,8 @@ class Family:
     """Rows of the configuration."""
     weights: ClassVar[Mapping[str, Sources]]
     """Rows of the weights."""
+    prefix: ClassVar[str] = ""
+    """Name of the bare model in folders. Empty: the name in the class."""
     copies: ClassVar[Mapping[str, str]] = MappingProxyType({})
     """Tensor of the folder repeating a parameter -> the parameter. ``*`` is a layer of multi-token
     prediction."""

@@ -16,17 +16,20 @@ from typing import Any, Protocol
 
 from megatron_lightning.config import (
     LatentAttentionConfig,
+    MambaConfig,
     MoEConfig,
     RopeScaling,
     TransformerConfig,
 )
 from megatron_lightning.config.by_layer import unrotated_layers, windowed_layers
+from megatron_lightning.config.hybrid_pattern import DEPTH, HybridPattern
 from megatron_lightning.config.layer_kinds import GROUPS
 
 Values = dict[str, Any]
 _ABSENT: Any = object()
 _GROUPS: Mapping[str, type] = {
     "mla": LatentAttentionConfig,
+    "mamba": MambaConfig,
     "moe": MoEConfig,
     "rope_scaling": RopeScaling,
 }
@@ -39,7 +42,7 @@ TRAINING = frozenset(
         "moe.router_load_balancing_type", "moe.aux_loss_coeff", "moe.z_loss_coeff",
         "moe.router_bias_update_rate", "moe.input_jitter_eps", "moe.expert_capacity_factor",
         "moe.token_drop_policy", "moe.pad_expert_input_to_capacity", "moe.token_dispatcher_type",
-        "moe.grouped_gemm",
+        "moe.grouped_gemm", "mamba.chunk_size", "mamba.recompute_scan",
     )
 )  # fmt: skip
 """Fields of training and computation. A folder describes none of these fields."""
@@ -276,11 +279,37 @@ def flat(config: TransformerConfig) -> Values:
     kinds = config.layer_kinds
     if set(kinds) <= {"dense", "expert"}:
         values["layer_pattern"] = None
+    if config.mamba is not None:
+        values["mamba.num_heads"] = config.mamba.sizes(config.hidden_size).heads
+        del values["mamba.expand"]  # said by the heads
     if config.moe is not None:
         values["moe.ffn_hidden_size"] = config.expert_ffn_size
         values["moe.router_group_best"] = config.moe.group_best
         values["moe.layer_freq"] = tuple(int(kind in GROUPS["moe"]) for kind in kinds)
+    if config.hybrid is not None:
+        _flatten_pattern(values, config.hybrid)
     return values
+
+
+_OF_ATTENTION = (
+    "num_attention_heads", "num_query_groups", "kv_channels", "softmax_scale", "attention_dropout",
+)  # fmt: skip
+
+
+def _flatten_pattern(values: Values, pattern: HybridPattern) -> None:
+    """Say the pattern without ends of stages, and leave out options of layers that it lacks."""
+    mtp = (DEPTH + (pattern.mtp or "")) * pattern.depths
+    values["layer_pattern"] = pattern.letters + mtp
+    values.pop("moe.layer_freq", None)  # said by the pattern
+    present = {*pattern.kinds, *pattern.depth_kinds}
+    for kinds, names in (
+        ({"attention"}, _OF_ATTENTION),
+        ({"mlp"}, ("ffn_hidden_size",)),
+        ({"mlp", "moe"}, ("activation",)),
+    ):
+        if present.isdisjoint(kinds):
+            for name in names:
+                values.pop(name, None)
 
 
 def build_config(values: Mapping[str, Any]) -> TransformerConfig:

@@ -60,6 +60,8 @@ class MambaConfig:
     """Channels of all heads in units of the hidden size, if num_heads is not set."""
     conv_kernel: int = 4
     """Tokens that the convolution before the scan reads: a token and the tokens before."""
+    dt_limit: tuple[float, float] = (0.0, float("inf"))
+    """Smallest and largest step size. transformers' Nemotron-H has steps of 0.001 and more."""
     chunk_size: int = 128
     """Tokens mixed by one GEMM in the scan. The result does not depend on the number."""
     recompute_scan: bool = True
@@ -71,6 +73,12 @@ class MambaConfig:
             value = getattr(self, name)
             if not is_count(value):
                 raise ConfigError(f"mamba.{name} is {value!r}; it must be a positive integer.")
+        object.__setattr__(self, "dt_limit", tuple(map(float, self.dt_limit)))
+        if len(self.dt_limit) != 2 or not 0.0 <= self.dt_limit[0] < self.dt_limit[1]:
+            raise ConfigError(
+                f"mamba.dt_limit is {self.dt_limit}; a step size is at least the first number, "
+                "which is 0 or more, and at most the second. Set it to (0, inf) for no limit."
+            )
 
     def sizes(self, hidden_size: int) -> MambaSizes:
         """Return the sizes of the mixer of a model with ``hidden_size``.

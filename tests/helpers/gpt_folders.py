@@ -151,6 +151,18 @@ FOLDERS: dict[str, tuple[str, dict[str, Any]]] = {
         "rope_parameters": _ROPE | {"partial_rotary_factor": 0.5},
     }),
     "dots1": ("Dots1", _MIXED | _SIGMOID | {"n_shared_experts": 1}),
+    "mamba2": ("Mamba2", _TIED | {
+        "num_heads": 4, "head_dim": 16, "state_size": 8, "n_groups": 2, "chunk_size": 8,
+        "conv_kernel": 3, "time_step_limit": [0.0, 0.9], "layer_norm_epsilon": 1e-3,
+    }),
+    "nemotron-h": ("NemotronH", {
+        "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"], "head_dim": 12,
+        "mamba_num_heads": 6, "mamba_head_dim": 8, "ssm_state_size": 8, "n_groups": 2,
+        "chunk_size": 8, "time_step_min": 0.05, "layer_norm_epsilon": 1e-3,
+        "n_routed_experts": 8, "num_experts_per_tok": 4, "n_group": 4, "topk_group": 2,
+        "moe_intermediate_size": 12, "moe_shared_expert_intermediate_size": 20,
+        "routed_scaling_factor": 1.5,
+    }),
     "kimi-k2": ("DeepseekV3", _LATENT | {
         "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1,
         "rope_parameters": _ROPE, "num_nextn_predict_layers": 0,

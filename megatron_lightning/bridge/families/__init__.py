@@ -14,9 +14,11 @@ from megatron_lightning.bridge.families.gpt2 import GPT2
 from megatron_lightning.bridge.families.gpt_oss import GptOss
 from megatron_lightning.bridge.families.granite import Granite, GraniteMoe
 from megatron_lightning.bridge.families.llama import Llama
+from megatron_lightning.bridge.families.mamba2 import Mamba2
 from megatron_lightning.bridge.families.mistral import Cwm, Ministral, Mistral
 from megatron_lightning.bridge.families.mixtral import Mixtral
 from megatron_lightning.bridge.families.nemotron import Arcee, Nemotron
+from megatron_lightning.bridge.families.nemotron_h import NemotronH
 from megatron_lightning.bridge.families.olmo2 import Olmo2, Olmo3
 from megatron_lightning.bridge.families.phi import Phi3
 from megatron_lightning.bridge.families.qwen import Qwen2, Qwen3
@@ -33,7 +35,7 @@ _ALL: tuple[type[Family], ...] = (
     DeepseekV3, Granite, Olmo2, Gemma,
     Gemma2, Gemma3, GptOss, SmolLM3,
     Olmo3, Ministral, Cwm, Exaone4, SeedOss, Arcee, Nemotron, Starcoder2, GraniteMoe, VaultGemma,
-    Glm4Moe, Dots1,
+    Glm4Moe, Dots1, Mamba2, NemotronH,
 )  # fmt: skip
 FAMILIES: Mapping[str, type[Family]] = MappingProxyType(
     {family.__name__.lower(): family for family in _ALL}

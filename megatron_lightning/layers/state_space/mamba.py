@@ -17,6 +17,7 @@ context parallelism ranks exchange states (:mod:`.segments`).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -105,7 +106,12 @@ class MambaMixer(PreciseParameters):
         heads, channels = self.A_log.shape[0], self.conv1d.weight.shape[0]
         sizes = [heads * self.mamba.head_dim, channels, heads]
         gate, mixed, dt = torch.split(projected, sizes, -1)
-        return gate, mixed, F.softplus(wide(dt) + self.dt_bias)
+        return gate, mixed, self._limited(F.softplus(wide(dt) + self.dt_bias))
+
+    def _limited(self, dt: Tensor) -> Tensor:
+        """Return step sizes within the limits."""
+        low, high = self.mamba.dt_limit
+        return dt if (low, high) == (0.0, math.inf) else dt.clamp(low, high)
 
     def _mix_cached(self, projected: Tensor, step: CacheStep) -> Tensor:
         """Mix new tokens [T, 1, …] of requests. A request keeps the last inputs of the convolution
