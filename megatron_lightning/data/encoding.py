@@ -14,7 +14,7 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import chain
+from itertools import chain, islice
 from typing import Literal
 
 import numpy as np
@@ -23,6 +23,7 @@ from megatron_lightning.data.indexed import IndexedDatasetWriter, token_dtype
 from megatron_lightning.data.interrupts import interrupt_deferred
 from megatron_lightning.data.pieces import Piece
 from megatron_lightning.data.records import Record
+from megatron_lightning.data.sentences import SentenceRule
 from megatron_lightning.data.tokenizers import Tokenizer, TokenizerType, load_tokenizer
 from megatron_lightning.errors import DataError
 
@@ -44,6 +45,8 @@ class EncodingJob:
     json_keys: tuple[str, ...]
     append_eod: bool
     empty_documents: Literal["error", "skip"]
+    sentences: SentenceRule | None = None
+    """Division of documents into sentences. None: a document is one sequence."""
 
     def tokenizer(self) -> Tokenizer:
         """Load the tokenizer."""
@@ -53,7 +56,9 @@ class EncodingJob:
         """Return the prefix of the tokenized piece under each key. The name says all that the
         content depends on.
         """
-        settings = (self.json_keys, self.append_eod, self.empty_documents, tokenizer.identity)
+        rule = () if self.sentences is None else (self.sentences,)
+        options = (self.json_keys, self.append_eod, self.empty_documents)
+        settings = (*options, tokenizer.identity, *rule)
         digest = hashlib.sha256(repr((FORMAT, settings, piece)).encode()).hexdigest()[:24]
         return [f"{self.folder}/{digest}-{number}" for number in range(len(self.json_keys))]
 
@@ -130,22 +135,31 @@ def _write(
             texts = zip(*(record.texts(job.json_keys) for record in chunk), strict=True)
             for key, writer, of_key in zip(job.json_keys, writers, texts, strict=True):
                 documents = _documents(chunk, key, of_key, job, tokenizer)
-                tokens = np.fromiter(chain.from_iterable(documents), np.int64)
-                lengths = np.array([len(ids) for ids in documents], np.int32)
-                writer.add_documents(tokens, lengths, np.ones(len(lengths), np.int64))
+                sequences = list(chain.from_iterable(documents))
+                tokens = np.fromiter(chain.from_iterable(sequences), np.int64)
+                lengths = np.array([len(ids) for ids in sequences], np.int32)
+                counts = np.array([len(document) for document in documents], np.int64)
+                writer.add_documents(tokens, lengths, counts)
         for writer in writers:
             writer.finish()  # all files, before the first is published
 
 
 def _documents(
     chunk: Sequence[Record], key: str, texts: Sequence[str], job: EncodingJob, tokenizer: Tokenizer
-) -> list[list[int]]:
-    """Return the tokens of the chunk's documents under a key."""
+) -> list[list[list[int]]]:
+    """Return the chunk's documents under a key as sequences of tokens: one, or each sentence."""
+    split = (lambda text: [text]) if job.sentences is None else job.sentences.load()
+    parts = [split(text) for text in texts]
+    encoded_parts = iter(tokenizer.encode_batch([part for of_text in parts for part in of_text]))
     documents = []
-    for record, ids in zip(chunk, tokenizer.encode_batch(texts), strict=True):
-        if ids:
-            _check_ids(ids, record, tokenizer)
-            documents.append([*ids, tokenizer.eod] if job.append_eod else ids)
+    for record, of_text in zip(chunk, parts, strict=True):
+        document = [ids for ids in islice(encoded_parts, len(of_text)) if ids]
+        if document:
+            for ids in document:
+                _check_ids(ids, record, tokenizer)
+            if job.append_eod:
+                document[-1] = [*document[-1], tokenizer.eod]
+            documents.append(document)
         elif job.empty_documents == "error":
             raise DataError(
                 f"{record.where}: empty document under key {key!r}; remove it, or set "

@@ -23,6 +23,7 @@ from megatron_lightning.data.indexed import IndexedDataset, idx_path
 from megatron_lightning.data.interrupts import termination_as_exit
 from megatron_lightning.data.merge import merged_files
 from megatron_lightning.data.pieces import Piece, cut
+from megatron_lightning.data.sentences import SentenceRule, SentenceSplitter
 from megatron_lightning.data.sidecar import Sidecar
 from megatron_lightning.data.tokenizers import Tokenizer, TokenizerType, train_sentencepiece
 from megatron_lightning.errors import ConfigError, DataError
@@ -40,6 +41,9 @@ def preprocess(  # noqa: PLR0917  # every argument is an option of the command l
     append_eod: bool = False,
     workers: int = 1,
     empty_documents: Literal["error", "skip"] = "error",
+    split_sentences: bool = False,
+    sentence_splitter: SentenceSplitter = "rules",
+    lang: str = "english",
 ) -> dict[str, str]:
     """Tokenize text into indexed files for pre-training, in Megatron's own format.
 
@@ -64,6 +68,11 @@ def preprocess(  # noqa: PLR0917  # every argument is an option of the command l
         append_eod: Whether the end-of-document id ends each document.
         workers: Number of tokenizing processes.
         empty_documents: Treatment of a document without tokens: error or skip.
+        split_sentences: Whether every sentence is a sequence of its own, as ``BertDataset`` and
+            ``T5Dataset`` read documents. The names end with ``_sentence`` instead of ``_document``.
+        sentence_splitter: rules: at the ends of sentences and paragraphs. lines: a sentence a line.
+            punkt: the tokenizer of nltk, as in Megatron.
+        lang: Language of punkt.
 
     Returns:
         Prefix of the dataset of each key, for :class:`IndexedDataset` and ``PretrainDataModule``.
@@ -75,7 +84,11 @@ def preprocess(  # noqa: PLR0917  # every argument is an option of the command l
     """
     _check_settings(tokenizer_type, tokenizer_model, vocab_size, json_keys, workers)
     files = input_files(input)
-    prefixes = {key: f"{output_prefix}_{key}_document" for key in json_keys}
+    rule = SentenceRule(sentence_splitter, lang) if split_sentences else None
+    if rule is not None:
+        rule.load()  # an error, before the text is read
+    level = "document" if rule is None else "sentence"
+    prefixes = {key: f"{output_prefix}_{key}_{level}" for key in json_keys}
     begin = time.monotonic()
     with (
         _write_errors_explained(output_prefix),
@@ -93,6 +106,7 @@ def preprocess(  # noqa: PLR0917  # every argument is an option of the command l
             tuple(json_keys),
             append_eod,
             empty_documents,
+            rule,
         )
         tokenizer = job.tokenizer()
         parts = [job.prefixes(piece, tokenizer) for piece in pieces]

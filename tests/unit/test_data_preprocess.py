@@ -615,3 +615,57 @@ def test_data_of_another_tokenizer_are_refused(jsonl: Path, model: str, tmp_path
         merge.merge([prefix, other], output_prefix=str(tmp_path / "both"))
     merge.merge([prefix], output_prefix=str(tmp_path / "one"))
     check_tokenizer(tmp_path / "one", load_tokenizer(model), "small")
+
+
+STORIES = [
+    "The cat sat. It slept on Mr. Smith's mat! Did it? 42 mice came.\n\nA title\n\nThe end.",
+    "One sentence alone",
+    "\u4f60\u597d\u3002\u4e16\u754c\uff01",
+]
+SENTENCES = [
+    [
+        "The cat sat.",
+        "It slept on Mr. Smith's mat!",
+        "Did it?",
+        "42 mice came.",
+        "A title",
+        "The end.",
+    ],
+    ["One sentence alone"],
+    ["\u4f60\u597d\u3002", "\u4e16\u754c\uff01"],
+]
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_sentences_are_sequences_of_their_document(tmp_path: Path, workers: int) -> None:
+    source = tmp_path / "in.jsonl"
+    source.write_text("".join(json.dumps({"text": story}) + "\n" for story in STORIES))
+    options: dict[str, Any] = {"tokenizer_type": "bytes", "tokenizer_model": "bytes"}
+    made = preprocess(
+        str(tmp_path / "out"), str(source), **options, split_sentences=True, append_eod=True,
+        workers=workers,
+    )  # fmt: skip
+    assert made == {"text": f"{tmp_path}/out_text_sentence"}
+    data = IndexedDataset(made["text"])
+    texts = [bytes(data[i][data[i] < 256].tolist()).decode() for i in range(len(data))]
+    assert texts == [sentence for story in SENTENCES for sentence in story]
+    ends = [i for i in range(len(data)) if data[i][-1] == 256]
+    assert data.document_indices.tolist() == [0, 6, 7, 9]
+    assert ends == [5, 6, 8]  # the last sentence of each document
+
+
+def test_lines_are_sentences_and_other_splitters_are_refused(tmp_path: Path) -> None:
+    source = tmp_path / "in.txt"
+    source.write_text("One. Two.\n\nThree.\n")
+    options: dict[str, Any] = {
+        "tokenizer_type": "bytes", "tokenizer_model": "bytes", "split_sentences": True
+    }  # fmt: skip
+    made = preprocess(str(tmp_path / "out"), str(source), **options, sentence_splitter="lines")
+    assert IndexedDataset(made["text"]).sequence_lengths.tolist() == [9, 6]
+    with pytest.raises(ConfigError, match="must be one of rules, lines, punkt"):
+        preprocess(str(tmp_path / "no"), str(source), **options, sentence_splitter="word")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"pip install nltk|no data for lang='klingon'"):
+        preprocess(
+            str(tmp_path / "no"), str(source), **options, sentence_splitter="punkt", lang="klingon"
+        )
+    assert not list(tmp_path.glob("no*"))
