@@ -85,7 +85,7 @@ def _is_abbreviated(before: str, end: str) -> bool:
 
 def _punkt(lang: str) -> Callable[[str], list[str]]:
     try:
-        from nltk.tokenize import PunktTokenizer  # type: ignore[import-untyped,unused-ignore]
+        from nltk.tokenize import PunktTokenizer  # type: ignore[import-not-found,import-untyped,unused-ignore]
     except ImportError as error:
         raise ConfigError(
             "sentence_splitter=punkt needs the package nltk, which is not installed; `pip install "

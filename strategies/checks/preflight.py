@@ -17,7 +17,7 @@ from megatron_lightning.assembly.compile import check_blocks
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.modules.distillation import DistillationModule
 from megatron_lightning.modules.finetune_data import FinetuneDataModule
-from megatron_lightning.modules.pretrain_data import PretrainDataModule
+from megatron_lightning.modules.indexed_data import IndexedDataModule
 from megatron_lightning.parallel.grid import RankGrid
 from megatron_lightning.pipeline.batch.metrics import check_persistent_states
 from megatron_lightning.pipeline.schedules.advice import advice_on_full_batches
@@ -125,7 +125,7 @@ def check_before_launch(
         module.check_tokenizers()
     stage = None if trainer is None else trainer.state.fn
     if stage is not None and stage != TrainerFn.PREDICTING:
-        if isinstance(data, PretrainDataModule):
+        if isinstance(data, IndexedDataModule):
             data.check_files(stage)
         elif isinstance(data, FinetuneDataModule):
             data.check_files(stage, module)

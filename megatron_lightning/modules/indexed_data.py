@@ -1,0 +1,454 @@
+"""Base of data modules over indexed files: blends, splits, the order of a run, and loaders."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, get_args
+
+from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch.utils.data import DataLoader, SequentialSampler
+
+from megatron_lightning.checkpoint.kept_files import TOKENIZER, KeptFiles
+from megatron_lightning.config.global_batch import replica_batch_size
+from megatron_lightning.data.batch_size import BatchSizeSchedule, ScheduledBatchSampler
+from megatron_lightning.data.blended import BlendedDataset, BlendSpec, DataSpec, NamedDatasets
+from megatron_lightning.data.continued import (
+    ContinuedBlend,
+    Make,
+    Phase,
+    describe_phase,
+    goes_on,
+    next_phase,
+    train_state,
+)
+from megatron_lightning.data.gpt import IndexSplit
+from megatron_lightning.data.gpt_index import split_matrix
+from megatron_lightning.data.identity import content_digest
+from megatron_lightning.data.indexed import IndexedDataset
+from megatron_lightning.data.resume import OnChangedData, describe_changes
+from megatron_lightning.data.sidecar import check_tokenizer
+from megatron_lightning.data.skipped import SkippedSamples
+from megatron_lightning.data.tokenizers import (
+    Tokenizer,
+    TokenizerType,
+    load_tokenizer,
+    tokenizer_files,
+)
+from megatron_lightning.errors import ConfigError
+from megatron_lightning.modules.run_data import Batch, RunDataModule
+
+
+@dataclass(frozen=True)
+class NamedTokenizer:
+    """A tokenizer, and how the user names it."""
+
+    tokenizer: Tokenizer
+    model: str
+    type: TokenizerType
+
+    @classmethod
+    def load(cls, model: str | None, kind: TokenizerType) -> NamedTokenizer | None:
+        """Load a tokenizer. None: there is no name."""
+        return None if model is None else cls(load_tokenizer(model, kind), str(model), kind)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunSizes:
+    """Batch sizes and numbers of samples of a run.
+
+    Raises:
+        ConfigError: If a number is not positive, or the batch has no size or two.
+    """
+
+    batch_size: int | None
+    global_batch_size: int | None
+    batch_size_schedule: BatchSizeSchedule | None
+    num_train_samples: int | None
+    num_val_samples: int | None
+    num_test_samples: int | None
+
+    def __post_init__(self) -> None:
+        for name, count in vars(self).items():
+            if isinstance(count, int) and count < 1:
+                raise ConfigError(
+                    f"{name}={count}: must be a positive integer; set it to 1 or more"
+                )
+        is_doubtful = (self.batch_size is None) == (self.global_batch_size is None)
+        if is_doubtful and self.batch_size_schedule is None:
+            raise ConfigError(
+                f"batch_size is {self.batch_size} and global_batch_size is "
+                f"{self.global_batch_size}. Set one of the two: samples of one data-parallel rank, "
+                "or of all together."
+            )
+
+    @property
+    def num_samples(self) -> dict[IndexSplit, int | None]:
+        """Requested samples of each part. None: one epoch."""
+        return {
+            "train": self.num_train_samples,
+            "valid": self.num_val_samples,
+            "test": self.num_test_samples,
+        }
+
+
+class IndexedDataModule(RunDataModule):
+    """Samples of indexed files in a fixed order, so that the number of consumed samples is the
+    position in the data. Subclasses make the data sets.
+
+    Args:
+        config: Options of all splits of a data set: a frozen dataclass with ``sequence_length``,
+            ``random_seed``, ``split``, ``vocab_size``, ``num_ids`` and ``block_cache``.
+        data_prefix: Data sets. See :class:`PretrainDataModule`.
+        split: The user's weights. None: default weights.
+        sizes: Batch sizes and numbers of samples.
+        tokenizer: The tokenizer with its file or name, and type. None: unknown.
+        num_workers: Worker processes of each loader on each rank.
+        skip_samples: Ranges [first, end] of ``consumed_samples`` skipped by training.
+        on_changed_data: Reaction of a resumed run to another order.
+
+    Raises:
+        ConfigError: If a value, or the combination, cannot work.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        data_prefix: Any,
+        *,
+        split: str | None,
+        sizes: RunSizes,
+        tokenizer: NamedTokenizer | None,
+        num_workers: int,
+        skip_samples: list[list[int]] | None,
+        on_changed_data: OnChangedData,
+    ) -> None:
+        super().__init__(num_workers)
+        if num_workers < 0:
+            raise ConfigError(
+                f"num_workers={num_workers}: set it to 0 to read in the training process, or to 1 "
+                "or more"
+            )
+        if on_changed_data not in get_args(OnChangedData):
+            raise ConfigError(
+                f"on_changed_data={on_changed_data!r}; must be one of "
+                f"{', '.join(get_args(OnChangedData))}."
+            )
+        self.on_changed_data: OnChangedData = on_changed_data
+        self.skip_samples = [list(r) for r in SkippedSamples(skip_samples or ()).ranges]
+        """Samples skipped by training."""
+        self.batch_size_schedule = sizes.batch_size_schedule
+        self.data = DataSpec.parse(data_prefix)
+        if not self.data.is_split and split is not None:
+            raise ConfigError(
+                f"split={split!r} beside data_prefix with train, validation and test, each of "
+                "which reads all documents of its own data: leave split out, or set split=null "
+                "over the value of a recipe"
+            )
+        self.data_prefix = data_prefix
+        self.global_batch_size = sizes.global_batch_size
+        self._batch_size = sizes.batch_size
+        self._named = tokenizer
+        self.tokenizer = None if tokenizer is None else tokenizer.tokenizer
+        self.config = config
+        self._num_samples = sizes.num_samples
+        self._descriptions: dict[str, Mapping[str, Any]] = {}
+        self._datasets: dict[IndexSplit, Any] = {}
+
+    @abstractmethod
+    def make_dataset(
+        self, prefix: str, config: Any, name: IndexSplit, num_samples: int | None
+    ) -> Any:
+        """Return the data set of a prefix."""
+
+    @abstractmethod
+    def check_part(
+        self, indexed: IndexedDataset, config: Any, name: IndexSplit, num_samples: int | None
+    ) -> None:
+        """Check that a part of the split has samples, by the lengths of sequences alone.
+
+        Raises:
+            ConfigError: If the part has no weight.
+            DataError: If the part has no sample.
+        """
+
+    def order_settings(self) -> Mapping[str, Any]:
+        """Return further settings of the order, as plain values."""
+        return {}
+
+    @property
+    def batch_size(self) -> int:
+        """Samples of a batch on a data-parallel rank. With ``global_batch_size`` known from the
+        Trainer's setup on.
+
+        Raises:
+            ConfigError: If the ranks do not divide the global batch.
+        """
+        if self._batch_size is not None or self.global_batch_size is None:
+            return self._batch_size or 1
+        trainer = self.trainer
+        sharing = getattr(trainer and trainer.strategy, "distributed_sampler_kwargs", None) or {}
+        return replica_batch_size(
+            self.global_batch_size,
+            sharing.get("num_replicas", 1),
+            1 if trainer is None else trainer.accumulate_grad_batches,
+        )
+
+    @property
+    def sequence_length(self) -> int:
+        """Tokens of a sample."""
+        return int(self.config.sequence_length)
+
+    @property
+    def vocab_size(self) -> int | None:
+        """Size of the vocabulary. None if neither the setting nor a tokenizer gives a size."""
+        size: int | None = self.config.num_ids
+        return size
+
+    def check_files(self, stage: str) -> None:
+        """Check that the data suffice for ``stage``, before the strategy starts a process, without
+        building indices.
+
+        Raises:
+            ConfigError: If there is no part to train on.
+            DataError: If the data cannot be read, or a part of the split has too few tokens.
+        """
+        # A subclass may create the files in prepare_data.
+        if type(self).prepare_data is IndexedDataModule.prepare_data:
+            for name, num_samples in self._parts(stage).items():
+                for spec in self._blends(name):
+                    single = num_samples if spec.is_single else None
+                    for prefix in spec.prefixes:
+                        self.check_part(self._indexed(prefix), self._split_of(name), name, single)
+                        self._check_tokenizer(prefix)
+
+    def prepare_data(self) -> None:
+        """Build the index cache. Lightning calls this once on every node."""
+        self._open((self.trainer and self.trainer.state.fn) or "fit")
+
+    def setup(self, stage: str) -> None:
+        """Map the data and their indices into memory."""
+        self._datasets.update(self._open(stage))
+
+    def train_dataset(self) -> Any:
+        """Return the training samples in the order of a fit. ``setup`` must have run."""
+        return self._datasets["train"]
+
+    def train_prefixes(self) -> list[str]:
+        """Return the prefixes of the training data."""
+        return list(self._blends("train")[0].prefixes)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the settings of the order of training samples, as plain values."""
+        consumed = self._consumed_samples()
+        return {
+            "order": self._order(),
+            "consumed_samples": consumed,
+            **self._positions(consumed),
+            "skip_samples": self.skip_samples,
+            **self._kept_tokenizer,
+        }
+
+    def _positions(self, consumed: int | None) -> dict[str, Any]:
+        """Return the samples read from each data set."""
+        return train_state(self._datasets.get("train"), self._contents(), consumed)
+
+    @cached_property
+    def _kept_tokenizer(self) -> dict[str, Any]:
+        """The tokenizer for a checkpoint, so that text needs no other file."""
+        named = self._named
+        if named is None:
+            return {}
+        files = tokenizer_files(named.tokenizer, named.model)
+        kept = {"type": named.type, "model": named.model}
+        return {TOKENIZER: {**kept, "files": KeptFiles(files).to_state()}}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Check that a resumed fit reads the samples in the checkpoint's order.
+
+        Raises:
+            CheckpointError: If the order has changed, unless ``on_changed_data`` accepts the
+                change.
+        """
+        if self.trainer is not None and self.trainer.state.fn != "fit":
+            return
+        order, there = self._order(), state_dict["order"]
+        if state_dict.get("phase") is not None:
+            self._begin(Phase(**state_dict["phase"]))
+        restarts = self.on_changed_data == "restart"
+        if goes_on(self.on_changed_data, order, there):
+            blend = self._begin(
+                next_phase(state_dict, state_dict["consumed_samples"], restarts=restarts)
+            )
+            warning: str | None = describe_phase(
+                blend, self._blends("train")[0], state_dict, restarts=restarts
+            )
+        else:
+            warning = describe_changes(
+                order,
+                there,
+                on_changed_data=self.on_changed_data,
+                consumed_samples=state_dict["consumed_samples"],
+            )
+        if warning is not None:
+            rank_zero_warn(warning)
+        both = SkippedSamples([*self.skip_samples, *state_dict.get("skip_samples", [])])
+        self.skip_samples = [list(r) for r in both.ranges]
+
+    def _begin(self, phase: Phase) -> ContinuedBlend:
+        """Read the current training data from a position of the run on."""
+        (spec,) = self._blends("train")
+        size = self._num_samples["train"]
+        blend = ContinuedBlend(spec, self._contents(), size, phase, self._make("train"))
+        self._datasets["train"] = blend
+        return blend
+
+    def _contents(self) -> list[str]:
+        """Return the digest of each training data set."""
+        return [self._described(prefix)["content"] for prefix in self._blends("train")[0].prefixes]
+
+    def _order(self) -> dict[str, Any]:
+        (spec,) = self._blends("train")
+        rows = [self._described(prefix) for prefix in spec.prefixes]
+        counts: dict[str, Any] = {name: [row[name] for row in rows] for name in rows[0]}
+        if spec.is_single:
+            counts = {name: values[0] for name, values in counts.items()}
+        else:
+            counts["weights"] = None if spec.weights is None else list(spec.weights)
+        return {
+            "sequence_length": self.sequence_length,
+            "seed": self.config.random_seed,
+            "split": self._split_of("train").split,
+            "num_train_samples": self._num_samples["train"],
+            **self.order_settings(),
+            **counts,
+        }
+
+    def _described(self, prefix: str) -> Mapping[str, Any]:
+        """Return documents, tokens and digest of a data set, read once."""
+        if prefix not in self._descriptions:
+            indexed = self._indexed(prefix)
+            self._descriptions[prefix] = {
+                "documents": indexed.num_documents,
+                "tokens": int(indexed.num_tokens),
+                "content": content_digest(prefix, self.config.block_cache),
+            }
+        return self._descriptions[prefix]
+
+    @property
+    def validation_names(self) -> tuple[str, ...]:
+        """Names of the validation sets, in the order of ``validation_set`` in a batch."""
+        return self.data.names
+
+    def _blends(self, name: IndexSplit) -> list[BlendSpec]:
+        """Return the blends of a part. Validation has a blend for each set."""
+        if name == "valid":
+            return list(self.data.validation.values())
+        blend = self.data.train if name == "train" else self.data.test
+        if blend is None and name == "train":
+            raise ConfigError("data_prefix has no train data; add them under train")
+        return [] if blend is None else [blend]
+
+    def _split_of(self, name: IndexSplit) -> Any:
+        """Return the options of a part. A part with separate data has all documents."""
+        whole = {"train": "1,0,0", "valid": "0,1,0", "test": "0,0,1"}[name]
+        return self.config if self.data.is_split else replace(self.config, split=whole)
+
+    def _parts(self, stage: str) -> dict[IndexSplit, int | None]:
+        """Return the requested samples of the parts read by ``stage``. Other parts may be too
+        small.
+        """
+        needed = {
+            "fit": ("train", "valid"),
+            "validate": ("valid",),
+            "test": ("test",),
+            "predict": ("test",),
+        }.get(stage, ())
+        parts = zip(self._num_samples.items(), split_matrix(self.config.split), strict=True)
+        return {
+            name: count
+            for (name, count), bounds in parts
+            if name in needed
+            and (name == "train" or (self._blends(name) and (bounds or not self.data.is_split)))
+        }
+
+    def _make(self, name: IndexSplit) -> Make:
+        """Return the factory of a part's data sets."""
+        vocab_size = self.config.vocab_size
+        if self.vocab_size is None:  # the model's size, if stored as in GPTLightningModule
+            size = getattr(getattr(self._run_module(), "config", None), "vocab_size", None)
+            vocab_size = size if isinstance(size, int) else None
+        config = replace(self._split_of(name), vocab_size=vocab_size)
+
+        def make(prefix: str, num_samples: int | None, pass_number: int = 0) -> Any:
+            seed = (config.random_seed + pass_number) % 2**32
+            return self.make_dataset(prefix, replace(config, random_seed=seed), name, num_samples)
+
+        return make
+
+    def _open(self, stage: str) -> dict[IndexSplit, Any]:
+        def opened(name: IndexSplit, count: int | None) -> Any:
+            for prefix in {prefix for spec in self._blends(name) for prefix in spec.prefixes}:
+                self._check_tokenizer(prefix)
+            make, short = self._make(name), "val" if name == "valid" else name
+            made = [
+                make(spec.prefixes[0], count)
+                if spec.is_single
+                else BlendedDataset(spec, count, make, short)
+                for spec in self._blends(name)
+            ]
+            return NamedDatasets(made) if name == "valid" and self.data.names else made[0]
+
+        return {name: opened(name, count) for name, count in self._parts(stage).items()}
+
+    def _indexed(self, prefix: str) -> IndexedDataset:
+        return IndexedDataset(prefix, self.config.block_cache)
+
+    def _check_tokenizer(self, prefix: str) -> None:
+        if self._named is not None:
+            cache = self.config.block_cache
+            check_tokenizer(prefix, self._named.tokenizer, self._named.model, cache)
+
+    def train_dataloader(self) -> DataLoader[Batch] | list[DataLoader[Batch]]:
+        """Return the training loader, without incomplete batches."""
+        return self._loader("train", drop_last=True)
+
+    def val_dataloader(self) -> DataLoader[Batch] | list[DataLoader[Batch]]:
+        """Return the validation loader. For weight 0 in the split return an empty list."""
+        return self._loader("valid", drop_last=False)
+
+    def test_dataloader(self) -> DataLoader[Batch] | list[DataLoader[Batch]]:
+        """Return the test loader. For weight 0 in the split return an empty list."""
+        return self._loader("test", drop_last=False)
+
+    def predict_dataloader(self) -> DataLoader[Batch] | list[DataLoader[Batch]]:
+        """Return a loader of the test part."""
+        return self._loader("test", drop_last=False)
+
+    def _loader(
+        self, name: IndexSplit, *, drop_last: bool
+    ) -> DataLoader[Batch] | list[DataLoader[Batch]]:
+        if name not in self._datasets:
+            return []
+        dataset = self._datasets[name]
+        if drop_last and self.batch_size_schedule is None and len(dataset) < self.batch_size:
+            raise ConfigError(
+                f"{self.data_prefix}: the {name} part of split={self.config.split!r} has "
+                f"{len(dataset)} samples of {self.sequence_length} tokens, and "
+                f"batch_size={self.batch_size}: there is no full batch. Set batch_size to "
+                f"{len(dataset)} or less, or num_{name}_samples to read the data repeatedly."
+            )
+        batches: dict[str, Any] = {
+            "batch_size": self.batch_size,
+            "shuffle": False,
+            "drop_last": drop_last,
+        }
+        if name == "train" and self.batch_size_schedule is not None:
+            batches = {
+                "batch_sampler": ScheduledBatchSampler(
+                    SequentialSampler(dataset), self.batch_size_schedule
+                )
+            }
+        return self._loader_of(dataset, **batches)
