@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count, takewhile
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -15,14 +16,14 @@ from megatron_lightning.errors import ConfigError
 
 _CONTINUES = "##"
 _STARTS = ("▁", "Ġ")
-_NAMES = {
+_NAMES: Mapping[str, tuple[str, ...]] = MappingProxyType({
     "pad": ("[PAD]", "<pad>"),
     "cls": ("[CLS]", "<cls>", "<s>"),
     "sep": ("[SEP]", "<sep>", "</s>"),
     "mask": ("[MASK]", "<mask>"),
     "bos": ("[BOS]", "<s>", "[CLS]"),
     "eos": ("[EOS]", "</s>", "[SEP]"),
-}
+})  # fmt: skip
 """Tokens by their usual texts, for tokenizers that do not name them."""
 
 

@@ -27,7 +27,12 @@ from megatron_lightning.data.show import (
 from megatron_lightning.data.tokenizers import Tokenizer, TokenizerType, load_tokenizer
 from megatron_lightning.errors import ConfigError, DataError
 from megatron_lightning.modules.finetune_data import FinetuneDataModule
+from megatron_lightning.modules.indexed_data import IndexedDataModule
+from megatron_lightning.modules.masked_data import MaskedDataModule
 from megatron_lightning.modules.pretrain_data import PretrainDataModule
+
+_INPUTS = (("text", "padding_mask"), ("text_enc", "enc_mask"), ("text_dec", "dec_mask"))
+"""Inputs of masked samples with their masks of padding."""
 
 
 def show(
@@ -70,7 +75,7 @@ def show(
         _show_documents(console, prefix, tokenizer or None, samples)
         return
     data, model = data_of(config or [], overrides or [])
-    if isinstance(data, FinetuneDataModule | PretrainDataModule):
+    if isinstance(data, FinetuneDataModule | IndexedDataModule):
         data.use_model(model)
         data.prepare_data()
         data.setup("fit")
@@ -78,10 +83,13 @@ def show(
         _show_conversations(console, data, samples)
     elif isinstance(data, PretrainDataModule):
         _show_stream(console, data, samples)
+    elif isinstance(data, MaskedDataModule):
+        _show_masked(console, data, samples)
     else:
         raise ConfigError(
-            f"data is a {type(data).__name__}, and what can be shown is a FinetuneDataModule or a "
-            "PretrainDataModule. Set data.class_path to one of megatron_lightning.modules."
+            f"data is a {type(data).__name__}, and what can be shown is a FinetuneDataModule, a "
+            "PretrainDataModule or a MaskedDataModule. Set data.class_path to one of "
+            "megatron_lightning.modules."
         )
 
 
@@ -109,6 +117,26 @@ def _show_stream(console: Any, data: PretrainDataModule, samples: int) -> None:
         console.rule(title, align="left")
         end = None if tokenizer is None else tokenizer.eod
         console.print(stream_text(sample["tokens"].tolist(), end, decode))
+    _show_lengths(console, data)
+
+
+def _show_masked(console: Any, data: MaskedDataModule, samples: int) -> None:
+    """Print inputs of masked samples, of a decoder too, and the lengths of the documents."""
+    dataset, tokenizer = data.train_dataset(), data.tokenizer
+    decode = as_numbers if tokenizer is None else tokenizer.decode
+    for number in range(min(samples, len(dataset))):
+        sample = dataset[number]
+        for text, mask in _INPUTS:
+            if text in sample:
+                ids = sample[text][: int(sample[mask].nonzero().max()) + 1].tolist()
+                counted = int(sample["loss_mask"].sum())
+                title = f"sample {number + 1} of {len(dataset)}: {text}, {counted} labels"
+                console.rule(title, align="left")
+                console.print(decode(ids), markup=False)
+    _show_lengths(console, data)
+
+
+def _show_lengths(console: Any, data: IndexedDataModule) -> None:
     for prefix in data.train_prefixes():
         console.rule("lengths", align="left")
         console.print(prefix)
@@ -141,7 +169,8 @@ def _samples(arrays: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
 
 def index(*, config: list[str], overrides: list[str] | None = None) -> None:
     """Build the inputs of a fit beside the data, before the job: sample indices of
-    :class:`PretrainDataModule`, tokenized documents of :class:`FinetuneDataModule`.
+    :class:`PretrainDataModule` and :class:`MaskedDataModule`, tokenized documents of
+    :class:`FinetuneDataModule`.
 
     Args:
         config: Configuration files of ``fit``. Later files win.
@@ -152,7 +181,7 @@ def index(*, config: list[str], overrides: list[str] | None = None) -> None:
         DataError: If the data cannot be read.
     """
     data, model = data_of(config, overrides or [])
-    if isinstance(data, FinetuneDataModule | PretrainDataModule):
+    if isinstance(data, FinetuneDataModule | IndexedDataModule):
         data.use_model(model)
     data.prepare_data()
     data.setup("fit")

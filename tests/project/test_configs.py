@@ -3,17 +3,24 @@ run."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 
 from benchmarks.recipe_table import MODELS
 from megatron_lightning.cli import trainer_cli
 from megatron_lightning.data.tokenizers import train_sentencepiece
 from megatron_lightning.models import num_parameters
-from megatron_lightning.modules import FinetuneDataModule, GPTLightningModule, PretrainDataModule
+from megatron_lightning.modules import (
+    FinetuneDataModule,
+    GPTLightningModule,
+    MaskedDataModule,
+    PretrainDataModule,
+)
 from megatron_lightning.parallel.layout import ParallelLayout
 from megatron_lightning.rules import check_model_layout
 from megatron_lightning.strategies import MegatronStrategy
@@ -28,12 +35,14 @@ NUM_PARAMETERS = {
     "finetune_tiny_cpu": 869_504,
     "qwen3_8b_sft": 8_190_735_360,
 }
+MASKED = {"bert": 110_106_428, "t5": 222_903_552}
+"""Parameters of the models of ``transformers``."""
 
 # Recipes of published models have a test of their own.
 PATHS = [
     path
     for path in sorted(CONFIGS.glob("*.yaml"))
-    if path.stem in NUM_PARAMETERS or path.stem not in MODELS
+    if path.stem in NUM_PARAMETERS or path.stem not in {*MODELS, *MASKED}
 ]
 
 
@@ -75,6 +84,29 @@ def test_a_recipe_is_valid(
     if isinstance(data, FinetuneDataModule):  # epochs, not samples
         return
     assert init_args["num_train_samples"] >= cli.trainer.max_steps * data.batch_size * data_size
+
+
+@pytest.mark.parametrize("name", MASKED)
+def test_a_recipe_of_masked_samples_is_valid(name: str, tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    pieces = ["[PAD]", "[CLS]", "[SEP]", "[MASK]", "<extra_id_0>"]
+    vocabulary = {piece: number for number, piece in enumerate(pieces)}
+    model = {"type": "WordLevel", "vocab": vocabulary, "unk_token": "[PAD]"}
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"version": "1.0", "model": model}))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"sep_token": "[SEP]"}))
+    path = CONFIGS / f"{name}.yaml"
+    options = [f"--config={path}", "--trainer.accelerator=cpu", "--trainer.logger=false"]
+    options += [f"--data.tokenizer_model={tmp_path}", "--data.tokenizer_type=json"]
+    cli = trainer_cli(options, run=False)
+    data, strategy = cli.datamodule, cli.trainer.strategy
+    assert isinstance(data, MaskedDataModule) and isinstance(strategy, MegatronStrategy)
+    with torch.device("meta"):
+        cli.model.configure_model()
+    assert sum(p.numel() for p in cli.model.model.parameters()) == MASKED[name]
+    assert data.batch_size % (strategy.options.micro_batch_size or 1) == 0
+    replicas = strategy.layout.data_parallel_size(cli.trainer.num_devices)
+    count = yaml.safe_load(path.read_text())["data"]["init_args"]["num_train_samples"]
+    assert count >= cli.trainer.max_steps * data.batch_size * replicas
 
 
 def test_the_demo_resumes_on_another_layout_with_the_same_global_batch() -> None:
