@@ -59,7 +59,7 @@ def describe_layout(
     styles = _styles(module, plans.applied)
     sizes = (layout.tp * layout.cp * layout.pp, layout.etp * layout.ep * layout.pp)
     context = ParallelContext(layout, planned_world_size=math.lcm(*sizes))
-    shell = _on_meta(module)
+    shell = copy_on_meta(module)
     parallelize_models(shell, context, plans.applied)
     specs = named_shard_specs(shell)
     for owner, *copies in shared_names(shell):
@@ -158,7 +158,7 @@ def _aligned(rows: list[tuple[str, ...]]) -> Iterator[str]:
         yield "  ".join(padded).rstrip()
 
 
-def _on_meta(module: nn.Module) -> nn.Module:
+def copy_on_meta(module: nn.Module) -> nn.Module:
     """Return a copy without data. The copy shares objects that the module refers to, such as a
     Trainer.
     """

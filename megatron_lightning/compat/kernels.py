@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
+from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
 _MAX_GRAPHS = 64
 """Most graphs of blocks with shared code: kinds of layers x training, validation and inference x
@@ -177,3 +178,15 @@ def avoid_fused_inference(model: nn.Module) -> None:
             module.activation_relu_or_gelu = 0
         elif isinstance(module, nn.TransformerEncoder):
             module.use_nested_tensor = False
+
+
+def operation_counter() -> FlopCounterMode:
+    """Return a counter of floating-point operations. Torch leaves out the flash kernel of CPUs."""
+    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    return FlopCounterMode(display=False, custom_mapping={kernel: _attention_operations})
+
+
+def _attention_operations(
+    query: torch.Size, key: torch.Size, value: torch.Size, *_: Any, **__: Any
+) -> int:
+    return int(sdpa_flop_count(query, key, value))

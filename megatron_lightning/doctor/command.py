@@ -13,7 +13,7 @@ from megatron_lightning.doctor.folder import checkpoint_bytes, look_at
 from megatron_lightning.doctor.launch import Launcher, run_on_ranks
 from megatron_lightning.doctor.links import measure_links
 from megatron_lightning.errors import ConfigError
-from megatron_lightning.planning.recipe import Recipe, read_recipe
+from megatron_lightning.planning.recipe import MeasuredRecipe, PlannedRun, Recipe, read_recipe
 from megatron_lightning.planning.sections import Errors
 
 _GIB = 2**30
@@ -86,7 +86,9 @@ def doctor(
     return "\n".join(_text(report)), is_well
 
 
-def _recipe(config: str | Sequence[str], overrides: Sequence[str], world_size: int) -> Recipe:
+def _recipe(
+    config: str | Sequence[str], overrides: Sequence[str], world_size: int
+) -> Recipe | MeasuredRecipe:
     errors = Errors()
     paths = [config] if isinstance(config, str) else config
     recipe = read_recipe(paths, overrides, world_size, errors)
@@ -96,7 +98,7 @@ def _recipe(config: str | Sequence[str], overrides: Sequence[str], world_size: i
     return recipe
 
 
-def _sizes(recipe: Recipe) -> dict[str, Any]:
+def _sizes(recipe: PlannedRun) -> dict[str, Any]:
     """Return the sizes of the axes."""
     layout = recipe.layout
     return {

@@ -9,19 +9,18 @@ import time
 from pathlib import Path
 from typing import Any
 
-from megatron_lightning.models.blueprint import num_parameters
 from megatron_lightning.planning.precision import precision_of
-from megatron_lightning.planning.recipe import Recipe
+from megatron_lightning.planning.recipe import MeasuredRecipe, Recipe
 
 _MOMENTS_BYTES = 8  # of Adam
 _TEST_BYTES = 1 << 26
 
 
-def checkpoint_bytes(recipe: Recipe) -> int:
+def checkpoint_bytes(recipe: Recipe | MeasuredRecipe) -> int:
     """Return the bytes of a checkpoint of a recipe: weights, main params and Adam's moments."""
     precision = precision_of(recipe.precision)
     parameter_bytes = precision.weight_bytes + precision.main_bytes + _MOMENTS_BYTES
-    return parameter_bytes * num_parameters(recipe.model)
+    return parameter_bytes * recipe.num_parameters
 
 
 def look_at(

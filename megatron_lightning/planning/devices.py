@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from megatron_lightning.config import RecomputeOptions
 from megatron_lightning.errors import ConfigError
-from megatron_lightning.planning.recipe import Recipe
+from megatron_lightning.planning.recipe import PlannedRun
 
 GIB = 2**30
 DEVICES: Mapping[str, float] = {"a100": 79.0, "h100": 79.0, "h200": 139.0, "b200": 178.0}
@@ -46,7 +46,7 @@ def planned_device(text: str) -> PlannedDevice:
     )
 
 
-def remedies(recipe: Recipe) -> Iterator[tuple[str, Recipe]]:
+def remedies(recipe: PlannedRun) -> Iterator[tuple[str, PlannedRun]]:
     """Yield changes of a recipe for less memory, the cheapest first."""
     if recipe.micro_batch_size > 1:
         yield "micro_batch_size: 1", replace(recipe, micro_batch_size=1)
@@ -62,7 +62,7 @@ def remedies(recipe: Recipe) -> Iterator[tuple[str, Recipe]]:
 
 
 def advice(
-    recipe: Recipe, device: PlannedDevice, needed: Callable[[Recipe], float | None]
+    recipe: PlannedRun, device: PlannedDevice, needed: Callable[[PlannedRun], float | None]
 ) -> list[str]:
     """Return the sufficient changes of a recipe, with the resulting bytes.
 

@@ -1,13 +1,15 @@
-"""Sizes of the model in a Hugging Face folder. The bridge, and with it torch, is imported only if a
-recipe names a folder.
+"""Sizes of the model in a Hugging Face folder, or in a class of the user's. Torch is imported only
+if a recipe names such a model.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from importlib import import_module
-from typing import Any
+from typing import Any, cast
 
-from megatron_lightning.config import TransformerConfig
+from megatron_lightning.config import PipelineOptions, TransformerConfig
+from megatron_lightning.config.measured import MeasuredModel
 from megatron_lightning.errors import CheckpointError, ConfigError
 
 
@@ -27,3 +29,34 @@ def folder_config(path: str, **options: Any) -> TransformerConfig:
     except CheckpointError as error:
         raise ConfigError(str(error)) from error
     return config
+
+
+def measured_model(
+    class_path: str,
+    init_args: Mapping[str, Any],
+    *,
+    half: bool,
+    pipeline: PipelineOptions | None,
+    plan: Any,
+) -> TransformerConfig | MeasuredModel:
+    """Return the sizes of a user's module: the configuration of its :class:`GPTModel`, or measures
+    of a run without values.
+
+    Args:
+        class_path: Class of the module.
+        init_args: The class's arguments, as in a configuration file.
+        half: Whether activations have 2 bytes.
+        pipeline: The strategy's options of the pipeline.
+        plan: The strategy's ``sharding_plan``.
+
+    Raises:
+        ConfigError: If the module cannot be made or run.
+    """
+    if plan not in (None, "auto"):
+        raise ConfigError(
+            f"sharding_plan is {plan!r}, and a plan of {class_path} knows plans of the module "
+            'itself and "auto". Give the module a sharding_plan().'
+        )
+    measure: Any = import_module("megatron_lightning.assembly.measure").measure
+    found = measure(class_path, init_args, half=half, plan=plan, pipeline=pipeline)
+    return cast("TransformerConfig | MeasuredModel", found)

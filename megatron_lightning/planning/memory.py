@@ -35,7 +35,7 @@ from megatron_lightning.planning.like_units import LikeUnits
 from megatron_lightning.planning.parameters import split_stages
 from megatron_lightning.planning.precision import precision_of
 from megatron_lightning.planning.quantized_weights import cached_weight_bytes
-from megatron_lightning.planning.states import State
+from megatron_lightning.planning.states import State, state_of_units
 from megatron_lightning.precision.recipes import FP8Recipe
 from megatron_lightning.rules import (
     check_data_parallel,
@@ -221,7 +221,7 @@ def count_memory(
 
     def state_of(own: Sequence[Sequence[str]]) -> State | AdaptedState:
         if training.adapters is None:
-            return State(
+            return state_of_units(
                 config, training.grid, own, precision=sizes.precision, recipe=recipe,
                 mode=training.data_parallel, options=data,
                 num_microbatches=schedule.num_microbatches,

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import json as json_format
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.models.costs import multiply_adds
@@ -25,7 +25,7 @@ from megatron_lightning.planning.parameters import (
     layer_of,
     split_stages,
 )
-from megatron_lightning.planning.recipe import Recipe, read_recipe
+from megatron_lightning.planning.recipe import MeasuredRecipe, PlannedRun, Recipe, read_recipe
 from megatron_lightning.planning.recipe_checks import check_sizes, recipe_memory
 from megatron_lightning.planning.sections import Errors
 
@@ -88,7 +88,7 @@ def plan(
 
 
 def _search(
-    recipe: Recipe | None, device: PlannedDevice | None, errors: Errors, *, as_json: bool
+    recipe: PlannedRun | None, device: PlannedDevice | None, errors: Errors, *, as_json: bool
 ) -> tuple[str, bool]:
     """Return the text of a search, and whether a layout fits."""
     if device is None:
@@ -97,12 +97,11 @@ def _search(
             "h200, b200, a100, or cpu:GIB with the memory of a rank."
         )
     # Other plans do not wait for this import.
-    from megatron_lightning.planning.search import LayoutSearch
     from megatron_lightning.planning.search_report import search_sections, search_text
 
     result = None
     if recipe is not None:
-        result = errors.attempt(lambda: LayoutSearch(recipe, device).run())
+        result = errors.attempt(lambda: _searcher(recipe, device).run())
     if as_json:
         found = None if result is None else search_sections(result, device)
         text = json_format.dumps({"search": found, "errors": errors.found}, indent=2)
@@ -113,12 +112,22 @@ def _search(
     return text, result is not None and bool(result.layouts)
 
 
+def _searcher(recipe: PlannedRun, device: PlannedDevice) -> Any:
+    """Return the search for a recipe's kind of model."""
+    from megatron_lightning.planning.measured_search import MeasuredSearch
+    from megatron_lightning.planning.search import LayoutSearch
+
+    if isinstance(recipe, MeasuredRecipe):
+        return MeasuredSearch(recipe, device)
+    return LayoutSearch(cast("Recipe", recipe), device)
+
+
 def _fit(
-    recipe: Recipe, device: PlannedDevice, ranks: Sequence[Mapping[str, Any]]
+    recipe: PlannedRun, device: PlannedDevice, ranks: Sequence[Mapping[str, Any]]
 ) -> dict[str, Any]:
     """Return the ranks too large for a device, and the sufficient changes of the recipe."""
 
-    def needed(changed: Recipe) -> float | None:
+    def needed(changed: PlannedRun) -> float | None:
         described = _describe(changed, Errors())
         return None if described is None else float(described["bytes"]["fullest_rank"]["total"])
 
@@ -133,11 +142,23 @@ def _fit(
     }
 
 
-def _describe(recipe: Recipe, errors: Errors) -> dict[str, Any] | None:
+def _describe(recipe: PlannedRun, errors: Errors) -> dict[str, Any] | None:
     """Return the sections, or None if the options do not fit together.
 
     ``errors`` holds the reasons.
     """
+    if isinstance(recipe, MeasuredRecipe):
+        from megatron_lightning.planning.measured_report import describe_measured
+
+        found = describe_measured(recipe, errors)
+        if found is None:
+            return None
+        sections, needed, grid = found
+        return {"grid": _grid(grid, has_experts=False), **sections, "bytes": _bytes(needed)}
+    return _describe_recipe(cast("Recipe", recipe), errors)
+
+
+def _describe_recipe(recipe: Recipe, errors: Errors) -> dict[str, Any] | None:
     grid = check_sizes(recipe, errors)
     choice = errors.attempt(
         resolve,
@@ -284,9 +305,11 @@ def _text(found: Mapping[str, Any]) -> Iterator[str]:
         rows.append([f"pp rank {rank['pp_rank']}", *numbers, str(rank["in_flight"])])
     yield from _aligned(rows)
     yield ""
+    kind = "token" if "token" in operations else "sample"
+    each = f"{operations[kind]:.4g} a {kind}"
     yield (
         f"{operations['step']:.4g} FLOPs a step of {operations['global_batch_size']:,} samples, "
-        f"{operations['step_and_rank'] / 1e12:.4g} TFLOPs a rank, {operations['token']:.4g} a token"
+        f"{operations['step_and_rank'] / 1e12:.4g} TFLOPs a rank, {each}"
     )
     yield (
         f"schedule {bubble['schedule']} ({bubble['reason']}), {bubble['num_microbatches']} "

@@ -24,10 +24,13 @@ from megatron_lightning.config import (
     TransformerConfig,
 )
 from megatron_lightning.config.global_batch import replica_batch_size
+from megatron_lightning.config.measured import MeasuredModel
+from megatron_lightning.models.blueprint import num_parameters
 from megatron_lightning.parallel.layout import ParallelLayout
 from megatron_lightning.planning.adapters import AdapterSizes
-from megatron_lightning.planning.folders import folder_config
+from megatron_lightning.planning.folders import folder_config, measured_model
 from megatron_lightning.planning.layers import DeviceKind
+from megatron_lightning.planning.precision import precision_of
 from megatron_lightning.planning.sections import Errors, read_sections
 from megatron_lightning.precision.recipes import FP8Recipe
 from megatron_lightning.rules import check_options, resolve_compile
@@ -52,10 +55,9 @@ _FP8 = "MegatronFP8Precision"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Recipe:
-    """Values of a configuration file for a plan."""
+class PlannedRun:
+    """Values of a configuration file for a plan, apart from the model."""
 
-    model: TransformerConfig
     layout: ParallelLayout
     world_size: int
     node_size: int
@@ -91,10 +93,44 @@ class Recipe:
         replicas = self.layout.data_parallel_size(self.world_size)
         return self.batch_size * self.accumulated * replicas
 
+    @property
+    def has_experts(self) -> bool:
+        """Whether the model has experts."""
+        return False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe(PlannedRun):
+    """Values of a configuration file with the sizes of a :class:`GPTModel`."""
+
+    model: TransformerConfig
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether the model has experts."""
+        return self.model.moe is not None
+
+    @property
+    def num_parameters(self) -> int:
+        """Parameters of the full model."""
+        return num_parameters(self.model)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeasuredRecipe(PlannedRun):
+    """Values of a configuration file with a module that was measured."""
+
+    model: MeasuredModel
+
+    @property
+    def num_parameters(self) -> int:
+        """Parameters of the full model."""
+        return sum((self.model.parameters(1) or {}).values())
+
 
 def read_recipe(
     paths: Sequence[str], overrides: Sequence[str], world_size: int | None, errors: Errors
-) -> Recipe | None:
+) -> Recipe | MeasuredRecipe | None:
     """Return the recipe in files, or None after recording mistakes in ``errors``.
 
     Args:
@@ -108,7 +144,6 @@ def read_recipe(
         return None
     trainer = _section(sections.get("trainer"), "trainer", errors)
     options = _strategy(trainer.get("strategy"), errors)
-    model = _model(sections.get("model"), errors)
     _, data = _object(sections.get("data"), "data", errors)
     sizes = {name: options[name] for name in _SIZES if name in options}
     layout = errors.attempt(ParallelLayout, **sizes)
@@ -130,36 +165,48 @@ def read_recipe(
         compiled = _build(CompileOptions, compiled, "strategy.compile_options", errors)
     errors.attempt(resolve_compile, options.get("compile"), compiled)
     fp8_recipe = _fp8_recipe(trainer.get("plugins"), errors)
-    adapters = _adapters(sections.get("model"), errors)
+    precision = trainer.get("precision") if fp8_recipe is None else "bf16-mixed"
+    pipeline = groups["pipeline_options"]
+    model = _model(sections.get("model"), precision, options, pipeline, errors)
+    is_measured = model is not None and not isinstance(model, TransformerConfig)
+    if is_measured and fp8_recipe is not None:
+        errors.add(
+            f"trainer.plugins has {_FP8}, and the bytes of quantized layers are known for a "
+            "GPTModel. Plan with precision bf16-mixed and without the plugin."
+        )
+    adapters = None if is_measured else _adapters(sections.get("model"), errors)
     ranks = world_size if world_size is not None else _world_size(trainer, errors)
-    length = data.get("sequence_length", model.max_sequence_length if model else 1)
+    longest = model.max_sequence_length if isinstance(model, TransformerConfig) else 1
+    length = data.get("sequence_length", longest)
     sequence_length = _count(length, "data.sequence_length", errors)
     runs = trainer.get("accumulate_grad_batches", 1)
     accumulated = _count(runs, "trainer.accumulate_grad_batches", errors)
     batch_size = _batch_size(data, layout, ranks, accumulated, errors)
     if errors.found or model is None or layout is None:
         return None
-    return Recipe(
-        model=model,
-        layout=layout,
-        world_size=ranks,
-        node_size=_node_size(trainer, ranks),
-        precision=trainer.get("precision") if fp8_recipe is None else "bf16-mixed",
-        fp8_recipe=fp8_recipe,
-        adapters=adapters,
-        device="cpu" if trainer.get("accelerator") == "cpu" else "cuda",
-        batch_size=batch_size,
-        accumulated=accumulated,
-        sequence_length=sequence_length,
-        micro_batch_size=given or batch_size,
-        data_parallel=mode,
-        data=groups["data_parallel_options"],
-        context=groups["context_options"],
-        pipeline=groups["pipeline_options"],
-        recompute=groups["recompute"],
-        schedule=options.get("pipeline_schedule", "auto"),
-        compile=options.get("compile"),
-    )
+    settings: dict[str, Any] = {
+        "layout": layout,
+        "world_size": ranks,
+        "node_size": _node_size(trainer, ranks),
+        "precision": precision,
+        "fp8_recipe": fp8_recipe,
+        "adapters": adapters,
+        "device": "cpu" if trainer.get("accelerator") == "cpu" else "cuda",
+        "batch_size": batch_size,
+        "accumulated": accumulated,
+        "sequence_length": sequence_length,
+        "micro_batch_size": given or batch_size,
+        "data_parallel": mode,
+        "data": groups["data_parallel_options"],
+        "context": groups["context_options"],
+        "pipeline": pipeline,
+        "recompute": groups["recompute"],
+        "schedule": options.get("pipeline_schedule", "auto"),
+        "compile": options.get("compile"),
+    }
+    if isinstance(model, TransformerConfig):
+        return Recipe(model=model, **settings)
+    return MeasuredRecipe(model=model, **settings)
 
 
 _GROUPS: Mapping[str, type[Any]] = {
@@ -233,15 +280,28 @@ def _strategy(given: Any, errors: Errors) -> Mapping[str, Any]:
     return options
 
 
-def _model(given: Any, errors: Errors) -> TransformerConfig | None:
+def _model(
+    given: Any, precision: Any, options: Mapping[str, Any], pipeline: Any, errors: Errors
+) -> TransformerConfig | MeasuredModel | None:
+    """Return the configuration of a :class:`GPTModel`, or measures of another module.
+
+    Args:
+        given: The section of the model.
+        precision: The Trainer's.
+        options: The strategy's.
+        pipeline: The strategy's options of the pipeline.
+        errors: Takes the mistakes.
+    """
     path, arguments = _object(given, "model", errors)
     name = path.rpartition(".")[2]
     if name not in (_MODEL, _FOLDER_MODEL, ""):
-        errors.add(
-            f"model.class_path is {path!r}, and the sizes of a model are known for {_MODEL} and "
-            f"{_FOLDER_MODEL}. `megatron-lightning fit --print_layout` describes any model."
+        if errors.found:  # found without torch
+            return None
+        half = precision_of(precision).compute_bytes == 2
+        plan = options.get("sharding_plan")
+        return errors.attempt(
+            measured_model, path, arguments, half=half, pipeline=pipeline, plan=plan
         )
-        return None
     folder = arguments.get("path" if name == _FOLDER_MODEL else "init_from_hf")
     if name == _FOLDER_MODEL or (arguments.get("config") is None and folder is not None):
         if not isinstance(folder, str):

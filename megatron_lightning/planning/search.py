@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import inf
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from megatron_lightning.config import DataParallelOptions, PipelineOptions, RecomputeOptions
 from megatron_lightning.errors import ConfigError
@@ -27,7 +27,7 @@ from megatron_lightning.planning.like_units import LikeUnits
 from megatron_lightning.planning.memory import Memory
 from megatron_lightning.planning.parameters import split_stages
 from megatron_lightning.planning.precision import precision_of
-from megatron_lightning.planning.recipe import Recipe
+from megatron_lightning.planning.recipe import PlannedRun, Recipe
 from megatron_lightning.planning.recipe_checks import check_sizes, recipe_memory, recipe_sizes
 from megatron_lightning.planning.sections import Errors
 from megatron_lightning.planning.step_time import (
@@ -39,13 +39,14 @@ from megatron_lightning.planning.step_time import (
 
 Stages = Sequence[Sequence[str]]
 """Units of every stage."""
+AnyRecipe = TypeVar("AnyRecipe", bound=PlannedRun)
 BEST, SECOND = 1.10, 1.25
 """Limits of the classes, in units of the fastest layout's modelled time."""
 
 _TRIED = 1.27  # layouts estimated slower than this multiple of the fastest are not tried
-_MOST_CHUNKS, _MOST_STAGES_RANKS = 16, 64
+_MOST_CHUNKS, MOST_STAGES_RANKS = 16, 64
 _LEAST_TOKENS = 2048  # of a sequence on a context-parallel rank
-_MICRO_BATCHES = (1, 2, 4)
+MICRO_BATCHES = (1, 2, 4)
 _UNEVEN = 1.2  # of the fullest pipeline rank's layers to the mean
 
 NOTHING = RecomputeOptions()
@@ -61,7 +62,7 @@ _RECOMPUTE = (NOTHING, FEED_FORWARD, FULL)
 class FoundLayout:
     """A layout for the recipe's global batch."""
 
-    recipe: Recipe
+    recipe: PlannedRun
     memory: Memory
     time: StepTime
 
@@ -249,7 +250,7 @@ class LayoutSearch:
         recipe = self._recipe
         recomputed = [*_RECOMPUTE]
         recomputed += [] if recipe.recompute in recomputed else [recipe.recompute]
-        sizes = sorted({*_MICRO_BATCHES, recipe.micro_batch_size})
+        sizes = sorted({*MICRO_BATCHES, recipe.micro_batch_size})
         for layout in self._layouts():
             split = self._split(layout.pp, layout.vpp)
             replicas = recipe.world_size // (layout.tp * layout.cp * layout.pp)
@@ -258,7 +259,7 @@ class LayoutSearch:
                 continue
             base = replace(
                 recipe, layout=layout, batch_size=batch_size, pipeline=split.options,
-                data_parallel="zero1", data=_without_fsdp(recipe.data),
+                data_parallel="zero1", data=without_fsdp(recipe.data),
             )  # fmt: skip
             errors = Errors()
             check_sizes(base, errors)
@@ -267,7 +268,7 @@ class LayoutSearch:
             for size in sizes:
                 if batch_size % size:
                     continue
-                for mode in _data_modes(base, replicas):
+                for mode in data_modes(base, replicas):
                     for recompute in recomputed:
                         yield replace(mode, micro_batch_size=size, recompute=recompute), split
 
@@ -275,10 +276,10 @@ class LayoutSearch:
         recipe = self._recipe
         own, world, moe = recipe.layout, recipe.world_size, recipe.model.moe
         places = recipe.model.num_layers + 2
-        for tp in _powers_of_two(recipe.node_size, own.tp):
-            for cp in _powers_of_two(recipe.sequence_length // _LEAST_TOKENS, own.cp):
-                for pp in _divisors(world // (tp * cp)) if world % (tp * cp) == 0 else []:
-                    if pp > min(_MOST_STAGES_RANKS, places):
+        for tp in powers_of_two(recipe.node_size, own.tp):
+            for cp in powers_of_two(recipe.sequence_length // _LEAST_TOKENS, own.cp):
+                for pp in divisors(world // (tp * cp)) if world % (tp * cp) == 0 else []:
+                    if pp > min(MOST_STAGES_RANKS, places):
                         break
                     for vpp in self._chunks(pp):
                         for experts in _expert_sizes(moe, own, world // pp):
@@ -315,11 +316,12 @@ def _without_recomputation(recipe: Recipe) -> Hashable:
     )  # fmt: skip
 
 
-def _without_fsdp(data: DataParallelOptions) -> DataParallelOptions:
+def without_fsdp(data: DataParallelOptions) -> DataParallelOptions:
+    """Return the options without those of fsdp."""
     return replace(data, reshard_after_forward=None, reduce_every_microbatch=False)
 
 
-def _data_modes(base: Recipe, replicas: int) -> list[Recipe]:
+def data_modes(base: AnyRecipe, replicas: int) -> list[AnyRecipe]:
     """Return the recipe with zero1, and without a pipeline with fsdp."""
     if base.layout.pp > 1 or replicas * base.layout.cp == 1:
         return [base]
@@ -336,17 +338,19 @@ def _expert_sizes(moe: Any, own: ParallelLayout, ranks: int) -> list[dict[str, A
     etp = own.expert_tensor_parallel_size or 1
     return [
         {"expert_model_parallel_size": ep, "expert_tensor_parallel_size": etp}
-        for ep in _powers_of_two(moe.num_experts, own.ep)
+        for ep in powers_of_two(moe.num_experts, own.ep)
         if moe.num_experts % ep == 0 and ranks % (etp * ep) == 0
     ]
 
 
-def _powers_of_two(most: int, own: int) -> list[int]:
+def powers_of_two(most: int, own: int) -> list[int]:
+    """Return the powers of two up to ``most``, and ``own``."""
     powers = [1]
     while powers[-1] * 2 <= most:
         powers.append(powers[-1] * 2)
     return sorted({*powers, own})
 
 
-def _divisors(number: int) -> list[int]:
+def divisors(number: int) -> list[int]:
+    """Return the divisors of a number."""
     return [size for size in range(1, number + 1) if number % size == 0]

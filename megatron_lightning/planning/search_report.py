@@ -55,7 +55,7 @@ def options_of(found: FoundLayout) -> list[str]:
     recipe = found.recipe
     layout, pipeline, data = recipe.layout, recipe.pipeline, recipe.data
     values: dict[str, Any] = {name: getattr(layout, name) for name in _SIZES}
-    if recipe.model.moe is None:
+    if not recipe.has_experts:
         values = {name: value for name, value in values.items() if "expert" not in name}
     values |= {"micro_batch_size": recipe.micro_batch_size, "data_parallel": recipe.data_parallel}
     recompute = recipe.recompute
@@ -115,7 +115,8 @@ def search_text(result: SearchResult, device: PlannedDevice, world_size: int) ->
     yield from (f"  {option}" for option in options_of(result.layouts[0]))
     yield (
         "Times are modelled: published step times of dense models come out within 15 %, of models "
-        "with experts within a factor of 2. Time the best class with PretrainDataModule(mock=True)."
+        "with experts within a factor of 2. Time the best class, for a GPTModel with "
+        "PretrainDataModule(mock=True)."
     )
 
 

@@ -18,7 +18,7 @@ and 1 while gathered. The numbers exclude gradients and moments. Scales are left
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from megatron_lightning.config import DataParallel, DataParallelOptions, TransformerConfig
 from megatron_lightning.models.blueprint import EMBEDDING, OUTPUT
@@ -41,45 +41,27 @@ class State:
     """Weights, gradients and optimizer of a rank.
 
     Args:
-        config: The model.
-        grid: The ranks.
-        own: Units of the rank's stages.
+        parameters: Parameters of the rank.
+        managed: Parameters sharded by fsdp, by unit.
+        quantized: Parameters stored as quantized data, by unit.
+        shards: Numbers of ranks that share dense parameters, and experts.
         precision: Bytes of an element.
-        recipe: Recipe of quantized layers, or None.
-        mode: Data-parallel mode.
         options: Options of the data-parallel mode.
         num_microbatches: Micro-batches of a pipeline run.
     """
 
     def __init__(
         self,
-        config: TransformerConfig,
-        grid: RankGrid,
-        own: Sequence[Sequence[str]],
+        parameters: ParameterCount,
+        managed: Mapping[str, ParameterCount],
+        quantized: Mapping[str, ParameterCount],
         *,
+        shards: tuple[int, int],
         precision: Precision,
-        recipe: FP8Recipe | None,
-        mode: DataParallel,
         options: DataParallelOptions,
         num_microbatches: int,
     ) -> None:
-        layout, units = grid.layout, [unit for stage in own for unit in stage]
-        instances = options.num_distributed_optimizer_instances
-        self.parameters = count_rank(config, layout, own)
-        shards = max(1, grid.size("dp-cp") // instances), max(1, grid.size("edp") // instances)
-        if mode == "ddp":
-            shards = (1, 1)
-        tied = {EMBEDDING, OUTPUT} if config.share_embeddings_and_output_weights else set[str]()
-        tied |= {EMBEDDING} if config.num_predicting_layers else set()
-        quantized = {
-            unit: _shared(count_quantized(config, layout, unit, recipe), shards) for unit in units
-        }
-        # Parameters sharded by fsdp, by unit: all except shared embeddings.
-        managed = {
-            unit: _shared(count_unit(config, layout, unit), shards)
-            for unit in units
-            if mode == "fsdp" and unit not in tied
-        }
+        self.parameters = parameters
         of_units = sum(managed.values(), ParameterCount(0))
         of_units_quantized = sum((quantized[unit] for unit in managed), ParameterCount(0))
         left = _minus(self.parameters, of_units)
@@ -119,6 +101,58 @@ class State:
         largest = max((unit.total for unit in managed.values()), default=0)
         full = largest + own_shard if options.reduce_every_microbatch else of_units.total
         self.gradients_bytes = round(_MAIN * (left.total + full))
+
+
+def state_of_units(
+    config: TransformerConfig,
+    grid: RankGrid,
+    own: Sequence[Sequence[str]],
+    *,
+    precision: Precision,
+    recipe: FP8Recipe | None,
+    mode: DataParallel,
+    options: DataParallelOptions,
+    num_microbatches: int,
+) -> State:
+    """Return the state of a rank of a :class:`GPTModel`.
+
+    Args:
+        config: The model.
+        grid: The ranks.
+        own: Units of the rank's stages.
+        precision: Bytes of an element.
+        recipe: Recipe of quantized layers, or None.
+        mode: Data-parallel mode.
+        options: Options of the data-parallel mode.
+        num_microbatches: Micro-batches of a pipeline run.
+    """
+    layout, units = grid.layout, [unit for stage in own for unit in stage]
+    shards = shards_of(grid, mode, options)
+    tied = {EMBEDDING, OUTPUT} if config.share_embeddings_and_output_weights else set[str]()
+    tied |= {EMBEDDING} if config.num_predicting_layers else set()
+    quantized = {
+        unit: _shared(count_quantized(config, layout, unit, recipe), shards) for unit in units
+    }
+    # Parameters sharded by fsdp, by unit: all except shared embeddings.
+    managed = {
+        unit: _shared(count_unit(config, layout, unit), shards)
+        for unit in units
+        if mode == "fsdp" and unit not in tied
+    }
+    return State(
+        count_rank(config, layout, own), managed, quantized, shards=shards, precision=precision,
+        options=options, num_microbatches=num_microbatches,
+    )  # fmt: skip
+
+
+def shards_of(grid: RankGrid, mode: DataParallel, options: DataParallelOptions) -> tuple[int, int]:
+    """Return the numbers of ranks that share the optimizer state of dense parameters, and of
+    experts.
+    """
+    instances = options.num_distributed_optimizer_instances
+    if mode == "ddp":
+        return 1, 1
+    return max(1, grid.size("dp-cp") // instances), max(1, grid.size("edp") // instances)
 
 
 def _shared(count: ParameterCount, shards: tuple[int, int]) -> ParameterCount:

@@ -22,13 +22,13 @@ from megatron_lightning.pipeline.schedules.replay import Replay
 from megatron_lightning.planning.like_units import LikeUnits
 from megatron_lightning.planning.parameters import ParameterCount, config_of, count_unit, kind_of
 from megatron_lightning.planning.peaks import PEAKS
-from megatron_lightning.planning.recipe import Recipe
+from megatron_lightning.planning.recipe import PlannedRun, Recipe
 
-_GEMM, _FP8_GEMM, _BF16_OUTPUT, _ATTENTION, _MEMORY = 0.72, 0.62, 0.70, 0.55, 0.75
+GEMM_SHARE, _FP8_GEMM, _BF16_OUTPUT, _ATTENTION, MEMORY_SHARE = 0.72, 0.62, 0.70, 0.55, 0.75
 """Reached shares of the peaks."""
 _GEMM_OVERHEAD_S = 12e-6  # launch, quantization and tail
-_LINK = 0.7  # reached share of a link's speed
-_HIDDEN_TENSOR = 0.5  # share of tensor-parallel communication behind GEMMs
+LINK_SHARE = 0.7  # reached share of a link's speed
+HIDDEN_TENSOR = 0.5  # share of tensor-parallel communication behind GEMMs
 _SHOWN_RING = 0.3  # least share of a ring's messages that attention does not hide
 _SHOWN_DATA = 0.25  # share of gradients and parameters that a step does not hide
 _HIDDEN_SHARDS = 0.8  # share of the pipeline's time behind which fsdp's traffic hides
@@ -135,7 +135,7 @@ class _UnitModel:
         tokens = self.tokens * (1 + config.num_predicting_layers)
         logits = tokens * config.vocab_size / tp
         product = 2 * logits * config.hidden_size / (self.speeds.bf16 * _BF16_OUTPUT)
-        passes = 8 * logits / (self.speeds.memory * _MEMORY)  # fp32, written and read
+        passes = 8 * logits / (self.speeds.memory * MEMORY_SHARE)  # fp32, written and read
         return UnitTime(product + passes, 2 * product + passes)
 
     def _layer(self, unit: str) -> UnitTime:
@@ -167,8 +167,8 @@ class _UnitModel:
         attention = 2 * pairs * recipe.micro_batch_size / (tp * layout.cp)
         attention /= self.speeds.bf16 * _ATTENTION
         gathers = 2 if of_experts and layout.etp == 1 else 4
-        tensor = gathers * 2 * tokens * h * (tp - 1) / tp / (self._link(tp) * _LINK)
-        tensor *= 1 - _HIDDEN_TENSOR
+        tensor = gathers * 2 * tokens * h * (tp - 1) / tp / (self._link(tp) * LINK_SHARE)
+        tensor *= 1 - HIDDEN_TENSOR
         ring = self._ring(attention)
         forward = projections + feed_forward + attention + stream + tensor + ring + ep
         grows = 1 if recipe.adapters is not None else 2
@@ -181,7 +181,7 @@ class _UnitModel:
 
     @property
     def _memory(self) -> float:
-        return self.speeds.memory * _MEMORY
+        return self.speeds.memory * MEMORY_SHARE
 
     def _products(
         self, size: float, tokens: float, k: float, n: float, rows: float | None = None
@@ -194,7 +194,7 @@ class _UnitModel:
         is_fp8 = self.recipe.fp8_recipe is not None
         peak = self.speeds.fp8 if is_fp8 else self.speeds.bf16
         flop = 2.0 * (tokens if rows is None else max(rows, 1.0)) * k * n
-        share = (_FP8_GEMM if is_fp8 else _GEMM) * flop / (flop + peak * _GEMM_OVERHEAD_S)
+        share = (_FP8_GEMM if is_fp8 else GEMM_SHARE) * flop / (flop + peak * _GEMM_OVERHEAD_S)
         return 2.0 * tokens * size / self.recipe.layout.tp / (peak * share)
 
     def _ring(self, attention: float) -> float:
@@ -210,7 +210,7 @@ class _UnitModel:
                 * config.num_attention_heads
                 * (config.mla.q_head_dim + config.mla.v_head_dim)
             )
-        link = self._link(layout.tp * layout.cp) * _LINK
+        link = self._link(layout.tp * layout.cp) * LINK_SHARE
         time = size / layout.tp * (layout.cp - 1) / link
         # Outputs of the steps are merged in fp32: two are read, and one is written.
         channels = config.num_attention_heads * _value_dim(config) / layout.tp
@@ -237,7 +237,7 @@ class _UnitModel:
 
     def _link(self, reach: int) -> float:
         """Return the speed of the link between ``reach`` neighboring ranks."""
-        return self.speeds.link if reach <= self.node_size else self.speeds.network
+        return link_speed(self.speeds, reach, self.node_size)
 
 
 @dataclass(frozen=True)
@@ -282,7 +282,8 @@ class StepModel:
         work = _by_rank([one.forward + one.backward for one in each], pp)
         warm_up = sum(work) / len(each) * (pp - 1)
         pipeline = recipe.num_microbatches * max(work) + warm_up
-        shown, optimizer = self._between_runs(recipe, stages, pipeline)
+        held = self._held(recipe, stages)
+        shown, optimizer = between_runs(recipe, held, self._speeds, self._node_size, pipeline)
         return recipe.accumulated * pipeline + shown + optimizer
 
     def step(self, recipe: Recipe, replay: Replay, stages: Sequence[Sequence[str]]) -> StepTime:
@@ -293,20 +294,12 @@ class StepModel:
             replay: Schedule of :func:`simulated_microbatches`.
             stages: Units of every stage.
         """
-        each = self._each(recipe, stages)
-        forward, backward = [one.forward for one in each], [one.backward for one in each]
-        work = _by_rank(list(map(sum, zip(forward, backward, strict=True))), recipe.layout.pp)
-        simulated = replay.run_time(forward, backward, self._message_seconds(recipe))
-        more = recipe.num_microbatches - replay.schedule.num_microbatches
-        pipeline = simulated + more * max(work)
-        busy = recipe.num_microbatches * sum(work) / len(work)
-        shown, optimizer = self._between_runs(recipe, stages, pipeline)
-        total = recipe.accumulated * pipeline + shown + optimizer
-        runs = recipe.accumulated * recipe.num_microbatches / len(work) / total
-        shares = {
-            axis: runs * sum(getattr(one, axis) for one in each) for axis in ("tp", "cp", "ep")
-        }
-        return StepTime(total, max(0.0, 1 - busy / pipeline), {**shares, "dp": shown / total})
+        each, held = self._each(recipe, stages), self._held(recipe, stages)
+        message_s = self._message_seconds(recipe)
+        return step_time(
+            recipe, replay, each=each, held=held, message_s=message_s, speeds=self._speeds,
+            node_size=self._node_size,
+        )  # fmt: skip
 
     def _work(self, recipe: Recipe, units: Sequence[str]) -> _Work:
         """Return the sums over the units of a stage. Stages alike are computed once."""
@@ -345,45 +338,91 @@ class StepModel:
         size = 2.0 * recipe.micro_batch_size * recipe.sequence_length * recipe.model.hidden_size
         size /= layout.cp * (layout.tp if layout.sp else 1)
         reach = recipe.world_size // layout.pp  # distance of neighboring stages
-        return size / (self._link(2 * reach) * _LINK)
-
-    def _between_runs(
-        self, recipe: Recipe, stages: Sequence[Sequence[str]], pipeline: float
-    ) -> tuple[float, float]:
-        """Return the times of the unhidden reductions and gathers over data-parallel ranks, and of
-        the optimizer.
-        """
-        layout, pp = recipe.layout, recipe.layout.pp
-        shards = recipe.world_size // (layout.tp * pp)
-        expert_shards = max(1, recipe.world_size // (layout.etp * layout.ep * pp))
-        held = self._held(recipe, stages)
-        trained = _ADAPTED if recipe.adapters is not None else 1.0
-        sent = (held.dense if shards > 1 else 0) + (held.experts if expert_shards > 1 else 0)
-        link = self._link(recipe.world_size // pp) * _LINK
-        if recipe.data_parallel == "fsdp":
-            runs = recipe.accumulated * recipe.num_microbatches
-            reshards = recipe.data.reshard_after_forward
-            gathers = 2 * runs if reshards or (reshards is None and runs == 1) else 1
-            reductions = runs if recipe.data.reduce_every_microbatch else 1
-            traffic = sent * (2 * gathers + 4 * trained * reductions) / link
-            first = traffic / max(gathers, reductions)
-            shown = max(_SHOWN_DATA * first, traffic - _HIDDEN_SHARDS * pipeline)
-        else:
-            shown = _SHOWN_DATA * sent * (2 + 2) * trained / link
-        own = held.dense / shards + held.experts / expert_shards
-        if recipe.data_parallel == "ddp":
-            own = float(held.total)
-        return shown, trained * own * _STEP_BYTES / (self._speeds.memory * _MEMORY) + _STEP_S
+        return size / (self._link(2 * reach) * LINK_SHARE)
 
     def _link(self, reach: int) -> float:
-        return self._speeds.link if reach <= self._node_size else self._speeds.network
+        return link_speed(self._speeds, reach, self._node_size)
+
+
+def step_time(
+    recipe: PlannedRun,
+    replay: Replay,
+    *,
+    each: Sequence[UnitTime],
+    held: ParameterCount,
+    message_s: float,
+    speeds: Speeds,
+    node_size: int,
+) -> StepTime:
+    """Return the modelled time of a step.
+
+    Args:
+        recipe: The recipe.
+        replay: Schedule of :func:`simulated_microbatches`.
+        each: Time of a micro-batch in every stage.
+        held: Parameters of the fullest rank.
+        message_s: Time of a message between stages.
+        speeds: Speeds of the device.
+        node_size: Devices of a node.
+    """
+    forward, backward = [one.forward for one in each], [one.backward for one in each]
+    work = _by_rank(list(map(sum, zip(forward, backward, strict=True))), recipe.layout.pp)
+    simulated = replay.run_time(forward, backward, message_s)
+    more = recipe.num_microbatches - replay.schedule.num_microbatches
+    pipeline = simulated + more * max(work)
+    busy = recipe.num_microbatches * sum(work) / len(work)
+    shown, optimizer = between_runs(recipe, held, speeds, node_size, pipeline)
+    total = recipe.accumulated * pipeline + shown + optimizer
+    runs = recipe.accumulated * recipe.num_microbatches / len(work) / total
+    shares = {axis: runs * sum(getattr(one, axis) for one in each) for axis in ("tp", "cp", "ep")}
+    return StepTime(total, max(0.0, 1 - busy / pipeline), {**shares, "dp": shown / total})
+
+
+def between_runs(
+    recipe: PlannedRun, held: ParameterCount, speeds: Speeds, node_size: int, pipeline: float
+) -> tuple[float, float]:
+    """Return the time of reductions and gathers over data-parallel ranks that nothing hides, and of
+    the optimizer.
+
+    Args:
+        recipe: The recipe.
+        held: Parameters of the fullest rank.
+        speeds: Speeds of the device.
+        node_size: Devices of a node.
+        pipeline: Time of a pipeline run.
+    """
+    layout, pp = recipe.layout, recipe.layout.pp
+    shards = recipe.world_size // (layout.tp * pp)
+    expert_shards = max(1, recipe.world_size // (layout.etp * layout.ep * pp))
+    trained = _ADAPTED if recipe.adapters is not None else 1.0
+    sent = (held.dense if shards > 1 else 0) + (held.experts if expert_shards > 1 else 0)
+    link = link_speed(speeds, recipe.world_size // pp, node_size) * LINK_SHARE
+    if recipe.data_parallel == "fsdp":
+        runs = recipe.accumulated * recipe.num_microbatches
+        reshards = recipe.data.reshard_after_forward
+        gathers = 2 * runs if reshards or (reshards is None and runs == 1) else 1
+        reductions = runs if recipe.data.reduce_every_microbatch else 1
+        traffic = sent * (2 * gathers + 4 * trained * reductions) / link
+        first = traffic / max(gathers, reductions)
+        shown = max(_SHOWN_DATA * first, traffic - _HIDDEN_SHARDS * pipeline)
+    else:
+        shown = _SHOWN_DATA * sent * (2 + 2) * trained / link
+    own = held.dense / shards + held.experts / expert_shards
+    if recipe.data_parallel == "ddp":
+        own = float(held.total)
+    return shown, trained * own * _STEP_BYTES / (speeds.memory * MEMORY_SHARE) + _STEP_S
+
+
+def link_speed(speeds: Speeds, reach: int, node_size: int) -> float:
+    """Return the speed of the link between ``reach`` neighboring ranks."""
+    return speeds.link if reach <= node_size else speeds.network
 
 
 def _value_dim(config: TransformerConfig) -> int:
     return config.head_dim if config.mla is None else config.mla.v_head_dim
 
 
-def simulated_microbatches(recipe: Recipe) -> int:
+def simulated_microbatches(recipe: PlannedRun) -> int:
     """Return the number of simulated micro-batches. Further micro-batches repeat the pattern."""
     return min(recipe.num_microbatches, _MOST_SIMULATED * recipe.layout.pp)
 

@@ -6,8 +6,9 @@ must end finished, with the losses and samples of an undisturbed run, bit by bit
 hang.
 
 ``plain`` is ``python train.py``, ``slurm`` four tasks as srun starts them, with a program in the
-place of scontrol, and ``in-process`` four such tasks that start again in their processes. Tasks are
-forked from a server that has imported everything.
+place of scontrol, and ``in-process`` four such tasks that start again in their processes. All
+processes are forked from one that has imported everything (``forked.py``). ``--exec`` in the place
+of a launcher starts ``plain`` and ``torchrun`` as programs, whose imports take most of the time.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ from typing import NamedTuple
 
 import psutil
 
-from tests.faults import faulty_job
 from tests.faults.faulty_job import HANG_S, LAYOUTS, STEPS
+from tests.faults.forked import agent, starter, task
 from tests.faults.processes import ROOT
 from tests.helpers.slurm import free_port
 
@@ -97,19 +98,6 @@ class _Task:
         return process.exitcode if isinstance(process, BaseProcess) else process.poll()
 
 
-def _task_main(arguments: list[str], environment: dict[str, str], output: str) -> None:
-    """Become a task: a session, an environment, an output and a command line of its own."""
-    os.setsid()
-    file = os.open(output, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
-    os.dup2(file, 1)
-    os.dup2(file, 2)
-    os.environ.clear()
-    os.environ.update(environment)
-    sys.argv = ["faulty_job.py", *arguments]
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    faulty_job.main()
-
-
 class _Start:
     """One start of a job, and when the ranks of its fault had ended.
 
@@ -117,15 +105,20 @@ class _Start:
         case: The fault.
         folder: Folder of the job.
         number: Number of the start.
+        runs_programs: Whether ``plain`` and ``torchrun`` are programs.
     """
 
-    def __init__(self, case: Case, folder: Path, number: int) -> None:
+    def __init__(self, case: Case, folder: Path, number: int, runs_programs: bool) -> None:
         self.ended_s: float | None = None
         self._file = folder / f"output-{number}"
         self._file.touch()
         job = [str(folder), case.layout, case.launcher, case.signal_or_kind, str(case.rank)]
         if case.launcher in ("slurm", "in-process"):
-            self._tasks = [self._fork(job, environment) for environment in _tasks(folder)]
+            self._tasks = [self._fork(task, job, env) for env in _tasks(folder)]
+            return
+        if not runs_programs:
+            main = agent if case.launcher == "torchrun" else starter
+            self._tasks = [self._fork(main, job, {})]
             return
         command = [sys.executable, "-m", "tests.faults.faulty_job", *job]
         if case.launcher == "torchrun":
@@ -137,11 +130,13 @@ class _Start:
             )
         self._tasks = [_Task(process)]
 
-    def _fork(self, job: list[str], environment: dict[str, str]) -> _Task:
+    def _fork(
+        self, main: Callable[..., None], job: list[str], environment: dict[str, str]
+    ) -> _Task:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["tests.faults.faulty_job"])
+        context.set_forkserver_preload(["tests.faults.forked"])
         merged = {**os.environ, **environment}
-        process = context.Process(target=_task_main, args=(job, merged, str(self._file)))
+        process = context.Process(target=main, args=(job, merged, str(self._file)))
         process.start()
         return _Task(process)
 
@@ -209,15 +204,20 @@ def _tasks(folder: Path) -> list[dict[str, str]]:
 # ----------------------------------------------------------------------------------------- one case
 
 
-def run_case(case: Case, folder: Path) -> Outcome:
+def run_case(case: Case, folder: Path, *, runs_programs: bool = False) -> Outcome:
     """Run a job with its fault to the end, as a scheduler starts it again.
+
+    Args:
+        case: The fault.
+        folder: Folder of the job.
+        runs_programs: Whether ``plain`` and ``torchrun`` are programs.
 
     Raises:
         AssertionError: If it does not end finished, hangs, or has other losses or samples.
     """
     codes, output, fault_s = list[int](), "", 0.0
     for number in range(STARTS):
-        start = _Start(case, folder, number)
+        start = _Start(case, folder, number, runs_programs)
         codes.append(start.wait())
         output += start.output
         fault_s = start.ended_s or fault_s
@@ -289,6 +289,7 @@ def table(folder: Path, launchers: tuple[str, ...], report: Callable[[str], None
     )
     report("|---|---|---|---|---|---|---|")
     wrong = 0
+    runs_programs = "--exec" in launchers
     for case in cases():
         if case.launcher not in launchers:
             continue
@@ -297,7 +298,7 @@ def table(folder: Path, launchers: tuple[str, ...], report: Callable[[str], None
         place.mkdir(parents=True)
         first = f"| {case.launcher} | {case.layout} | {case.signal_or_kind} | {case.rank} |"
         try:
-            outcome = run_case(case, place)
+            outcome = run_case(case, place, runs_programs=runs_programs)
         except AssertionError as error:
             wrong += 1
             (place / "failed.txt").write_text(str(error))
@@ -311,7 +312,9 @@ def table(folder: Path, launchers: tuple[str, ...], report: Callable[[str], None
 
 def main() -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    folder, launchers = Path(sys.argv[1]), tuple(sys.argv[2:]) or LAUNCHERS
+    folder, launchers = Path(sys.argv[1]), tuple(sys.argv[2:])
+    if not set(launchers) & set(LAUNCHERS):
+        launchers += LAUNCHERS
     raise SystemExit(min(1, table(folder, launchers, lambda line: print(line, flush=True))))
 
 

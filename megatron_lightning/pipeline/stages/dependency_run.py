@@ -29,9 +29,8 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._pytree import tree_map_only
-from torch.utils.flop_counter import FlopCounterMode
 
-from megatron_lightning.compat import unlogged_fake_tensors
+from megatron_lightning.compat import operation_counter, unlogged_fake_tensors
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.parallel.context import ParallelContext
 from megatron_lightning.parallel.rng import host_state
@@ -83,7 +82,7 @@ class ExampleRun:
         return uses
 
     def _try(self, path: str, observe: Callable[..., Any]) -> Any:
-        given = _inputs(self._root, path)
+        given = example_inputs(self._root, path)
         if given is None:
             return None
         caller, args, kwargs = given
@@ -103,8 +102,12 @@ class ExampleRun:
         return None
 
 
-def _inputs(root: nn.Module, path: str) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]] | None:
-    """Return the module to call and the arguments."""
+def example_inputs(
+    root: nn.Module, path: str
+) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]] | None:
+    """Return the module to call on the example inputs of ``root``, and the arguments. None: there
+    are no example inputs.
+    """
     module = root.get_submodule(path)
     example: Any = getattr(root, "example_input_array", None)
     if example is not None:
@@ -176,7 +179,7 @@ def _count_operations(module: nn.Module, call: Callable[[], Any]) -> Operations:
     found: dict[str, float] = {}
     starts: dict[str, int] = {}
     with ExitStack() as undo:
-        counter = undo.enter_context(FlopCounterMode(display=False))
+        counter = undo.enter_context(operation_counter())
 
         def start(name: str, *_: Any) -> None:
             starts[name] = counter.get_total_flops()

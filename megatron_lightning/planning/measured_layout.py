@@ -1,0 +1,206 @@
+"""Memory and modelled time of a measured module under a layout. No torch here.
+
+Weights, gradients and optimizer are counted as for a :class:`GPTModel`. Of what a unit keeps for
+backward, tensors as wide as its input stay whole on tensor-parallel ranks, and the others are
+shared. Times are the same roofline: operations at a share of the peak, kept bytes once through
+memory in the forward and twice in the backward, and the same communication.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from megatron_lightning import rules
+from megatron_lightning.config.measured import MeasuredModel, UnitMeasure
+from megatron_lightning.errors import ConfigError
+from megatron_lightning.parallel.grid import RankGrid
+from megatron_lightning.pipeline.schedules.actions import Schedule
+from megatron_lightning.pipeline.schedules.replay import Replay
+from megatron_lightning.planning.activations import rank_peak
+from megatron_lightning.planning.memory import Memory, RankMemory
+from megatron_lightning.planning.parameters import ParameterCount
+from megatron_lightning.planning.precision import precision_of
+from megatron_lightning.planning.recipe import MeasuredRecipe
+from megatron_lightning.planning.states import State, shards_of
+from megatron_lightning.planning.step_time import (
+    GEMM_SHARE,
+    HIDDEN_TENSOR,
+    LINK_SHARE,
+    MEMORY_SHARE,
+    Speeds,
+    StepTime,
+    UnitTime,
+    link_speed,
+    step_time,
+)
+from megatron_lightning.planning.tape import Profile
+
+Stages = Sequence[Sequence[str]]
+OUTSIDE = ""
+"""Key of code and parameters outside of the units."""
+
+
+def check_measured(recipe: MeasuredRecipe) -> RankGrid:
+    """Return the grid of a recipe's ranks.
+
+    Raises:
+        ConfigError: If the sizes do not fit together, or the module has no formula for them.
+    """
+    layout, name = recipe.layout, recipe.model.name
+    if layout.cp > 1 or layout.divides_experts:
+        raise ConfigError(
+            f"context_parallel_size is {layout.cp} and expert_model_parallel_size {layout.ep}; a "
+            f"plan of {name} knows tensor, pipeline and data parallelism. Set both to 1, or plan a "
+            "GPTModel."
+        )
+    grid = RankGrid(layout, recipe.world_size)
+    rules.check_data_parallel(grid, recipe.data_parallel, recipe.data)
+    if recipe.model.parameters(layout.tp) is None:
+        raise ConfigError(
+            f"tensor_model_parallel_size is {layout.tp}, and {name} cannot be divided so. Set it "
+            'to 1, give the module a sharding_plan(), or set sharding_plan to "auto".'
+        )
+    return grid
+
+
+class MeasuredLayout:
+    """A measured module under the layout of a recipe.
+
+    Args:
+        recipe: A checked recipe.
+        grid: The recipe's ranks.
+        stages: Units of every stage.
+        schedule: A proven table.
+    """
+
+    def __init__(
+        self, recipe: MeasuredRecipe, grid: RankGrid, stages: Stages, schedule: Schedule
+    ) -> None:
+        self._recipe = recipe
+        self._grid = grid
+        self._stages = stages
+        self._schedule = schedule
+        self._model: MeasuredModel = recipe.model
+        self._counts = recipe.model.parameters(recipe.layout.tp) or {}
+        self._is_recomputed = recipe.recompute.recompute_granularity == "full"
+
+    def _measures(self, stage: int) -> Iterator[UnitMeasure]:
+        """Yield the measures of a stage's parts. Code outside of the units counts on the last."""
+        yield from (self._model.units[unit] for unit in self._stages[stage])
+        if stage == len(self._stages) - 1:
+            yield self._model.outside
+
+    def parameters(self, stage: int) -> int:
+        """Return the parameters of a stage on a rank."""
+        return sum(self._counts[unit] for unit in self._stages[stage])
+
+    # --------------------------------------------------------------------------------------- memory
+
+    def memory(self) -> Memory:
+        """Return the bytes on the ranks at every position of the pipeline."""
+        schedule, recipe = self._schedule, self._recipe
+        profiles = [self._profile(stage) for stage in range(len(self._stages))]
+        messages = [self._message_bytes(stage) for stage in range(1, len(self._stages))]
+        message = max(messages, default=0.0)
+        rows = []
+        for pp_rank in range(recipe.layout.pp):
+            own = [self._stages[stage] for stage in schedule.placement.stages_of(pp_rank)]
+            state = self._state(own)
+            peak = rank_peak(
+                schedule, pp_rank, profiles, message_bytes=message, stream_bytes=message
+            )
+            rows.append(
+                RankMemory(
+                    pp_rank=pp_rank,
+                    parameters=state.parameters.total,
+                    weights_bytes=state.weights_bytes,
+                    gradients_bytes=state.gradients_bytes,
+                    optimizer_bytes=state.optimizer_bytes,
+                    activations_bytes=round(peak),
+                    in_flight=schedule.in_flight[pp_rank],
+                )
+            )
+        return Memory(tuple(rows))
+
+    def _state(self, own: Stages) -> State:
+        recipe = self._recipe
+        units = [unit for stage in own for unit in stage]
+        shards = shards_of(self._grid, recipe.data_parallel, recipe.data)
+        counts = {unit: ParameterCount(self._counts[unit]) for unit in units}
+        outside = ParameterCount(self._counts[OUTSIDE])
+        is_sharded = recipe.data_parallel == "fsdp" and shards[0] > 1
+        return State(
+            sum(counts.values(), outside),
+            counts if is_sharded else {},
+            dict.fromkeys(units, ParameterCount()),
+            shards=shards,
+            precision=precision_of(recipe.precision),
+            options=recipe.data,
+            num_microbatches=recipe.num_microbatches,
+        )
+
+    def _profile(self, stage: int) -> Profile:
+        """Return the bytes of one micro-batch on a stage."""
+        samples, tp = self._recipe.micro_batch_size, self._recipe.layout.tp
+        kept = working = 0.0
+        for one in self._measures(stage):
+            full = samples * (one.kept_stream_bytes + one.kept_inner_bytes / tp)
+            stream = samples * one.stream_bytes
+            is_unit = one is not self._model.outside
+            kept += stream if self._is_recomputed and is_unit else full
+            again = full if self._is_recomputed and is_unit else 0.0
+            working = max(working, again + 2 * stream)
+        return Profile(kept=kept, forward_peak=kept + working, backward_peak=kept + working)
+
+    def _message_bytes(self, stage: int) -> float:
+        unit = next(iter(self._stages[stage]), None)
+        size = 0.0 if unit is None else self._model.units[unit].stream_bytes
+        return self._recipe.micro_batch_size * size
+
+    # ----------------------------------------------------------------------------------------- time
+
+    def time(self, replay: Replay, speeds: Speeds) -> StepTime:
+        """Return the modelled time of a step.
+
+        Args:
+            replay: Schedule of the simulated micro-batches.
+            speeds: Speeds of the device.
+        """
+        recipe = self._recipe
+        each = [self._unit_time(stage, speeds) for stage in range(len(self._stages))]
+        held = max(self.memory().ranks, key=lambda row: row.parameters).parameters
+        sizes = [self._message_bytes(stage) for stage in range(1, len(self._stages))]
+        reach = 2 * recipe.world_size // recipe.layout.pp  # of neighboring stages
+        link = link_speed(speeds, reach, recipe.node_size) * LINK_SHARE
+        message_s = max(sizes, default=0.0) / link
+        return step_time(
+            recipe, replay, each=each, held=ParameterCount(held), message_s=message_s,
+            speeds=speeds, node_size=recipe.node_size,
+        )  # fmt: skip
+
+    def _unit_time(self, stage: int, speeds: Speeds) -> UnitTime:
+        recipe, tp = self._recipe, self._recipe.layout.tp
+        samples = recipe.micro_batch_size
+        is_half = precision_of(recipe.precision).compute_bytes == 2
+        peak = speeds.bf16 * (1.0 if is_half else 0.5)  # TF32
+        link = link_speed(speeds, tp, recipe.node_size) * LINK_SHARE
+        total = UnitTime()
+        for one in self._measures(stage):
+            work = samples * one.forward_flops / tp / (peak * GEMM_SHARE)
+            kept = one.kept_stream_bytes + one.kept_inner_bytes / tp
+            passes = 2 * samples * kept / (speeds.memory * MEMORY_SHARE)
+            # Two all-reduces of the stream in each direction.
+            sent = 4 * samples * one.stream_bytes * (tp - 1) / tp / link * (1 - HIDDEN_TENSOR)
+            forward = work + passes + sent
+            is_unit = one is not self._model.outside
+            again = forward if self._is_recomputed and is_unit else 0.0
+            total = total.plus(
+                UnitTime(forward, 2 * work + 2 * passes + sent + again, (3 if again else 2) * sent)
+            )
+        return total
+
+
+def operations(recipe: MeasuredRecipe) -> float:
+    """Return the operations of a step over all ranks, forward and backward."""
+    measures = [*recipe.model.units.values(), recipe.model.outside]
+    return 3.0 * recipe.global_batch_size * sum(one.forward_flops for one in measures)
