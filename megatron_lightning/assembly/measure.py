@@ -14,6 +14,7 @@ import copy
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
+from importlib import import_module
 from math import prod
 from typing import Any
 
@@ -78,6 +79,15 @@ def measure(
 
 def _make(class_path: str, init_args: Mapping[str, Any]) -> nn.Module:
     """Return the full module, on ``meta`` if the class allows."""
+    module_path, _, name = class_path.rpartition(".")
+    try:
+        if not hasattr(import_module(module_path), name):
+            raise ImportError(f"{module_path} has no {name}")
+    except (ImportError, ValueError) as error:
+        raise ConfigError(
+            f"model.class_path is {class_path!r}, which cannot be imported ({error}). Check it, and "
+            "start in its folder or set PYTHONPATH."
+        ) from None
     parser = ArgumentParser(exit_on_error=False)
     parser.add_subclass_arguments(nn.Module, "model", required=True)
     failures = []

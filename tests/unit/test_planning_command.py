@@ -275,4 +275,4 @@ def test_a_plan_reads_the_sizes_of_a_folder(
     missing = {"class_path": f"{modules}HuggingFaceModule", "init_args": {"path": "not/there"}}
     assert "not/there" in wrong(changed(tmp_path, model=missing, **layout), capsys)[0]
     other = {"class_path": "mine.Module"}
-    assert "HuggingFaceModule" in wrong(changed(tmp_path, model=other, **layout), capsys)[0]
+    assert "cannot be imported" in wrong(changed(tmp_path, model=other, **layout), capsys)[0]
