@@ -85,8 +85,8 @@ def _make(class_path: str, init_args: Mapping[str, Any]) -> nn.Module:
             raise ImportError(f"{module_path} has no {name}")
     except (ImportError, ValueError) as error:
         raise ConfigError(
-            f"model.class_path is {class_path!r}, which cannot be imported ({error}). Check it, and "
-            "start in its folder or set PYTHONPATH."
+            f"model.class_path is {class_path!r}, which cannot be imported ({error}). Check the "
+            "name, and start in its folder or set PYTHONPATH."
         ) from None
     parser = ArgumentParser(exit_on_error=False)
     parser.add_subclass_arguments(nn.Module, "model", required=True)

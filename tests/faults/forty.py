@@ -150,7 +150,7 @@ class _Start:
         -1.
         """
         deadline, code = time.monotonic() + START_LIMIT_S, 0
-        while any(task.code is None for task in self._tasks):
+        while any(task.code is None for task in self._tasks) or self._is_ending():
             time.sleep(0.05)
             self._look()
             if time.monotonic() > deadline:
@@ -161,6 +161,11 @@ class _Start:
             code = max((task.code or 0 for task in self._tasks), key=lambda one: (one != 0, one))
         self._kill()
         return code
+
+    def _is_ending(self) -> bool:
+        """Whether ranks of the fault still run, though the first process has ended."""
+        self._look()
+        return self.ended_s is None and "FAULT " in self.output
 
     def _look(self) -> None:
         """Note when the ranks of the fault have ended, or have met to start again."""
