@@ -7,8 +7,10 @@ process, one thread, the same weights, in turns.
 
 A Llama of 46 million parameters, 16 requests with prompts of 8 to 127 tokens and 16 to 95 new ones.
 The peers are ``generate`` on a left-padded batch, which computes the longest text for all, and the
-continuous batching of ``transformers``. Ratios are of the rounds' pairs: median, and the lower end
-of a 90 % interval by resampling rounds.
+continuous batching of ``transformers``. Drafts by a layer of multi-token prediction are compared
+with the same engine without drafts, for one request and for 16, on a model whose text follows a
+permutation of the vocabulary, so that drafts are accepted. Ratios are of the rounds' pairs: median,
+and the lower end of a 90 % interval by resampling rounds.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ import transformers
 from torch import Tensor
 
 from megatron_lightning.config import TransformerConfig
-from megatron_lightning.inference import Engine, Sampling, sample
+from megatron_lightning.inference import Engine, EngineOptions, Sampling, sample
 from megatron_lightning.models import GPTModel
 from tests.helpers.hf_weights import from_llama
 
@@ -147,6 +149,73 @@ class Case:
         return [one.tokens for (one,) in self.engine.generate(self.prompts, sampling)]
 
 
+class DraftCase:
+    """A model with a layer of multi-token prediction, with and without drafts.
+
+    Args:
+        dtype: Of the weights.
+        quick: Whether the model is tiny.
+        num_requests: Requests at once.
+    """
+
+    def __init__(self, dtype: torch.dtype, num_requests: int, *, quick: bool) -> None:
+        layers, hidden, vocabulary = (2, 64, 256) if quick else (12, 512, 8192)
+        config = TransformerConfig(
+            num_layers=layers,
+            hidden_size=hidden,
+            num_attention_heads=8,
+            num_query_groups=4,
+            vocab_size=vocabulary,
+            max_sequence_length=1024,
+            ffn_hidden_size=3 * hidden,
+            mtp_num_layers=1,
+        )
+        model = GPTModel(config).eval()
+        draws = torch.Generator().manual_seed(1)
+        following = torch.randperm(vocabulary, generator=draws)
+        with torch.no_grad():
+            words = model.embedding.word_embeddings.weight
+            words.copy_(torch.randn(vocabulary, hidden, generator=draws))
+            model.output_layer.weight[following] = words
+            for layer in model.mtp.layers.values() if model.mtp is not None else ():
+                layer.eh_proj.weight[:, :hidden] += torch.eye(hidden)
+        model = model.to(dtype)
+        self._sampling = Sampling(max_new_tokens=64, temperature=0.0)
+        self._prompts = torch.randint(1, vocabulary, (num_requests, 32), generator=draws).tolist()
+        self._plain = Engine.of(model)
+        self._drafting = Engine.of(model, options=EngineOptions(draft_tokens=1))
+
+    def plain(self) -> list[list[int]]:
+        """Write without drafts."""
+        return self._texts(self._plain)
+
+    def drafting(self) -> list[list[int]]:
+        """Write with drafts."""
+        return self._texts(self._drafting)
+
+    def measure(self, num_rounds: int) -> str:
+        """Return a row of the table."""
+        times: dict[str, list[float]] = {"plain": [], "drafting": []}
+        texts: dict[str, list[list[int]]] = {}
+        for _ in range(1 + num_rounds):
+            for name, work in (("plain", self.plain), ("drafting", self.drafting)):
+                seconds, texts[name] = _seconds(work)
+                times[name].append(seconds)
+        median, least = _ratio(times["plain"][1:], times["drafting"][1:])
+        count = len(self._prompts)
+        equal = sum(a == b for a, b in zip(texts["plain"], texts["drafting"], strict=True))
+        speed = 64 * count / statistics.median(times["drafting"][1:])
+        steps = self._drafting.num_steps / self._plain.num_steps
+        accepted = self._drafting.draft_counts.acceptance
+        return (
+            f"| {count} | {speed:.1f} | {median:.2f} | {least:.2f} | {steps:.2f} | {accepted:.2f} "
+            f"| {equal}/{count} |"
+        )
+
+    def _texts(self, engine: Engine) -> list[list[int]]:
+        return [one.tokens for (one,) in engine.generate(self._prompts, self._sampling)]
+
+
 def _seconds(work: Callable[[], list[list[int]]]) -> tuple[float, list[list[int]]]:
     start = time.process_time()
     texts = work()
@@ -201,6 +270,11 @@ def main() -> None:
     equal = sum(a == b for a, b in zip(texts["uncached"], texts["engine, short"], strict=True))
     row = f"{speed:.1f} | {median:.1f} | {least:.1f} | {UNCACHED_GOAL} | {equal}/16"
     print(f"| uncached loop | {row} |")
+    print("\n| requests with drafts | tokens/s | x without | at least | steps | accepted | equal |")
+    print("|---|---|---|---|---|---|---|")
+    for num_requests in (1, 16):
+        drafts = DraftCase(getattr(torch, options.dtype), num_requests, quick=options.quick)
+        print(drafts.measure(1 if options.quick else options.rounds))
 
 
 if __name__ == "__main__":
