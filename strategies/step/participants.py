@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megatron_lightning.assembly.buffers import BufferSync
+from megatron_lightning.assembly.fsdp import is_sharded
 from megatron_lightning.assembly.plan_watch import PlanWatch
 from megatron_lightning.pipeline.batch.metrics import MetricSync
 from megatron_lightning.strategies.step.checks.agreement import Agreement
@@ -113,9 +114,10 @@ def _of_hooks(scope: RunContext, guard: WorldGuard, *, fits: bool) -> Iterator[S
     """Yield participants that compare the ranks of a replica after hooks of the user."""
     if scope.context.tp.size > 1:
         yield HookComparison(scope)
-    if scope.context.layout.replica_size > 1:
+    has_copies = scope.context.layout.replica_size > 1
+    if has_copies or is_sharded(scope.module):
         yield UserHooks(scope, guard)
-        if fits:
+        if fits and has_copies:
             yield HookLogs(scope)
 
 

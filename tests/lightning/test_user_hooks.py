@@ -23,6 +23,7 @@ PLAN = ShardingPlan(modules={"net.0": ColumnParallel(), "net.2": RowParallel()})
 TP2 = make_layout("tp2", 2, 1, tensor_model_parallel_size=2, sharding_plan=PLAN)
 PP2 = make_layout("pp2", 2, 1, pipeline_model_parallel_size=2, micro_batch_size=4)
 ZERO1 = make_layout("zero1", 2, 2)
+FSDP2 = make_layout("fsdp", 2, 2, data_parallel="fsdp")
 
 
 class Hook(pl.Callback):
@@ -89,12 +90,26 @@ def _draws_alike(trainer: pl.Trainer, module: nn.Module) -> None:
             parameter.add_(torch.randn_like(parameter))
 
 
+def _fills_matrices(trainer: pl.Trainer, module: nn.Module) -> None:
+    for parameter in module.parameters():
+        if parameter.ndim > 1:
+            nn.init.kaiming_uniform_(parameter)
+
+
+def _fills_data(trainer: pl.Trainer, module: nn.Module) -> None:
+    for layer in module.modules():
+        if isinstance(layer, nn.Linear):
+            layer.weight.data.normal_()
+
+
 CASES: dict[str, tuple[Any, type[Exception], str]] = {
     "sum": (Hook("validation", _sums), PipelineError, "on_validation_epoch_end of Hook called"),
     "gather": (Hook("batch", _gathers), PipelineError, "on_train_batch_end of Hook called"),
     "late": (None, PipelineError, "training_step of LateCollective called"),
     "generator": (Hook("start", _draws), ShardingError, "on_train_start of Hook draws random"),
     "alike": (Hook("batch", _draws_alike), ShardingError, "on_train_batch_end of Hook draws"),
+    "matrices": (Hook("batch", _fills_matrices), ShardingError, "on_train_batch_end of Hook draws"),
+    "data": (Hook("start", _fills_data), ShardingError, "on_train_start of Hook draws random"),
 }
 
 
@@ -117,11 +132,20 @@ def _refused(layout: Layout, folder: str, name: str) -> str:
     [
         (PP2, "sum"),
         (TP2, "generator"),
+        (PP2, "matrices"),
+        (FSDP2, "data"),
         *(
             pytest.param(layout, name, marks=pytest.mark.slow)
             for layout in (TP2, PP2)
             for name in CASES
-            if (layout.name, name) not in {("pp2", "sum"), ("tp2", "generator"), ("pp2", "late")}
+            if (layout.name, name)
+            not in {
+                ("pp2", "sum"),
+                ("tp2", "generator"),
+                ("pp2", "late"),
+                ("pp2", "matrices"),
+                ("pp2", "data"),
+            }
         ),
     ],
 )

@@ -3,16 +3,18 @@
 In a hook, a sum or gather over all ranks counts the values of a replica once for every rank of the
 replica. Random numbers drawn in a loop over ``parameters()`` belong to one device's tensors, and a
 rank has shards of them, or other layers. Equal draws of a generator are found by no comparison of
-values: noise added to shards, say.
+values: noise added to shards, say. Draws are judged by the parameters that are filled in place, and
+by shapes: as many tensors as there are parameters.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
 from megatron_lightning.errors import ShardingError
@@ -32,7 +34,7 @@ _HOOKS = (
 _DRAWS = frozenset((
     "normal_", "uniform_", "bernoulli_", "random_", "exponential_", "log_normal_", "cauchy_",
     "geometric_", "randn", "rand", "randint", "normal", "bernoulli", "randn_like", "rand_like",
-    "randint_like",
+    "randint_like", "kaiming_uniform_", "kaiming_normal_",
 ))  # fmt: skip
 _NUM_WATCHED = 2  # calls of a hook with a watch on random numbers
 _MIN_TENSORS = 2  # drawn in a loop over parameters
@@ -74,32 +76,59 @@ class UserHooks(StepParticipant):
         Raises:
             ShardingError: After the hook.
         """
-        scope = self._scope
-        parameters = dict(scope.module.named_parameters())
-        shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
-        sharded = {
-            name
-            for name in parameters
-            if name in scope.part.specs and scope.part.specs[name].sharded_over
-        }
-        if scope.context.pp.size == 1 and not sharded:
+        parameters = dict(self._scope.module.named_parameters())
+        sharded = {name for name in parameters if self._is_shard(name, parameters[name])}
+        if self._scope.context.pp.size == 1 and not sharded:
             yield
             return
+        names = {_address(parameter): name for name, parameter in parameters.items()}
         with _DrawWatch() as draws:
             yield
+        filled = {names[address] for address in draws.filled if address in names}
+        shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
         left = list(draws.shapes)
-        drawn = [name for name, shape in shapes.items() if _take(shape, left)]
+        drawn = {name for name, shape in shapes.items() if _take(shape, left)}
         if len(drawn) < max(_MIN_TENSORS, len(shapes)):
+            drawn = filled if self._fills_layers(filled) else filled & sharded
+        if not drawn:
             return
-        part = f"shards, as of {min(sharded)}" if sharded else "a part of the layers"
+        part = f"shards, as of {min(sharded & drawn)}" if sharded & drawn else "layers of a stage"
         raise ShardingError(
-            f"{where} draws random numbers of the shapes of all {len(drawn)} parameters that this "
-            f"rank has, which are {part}. Every rank draws the same numbers for other values of "
-            "the model. Initialize weights in __init__ or configure_model, where they are full. "
-            "For noise, draw tensors of the full shapes on all ranks, from "
+            f"{where} draws random numbers for {len(drawn)} of the {len(shapes)} parameters that "
+            f"this rank has, and the rank has {part}. Every rank draws the same numbers for other "
+            "values of the model. Initialize weights in __init__ or configure_model, where they "
+            "are full. For noise, draw tensors of the full shapes on all ranks, from "
             "strategy.full_tensors(), and write the sums with load_state_dict of the "
             "LightningModule."
         )
+
+    def _is_shard(self, name: str, parameter: Tensor) -> bool:
+        """Return whether this rank has only a shard of a parameter."""
+        if isinstance(parameter, DTensor):
+            return parameter.device_mesh.size() > 1
+        specs = self._scope.part.specs
+        return name in specs and bool(specs[name].sharded_over)
+
+    def _fills_layers(self, names: Collection[str]) -> bool:
+        """Return whether a hook fills matrices of every pipeline unit of this rank, and of at least
+        two units, as a loop over layers does. Draws for a single head are right on the head's
+        stage.
+        """
+        part = self._scope.part
+        units = {
+            unit
+            for unit in part.stage_of_unit
+            for name, parameter in self._scope.module.named_parameters()
+            if parameter.ndim > 1 and name.startswith(f"{unit}.") and part.in_unit(name)
+        }
+        with_draws = {unit for unit in units if any(n.startswith(f"{unit}.") for n in names)}
+        return with_draws == units and len(units) >= _MIN_TENSORS
+
+
+def _address(tensor: Tensor) -> int:
+    """Return the address of a tensor's values on this rank. ``p.data`` has the address of ``p``."""
+    local_tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return local_tensor.data_ptr()
 
 
 def _take(shape: tuple[int, ...], shapes: list[tuple[int, ...]]) -> bool:
@@ -111,17 +140,21 @@ def _take(shape: tuple[int, ...], shapes: list[tuple[int, ...]]) -> bool:
 
 
 class _DrawWatch(TorchFunctionMode):
-    """Notes the shapes of tensors that the user's code fills with random numbers."""
+    """Notes shapes and addresses of tensors that the user's code fills with random numbers."""
 
     def __init__(self) -> None:
         super().__init__()
         self.shapes: list[tuple[int, ...]] = []
+        self.filled: set[int] = set()
 
     def __torch_function__(
         self, func: Any, types: Sequence[Any], args: Any = (), kwargs: Any = None
     ) -> Any:  # called by torch
         """Call a function."""
         result = func(*args, **(kwargs or {}))
-        if getattr(func, "__name__", "") in _DRAWS and isinstance(result, Tensor):
+        name = getattr(func, "__name__", "")
+        if name in _DRAWS and isinstance(result, Tensor):
             self.shapes.append(tuple(result.shape))
+            if name.endswith("_"):
+                self.filled.add(_address(result))
         return result
