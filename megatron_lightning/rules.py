@@ -205,26 +205,26 @@ def check_model_layout(
 
 
 def _check_tensor(config: TransformerConfig, layout: ParallelLayout) -> None:
-    tp = layout.tp
+    tp, attends = layout.tp, config.attends
     shared = [
-        ("num_attention_heads", config.num_attention_heads),
-        ("ffn_hidden_size", config.ffn_size),
+        ("num_attention_heads", config.num_attention_heads, attends),
+        ("ffn_hidden_size", config.ffn_size, config.has_feed_forward),
     ]
-    for name, value in shared:
-        if value % tp:
+    for name, value, is_used in shared:
+        if is_used and value % tp:
             raise ConfigError(
                 f"{name}={value} is not divisible by tensor_model_parallel_size={tp}; every rank "
                 f"takes an equal share. Set {name} to a multiple of {tp}, or "
                 f"tensor_model_parallel_size to a divisor of {value}."
             )
     groups = config.query_groups
-    if groups % tp and tp % groups:
+    if attends and groups % tp and tp % groups:
         raise ConfigError(
             f"num_query_groups={groups} and tensor_model_parallel_size={tp}: neither divides the "
             "other, so ranks and key/value heads cannot be split equally. Set "
             f"tensor_model_parallel_size to a divisor or a multiple of {groups}."
         )
-    if config.qkv_rows % tp:
+    if attends and config.qkv_rows % tp:
         raise ConfigError(
             f"the {config.qkv_rows} rows of linear_qkv are not divisible by "
             f"tensor_model_parallel_size={tp}, and ranks that outnumber num_query_groups={groups} "

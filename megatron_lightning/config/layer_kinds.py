@@ -26,6 +26,10 @@ SINGLE_MIXER_KINDS = ("attention", "mlp", "moe", "mamba", "delta_net")
 """Layers with a single mixer, added once to the residual stream."""
 LAYER_KINDS = ("dense", "expert", *SINGLE_MIXER_KINDS)
 """Attention with a feed-forward or experts behind it, and layers with a single mixer."""
+WITHOUT_ATTENTION = frozenset(("mlp", "moe", "mamba", "delta_net"))
+"""Kinds without queries and keys."""
+WITHOUT_FEED_FORWARD = frozenset(("attention", "mamba", "delta_net"))
+"""Kinds without a feed-forward or experts."""
 GROUPS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {"moe": ("expert", "moe"), "mamba": ("mamba",)}
 )

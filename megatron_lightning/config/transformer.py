@@ -33,7 +33,13 @@ from megatron_lightning.config.hybrid_pattern import (
     refuse_ratios,
 )
 from megatron_lightning.config.latent_attention import LatentAttentionConfig
-from megatron_lightning.config.layer_kinds import GROUPS, SINGLE_MIXER_KINDS, check_layer_kinds
+from megatron_lightning.config.layer_kinds import (
+    GROUPS,
+    SINGLE_MIXER_KINDS,
+    WITHOUT_ATTENTION,
+    WITHOUT_FEED_FORWARD,
+    check_layer_kinds,
+)
 from megatron_lightning.config.mamba import MambaConfig
 from megatron_lightning.config.moe import MoEConfig
 from megatron_lightning.config.rope_scaling import RopeScaling
@@ -391,6 +397,16 @@ class TransformerConfig:
         place of attention.
         """
         return all(linear_layers(self.linear_attention_freq, self.num_layers))
+
+    @property
+    def attends(self) -> bool:
+        """Whether a layer has attention, as far as the kinds of layers tell."""
+        return not set(self.layer_kinds + self.depth_kinds) <= WITHOUT_ATTENTION
+
+    @property
+    def has_feed_forward(self) -> bool:
+        """Whether a layer has a feed-forward or experts, as far as the kinds of layers tell."""
+        return not set(self.layer_kinds + self.depth_kinds) <= WITHOUT_FEED_FORWARD
 
     @property
     def num_predicting_layers(self) -> int:

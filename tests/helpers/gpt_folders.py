@@ -151,7 +151,7 @@ FOLDERS: dict[str, tuple[str, dict[str, Any]]] = {
         "rope_parameters": _ROPE | {"partial_rotary_factor": 0.5},
     }),
     "dots1": ("Dots1", _MIXED | _SIGMOID | {"n_shared_experts": 1}),
-    "mamba2": ("Mamba2", _TIED | {
+    "mamba2": ("Mamba2", _UNTIED | {
         "num_heads": 4, "head_dim": 16, "state_size": 8, "n_groups": 2, "chunk_size": 8,
         "conv_kernel": 3, "time_step_limit": [0.0, 0.9], "layer_norm_epsilon": 1e-3,
     }),
