@@ -164,7 +164,6 @@ REFUSALS: Mapping[str, Callable[[], object]] = {
     "experts-of-a-dense-model": _fit(_gpt, **{EP: 2}),
     "experts-without-sequence-parallel": _fit(_experts, **{TP: 2}, sequence_parallel=False),
     "experts-not-divided": _fit(_experts, **{EP: 3}, devices=3),
-    "layer-of-mamba": lambda: _gpt(layer_pattern=["dense", "mamba", "dense", "dense"]),
     "no-plan": _fit(_Module, **{TP: 2}),
     "no-sequence": _fit(_Module, **{CP: 2}),
     "batch-norm-over-replicas": _fit(_Module, trainer={"sync_batchnorm": True}),

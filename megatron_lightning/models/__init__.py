@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from megatron_lightning.config import (
         DeltaNetConfig,
         LatentAttentionConfig,
+        MambaConfig,
         MoEConfig,
         RopeScaling,
         TransformerConfig,
@@ -20,6 +21,7 @@ __all__ = [
     "DeltaNetConfig",
     "GPTModel",
     "LatentAttentionConfig",
+    "MambaConfig",
     "MoEConfig",
     "RopeScaling",
     "TransformerConfig",
@@ -34,6 +36,7 @@ __getattr__, __dir__ = lazy_attributes(
         "DeltaNetConfig": "megatron_lightning.config",
         "GPTModel": "megatron_lightning.models.transformer",
         "LatentAttentionConfig": "megatron_lightning.config",
+        "MambaConfig": "megatron_lightning.config",
         "MoEConfig": "megatron_lightning.config",
         "RopeScaling": "megatron_lightning.config",
         "TransformerConfig": "megatron_lightning.config",
