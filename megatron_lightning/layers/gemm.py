@@ -228,6 +228,16 @@ def matmul(
     return y
 
 
+def add_products(weight: Tensor, left: Tensor, right: Tensor, scale: float) -> Tensor:
+    """Return W + scale L R for each expert: [E, out, in], [E, out, r], [E, r, in] -> [E, out, in].
+
+    The sum and its gradients are in the weight's dtype, with autocast as well.
+    """
+    with torch.autocast(weight.device.type, enabled=False):
+        pair = left.to(weight.dtype), right.to(weight.dtype)
+        return torch.baddbmm(weight, *pair, alpha=scale)
+
+
 def by_heads(x: Tensor, weight: Tensor) -> Tensor:
     """Return x [s, b, n, i] times a matrix for each head, ``weight`` [n, i, o]: [s, b, n, o].
 

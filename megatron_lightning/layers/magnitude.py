@@ -106,8 +106,10 @@ def fill_magnitudes(module: nn.Module) -> None:
             for name, part in getattr(adapters, "parts", {}).items()
             if magnitude_of(part) is not None
         }
+        if not parts:
+            continue
         weight: Any = layer.weight
-        if not parts or weight.is_meta or any(p.is_meta for p in adapters.parameters()):
+        if weight.is_meta or any(p.is_meta for p in adapters.parameters()):
             continue
         vars(adapters)[_FILLED] = True
         full = weight.full_tensor() if isinstance(weight, DTensor) else weight

@@ -94,8 +94,8 @@ def read_folder(path: str | os.PathLike[str]) -> SavedAdapters:
                     f"{folder}: {CONFIG} has use_dora={lora.use_dora}, and {TENSORS} "
                     f"{'no' if lengths is None else 'a'} {layer}{_LENGTHS}. Restore the folder."
                 )
-            factors = Factors(tensor, second, lora.scale_of(layer), lengths)
             stacked = _stacked_name(layer, config, tensors)
+            factors = Factors(tensor, second, lora.scale_of(stacked or layer), lengths)
             if stacked is not None:
                 layer, factors = stacked, _unflat(factors, lora.rank_of(stacked), folder)
             layers[layer] = {ALL_ROWS: factors}

@@ -30,12 +30,15 @@ from megatron_lightning.layers.adapters import (
 )
 from megatron_lightning.layers.magnitude import fill_magnitudes
 from megatron_lightning.layers.moe.experts import GroupedLinear
+from megatron_lightning.layers.stacked_adapters import StackedAdapters, attach_stacked
 from megatron_lightning.peft.matching import (
     check_table,
+    find_parameters,
     find_saved,
     find_targets,
     is_transposed,
     short_names,
+    short_parameters,
     value_of,
 )
 from megatron_lightning.precision.frozen_base import check_format, quantize_base
@@ -87,6 +90,9 @@ class LoRA:
     target_modules: str | Sequence[str] = "all-linear"
     """Layers to adapt: "all-linear" (all but the output layer), a list of names or ends of paths
     with ``*`` for any segment, or a regular expression of full paths."""
+    target_parameters: Sequence[str] = ()
+    """Stacked experts of untouched models to adapt: ends of the paths of parameters [E, out, in],
+    such as "experts.gate_up_proj"."""
     exclude_modules: str | Sequence[str] = ()
     """Layers without adapters, in the same form."""
     rank_pattern: Mapping[str, int] = field(default_factory=dict)
@@ -149,11 +155,15 @@ class LoRA:
                 f"{type(module).__name__} has adapters already, and LoRA is applied again. Apply "
                 "it once; several sets of adapters of one model are not supported."
             )
-        targets = find_targets(module, self.target_modules, self.exclude_modules)
+        stacks = find_parameters(module, self.target_parameters)
+        targets: dict[str, nn.Module] = {}
+        if self.target_modules or not stacks:
+            targets = find_targets(module, self.target_modules, self.exclude_modules)
         saved = find_saved(module, self.modules_to_save)
         for name in ("rank_pattern", "alpha_pattern"):
-            check_table(name, getattr(self, name), targets)
-        experts = [path for path, layer in targets.items() if isinstance(layer, GroupedLinear)]
+            check_table(name, getattr(self, name), [*targets, *stacks])
+        grouped = [path for path, layer in targets.items() if isinstance(layer, GroupedLinear)]
+        experts = [*grouped, *stacks]
         if experts and self.lora_dropout:
             raise ConfigError(
                 f"lora_dropout is {self.lora_dropout}, and {experts[0]} is a layer of experts, "
@@ -165,6 +175,8 @@ class LoRA:
         module.requires_grad_(False)
         for path, layer in targets.items():
             attach(layer, self._adapters(path, layer))
+        for path, layer in _owners(module, stacks).items():
+            attach_stacked(layer, self._stacked(path, layer, stacks))
         fill_magnitudes(module)
         for child in saved.values():
             child.requires_grad_(True)
@@ -174,7 +186,7 @@ class LoRA:
         module.__dict__["expects_gradients"] = True  # unused adapters are an error
         module.__dict__[APPLIED] = AppliedLoRA(
             self,
-            short_names(module, targets),
+            (*short_names(module, targets), *short_parameters(module, stacks)),
             {
                 path: rows
                 for path, layer in targets.items()
@@ -207,6 +219,22 @@ class LoRA:
         }
         alternates = len(fused.rows) == 3
         return Adapters(parts, path, num_groups=fused.num_periods if alternates else 0)
+
+    def _stacked(
+        self, path: str, owner: nn.Module, stacks: Mapping[str, nn.Parameter]
+    ) -> StackedAdapters:
+        """Return the adapters of the parameters of the module of experts at ``path``."""
+        parts = {}
+        for full_name, stack in stacks.items():
+            if full_name.rpartition(".")[0] != path:
+                continue
+            num_experts, out, inputs = stack.shape
+            rank = self.rank_of(full_name)
+            sizes = ((inputs, rank), (rank, out))
+            factors = [_grouped(num_experts, *size, stack) for size in sizes]
+            name = full_name.rpartition(".")[2]
+            parts[name] = LowRankAdapter(*factors, scale=self.scale_of(full_name))
+        return StackedAdapters(parts, path)
 
     def _has_one(self, layer: nn.Module) -> bool:
         """Return whether a layer has a single adapter, regardless of the matrices in the weight."""
@@ -259,14 +287,24 @@ def _factor(layer: nn.Module, inputs: int, outputs: int) -> nn.Module:
     """
     weight: torch.Tensor = layer.weight  # type: ignore[assignment]
     if isinstance(layer, GroupedLinear):
-        one_by_one = layer.gemm.one_by_one
-        with torch.device("meta"):
-            factor: nn.Module = GroupedLinear(
-                len(weight), inputs, outputs, bias=False, one_by_one=one_by_one
-            ).to(weight.dtype)
-    else:
-        factor = nn.Linear(inputs, outputs, bias=False, device="meta", dtype=weight.dtype)
+        return _grouped(len(weight), inputs, outputs, weight, one_by_one=layer.gemm.one_by_one)
+    factor = nn.Linear(inputs, outputs, bias=False, device="meta", dtype=weight.dtype)
     return factor.to_empty(device=weight.device)
+
+
+def _grouped(
+    num_experts: int, inputs: int, outputs: int, like: torch.Tensor, *, one_by_one: bool = False
+) -> nn.Module:
+    """Return a linear layer for each expert without values, with dtype and device of ``like``."""
+    with torch.device("meta"):
+        layer = GroupedLinear(num_experts, inputs, outputs, bias=False, one_by_one=one_by_one)
+    return layer.to(like.dtype).to_empty(device=like.device)
+
+
+def _owners(module: nn.Module, stacks: Mapping[str, nn.Parameter]) -> dict[str, nn.Module]:
+    """Return path -> module of the experts with adapted parameters."""
+    paths = dict.fromkeys(name.rpartition(".")[0] for name in stacks)
+    return {path: module.get_submodule(path) for path in paths}
 
 
 def applied_to(module: nn.Module) -> dict[str, AppliedLoRA]:

@@ -17,6 +17,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.layers.linear_loss import TakesLoss
 from megatron_lightning.layers.moe.experts import GroupedLinear
+from megatron_lightning.layers.stacked_adapters import is_stack
 from megatron_lightning.parallel.attachments import is_extended, without_attachments
 from megatron_lightning.parallel.patterns import compile_pattern, nearest_pattern
 
@@ -94,6 +95,67 @@ def short_names(module: nn.Module, paths: Collection[str]) -> tuple[str, ...]:
         if is_linear(layer):
             named.setdefault(path.rpartition(".")[2], set()).add(path)
     names = []
+    for name, all_paths in named.items():
+        own = all_paths & set(paths)
+        names += [name] if own == all_paths else sorted(own)
+    return tuple(names)
+
+
+def find_parameters(module: nn.Module, names: Sequence[str]) -> dict[str, nn.Parameter]:
+    """Return path -> parameter of the stacked experts of untouched models to adapt.
+
+    Raises:
+        ConfigError: If a name matches no stacked experts, or experts are stored [E, in, out].
+    """
+    if not names:
+        return {}
+    if isinstance(names, str):
+        raise ConfigError(
+            f"target_parameters is the text {names!r}. Set a list of names, such as "
+            '["experts.gate_up_proj", "experts.down_proj"].'
+        )
+    stacks = _stacks(module)
+    chosen = set[str]()
+    for pattern in names:
+        found = {path for path in stacks if _suffix(pattern)(path)}
+        if not found:
+            ends = sorted({".".join(path.split(".")[-2:]) for path in stacks})
+            there = f"Stacked experts there are {', '.join(ends)}" if ends else "It has none"
+            raise ConfigError(
+                f"target_parameters has {pattern!r}, which matches no stacked experts of "
+                f"{type(module).__name__}. {there}: correct the name, or remove it. Other layers "
+                "are named in target_modules."
+            )
+        chosen |= found
+    for path in chosen:
+        owner = module.get_submodule(path.rpartition(".")[0])
+        if getattr(owner, "is_transposed", False):
+            raise ConfigError(
+                f"target_parameters matches {path}, and {type(owner).__name__} stores experts as "
+                "[inputs, outputs], which adapters do not support. Train GPTLightningModule("
+                "init_from_hf=...), whose experts get adapters, or leave it out."
+            )
+    return {path: parameter for path, parameter in stacks.items() if path in chosen}
+
+
+def _stacks(module: nn.Module) -> dict[str, nn.Parameter]:
+    """Return path -> parameter of all stacked experts."""
+    return {
+        f"{path}.{name}" if path else name: parameter
+        for path, child in without_attachments(module)
+        for name, parameter in child.named_parameters(recurse=False)
+        if is_stack(child, name)
+    }
+
+
+def short_parameters(module: nn.Module, paths: Collection[str]) -> tuple[str, ...]:
+    """Return names of exactly the stacked experts at ``paths``: the last two segments if all of
+    the name are meant, else paths.
+    """
+    named: dict[str, set[str]] = {}
+    for path in _stacks(module):
+        named.setdefault(".".join(path.split(".")[-2:]), set()).add(path)
+    names: list[str] = []
     for name, all_paths in named.items():
         own = all_paths & set(paths)
         names += [name] if own == all_paths else sorted(own)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from megatron_lightning.bridge.lazy import Fill
 from megatron_lightning.layers.adapters import Adapters, adapted_layers, detach
 from megatron_lightning.layers.magnitude import magnitude_of
+from megatron_lightning.layers.stacked_adapters import StackedAdapters, detach_stacked
 from megatron_lightning.parallel.spec import Box
 from megatron_lightning.peft.lora import APPLIED, FusedRows
 from megatron_lightning.peft.matching import is_transposed
@@ -188,6 +189,13 @@ def deltas_in(
     deltas = {}
     for path, adapters in adapted_layers(model).items():
         layer = model.get_submodule(path)
+        if isinstance(adapters, StackedAdapters):
+            for name in adapters.parts:
+                own = partial(
+                    lambda *of, name: {name: parts_of(*of)[name]}, path, adapters, name=name
+                )
+                deltas[f"{path}.{name}"] = LayerDelta(own)
+            continue
         rows = None
         if len(adapters.parts) > 1:
             rows = _rows_of(layer, None if num_rows is None else num_rows(path))
@@ -226,7 +234,12 @@ def merge_adapters(module: nn.Module) -> nn.Module:
         weight = parameters[name]
         box = Box.full(tuple(weight.shape))
         weight.copy_(delta.merged(box, partial(_in_fp32, weight)))
-        detach(module.get_submodule(name.removesuffix(".weight")))
+    for path, adapters in adapted_layers(module).items():
+        layer = module.get_submodule(path)
+        if isinstance(adapters, StackedAdapters):
+            detach_stacked(layer)
+        else:
+            detach(layer)
     vars(module).pop(APPLIED, None)
     for child in module.modules():
         vars(child).pop(APPLIED, None)

@@ -133,6 +133,8 @@ class SavedAdapters:
                 part = rest.removesuffix(".lora_A.weight")
                 second = state[f"{path}.adapters.{part}.lora_B.weight"]
                 lengths = state.get(f"{path}.adapters.{part}.lora_magnitude.weight")
+                if tensor.ndim > 2 and part != ALL_ROWS:  # a parameter of a module of experts
+                    path, part = f"{path}.{part}", ALL_ROWS
                 layers.setdefault(path, {})[part] = Factors(
                     tensor,
                     second,
@@ -153,11 +155,14 @@ class SavedAdapters:
         """Yield name and tensor by the names in the adapted model."""
         for path, parts in self.layers.items():
             for part, factors in parts.items():
-                yield f"{path}.adapters.{part}.lora_A.weight", factors.lora_A
-                yield f"{path}.adapters.{part}.lora_B.weight", factors.lora_B
+                prefix = f"{path}.adapters.{part}"
+                if factors.num_experts and not self.is_gpt:
+                    owner, _, parameter = path.rpartition(".")
+                    prefix = f"{owner}.adapters.{parameter}"
+                yield f"{prefix}.lora_A.weight", factors.lora_A
+                yield f"{prefix}.lora_B.weight", factors.lora_B
                 if factors.magnitude is not None:
-                    lengths = factors.magnitude[:, None]
-                    yield f"{path}.adapters.{part}.lora_magnitude.weight", lengths
+                    yield f"{prefix}.lora_magnitude.weight", factors.magnitude[:, None]
         yield from self.saved.items()
 
 

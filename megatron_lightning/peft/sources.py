@@ -12,8 +12,14 @@ from torch import Tensor, nn
 
 from megatron_lightning.checkpoint.source import CheckpointSource, open_checkpoint
 from megatron_lightning.errors import CheckpointError, ConfigError
-from megatron_lightning.layers.adapters import Adapters, adapted_layers
+from megatron_lightning.layers.adapters import (
+    ALL_ROWS,
+    Adapters,
+    LowRankAdapter,
+    adapted_layers,
+)
 from megatron_lightning.layers.magnitude import magnitude_of
+from megatron_lightning.layers.stacked_adapters import StackedAdapters
 from megatron_lightning.models.plans.hf_plans import transformers_models
 from megatron_lightning.models.transformer import GPTModel
 from megatron_lightning.parallel.digest import as_text, digest_of_tensors
@@ -181,9 +187,21 @@ def _exactly(own: SavedAdapters) -> LoRA:
         if abs(first.scale * root - own.lora.lora_alpha) > 1e-9 * abs(own.lora.lora_alpha):
             alphas[key] = first.scale * root
     modules = sorted({name.rpartition(".")[0] for name in own.saved})
+    stacked = {
+        target
+        for target in own.targets
+        if not own.is_gpt
+        and any(
+            parts[ALL_ROWS].num_experts
+            for path, parts in parts_of
+            if ALL_ROWS in parts and (path == target or path.endswith(f".{target}"))
+        )
+    }
     return replace(
         own.lora,
-        target_modules=list(own.targets),
+        base=None,
+        target_modules=[target for target in own.targets if target not in stacked],
+        target_parameters=sorted(stacked),
         exclude_modules=(),
         rank_pattern=ranks,
         alpha_pattern=alphas,
@@ -194,7 +212,7 @@ def _exactly(own: SavedAdapters) -> LoRA:
 @torch.no_grad()
 def _fill(model: nn.Module, own: SavedAdapters, path: str) -> None:
     """Copy values into the adapters of a model."""
-    layers = adapted_layers(model)
+    layers = _parts_of(model)
     lacking = sorted(own.layers.keys() - layers.keys()) + sorted(layers.keys() - own.layers.keys())
     if lacking:
         raise CheckpointError(
@@ -202,14 +220,15 @@ def _fill(model: nn.Module, own: SavedAdapters, path: str) -> None:
             f"differ, the first is {lacking[0]}. Load them into a model without adapters, or set "
             f"target_modules of LoRA to {list(own.targets)[:6]}."
         )
-    for layer, adapters in layers.items():
-        for part, adapter in adapters.parts.items():
-            factors: Factors | None = own.layers[layer].get(part)
+    for layer, (adapters, parts) in layers.items():
+        for part, adapter in parts.items():
+            stacked = isinstance(adapters, StackedAdapters)
+            factors: Factors | None = own.layers[layer].get(ALL_ROWS if stacked else part)
             if factors is None or factors.lora_A.shape != adapter.lora_A.weight.shape:
                 raise CheckpointError(
                     f"{path} has other adapters of {layer} than {type(model).__name__}: rank "
                     f"{'none' if factors is None else factors.rank} of {part}, not "
-                    f"{adapter.lora_A.weight.shape[0]}. Set r, rank_pattern and fused of LoRA as "  # type: ignore[index]
+                    f"{adapter.lora_A.weight.shape[-2]}. Set r, rank_pattern and fused of LoRA as "  # type: ignore[index]
                     "they were, or load them into a model without adapters."
                 )
             if abs(factors.scale - adapter.scale) > 1e-6 * abs(factors.scale):
@@ -229,6 +248,18 @@ def _fill(model: nn.Module, own: SavedAdapters, path: str) -> None:
             if factors.magnitude is not None:
                 _put(adapters, f"{part}.lora_magnitude.weight", factors.magnitude[:, None])
     _put_saved(model, own.saved, path)
+
+
+def _parts_of(model: nn.Module) -> dict[str, tuple[Adapters, dict[str, LowRankAdapter]]]:
+    """Return path of a layer, or of a parameter of experts -> adapters and the parts of it."""
+    found: dict[str, tuple[Adapters, dict[str, LowRankAdapter]]] = {}
+    for path, adapters in adapted_layers(model).items():
+        if isinstance(adapters, StackedAdapters):
+            for name, part in adapters.parts.items():
+                found[f"{path}.{name}"] = (adapters, {name: part})
+        else:
+            found[path] = (adapters, adapters.parts)
+    return found
 
 
 def _put(adapters: Adapters, name: str, values: Tensor) -> None:

@@ -21,7 +21,8 @@ other operations see the values.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
@@ -449,19 +450,21 @@ def _is_pinned(weight: FrozenWeight, device: Any = None) -> bool:
     return weight._memory.data.is_pinned()
 
 
-_HANDLERS: Any = {
-    _aten.detach.default: _detach,
-    _aten.alias.default: _detach,
-    _aten.clone.default: _clone,
-    _aten._to_copy.default: _to,
-    _aten.slice.Tensor: _slice,
-    _aten.split.Tensor: _split,
-    _aten.view.default: _view,
-    _aten.as_strided.default: _as_strided,
-    _aten.new_empty.default: _new,
-    _aten.new_zeros.default: _new,
-    _aten.empty_like.default: _empty_like,
-    _aten.zeros_like.default: _empty_like,
-    _aten.copy_.default: _copy,
-    _aten.is_pinned.default: _is_pinned,
-}
+_HANDLERS: Mapping[Any, Callable[..., Any]] = MappingProxyType(
+    {
+        _aten.detach.default: _detach,
+        _aten.alias.default: _detach,
+        _aten.clone.default: _clone,
+        _aten._to_copy.default: _to,
+        _aten.slice.Tensor: _slice,
+        _aten.split.Tensor: _split,
+        _aten.view.default: _view,
+        _aten.as_strided.default: _as_strided,
+        _aten.new_empty.default: _new,
+        _aten.new_zeros.default: _new,
+        _aten.empty_like.default: _empty_like,
+        _aten.zeros_like.default: _empty_like,
+        _aten.copy_.default: _copy,
+        _aten.is_pinned.default: _is_pinned,
+    }
+)

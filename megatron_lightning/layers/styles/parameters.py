@@ -13,11 +13,14 @@ from typing import Any
 from torch import Tensor, nn
 
 from megatron_lightning.errors import ShardingError
+from megatron_lightning.layers.styles.adapters import factors_of, partial_over
 from megatron_lightning.layers.styles.regions import map_tensors, reduce_output
 from megatron_lightning.parallel.collectives import copy_to_axis
 from megatron_lightning.parallel.context import AxisGroup, ParallelContext
 from megatron_lightning.parallel.sharding import ShardingPlan, take_shards
 from megatron_lightning.parallel.spec import Shape, ShardSpec
+
+_STACK_DIMS = 3  # experts, outputs, inputs
 
 
 @dataclass(frozen=True)
@@ -92,6 +95,21 @@ class TensorParallelExperts:
             module.register_forward_pre_hook(CopyArguments(context.tp), with_kwargs=True)
             reduce_output(module, context.tp)
         return module
+
+    def divide_adapters(
+        self, module: nn.Module, context: ParallelContext, plan: ShardingPlan
+    ) -> None:
+        """Divide the adapters of the parameters: the factor with the split features. The other
+        factor's gradient is a partial sum over the ranks.
+        """
+        for part in factors_of(module):
+            split, full = part.lora_B, part.lora_A
+            rule = self.splits[part.part]
+            if rule.dim % _STACK_DIMS == _STACK_DIMS - 1:  # the input's features
+                split, full = full, split
+            shard_parameters(split, {"weight": rule}, context.tp)
+            if context.tp.size > 1:
+                partial_over(full, context.tp)
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,8 @@ from torch import Tensor, nn
 from megatron_lightning.errors import ShardingError
 from megatron_lightning.layers.moe.dispatch import AllToAllDispatch, Exchange
 from megatron_lightning.layers.moe.router import Routing
+from megatron_lightning.layers.styles.adapters import factors_of
+from megatron_lightning.parallel.attachments import attachment_of
 from megatron_lightning.parallel.collectives import gather, scatter
 from megatron_lightning.parallel.context import ALONE, AxisGroup, ParallelContext
 from megatron_lightning.parallel.layout import ParallelLayout
@@ -62,10 +64,7 @@ class DispatchedExperts:
         """Take this rank's experts, and exchange tokens around the forward."""
         self.check(module, context.layout, plan)
         num_experts, ep = int(module.num_experts), context.ep  # type: ignore[arg-type]
-        specs = {
-            name: ShardSpec.split(tuple(p.shape), dim=0, size=ep.size, rank=ep.rank, axis="ep")
-            for name, p in module.named_parameters()
-        }
+        specs = _over_ep(module, ep)
         if ep.size == 1:
             module.shard_specs = specs  # type: ignore[assignment]
             return module
@@ -79,12 +78,31 @@ class DispatchedExperts:
         module.register_forward_hook(exchange.receive)
         return module
 
+    def divide_adapters(
+        self, module: nn.Module, context: ParallelContext, plan: ShardingPlan
+    ) -> None:
+        """Divide the adapters of the experts over ``ep``."""
+        for part in factors_of(module):
+            for factor in (part.lora_A, part.lora_B):
+                take_shards(factor, factor, _over_ep(factor, context.ep))
+
+
+def _over_ep(module: nn.Module, ep: AxisGroup) -> dict[str, ShardSpec]:
+    """Return the specs of a module's own parameters [E, ...], with experts over ``ep``."""
+    return {
+        name: ShardSpec.split(tuple(p.shape), dim=0, size=ep.size, rank=ep.rank, axis="ep")
+        for name, p in module.named_parameters(recurse=False)
+    }
+
 
 def _check_stacked(module: nn.Module) -> None:
     """Check that the first dim of every parameter is the experts."""
     num_experts, shapes = getattr(module, "num_experts", None), {}
+    adapters = attachment_of(module)
+    inside = set[int]() if adapters is None else {id(p) for p in adapters.parameters()}
     for name, parameter in module.named_parameters():
-        shapes[name] = tuple(parameter.shape)
+        if id(parameter) not in inside:
+            shapes[name] = tuple(parameter.shape)
     if not shapes or any("." in n or s[:1] != (num_experts,) for n, s in shapes.items()):
         found = ", ".join(f"{name} {list(shape)}" for name, shape in list(shapes.items())[:3])
         raise ShardingError(
