@@ -172,6 +172,8 @@ def check_drafts(config: Any, options: EngineOptions) -> None:
             f"(mtp_num_layers); a layer drafts one token. Set it to {depths}."
         )
     others = sorted(set(config.layer_kinds) - _KINDS)
+    if config.linear_attention_freq is not None:  # in layers of any kind
+        others.append("delta_net")
     if others:
         raise ConfigError(
             f"draft_tokens={wanted}, and the model has layers of the kinds {others}, whose state "

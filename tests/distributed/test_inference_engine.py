@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from megatron_lightning.config import (
+    DeltaNetConfig,
     LatentAttentionConfig,
     MambaConfig,
     MoEConfig,
@@ -78,6 +79,13 @@ CONFIGS = {
         **SIZES,
         layer_pattern="M*M-",
         mamba=MambaConfig(head_dim=16, num_groups=2, state_dim=16, chunk_size=4),
+    ),
+    "delta net": TransformerConfig(
+        **SIZES,
+        linear_attention_freq=(1, 0, 1, 0),
+        delta_net=DeltaNetConfig(
+            num_key_heads=2, num_value_heads=4, key_head_dim=8, value_head_dim=12, chunk_size=4
+        ),
     ),
     "latent": TransformerConfig(
         **{**SIZES, "num_query_groups": None}, mla=LATENT, qk_layernorm=True

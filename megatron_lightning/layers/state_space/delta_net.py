@@ -30,7 +30,7 @@ count the rank's heads. The code reads both from tensor shapes.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -40,6 +40,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron_lightning.config import DeltaNetConfig, TransformerConfig
 from megatron_lightning.errors import ConfigError
+from megatron_lightning.layers.key_cache import CacheStep
 from megatron_lightning.layers.sequence_info import SequenceInfo
 from megatron_lightning.layers.state_space.convolution import (
     CausalConvolution,
@@ -57,6 +58,7 @@ from megatron_lightning.layers.state_space.exchange import (
 from megatron_lightning.layers.state_space.initial import fill_initial
 from megatron_lightning.layers.state_space.precise import PreciseParameters
 from megatron_lightning.layers.state_space.row_documents import TokenDocuments, token_documents
+from megatron_lightning.layers.state_store import mix_requests
 from megatron_lightning.parallel.context import AxisGroup
 
 _LENGTH_EPS = 1e-6  # below the squared length of a query or key, as in all implementations
@@ -118,12 +120,14 @@ class GatedDeltaNet(PreciseParameters):
         """Map [s, b, h] to [s, b, h]. The input may be a sequence shard.
 
         Raises:
-            ConfigError: If ``sequence`` has a cache of keys, or ranks share sequences and this
-                sequence is full.
+            ConfigError: If ranks share sequences, and this sequence is full.
         """
-        self._check(sequence)
+        self._check()
         documents = None if sequence is None else sequence.documents
         mixed: Tensor = self.in_proj(hidden)
+        if sequence is not None and sequence.cache is not None:
+            cached: Tensor = self.out_proj(self._mix_cached(mixed, sequence.cache))
+            return cached
         *inputs, gates, beta, alpha = torch.split(mixed, self._widths(mixed), -1)
         parts = [*inputs, beta, alpha]
         group = self.context_group
@@ -140,12 +144,7 @@ class GatedDeltaNet(PreciseParameters):
         result: Tensor = self.out_proj(out)
         return result
 
-    def _check(self, sequence: SequenceInfo | None) -> None:
-        if sequence is not None and sequence.cache is not None:
-            raise ConfigError(
-                "new tokens of cached requests were passed to gated delta net, and the cache keeps "
-                "keys of attention alone. Generate text with the model converted to transformers."
-            )
+    def _check(self) -> None:
         if self.shares_sequences and not self.takes_parts:
             raise ConfigError(
                 "a model whose gated delta net is bound to the ranks of context_parallel_size was "
@@ -187,13 +186,8 @@ class GatedDeltaNet(PreciseParameters):
         with torch.autocast(beta.device.type, enabled=False):
             weight, a_log, dt_bias = self._mixed_weights()
             mixed = causal_convolution(torch.cat(inputs, -1), weight, None, None, positions)
-            q, k, v = torch.split(F.silu(mixed), [part.shape[-1] for part in inputs], -1)
-            q, k = (
-                _of_length_1(torch.unflatten(t, -1, (-1, self.sizes.key_head_dim))) for t in (q, k)
-            )
-            v = torch.unflatten(v, -1, (-1, self.sizes.value_head_dim))
+            q, k, v = self._heads(mixed, [part.shape[-1] for part in inputs])
             log_decay = -wide(a_log).exp() * F.softplus(wide(alpha) + wide(dt_bias))
-            q = q * self.sizes.key_head_dim**-0.5
             if self.kernel is not None and self.kernel.takes(beta):
                 q, k, v = (t.to(beta.dtype) for t in (q, k, v))
                 out = self.kernel(q, k, v, log_decay, beta.sigmoid(), documents)
@@ -202,6 +196,41 @@ class GatedDeltaNet(PreciseParameters):
                 beta = wide(beta).sigmoid()
                 out, _ = delta_rule(q, k, v, log_decay, beta, chunk=chunk, documents=documents)
             return out.flatten(2).to(dtype)
+
+    def _heads(self, mixed: Tensor, widths: list[int]) -> tuple[Tensor, Tensor, Tensor]:
+        """Return scaled queries and keys [s, b, g, d] and values [s, b, h, e] of the convolution's
+        output.
+        """
+        q, k, v = torch.split(F.silu(mixed), widths, -1)
+        q, k = (_of_length_1(torch.unflatten(t, -1, (-1, self.sizes.key_head_dim))) for t in (q, k))
+        v = torch.unflatten(v, -1, (-1, self.sizes.value_head_dim))
+        return q * self.sizes.key_head_dim**-0.5, k, v
+
+    def _mix_cached(self, projected: Tensor, step: CacheStep) -> Tensor:
+        """Mix new tokens [T, 1, ...] of requests. Returns the gated norm [T, 1, h e] of the
+        outputs. A request keeps the last inputs of the convolution, and the state [r, h, d, e].
+        """
+        sizes, widths, before = self.sizes, self._widths(projected), self.conv1d.kernel - 1
+        empty = (
+            projected.new_zeros(1, before, len(self.conv1d.weight)),
+            self.A_log.new_zeros(1, len(self.A_log), sizes.key_head_dim, sizes.value_head_dim),
+        )
+
+        def mix(inputs: Tensor, states: Sequence[Tensor]) -> tuple[Tensor, Sequence[Tensor]]:
+            q, k, v, gates, beta, alpha = torch.split(inputs, widths, -1)
+            own = torch.cat([q, k, v], -1)
+            tokens = torch.cat([states[0].transpose(0, 1), own])
+            mixed = causal_convolution(own, self.conv1d.weight, None, tokens[:before])
+            log_decay = -wide(self.A_log).exp() * F.softplus(wide(alpha) + wide(self.dt_bias))
+            out, last = delta_rule(
+                *self._heads(mixed, widths[:3]), log_decay, wide(beta).sigmoid(),
+                chunk=sizes.chunk_size, start=states[1],
+            )  # fmt: skip
+            normed = self._normed(out.flatten(2).to(inputs.dtype), gates)
+            return normed, (tokens[len(own) :].transpose(0, 1), last)
+
+        with torch.autocast(projected.device.type, enabled=False):
+            return mix_requests(step, self, projected, empty, mix)
 
     def _mixed_weights(self) -> tuple[Tensor, Tensor, Tensor]:
         """Return the convolution's weight, A_log and dt_bias of the heads that this rank mixes."""
