@@ -77,7 +77,7 @@ def _name(value: object) -> str:
     return f"{type(value).__module__}:{type(value).__qualname__}"
 
 
-def _class(name: str, package: str) -> type:
+def _class(name: str, package: str) -> Any:
     module, _, path = name.partition(":")
     if module.partition(".")[0] != package:
         raise CheckpointError(
@@ -95,4 +95,4 @@ def _class(name: str, package: str) -> type:
         ) from error
     if not (dataclasses.is_dataclass(found) or issubclass(found, dict)):
         raise CheckpointError(f"the checkpoint's loader state is a {name}, which holds no state.")
-    return found  # type: ignore[no-any-return]
+    return found
