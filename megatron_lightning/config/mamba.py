@@ -6,11 +6,12 @@ Names follow Megatron-Core without the prefix ``mamba_``.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple, get_args
 
-from megatron_lightning.config.value_checks import is_count
+from megatron_lightning.config.value_checks import check_choice, is_count
 from megatron_lightning.errors import ConfigError
 
+ScanEngine = Literal["auto", "torch", "mamba_ssm"]
 _COUNTS = ("state_dim", "head_dim", "num_groups", "expand", "conv_kernel", "chunk_size")
 
 
@@ -67,12 +68,16 @@ class MambaConfig:
     recompute_scan: bool = True
     """Keep only the output of in_proj for backward, and compute convolution, scan and gated norm
     again. False: keep all intermediate tensors."""
+    scan_engine: ScanEngine = "auto"
+    """Code of the scan of full rows: torch, or the fused kernel of the package mamba_ssm on CUDA.
+    auto: the kernel where the package loads. Sequences that ranks share are scanned by torch."""
 
     def __post_init__(self) -> None:
         for name in (*_COUNTS, *(() if self.num_heads is None else ("num_heads",))):
             value = getattr(self, name)
             if not is_count(value):
                 raise ConfigError(f"mamba.{name} is {value!r}; it must be a positive integer.")
+        check_choice("mamba.scan_engine", self.scan_engine, get_args(ScanEngine))
         object.__setattr__(self, "dt_limit", tuple(map(float, self.dt_limit)))
         if len(self.dt_limit) != 2 or not 0.0 <= self.dt_limit[0] < self.dt_limit[1]:
             raise ConfigError(

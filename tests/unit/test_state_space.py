@@ -11,7 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_lightning.config import MambaConfig, TransformerConfig
+from megatron_lightning.errors import ConfigError
 from megatron_lightning.layers.state_space.convolution import causal_convolution
+from megatron_lightning.layers.state_space.kernel import fused_scan
 from megatron_lightning.layers.state_space.mamba import MambaMixer
 from megatron_lightning.layers.state_space.scan import carried_states, chunked_scan
 from megatron_lightning.models import GPTModel
@@ -205,10 +207,34 @@ def test_initial_values_are_of_the_authors() -> None:
     assert 0.4 < float(mixer.conv1d.weight.detach().abs().max()) <= 0.5
 
 
-def test_new_tokens_of_cached_requests_are_refused() -> None:
-    from megatron_lightning.errors import ConfigError
-    from megatron_lightning.layers.sequence_info import SequenceInfo
+def test_the_kernel_gets_the_scan_of_full_rows() -> None:
+    """mamba_ssm's arguments and layout, by a function of its signature that computes the same."""
+    inputs = {name: t.float() for name, t in _inputs().items()}
+    documents = (torch.arange(LENGTH) >= 70).long()[:, None]
+    seen: list[tuple[Any, ...]] = []
 
-    cache: Any = object()
-    with pytest.raises(ConfigError, match="were passed to a Mamba-2 layer"):
-        MambaMixer(_config(), MAMBA)(torch.zeros(3, 1, HIDDEN), SequenceInfo(cache=cache))
+    def scan(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, chunk_size: int, D: Any = None,
+             z: Any = None, dt_bias: Any = None, initial_states: Any = None, seq_idx: Any = None
+             ) -> Tensor:  # fmt: skip
+        seen.append(
+            (tuple(x.shape), tuple(B.shape), chunk_size, seq_idx.dtype, tuple(seq_idx.shape))
+        )
+        y, _ = chunked_scan(
+            x.transpose(0, 1), dt.transpose(0, 1), A, B.transpose(0, 1), C.transpose(0, 1),
+            chunk=chunk_size, documents=seq_idx.t().long(),
+        )  # fmt: skip
+        return y.transpose(0, 1)
+
+    y = fused_scan(**inputs, chunk=16, documents=documents, dtype=torch.float32, scan=scan)
+    expected, _ = chunked_scan(**inputs, chunk=16, documents=documents)
+    torch.testing.assert_close(y, expected)
+    shapes = ((SIZE, LENGTH, HEADS, CHANNELS), (SIZE, LENGTH, GROUPS, STATE))
+    assert seen == [(*shapes, 16, torch.int32, (SIZE, LENGTH))]
+
+
+def test_a_kernel_that_cannot_run_is_refused() -> None:
+    required = MambaConfig(head_dim=8, num_groups=2, state_dim=8, scan_engine="mamba_ssm")
+    with pytest.raises(ConfigError, match="whose kernel runs on CUDA, not cpu"):
+        MambaMixer(_config(), required)(torch.zeros(3, 1, HIDDEN))
+    with pytest.raises(ConfigError, match=r"mamba\.scan_engine is 'triton', which is unknown"):
+        MambaConfig(scan_engine="triton")  # type: ignore[arg-type]

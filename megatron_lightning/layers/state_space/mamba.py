@@ -26,11 +26,13 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from megatron_lightning.config import MambaConfig, TransformerConfig
+from megatron_lightning.errors import ConfigError
 from megatron_lightning.layers.key_cache import CacheStep
 from megatron_lightning.layers.sequence_info import Documents, SequenceInfo
 from megatron_lightning.layers.state_space.convolution import CausalConvolution, wide
 from megatron_lightning.layers.state_space.gated_norm import GatedNorm
 from megatron_lightning.layers.state_space.initial import fill_initial
+from megatron_lightning.layers.state_space.kernel import fused_scan, uses_kernel
 from megatron_lightning.layers.state_space.precise import PreciseParameters
 from megatron_lightning.layers.state_space.row_documents import token_documents
 from megatron_lightning.layers.state_space.scan import chunked_scan
@@ -143,10 +145,12 @@ class MambaMixer(PreciseParameters):
         tokens = token_documents(documents, positions)
         convolved = self.conv1d(mixed, None, None if tokens is None else tokens.positions)
         x, b, c = self._parts(convolved)
-        y, _ = chunked_scan(
-            x, dt, -self.A_log.exp(), b, c, chunk=self.mamba.chunk_size,
-            documents=None if tokens is None else tokens.numbers,
-        )  # fmt: skip
+        numbers, chunk = None if tokens is None else tokens.numbers, self.mamba.chunk_size
+        inputs = (x, dt, -self.A_log.exp(), b, c)
+        if uses_kernel(self.mamba.scan_engine, x):
+            y = fused_scan(*inputs, chunk=chunk, documents=numbers, dtype=mixed.dtype)
+        else:
+            y, _ = chunked_scan(*inputs, chunk=chunk, documents=numbers)
         return self._with_skip(y, x)
 
     def _mix_segments(
@@ -155,6 +159,12 @@ class MambaMixer(PreciseParameters):
         """Convolve and scan this rank's two segments [2w, b, d + 2gn] of every row. Returns [2w, b,
         d].
         """
+        if self.mamba.scan_engine == "mamba_ssm":
+            raise ConfigError(
+                "mamba.scan_engine is mamba_ssm, and context-parallel ranks share sequences, whose "
+                "segments are scanned by torch. Set scan_engine to auto or torch, or "
+                "context_parallel_size to 1."
+            )
         length, size, _ = mixed.shape
         own = segments.documents(documents, length, size, mixed.device)
         mixed, dt = segments.fold(mixed), segments.fold(dt)
