@@ -6,6 +6,7 @@ import lightning.pytorch as pl
 from torch import nn
 
 from megatron_lightning.errors import ConfigError
+from megatron_lightning.parallel.stored_weight import stored_weights
 from megatron_lightning.peft.lora import LoRA, applied_to
 from megatron_lightning.strategies.checkpoint.finetuning import announces_unfreezing
 from megatron_lightning.strategies.fp8 import quantizing
@@ -36,6 +37,12 @@ def check_base(options: StrategyOptions, module: nn.Module, trainer: pl.Trainer 
             "all weights. Leave it out; megatron-lightning adapters merge writes a folder from a "
             "checkpoint and the base's own folder."
         )
+    for name, weight in stored_weights(module).items():
+        if weight.requires_grad:
+            raise ConfigError(
+                f"{base}, and {name} is to be trained (requires_grad). Train it by "
+                "modules_to_save, which keeps its values, or freeze it."
+            )
     if trainer is None:
         return
     plugin = quantizing(trainer.precision_plugin)

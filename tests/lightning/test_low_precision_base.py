@@ -79,6 +79,13 @@ def _trainer(**options: Any) -> pl.Trainer:
     )  # fmt: skip
 
 
+class _Unfrozen(HuggingFaceModule):
+    def configure_model(self) -> None:
+        if self.model is None:
+            super().configure_model()
+            self.model.model.layers[1].mlp.up_proj.requires_grad_(True)
+
+
 def test_what_needs_values_is_refused(folder: str, tmp_path: Path) -> None:
     module = LoRA(base="mxfp8").apply(llama())
     with pytest.raises(ConfigError, match="adapters merge"):
@@ -93,6 +100,9 @@ def test_what_needs_values_is_refused(folder: str, tmp_path: Path) -> None:
     folders = CheckpointOptions(also_save_hf="end")
     with pytest.raises(ConfigError, match="also_save_hf"):
         _trainer(strategy=MegatronStrategy(checkpoint_options=folders)).fit(tuned, [])
+    trained = _Unfrozen(f"{folder}/llama", peft=LoRA(base="nvfp4"))
+    with pytest.raises(ConfigError, match=r"up_proj\.weight is to be trained"):
+        _trainer().fit(trained, [])
     with pytest.raises(ConfigError, match="BaseFinetuning"):
         _trainer(callbacks=[BackboneFinetuning()]).fit(tuned, [])
 

@@ -256,6 +256,8 @@ class ShardedUnits:
         )
         parameter_ids = {id(parameter) for parameter in division.parameters}
         size = self.groups[axes].shard.size
+        for parameter in division.parameters:
+            _check_stored(self._paths[unit], parameter, size, axes)
         sharded = fully_shard(
             unit,
             mesh=self._meshes[axes],
@@ -414,6 +416,17 @@ def _uncompiled(hook: Callable[..., None]) -> Callable[..., None]:
     """Return the hook, excluded from compilation."""
     disabled: Callable[..., None] = torch.compiler.disable(hook)  # type: ignore[no-untyped-call]
     return disabled
+
+
+def _check_stored(path: str, parameter: Tensor, num_ranks: int, data_axes: str) -> None:
+    """Check that ranks hold equal shards of a weight in few bits: FSDP2 pads values only."""
+    dim = sharded_dim(parameter.shape, num_ranks, data_axes)
+    if isinstance(parameter, StoredWeight) and parameter.shape[dim] % num_ranks:
+        raise ShardingError(
+            f"{path} has a weight of shape {tuple(parameter.shape)} in few bits (base of LoRA), "
+            f"and {num_ranks} data-parallel ranks do not divide its {parameter.shape[dim]} rows. "
+            'Set data_parallel to "zero1", base to None, or another number of ranks.'
+        )
 
 
 def _is_sharded(module: nn.Module) -> bool:
