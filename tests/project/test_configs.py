@@ -29,6 +29,8 @@ CONFIGS = Path(__file__).parents[2] / "configs"
 NUM_PARAMETERS = {
     "tiny_cpu": 1_311_872,
     "tiny_moe_cpu": 1_903_744,
+    "tiny_hybrid_cpu": 1_340_512,
+    "nemotron_h_8b": 8_100_852_736,
     "gpt2_small": 124_439_808,
     "llama3_8b": 8_030_261_248,
     "llama3_8b_lora": 8_030_261_248,
