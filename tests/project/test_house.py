@@ -98,6 +98,12 @@ PRODUCTS = re.compile(
 WITHOUT_WEIGHTS = {
     "megatron_lightning/layers/norm.py": {"@"},
     "megatron_lightning/layers/attention_backend.py": {"scaled_dot_product_attention", "@"},
+    # States of layers multiply activations; inner is the width of Mamba-2's mixer.
+    "megatron_lightning/layers/state_space/scan.py": {"einsum"},
+    "megatron_lightning/layers/state_space/delta_rule.py": {"@", "einsum"},
+    "megatron_lightning/layers/state_space/mamba.py": {"inner"},
+    "megatron_lightning/models/blueprint.py": {"inner"},
+    "megatron_lightning/models/costs.py": {"inner"},
     # norms of rows, in fp32 whatever the precision of the layers
     "megatron_lightning/layers/magnitude.py": {"@"},
     "megatron_lightning/layers/context/kernels.py": {
