@@ -17,8 +17,9 @@ from megatron_lightning.layers.moe import balance_experts
 from megatron_lightning.layers.step_report import log_reports
 from megatron_lightning.optim.lr_schedules import DecayStyle, LRSchedule, ScheduledLR
 from megatron_lightning.optim.param_groups import NO_DECAY, ParamGroup, make_param_groups
+from megatron_lightning.parallel.stored_weight import StoredWeight
 from megatron_lightning.peft import LoRA
-from megatron_lightning.peft.record import Record, read_records, write_record
+from megatron_lightning.peft.record import PEFT, Record, read_records, write_record
 from megatron_lightning.peft.sources import digest_of_base
 from megatron_lightning.pipeline.batch.sequence_split import IGNORED_LABEL
 
@@ -134,8 +135,17 @@ class LanguageModule(LightningModule):
         return model if self.peft is None else self.peft.apply(model)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Describe the adapters, for tools reading checkpoints."""
+        """Describe the adapters, for tools reading checkpoints. Leave out frozen weights in few
+        bits, which are those of the base.
+        """
         write_record(self, checkpoint)
+        state = checkpoint.get("state_dict") or {}
+        stored = [name for name, tensor in state.items() if isinstance(tensor, StoredWeight)]
+        for path, entry in checkpoint.get(PEFT, {}).items() if stored else ():
+            prefix = f"{path}." if path else ""
+            entry["left_out"] = sorted(name for name in stored if name.startswith(prefix))
+        for name in stored:
+            del state[name]
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Record the names of weights left to the base by the checkpoint."""

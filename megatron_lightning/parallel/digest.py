@@ -18,7 +18,7 @@ from megatron_lightning.parallel.spec import Shape, Shard, ShardSpec
 from megatron_lightning.parallel.stored_weight import StoredWeight
 from megatron_lightning.parallel.tensor_shards import TensorShards
 
-_CHUNK = 1 << 22
+_CHUNK = 1 << 19
 """Elements to hash at a time."""
 _MIX = 0x9E3779B97F4A7C15 - (1 << 64)  # 2^64 divided by the golden ratio, as a signed number
 

@@ -8,9 +8,11 @@ from collections import Counter
 from typing import get_args
 
 import torch
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import nn
 
 from megatron_lightning.errors import ConfigError
+from megatron_lightning.layers.stacked_adapters import is_stack
 from megatron_lightning.parallel.parameters import rebind
 from megatron_lightning.parallel.stored_weight import stored_weights
 from megatron_lightning.precision.assignment import quantizable_layers
@@ -68,6 +70,18 @@ def quantize_base(module: nn.Module, name: BaseFormat) -> list[str]:
         raise ConfigError(
             f"base of LoRA is {name!r}, and {type(module).__name__} has no frozen linear layer "
             "that can be quantized (output layers and routers are not). Set base to None."
+        )
+    left = [
+        f"{path}.{own}"
+        for path, child in module.named_modules()
+        for own in child._parameters
+        if is_stack(child, own)
+    ]
+    if left:
+        rank_zero_warn(
+            f"base={name!r} of LoRA leaves {len(left)} stacks of experts in their values "
+            f"({left[0]}), which are parameters and no layers. GPTLightningModule(init_from_hf="
+            "...) keeps experts in few bits."
         )
     return done
 

@@ -41,8 +41,9 @@ from megatron_lightning.precision.recipes import BLOCK_SIZES, FP8Recipe
 from megatron_lightning.precision.scaling import Block, amax_of_matrices, values_of
 
 BaseFormat = Literal["blockwise", "mxfp8", "nvfp4"]
-_CHUNK = 1 << 22
-"""Values to convert at a time: in between, a value takes about 16 bytes."""
+_CHUNK, _CHUNK_OF_GPU = 1 << 18, 1 << 24
+"""Values to convert at a time: in caches of a CPU, in few launches on a GPU. In between a value
+takes about 30 bytes."""
 _aten = torch.ops.aten
 _T = TypeVar("_T")
 
@@ -166,7 +167,7 @@ class FrozenWeight(StoredWeight):
         per_row = None if amax is None else amax.expand(*values.shape[:-1], 1).reshape(-1, 1)
         rows = values.reshape(-1, columns)
         targets = self._memory.map(lambda x: x.view(-1, x.shape[-1]))
-        for chunk in _row_chunks(len(rows), columns):
+        for chunk in _row_chunks(rows):
             shared = None if per_row is None else per_row[chunk]
             data, scales = encode(rows[chunk], recipe, "input", block, shared_amax=shared)
             if isinstance(scales, TwoLevelScales):
@@ -187,7 +188,7 @@ class FrozenWeight(StoredWeight):
             math.prod(self.shape) // max(1, columns), columns, dtype=self.dtype, device=self.device
         )
         memory = self._memory.map(lambda x: x.reshape(-1, x.shape[-1]))
-        for chunk in _row_chunks(len(out), columns):
+        for chunk in _row_chunks(out):
             out[chunk] = self._decoded(memory.map(lambda x, chunk=chunk: x[chunk]), columns)  # type: ignore[misc]
         return out.view(self.shape).to(self.dtype if dtype is None else dtype)
 
@@ -328,9 +329,11 @@ def _recipe(name: BaseFormat) -> FP8Recipe:
     return FP8Recipe(scaling=name)
 
 
-def _row_chunks(num_rows: int, columns: int) -> list[slice]:
-    step = max(1, _CHUNK // max(1, columns))
-    return [slice(start, start + step) for start in range(0, num_rows, step)]
+def _row_chunks(rows: Tensor) -> list[slice]:
+    """Return slices of the rows of a matrix to convert at a time."""
+    size = _CHUNK_OF_GPU if rows.is_cuda else _CHUNK
+    step = max(1, size // max(1, rows.shape[1]))
+    return [slice(start, start + step) for start in range(0, len(rows), step)]
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -107,6 +107,18 @@ def test_what_needs_values_is_refused(folder: str, tmp_path: Path) -> None:
         _trainer(callbacks=[BackboneFinetuning()]).fit(tuned, [])
 
 
+def test_plain_lightning_saves_adapters_and_resumes(folder: str, tmp_path: Path) -> None:
+    path = str(tmp_path / "plain.ckpt")
+    [(losses, _)] = run_ranks(1, _fit, "llama", folder, None, "nvfp4", {"rounds": True})
+    first = fit("llama", folder, None, "nvfp4", steps=2, save=path)[0]
+    assert first == pytest.approx(losses[:2], rel=1e-6)
+    names = torch.load(path, weights_only=True)["state_dict"]
+    assert names and not any("proj.weight" in name for name in names)
+    # Plain Lightning begins with the first batch again.
+    again = fit("llama", folder, None, "nvfp4", steps=3, load=path)[0]
+    assert len(again) == 1 and again[0] < losses[0]
+
+
 def _blocks_of_16(folder: str) -> str:
     try:
         fit("llama", folder, {TP: 2}, "blockwise")
