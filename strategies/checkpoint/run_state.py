@@ -29,6 +29,7 @@ from megatron_lightning.strategies.checkpoint.global_batch import step_size
 from megatron_lightning.strategies.lightning_internals import restart_fetching, training_loaders
 from megatron_lightning.strategies.progress import Progress
 from megatron_lightning.strategies.step.loaders.dataloaders import training_samplers
+from megatron_lightning.strategies.step.loaders.plain_objects import equal_values
 
 
 class RunState:
@@ -111,16 +112,19 @@ class RunState:
         self._positions = [] if _epoch_finished(checkpoint) else state["samplers"]
         self._repeats_validation = _in_validation(checkpoint)
         if state["loaders"]:
-            if len(state["loaders"]) != context.dp.size:
+            saved = list(state["loaders"].values())
+            is_shared = all(equal_values(one, saved[0]) for one in saved)
+            if len(saved) != context.dp.size and not is_shared:
                 raise CheckpointError(
                     "the checkpoint holds the states of the data loaders of "
-                    f"{len(state['loaders'])} data-parallel ranks, and there are "
+                    f"{len(saved)} data-parallel ranks, and there are "
                     f"{context.dp.size}. Resume with as many, or use a map-style "
                     "dataset, whose position is valid for any number."
                 )
-            checkpoint["loops"]["fit_loop"]["state_dict"]["combined_loader"] = state["loaders"][
-                context.dp.rank
-            ]
+            # States that are equal on all ranks are of the data, not of a rank.
+            checkpoint["loops"]["fit_loop"]["state_dict"]["combined_loader"] = (
+                saved[0] if is_shared else state["loaders"][context.dp.rank]
+            )
         states = state["random_states"]
         self._random_states = (
             states.get(context.dp.rank),

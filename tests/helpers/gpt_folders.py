@@ -204,11 +204,11 @@ def make_folder(name: str, parent: Path, **options: Any) -> Path:
     return path
 
 
-def make_predicting_folder(parent: Path) -> Path:
-    """Save DeepSeek V3 with one layer of multi-token prediction behind its two layers, as the Hub
-    has it.
+def make_predicting_folder(parent: Path, name: str = "deepseek-v3") -> Path:
+    """Save a family with one layer of multi-token prediction behind its two layers, as the Hub has
+    DeepSeek V3 and GLM-4.5.
     """
-    path = make_folder("deepseek-v3", parent, num_hidden_layers=3).rename(parent / "predicting")
+    path = make_folder(name, parent, num_hidden_layers=3).rename(parent / "predicting")
     tensors: dict[str, torch.Tensor] = {}
     for file in path.glob("model*"):
         tensors |= load_file(file) if file.suffix == ".safetensors" else {}

@@ -4,10 +4,12 @@ with any number of replicas."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import numpy as np
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -251,21 +253,70 @@ class _StatefulLoader:
         self.position = state["position"]
 
 
+class _EqualStates(_StatefulLoader):
+    """The state is the position in the data, equal on all ranks."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"position": self.position, "draws": torch.tensor([self.position])}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.position = int(state["draws"])
+
+
+class _Unsized(_StatefulLoader):
+    """Lightning reads a batch ahead, as nobody knows which is the last."""
+
+    def __len__(self) -> int:
+        raise TypeError("an endless stream")
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        while (begin := self.position * self.per_batch) < len(self.items):
+            self.position += 1
+            yield torch.utils.data.default_collate(self.items[begin:][: self.per_batch])
+        self.position = 0
+
+
+@dataclass
+class _RankState:
+    rank: int
+    positions: list[Any]
+
+
+class _Workers(dict):  # type: ignore[type-arg]
+    """Like a state of Energon's workers: a dict of another class."""
+
+
+class _EnergonLoader(_Unsized):
+    """Energon's protocol: a state of objects, saved and restored by each rank."""
+
+    state_dict = load_state_dict = None  # type: ignore[assignment]
+
+    def save_state_rank(self) -> _RankState:
+        workers = _Workers(position=self.position, seeds=np.arange(3))
+        return _RankState(self.rank, [workers, (self.position,)])
+
+    def restore_state_rank(self, state: _RankState) -> None:
+        assert isinstance(state, _RankState) and isinstance(state.positions[0], _Workers)
+        assert isinstance(state.positions[0]["seeds"], np.ndarray)
+        super().load_state_dict({"position": state.positions[1][0], "rank": state.rank})
+
+
 class _StreamData(pl.LightningDataModule):
-    def __init__(self, stateful: bool) -> None:
+    def __init__(self, stateful: Any) -> None:
         super().__init__()
         self.stateful = stateful
 
     def train_dataloader(self) -> Any:
         share = self.trainer.strategy.distributed_sampler_kwargs
         if self.stateful:
-            return _StatefulLoader(share["rank"], share["num_replicas"])
+            kind = _StatefulLoader if self.stateful is True else self.stateful
+            return kind(share["rank"], share["num_replicas"])
         return DataLoader(
             _Stream(share["rank"], share["num_replicas"]), batch_size=8 // share["num_replicas"]
         )
 
 
-def _streamed(layout: Layout, folder: str, stateful: bool, part: str) -> Any:
+def _streamed(layout: Layout, folder: str, stateful: Any, part: str) -> Any:
     record, seen = Losses(), _Seen()
     keep = ModelCheckpoint(folder, "{step}", every_n_train_steps=3, save_top_k=-1)
     trainer = layout.trainer(
@@ -282,6 +333,29 @@ def test_stateful_loaders_keep_a_state_for_each_replica(layout: Layout, tmp_path
     assert len(whole[0][1]) == 8
     for rank, resumed in enumerate(run(layout, _streamed, tmp_path, True, "resumed")):
         assert resumed == (whole[rank][0][3:], whole[rank][1][3:])
+
+
+@pytest.mark.parametrize(
+    ("kind", "layout"),
+    [
+        (_EnergonLoader, PP2_DP2),
+        pytest.param(_EnergonLoader, ONE, marks=pytest.mark.slow),
+        pytest.param(_Unsized, DP2, marks=pytest.mark.slow),
+    ],
+)
+def test_states_by_rank_and_loaders_without_a_length(
+    kind: Any, layout: Layout, tmp_path: Path
+) -> None:
+    """No batch is lost between the batch in the step and the batch read ahead."""
+    whole = run(layout, _streamed, tmp_path, kind, "whole")
+    for rank, resumed in enumerate(run(layout, _streamed, tmp_path, kind, "resumed")):
+        assert resumed == (whole[rank][0][3:], whole[rank][1][3:])
+
+
+def test_equal_states_load_on_any_number_of_replicas(tmp_path: Path) -> None:
+    whole = _global([ids for _, ids in run(DP2, _streamed, tmp_path, _EqualStates, "whole")])
+    resumed = _global([ids for _, ids in run(ONE, _streamed, tmp_path, _EqualStates, "resumed")])
+    assert resumed == whole[3:]
 
 
 def _wrong_number(layout: Layout, folder: str) -> None:

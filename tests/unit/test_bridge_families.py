@@ -226,15 +226,16 @@ def test_a_configuration_comes_back(folders: dict[str, Path], name: str) -> None
             assert is_same or found[key] == pytest.approx(value), key
 
 
+@pytest.mark.parametrize("name", ["deepseek-v3", "glm4-moe"])
 def test_layers_of_multi_token_prediction_are_those_behind_the_last(
-    folders: dict[str, Path], tmp_path: Path
+    name: str, tmp_path: Path
 ) -> None:
     """DeepSeek's paper by the parts of a model of ``transformers`` with one layer more."""
-    path = make_predicting_folder(tmp_path)
+    path = make_predicting_folder(tmp_path, name)
     gpt = AutoBridge.from_hf_pretrained(path).gpt_folder()
     assert gpt.config.mtp_num_layers == 1
     ours: Any = AutoBridge.from_hf_pretrained(path).to_model("gpt")
-    theirs = make_model("deepseek-v3", num_hidden_layers=3)
+    theirs = make_model(name, num_hidden_layers=3)
     tensors = load_file(path / "model.safetensors")
     inputs, states = tokens(2, LENGTH), list[Tensor]()
     ours.mtp.layers["0"].register_forward_hook(lambda _, __, out: states.append(out))
@@ -248,7 +249,8 @@ def test_layers_of_multi_token_prediction_are_those_behind_the_last(
         hidden = layer(hidden, **arguments)
 
     def norm(name: str, x: Tensor) -> Tensor:
-        return F.rms_norm(x, (32,), tensors[f"model.layers.2.{name}.weight"], 1e-6)
+        weight = tensors[f"model.layers.2.{name}.weight"]
+        return F.rms_norm(x, (32,), weight, theirs.config.rms_norm_eps)
 
     ahead = theirs.model.embed_tokens(inputs.roll(-1, 1))
     joined = torch.cat([norm("enorm", ahead), norm("hnorm", theirs.model.norm(hidden))], -1)

@@ -27,7 +27,8 @@ class Glm4Moe(Family):
     architecture = "Glm4MoeForCausalLM"
     settings = (
         *SIGMOID, Rope(partial=True), Same("add_qkv_bias", "attention_bias"),
-        Same("qk_layernorm", "use_qk_norm"), Same("mtp_num_layers", "num_mtp_layers", none=0),
+        Same("qk_layernorm", "use_qk_norm"),
+        Same("mtp_num_layers", "num_nextn_predict_layers", none=0),
     )  # fmt: skip
     weights = table(TABLE, latent.MTP_WEIGHTS)
     copies = latent.MTP_COPIES

@@ -374,6 +374,8 @@ class StageCrossing:
         self, position: int, prelude: nn.Module, run: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> Any:
         """Replace the call of a prelude."""
+        if self._is_suspended:
+            return run(*args, **kwargs)
         call, name = self._stage_call, self._partition.preludes[position]
         if self._recomputes and call.stage == 0:
             return self._run_seeded(call_index(position, 0, self._num_preludes), run, args, kwargs)

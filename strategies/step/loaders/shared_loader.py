@@ -15,6 +15,7 @@ from megatron_lightning.strategies.options import StrategyOptions
 from megatron_lightning.strategies.step.loaders.agreed_loader import Agreement, agreed_loader
 from megatron_lightning.strategies.step.loaders.batch_counts import check_loader, forwards_together
 from megatron_lightning.strategies.step.loaders.dataloaders import prepared_loader
+from megatron_lightning.strategies.step.loaders.saved_loader import saved_loader
 
 
 def shared_loader(
@@ -52,6 +53,8 @@ def shared_loader(
         micro_batch_size=options.micro_batch_size,
         skipped=skipped,
     )
+    if trainer.training:
+        loader = saved_loader(loader)
     stage = trainer.state.stage
     if context.dp.size == 1 or stage is None:
         return loader

@@ -1,0 +1,55 @@
+"""States of loaders as plain values: objects come back, of the loader's own package alone."""
+
+from __future__ import annotations
+
+from collections import UserDict
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_lightning.checkpoint.format.plain_state import dump_state, load_state
+from megatron_lightning.errors import CheckpointError
+from megatron_lightning.strategies.step.loaders.plain_objects import equal_values, packed, unpacked
+
+
+class Flexible(dict):  # type: ignore[type-arg]
+    """A state with attributes."""
+
+
+@dataclass
+class Worker:
+    position: int
+    random: Any
+
+
+def test_objects_come_back_through_a_checkpoint() -> None:
+    state = Flexible(worker=Worker(3, (1, np.arange(4, dtype=np.uint32))), others=[None, 2.5])
+    state.seed = 7  # type: ignore[attr-defined]
+    plain = load_state(dump_state({"loader": packed(state)}), "a test")["loader"]
+    found = unpacked(plain, "tests")
+    assert type(found) is Flexible and vars(found) == {"seed": 7} and found["others"] == [None, 2.5]
+    assert type(found["worker"]) is Worker and found["worker"].position == 3
+    number, array = found["worker"].random
+    assert number == 1 and array.dtype == np.uint32 and array.tolist() == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("subprocess:Popen", "the loader is of the package tests"),
+        (f"{__name__}:Missing", "Install the version that saved it"),
+        (f"{__name__}:test_objects_come_back_through_a_checkpoint", "holds no state"),
+    ],
+)
+def test_other_objects_are_refused(name: str, message: str) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        unpacked({"_class": name, "_fields": {}}, "tests")
+
+
+def test_equal_values() -> None:
+    assert equal_values({"a": [torch.ones(2), 1]}, {"a": [torch.ones(2), 1]})
+    for other in ({"a": [torch.zeros(2), 1]}, {"a": [torch.ones(2)]}, {"b": []}, UserDict(), None):
+        assert not equal_values({"a": [torch.ones(2), 1]}, other)
