@@ -30,6 +30,7 @@ from megatron_lightning.strategies import lightning_internals as internals
 from megatron_lightning.strategies.checks import preflight
 from megatron_lightning.strategies.checks.connections import check_connections, gpu_capability
 from megatron_lightning.strategies.hooks.rank_hooks import RankHooks
+from megatron_lightning.strategies.launch.run_logs import create_experiments
 from megatron_lightning.strategies.launch.stopping import handle_requeue
 from megatron_lightning.strategies.module import describe_module
 from megatron_lightning.strategies.precision import megatron_plugin
@@ -68,6 +69,8 @@ class SetupHooks(RankHooks):
         trainer = internals.attached_trainer(self.module)
         if self.ranks.failure_watch is not None and trainer is not None:
             internals.note_sigterm(trainer)
+        if trainer is not None:
+            create_experiments(trainer.loggers)
         if self.context.world_size > 1:
             internals.set_device_mesh(self.module, self.context.device_mesh())
         self.run = Run(

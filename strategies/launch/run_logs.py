@@ -13,8 +13,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import torch
 from lightning.pytorch.loggers import CSVLogger, Logger
 
+from megatron_lightning.parallel.replica_rng import ReplicaRng
 from megatron_lightning.strategies.lightning_internals import set_version
 
 _KEPT = "metrics.csv.before"  # rows logged before this start, until training starts
@@ -51,6 +53,18 @@ def resume_logs(
                 set_version(logger, match["version"])
         if is_first_rank and isinstance(logger, CSVLogger):
             _keep_rows(Path(logger.log_dir))
+
+
+def create_experiments(loggers: Sequence[Logger]) -> None:
+    """Create the loggers' runs without a trace in the random states. Lightning asks for them next.
+
+    Trackers such as MLflow draw the name of a run, on rank 0 alone.
+    """
+    rng = ReplicaRng(torch.device("cpu"))
+    states = rng.everything()
+    for logger in loggers:
+        getattr(logger, "experiment", None)
+    rng.restore(states)
 
 
 def drop_later_rows(loggers: Sequence[Logger], step: int) -> None:

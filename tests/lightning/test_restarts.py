@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import os
+import random
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from lightning.pytorch.loggers.logger import rank_zero_experiment
 
 from megatron_lightning.config.global_batch import StepSize, replica_batch_size
 from megatron_lightning.errors import ConfigError, NoProgressError
@@ -23,7 +25,7 @@ from megatron_lightning.planning.plan_report import plan
 from megatron_lightning.strategies.megatron import MegatronStrategy
 from tests.helpers.toy import ToyModule
 from tests.helpers.trainers import Losses
-from tests.lightning.support import DP2, ONE, TP2_PP2, Layout, layouts, run
+from tests.lightning.support import DP2, ONE, PP2, TP2_PP2, Layout, layouts, run
 
 
 class _Fails(pl.Callback):
@@ -92,6 +94,27 @@ def test_a_run_has_one_log_over_its_restarts(layout: Layout, tmp_path: Path) -> 
     assert _board(tmp_path / "board" / "version_0") == list(range(8))
     starts = json.loads((tmp_path / "starts.json").read_text())["starts"]
     assert [(s["from_step"], s["reached_step"]) for s in starts] == [(0, 3), (2, 8)]
+
+
+class _Drawing(CSVLogger):
+    """Draws the name of its run, as MLflow does on rank 0."""
+
+    @property
+    @rank_zero_experiment
+    def experiment(self) -> Any:
+        if self._experiment is None:
+            random.random(), torch.rand(1)
+        return super().experiment
+
+
+def _with_drawn_name(layout: Layout, folder: str) -> int:
+    trainer = layout.trainer(folder, logger=_Drawing(folder), max_steps=2)
+    trainer.fit(ToyModule(), datamodule=layout.data_module())
+    return trainer.global_step
+
+
+def test_a_tracker_may_draw_the_name_of_a_run(tmp_path: Path) -> None:
+    assert run(PP2, _with_drawn_name, tmp_path) == [2, 2]
 
 
 def _starts_again_and_again(layout: Layout, folder: str, gains: bool) -> tuple[int, str]:
