@@ -296,6 +296,8 @@ def test_stacked_weights_without_a_strategy() -> None:
     assert torch.equal(ours.state[stack]["momentum_buffer"], torch.stack(momenta))
     with pytest.raises(ConfigError, match=r"shape \(5,\), which is neither a matrix nor a stack"):
         Muon([{"params": [stack]}, {"params": [nn.Parameter(torch.ones(5))]}])
+    with pytest.raises(ConfigError, match=r"shape \(8, 1, 4\), which is neither a matrix"):
+        Muon([nn.Parameter(torch.zeros(8, 1, 4))])  # a depthwise convolution
     with pytest.raises(ValueError, match="empty parameter list"):
         Muon([])
 

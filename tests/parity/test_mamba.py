@@ -51,8 +51,6 @@ LAYOUTS: dict[str, Layout] = {
         {"pipeline_model_parallel_size": 2, "micro_batch_size": 2, "pipeline_schedule": "zb-h1"},
     ),
     "cp2, recomputed": (2, 1, {"context_parallel_size": 2, "recompute": FULL}),
-    "cp2, compiled": (2, 1, {"context_parallel_size": 2, "compile": "block"}),
-    "tp2, compiled": (2, 1, {"tensor_model_parallel_size": 2, "compile": "block"}),
 }  # fmt: skip
 USUAL = (("tp2, sp", 1), ("cp2", 2))
 CASES = [(layout, groups) for layout in LAYOUTS for groups in (1, 2)]

@@ -42,7 +42,8 @@ class Muon(torch.optim.Muon):
         """Add a group."""
         super().add_param_group(param_group)
         for parameter in self.param_groups[-1]["params"]:
-            if parameter.ndim not in (2, _STACKED):
+            is_convolution = parameter.ndim == _STACKED and parameter.shape[1] == 1  # depthwise
+            if parameter.ndim not in (2, _STACKED) or is_convolution:
                 raise ConfigError(
                     f"Muon was given a parameter of shape {tuple(parameter.shape)}, which is "
                     "neither a matrix nor a stack of matrices. Step it with another optimizer "
