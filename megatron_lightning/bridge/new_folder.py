@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -64,6 +65,8 @@ class NewFolder(FolderTensors):
         dtypes: Mapping[str, torch.dtype],
         tokenizer: str | None,
     ) -> None:
+        from huggingface_hub.errors import StrictDataclassFieldValidationError
+
         super().__init__(path)
         shapes = new_shapes(family, config)
         table = {name: (shape, dtypes[ours]) for name, (shape, ours) in shapes.items()}
@@ -74,7 +77,8 @@ class NewFolder(FolderTensors):
         """Configuration of ``transformers``."""
         self.config.architectures = [family.architecture]
         for kind in _SPECIAL:  # the class's defaults belong to another tokenizer
-            setattr(self.config, f"{kind}_token_id", None)
+            with suppress(StrictDataclassFieldValidationError):  # CWM demands an id
+                setattr(self.config, f"{kind}_token_id", None)
         self.config.dtype = dtypes["decoder.final_layernorm.weight"]
         contents = {} if tokenizer is None else self._use_tokenizer(tokenizer, config)
         if made.index_file is not None:
