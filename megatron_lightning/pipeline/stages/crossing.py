@@ -486,6 +486,8 @@ class StageCrossing:
         """Return the outputs for the next stage."""
         call, facts = self._stage_call, self._facts
         self._check_preludes()
+        if self._trace is not None and call.stage == 0 and self._num_preludes:
+            self._trace.keep(self._kept())
         self._learn()
         if call.note is None:
             call.note = dump(call.structures, self._partition.name_of)

@@ -179,6 +179,13 @@ class DependencyTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         inside = [list(vars(leaf).values()) for leaf in opaque if not isinstance(leaf, Tensor)]
         self._used.setdefault(EPILOGUE, set()).update(self._of(tensors_inside([output, inside])))
 
+    def keep(self, left: Iterable[Tensor]) -> None:
+        """Record the state of preludes among tensors that a stage leaves outside of the output:
+        later stages do not have it.
+        """
+        marks = [mark for mark in self._of(left) if isinstance(mark, _Mark) and mark.unit < 0]
+        self._used.setdefault(EPILOGUE, set()).update(marks)
+
     def uses(self) -> Uses:
         """Return the recorded uses."""
         facts = [(mark, unit) for unit, marks in self._used.items() for mark in marks]
