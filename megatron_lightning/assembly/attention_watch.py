@@ -16,8 +16,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from megatron_lightning.errors import ConfigError
-from megatron_lightning.layers.attention import CoreAttention
-from megatron_lightning.layers.state_space.delta_net import GatedDeltaNet
+from megatron_lightning.layers.sequence_mixer import SequenceMixer
 from megatron_lightning.parallel.absent import present_modules
 
 _FOREIGN = (
@@ -49,14 +48,14 @@ def check_attention_rows(num_ranks: int, rows: int, model: str) -> None:
         )
 
 
-def bound_attention(module: nn.Module) -> dict[str, CoreAttention | GatedDeltaNet]:
-    """Return the attention modules in ``module``, linear attention included, bound to
+def bound_attention(module: nn.Module) -> dict[str, SequenceMixer]:
+    """Return the attention modules in ``module``, and other mixers of tokens, bound to
     context-parallel ranks, by path.
     """
     return {
         path: child
         for path, child in present_modules(module)
-        if isinstance(child, CoreAttention | GatedDeltaNet) and child.shares_sequences
+        if isinstance(child, SequenceMixer) and child.shares_sequences
     }
 
 

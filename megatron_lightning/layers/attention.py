@@ -8,7 +8,7 @@ tensor shapes, so no count needs rewriting.
 from __future__ import annotations
 
 import warnings
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -25,9 +25,10 @@ from megatron_lightning.layers.key_cache import AttentionForm, CacheStep
 from megatron_lightning.layers.norm import build_norm
 from megatron_lightning.layers.rotary import RotaryEmbedding, apply_rotary, attention_layout
 from megatron_lightning.layers.sequence_info import SequenceInfo
+from megatron_lightning.layers.sequence_mixer import SequenceMixer
 
 
-class CoreAttention(nn.Module):
+class CoreAttention(SequenceMixer):
     """Scaled dot product attention, by torch's fused kernels or over the context-parallel ranks
     bound by the style ``ContextAttention``.
 
@@ -41,6 +42,7 @@ class CoreAttention(nn.Module):
             queries (https://arxiv.org/abs/2309.17453, section 3.3). 0: no such keys.
     """
 
+    kind: ClassVar[str] = "attention"
     engine: Engine | None = None
     """Computes attention over the sequences accepted by :meth:`Engine.takes`."""
 
@@ -66,8 +68,6 @@ class CoreAttention(nn.Module):
         """Attention over the ranks that share a sequence. None: every rank has full sequences."""
         self.cp_comm_type: str | None = None
         """Communication of :attr:`cp_comm`: p2p, all_gather, a2a or a2a+p2p."""
-        self.takes_parts = True
-        """Whether inputs are currently this rank's sequence shards, if ranks share sequences."""
 
     @property
     def shares_sequences(self) -> bool:
@@ -230,12 +230,7 @@ class CoreAttention(nn.Module):
                 "that share a row, capped scores, sinks, or sequences that ranks share. Set it to "
                 "0."
             )
-        if self.cp_comm is not None and not self.takes_parts:
-            raise ConfigError(
-                "a model whose attention is bound to the ranks of context_parallel_size was called "
-                "outside of a training, validation, test or predict step, on a sequence that is "
-                "not split. Call it in a step, or load a checkpoint into a model of its own."
-            )
+        self.check_parts()
 
 
 def _with_equal_heads(*tensors: Tensor) -> list[Tensor]:

@@ -18,7 +18,12 @@ from torch.utils.data import DataLoader
 
 from megatron_lightning.assembly.cp_comm_types import assign_cp_comm_types
 from megatron_lightning.assembly.plans import find_plans
-from megatron_lightning.config import ContextOptions, TransformerConfig
+from megatron_lightning.config import (
+    ContextOptions,
+    DeltaNetConfig,
+    MambaConfig,
+    TransformerConfig,
+)
 from megatron_lightning.errors import ConfigError, MegatronLightningError, ShardingError
 from megatron_lightning.layers import CoreAttention
 from megatron_lightning.layers.sequence_info import SequenceInfo
@@ -263,6 +268,20 @@ GPT = TransformerConfig(
 SMALL = TransformerConfig(
     num_layers=1, hidden_size=16, num_attention_heads=4, vocab_size=VOCABULARY
 )
+STATES = TransformerConfig(
+    layer_pattern="M-",
+    hidden_size=16,
+    num_attention_heads=4,
+    vocab_size=VOCABULARY,
+    mamba=MambaConfig(head_dim=8, state_dim=8, num_groups=1),
+)
+DELTA_NET = TransformerConfig(
+    layer_pattern="G-",
+    hidden_size=16,
+    num_attention_heads=4,
+    vocab_size=VOCABULARY,
+    delta_net=DeltaNetConfig(num_key_heads=2, num_value_heads=2, key_head_dim=8, value_head_dim=8),
+)
 CASES: dict[str, tuple[Callable[[], Any], Callable[[], Any], str]] = {
     "undeclared": (
         Undeclared,
@@ -296,6 +315,16 @@ CASES: dict[str, tuple[Callable[[], Any], Callable[[], Any], str]] = {
     "logs": (LogsSometimes, _loader, r"On some of them only, it logged 'first'"),
     "skips": (SkipsSometimes, _loader, r"training_step returned None on a rank that shares"),
     "outside of a step": (CallsOutside, _loader, r"was called outside of a training, valid"),
+    "Mamba-2 outside of a step": (
+        lambda: CallsOutside(GPTModel(STATES)),
+        _loader,
+        r"whose Mamba-2 is bound .* outside of a",
+    ),
+    "gated delta net outside of a step": (
+        lambda: CallsOutside(GPTModel(DELTA_NET)),
+        _loader,
+        r"whose gated delta net is bound .* outside of a",
+    ),
     "documents": (Undeclares, _documents, r"document_ids .* has 16 columns, .* 8 positions"),
     "masked": (Module, lambda: _loader(masked=True), r'-100 in 1, so that .* "num_items"'),
     "dropout": (

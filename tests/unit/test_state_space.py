@@ -10,14 +10,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_lightning.config import MambaConfig, TransformerConfig
+from megatron_lightning.assembly.attention_watch import bound_attention
+from megatron_lightning.config import DeltaNetConfig, MambaConfig, TransformerConfig
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.layers.state_space.convolution import causal_convolution
 from megatron_lightning.layers.state_space.kernel import fused_scan
 from megatron_lightning.layers.state_space.mamba import MambaMixer
+from megatron_lightning.layers.state_space.mixer import StateMixer
 from megatron_lightning.layers.state_space.scan import carried_states, chunked_scan
 from megatron_lightning.models import GPTModel
 from megatron_lightning.optim.param_groups import make_param_groups
+from megatron_lightning.parallel.context import AxisGroup
 
 LENGTH, SIZE, HEADS, CHANNELS, GROUPS, STATE = 150, 2, 4, 3, 2, 5
 EXACT = 1e-12  # fp64, sums in another order
@@ -238,3 +241,23 @@ def test_a_kernel_that_cannot_run_is_refused() -> None:
         MambaMixer(_config(), required)(torch.zeros(3, 1, HIDDEN))
     with pytest.raises(ConfigError, match=r"mamba\.scan_engine is 'triton', which is unknown"):
         MambaConfig(scan_engine="triton")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kind", ["Mamba-2", "gated delta net"])
+def test_full_sequences_outside_of_steps_are_refused(kind: str) -> None:
+    """A mixer bound to context-parallel ranks would scan a full sequence as a part of a longer
+    one.
+    """
+    sizes = DeltaNetConfig(num_key_heads=2, num_value_heads=2, key_head_dim=8, value_head_dim=8)
+    pattern = ["mamba" if kind == "Mamba-2" else "delta_net", "mlp"]
+    options: dict[str, Any] = (
+        {"mamba": MAMBA} if kind == "Mamba-2" else {"mamba": None, "delta_net": sizes}
+    )
+    model = GPTModel(_config(layer_pattern=pattern, **options))
+    assert not bound_attention(model)
+    (mixer,) = (child for child in model.modules() if isinstance(child, StateMixer))
+    mixer.context_group = AxisGroup("cp", (0, 1), 0, None)
+    assert list(bound_attention(model).values()) == [mixer]
+    mixer.takes_parts = False
+    with pytest.raises(ConfigError, match=f"whose {kind} is bound .* called outside of a training"):
+        model(torch.zeros(1, 8, dtype=torch.long))

@@ -39,7 +39,6 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from megatron_lightning.config import DeltaNetConfig, TransformerConfig
-from megatron_lightning.errors import ConfigError
 from megatron_lightning.layers.key_cache import CacheStep
 from megatron_lightning.layers.sequence_info import SequenceInfo
 from megatron_lightning.layers.state_space.convolution import (
@@ -56,10 +55,9 @@ from megatron_lightning.layers.state_space.exchange import (
     share_of,
 )
 from megatron_lightning.layers.state_space.initial import fill_initial
-from megatron_lightning.layers.state_space.precise import PreciseParameters
+from megatron_lightning.layers.state_space.mixer import StateMixer
 from megatron_lightning.layers.state_space.row_documents import TokenDocuments, token_documents
 from megatron_lightning.layers.state_store import mix_requests
-from megatron_lightning.parallel.context import AxisGroup
 
 _LENGTH_EPS = 1e-6  # below the squared length of a query or key, as in all implementations
 
@@ -84,7 +82,7 @@ class GatedHeadNorm(nn.Module):
         return wide(self.weight) * normed * F.silu(wide(gate))
 
 
-class GatedDeltaNet(PreciseParameters):
+class GatedDeltaNet(StateMixer):
     """Mixer of gated delta net.
 
     Args:
@@ -92,11 +90,8 @@ class GatedDeltaNet(PreciseParameters):
         delta_net: Sizes of the mixer.
     """
 
+    kind = "gated delta net"
     precise = ("dt_bias", "A_log")
-    context_group: AxisGroup | None = None
-    """Ranks with parts of the same sequences. None: this rank has full sequences."""
-    takes_parts = True
-    """Whether inputs are currently this rank's sequence shards, if ranks share sequences."""
 
     def __init__(self, config: TransformerConfig, delta_net: DeltaNetConfig) -> None:
         super().__init__()
@@ -120,9 +115,9 @@ class GatedDeltaNet(PreciseParameters):
         """Map [s, b, h] to [s, b, h]. The input may be a sequence shard.
 
         Raises:
-            ConfigError: If ranks share sequences, and this sequence is full.
+            ConfigError: If context-parallel ranks share sequences, and this sequence is full.
         """
-        self._check()
+        self.check_parts()
         documents = None if sequence is None else sequence.documents
         mixed: Tensor = self.in_proj(hidden)
         if sequence is not None and sequence.cache is not None:
@@ -143,20 +138,6 @@ class GatedDeltaNet(PreciseParameters):
         out = self._recomputed(self._normed, out, gates)
         result: Tensor = self.out_proj(out)
         return result
-
-    def _check(self) -> None:
-        if self.shares_sequences and not self.takes_parts:
-            raise ConfigError(
-                "a model whose gated delta net is bound to the ranks of context_parallel_size was "
-                "called outside of a training, validation, test or predict step, on a sequence "
-                "that is not split. Call it in a step, or load a checkpoint into a model of its "
-                "own."
-            )
-
-    @property
-    def shares_sequences(self) -> bool:
-        """Whether ranks share the sequences."""
-        return self.context_group is not None
 
     @property
     def _num_key_heads(self) -> int:

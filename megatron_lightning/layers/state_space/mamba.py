@@ -33,16 +33,15 @@ from megatron_lightning.layers.state_space.convolution import CausalConvolution,
 from megatron_lightning.layers.state_space.gated_norm import GatedNorm
 from megatron_lightning.layers.state_space.initial import fill_initial
 from megatron_lightning.layers.state_space.kernel import fused_scan, uses_kernel
-from megatron_lightning.layers.state_space.precise import PreciseParameters
+from megatron_lightning.layers.state_space.mixer import StateMixer
 from megatron_lightning.layers.state_space.row_documents import token_documents
 from megatron_lightning.layers.state_space.scan import chunked_scan
 from megatron_lightning.layers.state_space.segments import Segments
 from megatron_lightning.layers.state_space.shared_groups import SharedGroups
 from megatron_lightning.layers.state_store import mix_requests
-from megatron_lightning.parallel.context import AxisGroup
 
 
-class MambaMixer(PreciseParameters):
+class MambaMixer(StateMixer):
     """Projection, convolution, scan, gated norm, projection back.
 
     Args:
@@ -50,11 +49,10 @@ class MambaMixer(PreciseParameters):
         mamba: Sizes of the mixer.
     """
 
+    kind = "Mamba-2"
     precise = ("A_log", "D", "dt_bias")
     shared_groups: SharedGroups | None = None
     """Tensor-parallel ranks that share groups. None: a rank has full groups."""
-    context_group: AxisGroup | None = None
-    """Ranks that share sequences. None: every rank has full sequences."""
 
     def __init__(self, config: TransformerConfig, mamba: MambaConfig) -> None:
         super().__init__()
@@ -76,7 +74,11 @@ class MambaMixer(PreciseParameters):
         """Map [s, b, h] to [s, b, h]. ``sequence`` None: rows are single documents.
 
         The input may be a sequence shard of tensor-parallel ranks. ``in_proj`` gathers the shards.
+
+        Raises:
+            ConfigError: If context-parallel ranks share sequences, and this sequence is full.
         """
+        self.check_parts()
         projected = self.in_proj(hidden)
         documents = None if sequence is None else sequence.documents
         if sequence is not None and sequence.cache is not None:
@@ -94,7 +96,7 @@ class MambaMixer(PreciseParameters):
         """Map the output of ``in_proj`` to the input of ``out_proj`` [s, b, d]."""
         with torch.autocast(projected.device.type, enabled=False):
             gate, mixed, dt = self._divided(projected)
-            if self.context_group is None or self.context_group.size == 1:
+            if self.context_group is None:
                 y = self._mix_rows(mixed, dt, documents)
             else:
                 y = self._mix_segments(mixed, dt, documents, Segments(self.context_group))

@@ -53,6 +53,6 @@ class GroupedHeads:
         shard_parameters(module, dict.fromkeys(self.params, Split()), context.tp)
         if context.tp.size > self.num_groups:
             module.shared_groups = SharedGroups(context.tp, self.num_groups)  # type: ignore[assignment]
-        if hasattr(module, "context_group"):
+        if context.cp.size > 1 and hasattr(module, "context_group"):
             module.context_group = context.cp  # type: ignore[assignment]
         return module

@@ -1,0 +1,42 @@
+"""Base of modules that mix the tokens of sequences: attention and layers with a state."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from torch import nn
+
+from megatron_lightning.errors import ConfigError
+
+
+class SequenceMixer(nn.Module):
+    """A module that mixes the tokens of sequences, of which context-parallel ranks may hold parts.
+
+    A mixer bound to the ranks takes sequence parts. A full sequence would be mixed as a part, and
+    the outputs would be wrong. So :attr:`takes_parts` is true only in steps, and outside of steps a
+    mixer that shares sequences refuses inputs.
+    """
+
+    kind: ClassVar[str] = "mixer of tokens"
+    """Name of the kind of mixer, for messages."""
+    takes_parts = True
+    """Whether inputs are currently this rank's sequence shards, if ranks share sequences."""
+
+    @property
+    def shares_sequences(self) -> bool:
+        """Whether ranks share the sequences."""
+        raise NotImplementedError
+
+    def check_parts(self) -> None:
+        """Check that inputs are sequence shards, if ranks share sequences.
+
+        Raises:
+            ConfigError: If the ranks share sequences, and inputs are full sequences.
+        """
+        if self.shares_sequences and not self.takes_parts:
+            raise ConfigError(
+                f"a model whose {self.kind} is bound to the ranks of context_parallel_size was "
+                "called outside of a training, validation, test or predict step, on a sequence "
+                "that is not split. Call it in a step, or load a checkpoint into a model of its "
+                "own."
+            )
