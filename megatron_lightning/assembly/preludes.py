@@ -22,7 +22,12 @@ from torch import nn
 
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.parallel.patterns import compile_pattern
-from megatron_lightning.pipeline.schedules.partition import Unit, unit_names, unit_weights
+from megatron_lightning.pipeline.schedules.partition import (
+    STAGE_END,
+    Unit,
+    unit_names,
+    unit_weights,
+)
 from megatron_lightning.pipeline.stages.dependencies import EPILOGUE, Uses
 from megatron_lightning.pipeline.stages.preludes import position_of
 from megatron_lightning.pipeline.stages.units import Calls, Operations
@@ -116,7 +121,8 @@ class Outside:
         cost *= sum(weights)
         if cost < _SMALLEST_COST * sum(weights) / len(weighing):
             return tuple(units)
-        return ((names[0], weights[0] + cost), *zip(names[1:], weights[1:], strict=True))
+        weighed = zip(names, [weights[0] + cost, *weights[1:]], strict=True)
+        return tuple(unit if unit == STAGE_END else next(weighed) for unit in units)
 
     def _path(self, call: int) -> str:
         return self.preludes[position_of(call, len(self.preludes))]

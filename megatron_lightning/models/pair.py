@@ -28,7 +28,12 @@ from megatron_lightning.models.token_outputs import (
 )
 from megatron_lightning.models.transformer import GPTModel
 from megatron_lightning.parallel.vocabulary_ranges import align_vocabulary
-from megatron_lightning.pipeline.schedules.partition import unit_names, unit_weights
+from megatron_lightning.pipeline.schedules.partition import (
+    STAGE_END,
+    Unit,
+    unit_names,
+    unit_weights,
+)
 from megatron_lightning.pipeline.stages.units import find_pipelined
 
 DivergenceKind = Literal["forward", "reverse", "top_k"]
@@ -63,24 +68,38 @@ class FrozenPair(nn.Module):
             first = self.frozen(*inputs, **options)
         return first, self.trained(*inputs, **options)
 
-    def pipeline_units(self) -> list[tuple[str, float]]:
+    def pipeline_units(self) -> list[Unit]:
         """Return the units of both models. Both models weigh the same in total, so that two virtual
         stages hold a model each on every rank.
 
+        If the models state the ends of their stages, no stage has units of both.
+
         Raises:
-            ConfigError: If a model has no units.
+            ConfigError: If a model has no units, or the models state different numbers of stages.
         """
-        units: list[tuple[str, float]] = []
+        units: list[Unit] = []
+        ends: list[int] = []
         for name in ("frozen", "trained"):
-            path, _, own = find_pipelined(self.get_submodule(name))
-            weights = unit_weights(own)
+            path, _, own_units = find_pipelined(self.get_submodule(name))
+            ends.append(own_units.count(STAGE_END))
+            if units and ends[0]:
+                units.append(STAGE_END)
+            weights = iter(unit_weights(own_units))
+            total = sum(unit_weights(own_units))
             prefix = f"{name}.{path}." if path else f"{name}."
-            units += [
-                (f"{prefix}{unit}", weight / sum(weights))
-                for unit, weight in zip(unit_names(own), weights, strict=True)
-            ]
+            for unit in own_units:
+                if unit == STAGE_END:
+                    units.append(STAGE_END)
+                else:
+                    units += [(f"{prefix}{n}", next(weights) / total) for n in unit_names([unit])]
             if name == "frozen" and hasattr(self, _KEPT):
                 units.append((_KEPT, 0.0))
+        if ends[0] != ends[1]:
+            raise ConfigError(
+                f"the frozen model states {ends[0] + 1} stages and the trained model "
+                f"{ends[1] + 1} ({STAGE_END} in layer_pattern), and a pipeline divides both alike. "
+                "Write equally many | in both patterns, or none."
+            )
         return units
 
 

@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import nn
 
+from megatron_lightning.assembly.preludes import Outside
 from megatron_lightning.config import (
     LatentAttentionConfig,
     MambaConfig,
@@ -17,7 +19,9 @@ from megatron_lightning.config import (
 )
 from megatron_lightning.config.hybrid_pattern import parse_hybrid_pattern, pattern_from_ratios
 from megatron_lightning.errors import ConfigError
+from megatron_lightning.models import GPTModel
 from megatron_lightning.models.costs import multiply_adds, pipeline_units
+from megatron_lightning.models.pair import FrozenPair, ReferencePair
 from megatron_lightning.parallel.layout import ParallelLayout
 from megatron_lightning.pipeline.schedules.actions import Placement
 from megatron_lightning.pipeline.schedules.stage_layouts import split_units
@@ -190,3 +194,32 @@ def test_cost_of_nemotron_h_is_balanced(pp: int, dearest: float, parameters: flo
     assert max(costs) * pp / sum(costs) == pytest.approx(dearest, abs=0.005)
     counts = [count_rank(config, ParallelLayout(), [stage]).total for stage in stages]
     assert max(counts) * pp / sum(counts) == pytest.approx(parameters, abs=0.006)
+
+
+def test_pairs_keep_the_stages_of_both_patterns() -> None:
+    """A pair has the frozen model's stages, then the trained model's stages."""
+    frozen, trained = "*-|*-", "*|*-*"
+    models = [GPTModel(TransformerConfig(layer_pattern=p, **SIZES)) for p in (frozen, trained)]
+    units = ReferencePair(*models).pipeline_units()
+    ranks = frozen.count("|") + 1
+    stages = split_units(units, Placement.loop(ranks, 2), PipelineOptions())
+    names = [{unit.partition(".")[0] for unit in stage} for stage in stages]
+    assert all(name <= {"frozen", "frozen_output"} for name in names[:ranks])
+    assert names[ranks:] == [{"trained"}] * ranks
+    counts = [sum("layers" in unit for unit in stage) for stage in stages]
+    patterns = (*frozen.split("|"), *trained.split("|"))
+    assert counts == [len(pattern) for pattern in patterns]
+
+
+def test_pairs_with_different_numbers_of_stages_are_refused() -> None:
+    models = [GPTModel(TransformerConfig(layer_pattern=p, **SIZES)) for p in ("*-", "*|-")]
+    with pytest.raises(ConfigError, match=r"frozen model states 1 stages.* trained model 2.*Write"):
+        FrozenPair(*models).pipeline_units()
+
+
+def test_modules_outside_of_the_units_keep_the_stages() -> None:
+    """The cost of a tower before the units is added to the first unit alone."""
+    names = ("tower", "first", "second")
+    module = nn.ModuleDict({name: nn.Linear(8, 8) for name in names})
+    units = Outside(module, ("tower",)).weighted(["first", "|", "second"], lambda: None)
+    assert units == (("first", 2.0), "|", ("second", 1.0))
