@@ -16,8 +16,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megatron_lightning.config import DataParallelOptions
+from megatron_lightning.config import DataParallelOptions, MambaConfig, TransformerConfig
 from megatron_lightning.errors import ConfigError
+from megatron_lightning.models import GPTModel
 from megatron_lightning.optim import (
     ChainedOptimizer,
     DistributedOptimizer,
@@ -25,7 +26,8 @@ from megatron_lightning.optim import (
     Muon,
 )
 from megatron_lightning.optim.stepping.matrices import names_of_matrices
-from megatron_lightning.parallel import ParallelContext, ParallelLayout, ShardSpec
+from megatron_lightning.parallel import ParallelContext, ParallelLayout, ShardSpec, parallelize
+from megatron_lightning.parallel.sharding import named_shard_specs
 from megatron_lightning.parallel.tensor_shards import TensorShards
 from tests.helpers.ranks import run_ranks
 
@@ -37,12 +39,22 @@ TOLERANCE = STEPS * MUON["lr"] * 2**-7
 EXPERTS = 4
 Sizes = tuple[int, int, int]  # tp, ep, etp
 
+MAMBA = TransformerConfig(
+    layer_pattern="M",
+    hidden_size=6,
+    num_attention_heads=2,
+    vocab_size=8,
+    mamba=MambaConfig(num_heads=2, head_dim=4, num_groups=2, state_dim=4),
+)
+IN_PARTS = (8, 8, 8, 8, 2)  # z, x, B, C and dt
+
 # name -> (shape, cut dim, blocks, fused rows); "qkv": 2 groups of 4 + 2 + 2 rows, "fc1": gate and
-# up. Experts are stacked.
+# up, "in_proj": of Mamba-2. Experts are stacked.
 SHAPES: dict[str, tuple[tuple[int, ...], int | None, int, tuple[int, ...]]] = {
     "qkv": ((16, 6), 0, 1, (4, 2, 2)),
     "fc1": ((20, 6), 0, 2, (10, 10)),
     "fc2": ((6, 10), 1, 1, ()),
+    "in_proj": ((sum(IN_PARTS), 6), 0, 1, IN_PARTS),
     "router": ((4, 6), None, 1, ()),
     "experts.fc1": ((EXPERTS, 20, 6), 1, 2, (10, 10)),
     "experts.fc2": ((EXPERTS, 6, 10), 2, 1, ()),
@@ -58,6 +70,8 @@ def parts_of(name: str, whole: Tensor) -> list[Tensor]:
             for part in (range(4), range(4, 6), range(6, 8))
         ]
         return [whole[part] for part in rows]
+    if name == "in_proj":
+        return list(whole.split(IN_PARTS))
     if name.startswith("experts"):
         name = name.removeprefix("experts.")
         return [part for index in range(EXPERTS) for part in parts_of(name, whole[index])]
@@ -108,6 +122,10 @@ def spec_of(name: str, context: ParallelContext) -> ShardSpec:
     shape, dim, blocks, fused = SHAPES[name]
     if dim is None:
         return ShardSpec.replicated(shape)
+    if name == "in_proj":  # as the layer's plan shards it
+        model = GPTModel(MAMBA)
+        parallelize(model, context, model.sharding_plan())
+        return named_shard_specs(model)["decoder.layers.0.mixer.in_proj.weight"]
     group = context.etp if name.startswith("experts") else context.tp
     on: dict[str, Any] = {"size": group.size, "rank": group.rank, "axis": group.name}
     spec = ShardSpec.split(shape, dim=dim, blocks=blocks, **on)
