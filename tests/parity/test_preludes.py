@@ -3,18 +3,22 @@ model equals itself on one process."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from megatron_lightning.bridge import commands
 from megatron_lightning.strategies import MegatronStrategy
 from tests.helpers.hf_models import BATCH, STEPS
 from tests.helpers.ranks import run_ranks
 from tests.helpers.trainers import Losses, trainer
 
 pytest.importorskip("transformers")
+
+import transformers
 
 from tests.helpers.image_models import MODELS, TOWERS, ImageModel, loader
 
@@ -108,3 +112,40 @@ def test_towers_run_on_the_first_stage_only(cases: list[tuple[str, str, bool]]) 
             if TP not in options:
                 assert own_elements == (num_elements if holds else 0)
         assert torch.tensor(norms).isfinite().all()
+
+
+def _resume(options: dict[str, Any] | None, path: Path | None) -> list[float]:
+    """Return the losses of a fit of 4 steps, or of its steps behind a checkpoint."""
+    record = Losses()
+    strategy = "auto" if options is None else MegatronStrategy(**options)
+    fit = trainer(strategy, max_steps=4, callbacks=[record])
+    fit.fit(ImageModel("llava"), loader("llava"), ckpt_path=path)
+    return record.losses
+
+
+def _save_and_resume(path: Path) -> tuple[dict[str, Any], list[float]]:
+    """Save after 2 steps under PP 2. Return the weights, and the losses of TP 2 from there."""
+    fit = trainer(MegatronStrategy(**{PP: 2, MICRO: 1}), max_steps=2)
+    fit.fit(ImageModel("llava"), loader("llava"))
+    fit.save_checkpoint(path)
+    weights = {k: v.numpy() for k, v in fit.strategy.full_state_dict().items()}
+    return weights, _resume({TP: 2}, path)
+
+
+def _resume_all(path: Path) -> list[list[float]]:
+    return [_resume(None, None), _resume({}, path)]
+
+
+@pytest.mark.timeout(200)
+def test_a_checkpoint_with_a_tower_loads_on_other_layouts_and_exports(tmp_path: Path) -> None:
+    path = tmp_path / "pp2.ckpt"
+    ranks = run_ranks(2, _save_and_resume, path, timeout_s=180)
+    (alone, resumed), *_ = run_ranks(1, _resume_all, path)
+    for losses in (resumed, *(losses for _, losses in ranks)):
+        assert losses == pytest.approx(alone[2:], rel=RTOL)
+    weights = {k.removeprefix("model."): v for found, _ in ranks for k, v in found.items()}
+    ImageModel("llava").model.save_pretrained(tmp_path / "start")
+    commands.export(str(path), str(tmp_path / "out"), like=str(tmp_path / "start"))
+    model = transformers.LlavaForConditionalGeneration.from_pretrained(tmp_path / "out")
+    assert set(weights) == set(model.state_dict())
+    assert all(np.array_equal(v, weights[k]) for k, v in model.state_dict().items())
