@@ -15,19 +15,14 @@ Code between two units thus runs on the stages of both units and only counts on 
 the last stage the rest of the forward and of the step runs. Before the call of the module all
 stages compute the same.
 
-Random numbers between units are equal on all stages, since each forward is seeded at the start. A
-unit draws only on the unit's own stage, from a seed of the unit's own. The unit's seed leaves the
-generator between units unchanged, and a recomputation uses the seed again.
-
-A boundary carries the output of the unit before the boundary, and every earlier output still used
-behind the boundary (``dependencies``). The first micro-batch of every kind of call runs twice: once
-without values to learn the dependencies (:class:`CallFacts`), and then for real, when the NaN of
-the placeholders must reach nothing.
+``unit_calls`` runs and replaces the calls. The first micro-batch of every kind of call runs twice:
+once without values to learn the dependencies (:class:`CallFacts`), and then for real, when the NaN
+of the placeholders must reach nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -38,28 +33,16 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from megatron_lightning.parallel.context import ParallelContext
-from megatron_lightning.parallel.rng import seeded, seeded_host
 from megatron_lightning.pipeline.batch.microbatches import tensors_of
 from megatron_lightning.pipeline.channel import StageTensors
 from megatron_lightning.pipeline.stages import crossing_errors as errors
-from megatron_lightning.pipeline.stages.dependencies import CallFacts, DependencyTrace, StageCall
+from megatron_lightning.pipeline.stages.dependencies import CallFacts, StageCall
 from megatron_lightning.pipeline.stages.dependency_run import CallAnalysis, intercepted
-from megatron_lightning.pipeline.stages.fields import map_tensors
 from megatron_lightning.pipeline.stages.parallel_call import replaced_attribute
-from megatron_lightning.pipeline.stages.preludes import PreludeCalls, call_index, position_of
+from megatron_lightning.pipeline.stages.preludes import call_index
 from megatron_lightning.pipeline.stages.stage import StagePartition
-from megatron_lightning.pipeline.stages.structure import (
-    Containers,
-    Like,
-    Placeholders,
-    Structure,
-    dump,
-    flatten,
-    num_writes,
-    user_hooks,
-    with_hooks,
-)
-from megatron_lightning.pipeline.stages.unit_values import AbsentValues
+from megatron_lightning.pipeline.stages.structure import Placeholders, user_hooks
+from megatron_lightning.pipeline.stages.unit_calls import UnitCalls
 
 
 class StageExit(BaseException):
@@ -107,17 +90,9 @@ class StageCrossing:
         self._repeated = repeated
         self._kept = kept
         self._microbatch = 0
-        self._seed = 0
-        self._stage_call = StageCall(0, 0, 0, (), {}, {}, None, True, 0, PreludeCalls(0))
+        self._calls = UnitCalls(partition, context, facts, kept)
         self._stage_calls: dict[tuple[int, int], StageCall] = {}
-        self._signature: Hashable = None
-        self._analysis: CallAnalysis | None = None
-        self._trace: DependencyTrace | None = None  # follows the call of a run without values
         self._tests = False
-        # Every value that depends on a placeholder is wrong, and NaN shows the error.
-        self._placeholders = Placeholders(float("nan"), context.device)
-        self._recomputes = False
-        self._absent = AbsentValues()
         self._is_suspended = False
         self._forward = partition.module.forward
         self._num_preludes = len(partition.preludes)
@@ -126,12 +101,12 @@ class StageCrossing:
 
     def is_last(self, stage: int) -> bool:
         """Return whether the step runs to the end on ``stage``."""
-        return stage == len(self._partition.stages) - 1
+        return self._partition.is_last(stage)
 
     @property
     def crossed(self) -> bool:
         """Whether the step has called the module since :meth:`enter`."""
-        return self._stage_call.entered
+        return self._calls.current.entered
 
     @contextmanager
     def installed(self) -> Iterator[None]:
@@ -139,7 +114,7 @@ class StageCrossing:
         module = self._partition.module
         replica = 1_000_003 * self._context.dp.rank
         stream = "training-seeds" if self._hook == "training_step" else "evaluation-seeds"
-        self._seed = self._context.rng.draw_seed(stream) + replica
+        self._calls.seed = self._context.rng.draw_seed(stream) + replica
         with ExitStack() as undo:
             undo.enter_context(replaced_attribute(module, "forward", self.cross))
             for index, name in enumerate(self._partition.units):
@@ -149,40 +124,16 @@ class StageCrossing:
                 prelude = module.get_submodule(name)
                 call = partial(self._call_prelude, position, prelude)
                 undo.enter_context(intercepted(prelude, call))
-            undo.callback(self._absent.hide)
+            undo.callback(self._calls.absent.hide)
             yield
 
     def enter(
         self, stage: int, microbatch: int, received: StageTensors | None, signature: Hashable
     ) -> None:
         """Set stage, micro-batch and input of the module's next call."""
-        self._absent.hide()
-        facts, (first, end) = self._facts, self._partition.bounds[stage]
-        note = "{}" if received is None else received.note
-        before = facts.structures(note) if note else {}
-        tensors = iter(received or ())
-        given = {
-            unit: tuple(next(tensors) for _ in range(before[unit].num_tensors))
-            for unit in (_among(before, facts.carried(first)) if received else ())
-        }
-        own_note, structures = facts.notes.get((stage, signature), (None, dict(before)))
-        self._stage_call = StageCall(
-            stage,
-            first,
-            end,
-            () if self.is_last(stage) else facts.carried(end),
-            given,
-            structures,
-            own_note,
-            was_called_before=bool(note),
-            seed=self._seed + microbatch * (len(self._partition.modules) + 1),
-            preludes=PreludeCalls(self._num_preludes),
-        )
+        self._calls.enter(stage, microbatch, received, signature)
         self._microbatch = microbatch
-        self._signature = signature
-        self._recomputes = False
-        self._tests = self._analysis is None and stage not in facts.tested
-        self._trace = self._analysis.follow() if self._analysis else None
+        self._tests = self._calls.analysis is None and stage not in self._facts.tested
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
@@ -202,36 +153,22 @@ class StageCrossing:
         Raises:
             ConfigError: If a side channel of units crosses a stage boundary.
         """
-        self._analysis = CallAnalysis(self._partition)
-        with self._analysis.running(root):
+        self._calls.analysis = CallAnalysis(self._partition)
+        with self._calls.analysis.running(root):
             yield
-        self._analysis.conclude(self._facts, self._context)
-        self._analysis = self._trace = None
-
-    def _learn(self) -> None:
-        """Learn from the end of a forward on this stage.
-
-        Raises:
-            PipelineError: If the model's code writes into an output without having received a copy.
-        """
-        borrowed, self._stage_call.borrowed = self._stage_call.borrowed, []
-        written = {unit for unit, tensor, version in borrowed if num_writes(tensor) != version}
-        if written and not self._analysis:
-            raise errors.late_write(self._partition.name_of(min(written)))
-        self._facts.written |= written
-        if self._analysis is not None and self._trace is not None:
-            self._analysis.learn(self._trace)
+        self._calls.analysis.conclude(self._facts, self._context)
+        self._calls.analysis = self._calls.trace = None
 
     @contextmanager
     def recomputing(self, stage: int, microbatch: int) -> Iterator[None]:
         """Enclose the backward of a stage: recomputation calls units again, in any order."""
-        self._stage_call = self._stage_calls.pop((stage, microbatch), self._stage_call)
-        self._recomputes = True
+        self._calls.current = self._stage_calls.pop((stage, microbatch), self._calls.current)
+        self._calls.is_recomputing = True
         self._tests = False
         try:
             yield
         finally:
-            self._recomputes = False
+            self._calls.is_recomputing = False
 
     def check_result(self, result: Any) -> None:
         """Check that the step has not used a placeholder recorded by a hook.
@@ -241,7 +178,7 @@ class StageCrossing:
         """
         if not self._tests:
             return
-        units = self._partition.units[: self._stage_call.first]
+        units = self._partition.units[: self._calls.current.first]
         hooked = [name for name in units if user_hooks(self._partition.module.get_submodule(name))]
         if hooked and _has_nan(result):
             raise errors.recorded_placeholder(self._hook, hooked[0])
@@ -264,7 +201,7 @@ class StageCrossing:
         return output
 
     def _begin(self) -> None:
-        call = self._stage_call
+        call = self._calls.current
         if call.entered:
             raise errors.second_call(self._hook, call.stage, self._microbatch)
         if not call.was_called_before:
@@ -283,16 +220,16 @@ class StageCrossing:
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             try:
-                with self._trace or nullcontext():
+                with self._calls.trace or nullcontext():
                     output = self._forward(*args, **kwargs)
-                if self._stage_call.next < len(self._partition.units):
+                if self._calls.current.next < len(self._partition.units):
                     raise errors.missing_unit(
-                        self._hook, self._partition.units[self._stage_call.next]
+                        self._hook, self._partition.units[self._calls.current.next]
                     )
-                if self._trace is not None:
-                    self._trace.end([output, self._kept()])
-                self._learn()
-                if self._trace is not None:
+                if self._calls.trace is not None:
+                    self._calls.trace.end([output, self._kept()])
+                self._calls.learn()
+                if self._calls.trace is not None:
                     raise StageExit(StageTensors())
             except StageExit as exit_:  # hooks of FSDP2 have to see the end of the forward
                 # The traceback's frames hold the hooks of unfinished checkpoints.
@@ -301,9 +238,9 @@ class StageCrossing:
                 return tuple(exit_.outputs)
             return output
 
-        watched = self._analysis.watching_draws() if self._analysis else nullcontext()
-        with self._seeded(self._stage_call.seed), watched:
-            output = self._run_stage(self._stage_call.stage, forward, *args, **kwargs)
+        watched = self._calls.analysis.watching_draws() if self._calls.analysis else nullcontext()
+        with self._calls.seeded(self._calls.current.seed), watched:
+            output = self._run_stage(self._calls.current.stage, forward, *args, **kwargs)
         return left[0] if left else output
 
     def _check_placeholders(self, output: Any, args: Any, kwargs: Any) -> None:
@@ -312,14 +249,12 @@ class StageCrossing:
         Raises:
             PipelineError: If NaN has reached an output.
         """
-        call, found = (
-            self._stage_call,
-            output.outputs if isinstance(output, StageExit) else output,
-        )
+        calls, call = self._calls, self._calls.current
+        found = output.outputs if isinstance(output, StageExit) else output
         self._facts.tested.add(call.stage)
         if not _has_nan(found) or _has_nan(call.received):
             return
-        self._stage_call = replace(
+        calls.current = replace(
             call,
             next=0,
             preludes=call.preludes.restarted(),
@@ -327,12 +262,12 @@ class StageCrossing:
             borrowed=[],
             records=False,
         )
-        placeholders, device = self._placeholders, self._context.device
-        self._placeholders = Placeholders(0.0, device)
+        placeholders, device = calls.placeholders, self._context.device
+        calls.placeholders = Placeholders(0.0, device)
         with torch.no_grad(), self._repeated():
             again = self._run(args, kwargs)  # NaN may have other reasons
-        self._stage_call = call
-        self._placeholders = placeholders
+        calls.current = call
+        calls.placeholders = placeholders
         if not _has_nan(again.outputs if isinstance(again, StageExit) else again):
             raise errors.unsent_output(call.stage)
 
@@ -344,29 +279,29 @@ class StageCrossing:
         """Replace the call of a unit."""
         if self._is_suspended:
             return run(*args, **kwargs)
-        call = self._stage_call
-        if self._recomputes:
+        calls, call = self._calls, self._calls.current
+        if calls.is_recomputing:
             if index >= call.end:
                 raise StageExit(StageTensors())
             if index >= call.first:
-                return self._run_seeded(index, run, args, kwargs)
-            return self._stub(index, unit, args, kwargs)
+                return calls.run_seeded(index, run, args, kwargs)
+            return calls.stub(index, unit, args, kwargs)
         if not call.entered:
             self._begin()
             # Outputs can only be followed to the end of a forward, and there is none.
-            self._trace = None
+            calls.trace = None
         if index != call.next:
             raise errors.wrong_order(self._hook, self._partition.units, index, call.next)
         call.next += 1
         if index >= call.end:
-            raise StageExit(self._outputs())
+            raise StageExit(calls.outputs())
         if index < call.first:
-            return self._stub(index, unit, args, kwargs)
+            return calls.stub(index, unit, args, kwargs)
         if call.records and not torch.is_grad_enabled() and _is_trained(unit):
             raise errors.no_graph(self._partition.units[index])
-        output = self._run_unit(index, unit, run, args, kwargs)
-        if self._analysis and self._trace is None and call.next == len(self._partition.units):
-            self._learn()
+        output = calls.run(index, unit, run, args, kwargs)
+        if calls.analysis and calls.trace is None and call.next == len(self._partition.units):
+            calls.learn()
             raise StageExit(StageTensors())
         return output
 
@@ -376,156 +311,21 @@ class StageCrossing:
         """Replace the call of a prelude."""
         if self._is_suspended:
             return run(*args, **kwargs)
-        call, name = self._stage_call, self._partition.preludes[position]
-        if self._recomputes and call.stage == 0:
-            return self._run_seeded(call_index(position, 0, self._num_preludes), run, args, kwargs)
-        if self._recomputes:
+        calls, call = self._calls, self._calls.current
+        if calls.is_recomputing and call.stage == 0:
+            return calls.run_seeded(call_index(position, 0, self._num_preludes), run, args, kwargs)
+        if calls.is_recomputing:
             index = call.preludes.only(position)
         else:
             index = call.preludes.next(position)
-            if self._trace is not None and not call.entered:
+            if calls.trace is not None and not call.entered:
                 # Code before the pipelined forward is not followed.
-                self._trace.use_everywhere(index)
+                calls.trace.use_everywhere(index)
         if call.stage == 0:
-            return self._run_unit(index, prelude, run, args, kwargs)
+            return calls.run(index, prelude, run, args, kwargs)
         if index not in call.structures:
-            raise errors.late_prelude(self._hook, name)
-        return self._stub(index, prelude, args, kwargs)
-
-    def _run_unit(
-        self,
-        index: int,
-        unit: nn.Module,
-        run: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
-        """Run a unit of this stage, and keep the outputs to send."""
-        call, name = self._stage_call, self._partition.name_of(index)
-        containers = Containers(args, kwargs)
-        if self._trace is not None:
-            seen = self._analysis.values.seen(index, unit) if self._analysis else nullcontext()
-            with torch.compiler.set_stance("force_eager"), seen:
-                output = self._trace.run_unit(index, unit._call_impl, args, kwargs)
-        else:
-            output = self._run_seeded(index, run, args, kwargs)
-        changed = containers.changed(output, is_copy=self._trace is not None)
-        if changed is not None:
-            raise errors.changed_argument(name, changed)
-        if index == len(self._partition.units) - 1:  # code behind the units is next
-            before = [left for left in self._facts.left if left[0] < call.first]
-            self._absent.show(before, self._partition)
-        if self.is_last(call.stage) or (call.note is not None and index not in call.carried):
-            return output
-        tensors, structure = flatten(output, name)
-        if call.note is None:
-            call.structures[index] = structure
-        elif index in call.structures and structure != call.structures[index]:
-            raise errors.other_output(name, structure, call.structures[index])
-        if index in call.carried:
-            call.sent[index] = tensors
-        return self._hand_out(index, output, tensors)
-
-    def _run_seeded(
-        self, index: int, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        if index < 0:  # the calls of a prelude share a seed: a recomputation knows no order
-            position = position_of(index, self._num_preludes)
-            index = len(self._partition.units) + position
-        with self._seeded(self._stage_call.seed + 1 + index):
-            return run(*args, **kwargs)
-
-    @contextmanager
-    def _seeded(self, seed: int) -> Iterator[None]:
-        """Seed the default generators: torch's generators, and other generators used by the
-        forward.
-        """
-        others = seeded_host(seed) if self._facts.draws_on_host else nullcontext()
-        with seeded(seed, self._context.device), others:
-            yield
-
-    def _stub(
-        self, index: int, unit: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        """Return a substitute for the output of a unit before the stage."""
-        call, tensors = self._stage_call, self._stage_call.received.get(index)
-        structure = call.structures[index]
-        if tensors is None:
-            is_written = self._analysis is not None or index in self._facts.written
-            tensors = tuple(
-                self._placeholders.of(leaf, fresh=is_written)
-                for leaf in structure.leaves
-                if isinstance(leaf, Like)
-            )
-        elif not self._recomputes and index in call.carried:
-            call.sent[index] = tensors
-        output = structure.build(iter(tensors))
-        if self._trace is not None:
-            self._trace.mark_output(index, output)
-        if not self._recomputes:
-            output = self._hand_out(index, output, tensors)
-        elif index in self._facts.written:
-            output = map_tensors(torch.clone, output)
-        return output if index < 0 else with_hooks(unit, args, kwargs, output)
-
-    def _hand_out(self, index: int, output: Any, tensors: tuple[Tensor, ...]) -> Any:
-        """Return the output for the model's code. A sent or received output is returned as a copy
-        if the code writes into the output, since a recomputation needs the output again. In
-        inference mode writes are not counted, so a sent output is always copied.
-        """
-        call = self._stage_call
-        if not (index in call.sent or index in call.received or self._analysis):
-            return output
-        uncounted = index in call.sent and any(tensor.is_inference() for tensor in tensors)
-        if uncounted or index in self._facts.written:
-            return map_tensors(torch.clone, output)
-        call.borrowed += [(index, tensor, num_writes(tensor)) for tensor in tensors]
-        return output
-
-    def _outputs(self) -> StageTensors:
-        """Return the outputs for the next stage."""
-        call, facts = self._stage_call, self._facts
-        self._check_preludes()
-        if self._trace is not None and call.stage == 0 and self._num_preludes:
-            self._trace.keep(self._kept())
-        self._learn()
-        if call.note is None:
-            call.note = dump(call.structures, self._partition.name_of)
-            facts.notes[call.stage, self._signature] = (
-                call.note,
-                call.structures,
-            )
-        carried = () if self._analysis else _among(call.structures, call.carried)
-        tensors = (tensor for unit in carried for tensor in self._sent(unit))
-        outputs = StageTensors(tensors, call.note)
-        call.sent = {}  # sent outputs are released
-        return outputs
-
-    def _sent(self, index: int) -> tuple[Tensor, ...]:
-        """Return the tensors of a unit for the next stage. Without the call of a prelude on this
-        stage, the received tensors travel on.
-        """
-        call = self._stage_call
-        return call.sent[index] if index in call.sent else call.received[index]
-
-    def _check_preludes(self) -> None:
-        """Check that the first stage has called the preludes that the next stage is prepared for.
-
-        Raises:
-            PipelineError: If the calls are others than in an earlier micro-batch.
-        """
-        call = self._stage_call
-        if call.stage > 0:
-            return
-        known = {index for index in call.structures if index < 0}
-        others = known ^ call.preludes.made()
-        if others:
-            raise errors.other_calls(self._partition.name_of(max(others)))
-
-
-def _among(structures: Mapping[int, Structure], carried: Collection[int]) -> list[int]:
-    """Return the carried units, and the carried calls of preludes that were made."""
-    return sorted(index for index in structures if index in carried)
+            raise errors.late_prelude(self._hook, self._partition.preludes[position])
+        return calls.stub(index, prelude, args, kwargs)
 
 
 def _is_trained(unit: nn.Module) -> bool:

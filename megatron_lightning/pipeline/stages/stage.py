@@ -75,6 +75,10 @@ class StagePartition:
         """Return the modules held by ``stage``."""
         return (*(self.preludes if stage == 0 else ()), *self.stages[stage])
 
+    def is_last(self, stage: int) -> bool:
+        """Return whether ``stage`` is the last stage."""
+        return stage == len(self.stages) - 1
+
     def name_of(self, index: int) -> str:
         """Return the path of the unit with an index, or of the prelude of a call."""
         return name_of(index, self.units, self.preludes)
