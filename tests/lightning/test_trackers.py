@@ -12,6 +12,7 @@ from tests.helpers.toy import ToyModule
 from tests.lightning.support import TP2_PP2, Layout, run
 
 STEPS = 4  # of an epoch
+TIMEOUT_S = 300.0  # trackers take long to import, on every rank
 
 
 def _fit(layout: Layout, folder: str, logger: Any, max_epochs: int) -> list[float]:
@@ -48,10 +49,11 @@ def _to_wandb(layout: Layout, folder: str, max_epochs: int) -> list[float]:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(700)
 def test_wandb_has_one_offline_run_over_restarts(tmp_path: Path) -> None:
     pytest.importorskip("wandb")
     for max_epochs in (1, 2):
-        first, *others = run(TP2_PP2, _to_wandb, tmp_path, max_epochs)
+        first, *others = run(TP2_PP2, _to_wandb, tmp_path, max_epochs, timeout_s=TIMEOUT_S)
         assert len(first) == STEPS and all(losses == first for losses in others)
     folders = sorted((tmp_path / "wandb").glob("offline-run-*"))
     assert len(folders) == 2, "a folder of each start, from rank 0 alone"
@@ -68,11 +70,15 @@ def _to_mlflow(layout: Layout, folder: str, max_epochs: int) -> list[float]:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(700)
 def test_mlflow_has_one_run_over_restarts(tmp_path: Path) -> None:
     mlflow = pytest.importorskip("mlflow")
     client = mlflow.MlflowClient(f"sqlite:///{tmp_path}/runs.db")
     client.search_experiments()  # makes the database, once before the ranks
-    losses = [run(TP2_PP2, _to_mlflow, tmp_path, max_epochs)[0] for max_epochs in (1, 2)]
+    losses = [
+        run(TP2_PP2, _to_mlflow, tmp_path, max_epochs, timeout_s=TIMEOUT_S)[0]
+        for max_epochs in (1, 2)
+    ]
     [experiment] = [e for e in client.search_experiments() if e.name == "lightning_logs"]
     [found] = client.search_runs([experiment.experiment_id])
     assert found.info.status == "FINISHED" and found.data.params["num_layers"] == "4"
