@@ -22,14 +22,6 @@ class UnitMeasure:
     kept_inner_bytes: float = 0.0
     """Bytes kept for backward in other tensors. Tensor-parallel ranks keep a share."""
 
-    def __add__(self, other: UnitMeasure) -> UnitMeasure:
-        return UnitMeasure(
-            self.forward_flops + other.forward_flops,
-            max(self.stream_bytes, other.stream_bytes),
-            self.kept_stream_bytes + other.kept_stream_bytes,
-            self.kept_inner_bytes + other.kept_inner_bytes,
-        )
-
 
 class MeasuredModel(Protocol):
     """A module measured on the module's example inputs."""

@@ -87,12 +87,32 @@ class MeasuredLayout:
     def _measures(self, stage: int) -> Iterator[UnitMeasure]:
         """Yield the measures of a stage's parts. Code outside of the units counts on the last."""
         yield from (self._model.units[unit] for unit in self._stages[stage])
-        if stage == len(self._stages) - 1:
+        if self._is_last(stage):
             yield self._model.outside
 
+    def _is_last(self, stage: int) -> bool:
+        return stage == len(self._stages) - 1
+
+    def _kept_bytes(self, measure: UnitMeasure) -> float:
+        """Return the bytes of a micro-batch that a rank keeps without recomputation."""
+        inner = measure.kept_inner_bytes / self._recipe.layout.tp
+        return self._recipe.micro_batch_size * (measure.kept_stream_bytes + inner)
+
+    def _recomputes(self, measure: UnitMeasure) -> bool:
+        """Whether the backward runs this forward again. Code outside of the units runs once."""
+        return self._is_recomputed and measure is not self._model.outside
+
+    def _units_of(self, pp_rank: int) -> list[str]:
+        """Return the units on a pipeline rank."""
+        stages = self._schedule.placement.stages_of(pp_rank)
+        return [unit for stage in stages for unit in self._stages[stage]]
+
     def parameters(self, stage: int) -> int:
-        """Return the parameters of a stage on a rank."""
-        return sum(self._counts[unit] for unit in self._stages[stage])
+        """Return the parameters of a stage on a rank. All ranks hold the parameters outside of the
+        units, which count on the last stage.
+        """
+        units = [*self._stages[stage], *([OUTSIDE] if self._is_last(stage) else [])]
+        return sum(self._counts[unit] for unit in units)
 
     # --------------------------------------------------------------------------------------- memory
 
@@ -104,8 +124,7 @@ class MeasuredLayout:
         message = max(messages, default=0.0)
         rows = []
         for pp_rank in range(recipe.layout.pp):
-            own = [self._stages[stage] for stage in schedule.placement.stages_of(pp_rank)]
-            state = self._state(own)
+            state = self._state(self._units_of(pp_rank))
             peak = rank_peak(
                 schedule, pp_rank, profiles, message_bytes=message, stream_bytes=message
             )
@@ -122,9 +141,8 @@ class MeasuredLayout:
             )
         return Memory(tuple(rows))
 
-    def _state(self, own: Stages) -> State:
+    def _state(self, units: Sequence[str]) -> State:
         recipe = self._recipe
-        units = [unit for stage in own for unit in stage]
         shards = shards_of(self._grid, recipe.data_parallel, recipe.data)
         counts = {unit: ParameterCount(self._counts[unit]) for unit in units}
         outside = ParameterCount(self._counts[OUTSIDE])
@@ -141,14 +159,12 @@ class MeasuredLayout:
 
     def _profile(self, stage: int) -> Profile:
         """Return the bytes of one micro-batch on a stage."""
-        samples, tp = self._recipe.micro_batch_size, self._recipe.layout.tp
         kept = working = 0.0
         for one in self._measures(stage):
-            full = samples * (one.kept_stream_bytes + one.kept_inner_bytes / tp)
-            stream = samples * one.stream_bytes
-            is_unit = one is not self._model.outside
-            kept += stream if self._is_recomputed and is_unit else full
-            again = full if self._is_recomputed and is_unit else 0.0
+            full = self._kept_bytes(one)
+            stream = self._recipe.micro_batch_size * one.stream_bytes
+            kept += stream if self._recomputes(one) else full
+            again = full if self._recomputes(one) else 0.0
             working = max(working, again + 2 * stream)
         return Profile(kept=kept, forward_peak=kept + working, backward_peak=kept + working)
 
@@ -168,7 +184,8 @@ class MeasuredLayout:
         """
         recipe = self._recipe
         each = [self._unit_time(stage, speeds) for stage in range(len(self._stages))]
-        held = max(self.memory().ranks, key=lambda row: row.parameters).parameters
+        ranks = range(recipe.layout.pp)
+        held = max(self._state(self._units_of(rank)).parameters.total for rank in ranks)
         sizes = [self._message_bytes(stage) for stage in range(1, len(self._stages))]
         reach = 2 * recipe.world_size // recipe.layout.pp  # of neighboring stages
         link = link_speed(speeds, reach, recipe.node_size) * LINK_SHARE
@@ -187,13 +204,11 @@ class MeasuredLayout:
         total = UnitTime()
         for one in self._measures(stage):
             work = samples * one.forward_flops / tp / (peak * GEMM_SHARE)
-            kept = one.kept_stream_bytes + one.kept_inner_bytes / tp
-            passes = 2 * samples * kept / (speeds.memory * MEMORY_SHARE)
+            passes = 2 * self._kept_bytes(one) / (speeds.memory * MEMORY_SHARE)
             # Two all-reduces of the stream in each direction.
             sent = 4 * samples * one.stream_bytes * (tp - 1) / tp / link * (1 - HIDDEN_TENSOR)
             forward = work + passes + sent
-            is_unit = one is not self._model.outside
-            again = forward if self._is_recomputed and is_unit else 0.0
+            again = forward if self._recomputes(one) else 0.0
             total = total.plus(
                 UnitTime(forward, 2 * work + 2 * passes + sent + again, (3 if again else 2) * sent)
             )

@@ -12,8 +12,6 @@ from dataclasses import replace
 from megatron_lightning.config import RecomputeOptions
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.parallel.layout import ParallelLayout
-from megatron_lightning.pipeline.schedules import SCHEDULES
-from megatron_lightning.pipeline.schedules.replay import Replay
 from megatron_lightning.planning.devices import PlannedDevice
 from megatron_lightning.planning.measured_layout import MeasuredLayout, Stages, check_measured
 from megatron_lightning.planning.recipe import MeasuredRecipe
@@ -30,7 +28,8 @@ from megatron_lightning.planning.search import (
     powers_of_two,
     without_fsdp,
 )
-from megatron_lightning.planning.step_time import Speeds, simulated_microbatches
+from megatron_lightning.planning.simulated import SimulatedSchedules
+from megatron_lightning.planning.step_time import Speeds
 
 _CHUNKS = (1, 2, 4)
 
@@ -47,22 +46,17 @@ class MeasuredSearch:
     """
 
     def __init__(self, recipe: MeasuredRecipe, device: PlannedDevice) -> None:
-        if recipe.schedule != "auto":
-            raise ConfigError(
-                f"pipeline_schedule is {recipe.schedule!r}, and a search compares layouts with "
-                "1f1b and interleaved pipelines. Leave pipeline_schedule out."
-            )
         self._recipe = recipe
         self._device = device
         self._speeds = Speeds.of_device(device.name)
-        self._replays: dict[tuple[int, int, int], Replay | None] = {}
+        self._schedules = SimulatedSchedules(recipe)
         self._splits: dict[tuple[int, int], Stages | None] = {}
 
     def run(self) -> SearchResult:
         """Return the layouts that fit."""
         candidates = list(self._candidates())
         found = [one for recipe in candidates if (one := self._found(recipe)) is not None]
-        fitting = [one for one in found if self._fits(one)]
+        fitting = [one for one in found if one.fits(self._device)]
         fitting.sort(key=lambda one: one.time.seconds)
         # Of a layout that fits, only the least recomputation counts.
         least: dict[object, FoundLayout] = {}
@@ -72,25 +66,19 @@ class MeasuredSearch:
         layouts = list(least.values())
         fastest = layouts[0].time.seconds if layouts else 0.0
         shown = tuple(one for one in layouts if one.time.seconds <= SECOND * fastest)
-        own = self._found(self._recipe)
-        smaller = own
-        if own is not None and not self._fits(own):
-            with_less = (
-                self._found(replace(self._recipe, recompute=options)) for options in (FULL,)
-            )
-            smaller = next((one for one in with_less if one is not None and self._fits(one)), None)
-        return SearchResult(shown, own, smaller, len(candidates))
-
-    def _fits(self, layout: FoundLayout) -> bool:
-        return layout.memory.total_bytes <= self._device.usable_bytes
+        own = fitting_own = self._found(self._recipe)
+        if own is not None and not own.fits(self._device):
+            smaller = self._found(replace(self._recipe, recompute=FULL))
+            fitting_own = smaller if smaller is not None and smaller.fits(self._device) else None
+        return SearchResult(shown, own, fitting_own, len(candidates))
 
     def _found(self, recipe: MeasuredRecipe) -> FoundLayout | None:
         """Return memory and time of a layout, or None if it cannot run."""
-        stages, replay = self._split(recipe.layout), self._replay(recipe)
-        if stages is None or replay is None:
+        stages = self._split(recipe.layout)
+        if stages is None:
             return None
         try:
-            grid = check_measured(recipe)
+            replay, grid = self._schedules.replay(recipe), check_measured(recipe)
         except ConfigError:
             return None
         layout = MeasuredLayout(recipe, grid, stages, replay.schedule)
@@ -101,17 +89,6 @@ class MeasuredSearch:
         if key not in self._splits:
             self._splits[key] = self._recipe.model.stages(*key, self._recipe.pipeline)
         return self._splits[key]
-
-    def _replay(self, recipe: MeasuredRecipe) -> Replay | None:
-        layout, count = recipe.layout, simulated_microbatches(recipe)
-        key = layout.pp, layout.vpp, count
-        if key not in self._replays:
-            name = "1f1b" if layout.vpp == 1 else "interleaved"
-            try:
-                self._replays[key] = Replay(SCHEDULES[name](layout.pp, count, layout.vpp))
-            except ConfigError:
-                self._replays[key] = None
-        return self._replays[key]
 
     def _candidates(self) -> Iterator[MeasuredRecipe]:
         """Yield every layout that divides ranks, units and batch."""

@@ -17,10 +17,8 @@ from megatron_lightning.models.blueprint import LAYER
 from megatron_lightning.models.costs import pipeline_units
 from megatron_lightning.parallel.grid import RankGrid
 from megatron_lightning.parallel.layout import ParallelLayout
-from megatron_lightning.pipeline.schedules import SCHEDULES
 from megatron_lightning.pipeline.schedules.actions import Placement
 from megatron_lightning.pipeline.schedules.partition import unit_names
-from megatron_lightning.pipeline.schedules.replay import Replay
 from megatron_lightning.planning.activations import stage_profile
 from megatron_lightning.planning.devices import PlannedDevice
 from megatron_lightning.planning.like_units import LikeUnits
@@ -30,12 +28,8 @@ from megatron_lightning.planning.precision import precision_of
 from megatron_lightning.planning.recipe import PlannedRun, Recipe
 from megatron_lightning.planning.recipe_checks import check_sizes, recipe_memory, recipe_sizes
 from megatron_lightning.planning.sections import Errors
-from megatron_lightning.planning.step_time import (
-    Speeds,
-    StepModel,
-    StepTime,
-    simulated_microbatches,
-)
+from megatron_lightning.planning.simulated import SimulatedSchedules
+from megatron_lightning.planning.step_time import Speeds, StepModel, StepTime
 
 Stages = Sequence[Sequence[str]]
 """Units of every stage."""
@@ -65,6 +59,10 @@ class FoundLayout:
     recipe: PlannedRun
     memory: Memory
     time: StepTime
+
+    def fits(self, device: PlannedDevice) -> bool:
+        """Whether the fullest rank fits into a device."""
+        return self.memory.total_bytes <= device.usable_bytes
 
 
 @dataclass(frozen=True)
@@ -103,16 +101,11 @@ class LayoutSearch:
     """
 
     def __init__(self, recipe: Recipe, device: PlannedDevice) -> None:
-        if recipe.schedule != "auto":
-            raise ConfigError(
-                f"pipeline_schedule is {recipe.schedule!r}, and a search compares layouts with "
-                "1f1b and interleaved pipelines. Leave pipeline_schedule out."
-            )
         self._recipe = recipe
         self._device = device
         alike = LikeUnits(recipe.model, recipe.recompute, recipe.fp8_recipe, recipe.adapters)
         self._model = StepModel(Speeds.of_device(device.name), recipe.node_size, alike)
-        self._replays: dict[tuple[int, int, int], Replay] = {}
+        self._schedules = SimulatedSchedules(recipe)
         self._splits: dict[tuple[int, int], _Split | None] = {}
         self._kept: dict[Hashable, float] = {}
         # Of a weight, quantized if possible, and its gradient.
@@ -140,24 +133,21 @@ class LayoutSearch:
             if key in less:
                 continue
             layout = self._found(recipe, split.stages)
-            if layout is not None and self._fits(layout):
+            if layout is not None and layout.fits(self._device):
                 found.append(layout)
                 less.add(key)
                 fastest = min(fastest, layout.time.seconds)
         found.sort(key=lambda one: one.time.seconds)
         shown = [one for one in found if one.time.seconds <= SECOND * fastest]
         own = self._own(self._recipe)
-        fitting = own if own is None or self._fits(own) else self._own_with_less()
+        fitting = own if own is None or own.fits(self._device) else self._own_with_less()
         return SearchResult(tuple(shown), own, fitting, len(valid))
-
-    def _fits(self, layout: FoundLayout) -> bool:
-        return layout.memory.total_bytes <= self._device.usable_bytes
 
     def _own_with_less(self) -> FoundLayout | None:
         """Return the recipe with the least recomputation for the device's memory."""
         changed = (replace(self._recipe, recompute=options) for options in _RECOMPUTE)
         found = (self._own(recipe) for recipe in changed)
-        return next((one for one in found if one is not None and self._fits(one)), None)
+        return next((one for one in found if one is not None and one.fits(self._device)), None)
 
     def _own(self, recipe: Recipe) -> FoundLayout | None:
         """Return memory and time of the recipe's own layout. None: the layout cannot run."""
@@ -170,7 +160,7 @@ class LayoutSearch:
     def _found(self, recipe: Recipe, stages: Stages) -> FoundLayout | None:
         """Return memory and time of a layout. None: the schedule cannot run."""
         errors = Errors()
-        replay = errors.attempt(self._replay, recipe)
+        replay = errors.attempt(self._schedules.replay, recipe)
         if replay is None:
             return None
         grid = RankGrid(recipe.layout, recipe.world_size)
@@ -178,14 +168,6 @@ class LayoutSearch:
         return FoundLayout(recipe, needed, self._model.step(recipe, replay, stages))
 
     # ------------------------------------------------------------------------------- shared values
-
-    def _replay(self, recipe: Recipe) -> Replay:
-        layout, count = recipe.layout, simulated_microbatches(recipe)
-        key = layout.pp, layout.vpp, count
-        if key not in self._replays:
-            name = "1f1b" if layout.vpp == 1 else "interleaved"
-            self._replays[key] = Replay(SCHEDULES[name](layout.pp, count, layout.vpp))
-        return self._replays[key]
 
     def _least_bytes(self, recipe: Recipe) -> float:
         """Return less than the bytes of the fullest rank: quantized weights, gradients, and the

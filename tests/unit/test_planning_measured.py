@@ -75,6 +75,18 @@ class Exampled(nn.Module):
         return self.gpt(ids)
 
 
+class Whole(nn.Module):
+    """A module without units of a pipeline."""
+
+    def __init__(self, width: int = WIDTH) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(width, width))
+        self.example_input_array = torch.zeros(2, width)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        return rows @ self.weight
+
+
 def _measured(module: nn.Module, **options: Any) -> MeasuredModule:
     settings: dict[str, Any] = {"half": False, "plan": None, "pipeline": PipelineOptions()}
     return MeasuredModule(module, **{**settings, **options})
@@ -159,6 +171,12 @@ def test_a_users_module_is_planned_and_searched(tmp_path: Path) -> None:
     assert sizes and all(row["tensor_model_parallel_size"] == 1 for row in search["layouts"])
     text, has_layouts = plan(config=path, device="cpu:0.000001", search=True)
     assert not has_layouts and "fits into" in text
+
+
+def test_a_module_without_units_is_planned_as_a_whole(tmp_path: Path) -> None:
+    model = {"class_path": f"{__name__}.Whole"}
+    found = json.loads(plan(config=_file(tmp_path, model), json=True)[0])
+    assert found["errors"] == [] and found["stages"][0]["parameters"] == WIDTH * WIDTH
 
 
 def test_recomputation_and_tensor_parallelism_make_ranks_smaller(tmp_path: Path) -> None:
