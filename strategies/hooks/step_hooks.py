@@ -257,8 +257,8 @@ class StepHooks(RankHooks):
         the module, gives other values.
 
         Raises:
-            ConfigError: If no step waits for its update, the module optimizes by hand, or the
-                inputs of the step are gone.
+            ConfigError: On all ranks, if no step waits for its update, the module optimizes by
+                hand, or the inputs of the step are gone on a rank.
         """
         self.ranks.course.mark("strategy.rerun_step()")
         with self.ranks.streams.in_step():

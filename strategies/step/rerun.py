@@ -51,6 +51,8 @@ class RerunResult:
     """Mean loss of the second run."""
     differences: tuple[str, ...] = ()
     """Losses and gradients with other values, by rank."""
+    compares_gradients: bool = True
+    """Whether gradients were compared. Under a loss scale (fp16) losses alone are."""
 
     @property
     def exit_code(self) -> int:
@@ -59,10 +61,10 @@ class RerunResult:
 
     def __str__(self) -> str:
         if self.reproducible:
-            return (
-                f"the step gave the same loss {self.loss:.6g} and the same gradients again, so "
-                "that the data or the model are the cause"
-            )
+            same = f"the same loss {self.loss:.6g}"
+            if self.compares_gradients:
+                same += " and the same gradients"
+            return f"the step gave {same} again, so that the data or the model are the cause"
         listed = "; ".join(self.differences)
         return (
             f"the step gave other values again (loss {self.loss:.6g}, then {self.loss_again:.6g}; "
@@ -94,11 +96,9 @@ class _Inputs:
         self.versions = _versions(self.batch)
         self.losses: list[Tensor] = []
         """Losses of the micro-batches, on the last stage."""
-
-    @property
-    def nbytes(self) -> int:
+        leaves = tree_leaves(self.batch)
+        self.nbytes = sum(leaf.nbytes for leaf in leaves if isinstance(leaf, Tensor))
         """Bytes of the batch."""
-        return sum(leaf.nbytes for leaf in tree_leaves(self.batch) if isinstance(leaf, Tensor))
 
 
 class StepInputs(StepParticipant):
@@ -114,6 +114,7 @@ class StepInputs(StepParticipant):
         self._places = BufferPlaces(scope.module, lambda name: True)
         self._watch = BufferWatch()
         self._written: set[str] = set(self._places.current())  # all, before the first step
+        self._late: set[str] = set()
         self._num_batches = 0
         self.batches: list[_Inputs] = []
         """Batches of the step, in order."""
@@ -151,8 +152,11 @@ class StepInputs(StepParticipant):
         return {name: buffer.clone() for name, buffer in kept.items()}
 
     def late_buffers(self) -> list[str]:
-        """Return buffers written since the last look, without a copy from before the step."""
-        return sorted(set(self._watch.written(self._places.current())) - self._written)
+        """Return the buffers without a copy from before the step, written since the last look. The
+        buffers are copied from the next step on.
+        """
+        self._late |= set(self._watch.written(self._places.current())) - self._written
+        return sorted(self._late)
 
     def restore(self, inputs: _Inputs) -> None:
         """Set the random states and buffers before a batch."""
@@ -160,7 +164,7 @@ class StepInputs(StepParticipant):
         self.fill(inputs.buffers)
 
     def buffers_now(self) -> dict[str, Tensor]:
-        """Return copies of the buffers that a rerun may change."""
+        """Return copies of all buffers, as they are after the first run."""
         current = self._places.current()
         return {name: buffer.clone() for name, buffer in current.items() if buffer is not None}
 
@@ -197,6 +201,8 @@ class StepInputs(StepParticipant):
         self.batches.clear()
         self.is_complete = False
         self.dropped_bytes = 0
+        self._written |= self._late
+        self._late.clear()
 
     def end_batch(self, batch: StepBatch, output: Any) -> None:
         """Forget a batch that Lightning skips, because its step returned None."""
@@ -222,7 +228,7 @@ class Rerun:
         metrics: Synchronizes metrics.
 
     Raises:
-        ConfigError: If there is no step to run again, or its inputs are gone.
+        ConfigError: On all ranks, if there is no step to run again, or its inputs are gone.
     """
 
     def __init__(
@@ -232,13 +238,21 @@ class Rerun:
         self._training = training
         self._inputs = inputs
         self._metrics = metrics
-        self._check()
+        # Under a loss scale the first gradients may be unscaled already.
+        self._compares_gradients = training.loss_scaling is None
+        self._refuse()
         self.batches = list(inputs.batches)
         """The batches to run, in order."""
         self._again: list[list[Tensor]] = []
 
-    def _check(self) -> None:
-        inputs = self._inputs
+    def _refuse(self) -> None:
+        """Refuse the rerun on all ranks if a rank cannot run the step again. A collective."""
+        self._refuse_settings()
+        refusals = self._scope.context.axis("world").all_gather_object(self._refusal())
+        if found := next(filter(None, refusals), ""):
+            raise ConfigError(f"strategy.rerun_step(): {found}")
+
+    def _refuse_settings(self) -> None:
         if not self._scope.module.automatic_optimization:
             raise ConfigError(
                 "strategy.rerun_step() runs the step of one update again, and the module optimizes "
@@ -251,30 +265,34 @@ class Rerun:
                 "the first run of a step has advanced, so that a second run has other values. Use "
                 "a recipe with another scaling, such as 'current'."
             )
+
+    def _refusal(self) -> str:
+        """Describe why this rank cannot run the step again. "": it can."""
+        inputs = self._inputs
         if inputs.dropped_bytes:
-            raise ConfigError(
-                f"strategy.rerun_step(): the batches of this step take more than "
-                f"{inputs.dropped_bytes / 2**20:,.0f} MiB on a rank, and up to "
-                f"{HELD_BYTES >> 20} MiB are held for a rerun. Raise the batch size of the loader "
-                "and set micro_batch_size, instead of accumulate_grad_batches."
+            return (
+                f"the batches of this step take more than {inputs.dropped_bytes / 2**20:,.0f} MiB "
+                f"on a rank, and up to {HELD_BYTES >> 20} MiB are held for a rerun. Raise the "
+                "batch size of the loader and set micro_batch_size, instead of "
+                "accumulate_grad_batches."
             )
         if not inputs.is_complete or not inputs.batches:
-            raise ConfigError(
-                "strategy.rerun_step() was called without a step that waits for its update. Call "
-                "it between the last backward pass of a step and the update: in on_after_backward "
-                "(not while gradients accumulate) or on_before_optimizer_step, on all ranks."
+            return (
+                "called without a step that waits for its update. Call it between the last "
+                "backward pass of a step and the update: in on_after_backward (not while gradients "
+                "accumulate) or on_before_optimizer_step, on all ranks."
             )
-        for batch in inputs.batches:
-            if _versions(batch.batch) != batch.versions:
-                raise ConfigError(
-                    "strategy.rerun_step(): training_step has written into its batch, so that the "
-                    "step cannot run again on the same data. Write into a copy."
-                )
+        if any(_versions(batch.batch) != batch.versions for batch in inputs.batches):
+            return (
+                "training_step has written into its batch, so that the step cannot run again on "
+                "the same data. Write into a copy."
+            )
         if late := inputs.late_buffers():
-            raise ConfigError(
-                f"strategy.rerun_step(): the buffer {late[0]} was written for the first time since "
-                "the last steps, and its value before this step is gone. Later steps can run again."
+            return (
+                f"the buffer {late[0]} was written for the first time since the last steps, and "
+                "its value before this step is gone. Later steps can run again."
             )
+        return ""
 
     def run(self, repeat: Repeat) -> RerunResult:
         """Run all batches again and compare. Gradients, random states, buffers, metrics and values
@@ -316,10 +334,8 @@ class Rerun:
     def _gradients_apart(
         self, first: Mapping[str, Tensor], again: Mapping[str, Tensor]
     ) -> list[str]:
-        """Describe gradients with other values. Under a loss scale the first may be unscaled
-        already, and losses alone are compared.
-        """
-        if self._training.loss_scaling is not None:
+        """Describe gradients with other values."""
+        if not self._compares_gradients:
             return []
         names = [
             name
@@ -351,7 +367,7 @@ class Rerun:
             for rank, (_, _, found) in enumerate(ranks)
             for difference in found
         ]
-        return RerunResult(not listed, first, again, tuple(listed))
+        return RerunResult(not listed, first, again, tuple(listed), self._compares_gradients)
 
 
 def _losses_apart(

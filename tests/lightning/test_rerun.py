@@ -164,24 +164,92 @@ def test_a_stop_at_a_spike_that_comes_again_has_a_code_of_its_own(tmp_path: Path
 
 
 class _Wrong(pl.Callback):
-    def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
-        trainer.strategy.rerun_step()
+    """Runs the first step again, in a hook."""
+
+    def __init__(self, hook: str = "on_train_batch_start") -> None:
+        setattr(self, hook, lambda trainer, *_: trainer.strategy.rerun_step())
 
 
 class _Writing(ToyModule):
+    """Writes into its batch, on the last rank alone."""
+
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> dict[str, Tensor]:
-        batch["ids"].add_(0)
+        if self.global_rank == self.trainer.world_size - 1:
+            batch["ids"].add_(0)
         return super().training_step(batch, batch_idx)
 
 
-def test_reruns_that_cannot_be_right_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="without a step that waits for its update"):
-        _fit(ONE, str(tmp_path), _Wrong())
-    again: dict[str, Any] = {"callbacks": [_Again("on_after_backward")], "max_epochs": 1}
-    trainer = ONE.trainer(str(tmp_path), **again)
-    with pytest.raises(ConfigError, match="has written into its batch"):
-        trainer.fit(_Writing(), datamodule=ONE.data_module())
+class _ByHand(ToyModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+
+class _Late(ToyModule):
+    """Writes a buffer from the third step on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(()))
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> dict[str, Tensor]:
+        if self.global_step >= RERUN:
+            self.seen += 1
+        return super().training_step(batch, batch_idx)
+
+
+class _Asks(pl.Callback):
+    """Asks twice in every step from the third on, and notes the answers."""
+
+    def __init__(self) -> None:
+        self.answers: list[str] = []
+
+    def on_after_backward(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.global_step >= RERUN:
+            self._ask(trainer)
+
+    def on_before_optimizer_step(self, trainer: pl.Trainer, *_: Any) -> None:
+        self.on_after_backward(trainer)
+
+    def _ask(self, trainer: Any) -> None:
+        try:
+            self.answers.append(str(trainer.strategy.rerun_step().reproducible))
+        except ConfigError as error:
+            self.answers.append(str(error))
+
+
+def test_reruns_that_cannot_be_right_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fit(module: ToyModule, callback: pl.Callback, **options: Any) -> None:
+        trainer = ONE.trainer(str(tmp_path), callbacks=[callback], max_epochs=1, **options)
+        trainer.fit(module, datamodule=ONE.data_module())
+
+    with pytest.raises(ConfigError, match="called without a step that waits for its update"):
+        fit(ToyModule(), _Wrong())
+    with pytest.raises(ConfigError, match="the module optimizes by hand"):
+        fit(_ByHand(), _Wrong())
     delayed = MegatronFP8Precision(FP8Recipe(scaling="delayed"))
-    trainer = ONE.trainer(str(tmp_path), plugins=[delayed], **again)
     with pytest.raises(ConfigError, match="histories, which the first run of a step has advanced"):
-        trainer.fit(ToyModule(), datamodule=ONE.data_module())
+        fit(ToyModule(), _Again("on_after_backward"), plugins=[delayed])
+    asks = _Asks()
+    fit(_Late(), asks)
+    refused, again, *later = asks.answers
+    assert "the buffer seen was written for the first time" in refused and again == refused
+    assert later == ["True"] * len(later) and later
+    monkeypatch.setattr("megatron_lightning.strategies.step.rerun.HELD_BYTES", 1)
+    with pytest.raises(ConfigError, match="MiB are held for a rerun"):
+        fit(ToyModule(), _Wrong("on_before_optimizer_step"), accumulate_grad_batches=2)
+
+
+def _refused(layout: Layout, folder: str) -> list[str]:
+    asks = _Asks()
+    trainer = layout.trainer(folder, callbacks=[asks], max_epochs=1)
+    trainer.fit(_Writing(), datamodule=layout.data_module())
+    return asks.answers
+
+
+def test_a_rank_that_cannot_run_again_is_refused_on_all(tmp_path: Path) -> None:
+    first, second = run(DP2, _refused, tmp_path)
+    assert first == second and first
+    assert all("has written into its batch" in answer for answer in first)
