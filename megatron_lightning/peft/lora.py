@@ -42,7 +42,7 @@ from megatron_lightning.peft.matching import (
     value_of,
 )
 from megatron_lightning.precision.frozen_base import check_format, quantize_base
-from megatron_lightning.precision.frozen_weight import BaseFormat
+from megatron_lightning.precision.frozen_memory import BaseFormat
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 APPLIED = "_megatron_lora"

@@ -16,7 +16,8 @@ from megatron_lightning.layers.stacked_adapters import is_stack
 from megatron_lightning.parallel.parameters import rebind
 from megatron_lightning.parallel.stored_weight import stored_weights
 from megatron_lightning.precision.assignment import quantizable_layers
-from megatron_lightning.precision.frozen_weight import BaseFormat, FrozenWeight
+from megatron_lightning.precision.frozen_memory import BaseFormat
+from megatron_lightning.precision.frozen_weight import FrozenWeight
 
 _NF4 = ("nf4", "fp4", "int8", "4bit", "8bit")
 """Formats of bitsandbytes."""
