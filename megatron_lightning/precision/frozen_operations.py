@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -69,7 +69,8 @@ def _slice(
 
 def _split(weight: FrozenWeight, size: int, dim: int = 0) -> Any:
     steps = range(0, weight.shape[dim], size)
-    return [_slice(weight, dim, start, start + size) for start in steps]
+    slices = [_slice(weight, dim, start, start + size) for start in steps]
+    return NotImplemented if any(part is NotImplemented for part in slices) else slices
 
 
 def _view(weight: FrozenWeight, shape: Sequence[int]) -> Any:
@@ -111,10 +112,14 @@ def _copy(target: Any, source: Any, non_blocking: bool = False) -> Any:
         target.write(source)
         target.original.total = None
         return target
+    return _copy_memory(cast("FrozenWeight", target), cast("FrozenWeight", source), non_blocking)
+
+
+def _copy_memory(target: FrozenWeight, source: FrozenWeight, non_blocking: bool) -> Any:
     if source.format != target.format or source.shape != target.shape:
         return NotImplemented
-    for own, other in zip(target.memory.tensors, source.memory.tensors, strict=True):
-        own.copy_(other, non_blocking=non_blocking)
+    for values, new_values in zip(target.memory.tensors, source.memory.tensors, strict=True):
+        values.copy_(new_values, non_blocking=non_blocking)
     target.original.total = source.original.total
     target.original.is_full = source.original.is_full
     return target
