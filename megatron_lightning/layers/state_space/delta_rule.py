@@ -27,6 +27,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron_lightning.layers.state_space.scan import masked_exp
+
 CHUNK = 64
 """Tokens of a chunk, as in flash-linear-attention."""
 
@@ -131,12 +133,8 @@ def _decays(total: Tensor, ids: Tensor | None) -> tuple[Tensor, Tensor, Tensor, 
         before, later, apart = ids != first, ids != last, last != first
     end = total[..., -1:]
     return (
-        _masked_exp(total.unsqueeze(-1) - total.unsqueeze(-2), hidden),
-        _masked_exp(total, before),
-        _masked_exp(end - total, later),
-        _masked_exp(end, apart).unsqueeze(-1),
+        masked_exp(total.unsqueeze(-1) - total.unsqueeze(-2), hidden),
+        masked_exp(total, before),
+        masked_exp(end - total, later),
+        masked_exp(end, apart).unsqueeze(-1),
     )
-
-
-def _masked_exp(x: Tensor, hidden: Tensor | None) -> Tensor:
-    return (x if hidden is None else x.masked_fill(hidden, -torch.inf)).exp()

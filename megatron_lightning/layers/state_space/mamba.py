@@ -10,7 +10,7 @@ all heads, ``g`` groups of heads with common B and C, ``n`` channels of B and C.
 From the convolution to the norm everything is computed in at least fp32, and computed again in
 backward: only the output of ``in_proj`` is kept.
 
-Under tensor parallelism a rank has heads and groups, and each of z, x, B, C and dt is divided by
+Under tensor parallelism a rank has heads and groups, and each of z, x, B, C and dt is sharded by
 itself (:class:`MambaHeads`). Sizes are read from the parameters, so no count needs rewriting. Under
 context parallelism ranks exchange states (:mod:`.segments`).
 """
@@ -95,7 +95,7 @@ class MambaMixer(StateMixer):
     def _mix(self, projected: Tensor, documents: Documents | None) -> Tensor:
         """Map the output of ``in_proj`` to the input of ``out_proj`` [s, b, d]."""
         with torch.autocast(projected.device.type, enabled=False):
-            gate, mixed, dt = self._divided(projected)
+            gate, mixed, dt = self._split_projection(projected)
             if self.context_group is None:
                 y = self._mix_rows(mixed, dt, documents)
             else:
@@ -103,7 +103,7 @@ class MambaMixer(StateMixer):
             out: Tensor = self.norm(y, gate)
             return out
 
-    def _divided(self, projected: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _split_projection(self, projected: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return the gate [s, b, d], the convolution's input [s, b, d + 2gn] and step sizes [s, b,
         h].
         """
@@ -128,7 +128,7 @@ class MambaMixer(StateMixer):
         )
 
         def mix(inputs: Tensor, states: Sequence[Tensor]) -> tuple[Tensor, Sequence[Tensor]]:
-            gate, mixed, dt = self._divided(inputs)
+            gate, mixed, dt = self._split_projection(inputs)
             tokens = torch.cat([states[0].transpose(0, 1), mixed])
             convolved = self.conv1d(mixed, tokens[: self.conv1d.kernel - 1])
             x, b, c = self._parts(convolved)

@@ -80,7 +80,7 @@ def chunked_scan(
     weights = _decays(total_kbgrl, None if ids_kbl is None else ids_kbl[:, :, None, None])
     scores = torch.einsum("klbgn,kmbgn->kbglm", c, b)
     inside = torch.einsum("kbgrlm,kmbgrp->klbgrp", scores.unsqueeze(3) * weights, scaled)
-    to_end = _masked_exp(
+    to_end = masked_exp(
         total_kbgrl[..., -1:] - total_kbgrl,
         None if ids_kbl is None else (ids_kbl != ids_kbl[..., -1:])[:, :, None, None],
     )
@@ -94,12 +94,12 @@ def chunked_scan(
         since = decays.cumsum(0)
         given = start if isinstance(start, Tensor) else start(since[-1], last)
         others = None if ids is None else (ids.last != ids.before[:1]).unsqueeze(-1)
-        further = _masked_exp(since, others)[..., None, None] * given
+        further = masked_exp(since, others)[..., None, None] * given
         first, starts, last = given.unsqueeze(0), starts + further[:-1], last + further[-1]
     starts = torch.unflatten(torch.cat([first, starts]), 2, (groups, per_group))
     # The state at the start of a chunk belongs to the document before the chunk.
     others = None if ids is None else ids.behind_start[:, :, None, None]
-    from_start = _masked_exp(total_kbgrl, others).permute(0, 4, 1, 2, 3).unsqueeze(-1)
+    from_start = masked_exp(total_kbgrl, others).permute(0, 4, 1, 2, 3).unsqueeze(-1)
     carried = torch.einsum("klbgn,kbgrpn->klbgrp", c, starts)
     y = torch.addcmul(inside, carried, from_start).reshape(x.shape)
     return y[:length], last
@@ -167,7 +167,7 @@ def carried_states(log_decay: Tensor, added: Tensor, documents: Tensor | None = 
     ids = None if documents is None else torch.unflatten(documents, 0, (blocks, per_block))
     outer = carried_states(since[:, -1], inner[:, -1], None if ids is None else ids[:, -1])
     others = None if ids is None else (ids[1:] != ids[:-1, -1:]).unsqueeze(-1)
-    further = _masked_exp(since[1:], others)[..., None, None] * outer[:-1].unsqueeze(1)
+    further = masked_exp(since[1:], others)[..., None, None] * outer[:-1].unsqueeze(1)
     return torch.cat([inner[:1], inner[1:] + further]).flatten(0, 1)[:number]
 
 
@@ -181,10 +181,13 @@ def _decays(total: Tensor, documents: Tensor | None) -> Tensor:
     hidden = torch.ones(length, length, dtype=torch.bool, device=total.device).triu(1)
     if documents is not None:
         hidden = hidden | (documents.unsqueeze(-1) != documents.unsqueeze(-2))
-    return _masked_exp(total.unsqueeze(-1) - total.unsqueeze(-2), hidden)
+    return masked_exp(total.unsqueeze(-1) - total.unsqueeze(-2), hidden)
 
 
-def _masked_exp(x: Tensor, hidden: Tensor | None) -> Tensor:
+def masked_exp(x: Tensor, hidden: Tensor | None) -> Tensor:
+    """Return e^x, and 0 where ``hidden``. The mask comes before the exponential: a large x behind
+    the mask would make gradients NaN.
+    """
     return (x if hidden is None else x.masked_fill(hidden, -torch.inf)).exp()
 
 

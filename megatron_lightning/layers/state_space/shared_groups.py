@@ -1,7 +1,7 @@
 """Groups of heads that several tensor-parallel ranks share, because ranks outnumber the groups.
 
 A rank has heads of one group. B and C of the group are computed in shards: each rank projects and
-convolves its rows, and the rows are gathered for the scan. So parameters are divided evenly, and no
+convolves its rows, and the rows are gathered for the scan. So parameters are sharded evenly, and no
 rank repeats a row. Backward sums the gradients of the ranks that share a group.
 """
 

@@ -33,7 +33,7 @@ class GroupedHeads:
     """Whether a module of this style mixes tokens of sequences shared with other ranks."""
 
     def check(self, module: nn.Module, layout: ParallelLayout, plan: ShardingPlan) -> None:
-        """Check that the heads and groups can be divided.
+        """Check that the heads and groups can be sharded.
 
         Raises:
             ShardingError: If the ranks divide neither.
