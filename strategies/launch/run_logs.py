@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch.loggers import CSVLogger, Logger
+from lightning.pytorch.loggers import CSVLogger, Logger, MLFlowLogger
 
 from megatron_lightning.parallel.replica_rng import ReplicaRng
 from megatron_lightning.strategies.lightning_internals import set_version
@@ -49,7 +49,8 @@ def resume_logs(
         match = next((r for r in loggers_left if r["kind"] == type(logger).__name__), None)
         if match is not None:
             loggers_left.remove(match)
-            if match["name"] in (None, logger.name):
+            # The name of MLflow's logger is the id of the experiment, and asking would begin a run.
+            if isinstance(logger, MLFlowLogger) or match["name"] in (None, logger.name):
                 set_version(logger, match["version"])
         if is_first_rank and isinstance(logger, CSVLogger):
             _keep_rows(Path(logger.log_dir))
