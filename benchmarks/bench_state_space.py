@@ -55,18 +55,20 @@ class Pair(NamedTuple):
 
 def _step(forward: Callable[[], Tensor]) -> tuple[float, int]:
     """Return processor seconds of forward and backward, and the bytes kept for backward."""
-    kept: dict[int, int] = {}
+    bytes_of_storage: dict[int, int] = {}
 
     def keep(tensor: Tensor) -> Tensor:
         if not isinstance(tensor, nn.Parameter):
-            kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            bytes_of_storage[tensor.untyped_storage().data_ptr()] = (
+                tensor.untyped_storage().nbytes()
+            )
         return tensor
 
     start = time.process_time()
     with saved_tensors_hooks(keep, lambda saved: saved):
         out = forward()
     out.sum().backward()  # type: ignore[no-untyped-call]
-    return time.process_time() - start, sum(kept.values())
+    return time.process_time() - start, sum(bytes_of_storage.values())
 
 
 def _pair(ours: Callable[[], Tensor], theirs: Callable[[], Tensor], rounds: int) -> Pair:
@@ -94,8 +96,8 @@ def measure_scan(length: int, chunk: int, rounds: int) -> Pair:
         out = modeling_mamba2.mamba2_chunk_scan(
             x, dt, a, b, c, chunk_size=chunk, D=None, z=None, dt_bias=None, dt_softplus=True
         )
-        found: Tensor = out[0] if isinstance(out, tuple) else out
-        return found
+        y: Tensor = out[0] if isinstance(out, tuple) else out
+        return y
 
     return _pair(ours, theirs, rounds)
 
@@ -139,13 +141,13 @@ def _measure_hybrid(ranks: int, length: int, rounds: int) -> list[tuple[float, f
         parallelize(model.get_submodule(path), context, plan)
     tokens = torch.randint(0, 512, (1, length * ranks), generator=torch.Generator().manual_seed(0))
     part = SequencePart(context.cp.rank, ranks)
-    own, positions = part.split(tokens, 1), part.positions(length * ranks)[None]
+    shard, positions = part.split(tokens, 1), part.positions(length * ranks)[None]
     steps = []
     for _ in range(rounds + 1):
         if ranks > 1:
             dist.barrier()
         wall, busy = time.perf_counter(), time.process_time()
-        model(own, labels=own, position_ids=positions).mean().backward()
+        model(shard, labels=shard, position_ids=positions).mean().backward()
         if ranks > 1:
             dist.barrier()
         steps.append((time.perf_counter() - wall, time.process_time() - busy))
@@ -157,12 +159,12 @@ def _rows(pairs: dict[str, Pair]) -> list[str]:
     rows = [
         [
             name,
-            *(f"{1e3 * statistics.median(s):.0f}" for s in (found.ours_s, found.theirs_s)),
-            str(ratio_of_medians(found.ours_s, found.theirs_s)),
-            *(f"{size / 2**20:.1f}" for size in (found.ours_bytes, found.theirs_bytes)),
-            f"{found.ours_bytes / found.theirs_bytes:.2f}",
+            *(f"{1e3 * statistics.median(s):.0f}" for s in (pair.ours_s, pair.theirs_s)),
+            str(ratio_of_medians(pair.ours_s, pair.theirs_s)),
+            *(f"{size / 2**20:.1f}" for size in (pair.ours_bytes, pair.theirs_bytes)),
+            f"{pair.ours_bytes / pair.theirs_bytes:.2f}",
         ]
-        for name, found in pairs.items()
+        for name, pair in pairs.items()
     ]
     return ["", *(f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *rows)), ""]
 
@@ -202,7 +204,7 @@ def measure(length: int, rounds: int, folder: Path | None) -> str:
     )
     if folder is not None:
         numbers = {
-            "pairs": {name: found._asdict() for name, found in pairs.items()},
+            "pairs": {name: pair._asdict() for name, pair in pairs.items()},
             "hybrid": {"alone": alone, "shared": shared},
         }
         machine.keep(folder, "state_space_cpu", facts, page, numbers)

@@ -281,7 +281,7 @@ def flat(config: TransformerConfig) -> Values:
         values["layer_pattern"] = None
     if config.mamba is not None:
         values["mamba.num_heads"] = config.mamba.sizes(config.hidden_size).heads
-        del values["mamba.expand"]  # said by the heads
+        del values["mamba.expand"]  # follows from the heads
     if config.moe is not None:
         values["moe.ffn_hidden_size"] = config.expert_ffn_size
         values["moe.router_group_best"] = config.moe.group_best
@@ -297,10 +297,12 @@ _OF_ATTENTION = (
 
 
 def _flatten_pattern(values: Values, pattern: HybridPattern) -> None:
-    """Say the pattern without ends of stages, and leave out options of layers that it lacks."""
+    """Set the pattern without ends of stages, and remove options of kinds of layers missing in the
+    pattern.
+    """
     mtp = (DEPTH + (pattern.mtp or "")) * pattern.depths
     values["layer_pattern"] = pattern.letters + mtp
-    values.pop("moe.layer_freq", None)  # said by the pattern
+    values.pop("moe.layer_freq", None)  # follows from the pattern
     present = {*pattern.kinds, *pattern.depth_kinds}
     for kinds, names in (
         ({"attention"}, _OF_ATTENTION),

@@ -108,9 +108,9 @@ def check_delta_net(config: TransformerConfig) -> None:
     kinds = (*config.layer_kinds, *(config.depth_kinds if config.mtp_num_layers else ()))
     has_layers = frequency is not None or "delta_net" in kinds
     if has_layers is (config.delta_net is None):
-        found = "is not set" if has_layers else "is set"
+        state = "is not set" if has_layers else "is set"
         raise ConfigError(
-            f"delta_net {found}, linear_attention_freq is {frequency} and the kinds of the layers "
+            f"delta_net {state}, linear_attention_freq is {frequency} and the kinds of the layers "
             f"are {', '.join(dict.fromkeys(kinds))}. Set delta_net together with "
             "linear_attention_freq, or with layers of the kind delta_net in layer_pattern."
         )

@@ -153,15 +153,15 @@ def refuse_ratios(
     if attention_ratio is None and mlp_ratio is None:
         return
     ratios = (attention_ratio or 0.0, mlp_ratio or 0.0)
-    found = f"hybrid_attention_ratio={ratios[0]} and hybrid_mlp_ratio={ratios[1]}"
+    shares = f"hybrid_attention_ratio={ratios[0]} and hybrid_mlp_ratio={ratios[1]}"
     if not config.num_layers:
         raise ConfigError(
-            f"{found} are shares of num_layers, which is not set. Set layer_pattern instead, such "
+            f"{shares} are shares of num_layers, which is not set. Set layer_pattern instead, such "
             "as M-M*-."
         )
     pattern = pattern_from_ratios(config.num_layers, *ratios)
     raise ConfigError(
-        f"{found} are deprecated by Megatron. With {config.num_layers} layers they mean "
+        f"{shares} are deprecated by Megatron. With {config.num_layers} layers they mean "
         f'layer_pattern: "{pattern}". Set that, and leave both out.'
     )
 

@@ -79,9 +79,9 @@ def check_layer_kinds(config: TransformerConfig) -> None:
     for group, kinds in GROUPS.items():
         is_set = getattr(config, group) is not None
         if is_set is present.isdisjoint(kinds):
-            found = f"{group} describes" if is_set else f"no {group} describes"
+            fault = f"{group} describes" if is_set else f"no {group} describes"
             raise ConfigError(
-                f"layer_pattern is {shown}, and {found} {_NAMES[group]}. Set {group} together with "
+                f"layer_pattern is {shown}, and {fault} {_NAMES[group]}. Set {group} together with "
                 f"layers of the kind {' or '.join(kinds)}."
             )
     single = present.intersection(SINGLE_MIXER_KINDS)
@@ -113,17 +113,17 @@ def check_pattern(pattern: Sequence[str], num_layers: int) -> None:
 def _load(kind: str) -> Any:
     module, _, name = kind.rpartition(".")
     try:
-        found = getattr(importlib.import_module(module), name) if module else None
+        layer = getattr(importlib.import_module(module), name) if module else None
     except (ImportError, AttributeError) as error:
         raise ConfigError(
             f"layer_pattern names {kind!r}, which cannot be imported ({error}). Set the class path "
             "of a kind of layer."
         ) from error
-    missing = [method for method in _METHODS if not callable(getattr(found, method, None))]
+    missing = [method for method in _METHODS if not callable(getattr(layer, method, None))]
     if missing:
         raise ConfigError(
             f"layer_pattern names {kind!r}, which is neither {' nor '.join(LAYER_KINDS)} nor the "
             f"class path of a class with the static methods {', '.join(_METHODS)} (missing: "
             f"{', '.join(missing)}). Set one of these."
         )
-    return found
+    return layer

@@ -424,8 +424,8 @@ class TransformerConfig:
     @property
     def expert_ffn_size(self) -> int:
         """Width of an expert."""
-        given = None if self.moe is None else self.moe.ffn_hidden_size
-        return given or self.ffn_size
+        width = None if self.moe is None else self.moe.ffn_hidden_size
+        return width or self.ffn_size
 
     @property
     def rotary_dim(self) -> int:

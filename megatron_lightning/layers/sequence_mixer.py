@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import ClassVar
 
 from torch import nn
@@ -9,7 +10,7 @@ from torch import nn
 from megatron_lightning.errors import ConfigError
 
 
-class SequenceMixer(nn.Module):
+class SequenceMixer(nn.Module, ABC):
     """A module that mixes the tokens of sequences, of which context-parallel ranks may hold parts.
 
     A mixer bound to the ranks takes sequence parts. A full sequence would be mixed as a part, and
@@ -23,9 +24,9 @@ class SequenceMixer(nn.Module):
     """Whether inputs are currently this rank's sequence shards, if ranks share sequences."""
 
     @property
+    @abstractmethod
     def shares_sequences(self) -> bool:
         """Whether ranks share the sequences."""
-        raise NotImplementedError
 
     def check_parts(self) -> None:
         """Check that inputs are sequence shards, if ranks share sequences.

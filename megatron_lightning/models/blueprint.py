@@ -316,11 +316,11 @@ def depth_layers(config: TransformerConfig) -> tuple[tuple[str, str], ...]:
 
 def predicting_weights(config: TransformerConfig, depth: int) -> tuple[Weight, ...]:
     """Return the weights of a depth of multi-token prediction, without shared embeddings."""
-    h, own = config.hidden_size, attention_config(config, config.num_layers)
+    h, layer = config.hidden_size, attention_config(config, config.num_layers)
     inner = (
         weight.inside(path)
         for path, kind in depth_layers(config)
-        for weight in kind_weights(own, kind)
+        for weight in kind_weights(layer, kind)
     )
     return (
         *norm(config, "enorm", h),

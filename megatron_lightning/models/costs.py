@@ -34,14 +34,14 @@ def multiply_adds(config: TransformerConfig, unit: str, lengths: Sequence[int]) 
         return float(tokens * (1 + depths) * config.hidden_size * config.vocab_size)
     if unit.startswith(LAYER):
         index = int(unit.removeprefix(LAYER))
-        kinds, own, norms = config.layer_kinds[index : index + 1], config.of_layer(index), 0
+        kinds, layer, norms = config.layer_kinds[index : index + 1], config.of_layer(index), 0
     elif unit.startswith(PREDICTING):
-        kinds, own = config.depth_kinds, config.of_layer(config.num_layers)
+        kinds, layer = config.depth_kinds, config.of_layer(config.num_layers)
         norms = 3 * config.hidden_size  # that Megatron counts
     else:
         return 0.0
     per_token = active_size(config, unit_weights(config, unit)) + norms
-    return tokens * per_token + sum(mixing(own, kind, lengths) for kind in kinds)
+    return tokens * per_token + sum(mixing(layer, kind, lengths) for kind in kinds)
 
 
 def mixing(config: TransformerConfig, kind: str, lengths: Sequence[int]) -> float:
@@ -102,11 +102,11 @@ def _delta_mixing(config: TransformerConfig, lengths: Sequence[int]) -> float:
     """Return the multiply-adds of convolution and delta rule, as Megatron counts them: four
     products of a key and a value for each token and state.
     """
-    own = config.delta_net
-    if own is None:
+    sizes = config.delta_net
+    if sizes is None:
         return 0.0
-    state = own.num_value_heads * own.key_head_dim * own.value_head_dim
-    return float(sum(lengths) * (4 * state + sum(own.conv_parts) * own.conv_kernel_dim))
+    state = sizes.num_value_heads * sizes.key_head_dim * sizes.value_head_dim
+    return float(sum(lengths) * (4 * state + sum(sizes.conv_parts) * sizes.conv_kernel_dim))
 
 
 MIXING: Mapping[str, Callable[[TransformerConfig, Sequence[int]], float]] = MappingProxyType(
@@ -139,7 +139,7 @@ def pipeline_units(config: TransformerConfig) -> list[Unit]:
     units: list[Unit] = [(first, costs[first])]
     for index, segment in enumerate(hybrid.segments):
         units += [STAGE_END] if index else []
-        own, layers = layers[: len(segment)], layers[len(segment) :]
-        units += [(name, costs[name]) for name in own]
+        stage, layers = layers[: len(segment)], layers[len(segment) :]
+        units += [(name, costs[name]) for name in stage]
     rest = [*before[1 + config.num_layers :], *predicting, OUTPUT]
     return [*units, *((name, costs[name]) for name in rest), *((name, 0.0) for name in behind)]

@@ -231,11 +231,15 @@ def build_layers(config: TransformerConfig) -> list[nn.Module]:
     layers = []
     num_experts = 0
     for index, kind in enumerate(config.layer_kinds):
-        own = config.of_layer(index)
-        key = (own.position_embedding_type, own.rotary_base, own.rope_scaling)
+        layer_config = config.of_layer(index)
+        key = (
+            layer_config.position_embedding_type,
+            layer_config.rotary_base,
+            layer_config.rope_scaling,
+        )
         if key not in rotary:
-            rotary[key] = build_rotary(own)
-        layer = build_layer(own, rotary[key], kind)
+            rotary[key] = build_rotary(layer_config)
+        layer = build_layer(layer_config, rotary[key], kind)
         experts = getattr(layer, "mlp", None)
         if isinstance(experts, MoELayer) and kind in LAYER_KINDS:
             experts.number = num_experts
@@ -260,7 +264,7 @@ class LayerList(nn.Module):
 
 def build_depth(config: TransformerConfig) -> nn.Module:
     """Return the layer, or the layers of a pattern, in a depth of multi-token prediction."""
-    own = config.of_layer(config.num_layers - 1)
-    rotary = build_rotary(own)
-    layers = [build_layer(own, rotary, kind) for kind in config.depth_kinds]
+    layer_config = config.of_layer(config.num_layers - 1)
+    rotary = build_rotary(layer_config)
+    layers = [build_layer(layer_config, rotary, kind) for kind in config.depth_kinds]
     return layers[0] if config.hybrid is None else LayerList(layers)

@@ -29,19 +29,19 @@ def mamba_layer(sizes: Sizes, name: str, stream: str) -> list[Operation]:
 
 def _mix(sizes: Sizes, mamba: MambaConfig, path: str) -> Operation:
     """Return convolution, scan and gated norm, computed in fp32."""
-    own, tp, e = mamba.sizes(sizes.config.hidden_size), sizes.layout.tp, sizes.element
+    mixer, tp, e = mamba.sizes(sizes.config.hidden_size), sizes.layout.tp, sizes.element
     tokens = float(sizes.tokens)
-    projected = {f"{path} projected": tokens * sum(own.in_parts) / tp * e}
+    projected = {f"{path} projected": tokens * sum(mixer.in_parts) / tp * e}
     inside = MAIN_BYTES * _kept_numbers(sizes, mamba) + _mask_bytes(sizes, mamba)
     chunk = _chunk(sizes, mamba)
-    gradients = MAIN_BYTES * tokens * (2 * own.heads * chunk + 4 * own.inner) / tp
-    kept = projected if mamba.recompute_scan else projected | {f"{path} scan": inside}
+    gradients = MAIN_BYTES * tokens * (2 * mixer.heads * chunk + 4 * mixer.inner) / tp
+    saved_tensors = projected if mamba.recompute_scan else projected | {f"{path} scan": inside}
     return Operation(
         path=path,
-        keeps=kept,
+        keeps=saved_tensors,
         inputs=projected,
         makes=(f"{path} mixed",),
-        forward_bytes=tokens * own.inner / tp * e + (inside if mamba.recompute_scan else 0.0),
+        forward_bytes=tokens * mixer.inner / tp * e + (inside if mamba.recompute_scan else 0.0),
         backward_bytes=gradients + sum(projected.values())
         + (inside if mamba.recompute_scan else 0.0),
     )  # fmt: skip
@@ -51,11 +51,11 @@ def _kept_numbers(sizes: Sizes, mamba: MambaConfig) -> float:
     """Return the numbers that autograd keeps between ``in_proj`` and ``out_proj``, beside both
     linear layers' inputs.
     """
-    own, tp, tokens = mamba.sizes(sizes.config.hidden_size), sizes.layout.tp, float(sizes.tokens)
+    mixer, tp, tokens = mamba.sizes(sizes.config.hidden_size), sizes.layout.tp, float(sizes.tokens)
     batch, chunk = sizes.micro_batch_size, _chunk(sizes, mamba)
-    heads, inner = own.heads / tp, own.inner / tp
-    groups = max(own.groups / tp, 1.0)
-    channels, num_chunks = sum(own.conv_parts) / tp, tokens / batch / chunk
+    heads, inner = mixer.heads / tp, mixer.inner / tp
+    groups = max(mixer.groups / tp, 1.0)
+    channels, num_chunks = sum(mixer.conv_parts) / tp, tokens / batch / chunk
     segments = 2 if sizes.layout.cp > 1 else 1
     before = segments * (mamba.conv_kernel - 1) * batch * channels
     convolved = 3 * tokens * channels + before  # padded, its sum, activated
@@ -63,8 +63,8 @@ def _kept_numbers(sizes: Sizes, mamba: MambaConfig) -> float:
         convolved += tokens * (channels + inner)
     steps = 4 * tokens * heads + 2 * heads  # before and behind softplus, decays to ends and starts
     scores = tokens * chunk * (2 * heads + groups)  # decays, scores times decays, scores
-    shared = 4 * tokens * groups * own.state  # B and C in the order of each product
-    states = batch * num_chunks * inner * own.state * 2 + batch * heads * num_chunks**2
+    shared = 4 * tokens * groups * mixer.state  # B and C in the order of each product
+    states = batch * num_chunks * inner * mixer.state * 2 + batch * heads * num_chunks**2
     # Scaled inputs in three forms, the state's outputs, y, the gate, before and behind the norm.
     outputs = 8 * tokens * inner + tokens * groups
     return convolved + steps + scores + shared + states + outputs

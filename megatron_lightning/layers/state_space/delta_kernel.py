@@ -63,9 +63,9 @@ def _boundaries(documents: Tensor) -> Tensor:
     length = len(documents)
     first = torch.ones_like(documents[:1], dtype=torch.bool)
     starts = torch.cat([first, documents[1:] != documents[:-1]])
-    found = starts.t().flatten().nonzero().flatten()
-    end = found.new_tensor([documents.shape[1] * length])
-    return torch.cat([found, end])
+    first_tokens = starts.t().flatten().nonzero().flatten()
+    end = first_tokens.new_tensor([documents.shape[1] * length])
+    return torch.cat([first_tokens, end])
 
 
 def load_kernel() -> DeltaKernel | None:

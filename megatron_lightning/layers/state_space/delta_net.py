@@ -199,16 +199,16 @@ class GatedDeltaNet(StateMixer):
 
         def mix(inputs: Tensor, states: Sequence[Tensor]) -> tuple[Tensor, Sequence[Tensor]]:
             q, k, v, gates, beta, alpha = torch.split(inputs, widths, -1)
-            own = torch.cat([q, k, v], -1)
-            tokens = torch.cat([states[0].transpose(0, 1), own])
-            mixed = causal_convolution(own, self.conv1d.weight, None, tokens[:before])
+            new_tokens = torch.cat([q, k, v], -1)
+            tokens = torch.cat([states[0].transpose(0, 1), new_tokens])
+            mixed = causal_convolution(new_tokens, self.conv1d.weight, None, tokens[:before])
             log_decay = -wide(self.A_log).exp() * F.softplus(wide(alpha) + wide(self.dt_bias))
             out, last = delta_rule(
                 *self._heads(mixed, widths[:3]), log_decay, wide(beta).sigmoid(),
                 chunk=sizes.chunk_size, start=states[1],
             )  # fmt: skip
             normed = self._normed(out.flatten(2).to(inputs.dtype), gates)
-            return normed, (tokens[len(own) :].transpose(0, 1), last)
+            return normed, (tokens[len(new_tokens) :].transpose(0, 1), last)
 
         with torch.autocast(projected.device.type, enabled=False):
             return mix_requests(step, self, projected, empty, mix)
@@ -223,8 +223,8 @@ class GatedDeltaNet(StateMixer):
         q, k, v = torch.split(weight, [part * len(weight) // sum(full) for part in full])
         copies = max(1, group.size // keys)
         q, k = (repeated_heads(part, keys, copies, dim=0) for part in (q, k))
-        own = torch.cat([share_of(part, group) for part in (q, k, v)])
-        return own, share_of(self.A_log, group), share_of(self.dt_bias, group)
+        weight_share = torch.cat([share_of(part, group) for part in (q, k, v)])
+        return weight_share, share_of(self.A_log, group), share_of(self.dt_bias, group)
 
     def _normed(self, out: Tensor, gates: Tensor) -> Tensor:
         """Return the gated norm of outputs [s, b, h e]."""

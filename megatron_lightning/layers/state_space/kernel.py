@@ -36,11 +36,11 @@ def uses_kernel(engine: ScanEngine, x: Tensor) -> bool:
         return False
     can = x.is_cuda and not torch.compiler.is_compiling() and _fused_scan() is not None
     if engine == "mamba_ssm" and not can:
-        found = (
+        fault = (
             "is not installed, or does not load" if x.is_cuda else f"runs on CUDA, not {x.device}"
         )
         raise ConfigError(
-            f"mamba.scan_engine is mamba_ssm, whose kernel {found}. Install mamba_ssm for CUDA, or "
+            f"mamba.scan_engine is mamba_ssm, whose kernel {fault}. Install mamba_ssm for CUDA, or "
             "set scan_engine to auto or torch. compile has no graph of the kernel."
         )
     return can

@@ -168,16 +168,18 @@ class MambaMixer(StateMixer):
                 "context_parallel_size to 1."
             )
         length, size, _ = mixed.shape
-        own = segments.documents(documents, length, size, mixed.device)
+        of_tokens = segments.documents(documents, length, size, mixed.device)
         mixed, dt = segments.fold(mixed), segments.fold(dt)
         before = segments.tokens_before(mixed, self.conv1d.kernel - 1)
-        convolved = self.conv1d(mixed, before, None if own is None else own.tokens.positions)
+        convolved = self.conv1d(
+            mixed, before, None if of_tokens is None else of_tokens.tokens.positions
+        )
         x, b, c = self._parts(convolved)
         y, _ = chunked_scan(
             x, dt, -self.A_log.exp(), b, c, chunk=self.mamba.chunk_size,
-            documents=None if own is None else own.tokens.numbers,
-            document_before=None if own is None else own.before,
-            start=lambda log_decay, added: segments.start_states(log_decay, added, own),
+            documents=None if of_tokens is None else of_tokens.tokens.numbers,
+            document_before=None if of_tokens is None else of_tokens.before,
+            start=lambda log_decay, added: segments.start_states(log_decay, added, of_tokens),
         )  # fmt: skip
         return segments.unfold(self._with_skip(y, x))
 

@@ -32,7 +32,7 @@ def token_documents(documents: Documents | None, positions: Tensor) -> TokenDocu
     if not torch.compiler.is_compiling() and documents.are_full_rows:
         return None
     table = documents.table.to(positions.device, non_blocking=True)
-    wanted = positions.expand(len(table), -1).contiguous()
-    numbers = torch.searchsorted(table, wanted, right=True) - 1
+    places = positions.expand(len(table), -1).contiguous()
+    numbers = torch.searchsorted(table, places, right=True) - 1
     starts = table.gather(1, numbers)
-    return TokenDocuments(numbers.mT.contiguous(), (wanted - starts).mT.contiguous())
+    return TokenDocuments(numbers.mT.contiguous(), (places - starts).mT.contiguous())

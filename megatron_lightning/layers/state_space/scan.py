@@ -92,14 +92,14 @@ def chunked_scan(
     first, starts, last = torch.zeros_like(ends[:1]), ends[:-1], ends[-1]
     if start is not None:
         since = decays.cumsum(0)
-        given = start if isinstance(start, Tensor) else start(since[-1], last)
-        others = None if ids is None else (ids.last != ids.before[:1]).unsqueeze(-1)
-        further = masked_exp(since, others)[..., None, None] * given
-        first, starts, last = given.unsqueeze(0), starts + further[:-1], last + further[-1]
+        start_state = start if isinstance(start, Tensor) else start(since[-1], last)
+        is_other = None if ids is None else (ids.last != ids.before[:1]).unsqueeze(-1)
+        further = masked_exp(since, is_other)[..., None, None] * start_state
+        first, starts, last = start_state.unsqueeze(0), starts + further[:-1], last + further[-1]
     starts = torch.unflatten(torch.cat([first, starts]), 2, (groups, per_group))
     # The state at the start of a chunk belongs to the document before the chunk.
-    others = None if ids is None else ids.behind_start[:, :, None, None]
-    from_start = masked_exp(total_kbgrl, others).permute(0, 4, 1, 2, 3).unsqueeze(-1)
+    is_other = None if ids is None else ids.behind_start[:, :, None, None]
+    from_start = masked_exp(total_kbgrl, is_other).permute(0, 4, 1, 2, 3).unsqueeze(-1)
     carried = torch.einsum("klbgn,kbgrpn->klbgrp", c, starts)
     y = torch.addcmul(inside, carried, from_start).reshape(x.shape)
     return y[:length], last
@@ -166,8 +166,8 @@ def carried_states(log_decay: Tensor, added: Tensor, documents: Tensor | None = 
     since = torch.unflatten(log_decay, 0, (blocks, per_block)).cumsum(1)
     ids = None if documents is None else torch.unflatten(documents, 0, (blocks, per_block))
     outer = carried_states(since[:, -1], inner[:, -1], None if ids is None else ids[:, -1])
-    others = None if ids is None else (ids[1:] != ids[:-1, -1:]).unsqueeze(-1)
-    further = masked_exp(since[1:], others)[..., None, None] * outer[:-1].unsqueeze(1)
+    is_other = None if ids is None else (ids[1:] != ids[:-1, -1:]).unsqueeze(-1)
+    further = masked_exp(since[1:], is_other)[..., None, None] * outer[:-1].unsqueeze(1)
     return torch.cat([inner[:1], inner[1:] + further]).flatten(0, 1)[:number]
 
 

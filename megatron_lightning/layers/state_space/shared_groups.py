@@ -30,8 +30,8 @@ class SharedGroups:
         collective.
         """
         groups = torch.unflatten(gather_sequence(rows, self.axis, -1), -1, (self.num_groups, -1))
-        own: Tensor = groups[..., self._group, :]
-        return own
+        group_rows: Tensor = groups[..., self._group, :]
+        return group_rows
 
     def mean(self, part: Tensor) -> Tensor:
         """Return the mean [..., 1] over the ranks of this rank's group. A collective."""

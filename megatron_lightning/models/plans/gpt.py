@@ -79,11 +79,12 @@ def gpt_plan(config: TransformerConfig) -> ShardingPlan:
         positions="position_ids",
         documents="document_ids",
         attributes={
-            f"{layer}.self_attention.heads_per_group": partial(
+            f"{pattern}.self_attention.heads_per_group": partial(
                 local_heads_per_group, config.query_groups
             )
-            for layer, own in lists.items()
-            if config.mla is None and any(has_attention(kind_weights(*o)) for o in own.values())
+            for pattern, layers_of_list in lists.items()
+            if config.mla is None
+            and any(has_attention(kind_weights(*layer)) for layer in layers_of_list.values())
         },
     )
 
@@ -162,8 +163,8 @@ def _layer_rows(
         layers: Path of a layer -> configuration and kind of the layer.
     """
     rows: dict[str, Style] = {}
-    for path, (own, kind) in layers.items():
-        weights = kind_weights(own, kind)
+    for path, (layer, kind) in layers.items():
+        weights = kind_weights(layer, kind)
         rows |= _weight_rows(config, pattern, weights)
         if any(map(_is_in_delta_net, weights)):
             rows[f"{path}.self_attention"] = _delta_net_heads(config)
@@ -201,8 +202,8 @@ def _depth_pattern(config: TransformerConfig) -> str:
 
 def _depth_layers(config: TransformerConfig) -> dict[str, _Layer]:
     """Return path -> configuration and kind of the layers of multi-token prediction."""
-    own = attention_config(config, config.num_layers)
-    return {f"{_PREDICTING}.{path}": (own, kind) for path, kind in depth_layers(config)}
+    layer = attention_config(config, config.num_layers)
+    return {f"{_PREDICTING}.{path}": (layer, kind) for path, kind in depth_layers(config)}
 
 
 def _predicting_rows(config: TransformerConfig) -> dict[str, Style]:
