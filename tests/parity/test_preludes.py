@@ -51,6 +51,8 @@ HOLDERS = {
 
 def _train(name: str, options: dict[str, Any] | None, replicas: int, images: bool) -> Any:
     record, module = Losses(), ImageModel(name)
+    if options and name == "reader" and TP in options:  # transformers has plans for the others
+        options = {**options, "sharding_plan": "auto"}
     strategy = "auto" if options is None else MegatronStrategy(**options)
     fit = trainer(strategy, max_steps=STEPS, callbacks=[record])
     fit.fit(module, loader(name, BATCH // replicas, images=images))
