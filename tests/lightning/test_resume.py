@@ -276,6 +276,25 @@ class _Unsized(_StatefulLoader):
         self.position = 0
 
 
+class _Live(_Unsized):
+    """Returns the dict in which it counts."""
+
+    def __init__(self, rank: int, num_replicas: int) -> None:
+        self.live = {"rank": rank, "position": 0}
+        super().__init__(rank, num_replicas)
+
+    @property
+    def position(self) -> int:
+        return self.live["position"]
+
+    @position.setter
+    def position(self, value: int) -> None:
+        self.live["position"] = value
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.live
+
+
 @dataclass
 class _RankState:
     rank: int
@@ -341,6 +360,7 @@ def test_stateful_loaders_keep_a_state_for_each_replica(layout: Layout, tmp_path
         (_EnergonLoader, PP2_DP2),
         pytest.param(_EnergonLoader, ONE, marks=pytest.mark.slow),
         pytest.param(_Unsized, DP2, marks=pytest.mark.slow),
+        (_Live, ONE),
     ],
 )
 def test_states_by_rank_and_loaders_without_a_length(

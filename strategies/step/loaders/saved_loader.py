@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from lightning.fabric.utilities.data import sized_len
+from torch.utils._pytree import tree_map
 
 from megatron_lightning.strategies.step.loaders.plain_objects import packed, unpacked
 
@@ -64,7 +65,8 @@ class SavedLoader:
     def _current(self) -> dict[str, Any]:
         if self._by_rank:
             return {"rank_state": packed(self._loader.save_state_rank())}
-        state: dict[str, Any] = self._loader.state_dict()
+        # A loader may return the dict in which it counts on.
+        state: dict[str, Any] = tree_map(lambda leaf: leaf, self._loader.state_dict())
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
