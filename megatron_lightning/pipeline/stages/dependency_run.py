@@ -377,7 +377,9 @@ def _side_channel_of_prelude(name: str) -> ConfigError:
     return ConfigError(
         f"{name!r}, which the first pipeline stage holds, hands state to code behind the stage by "
         "a list, an attribute or a hook. Return it from the module, or set "
-        f"PipelineOptions(replicated_modules=[{name!r}]), so that every stage runs the module."
+        f"PipelineOptions(replicated_modules=[{name!r}]), so that every stage runs the module. "
+        "State to look at, which no loss and no log uses, can be kept outside of the "
+        "LightningModule: in a list of a callback, on the ranks of the first stage."
     )
 
 
