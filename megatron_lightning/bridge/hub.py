@@ -35,6 +35,8 @@ def local_folder(path: str | Path, *, revision: str | None = None, weights: bool
     """
     if Path(path).is_dir():
         return Path(path)
+    if Path(path).suffix == ".ckpt":  # of a checkpoint: no request of the Hub could help
+        raise MissingCheckpointError.at(path)
     from huggingface_hub.errors import HFValidationError
 
     try:
@@ -53,9 +55,10 @@ def local_folder(path: str | Path, *, revision: str | None = None, weights: bool
         return snapshot
     except Exception as error:
         raise MissingCheckpointError(
-            f"{path} is neither a folder nor a model that the Hub gives ({type(error).__name__}: "
-            f"{error}). Check the path, the revision {revision or 'main'}, and the access of this "
-            "machine; HF_HUB_OFFLINE=1 reads the cache only."
+            f"There is neither a file nor a folder {path}: check the path. The Hub gives no such "
+            f"model either ({type(error).__name__}: {error}). If {path} is an id of the Hub, check "
+            f"the id, the revision {revision or 'main'}, and the access of this machine; "
+            "HF_HUB_OFFLINE=1 reads the cache only."
         ) from error
 
 

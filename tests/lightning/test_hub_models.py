@@ -70,7 +70,8 @@ def test_a_hub_model_is_downloaded_once_and_then_read_from_the_cache(tmp_path: P
         wanted = names - {"consolidated.safetensors", "pytorch_model.bin"}
         assert sorted(server.downloads) == sorted(wanted)
         missing = _run(script, tmp_path / "other", "http://127.0.0.1:9")
-        assert "org/tiny is neither a folder nor a model that the Hub gives" in missing.stderr
+        assert "There is neither a file nor a folder org/tiny: check the path." in missing.stderr
+        assert "The Hub gives no such model either" in missing.stderr
     again = _run(script, home, "http://127.0.0.1:9", HF_HUB_OFFLINE="1")
     assert again.stdout.count("trained") == 2, again.stderr[-3000:]
 

@@ -115,7 +115,9 @@ def test_what_cannot_work_is_refused_before_processes_start(folder: str, tmp_pat
             HuggingFaceModule(str(path)), _rows(1)
         )
 
-    with pytest.raises(MissingCheckpointError, match="neither a folder nor a model"):
+    with pytest.raises(
+        MissingCheckpointError, match="neither a file nor a folder nobody/no-such-model"
+    ):
         fit("nobody/no-such-model")
     with pytest.raises(MissingCheckpointError, match=r"has no config\.json"):
         fit(tmp_path)
