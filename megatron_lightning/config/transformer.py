@@ -10,8 +10,8 @@ from __future__ import annotations
 import importlib
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import InitVar, asdict, dataclass, fields
-from typing import Any, Literal, get_args
+from dataclasses import InitVar, asdict, dataclass
+from typing import Literal, get_args
 
 from megatron_lightning.config.attention_checks import (
     check_head_norms,
@@ -43,8 +43,13 @@ from megatron_lightning.config.layer_kinds import (
 from megatron_lightning.config.mamba import MambaConfig
 from megatron_lightning.config.moe import MoEConfig
 from megatron_lightning.config.rope_scaling import RopeScaling
+from megatron_lightning.config.transformer_checks import (
+    check_activation,
+    check_numbers,
+    check_residual_stream,
+    restore_group,
+)
 from megatron_lightning.config.value_checks import check_choice, check_counts
-from megatron_lightning.errors import ConfigError
 
 Normalization = Literal["RMSNorm", "LayerNorm"]
 NormPlacement = Literal["pre", "post", "sandwich"]
@@ -64,8 +69,6 @@ _CHOICES: Mapping[str, tuple[str, ...]] = {
     "attention_backend": get_args(AttentionBackend),
     "softmax_type": get_args(SoftmaxType),
 }
-_FACTORS = ("embedding_multiplier", "residual_multiplier", "logits_scaling")
-_OPTIONAL_FACTORS = ("softmax_scale", "attn_logit_softcapping", "final_logit_softcapping")
 _BY_LAYER = ("window_size", "window_attn_skip_freq", "no_rope_freq", "linear_attention_freq")
 _COUNTS = (
     "num_layers", "hidden_size", "num_attention_heads", "vocab_size", "max_sequence_length",
@@ -230,44 +233,23 @@ class TransformerConfig:
         check_counts(self, *_COUNTS)
         for name, choices in _CHOICES.items():
             check_choice(name, getattr(self, name), choices)
-        for name in ("layernorm_epsilon", "init_method_std", "z_loss", "mtp_loss_scaling_factor"):
-            if not 0.0 <= getattr(self, name) < float("inf"):
-                raise ConfigError(
-                    f"{name} is {getattr(self, name)}; it cannot be below 0. Set it to 0 or more."
-                )
-        for name in (*_FACTORS, *_OPTIONAL_FACTORS):
-            value = getattr(self, name)
-            if not (value is None and name in _OPTIONAL_FACTORS) and not 0.0 < value < float("inf"):
-                raise ConfigError(
-                    f"{name} is {value}; it multiplies or divides activations. Set it above 0."
-                )
-        for name in ("hidden_dropout", "attention_dropout", "label_smoothing"):
-            if not 0.0 <= getattr(self, name) < 1.0:
-                raise ConfigError(
-                    f"{name} is {getattr(self, name)}; it is a probability. Set it to 0 or more "
-                    "and below 1."
-                )
-        if self.norm_placement == "post" and self.fp32_residual_connection:
-            raise ConfigError(
-                "norm_placement=post with fp32_residual_connection=True: attention and "
-                "feed-forward would read the stream in fp32, without a norm that returns their "
-                "dtype. Set fp32_residual_connection to False, or norm_placement to sandwich."
-            )
-        self._restore("mla", LatentAttentionConfig)
+        check_numbers(self)
+        check_residual_stream(self)
+        restore_group(self, "mla", LatentAttentionConfig)
         check_latent_attention(self)
         check_heads(self)
         check_head_norms(self)
-        self._restore("rope_scaling", RopeScaling)
+        restore_group(self, "rope_scaling", RopeScaling)
         for name in _BY_LAYER:
             if isinstance(getattr(self, name), list):  # of YAML or a checkpoint
                 object.__setattr__(self, name, tuple(getattr(self, name)))
-        self._check_activation()
+        check_activation(self)
         check_windows(self)
         check_scores(self)
         check_rotary(self)
-        self._restore("moe", MoEConfig)
-        self._restore("mamba", MambaConfig)
-        self._restore("delta_net", DeltaNetConfig)
+        restore_group(self, "moe", MoEConfig)
+        restore_group(self, "mamba", MambaConfig)
+        restore_group(self, "delta_net", DeltaNetConfig)
         check_layer_kinds(self)
         check_delta_net(self)
 
@@ -284,34 +266,6 @@ class TransformerConfig:
             object.__setattr__(self, "layer_pattern", tuple(pattern))
         if self.position_embedding_type is None:
             object.__setattr__(self, "position_embedding_type", positions)
-
-    def _restore(self, name: str, kind: type[Any]) -> None:
-        """Rebuild a nested config from a checkpoint's dict."""
-        given = getattr(self, name)
-        if isinstance(given, Mapping):
-            known = [field.name for field in fields(kind)]
-            for option in given:
-                if option not in known:
-                    raise ConfigError(f"{name}.{option} is unknown. Set one of {', '.join(known)}.")
-            object.__setattr__(self, name, kind(**given))
-        elif given is not None and not isinstance(given, kind):
-            raise ConfigError(
-                f"{name} is {given!r}, which describes no {kind.__name__}. Set it to one, or leave "
-                "it out."
-            )
-
-    def _check_activation(self) -> None:
-        limit, offset = self.activation_func_clamp_value, self.glu_linear_offset
-        if limit is not None and not 0.0 < limit < float("inf"):
-            raise ConfigError(
-                f"activation_func_clamp_value is {limit}, and values are limited to its size. Set "
-                "it above 0, or leave it out."
-            )
-        if not self.gated and (limit is not None or offset):
-            raise ConfigError(
-                f"activation_func_clamp_value={limit} and glu_linear_offset={offset} are options "
-                f"of gated activations, and activation is {self.activation}. Leave them out."
-            )
 
     @property
     def num_residual_blocks(self) -> int:
