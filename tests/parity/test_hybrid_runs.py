@@ -9,10 +9,10 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
@@ -25,6 +25,7 @@ from megatron_lightning.parallel.sharding import named_shard_specs
 from megatron_lightning.strategies.megatron import MegatronStrategy
 from tests.helpers import oracle_model
 from tests.helpers.ranks import run_ranks
+from tests.helpers.recorded_run import RecordedModule, global_batch
 from tests.helpers.trainers import Losses, trainer
 
 FACTS = Path(__file__).parents[1] / "oracles/families/hybrid_train.json"
@@ -85,32 +86,9 @@ def build(args: dict[str, Any]) -> GPTModel:
     specs = named_shard_specs(model)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            own = specs[name].tied_to or name
-            parameter.copy_(fill(recorded_name(own), tuple(parameter.shape)))
+            source = specs[name].tied_to or name
+            parameter.copy_(fill(recorded_name(source), tuple(parameter.shape)))
     return model
-
-
-class _Recorded(pl.LightningModule):
-    """The recorded model, optimizer and loss."""
-
-    def __init__(self, args: dict[str, Any]) -> None:
-        super().__init__()
-        self.args = args
-        self.model: GPTModel | None = None
-
-    def configure_model(self) -> None:
-        if self.model is None:
-            self.model = build(self.args)
-
-    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        return self.model(batch["tokens"], labels=batch["labels"]).mean()
-
-    @property
-    def sequence_dims(self) -> dict[str, int]:
-        return {"tokens": 1, "labels": 1}
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters(), **oracle_model.ADAM)
 
 
 def _batches(args: dict[str, Any]) -> list[dict[str, Tensor]]:
@@ -118,8 +96,7 @@ def _batches(args: dict[str, Any]) -> list[dict[str, Tensor]]:
     batches = []
     for step in range(oracle_model.NUM_STEPS):
         parts = [oracle_model.data(args, step, m) for m in range(args["gbs"] // args["mbs"])]
-        tokens, labels = (torch.cat(own) for own in zip(*parts, strict=True))
-        batches.append({"tokens": tokens, "labels": labels})
+        batches.append(global_batch(parts))
     return batches
 
 
@@ -141,7 +118,7 @@ def train(args: dict[str, Any]) -> list[tuple[float, float]]:
         gradient_clip_val=oracle_model.CLIP_NORM,
         use_distributed_sampler=False,
     )
-    fit.fit(_Recorded(args), DataLoader(_batches(args), batch_size=None))
+    fit.fit(RecordedModule(partial(build, args)), DataLoader(_batches(args), batch_size=None))
     losses = torch.tensor(record.losses, dtype=torch.float64)
     if dist.is_initialized():
         dist.all_reduce(losses)

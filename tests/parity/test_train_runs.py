@@ -7,46 +7,26 @@ and 5.4e-6 (norm), so 1e-6 and 2e-5 relative leave room for another order of sum
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from megatron_lightning.models import GPTModel
 from megatron_lightning.strategies.megatron import MegatronStrategy
 from tests.helpers import oracle_model
 from tests.helpers.ranks import run_ranks
+from tests.helpers.recorded_run import RecordedModule, global_batch
 from tests.helpers.trainers import Losses, trainer
 
 RUNS = oracle_model.runs()
 [ONE_WITH_EXPERTS] = [run for run in RUNS if run["args"]["moe"] and run["world"] == 1]
 
 
-class _Recorded(pl.LightningModule):
-    """The recorded model, optimizer and loss."""
-
-    def __init__(self, args: dict[str, Any]) -> None:
-        super().__init__()
-        self.args = args
-        self.model: GPTModel | None = None
-
-    def configure_model(self) -> None:
-        if self.model is None:
-            self.model = oracle_model.build(self.args)
-
-    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        tokens, labels = batch
-        return self.model(tokens, labels=labels).mean()
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters(), **oracle_model.ADAM)
-
-
-def _batches(args: dict[str, Any], rank: int, size: int) -> list[tuple[Tensor, Tensor]]:
+def _batches(args: dict[str, Any], rank: int, size: int) -> list[dict[str, Tensor]]:
     """Return one batch a step: this data-parallel rank's micro-batches, one after another."""
     batches = []
     for step in range(oracle_model.NUM_STEPS):
@@ -54,9 +34,7 @@ def _batches(args: dict[str, Any], rank: int, size: int) -> list[tuple[Tensor, T
             oracle_model.data(args, step, m, dp_rank=rank, dp_size=size)
             for m in range(args["gbs"] // args["mbs"] // size)
         ]
-        batches.append(
-            (torch.cat([t for t, _ in parts]), torch.cat([labels for _, labels in parts]))
-        )
+        batches.append(global_batch(parts))
     return batches
 
 
@@ -81,7 +59,8 @@ def _train(args: dict[str, Any], world: int) -> list[list[float]]:
     )
     size = world // (args["tp"] * args["pp"])
     rank = (dist.get_rank() if world > 1 else 0) // args["tp"] % size
-    fit.fit(_Recorded(args), DataLoader(_batches(args, rank, size), batch_size=None))
+    module = RecordedModule(partial(oracle_model.build, args))
+    fit.fit(module, DataLoader(_batches(args, rank, size), batch_size=None))
     losses = torch.tensor(record.losses, dtype=torch.float64)
     group = strategy.context.dp
     if group.process_group is not None:
