@@ -3,9 +3,9 @@ values.
 
 The module is made on ``meta``, copied onto :class:`FakeTensorMode`, and runs once forward on its
 example inputs (``example_input_array``, or ``dummy_inputs`` of ``transformers``). Operations are
-counted by torch, kept bytes by the tensors that autograd saves. Sizes are
-divided by the samples of the example, the length of the first input. Parameters of a rank come from
-the sharding plan, applied to a copy on ``meta``.
+counted by torch, kept bytes by the tensors that autograd saves. Sizes are divided by the samples of
+the example, the length of the first input. Parameters of a rank come from the sharding plan on a
+copy on ``meta``.
 """
 
 from __future__ import annotations

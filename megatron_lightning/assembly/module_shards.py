@@ -28,7 +28,7 @@ from megatron_lightning.optim.fsdp.sharded_unit import local_shard
 from megatron_lightning.optim.gradients.parameter_shard import MainShard
 from megatron_lightning.parallel.context import ParallelContext
 from megatron_lightning.parallel.spec import Shape, ShardSpec, is_writer
-from megatron_lightning.parallel.stored_weight import StoredWeight
+from megatron_lightning.parallel.stored_weight import stored_part
 
 _MODULE = "state_dict."
 
@@ -195,9 +195,7 @@ class ModuleState:
         """
         local_tensors, stored = self.local_tensors(), source.tensors()
         for name, tensor in local_tensors.items():
-            if name not in left_out and isinstance(
-                getattr(tensor, "_local_tensor", tensor), StoredWeight
-            ):
+            if name not in left_out and stored_part(tensor) is not None:
                 raise CheckpointError(
                     f"{name} is kept as quantized data (base of LoRA), which is made of a folder's "
                     "or of initial values, and the checkpoint holds values of it. Export the "

@@ -27,7 +27,7 @@ from megatron_lightning.errors import CheckpointError
 from megatron_lightning.parallel.context import ParallelContext
 from megatron_lightning.parallel.materialize import leave_empty
 from megatron_lightning.parallel.spec import Shape
-from megatron_lightning.parallel.stored_weight import StoredWeight
+from megatron_lightning.parallel.stored_weight import stored_part
 
 _PENDING = "_pending_weights"
 
@@ -299,7 +299,7 @@ def read_weights(module: nn.Module, part: Part, context: ParallelContext) -> int
 
 
 def _read(state: ModuleState, name: str, tensor: Tensor, lazy: Lazy) -> int:
-    if isinstance(getattr(tensor, "_local_tensor", tensor), StoredWeight):
+    if stored_part(tensor) is not None:
         return read_stored(state, name, tensor, lazy)
     shards = [shard for shard in state.shards(name, name, tensor).shards if shard.data.numel()]
     for shard in shards:

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence, Set
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from megatron_lightning.parallel.parameters import num_names
 from megatron_lightning.parallel.spec import ShardSpec
 
 IN_ONE_PIECE = (nn.RNNBase,)
@@ -51,11 +52,11 @@ def shardable(
         specs: Specs of all parameters.
         excluded: Names of parameters with a copy on another pipeline rank.
     """
-    names = Counter(id(p) for _, p in module.named_parameters(remove_duplicate=False))
+    names = num_names(module)
     paths = Counter(id(child) for _, child in module.named_modules(remove_duplicate=False))
     inner_ids = set[int]()
     for unit in (unit for stage in units for unit in stage):
-        uses = Counter(id(p) for _, p in unit.named_parameters(remove_duplicate=False))
+        uses = num_names(unit)
         num_paths = paths[id(unit)]
         inner_ids |= {key for key, n in uses.items() if n == 1 and names[key] == num_paths}
     in_one_piece = _in_one_piece(module)
@@ -94,7 +95,7 @@ def explain_full(
         sharded: Names of the sharded parameters.
         known: Reasons known before.
     """
-    uses = Counter(id(p) for _, p in module.named_parameters(remove_duplicate=False))
+    uses = num_names(module)
     in_one_piece = _in_one_piece(module)
 
     def why(name: str, parameter: nn.Parameter) -> str:

@@ -4,6 +4,7 @@ stay.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 
 import torch
@@ -13,6 +14,13 @@ from megatron_lightning.compat import GradientHooks
 from megatron_lightning.errors import ShardingError
 from megatron_lightning.parallel.origin import is_library
 from megatron_lightning.parallel.stored_weight import StoredWeight
+
+
+def num_names(module: nn.Module) -> Counter[int]:
+    """Return id -> number of names of the parameters in a module: above 1 for shared parameters."""
+    return Counter(
+        id(parameter) for _, parameter in module.named_parameters(remove_duplicate=False)
+    )
 
 
 def copy_attributes(attributes: Mapping[str, object], parameter: Tensor) -> None:

@@ -87,9 +87,17 @@ def plain_tensors(tensor: Tensor) -> Iterator[Tensor]:
         yield from plain_tensors(getattr(tensor, name))
 
 
+def stored_part(tensor: Tensor) -> StoredWeight | None:
+    """Return a tensor, or with FSDP2 this rank's shard of a tensor, if in another form than values,
+    else None.
+    """
+    local = getattr(tensor, "_local_tensor", tensor)
+    return local if isinstance(local, StoredWeight) else None
+
+
 def stored_weights(module: nn.Module) -> dict[str, StoredWeight]:
     """Return the weights of a module in another form than values, by name. With FSDP2 the weights
     are this rank's shards.
     """
-    found = ((n, getattr(p, "_local_tensor", p)) for n, p in module.named_parameters())
-    return {name: weight for name, weight in found if isinstance(weight, StoredWeight)}
+    found = ((name, stored_part(parameter)) for name, parameter in module.named_parameters())
+    return {name: weight for name, weight in found if weight is not None}

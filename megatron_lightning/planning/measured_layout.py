@@ -128,17 +128,7 @@ class MeasuredLayout:
             peak = rank_peak(
                 schedule, pp_rank, profiles, message_bytes=message, stream_bytes=message
             )
-            rows.append(
-                RankMemory(
-                    pp_rank=pp_rank,
-                    parameters=state.parameters.total,
-                    weights_bytes=state.weights_bytes,
-                    gradients_bytes=state.gradients_bytes,
-                    optimizer_bytes=state.optimizer_bytes,
-                    activations_bytes=round(peak),
-                    in_flight=schedule.in_flight[pp_rank],
-                )
-            )
+            rows.append(RankMemory.of_state(pp_rank, state, peak, schedule.in_flight[pp_rank]))
         return Memory(tuple(rows))
 
     def _state(self, units: Sequence[str]) -> State:

@@ -7,7 +7,7 @@ from typing import Any
 
 from megatron_lightning.pipeline.schedules import ScheduleChoice, resolve
 from megatron_lightning.pipeline.schedules.actions import Schedule
-from megatron_lightning.pipeline.schedules.simulate import Costs, simulate
+from megatron_lightning.planning.bubble import describe_bubble
 from megatron_lightning.planning.measured_layout import (
     MeasuredLayout,
     Stages,
@@ -80,13 +80,4 @@ def _bubble(
 ) -> dict[str, Any]:
     works = [sum(recipe.model.units[unit].forward_flops for unit in units) for units in stages]
     works[-1] += recipe.model.outside.forward_flops
-    mean = sum(works) / len(works)
-    times = tuple(work / mean if mean else 1.0 for work in works)
-    simulation = simulate(table, Costs(forward=times, input_gradient=times, weight_gradient=times))
-    return {
-        "schedule": choice.name,
-        "reason": choice.reason,
-        "num_microbatches": table.num_microbatches,
-        "share": simulation.bubble,
-        "peak_in_flight": list(simulation.peak_in_flight),
-    }
+    return describe_bubble(choice, table, works)

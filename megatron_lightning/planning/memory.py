@@ -64,6 +64,21 @@ class RankMemory:
     in_flight: int
     """Most (stage, micro-batch) activations held at once."""
 
+    @classmethod
+    def of_state(
+        cls, pp_rank: int, state: State | AdaptedState, activations_bytes: float, in_flight: int
+    ) -> RankMemory:
+        """Return the bytes of a rank's state, and of the rank's activations."""
+        return cls(
+            pp_rank=pp_rank,
+            parameters=state.parameters.total,
+            weights_bytes=state.weights_bytes,
+            gradients_bytes=state.gradients_bytes,
+            optimizer_bytes=state.optimizer_bytes,
+            activations_bytes=round(activations_bytes),
+            in_flight=in_flight,
+        )
+
     @property
     def total_bytes(self) -> int:
         """Sum of all bytes."""
@@ -254,7 +269,7 @@ def count_memory(
         activations = kept_weights[pp_rank] + rank_peak(
             schedule, pp_rank, profiles, message_bytes=message, stream_bytes=sizes.stream_bytes
         )
-        rows.append(_row(pp_rank, state, activations, schedule.in_flight[pp_rank]))
+        rows.append(RankMemory.of_state(pp_rank, state, activations, schedule.in_flight[pp_rank]))
     return Memory(tuple(rows))
 
 
@@ -306,17 +321,3 @@ def _message_bytes(sizes: Sizes, own: Sequence[int], stages: Sequence[Sequence[s
     """
     received = [stages[s] for number in own for s in (number, number + 1) if s < len(stages)]
     return sizes.stream_bytes * max(num_received(sizes.config, units) for units in received)
-
-
-def _row(
-    pp_rank: int, state: State | AdaptedState, activations: float, most_in_flight: int
-) -> RankMemory:
-    return RankMemory(
-        pp_rank=pp_rank,
-        parameters=state.parameters.total,
-        weights_bytes=state.weights_bytes,
-        gradients_bytes=state.gradients_bytes,
-        optimizer_bytes=state.optimizer_bytes,
-        activations_bytes=round(activations),
-        in_flight=most_in_flight,
-    )

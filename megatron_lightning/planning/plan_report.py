@@ -13,7 +13,7 @@ from megatron_lightning.models.costs import multiply_adds
 from megatron_lightning.parallel.grid import RankGrid
 from megatron_lightning.pipeline.schedules import ScheduleChoice, resolve
 from megatron_lightning.pipeline.schedules.actions import Schedule
-from megatron_lightning.pipeline.schedules.simulate import Costs, Simulation, simulate
+from megatron_lightning.planning.bubble import describe_bubble
 from megatron_lightning.planning.devices import GIB, PlannedDevice, advice, planned_device
 from megatron_lightning.planning.flops import (
     OPERATIONS_PER_WEIGHT,
@@ -245,22 +245,8 @@ def _flops(recipe: Recipe, grid: RankGrid) -> dict[str, float]:
 def _bubble(
     recipe: Recipe, choice: ScheduleChoice, table: Schedule, stages: Sequence[Sequence[str]]
 ) -> dict[str, Any]:
-    simulation = _simulated(recipe, table, stages)
-    return {
-        "schedule": choice.name,
-        "reason": choice.reason,
-        "num_microbatches": table.num_microbatches,
-        "share": simulation.bubble,
-        "peak_in_flight": list(simulation.peak_in_flight),
-    }
-
-
-def _simulated(recipe: Recipe, table: Schedule, stages: Sequence[Sequence[str]]) -> Simulation:
-    """Simulate a pipeline run with times in proportion to the operations of every stage."""
-    weights = tuple(sum(_operations(recipe, unit) for unit in units) for units in stages)
-    mean = sum(weights) / len(weights)
-    times = tuple(weight / mean for weight in weights)
-    return simulate(table, Costs(forward=times, input_gradient=times, weight_gradient=times))
+    works = [sum(_operations(recipe, unit) for unit in units) for units in stages]
+    return describe_bubble(choice, table, works)
 
 
 def _operations(recipe: Recipe, unit: str) -> float:
@@ -320,7 +306,7 @@ def _text(found: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _balance_text(stages: Sequence[Mapping[str, Any]]) -> str:
-    """Say how cost and parameters of the stages of unlike layers differ."""
+    """Describe the imbalance of stages of unlike layers: highest cost, and most parameters."""
     counts = [stage["parameters"] for stage in stages]
     dearest = max(stages, key=lambda stage: float(stage["cost"]))
     fullest = max(stages, key=lambda stage: int(stage["parameters"]))

@@ -4,7 +4,6 @@ https://arxiv.org/abs/2305.14314, with the formats of FP8 recipes).
 
 from __future__ import annotations
 
-from collections import Counter
 from typing import get_args
 
 import torch
@@ -13,7 +12,7 @@ from torch import nn
 
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.layers.stacked_adapters import is_stack
-from megatron_lightning.parallel.parameters import rebind
+from megatron_lightning.parallel.parameters import num_names, rebind
 from megatron_lightning.parallel.stored_weight import stored_weights
 from megatron_lightning.precision.assignment import quantizable_layers
 from megatron_lightning.precision.frozen_memory import BaseFormat
@@ -59,7 +58,7 @@ def quantize_base(module: nn.Module, name: BaseFormat) -> list[str]:
     Raises:
         ConfigError: If there is nothing to quantize.
     """
-    uses = Counter(id(p) for _, p in module.named_parameters(remove_duplicate=False))
+    uses = num_names(module)
     done = []
     for path in quantizable_layers(module):
         weight = module.get_submodule(path)._parameters.get("weight")

@@ -9,7 +9,6 @@ blocks.
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
@@ -21,7 +20,8 @@ from megatron_lightning.layers.transposed import (
     TransposedRowParallelLinear,
 )
 from megatron_lightning.parallel.context import AxisGroup
-from megatron_lightning.parallel.stored_weight import StoredWeight
+from megatron_lightning.parallel.parameters import num_names
+from megatron_lightning.parallel.stored_weight import stored_part
 from megatron_lightning.precision.emulation import EmulatedGemm
 from megatron_lightning.precision.formats import DTYPES, cast
 from megatron_lightning.precision.quantization import block_of, encode
@@ -38,15 +38,15 @@ def weight_quantizers(
         module: Holds the layers.
         quantized: Layer path -> GEMMs of the layer.
     """
-    uses = Counter(id(p) for _, p in module.named_parameters(remove_duplicate=False))
+    uses = num_names(module)
     quantizers = {}
     for path, gemm in quantized.items():
         layer = module.get_submodule(path)
         weight = layer._parameters.get("weight")
         turned = isinstance(layer, TransposedColumnParallelLinear | TransposedRowParallelLinear)
-        is_stored = isinstance(getattr(weight, "_local_tensor", weight), StoredWeight)
-        if weight is not None and uses[id(weight)] == 1 and not turned and not is_stored:
-            quantizers[f"{path}.weight"] = RecipeQuantizer(gemm, tuple(weight.shape))
+        if weight is None or uses[id(weight)] > 1 or turned or stored_part(weight) is not None:
+            continue
+        quantizers[f"{path}.weight"] = RecipeQuantizer(gemm, tuple(weight.shape))
     return quantizers
 
 

@@ -41,17 +41,16 @@ CONFIG = TransformerConfig(
 def llama(**options: Any) -> Any:
     """Return the frozen base model, the same one each time."""
     torch.manual_seed(0)
-    config = LlamaConfig(
-        hidden_size=64,
-        intermediate_size=96,
-        vocab_size=VOCABULARY,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        use_cache=False,
-        **options,
-    )
-    return LlamaForCausalLM(config)
+    settings = {
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "vocab_size": VOCABULARY,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "use_cache": False,
+    }
+    return LlamaForCausalLM(LlamaConfig(**{**settings, **options}))
 
 
 def peft_name(name: str) -> str:

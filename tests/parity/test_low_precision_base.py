@@ -13,14 +13,13 @@ from torch.utils.data import DataLoader
 
 pytest.importorskip("transformers", "5")
 
-from transformers import LlamaConfig, LlamaForCausalLM
-
 from megatron_lightning.layers.moe.experts import GroupedLinear
 from megatron_lightning.models import TransformerConfig
 from megatron_lightning.modules import GPTLightningModule, HuggingFaceModule
 from megatron_lightning.peft import LoRA
 from megatron_lightning.precision import FP8Recipe, dequantize, quantize
 from megatron_lightning.strategies import MegatronStrategy
+from tests.helpers import adapted
 from tests.helpers.ranks import run_ranks
 from tests.helpers.trainers import Losses, trainer
 from tests.parity.test_hf_experts import mixtral
@@ -48,17 +47,8 @@ LAYOUTS: dict[str, tuple[int, int, dict[str, Any]]] = {
 
 
 def llama() -> Any:
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        hidden_size=64,
-        intermediate_size=128,
-        vocab_size=VOCABULARY,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        use_cache=False,
-    )
-    return LlamaForCausalLM(config)
+    """Return the base model, the same one each time, with rows of whole blocks on two ranks."""
+    return adapted.llama(intermediate_size=128, vocab_size=VOCABULARY)
 
 
 def experts() -> TransformerConfig:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -18,6 +17,7 @@ from megatron_lightning.layers.attention import CoreAttention
 from megatron_lightning.layers.moe.experts import GroupedLinear
 from megatron_lightning.parallel.absent import present_modules
 from megatron_lightning.parallel.context import ParallelContext
+from megatron_lightning.parallel.parameters import num_names
 from megatron_lightning.precision.assignment import recipes_of_layers
 from megatron_lightning.precision.recipes import FP8Recipe
 from megatron_lightning.precision.transformer_engine.build import Builder, check_layer
@@ -167,7 +167,7 @@ class TransformerEngine:
 
     def weight_quantizers(self, module: nn.Module) -> dict[str, QuantizedWeight]:
         """Return quantizers of the untied weights, by parameter name."""
-        uses = Counter(id(p) for _, p in module.named_parameters(remove_duplicate=False))
+        uses = num_names(module)
         paths = {id(layer): path for path, layer in module.named_modules()}
         return {
             f"{paths[id(weight.layer)]}.weight": weight
