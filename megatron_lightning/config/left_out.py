@@ -1,4 +1,4 @@
-"""Values of Megatron's options not supported by this package."""
+"""Values of options in Megatron and bitsandbytes not supported by this package."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ from collections.abc import Mapping
 _KITCHEN = (
     "Kitchen, NVIDIA's library of experimental recipes, is not public and not part of this package."
 )
+_BITSANDBYTES = "That is a format of bitsandbytes, whose kernels are not part of this package."
+_FOUR_BITS = f"{_BITSANDBYTES} Set it to nvfp4, with 4.5 bits a weight."
+_EIGHT_BITS = f"{_BITSANDBYTES} Set it to mxfp8, with 8.25 bits a weight."
 LEFT_OUT: Mapping[tuple[str, str], str] = {
     ("router_load_balancing_type", "sinkhorn"): (
         "Sinkhorn iterates over the tokens of one rank, so its routing depends on the layout. Set "
@@ -29,6 +32,11 @@ LEFT_OUT: Mapping[tuple[str, str], str] = {
         "Activations and weights would keep two bits. Set it to hybrid, which takes e5m2 for "
         "gradients."
     ),
+    ("base", "nf4"): _FOUR_BITS,
+    ("base", "fp4"): _FOUR_BITS,
+    ("base", "4bit"): _FOUR_BITS,
+    ("base", "int8"): _EIGHT_BITS,
+    ("base", "8bit"): _EIGHT_BITS,
     ("backend", "kitchen"): (
         f"{_KITCHEN} Set it to auto, or to emulation, which runs every recipe on any device."
     ),

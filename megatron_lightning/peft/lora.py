@@ -41,8 +41,8 @@ from megatron_lightning.peft.matching import (
     short_parameters,
     value_of,
 )
-from megatron_lightning.precision.frozen_base import check_format, quantize_base
-from megatron_lightning.precision.frozen_memory import BaseFormat
+from megatron_lightning.precision.base_formats import BaseFormat, check_format
+from megatron_lightning.precision.frozen_base import quantize_base
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 APPLIED = "_megatron_lora"

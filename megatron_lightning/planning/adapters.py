@@ -32,6 +32,7 @@ from megatron_lightning.parallel.layout import ParallelLayout
 from megatron_lightning.parallel.patterns import compile_pattern
 from megatron_lightning.planning.parameters import ParameterCount, count_rank, local_size
 from megatron_lightning.planning.precision import Precision
+from megatron_lightning.precision.base_formats import check_format
 from megatron_lightning.precision.recipes import BLOCK_SIZES
 
 _MAIN = 4  # bytes of fp32
@@ -58,7 +59,7 @@ class AdapterSizes:
         """Return the sizes described by options of ``LoRA``.
 
         Raises:
-            ConfigError: For options with sizes unknown to a plan.
+            ConfigError: For options with sizes unknown to a plan, or an unknown base.
         """
         unknown = [
             name for name in ("rank_pattern", "modules_to_save", "use_dora") if options.get(name)
@@ -74,7 +75,9 @@ class AdapterSizes:
                 "Give lists of names, and plan without the others."
             )
         known = {key: options[key] for key in cls.__dataclass_fields__ if key in options}
-        return cls(**known)  # type: ignore[arg-type]
+        found = cls(**known)  # type: ignore[arg-type]
+        check_format(found.base)
+        return found
 
     def adapts(self, unit: str, weight: Weight) -> bool:
         """Return whether the layer of a weight in a unit gets adapters."""

@@ -4,8 +4,6 @@ https://arxiv.org/abs/2305.14314, with the formats of FP8 recipes).
 
 from __future__ import annotations
 
-from typing import get_args
-
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import nn
@@ -15,29 +13,8 @@ from megatron_lightning.layers.stacked_adapters import is_stack
 from megatron_lightning.parallel.parameters import num_names, rebind
 from megatron_lightning.parallel.stored_weight import stored_weights
 from megatron_lightning.precision.assignment import quantizable_layers
-from megatron_lightning.precision.frozen_memory import BaseFormat
+from megatron_lightning.precision.base_formats import BaseFormat
 from megatron_lightning.precision.frozen_weight import FrozenWeight
-
-_NF4 = ("nf4", "fp4", "int8", "4bit", "8bit")
-"""Formats of bitsandbytes."""
-
-
-def check_format(name: str | None) -> None:
-    """Check the name of a format.
-
-    Raises:
-        ConfigError: If there is no such format.
-    """
-    formats = get_args(BaseFormat)
-    if name is None or name in formats:
-        return
-    why = "which is unknown"
-    if name in _NF4:
-        why = "a format of bitsandbytes, whose kernels are not part of this package"
-    raise ConfigError(
-        f"base of LoRA is {name!r}, {why}. Set nvfp4 (4.5 bits a weight), mxfp8 (8.25 bits) or "
-        "blockwise (8.25 bits), or None for the model's own values."
-    )
 
 
 @torch.no_grad()

@@ -17,18 +17,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from megatron_lightning.errors import ConfigError
+from megatron_lightning.precision.base_formats import BaseFormat
 from megatron_lightning.precision.formats import pack_e2m1, unpack_e2m1
 from megatron_lightning.precision.quantization import TwoLevelScales, encode
 from megatron_lightning.precision.recipes import BLOCK_SIZES, FP8Recipe
 from megatron_lightning.precision.scaling import Block, values_of
 
-BaseFormat = Literal["blockwise", "mxfp8", "nvfp4"]
 _CHUNK, _CHUNK_OF_GPU = 1 << 18, 1 << 24
 """Values to convert at a time: in caches of a CPU, in few launches on a GPU. In between a value
 takes about 30 bytes."""

@@ -25,7 +25,8 @@ from megatron_lightning.errors import ConfigError, ShardingError
 from megatron_lightning.layers.gemm import Gemm, matmul
 from megatron_lightning.parallel.digest import hash_of
 from megatron_lightning.parallel.stored_weight import Original, StoredWeight
-from megatron_lightning.precision.frozen_memory import BaseFormat, FrozenMemory
+from megatron_lightning.precision.base_formats import BaseFormat
+from megatron_lightning.precision.frozen_memory import FrozenMemory
 from megatron_lightning.precision.frozen_operations import HANDLERS
 from megatron_lightning.precision.recipes import BLOCK_SIZES
 from megatron_lightning.precision.scaling import amax_of_matrices

@@ -594,6 +594,10 @@ def test_an_error_in_a_step_keeps_its_traceback(
             "'seq_aux_loss', 'global_aux_loss', 'none' or list; got sinkhorn",
         ),
         (
+            ["fit", "--config=configs/finetune_tiny_cpu.yaml", "--model.peft.base=nf4"],
+            "'nvfp4' or null; got nf4. That is a format of bitsandbytes",
+        ),
+        (
             [
                 "fit",
                 "--config=configs/tiny_moe_cpu.yaml",

@@ -7,7 +7,7 @@ from typing import get_args
 import pytest
 import torch
 
-from megatron_lightning.precision.frozen_memory import BaseFormat
+from megatron_lightning.precision.base_formats import BaseFormat
 from megatron_lightning.precision.frozen_weight import FrozenWeight
 
 

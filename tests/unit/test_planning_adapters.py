@@ -81,6 +81,10 @@ def test_fsdp_shards_the_frozen_weights_in_their_dtype() -> None:
 def test_what_a_plan_does_not_know_is_refused() -> None:
     with pytest.raises(ConfigError, match="modules_to_save"):
         AdapterSizes.of_options({"modules_to_save": ["output_layer"]})
+    with pytest.raises(ConfigError, match="base of LoRA is 'int3', which is unknown"):
+        AdapterSizes.of_options({"base": "int3"})
+    with pytest.raises(ConfigError, match=r"a format of bitsandbytes.* Set it to nvfp4"):
+        AdapterSizes.of_options({"base": "nf4"})
 
 
 @pytest.mark.parametrize("base", ["mxfp8", "nvfp4", "blockwise"])
