@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import UserDict
+from collections import OrderedDict, UserDict, defaultdict
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,14 @@ import torch
 
 from megatron_lightning.checkpoint.format.plain_state import dump_state, load_state
 from megatron_lightning.errors import CheckpointError
-from megatron_lightning.strategies.step.loaders.plain_objects import equal_values, packed, unpacked
+from megatron_lightning.strategies.step.loaders.plain_objects import (
+    equal_values,
+    packages_of,
+    packed,
+    unpacked,
+)
+
+OURS = {"tests"}
 
 
 class Flexible(dict):  # type: ignore[type-arg]
@@ -25,11 +32,24 @@ class Worker:
     random: Any
 
 
+@dataclass
+class Made:
+    size: int
+
+    def __new__(cls, *_: Any) -> Made:
+        raise AssertionError("called")
+
+
+class Loader:
+    def save_state_rank(self) -> Worker:
+        return Worker(0, None)
+
+
 def test_objects_come_back_through_a_checkpoint() -> None:
     state = Flexible(worker=Worker(3, (1, np.arange(4, dtype=np.uint32))), others=[None, 2.5])
     state.seed = 7  # type: ignore[attr-defined]
-    plain = load_state(dump_state({"loader": packed(state)}), "a test")["loader"]
-    found = unpacked(plain, "tests")
+    plain = load_state(dump_state({"loader": packed(state, OURS)}), "a test")["loader"]
+    found = unpacked(plain, OURS)
     assert type(found) is Flexible and vars(found) == {"seed": 7} and found["others"] == [None, 2.5]
     assert type(found["worker"]) is Worker and found["worker"].position == 3
     number, array = found["worker"].random
@@ -40,13 +60,42 @@ def test_objects_come_back_through_a_checkpoint() -> None:
     ("name", "message"),
     [
         ("subprocess:Popen", "the loader is of the package tests"),
+        # What a module of the package imports is not of the package.
+        (f"{__name__}:pytest.ExceptionInfo", "ExceptionInfo of the package _pytest"),
+        ("tests.helpers.never_imported:State", "has not imported tests.helpers.never_imported"),
         (f"{__name__}:Missing", "Install the version that saved it"),
         (f"{__name__}:test_objects_come_back_through_a_checkpoint", "holds no state"),
     ],
 )
 def test_other_objects_are_refused(name: str, message: str) -> None:
     with pytest.raises(CheckpointError, match=message):
-        unpacked({"_class": name, "_fields": {}}, "tests")
+        unpacked({"_class": name, "_fields": {}}, OURS)
+
+
+def test_no_constructor_is_called() -> None:
+    assert vars(unpacked({"_class": f"{__name__}:Made", "_fields": {"size": 2}}, OURS)) == {
+        "size": 2
+    }
+
+
+def test_a_state_that_could_not_be_restored_is_not_saved() -> None:
+    for state in (defaultdict(int, a=1), Flexible(inner=OrderedDict())):
+        with pytest.raises(
+            CheckpointError, match=r"of the package collections.* is of the package"
+        ):
+            packed([state], OURS)
+
+    @dataclass
+    class Local:
+        position: int
+
+    with pytest.raises(CheckpointError, match="or move a class inside of a function"):
+        packed(Local(1), OURS)
+
+
+def test_a_subclass_restores_the_states_of_its_base() -> None:
+    loader = type("Mine", (Loader,), {"__module__": "my_package.loaders"})()
+    assert packages_of(loader) == {"my_package", "tests"}
 
 
 def test_equal_values() -> None:

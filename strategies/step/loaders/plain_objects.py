@@ -1,14 +1,15 @@
 """States of loaders as plain values.
 
 A checkpoint holds plain values alone, and states may be objects. Objects are stored as the names of
-their classes with their fields, and made again only of classes in the loader's own package, without
-a call of their code.
+their classes with their fields, and made again only of imported classes in the packages of the
+loader, without a call of constructors or an import. A save refuses a class of another package too.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from importlib import import_module
+import sys
+from collections.abc import Set
 from typing import Any
 
 import numpy as np
@@ -19,43 +20,60 @@ from megatron_lightning.errors import CheckpointError
 _CLASS, _FIELDS, _ITEMS, _ARRAY = "_class", "_fields", "_items", "_array"
 
 
-def packed(value: Any) -> Any:
-    """Return a state as plain values, with the names of the classes of objects."""
+def packages_of(loader: object) -> frozenset[str]:
+    """Return the packages of a loader's states: of its class, and of each base class with a
+    ``save_state_rank`` of its own.
+    """
+    kind = type(loader)
+    owners = [kind, *(base for base in kind.__mro__ if "save_state_rank" in vars(base))]
+    return frozenset(_package(owner.__module__) for owner in owners)
+
+
+def packed(value: Any, packages: Set[str]) -> Any:
+    """Return a state as plain values, with the names of the classes of objects.
+
+    Raises:
+        CheckpointError: If a class could not be made again: it is in none of ``packages``, or in
+            no module.
+    """
     if isinstance(value, np.ndarray):
         return {_ARRAY: torch.from_numpy(value.copy())}
     if isinstance(value, dict):
-        items = {key: packed(item) for key, item in value.items()}
+        items = {key: packed(item, packages) for key, item in value.items()}
         if type(value) is dict:
             return items
-        return {_CLASS: _name(value), _ITEMS: items, _FIELDS: packed(dict(vars(value)))}
+        name = _checked_name(value, packages)
+        return {_CLASS: name, _ITEMS: items, _FIELDS: packed(dict(vars(value)), packages)}
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         names = [field.name for field in dataclasses.fields(value)]
-        return {_CLASS: _name(value), _FIELDS: {n: packed(getattr(value, n)) for n in names}}
+        fields = {name: packed(getattr(value, name), packages) for name in names}
+        return {_CLASS: _checked_name(value, packages), _FIELDS: fields}
     if type(value) in (list, tuple):
-        return type(value)(packed(item) for item in value)
+        return type(value)(packed(item, packages) for item in value)
     return value
 
 
-def unpacked(value: Any, package: str) -> Any:
-    """Return the state of plain values, with objects of classes in ``package``.
+def unpacked(value: Any, packages: Set[str]) -> Any:
+    """Return the state of plain values, with objects of classes in ``packages``.
 
     Raises:
-        CheckpointError: If a class is in another package, or missing.
+        CheckpointError: If a class is in none of the packages, or missing.
     """
     if isinstance(value, dict) and _ARRAY in value:
         return value[_ARRAY].numpy()
     if isinstance(value, dict) and _CLASS in value:
-        kind = _class(value[_CLASS], package)
-        made: Any = kind.__new__(kind)
+        kind = _class(value[_CLASS], packages)
+        # A ``__new__`` of the class would be code that a checkpoint calls.
+        made: Any = (dict if issubclass(kind, dict) else object).__new__(kind)
         if _ITEMS in value:
-            dict.update(made, unpacked(value[_ITEMS], package))
+            dict.update(made, unpacked(value[_ITEMS], packages))
         for name, field in value[_FIELDS].items():
-            object.__setattr__(made, name, unpacked(field, package))
+            object.__setattr__(made, name, unpacked(field, packages))
         return made
     if isinstance(value, dict):
-        return {key: unpacked(item, package) for key, item in value.items()}
+        return {key: unpacked(item, packages) for key, item in value.items()}
     if type(value) in (list, tuple):
-        return type(value)(unpacked(item, package) for item in value)
+        return type(value)(unpacked(item, packages) for item in value)
     return value
 
 
@@ -73,27 +91,51 @@ def equal_values(first: Any, second: Any) -> bool:
     return bool(first == second)
 
 
-def _name(value: object) -> str:
-    return f"{type(value).__module__}:{type(value).__qualname__}"
+def _package(module: str) -> str:
+    return module.partition(".")[0]
 
 
-def _class(name: str, package: str) -> Any:
+def _checked_name(value: object, packages: Set[str]) -> str:
+    """Return the name of a value's class.
+
+    Raises:
+        CheckpointError: If :func:`unpacked` would refuse the name.
+    """
+    name = f"{type(value).__module__}:{type(value).__qualname__}"
+    _class(name, packages)
+    return name
+
+
+def _class(name: str, packages: Set[str]) -> Any:
     module, _, path = name.partition(":")
-    if module.partition(".")[0] != package:
+    _check_package(name, module, packages)
+    # An import would run a module that the checkpoint names.
+    found: Any = sys.modules.get(module)
+    if found is None:
         raise CheckpointError(
-            f"the checkpoint's loader state is a {name}, and the loader is of the package "
-            f"{package}. Resume with the loader that saved it."
+            f"the loader's state is a {name}, and the program has not imported {module}. Import it "
+            "before the fit, if the package has the module."
         )
     try:
-        found: Any = import_module(module)
         for part in path.split("."):
             found = getattr(found, part)
-    except (ImportError, AttributeError) as error:
+    except AttributeError as error:
         raise CheckpointError(
-            f"the checkpoint's loader state is a {name}, which this version of {package} does not "
-            "have. Install the version that saved it."
+            f"the loader's state is a {name}, and {module} has no such class. Install the version "
+            "that saved it, or move a class inside of a function to its module."
         ) from error
     is_class = isinstance(found, type)
     if not is_class or not (dataclasses.is_dataclass(found) or issubclass(found, dict)):
         raise CheckpointError(f"the checkpoint's loader state is a {name}, which holds no state.")
+    # A module of the package holds what it imports as well.
+    _check_package(name, found.__module__, packages)
     return found
+
+
+def _check_package(name: str, module: str, packages: Set[str]) -> None:
+    if _package(module) not in packages:
+        raise CheckpointError(
+            f"the loader's state is a {name} of the package {_package(module)}, and the loader is "
+            f"of the package {', '.join(sorted(packages))}: only classes there are made again. "
+            "Resume with the loader that saved the checkpoint, or save plain values."
+        )

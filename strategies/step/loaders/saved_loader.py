@@ -13,7 +13,7 @@ from typing import Any
 from lightning.fabric.utilities.data import sized_len
 from torch.utils._pytree import tree_map
 
-from megatron_lightning.strategies.step.loaders.plain_objects import packed, unpacked
+from megatron_lightning.strategies.step.loaders.plain_objects import packages_of, packed, unpacked
 
 
 def saved_loader(loader: Any) -> Any:
@@ -41,6 +41,7 @@ class SavedLoader:
     def __init__(self, loader: Any, *, by_rank: bool) -> None:
         self._loader = loader
         self._by_rank = by_rank
+        self._packages = packages_of(loader)
         self._is_ahead = False
         self._state: Any = None
 
@@ -59,12 +60,16 @@ class SavedLoader:
         return len(self._loader)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of this rank as plain values."""
+        """Return the state of this rank as plain values.
+
+        Raises:
+            CheckpointError: If objects of the state belong to another package's loader.
+        """
         return self._state if self._is_ahead else self._current()
 
     def _current(self) -> dict[str, Any]:
         if self._by_rank:
-            return {"rank_state": packed(self._loader.save_state_rank())}
+            return {"rank_state": packed(self._loader.save_state_rank(), self._packages)}
         # A loader may return the dict in which it counts on.
         state: dict[str, Any] = tree_map(lambda leaf: leaf, self._loader.state_dict())
         return state
@@ -76,8 +81,7 @@ class SavedLoader:
             CheckpointError: If objects of the state belong to another package's loader.
         """
         if self._by_rank:
-            package = type(self._loader).__module__.partition(".")[0]
-            self._loader.restore_state_rank(unpacked(state["rank_state"], package))
+            self._loader.restore_state_rank(unpacked(state["rank_state"], self._packages))
         else:
             self._loader.load_state_dict(state)
 
