@@ -27,6 +27,9 @@ _NAMES: Mapping[str, tuple[str, ...]] = MappingProxyType({
 """Tokens by their usual texts, for tokenizers that do not name them."""
 
 
+_SENTINELS = ("<extra_id_0>, <extra_id_1>, …",)
+
+
 @dataclass(frozen=True)
 class MaskVocabulary:
     """Ids of a tokenizer by their roles. None: the tokenizer has no such token."""
@@ -45,6 +48,8 @@ class MaskVocabulary:
     """All ids, in the order of random replacements."""
     continues: npt.NDArray[np.bool_]
     """Whether an id continues a word [v]."""
+    origin: str = ""
+    """Path or name of the tokenizer, for messages."""
 
     @classmethod
     def of(cls, tokenizer: Any) -> MaskVocabulary:
@@ -67,6 +72,7 @@ class MaskVocabulary:
             sentinels=_sentinels(tokenizer, texts),
             ids=tuple(texts),
             continues=_continuations(texts),
+            origin=_origin(tokenizer),
             **found,
         )
 
@@ -78,10 +84,17 @@ class MaskVocabulary:
         """
         missing = [name for name in names if getattr(self, name) in (None, ())]
         if missing:
+            usual = ", and ".join(" or ".join(_NAMES.get(name, _SENTINELS)) for name in missing)
             raise ConfigError(
-                f"the tokenizer has no token for {', '.join(missing)}, and {use} needs it. Set "
-                "tokenizer_model to a tokenizer with such tokens."
+                f"the tokenizer {self.origin} has no token for {', '.join(missing)}, and {use} "
+                f"needs it. Set tokenizer_model to a tokenizer with {usual}."
             )
+
+
+def _origin(tokenizer: Any) -> str:
+    """Return the path or name of a tokenizer, or its class."""
+    known = _attribute(tokenizer, "unique_identifiers") or {}
+    return str(known.get("tokenizer_path") or type(tokenizer).__name__)
 
 
 def _texts(tokenizer: Any) -> Mapping[int, str]:
@@ -92,9 +105,9 @@ def _texts(tokenizer: Any) -> Mapping[int, str]:
     pieces: Callable[[], Sequence[str]] | None = getattr(tokenizer, "pieces", None)
     if not callable(pieces):
         raise ConfigError(
-            f"{type(tokenizer).__name__} does not say the texts of its ids, which tell where words "
-            "begin. Set tokenizer_type to huggingface, json or sentencepiece, or give the class "
-            "inv_vocab."
+            f"the tokenizer {_origin(tokenizer)} does not say the texts of its ids, which tell "
+            "where words begin. Set tokenizer_type to huggingface, json or sentencepiece, or give "
+            "the class inv_vocab."
         )
     return dict(enumerate(pieces()))
 

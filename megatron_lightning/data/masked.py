@@ -8,6 +8,7 @@ nothing.
 from __future__ import annotations
 
 import json
+import warnings
 from abc import ABC, abstractmethod
 from typing import Any, ClassVar
 
@@ -289,7 +290,7 @@ class T5Dataset(MaskedDataset):
 
     The decoder repeats each sentinel with its span (https://arxiv.org/abs/1910.10683, section
     3.1.4). ``labels`` are -1 behind the end. Masking ends when the sentinels or the decoder's
-    positions do, where Megatron stops with an error. See :class:`MaskedDataset`.
+    positions do, with a warning, where Megatron stops with an error. See :class:`MaskedDataset`.
     """
 
     megatron_name = "T5MaskedWordPieceDataset"
@@ -302,13 +303,8 @@ class T5Dataset(MaskedDataset):
         tokens = [token for sentence in sentences for token in sentence]
         is_truncated, tokens = len(tokens) > target, tokens[:target]
 
-        def has_room(num_spans: int, num_tokens: int) -> bool:
-            length = 1 + num_spans + num_tokens
-            is_short = length <= config.sequence_length_decoder
-            return is_short and num_spans <= len(vocabulary.sentinels)
-
         unmasked = Unmasked(tokens, self._words(tokens), target)
-        masked = mask_tokens(unmasked, self._masking, random, self._replacement, has_room)
+        masked = mask_tokens(unmasked, self._masking, random, self._replacement, self._has_room)
         source, spans = self._divided(masked, tokens)
         text_enc, enc_mask = self._with_mask(source, config.sequence_length)
         text_dec, dec_mask = self._with_mask(
@@ -327,6 +323,29 @@ class T5Dataset(MaskedDataset):
             "enc_mask": enc_mask,
             "dec_mask": dec_mask,
         }
+
+    def _has_room(self, num_spans: int, num_tokens: int) -> bool:
+        """Return whether the sentinels and the decoder's positions suffice. Warn if not."""
+        num_sentinels, length = (
+            len(self._vocabulary.sentinels),
+            self.config.sequence_length_decoder,
+        )
+        if num_spans > num_sentinels:
+            limit = f"{num_sentinels} sentinels of the tokenizer {self._vocabulary.origin}"
+            remedy = "set tokenizer_model to a tokenizer with more <extra_id_…> tokens"
+        elif 1 + num_spans + num_tokens > length:
+            limit = f"sequence_length_decoder={length}"
+            remedy = "set sequence_length_decoder higher"
+        else:
+            return True
+        # The text is equal for all samples, so that Python shows it once.
+        warnings.warn(
+            f"{self.indexed.prefix}: some samples have fewer masked tokens than "
+            f"masking_probability={self.config.masking_probability}, because masking ends with the "
+            f"{limit}; {remedy}, or masking_probability lower",
+            stacklevel=2,
+        )
+        return False
 
     def _divided(self, masked: Masked, tokens: list[int]) -> tuple[list[int], list[int]]:
         """Return the text with sentinels, and the sentinels with their spans."""

@@ -46,7 +46,9 @@ class MaskedDatasetConfig:
     masking_do_full_word: bool = True
     """Whether all pieces of a word are masked together."""
     masking_do_permutation: bool = False
-    """Whether as many further tokens are permuted, and predicted as well."""
+    """Whether as many further tokens are permuted, and predicted as well. The tokens follow from
+    seed and sample. Megatron draws the lengths of their n-grams from NumPy's global state, so that
+    permuted samples are not equal to Megatron's."""
     masking_use_longer_ngrams: bool = False
     """Whether longer n-grams are more likely, instead of shorter ones."""
     masking_use_geometric_distribution: bool = False

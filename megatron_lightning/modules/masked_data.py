@@ -49,6 +49,7 @@ class MaskedDataModule(IndexedDataModule):
         masking_max_ngram: Words of a masked n-gram at most. Default: 3 for "bert", 10 for "t5".
         masking_do_full_word: Whether all pieces of a word are masked together.
         masking_do_permutation: Whether as many further tokens are permuted, and predicted as well.
+            Permuted tokens are not Megatron's. See :class:`MaskedDatasetConfig`.
         masking_use_longer_ngrams: Whether longer n-grams are more likely.
         masking_use_geometric_distribution: Whether lengths of n-grams are geometric. Default: with
             "t5" alone.

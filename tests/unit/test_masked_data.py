@@ -151,9 +151,14 @@ def test_spans_end_with_the_sentinels_and_the_room_of_the_decoder(corpus: str) -
     few = SimpleNamespace(**{**vars(TOKENIZER), "additional_special_tokens_ids": [100, 101]})
     options = {"masking_probability": 0.4, "masking_max_ngram": 1}
     usual = dataset_of("t5", corpus, **options)
-    for changed in ({"tokenizer": few}, {"sequence_length_decoder": 5}):
+    limits: list[tuple[dict[str, Any], str]] = [
+        ({"tokenizer": few}, "2 sentinels of the tokenizer SimpleNamespace"),
+        ({"sequence_length_decoder": 5}, "the sequence_length_decoder=5; set"),
+    ]
+    for changed, message in limits:
         dataset = dataset_of("t5", corpus, **options, **changed)
-        numbers = [int((dataset[i]["text_enc"] >= 100).sum()) for i in range(len(dataset))]
+        with pytest.warns(UserWarning, match=message):
+            numbers = [int((dataset[i]["text_enc"] >= 100).sum()) for i in range(len(dataset))]
         assert max(numbers) == 2 < max(int((usual[i]["text_enc"] >= 100).sum()) for i in range(9))
 
 
@@ -167,6 +172,11 @@ def test_words_by_the_marks_of_a_vocabulary() -> None:
     assert (vocabulary.pad, vocabulary.bos, vocabulary.eos) == (0, 0, 1)
     assert vocabulary.sentinels == (7, 6)
     with pytest.raises(ConfigError, match="no token for cls, mask, and BertDataset needs it"):
+        BertDatasetConfig(sequence_length=32, tokenizer=tokenizer)
+    tokenizer.unique_identifiers = {"class": "Some", "tokenizer_path": "folder/of.model"}
+    with pytest.raises(
+        ConfigError, match=r"folder/of\.model has .* with \[CLS\] .*, and \[MASK\] or <mask>\."
+    ):
         BertDatasetConfig(sequence_length=32, tokenizer=tokenizer)
 
 
