@@ -114,7 +114,7 @@ class Frozen(Model):
 
 
 class Before(Model):
-    """The step calls the tower, and hands on what it returns."""
+    """The step calls the tower, and hands on twice what it returns."""
 
     def forward(self, x: Tensor, images: Tensor | None = None) -> Tensor:
         hidden = self.embed(x)
@@ -184,7 +184,7 @@ class Step(pl.LightningModule):
     def _loss(self, batch: dict[str, Tensor]) -> Tensor:
         images = batch.get("images")
         if isinstance(self.model, Before) and images is not None:
-            images = self.model.tower(images)
+            images = 2 * self.model.tower(images)
         return F.mse_loss(self.model(batch["x"], images), batch["y"])
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
