@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from typing import Any, get_args
 
@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, SequentialSampler
 
 from megatron_lightning.checkpoint.kept_files import TOKENIZER, KeptFiles
 from megatron_lightning.config.global_batch import replica_batch_size
-from megatron_lightning.data.batch_size import BatchSizeSchedule, ScheduledBatchSampler
+from megatron_lightning.data.batch_size import ScheduledBatchSampler
 from megatron_lightning.data.blended import BlendedDataset, BlendSpec, DataSpec, NamedDatasets
 from megatron_lightning.data.continued import (
     ContinuedBlend,
@@ -31,67 +31,10 @@ from megatron_lightning.data.indexed import IndexedDataset
 from megatron_lightning.data.resume import OnChangedData, describe_changes
 from megatron_lightning.data.sidecar import check_tokenizer
 from megatron_lightning.data.skipped import SkippedSamples
-from megatron_lightning.data.tokenizers import (
-    Tokenizer,
-    TokenizerType,
-    load_tokenizer,
-    tokenizer_files,
-)
+from megatron_lightning.data.tokenizers import tokenizer_files
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.modules.run_data import Batch, RunDataModule
-
-
-@dataclass(frozen=True)
-class NamedTokenizer:
-    """A tokenizer, and how the user names it."""
-
-    tokenizer: Tokenizer
-    model: str
-    type: TokenizerType
-
-    @classmethod
-    def load(cls, model: str | None, kind: TokenizerType) -> NamedTokenizer | None:
-        """Load a tokenizer. None: there is no name."""
-        return None if model is None else cls(load_tokenizer(model, kind), str(model), kind)
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunSizes:
-    """Batch sizes and numbers of samples of a run.
-
-    Raises:
-        ConfigError: If a number is not positive, or the batch has no size or two.
-    """
-
-    batch_size: int | None
-    global_batch_size: int | None
-    batch_size_schedule: BatchSizeSchedule | None
-    num_train_samples: int | None
-    num_val_samples: int | None
-    num_test_samples: int | None
-
-    def __post_init__(self) -> None:
-        for name, count in vars(self).items():
-            if isinstance(count, int) and count < 1:
-                raise ConfigError(
-                    f"{name}={count}: must be a positive integer; set it to 1 or more"
-                )
-        is_doubtful = (self.batch_size is None) == (self.global_batch_size is None)
-        if is_doubtful and self.batch_size_schedule is None:
-            raise ConfigError(
-                f"batch_size is {self.batch_size} and global_batch_size is "
-                f"{self.global_batch_size}. Set one of the two: samples of one data-parallel rank, "
-                "or of all together."
-            )
-
-    @property
-    def num_samples(self) -> dict[IndexSplit, int | None]:
-        """Requested samples of each part. None: one epoch."""
-        return {
-            "train": self.num_train_samples,
-            "valid": self.num_val_samples,
-            "test": self.num_test_samples,
-        }
+from megatron_lightning.modules.run_options import NamedTokenizer, RunSizes
 
 
 class IndexedDataModule(RunDataModule):

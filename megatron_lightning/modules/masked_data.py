@@ -18,7 +18,8 @@ from megatron_lightning.data.masked_config import (
 from megatron_lightning.data.resume import OnChangedData
 from megatron_lightning.data.tokenizers import TokenizerType
 from megatron_lightning.errors import ConfigError
-from megatron_lightning.modules.indexed_data import IndexedDataModule, NamedTokenizer, RunSizes
+from megatron_lightning.modules.indexed_data import IndexedDataModule
+from megatron_lightning.modules.run_options import NamedTokenizer, RunSizes
 
 MaskedKind = Literal["bert", "t5"]
 _KINDS: Mapping[str, tuple[type[MaskedDataset], type[MaskedDatasetConfig]]] = MappingProxyType(

@@ -14,7 +14,8 @@ from megatron_lightning.data.mock import MockGPTDataset
 from megatron_lightning.data.resume import OnChangedData
 from megatron_lightning.data.tokenizers import TokenizerType
 from megatron_lightning.errors import ConfigError
-from megatron_lightning.modules.indexed_data import IndexedDataModule, NamedTokenizer, RunSizes
+from megatron_lightning.modules.indexed_data import IndexedDataModule
+from megatron_lightning.modules.run_options import NamedTokenizer, RunSizes
 
 _SPLIT = "969,30,1"
 
