@@ -66,15 +66,7 @@ class Case:
         torch.manual_seed(0)
         self.theirs: Any = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes))
         self.theirs = self.theirs.eval().to(dtype)
-        config = TransformerConfig(
-            num_layers=layers,
-            hidden_size=hidden,
-            num_attention_heads=8,
-            num_query_groups=4,
-            vocab_size=vocabulary,
-            max_sequence_length=1024,
-            ffn_hidden_size=3 * hidden,
-        )
+        config = _config(layers, hidden, vocabulary)
         self.model = GPTModel(config)
         self.model.load_state_dict(from_llama(self.theirs.state_dict(), config))
         self.model = self.model.eval().to(dtype)
@@ -154,22 +146,13 @@ class DraftCase:
 
     Args:
         dtype: Of the weights.
-        quick: Whether the model is tiny.
         num_requests: Requests at once.
+        quick: Whether the model is tiny.
     """
 
     def __init__(self, dtype: torch.dtype, num_requests: int, *, quick: bool) -> None:
         layers, hidden, vocabulary = (2, 64, 256) if quick else (12, 512, 8192)
-        config = TransformerConfig(
-            num_layers=layers,
-            hidden_size=hidden,
-            num_attention_heads=8,
-            num_query_groups=4,
-            vocab_size=vocabulary,
-            max_sequence_length=1024,
-            ffn_hidden_size=3 * hidden,
-            mtp_num_layers=1,
-        )
+        config = _config(layers, hidden, vocabulary, mtp_num_layers=1)
         model = GPTModel(config).eval()
         draws = torch.Generator().manual_seed(1)
         following = torch.randperm(vocabulary, generator=draws)
@@ -214,6 +197,19 @@ class DraftCase:
 
     def _texts(self, engine: Engine) -> list[list[int]]:
         return [one.tokens for (one,) in engine.generate(self._prompts, self._sampling)]
+
+
+def _config(layers: int, hidden: int, vocabulary: int, **own: int) -> TransformerConfig:
+    return TransformerConfig(
+        num_layers=layers,
+        hidden_size=hidden,
+        num_attention_heads=8,
+        num_query_groups=4,
+        vocab_size=vocabulary,
+        max_sequence_length=1024,
+        ffn_hidden_size=3 * hidden,
+        **own,
+    )
 
 
 def _seconds(work: Callable[[], list[list[int]]]) -> tuple[float, list[list[int]]]:

@@ -21,7 +21,6 @@ from megatron_lightning.inference.drafts import make_drafter
 from megatron_lightning.inference.scheduler import Portion, Scheduler
 from megatron_lightning.layers.sequence_info import SequenceInfo
 from megatron_lightning.models.transformer import GPTModel
-from megatron_lightning.parallel.layout import ParallelLayout
 from tests.distributed.test_inference_engine import (
     CONFIGS,
     DRAWN,
@@ -32,6 +31,7 @@ from tests.distributed.test_inference_engine import (
     PROMPTS,
     TP,
     VPP,
+    engines_of,
     texts_of,
     uncached,
     without_capacity,
@@ -96,14 +96,9 @@ def found_texts(
     samplings: Any = (GREEDY, DRAWN),
 ) -> dict[tuple[str, str, str], tuple[Any, float]]:
     found = {}
-    for name, path in paths.items():
-        for layout, sizes in layouts.items():
-            if EP in sizes and CONFIGS[name].moe is None:
-                continue
-            for case, own in options.items():
-                engine = Engine.load(path, ParallelLayout(**sizes), options=EngineOptions(**own))
-                texts = [texts_of(engine, s) for s in samplings]
-                found[name, layout, case] = texts, engine.draft_counts.acceptance
+    for key, engine in engines_of(paths, layouts, options):
+        texts = [texts_of(engine, sampling) for sampling in samplings]
+        found[key] = texts, engine.draft_counts.acceptance
     return found
 
 

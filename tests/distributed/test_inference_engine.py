@@ -7,6 +7,7 @@ distinct tokens.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -148,21 +149,31 @@ def texts_of(engine: Engine, sampling: Sampling, prompts: Any = PROMPTS) -> list
     return [own.tokens for (own,) in engine.generate(prompts, sampling)]
 
 
-def found_texts(
-    paths: dict[str, str],
-    layouts: dict[str, dict[str, Any]],
-    options: dict[str, dict[str, Any]],
-    samplings: Any = (GREEDY, DRAWN),
-) -> dict[tuple[str, str, str], list[list[list[int]]]]:
-    found = {}
+def engines_of(
+    paths: dict[str, str], layouts: dict[str, dict[str, Any]], options: dict[str, dict[str, Any]]
+) -> Iterator[tuple[tuple[str, str, str], Engine]]:
+    """Yield an engine of each model, layout and case. Layouts of experts are for models of
+    experts.
+    """
     for name, path in paths.items():
         for layout, sizes in layouts.items():
             if EP in sizes and CONFIGS[name].moe is None:
                 continue
             for case, own in options.items():
                 engine = Engine.load(path, ParallelLayout(**sizes), options=EngineOptions(**own))
-                found[name, layout, case] = [texts_of(engine, s) for s in samplings]
-    return found
+                yield (name, layout, case), engine
+
+
+def found_texts(
+    paths: dict[str, str],
+    layouts: dict[str, dict[str, Any]],
+    options: dict[str, dict[str, Any]],
+    samplings: Any = (GREEDY, DRAWN),
+) -> dict[tuple[str, str, str], list[list[list[int]]]]:
+    return {
+        key: [texts_of(engine, sampling) for sampling in samplings]
+        for key, engine in engines_of(paths, layouts, options)
+    }
 
 
 def check(
