@@ -150,6 +150,8 @@ class PipelineExecutor:
         def number_of(microbatch: int) -> int:
             return numbers.setdefault(program.signature(microbatch), len(numbers))
 
+        # Signatures are asked before the first message, since a receive is posted ahead of its
+        # action. Calls that follow from earlier results (generation) can only be asked when due.
         asked = range(0 if asks_when_due else schedule.num_microbatches)
         run = PipelineRun(
             plan,
@@ -167,6 +169,8 @@ class PipelineExecutor:
             run.start()
             for planned in plan.actions:
                 run.signatures.ask(planned.action.microbatch)
+                # Order: inputs are taken before observers begin, so that a timeline shows the wait
+                # for a message as idle time and not as work.
                 action, received = planned.action, run.take(planned.takes)
                 for observer in self.observers:
                     observer.begin(action)

@@ -92,6 +92,7 @@ def merge_outputs(  # noqa: PLR0911 (one line a type)
         weights: Weight of each in a mean.
         sizes: Samples of each, if known.
     """
+    # A user's step may return None for some micro-batches: these have no share in the mean.
     present = [index for index, output in enumerate(outputs) if output is not None]
     if not present:
         return None
@@ -99,6 +100,7 @@ def merge_outputs(  # noqa: PLR0911 (one line a type)
     outputs, weights = [outputs[index] for index in present], [weights[index] for index in present]
     first = outputs[0]
     merge = partial(merge_outputs, weights=weights, sizes=sizes)
+    # Nothing to merge: the object itself, whatever the class.
     if len(outputs) == 1:
         return first
     if isinstance(first, Tensor):
@@ -110,10 +112,13 @@ def merge_outputs(  # noqa: PLR0911 (one line a type)
         if "num_items" in first:
             merged["num_items"] = sum(output["num_items"] for output in outputs)
         return merged
+    # Equal values (a name, a learning rate) are settings, not measurements: the type stays, too.
     if isinstance(first, bool | int | float | str) and all(output == first for output in outputs):
         return first
     if isinstance(first, bool | int | float):
         return float(weighted_mean([torch.tensor(float(output)) for output in outputs], weights))
+    # Lists by sample grow with the batch. Other lists are structures with one value a place, merged
+    # place by place.
     if isinstance(first, list | tuple) and _are_by_sample(outputs, sizes):
         return type(first)(item for output in outputs for item in output)
     if isinstance(first, list | tuple):
@@ -123,6 +128,7 @@ def merge_outputs(  # noqa: PLR0911 (one line a type)
         return _with_fields(
             first, {name: merge([getattr(output, name) for output in outputs]) for name in names}
         )
+    # Unknown objects: one shared object stays, else the user gets every micro-batch's.
     return first if all(output is first for output in outputs) else list(outputs)
 
 
@@ -139,8 +145,11 @@ def _are_by_sample(outputs: Sequence[Any], sizes: Sequence[int | None]) -> bool:
         return isinstance(outputs[0], list) or (
             bool(items) and all(isinstance(item, str | bytes) for item in items)
         )
+    # A list [loss, logits] is a structure. A list by sample has as many entries as each micro-batch
+    # has samples.
     if not isinstance(outputs[0], list) or [len(output) for output in outputs] != list(sizes):
         return False
+    # Lengths that follow micro-batches of several sizes are no coincidence.
     if len(set(sizes)) > 1:
         return True
     kinds = {
@@ -212,6 +221,7 @@ def _select(batch: Any, size: int, samples: slice) -> Any:
     ):
         return batch[samples]
     if isinstance(batch, Mapping):
+        # The class may carry behavior (BatchEncoding, TensorDict): rebuild the user's own.
         selected = {key: select(value) for key, value in batch.items()}
         try:
             return type(batch)(selected)  # type: ignore[call-arg]

@@ -194,6 +194,7 @@ def make_record(value: Any, recording: Recording, depth: int = 0) -> Record:
         return value
     if isinstance(value, Tensor):  # parameters in lists are left alone
         return _of_tensor(value, recording) if type(value) is Tensor else Kept(value)
+    # Cycles, and objects of libraries: identity alone is compared.
     if id(value) in recording.seen or not _is_searched(value, depth):
         return Kept(value)
     recording.seen.add(id(value))
@@ -203,10 +204,13 @@ def make_record(value: Any, recording: Recording, depth: int = 0) -> Record:
     items = _entries(value)
     length = len(value) if is_container else len(items)
     kinds = set(map(type, items.values()))
+    # Comparing tensors one by one costs a Python call each, in every run. Many tensors are compared
+    # by one list of versions.
     together = not recording.copies and len(items) > _MANY and kinds <= {*_PLAIN, Tensor}
     if kinds <= _PLAIN or together:
         large = _of_large(value, recording.run) if length > len(items) else None
         return Items(value, items, length, _versions(items), large)
+    # Containers do not count as depth: only objects around objects do.
     inner = depth + (not is_container)
     entries = {key: make_record(item, recording, inner) for key, item in items.items()}
     return Items(value, entries, length)

@@ -140,6 +140,7 @@ def resolve(
                 'micro-batches. Leave it unset, or set pipeline_schedule to "interleaved".'
             )
         generator = partial(interleaved, group_size=microbatch_group_size)
+    # A table is made and validated now, before any process exists, and not in the first step.
     sample = _sample(label, generator, num_ranks, num_chunks, microbatch_group_size)
     return ScheduleChoice(label, reason, num_chunks, generator, sample)
 
@@ -205,6 +206,7 @@ def _own_generator(spec: str | Sequence[str]) -> tuple[str, Generator]:
             f"pipeline_schedule is {spec!r}, which is neither a name nor rows of actions. Set it "
             f"to one of {', '.join(('auto', *SCHEDULES))}."
         )
+    # Three kinds, told apart by form alone: rows, a file, or a dotted path.
     if not isinstance(spec, str):
         return "table", FixedTable(read_rows("table", spec))
     if spec.endswith(".csv"):

@@ -136,6 +136,8 @@ def _one(
         [f"activations held by pp rank {pp_rank}", share] for pp_rank, share in enumerate(shares)
     ]
     if formula is not None:
+        # The formula counts activations of single stages, and the simulation their memory: the
+        # memory of one stage converts.
         share = costs.activations(schedule.placement.num_stages)[0]
         columns = [formula.step_time, None, *(peak * share for peak in formula.peak_in_flight)]
         given = [
@@ -145,6 +147,7 @@ def _one(
             for value in columns
         ]
         rows = [[*row, value] for row, value in zip(rows, ["formula", *given], strict=True)]
+        # The written formula stands beside the step time, in the first row behind the head.
         rows[1].append(formula.formula)
     yield from ("", *_aligned(rows))
     yield "Activations are counted in micro-batches on all layers of one rank."
@@ -208,6 +211,8 @@ def _executed(trace: Trace, source: str, output: str | None) -> str:
     step_times = (max(end for _, end in trace.spans.values()), simulation.step_time)
     both = (trace.spans, simulation.spans)
 
+    # Both kinds are divided by their own step time, so that the shares compare though the clocks
+    # differ.
     def idle(row: Iterable[Action], count: int = 1) -> list[str]:
         actions = tuple(row)
         work = [sum(spans[action][1] - spans[action][0] for action in actions) for spans in both]

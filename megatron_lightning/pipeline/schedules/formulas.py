@@ -38,18 +38,23 @@ def expected(schedule: Schedule, costs: Costs, group_size: int | None = None) ->
     """
     num_stages = schedule.placement.num_stages
     durations = costs.durations(num_stages)
+    # Every form below is for equal stages without messages. Otherwise only the simulation knows.
     if costs.communication or any(len(set(times)) > 1 for times in durations.values()):
         return None
     f, b, i, w = (durations[kind][0] for kind in Kind)
     p, m = schedule.placement.num_ranks, schedule.num_microbatches
     v = num_stages // p
     n = group_size or smallest_group_size(p, m)
+    # M + P - 1 slots of one chunk, and a further max(M, P) slots for each chunk more: with fewer
+    # micro-batches than ranks, a rank waits until a micro-batch has come around.
     if schedule.name in {"gpipe", "1f1b"} or (
         schedule.name == "interleaved" and groups_fill(p, m, n)
     ):
         time = (max(m, p) * (v - 1) + m + p - 1) * (f + b)
         slots = "M + P - 1" if v == 1 else "MV + P - 1" if m >= p else "PV + M - 1"
         return Expected(time, f"({slots}) (F + B)", _held(schedule, v, n))
+    # In the steady state the ranks never wait. Only filling and draining cost, and deferred W fill
+    # a part of both.
     if schedule.name == "zb-h1" and w <= min(f, i) and m >= p:
         return Expected(
             m * (f + i + w) + (p - 1) * (f + i - w), "M (F + I + W) + (P - 1) (F + I - W)", (p,) * p

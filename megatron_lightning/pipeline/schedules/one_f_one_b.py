@@ -53,6 +53,8 @@ def sweep(
                     yield Action(stage, kind, microbatch)
 
     owned = [placement.stages_of(pp_rank) for pp_rank in range(placement.num_ranks)]
+    # Gradients travel against the outputs: the last stage of a rank is the first in backward.
+    # Groups keep their order, so that micro-batches finish in the order of a single process.
     rows = tuple(
         (*stage_calls(Kind.FORWARD, stages), *stage_calls(Kind.BACKWARD, stages[::-1]))
         for stages in owned

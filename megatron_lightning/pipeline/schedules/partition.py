@@ -91,6 +91,8 @@ def partition_units(
         if is_first:
             stage += taken == stage_ends[stage]
             taken += 1
+        # Units without weight (embeddings, norms) stay with the block before them, and leading
+        # units with the first block.
         stages[stage].append(name)
     return tuple(map(tuple, stages))
 

@@ -146,6 +146,7 @@ def write_png(scene: Scene, path: Path) -> None:
     """Write the scene as a PNG image, at twice the size unless that is too large."""
     from PIL import Image, ImageDraw, ImageFont
 
+    # Twice the size for sharp text, unless decoders of images refuse the width.
     factor = 2 if scene.width <= _WIDEST / 2 else 1
     image = Image.new(
         "RGB", (math.ceil(scene.width * factor), math.ceil(scene.height * factor)), "white"
@@ -168,6 +169,7 @@ def write_png(scene: Scene, path: Path) -> None:
                 anchor=anchors[shape.anchor],
             )
         else:
+            # Pillow draws both corners of a rectangle, so the far edges are one pixel nearer.
             right = (shape.x + shape.width) * factor - 1
             bottom = (shape.y + shape.height) * factor - 1
             left, top = shape.x * factor, shape.y * factor
@@ -221,6 +223,7 @@ def _panel(panel: Panel, top: float, scale: float, total: float, unit: str) -> I
     chunk_of: dict[int, int] = {}
     for pp_rank in range(placement.num_ranks):
         stages, y = placement.stages_of(pp_rank), rows + pp_rank * (_ROW + _GAP)
+        # Chunks of one rank get tones of their own, so that interleaving shows.
         chunk_of |= {stage: chunk for chunk, stage in enumerate(stages)}
         yield Text(_MARGIN, y + 8, f"pp rank {pp_rank}", 12, "start", _INK)
         # There is room.

@@ -179,6 +179,8 @@ def _check_complete(schedule: Schedule) -> None:
         raise ConfigError(
             f"schedule {schedule.name} has action {repeated} {counts[repeated]} times. Keep one."
         )
+    # Evaluation runs tables without backwards. In training a micro-batch needs a full or a split
+    # backward on each stage, and never both.
     forward_only = all(action.kind is Kind.FORWARD for action in counts)
     for stage in range(placement.num_stages):
         for microbatch in range(schedule.num_microbatches):
@@ -198,12 +200,15 @@ def _check_channels(schedule: Schedule) -> None:
     sent: dict[Channel, list[tuple[int, int]]] = defaultdict(list)
     received: dict[Channel, list[tuple[int, int]]] = defaultdict(list)
     holders = schedule.placement.pp_ranks
+    # Each rank sends and receives in the order of its own row. A channel delivers in order, so both
+    # rows must name the same messages in the same order.
     for pp_rank, row in enumerate(schedule.actions):
         for stage, kind, microbatch in row:
             if kind is Kind.WEIGHT_GRADIENT:
                 continue
             step, name = (1, "forward") if kind is Kind.FORWARD else (-1, "backward")
             if 0 <= stage + step < len(holders) and holders[stage + step] != pp_rank:
+                # Stages on one rank hand over in memory, without a channel.
                 sent[name, pp_rank, holders[stage + step]].append((stage + step, microbatch))
             if 0 <= stage - step < len(holders) and holders[stage - step] != pp_rank:
                 received[name, holders[stage - step], pp_rank].append((stage, microbatch))

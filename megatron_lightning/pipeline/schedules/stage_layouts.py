@@ -257,6 +257,7 @@ def _uneven_counts(
             f"{len(middle)} other pipeline ranks with {chunks} model chunks each. Change the two "
             f"so that {f'{len(middle) * chunks} or more are' if middle else 'none is'} left."
         )
+    # The earliest stages take the remainder. In a loop placement, stage s is on rank s % ranks.
     each, extra = divmod(left, max(1, len(middle) * chunks))
     counts = []
     for stage in range(placement.num_stages):

@@ -111,6 +111,8 @@ def read_rows(name: str, rows: Sequence[str], places: Sequence[str] | None = Non
             f"schedule {name} has the stages {', '.join(map(str, sorted(holders))) or 'none'}. "
             "Number them from 0 without gaps."
         )
+    # Published tables begin with the first stage's rank, ours with the last stage's, since rank 0
+    # logs the loss. Reversing the ranks changes no order within a row.
     last_stage, last_row = len(holders) - 1, len(table) - 1
     if holders[last_stage] not in {0, last_row}:
         raise ConfigError(

@@ -102,6 +102,8 @@ def read_trace(directory: str) -> Trace:
     rows: dict[int, list[Executed]] = {}
     for line in executed:
         rows.setdefault(line.rank, []).append(line)
+    # Ranks with equal stages ran the same row. One of them stands for all, since times of several
+    # clocks in one row would overlap.
     first_of: dict[frozenset[int], int] = {}
     for rank in sorted(rows):
         first_of.setdefault(frozenset(line.action.stage for line in rows[rank]), rank)

@@ -27,11 +27,15 @@ def zb_h1(num_ranks: int, num_microbatches: int, num_chunks: int = 1) -> Schedul
             'or "interleaved".'
         )
     placement = Placement.loop(num_ranks)
+    # Rows are written for enough micro-batches to fill the pipeline. count_microbatches drops the
+    # surplus.
     filling = max(num_microbatches, num_ranks - 1)
 
     def actions_of(stage: int) -> tuple[Action, ...]:
         forward, input_gradient, weight_gradient = _words(stage)
         behind = num_ranks - 1 - stage
+        # Five phases: fill; 1F1B while weight gradients wait; steady; drain, each W right behind
+        # its I; the waiting weight gradients where the bubble of 1F1B would be.
         words = [forward] * behind
         words += [forward, input_gradient] * stage
         words += [forward, input_gradient, weight_gradient] * (filling - behind - stage)
@@ -64,6 +68,8 @@ def zbv(num_ranks: int, num_microbatches: int, num_chunks: int = 2) -> Schedule:
     def actions_of(pp_rank: int) -> tuple[Action, ...]:
         (f0, i0, w0), (f1, i1, w1) = map(_words, placement.stages_of(pp_rank))  # up, and down again
         behind = num_ranks - pp_rank
+        # Fill chunk 0, then both chunks; begin the backwards of chunk 1; steady state without a
+        # bubble; drain. At the end W waits for every I, since other ranks wait for I alone.
         words = [f0] * (2 * behind - 1)
         words += [f1, f0] * pp_rank
         words += [f1, i1, w1] * behind

@@ -216,6 +216,9 @@ class StageCrossing:
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the forward's output, or the exit that left the forward."""
+        # A stage leaves the user's forward by an exception, since the code between units would need
+        # outputs of later stages. The exception ends right around the forward, and not around the
+        # stage.
         left: list[StageExit] = []
 
         def forward(*args: Any, **kwargs: Any) -> Any:
@@ -252,8 +255,12 @@ class StageCrossing:
         calls, call = self._calls, self._calls.current
         found = output.outputs if isinstance(output, StageExit) else output
         self._facts.tested.add(call.stage)
+        # NaN received from a stage before is the model's own.
         if not _has_nan(found) or _has_nan(call.received):
             return
+        # The forward runs once more with zeros in the placeholders: NaN that disappears came from
+        # one of them. The call's state is set aside, so that the repetition sends and records
+        # nothing.
         calls.current = replace(
             call,
             next=0,
@@ -280,6 +287,8 @@ class StageCrossing:
         if self._is_suspended:
             return run(*args, **kwargs)
         calls, call = self._calls, self._calls.current
+        # A backward that recomputes runs user code between units again. Only units of the stage
+        # count; the order was checked in the first forward.
         if calls.is_recomputing:
             if index >= call.end:
                 raise StageExit(StageTensors())
@@ -293,8 +302,10 @@ class StageCrossing:
         if index != call.next:
             raise errors.wrong_order(self._hook, self._partition.units, index, call.next)
         call.next += 1
+        # Behind the stage nothing can be computed: unwind, and send.
         if index >= call.end:
             raise StageExit(calls.outputs())
+        # Before the stage: received, or a placeholder.
         if index < call.first:
             return calls.stub(index, unit, args, kwargs)
         if call.records and not torch.is_grad_enabled() and _is_trained(unit):

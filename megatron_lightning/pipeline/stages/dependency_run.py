@@ -338,6 +338,7 @@ def check_boundaries(
     named = partial(name_of, units=units, preludes=preludes)
     # Received copies do not share memory, so that a write into one copy misses the other.
     for source, alias in sorted(uses.aliased) if len(starts) > 1 else ():
+        # Only a write makes shared memory visible to the model.
         written = {source, alias} & (uses.written_between | {j for j, _ in uses.writes})
         if written:
             raise ConfigError(

@@ -60,6 +60,8 @@ class StagePartition:
         if not has_all_units:
             return
         check_units(module, self.units)
+        # Shared parameters survive in the units of other stages: compared by identity, since a tied
+        # parameter has several names.
         kept = {id(module.get_parameter(name)) for name in self.replicated_over_pp}
         own_modules = {name for stage in self.own for name in self.modules_of(stage)}
         for name in self.modules:
@@ -106,6 +108,8 @@ def check_units(module: nn.Module, units: Sequence[str]) -> None:
                 "parameters), or name other units in PipelineOptions(units=[...])."
             )
         parts = unit.split(".")
+        # A compiled graph around a unit cannot be left by an exception, nor can a call inside be
+        # replaced.
         around = [".".join(parts[:end]) for end in range(len(parts))]
         compiled = [path for path in around if _is_compiled(paths[path])]
         if compiled:

@@ -77,6 +77,8 @@ class UnitCalls:
         """Set stage, micro-batch and input of the module's next call."""
         self.absent.hide()
         facts, (first, end) = self._facts, self._partition.bounds[stage]
+        # The note of a message says which units' outputs the flat list of tensors holds, and how
+        # these outputs are structured. Micro-batches of one signature have equal notes.
         note = "{}" if received is None else received.note
         before = facts.structures(note) if note else {}
         tensors = iter(received or ())
@@ -94,6 +96,8 @@ class UnitCalls:
             structures,
             own_note,
             was_called_before=bool(note),
+            # One seed a module and micro-batch, with one for the code between: no two of a step
+            # share a seed.
             seed=self.seed + microbatch * (len(self._partition.modules) + 1),
             preludes=PreludeCalls(self._num_preludes),
         )
@@ -126,18 +130,23 @@ class UnitCalls:
         """Run a unit of this stage, and keep the outputs to send."""
         call, name = self.current, self._partition.name_of(index)
         containers = Containers(args, kwargs)
+        # A dependency run follows operations, which compiled graphs would hide.
         if self.trace is not None:
             seen = self.analysis.values.seen(index, unit) if self.analysis else nullcontext()
             with torch.compiler.set_stance("force_eager"), seen:
                 output = self.trace.run_unit(index, unit._call_impl, args, kwargs)
         else:
             output = self.run_seeded(index, run, args, kwargs)
+        # A list or dict written by a unit is a side channel: units on other stages would not see
+        # it.
         changed = containers.changed(output, is_copy=self.trace is not None)
         if changed is not None:
             raise errors.changed_argument(name, changed)
         if index == len(self._partition.units) - 1:  # code behind the units is next
             before = [left for left in self._facts.left if left[0] < call.first]
             self.absent.show(before, self._partition)
+        # The last stage sends nothing. Once the note is known, neither do units that nothing behind
+        # the boundary reads.
         if self._partition.is_last(call.stage) or (
             call.note is not None and index not in call.carried
         ):

@@ -68,6 +68,7 @@ def find_pipelined(
     Raises:
         ConfigError: If there are no units, or the units contradict each other.
     """
+    # In the order of authority: the user, the model, the plan of a known model, the search.
     if patterns:
         return _named(root, patterns)
     declared = [
@@ -236,6 +237,7 @@ def _found(
         )
     units, parent, others = list(body), body[0], list[str]()
     while parent:  # modules beside the body, and beside the body's parents
+        # Towards the root, so that embeddings and heads beside the body become units of their own.
         parent = parent.rpartition(".")[0]
         for name in _children(modules, parent):
             if not any(unit == name or unit.startswith(f"{name}.") for unit in units):
@@ -369,6 +371,7 @@ def _weighed(
         operations: Returns the operations of the modules. None: unknown.
     """
     kinds = _classes(modules, body)
+    # Blocks of several classes (a hybrid) have no common unit but their parameters.
     if len(kinds) > 1:
         return tuple((name, float(_num_parameters(modules, [name]))) for name in units)
     inside = {name for name in units if is_layer(name) and type(modules[name]) in kinds}
@@ -376,6 +379,7 @@ def _weighed(
     sizes = {name: float(_num_parameters(modules, [name])) for name in inside}
     if max(sizes.values()) <= _EQUAL * min(sizes.values()):
         return tuple((name, float(name in inside)) for name in units)
+    # Operations are counted only here, since counting runs the model on fake tensors.
     counted = operations() or {}
     costs = _shares(sizes)
     if any(counted.get(name) for name in inside):
