@@ -58,6 +58,8 @@ def shardable(
     for unit in (unit for stage in units for unit in stage):
         uses = num_names(unit)
         num_paths = paths[id(unit)]
+        # One name inside the unit, and as many paths in all as the unit itself has: no way to the
+        # parameter leads around the unit, whose hooks gather it.
         inner_ids |= {key for key, n in uses.items() if n == 1 and names[key] == num_paths}
     in_one_piece = _in_one_piece(module)
     return {
@@ -98,6 +100,8 @@ def explain_full(
     uses = num_names(module)
     in_one_piece = _in_one_piece(module)
 
+    # The first reason that applies. Reasons of the caller come first, since they know of more than
+    # the parameter.
     def why(name: str, parameter: nn.Parameter) -> str:
         if name in known:
             return known[name]

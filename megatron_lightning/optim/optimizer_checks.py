@@ -60,6 +60,7 @@ def check_optimizers(
             "of: the strategy shards its state with "
             'data_parallel="zero1".'
         )
+    # L-BFGS calls its closure for trial weights, as often as the values of one rank ask for.
     search = next((optimizer for optimizer in optimizers if isinstance(optimizer, LBFGS)), None)
     if search is None:
         return
@@ -146,6 +147,7 @@ def check_tied_copies(
         return
     owners = {name: specs[name].tied_to or name for name in parameters}
     copies = {owners[name] for name in parameters if specs[name].tied_to is not None}
+    # Only holders of copies know that a parameter is tied. Owners learn it here.
     tied = set[str]().union(*pp.all_gather_object(copies))
     if not tied:
         return
@@ -161,6 +163,7 @@ def check_tied_copies(
             for rank, copies_of_rank in enumerate(ranks)
             if owner in copies_of_rank
         }
+        # Equal values stay equal only under equal options of the same optimizer.
         ways = {(copy.optimizer, frozenset(copy.options.items())) for copy in found.values()}
         if len(ways) > 1:
             listed = "; ".join(f"rank {rank}: {holder}" for rank, holder in found.items())

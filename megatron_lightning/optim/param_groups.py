@@ -100,7 +100,10 @@ def make_param_groups(
         "weight_decay": weight_decay,
         "wd_mult": 1.0,
     }
+    # Groups without parameters stay: pipeline ranks hold other parameters, and checkpoints and
+    # schedulers count on equal groups everywhere.
     groups = [default, *(_group(row, lr, weight_decay) for row in table)]
+    # Otherwise frozen parameters stay in the groups, since a callback may unfreeze them later.
     skips_frozen = any(
         is_wrapper(m) or isinstance(m, Attachment) or getattr(m, "is_partly_frozen", False)
         for m in module.modules()

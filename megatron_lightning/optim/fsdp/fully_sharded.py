@@ -130,6 +130,8 @@ class ShardedUnits:
         """Dtype of gathered parameters. None: the dtype of the parameter."""
         self._options = options
         self._keeps_frozen = keeps_frozen
+        # With several micro-batches a step, units that reshard would be gathered once for each
+        # micro-batch, so by default units stay gathered.
         self._reshard = (
             not micro_batches
             if options.reshard_after_forward is None
@@ -150,6 +152,8 @@ class ShardedUnits:
                 f"units are sharded over data-parallel ranks, and with {context.dp_cp.size} in "
                 "groups of one each rank would keep everything. Leave the module as it is."
             )
+        # FSDP2 replaces the parameters by new objects: hooks of users on the old objects are moved
+        # at the end.
         hooks = {name: GradientHooks(parameter) for name, parameter in module.named_parameters()}
         modules = {
             stage: [
@@ -157,6 +161,8 @@ class ShardedUnits:
             ]
             for stage, paths in stages.items()
         }
+        # Axes without a mesh are groups of a single rank, where sharding would add nothing but
+        # copies.
         manageable = {
             key: axes
             for key, axes in shardable(module, modules.values(), specs, excluded).items()
@@ -217,10 +223,13 @@ class ShardedUnits:
         first, unfilled = len(self.units), []
         outer: dict[int, int] = {}
         for module in modules:
+            # A unit whose parameters have several data axes (experts) is divided: inner parts
+            # first, the module itself last.
             parts = divisions(module, manageable)
             start = len(self.units)
             for index, division in enumerate(parts, start):
                 path = self._paths[division.module]
+                # Names are taken before FSDP2 replaces the parameters, by which they are found.
                 parameter_ids = {id(parameter) for parameter in division.parameters}
                 names = {
                     n for n, p in division.module.named_parameters(path) if id(p) in parameter_ids

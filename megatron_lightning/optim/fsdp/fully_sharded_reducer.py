@@ -119,6 +119,9 @@ class UnitGradients:
         gradients.
         """
         like = next(iter(self.unit.shards.values()))
+        # The buffer has a row for each rank, with the shards of all parameters behind each other:
+        # one reduce-scatter hands every rank its row. FSDP2 shards dim d in chunks of ceil(n /
+        # ranks) rows: the last rank with data may hold fewer, and later ranks hold none.
         buffer = torch.zeros(
             self._ranks, self._size, dtype=main_dtype(like.dtype), device=like.device
         )
@@ -138,6 +141,8 @@ class UnitGradients:
             if last_rows.numel():
                 buffer[num_full, place][: last_rows.numel()] = last_rows
             self.used.add(name)
+            # Frees the gradient as soon as it is copied, so that gradient and buffer exist twice
+            # for one parameter alone.
             parameter.grad = None
         return buffer
 

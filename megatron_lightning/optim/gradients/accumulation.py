@@ -103,6 +103,8 @@ class GradientAccumulation:
         optimizers = [
             optimizer for optimizer in self._optimizers if isinstance(optimizer, Optimizer)
         ]
+        # Copies of a tied parameter must be stepped alike before anything is built: the check is a
+        # collective, and every rank arrives here.
         check_tied_copies(optimizers, trainable, specs, context.pp)
         matrices = names_of_matrices(optimizers, trainable)
         if self._units is None:
@@ -126,6 +128,8 @@ class GradientAccumulation:
                 options=options,
                 storage=self._storage,
             )
+        # Without a stage of its own a parameter is shared by stages: no stage's backward completes
+        # the gradient.
         self.reducer.late = frozenset(trainable) - self._stage_of.keys()
         self.gather = ParameterGather(
             self.reducer, self._module if options.overlap_param_gather else None
@@ -178,6 +182,7 @@ class GradientAccumulation:
         if not self._stepped.have_changed(optimizers):
             return False
         added = self._new()
+        # Shards, main params and states of other ranks cannot be added to in the middle of a fit.
         if added and (self._is_exchanged or self._context.pp.size > 1):
             raise ConfigError(
                 f"{_listed(added)} became trainable during fit. Layers are frozen or unfrozen "
@@ -264,6 +269,7 @@ class GradientAccumulation:
         reduced = {
             name: p for name, p in self._names.items() if id(p) in names_of_ids or name in new
         }
+        # A step may be under way: gradients so far are taken over by the new buckets.
         gradients = {name: parameter.grad for name, parameter in reduced.items()}
         self.detach()
         with _requiring_gradients(reduced.values()):  # frozen meanwhile, or toggled off

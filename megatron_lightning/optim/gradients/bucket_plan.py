@@ -84,6 +84,7 @@ def build_buckets(
         parameter, spec = parameters[name], specs[name]
         sum_groups = sum_groups_of(spec, context, tied.get(name))
         num_ranks = groups[spec.data_axes].all.size
+        # What differs in any field of the key cannot share one buffer and one collective.
         if sum_groups or num_ranks > 1 or main_dtype(parameter.dtype) != parameter.dtype:
             keys[name] = _Key(
                 parameter.dtype,
@@ -92,6 +93,7 @@ def build_buckets(
                 sum_groups,
                 is_matrix=name in matrices,
                 is_plain=name not in storage.names or not groups[spec.data_axes].sharded,
+                # Sums over other axes wait for the end of the step, when stages no longer matter.
                 stage=-1 if sum_groups else stages.get(name, -1),
             )
 
@@ -129,11 +131,15 @@ def _fill(
     for name, key in keys.items():
         filling.setdefault(key, []).append(name)
         filled[key] += sizes[name]
+        # Several buckets fill side by side, one for each key, since kinds of parameters alternate
+        # in a model.
         if filled[key] >= limit(key):
             closed.append((key, filling.pop(key)))
             del filled[key]
     closed.extend(filling.items())
     place = {name: index for index, name in enumerate(keys)}
+    # A bucket is ready with its last parameter. Buckets are launched in this order on all ranks, so
+    # a bucket must not wait behind a later one.
     closed.sort(
         key=lambda item: (tuple(group.name for group in item[0].sum_groups), place[item[1][-1]])
     )

@@ -52,6 +52,7 @@ class Reduction:
         # A complex gradient would lose the imaginary part.
         rounded = dtype is not None and gradient.is_floating_point()
         buffer = gradient.to(dtype) if rounded else gradient
+        # The reduction works in place: afterwards this rank's shard of the buffer holds the sum.
         self._sent = buffer[shard]
         if data.sharded:
             self._count("reduce_scatter", buffer)

@@ -166,6 +166,8 @@ class Bucket:
         layout, values, gradients = self._layout, self.stored.main, self.gradient[self.shard]
         shards = {}
         for index, (name, parameter) in enumerate(zip(self.names, self.parameters, strict=True)):
+            # Shards ignore the borders of parameters: a rank may hold the end of one parameter and
+            # the begin of the next.
             part, start = layout.own_range(index)
             numel = part.stop - part.start
             if not numel:

@@ -105,10 +105,12 @@ class GradientReducer:
         for bucket in self.buckets:
             self.shards.update(bucket.shards())
         self.bucket_of = {name: bucket for bucket in self.buckets for name in bucket.names}
+        # Needs no reduction: autograd's own gradients serve.
         self._native = [
             parameter for name, parameter in self.parameters.items() if name not in self.bucket_of
         ]
         self._hidden: list[Tensor | None] = []
+        # Buckets that are final with the last backward. Partial sums are added up after it.
         self._overlapped = [bucket for bucket in self.buckets if not bucket.sum_groups]
         self._num_launched = 0
         self._sent_as = torch.bfloat16 if options.grad_reduce_in_bf16 else None
@@ -266,11 +268,13 @@ class GradientReducer:
                 for group in bucket.sum_groups:
                     self.all_reduce(bucket.gradient, group)
                 self._reduce(bucket)
+        # The collective for the flags runs while gradients are still being reduced.
         self._unused = self._agreement.unused(self._usage(), beside)
         for reduction in self._reductions:
             reduction.finish()
         self._reductions.clear()
         if isinstance(scale, Tensor) or scale != 1.0:
+            # One kernel for all gradients. Ranks scale only the shards that they will step.
             shards = [bucket.gradient[bucket.shard] for bucket in self.buckets]
             gradients = [
                 *shards,
@@ -330,6 +334,8 @@ class GradientReducer:
                 "forward of its own module, or set overlap_param_gather=False."
             )
         view = bucket.views[index]
+        # Autograd made a gradient of its own, as p.grad was None: it moves into the bucket, and
+        # p.grad becomes the view that later micro-batches add to.
         if parameter.grad is not None and parameter.grad is not view:
             if bucket.touched[index]:  # p.grad was cleared in the middle of the step
                 view.add_(parameter.grad)

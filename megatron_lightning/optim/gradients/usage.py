@@ -68,6 +68,8 @@ class UsageAgreement:
             is_joined = beside is not None and group == beside.group
             flags = self._flags(group, [*touched, *(added if is_joined else ())])
             first = 0
+            # First over the further axes, a slice of the flags each, then all flags at once over
+            # data ranks.
             for usage in mine:
                 own = flags[first : first + len(usage.names)]
                 for sum_group in usage.sum_groups:

@@ -84,16 +84,21 @@ class DistributedOptimizer(OptimizerState):
             ]
             for i, group in enumerate(optimizer.param_groups)
         ]
+        # Matrices first: they set targets of their own for the entries, which the groups get below.
         self._exchanges = self._exchange_matrices()
         used_names = {entry.name for entry in self._all_entries()}
         self._buckets: list[Bucket] = [
             bucket
+            # Buckets are in backward order. The forward needs the last bucket's parameters first,
+            # so its gather starts first.
             for bucket in reversed(reducer.buckets)
             if bucket.sharded and not used_names.isdisjoint(bucket.names)
         ]
         self._stored = [bucket.stored for bucket in self._buckets if bucket.stored is not None]
         for group, entries in zip(optimizer.param_groups, self._entries, strict=True):
             self._replace(group, entries)
+        # Stepped as a copy, while every rank keeps the parameter: changes by the user (EMA, weights
+        # loaded in a hook) have to be taken over.
         self._followed = [
             (parameter, entry.shard)
             for parameter, entry in zip(parameters, self._all_entries(), strict=True)
@@ -397,6 +402,7 @@ class DistributedOptimizer(OptimizerState):
             exchange.refresh(keep=self._restored_main)
         for target in self._targets():
             state = self.optimizer.state.get(target, {})
+            # A checkpoint of another precision may hold moments in another dtype.
             for key, value in state.items():
                 if (
                     isinstance(value, Tensor)

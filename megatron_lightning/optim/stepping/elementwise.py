@@ -110,6 +110,8 @@ def require_divisible(
             try:
                 require_elementwise(member, divisions, shapes, passed)
             except ConfigError as error:
+                # Not raised here: other ranks may have no such group, and would wait in the
+                # collective.
                 failure = failure or str(error)
             tried.add(type(member).__name__)
     ranks = context.axis("world").all_gather_object((failure, tried))
@@ -161,6 +163,8 @@ def require_elementwise(
     """
     if type(optimizer) in ELEMENTWISE:
         return
+    # Optimizers known to read more than elements, by the names of their classes, since their
+    # packages need not be installed.
     for name in (kind.__name__ for kind in type(optimizer).__mro__):
         part = next((d for d in divisions if d != "tensors" or READERS.get(name)), None)
         if name in READERS and part is not None:
@@ -172,12 +176,15 @@ def require_elementwise(
             continue
         sizes = [p.shape for p in group["params"]] if shapes is None else shapes[id(group)]
         dtype = target.dtype if target.is_floating_point() else torch.float32
+        # Groups often differ in nothing that a trial sees: one trial is enough.
         trial = (optimizer, *divisions, str(trials(sizes)), target.device, dtype, _options(group))
         if trial in passed:
             continue
         tried = partial(probe, optimizer, group, shapes=sizes, device=target.device, dtype=dtype)
         try:
             found = next((kind for kind in tried(_in_order(divisions)) if not kind.is_equal), None)
+            # Tells whether only the group as a whole matters (a global norm), as the advice
+            # differs.
             reads_group = found is not None and not all(s.is_equal for s in tried(["tensors"]))
         except Exception as error:
             raise ConfigError(

@@ -115,9 +115,12 @@ class MatrixExchange:
         self._entries = [entry for entry, _ in held]
         self._own = [spec for _, spec in held]
         self._group = group
+        # Empty, of the right dtype and device: a rank may hold no piece and still takes part.
         self._nothing = next(
             (entry.shard.value for entry in self._entries if entry.shard), torch.empty(0)
         ).new_empty(0)
+        # From here on every rank computes the same plan, without further messages: who owns each
+        # matrix, and which pieces each pair of ranks exchanges in which order.
         specs = group.all_gather_object(self._own)
         self._matrices = [
             _Matrix(index, box)
@@ -309,6 +312,7 @@ class MatrixExchange:
             torch.cat([t.reshape(-1) for t in tensors]) if tensors else like.new_empty(0)
             for tensors in sent
         ]
+        # Both sides know all sizes by the plan, so one message for each pair of ranks is enough.
         if self._group.process_group is not None:
             sizes = [sum(prod(piece.box.shape) for piece in pieces) for pieces in expected]
             buffer = like.new_empty(sum(sizes))

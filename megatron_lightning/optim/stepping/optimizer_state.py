@@ -134,6 +134,8 @@ class OptimizerState:
         tensors = []
         for entry in self._all_entries():
             for target in entry.targets:
+                # State of a first step or an earlier restore is dropped before memory for the new
+                # is taken.
                 self.optimizer.state.pop(target.tensor, None)
             for key, (shape, dtype) in by_name[entry.global_name].items() if entry.targets else ():
                 if key == MAIN:
@@ -145,6 +147,7 @@ class OptimizerState:
                     for target, value in zip(entry.targets, values, strict=True):
                         self.optimizer.state[target.tensor][key] = value
                 tensors.append(self._state_tensor(prefix, entry, key, values, all_copies=True))
+        # Main params not in the checkpoint follow from the parameters, in finish_restore.
         self._restored_main = {name for name, key in saved if key == MAIN}
         return tensors
 
@@ -167,6 +170,7 @@ class OptimizerState:
         value = values[0]
         target = entry.targets[0].tensor
         name = f"{prefix}{entry.global_name}.{key}"
+        # Shaped like the parameter: sharded like the parameter.
         if value.shape == target.shape:
             shards = [
                 shard

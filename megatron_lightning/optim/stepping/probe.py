@@ -120,6 +120,7 @@ def _tried(
 ) -> Iterator[Spread]:
     """Yield the results of a trial from ``start``."""
     rng = ReplicaRng(start[0].device)
+    # Optimizers may draw (stochastic rounding): both trials draw the same numbers.
     with _unchanged(rng):
         stepped = _stepped(optimizer, group, start, gradients, gradients.num_steps)
     if all(
@@ -133,6 +134,8 @@ def _tried(
     for name in divisions:
         divide = DIVISIONS[name]
         differences: list[float] = []
+        # Each half is stepped alone, as a rank would, on the gradients that the full tensors had.
+        # If the update of a half differs, the optimizer reads more than elements.
         for half in (0, 1):
             start_half, stepped_half = divide(start)[half], divide(stepped)[half]
             steps = [divide(step)[half] for step in gradients.steps]
