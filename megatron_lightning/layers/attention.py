@@ -114,12 +114,14 @@ class CoreAttention(SequenceMixer):
         scale = q.shape[3] ** -0.5 if scale is None else scale
         if sequence.cache is not None:
             return self._attend_cached(q, k, v, sequence, sequence.cache, scale)
+        # Latent attention stores one tensor for keys and values, which only the cache can split.
         if v is None:
             raise ConfigError("attention without a cache needs values. Pass v.")
         if self.engine is not None and self.engine.takes(q, sequence):
             return self.engine(q, k, v, sequence, scale)
         size = v.shape[3]
         q, k, v = _with_equal_heads(q, k, v)
+        # Autocast would cast the inputs down again.
         if self.in_fp32:
             with torch.autocast(q.device.type, enabled=False):
                 out = self._attend(q.float(), k.float(), v.float(), sequence, scale).to(v.dtype)
@@ -179,6 +181,7 @@ class CoreAttention(SequenceMixer):
                 sink=self.softmax_offset,
             )
             return out.permute(2, 0, 1, 3)
+        # Attention without blocks, windows and documents: torch's own kernels, with their dropout.
         run = self._attend_in_stream if self.dropout.draws_from_stream else attend
         out = run(
             q_bnsd,

@@ -117,6 +117,8 @@ def attend_unfused(
     groups, num_queries, num_keys = k.shape[1], q.shape[2], k.shape[2]
     keys, values = (x.to(wide)[:, :, None] for x in (k, v))
     outputs = []
+    # A slice of queries at a time, since scores of all queries would take [s, t] memory for each
+    # head.
     for start in range(0, num_queries, _ROWS):
         rows = slice(start, start + _ROWS)
         part = q[:, :, rows].to(wide).unflatten(1, (groups, -1))  # type: ignore[no-untyped-call]
@@ -128,6 +130,7 @@ def attend_unfused(
             scores = scores.masked_fill(~causal[rows], -torch.inf)
         elif mask is not None:
             scores = scores.masked_fill(~mask[rows], -torch.inf)
+        # A sink is one more key without a value: it takes a share of the softmax, and adds nothing.
         if sink is not None:
             column = sink.to(wide).view(groups, -1, 1, 1).expand(*scores.shape[:-1], 1)
             scores = torch.cat((scores, column), -1)

@@ -47,6 +47,9 @@ class ColumnGemm(torch.autograd.Function):
         y = gemm.forward(full, gemm.operand(weight, "weight"), bias)
         ctx.gathers = axis is not None and keeps_shard(x, deferred=owner is not None)
         needed = owner is not None or ctx.needs_input_grad[1]
+        # For the weight gradient the input is kept as this rank's shard where backward gathers it
+        # again, and in full otherwise. Formats with different data by rows and by columns need the
+        # transposed operand there.
         if needed and ctx.gathers and not gemm.gathers_quantized:
             operand = Operand(x)  # quantized after the second gather
         elif needed and not gemm.two_sided:
@@ -70,6 +73,8 @@ class ColumnGemm(torch.autograd.Function):
         x, gemm, owner, group, axis = Operand(*kept), ctx.gemm, ctx.owner, ctx.group, ctx.axis
         need_x, need_weight, need_bias = ctx.needs_input_grad[:3]
         grad_x = grad_weight = None
+        # Order for overlap: the gather of the input runs beside the GEMM of the input gradient, and
+        # the reduction of the input gradient beside the GEMM of the weight gradient.
         if ctx.gathers and need_weight:
             started = x.gather_start(axis)
         operand = gemm.operand(grad, "output_grad")
@@ -84,6 +89,7 @@ class ColumnGemm(torch.autograd.Function):
             operand = gemm.operand(grad, "output_grad", transposed=True)
         if need_weight:
             grad_weight = gemm.weight_grad(operand, started.finish(axis) if ctx.gathers else x)
+        # A split backward: the weight gradient is computed in the schedule's W.
         elif owner is not None:
             owner.deliver(operand, x, None)
         grad_bias = rows(grad).sum(0) if need_bias else None

@@ -146,12 +146,15 @@ def shard_vocabulary(
         for name, parameter in embedding.named_parameters(recurse=False)
     }
     take_shards(embedding, embedding, {**partial, "weight": spec})
+    # Everything but the table sees only the tokens of this rank's rows, so its gradients are
+    # partial sums over the group.
     for child in list(embedding.modules())[1:]:
         child.shard_specs = {  # type: ignore[assignment]
             name: ShardSpec.replicated(parameter.shape, partial_over=(group.name,))
             for name, parameter in child.named_parameters(recurse=False)
         }
     start, rows = spec.boxes[0].offset[0], spec.boxes[0].shape[0]
+    # One rank holds the padding row, by its local index.
     if embedding.padding_idx is not None:
         local = embedding.padding_idx - start
         embedding.padding_idx = local if 0 <= local < rows else None

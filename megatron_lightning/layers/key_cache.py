@@ -270,6 +270,7 @@ def _by_pages(step: CacheStep, store: KeyStore, q: Tensor, form: AttentionForm) 
         return _by_spans(step, store, q, form)
     block_size, table, num_keys, boundaries, longest = step.pages
     keys, values = (x.unflatten(0, (-1, block_size)) for x in (store.keys, store.values))  # type: ignore[no-untyped-call]
+    # Tokens behind the last request are padding, and belong to no boundary.
     total = step.spans[-1].first + step.spans[-1].length
     attend: Callable[..., Any] = varlen_attn
     out: Tensor = attend(

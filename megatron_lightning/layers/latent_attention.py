@@ -83,12 +83,14 @@ class LatentAttention(nn.Module):
         if sequence is not None and sequence.cache is not None and is_plain:
             return self._forward_cached(hidden, sequence)
         positions = None if sequence is None else sequence.position_ids
+        # d: parts without positions, r: rotated parts. Keys have one rotated part for all heads.
         q_sbnd, q_sbnr = torch.split(
             self._queries(hidden), [mla.qk_head_dim, mla.qk_pos_emb_head_dim], -1
         )
         latent, key_sbr = torch.split(
             self.linear_kv_down_proj(hidden), [mla.kv_lora_rank, mla.qk_pos_emb_head_dim], -1
         )
+        # The projection gathers the sequence, and the shared key has to be gathered, too.
         heads = self.linear_kv_up_proj(self.kv_layernorm(latent))
         heads = heads.unflatten(-1, (-1, mla.qk_head_dim + mla.v_head_dim))
         k_sbnd, v_sbne = torch.split(heads, [mla.qk_head_dim, mla.v_head_dim], -1)
@@ -126,6 +128,8 @@ class LatentAttention(nn.Module):
         latent = self.kv_layernorm(latent)
         if len(latent) < len(key_sbr):  # a sequence shard: the up projection would gather
             latent = self.shared_key(latent)
+        # Absorption: q k = q (W_k c) = (W_k^T q) c for a latent c. All heads then attend to the
+        # latents themselves, and W_v maps the weighted latents to values afterwards.
         weight = self.linear_kv_up_proj.weight
         rows = weight.view(-1, mla.qk_head_dim + mla.v_head_dim, mla.kv_lora_rank)
         to_keys, to_values = torch.split(rows, [mla.qk_head_dim, mla.v_head_dim], 1)

@@ -114,6 +114,8 @@ class _LinearLoss(torch.autograd.Function):
         local = vocabulary.targets(targets, num_rows)
         w = gemm.operand(weight, "weight")
         terms, kept, tokens = [], [], rows(full)
+        # The logits of all tokens would be the largest tensor of the model: a chunk's logits are
+        # reduced to a few numbers a token before the next chunk exists.
         for chunk in head.chunks(tokens):
             logits = gemm.forward(gemm.operand(tokens[chunk], "input"), w, bias)
             terms.append(vocabulary.terms(logits, local.ids[chunk]))
@@ -121,6 +123,7 @@ class _LinearLoss(torch.autograd.Function):
                 kept.append(logits)
             del logits  # free the memory before the next chunk
         own = torch.cat(terms, dim=1)
+        # One collective over the vocabulary's ranks for all chunks together.
         losses, normalizer = vocabulary.combine(own, local, num_rows)
         ctx.gathers = head.axis is not None and keeps_shard(x, deferred=False)
         ctx.save_for_backward(
@@ -141,6 +144,8 @@ class _LinearLoss(torch.autograd.Function):
         local, grad, tokens = Targets(ids, elsewhere, ignored), grad.flatten(), rows(full)
         w = gemm.operand(weight, "weight")
         turned = w if gemm.two_sided else gemm.operand(weight, "weight", transposed=True)
+        # Chunks again: logits are recomputed unless kept, and gradients are added up or written in
+        # place.
         grad_x = torch.empty_like(tokens) if need[0] else None
         grad_weight: Tensor | None = None
         grad_bias: Tensor | None = None
@@ -162,6 +167,7 @@ class _LinearLoss(torch.autograd.Function):
                     part = gemm.operand(tokens[chunk], "input", transposed=True)
                     operand = gemm.operand(dy, "output_grad", transposed=True)
                 grad_weight = gemm.add_weight_grad(grad_weight, operand, part)
+            # A chunk's memory is free before the next chunk computes.
             del dy, operand
         return (
             None if grad_x is None else head.reduce(grad_x.view(full.shape)),

@@ -241,6 +241,8 @@ class Vocabulary:
             normalizer: Log-sum-exp over the full vocabulary [n].
         """
         grad = grad.masked_fill(targets.ignored, 0.0)
+        # softmax over the full vocabulary = softmax over this rank's logits, times exp(own -
+        # normalizer).
         factor = grad * (own - normalizer).exp()
         if self.z_loss:
             factor = factor * (1.0 + 2.0 * self.z_loss * normalizer)

@@ -108,10 +108,12 @@ def fill_magnitudes(module: nn.Module) -> None:
         }
         if not parts:
             continue
+        # Without values on either side, a later call fills.
         weight: Any = layer.weight
         if weight.is_meta or any(p.is_meta for p in adapters.parameters()):
             continue
         vars(adapters)[_FILLED] = True
+        # Norms are of full rows, which FSDP2's shards cut.
         full = weight.full_tensor() if isinstance(weight, DTensor) else weight
         norms = _parts_of(adapters, _row_norms(layer, full.float()), [*parts.values()])
         for (name, part), own in zip(parts.items(), norms, strict=True):

@@ -44,6 +44,7 @@ def offloaded(forward: Callable[..., Any], /, *args: Any, min_bytes: int, **kwar
     )
     if device.type != "cuda" or not torch.is_grad_enabled():
         return forward(*args, **kwargs)
+    # Parameters live on the device anyway.
     stays = {parameter.untyped_storage().data_ptr() for parameter in _parameters(forward)}
     stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 

@@ -76,12 +76,15 @@ def apply_recompute(
     if options.recompute_granularity == "selective":
         for path in _outermost(module, options.recompute_modules):
             child = module.get_submodule(path)
+            # Cheap modules drop the output and keep the input. Checkpoints of others keep nothing
+            # but the input.
             if isinstance(child, _CHEAP) or type(child).__name__.endswith("Norm"):
                 drop_output(module, path)
             else:
                 _checkpoint(child, "forward")
     elif options.recompute_granularity == "full":
         _checkpoint_layers(module, options, stages)
+    # Last, so that saved tensors of recomputed modules are offloaded as well.
     for path in _outermost(module, options.offload_modules):
         wrap(
             module.get_submodule(path),
@@ -129,6 +132,7 @@ def check_patterns(module: nn.Module, options: RecomputeOptions) -> None:
             f"{type(module).__name__}.{found} Set the "
             f'pattern of the paths of its layers, such as "{lists[0] if lists else "**.blocks"}.*".'
         )
+    # Layers of one checkpoint run together, which needs a list that calls them in order.
     if options.recompute_method == "uniform" and (options.recompute_num_layers or 1) > 1:
         for path in _containers(layers):
             _check_together(module.get_submodule(path), options.recompute_num_layers)

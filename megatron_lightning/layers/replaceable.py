@@ -90,6 +90,7 @@ def check_hooks(module: nn.Module, target: str, shards: Collection[str]) -> None
     Raises:
         ShardingError: If a hook would see a shard.
     """
+    # Adapters add results to local shards, and are divided with the layer.
     after = [hook for hook in module._forward_hooks.values() if hook is not add_adapters]
     seen = {
         "register_forward_pre_hook": ("input",) if module._forward_pre_hooks else (),

@@ -81,6 +81,8 @@ def mix_requests(
         [T, 1, d] outputs, zero for padding.
     """
     store = step.cache.states_of(module, empty)
+    # Requests of equal length are one batch for the mixer. In decoding, all requests have one
+    # token.
     groups: dict[int, list[Span]] = {}
     for span in step.spans:
         groups.setdefault(span.length, []).append(span)

@@ -58,12 +58,15 @@ def materialize(model: nn.Module, device: torch.device | str) -> None:
     ]:
         if not tensor.is_meta:
             continue
+        # A tied tensor has several paths, and gets one memory.
         if id(tensor) not in filled:
             spec = specs.get(path) or ShardSpec.replicated(tensor.shape)
             if is_left_empty(model, path):
                 shard = torch.empty_like(tensor, device=device)
             else:
                 name, shape = ties.get(path, path), spec.global_shape
+                # The full tensor is drawn and this rank's boxes taken, so that values do not depend
+                # on the layout. One full tensor exists at a time.
                 full = initial_value(model, name, shape, tensor.dtype, device)
                 if isinstance(tensor, StoredWeight):
                     full = tensor.stored(full)

@@ -52,6 +52,7 @@ def take_shards(module: nn.Module, source: nn.Module, specs: Mapping[str, ShardS
     for name, spec in specs.items():
         if spec.local_shape != spec.global_shape:
             check_gradient_hooks(name, source._parameters.get(name))
+    # Checked before anything changes, so that a refused module is still whole.
     for name, parameter in source._parameters.items():
         shard = None
         if parameter is not None and name in specs:
@@ -97,6 +98,7 @@ def named_shard_specs(model: nn.Module) -> dict[str, ShardSpec]:
                 )
             fused = getattr(module, "fused_rows", ()) if name == "weight" else ()
             specs[prefix + name] = replace(spec, fused_rows=tuple(fused)) if fused else spec
+    # A copy whose owner is on this rank as well is the same tensor, and listed above.
     ties = tied_names(model)
     return {
         name: replace(spec, tied_to=ties[name])
@@ -291,6 +293,7 @@ def check_plan(model: nn.Module, plan: ShardingPlan, owner: str = "") -> None:
         ConfigError: Naming the unused patterns and the nearest paths.
     """
     modules = dict(model.named_modules(remove_duplicate=False))
+    # Listing the attributes of a large model takes time, so only for plans that name some.
     attributes = {
         f"{path}.{name}" if path else name
         for path, module in modules.items()
@@ -336,6 +339,8 @@ def parallelize(
     if is_full:
         check_plan(model, plan)
     swaps = False
+    # Each module takes the shards of its own name of a tied weight. Afterwards the shards are one
+    # parameter again, and have to be equal.
     with untied(model):
         modules = list(present_modules(model))
         attached = tuple(f"{path}." for path, module in modules if isinstance(module, Attachment))
@@ -362,6 +367,8 @@ def parallelize(
             parent, _, name = path.rpartition(".")
             setattr(model.get_submodule(parent), name, swapped)
             swaps = True
+    # torch's fused inference of nn.TransformerEncoder reads weights of layers behind their
+    # forwards.
     if swaps:
         avoid_fused_inference(model)
     rewrites = [(compile_pattern(pattern), rewrite) for pattern, rewrite in plan.attributes.items()]

@@ -139,6 +139,8 @@ class ShardSpec:
             )
         block = full[dim] // blocks
         length = block // size
+        # Blocks (as of a gate and an up projection) are split one by one: a rank holds a range of
+        # each.
         offsets = (
             (*(0,) * dim, b * block + rank * length, *(0,) * (len(full) - dim - 1))
             for b in range(blocks)
@@ -178,6 +180,8 @@ class ShardSpec:
                 f"a part of {uneven} rows cannot be split over {size} {axis} ranks. Choose a "
                 f"multiple of {size}."
             )
+        # Each rank takes its share of every part, so that the local rows have the order of the full
+        # rows.
         starts = (end - part for end, part in zip(accumulate(parts), parts, strict=True))
         boxes = tuple(
             Box((start + rank * (part // size), *none), (part // size, *full))
@@ -371,6 +375,7 @@ def _boxes_of_range(shape: Shape, start: int, stop: int) -> Iterator[tuple[Box, 
             rest //= n
         index.reverse()
         inner, dim = 1, len(shape)
+        # Extend over whole trailing dims while the range begins at their start and covers them.
         while (
             dim > 0
             and all(i == 0 for i in index[dim - 1 :])

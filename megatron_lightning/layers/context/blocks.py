@@ -58,6 +58,8 @@ def visible_blocks(
     for row, document in documents.spans():
         its_queries, first_query = _inside(queries, document)
         its_keys, first_key = _inside(keys, document)
+        # Inside a document the spans are counted from the document's first token. Blocks name local
+        # rows and columns again.
         if its_queries and its_keys:
             found += (
                 replace(

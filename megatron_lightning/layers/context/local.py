@@ -50,8 +50,11 @@ class LocalAttention:
 def _varlen(q: Tensor, k: Tensor, v: Tensor, sequence: SequenceInfo, scale: float) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn
 
+    # The kernel takes one sequence of tokens with boundaries: every row of a batch is at least one
+    # document.
     documents = sequence.documents or Documents(((0, q.shape[2]),))
     rows = documents.expanded(q.shape[0])
+    # Boundaries of all rows in one dim. Without documents every row ends its own.
     ends = [row * rows.length + span.stop for row, span in rows.spans()]
     boundaries = torch.tensor([0, *ends], dtype=torch.int32, device=q.device)
     longest = max(len(span) for _, span in rows.spans())

@@ -109,6 +109,8 @@ def differentiable(name: str, attention: Attention) -> Callable[..., Tensor]:
 
     def attend(inputs: Inputs, sink: Tensor | None, sharing: Sharing) -> Tensor:
         if not torch.compiler.is_compiling():
+            # Eagerly an autograd function is enough. The operator below exists for the compiler,
+            # which cannot trace collectives inside of a function of autograd.
             eager: Tensor = _Attend.apply(*inputs, sink, (attention, sharing))  # type: ignore[no-untyped-call]
             return eager
         group, sequence = sharing.group, sharing.sequence
@@ -164,6 +166,7 @@ def _operator(name: str, attention: Attention) -> Callable[..., tuple[Tensor, Te
         return torch.empty_like(q), k.new_empty((2, *k.shape))
 
     def keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        # save_for_backward takes no None, so that absent tensors are left out and remembered.
         optional = (inputs[3], inputs[7])  # sinks and documents
         ctx.present = [tensor is not None for tensor in optional]
         ctx.save_for_backward(*inputs[:3], *output, *(x for x in optional if x is not None))

@@ -85,6 +85,7 @@ def balance_experts(module: Any, optimizer: Any) -> Iterator[None]:
         return
     steps: list[bool] = []
     inner = getattr(optimizer, "optimizer", optimizer)  # Lightning's wrapper
+    # A gradient scaler leaves out the inner step: only a hook inside knows.
     hook = inner.register_step_post_hook(lambda *_: steps.append(True))
     try:
         yield

@@ -110,6 +110,8 @@ def _assign(
             f"{moe.num_experts}; every expert has one. Pass [{moe.num_experts}]."
         )
     scores = _wide(logits) if softmax and not moe.router_pre_softmax else _scores(logits, moe)
+    # The bias decides who is chosen, and not the weight of the choice: it must not reach the
+    # probabilities.
     ranked = scores.detach()
     indices = choose(ranked if expert_bias is None else ranked + expert_bias, moe)
     if given is not None:
@@ -117,6 +119,7 @@ def _assign(
         is_whole = given.amin(1, keepdim=True) >= 0
         indices = torch.where(is_whole, given.long(), indices)
     weights = scores.gather(1, indices)
+    # Softmax over the chosen logits alone, as Megatron does unless router_pre_softmax is set.
     if softmax and not moe.router_pre_softmax:
         weights = weights.softmax(dim=-1)
     elif not softmax and moe.router_topk > 1:
@@ -387,8 +390,10 @@ class Router(nn.Module):
         scores_sbE = _scores(logits_sbE, moe)
         if moe.router_score_function != "softmax":
             scores_sbE = _normalize(scores_sbE)
+        # The losses see the best experts by score, without biases, groups and capacity.
         best = _mask(scores_sbE, scores_sbE.topk(moe.router_topk, dim=-1).indices)
         squares_sb = logits_sbE.logsumexp(dim=-1).square()
+        # Padding takes part in no mean, and still passes the layer.
         if is_padding is not None:
             best = best & ~is_padding[..., None]
             scores_sbE = scores_sbE.masked_fill(is_padding[..., None], 0.0)

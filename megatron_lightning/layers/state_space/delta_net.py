@@ -125,6 +125,8 @@ class GatedDeltaNet(StateMixer):
             return cached
         *inputs, gates, beta, alpha = torch.split(mixed, self._widths(mixed), -1)
         parts = [*inputs, beta, alpha]
+        # Ranks of a context group exchange: from a part of the sequence with all heads to the full
+        # sequence with a part of the heads, since the recurrence runs along the sequence.
         group = self.context_group
         if group is not None:
             keys = self._num_key_heads
@@ -132,6 +134,8 @@ class GatedDeltaNet(StateMixer):
             parts[:2] = [repeated_heads(part, keys, copies) for part in parts[:2]]
             parts = parts_to_heads(parts, group)
         tokens = token_documents(documents, torch.arange(len(parts[0]), device=mixed.device))
+        # The intermediate values of a scan are many times its inputs, and are computed again in
+        # backward.
         out = self._recomputed(self._mix, parts, tokens, mixed.dtype)
         if group is not None:
             out = heads_to_part(out, group)

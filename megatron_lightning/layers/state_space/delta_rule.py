@@ -68,6 +68,8 @@ def delta_rule(
     v_kbgrle, beta, total = (
         torch.unflatten(t, 2, (groups, heads // groups)) for t in (v, beta, log_decay.cumsum(-1))
     )
+    # Within a chunk of l tokens the recurrence is a triangular system, solved at once (the WY
+    # form): the loop below then runs over chunks and not over tokens.
     inside, from_start, to_end, through = _decays(total, _ids(documents, chunk, missing))
     k_kbgld = k.unsqueeze(3)
     weights = beta.unsqueeze(-1) * inside * (k @ k.mT).unsqueeze(3)
@@ -81,11 +83,14 @@ def delta_rule(
     state = k.new_zeros(size, groups, heads // groups, channels, width)
     if start is not None:
         state = start.to(state.dtype).view_as(state)
+    # From chunk to chunk: what the chunk writes is its values less what the state already answers
+    # to its keys.
     starts, added = [], []
     for index in range(len(k)):
         starts.append(state)
         added.append(values[index] - reads[index] @ state)
         state = through[index] * state + written_keys[index].mT @ added[-1]
+    # Outputs read what the own chunk has added so far, and the state at the chunk's start.
     scores = (q @ k.mT).unsqueeze(3) * inside
     out = scores @ torch.stack(added)
     out = out + (from_start.unsqueeze(-1) * q.unsqueeze(3)) @ torch.stack(starts)

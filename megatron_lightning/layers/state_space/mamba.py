@@ -170,6 +170,8 @@ class MambaMixer(StateMixer):
         length, size, _ = mixed.shape
         of_tokens = segments.documents(documents, length, size, mixed.device)
         mixed, dt = segments.fold(mixed), segments.fold(dt)
+        # A causal convolution of width k needs the k - 1 tokens before each segment, which another
+        # rank has.
         before = segments.tokens_before(mixed, self.conv1d.kernel - 1)
         convolved = self.conv1d(
             mixed, before, None if of_tokens is None else of_tokens.tokens.positions
@@ -179,6 +181,8 @@ class MambaMixer(StateMixer):
             x, dt, -self.A_log.exp(), b, c, chunk=self.mamba.chunk_size,
             documents=None if of_tokens is None else of_tokens.tokens.numbers,
             document_before=None if of_tokens is None else of_tokens.before,
+            # Segments are scanned from zero by all ranks at once. The states before them are then
+            # added, since the scan is linear in its start.
             start=lambda log_decay, added: segments.start_states(log_decay, added, of_tokens),
         )  # fmt: skip
         return segments.unfold(self._with_skip(y, x))

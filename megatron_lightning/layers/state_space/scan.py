@@ -77,9 +77,11 @@ def chunked_scan(
     log_decay = (dt * a).view(-1, chunk, size, groups, per_group)
     total_kbgrl = log_decay.permute(0, 2, 3, 4, 1).cumsum(-1)
     ids_kbl = None if documents is None else documents.view(-1, chunk, documents.shape[1]).mT
+    # Inside a chunk: attention-like, with decays in the place of a softmax.
     weights = _decays(total_kbgrl, None if ids_kbl is None else ids_kbl[:, :, None, None])
     scores = torch.einsum("klbgn,kmbgn->kbglm", c, b)
     inside = torch.einsum("kbgrlm,kmbgrp->klbgrp", scores.unsqueeze(3) * weights, scaled)
+    # Across chunks: each adds to the state what its tokens have left at its end.
     to_end = masked_exp(
         total_kbgrl[..., -1:] - total_kbgrl,
         None if ids_kbl is None else (ids_kbl != ids_kbl[..., -1:])[:, :, None, None],
@@ -90,6 +92,7 @@ def chunked_scan(
     ids = None if ids_kbl is None else _Documents.of(ids_kbl, document_before)
     ends = carried_states(decays, added, None if ids is None else ids.last)
     first, starts, last = torch.zeros_like(ends[:1]), ends[:-1], ends[-1]
+    # A start may be a function of this scan's own result, for ranks that scan at the same time.
     if start is not None:
         since = decays.cumsum(0)
         start_state = start if isinstance(start, Tensor) else start(since[-1], last)

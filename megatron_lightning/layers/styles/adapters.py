@@ -116,6 +116,8 @@ def divide_column(
                     "exclude_modules, use rsLoRA, or set tensor_model_parallel_size to at most the "
                     "number of query groups."
                 )
+        # A is replicated, and each rank's gradient of A comes from its own tokens, or its own rows
+        # of B.
         if context.tp.size > 1 and (shards_tokens or not copies_input):
             partial_over(part.lora_A, context.tp)
         draw_from_stream(part.dropout, context, sharded=shards_tokens)

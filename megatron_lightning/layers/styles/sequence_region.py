@@ -72,6 +72,8 @@ class _Enter:
         if not extra and not wants_states:
             return None
         name = type(module).__name__
+        # Without gradients nothing is saved, so full sequences on every rank cost little: no
+        # padding is needed.
         if not torch.is_grad_enabled():
             _check_engines(module, name)
             _set_full(module, full=True)
@@ -89,6 +91,8 @@ class _Enter:
                 f"rows to a multiple of {self.ranks * self.sharers} (twice as much with "
                 f"load-balanced halves), {_WAY_OUT}"
             )
+        # Padding at the end is invisible to earlier tokens of a causal model. The outputs are cut
+        # to the length again.
         vars(module)[_LENGTH] = tokens.shape[_DIM]
         padded = {key: _padded(key, x, tokens.shape[_DIM], extra, name) for key, x in given.items()}
         return (), {**padded, "use_cache": False}

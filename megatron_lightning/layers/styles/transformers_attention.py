@@ -78,6 +78,7 @@ def _attend(  # noqa: PLR0917 (called by transformers)
         window=None if sliding_window is None else sliding_window - 1,
         documents=documents,
     )
+    # transformers' order of dims to ours, [s, b, n, d], and back.
     q, k, v = (x.permute(2, 0, 1, 3) for x in (query, key, value))
     out: Tensor = module.get_submodule(_CORE)(q, k, v, sequence, scaling)
     return out.view(*out.shape[:2], query.shape[1], -1).transpose(0, 1), None
