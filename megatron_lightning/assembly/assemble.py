@@ -183,6 +183,7 @@ def is_full(module: nn.Module, context: ParallelContext) -> bool:
         return True
     if record.layout != context.layout:
         return False
+    # Without a pipeline every layer is there, and only sizes tell shards from full layers.
     if record.path is None:
         return (
             context.layout.model_parallel_size > 1
@@ -192,6 +193,7 @@ def is_full(module: nn.Module, context: ParallelContext) -> bool:
         module.get_submodule(record.path),
         record.placement.stages_of(context.pp.rank),
     )
+    # With a pipeline it is enough to look for one unit of another rank's stage.
     return any(
         has_unit(pipelined, unit)
         for stage, units in enumerate(record.stages)

@@ -43,6 +43,8 @@ def assign_cp_comm_types(
         for path, child in module.get_submodule(owner).named_modules(remove_duplicate=False):
             style = plan.style_of(path)
             if isinstance(style, ContextAttention):
+                # A module with several paths counts once. Places are in the order of the model, as
+                # the list of types is.
                 place = places.setdefault(id(child), len(places))
                 if place < len(cp_comm_type):
                     own_style = replace(style, cp_comm_type=cp_comm_type[place])
@@ -55,6 +57,7 @@ def assign_cp_comm_types(
             "for all, not in a list."
         )
     return {
+        # Rows for single modules come before the plan's own patterns: the first match decides.
         owner: replace(plan, modules={**rows.get(owner, {}), **plan.modules})
         for owner, plan in plans.items()
     }

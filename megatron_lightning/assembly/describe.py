@@ -57,11 +57,15 @@ def describe_layout(
     stages = {} if found is None else _stages(found)
     plans = resolve_plans(module, layout, plan)
     styles = _styles(module, plans.applied)
+    # The smallest job with this layout: ranks of dense and of expert layers must both divide it.
     sizes = (layout.tp * layout.cp * layout.pp, layout.etp * layout.ep * layout.pp)
     context = ParallelContext(layout, planned_world_size=math.lcm(*sizes))
+    # A copy without memory becomes the part of one rank, so that specs come from the code that a
+    # run uses.
     shell = copy_on_meta(module)
     parallelize_models(shell, context, plans.applied)
     specs = named_shard_specs(shell)
+    # Ties within one rank are one tensor, and specs list only the first name.
     for owner, *copies in shared_names(shell):
         specs |= {name: replace(specs[owner], tied_to=owner) for name in copies}
     rows: list[tuple[str, ...]] = [_HEADER]

@@ -41,6 +41,7 @@ def check_draws(
     """
     equal_names = equal_shards(module, specs, context)
     for group in (context.tp, context.dp_cp):
+        # Shards equal from the start (zeros, ones) are no draw.
         drawn = [
             n for n, axis in equal_names if axis == group.name and (n, axis) not in equal_before
         ]

@@ -75,8 +75,11 @@ class StateEntries:
         beside = {key: value for key, value in checkpoint.items() if key not in _APART}
         names = TensorNames(self._local_shapes(), self._part.tied, self._orders())
         entries = names.find(beside)
+        # Callbacks may hold different entries on different ranks. All ranks must write the same
+        # list of names before the first collective of the save.
         entries = self._agreed([*entries, *_of_nobody(beside, entries)], beside)
         mine = [entry for entry, _ in entries]
+        # The rest of the dict is saved by rank 0 alone: a tensor in it must not be a rank's own.
         if compare:
             remainder = without(beside, [entry for entry in mine if entry.name])
             self._compare(remainder, names)
@@ -146,6 +149,8 @@ class StateEntries:
                 if is_named:
                     weights[_text(path)] = digest
         context = self._context
+        # Two sums of digests a rank instead of all values. Names are gathered only after a
+        # difference.
         values = torch.tensor([sum(marks.values()), sum(weights.values())], dtype=torch.int64)
         values = values.to(context.device)
         differs = torch.zeros(1, dtype=torch.int32, device=context.device)
@@ -154,6 +159,7 @@ class StateEntries:
             replicas if self._part.units is None else [*replicas, ("dp-cp", values[1:])]
         ):
             differs |= bool(diverged(compared, context.axis(group)))
+        # Every rank refuses, not only the group that differs.
         world = context.axis("world")
         if world.process_group is not None:
             dist.all_reduce(differs, dist.ReduceOp.MAX, group=world.process_group)
@@ -176,6 +182,8 @@ class StateEntries:
         """
         full_tensors: dict[str, Tensor] = {}
         entries = read_table(checkpoint)
+        # A checkpoint without a table was written by another strategy: entries are recognized by
+        # name and shape, and read from the state itself.
         if entries is None:
             entries, full_tensors = self._recognized(source, checkpoint)
             checkpoint.update(without(checkpoint, [e for e in entries if e.stored in full_tensors]))

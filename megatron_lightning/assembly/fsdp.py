@@ -69,6 +69,7 @@ def shard_units(
     """
     root: str | None = None
     tied = set[str]()  # with copies on other stages
+    # FSDP2 shards what is called as a unit. Under a pipeline the stage's own units serve.
     if part.partition is None:
         stages = {0: find_sharded(module, pipeline)}
         root = stages[0].path
@@ -95,6 +96,7 @@ def shard_units(
         for name, parameter in module.named_parameters()
         if isinstance(parameter, DTensor)
     }
+    # A full value is drawn, its shard kept, and the full value freed before the next is drawn.
     for name in units.unfilled:
         if is_left_empty(module, name):
             continue

@@ -43,6 +43,8 @@ class FullState:
         }
         shapes = {name: _sent(shards) for name, shards in self._own.items()}
         other_values = {n: v for n, v in local.items() if not isinstance(v, Tensor)}
+        # One exchange tells every rank who holds which box. Values are sent only when a tensor is
+        # read.
         ranks = state.context.axis("world").all_gather_object((shapes, other_values, dict(tied)))
         self._stored: dict[str, _Stored] = {}
         self.others: dict[str, Any] = {}
@@ -123,6 +125,8 @@ class FullState:
         shards = self._own[name].shards if name in self._own else []
         data_of_boxes = {shard.box: shard.data for shard in shards}
         world = context.axis("world")
+        # All ranks walk through the same boxes, so that broadcasts pair up. The holder of a box is
+        # its source.
         for rank, box in boxes:
             common = wanted.overlap(box)
             if common is None:

@@ -105,6 +105,9 @@ def find_stages(module: nn.Module, placement: Placement, options: PipelineOption
     if placement.num_stages > 1:
         kept = options.replicated_modules or ()
         outside = find_outside(pipelined, names, example.calls(path), kept)
+    # A prelude runs on the first stage alone. A prelude called later, or with state that reaches
+    # other stages, is replicated instead. Uses, weights and stages then change, and are computed
+    # again.
     while True:  # fewer preludes in every turn
         uses = None
         if placement.num_stages > 1:

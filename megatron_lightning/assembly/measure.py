@@ -91,6 +91,7 @@ def _make(class_path: str, init_args: Mapping[str, Any]) -> nn.Module:
     parser = ArgumentParser(exit_on_error=False)
     parser.add_subclass_arguments(nn.Module, "model", required=True)
     failures = []
+    # Some constructors compute with values, which meta tensors lack.
     for device in ("meta", "cpu"):
         try:
             values = {"model": {"class_path": class_path, "init_args": dict(init_args)}}
@@ -141,6 +142,7 @@ class MeasuredModule:
             self._uses = example.uses(self._path, unit_names(units))
         except ConfigError as error:
             self.no_pipeline = str(error)
+        # A model that no pipeline can divide is measured as a single unit.
         paths = {self._full(unit): unit for unit in unit_names(self._units)}
         run = _MeasuringRun(module, self._path, tuple(paths), half=half)
         self.samples = run.samples
@@ -222,6 +224,7 @@ class _MeasuringRun:
         caller, args, kwargs = given
         prefix = "" if caller is root else f"{path}."
         failure: Exception | None = None
+        # A model may cast to a dtype of its own. Sizes in the other dtype are scaled.
         for dtype in (torch.bfloat16,) if half else (torch.float32, torch.bfloat16):
             try:
                 with unlogged_fake_tensors():
@@ -255,6 +258,8 @@ class _MeasuringRun:
     ) -> None:
         mode = FakeTensorMode(allow_non_fake_inputs=True)
 
+        # Fake tensors have shapes, dtypes and storages, and neither values nor memory, so that
+        # models larger than the host can be measured.
         def fake(tensor: Tensor) -> Tensor:
             like = tensor.detach().to("meta")
             return FakeTensor(mode, like.to(dtype) if like.is_floating_point() else like, _CPU)
@@ -266,6 +271,7 @@ class _MeasuringRun:
         module = copy.deepcopy(caller, memo).train()
         args, kwargs = tree_map_only(Tensor, fake, (args, kwargs))
         self._found = {unit: [0.0] * 4 for unit in self._found}
+        # Parameters and buffers are in memory anyway: only further saved tensors count as kept.
         self._kept = {_storage(one): one for one in memo.values() if isinstance(one, Tensor)}
         with ExitStack() as undo:
             undo.enter_context(mode)
@@ -279,6 +285,8 @@ class _MeasuringRun:
                     child.register_forward_hook(partial(self._leave, unit, counter))
             output = module(*args, **kwargs)
             total = counter.get_total_flops()
+        # Everything not inside a unit belongs to the code around, plus copies of the output for a
+        # loss.
         outside = self._found[""]
         outside[0] = total - sum(values[0] for unit, values in self._found.items() if unit)
         size = sum(leaf.numel() for leaf in tree_leaves(output) if isinstance(leaf, Tensor))

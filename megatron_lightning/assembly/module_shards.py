@@ -162,6 +162,7 @@ class ModuleState:
             for name, value in sorted(state_dict.items())
             if isinstance(value, Tensor)
         }
+        # Reading is collective by name: ranks with other names would wait for each other.
         marks = self.context.axis("world").all_gather_object(
             zlib.crc32(repr(list(tensors)).encode())
         )
@@ -201,6 +202,7 @@ class ModuleState:
                     "or of initial values, and the checkpoint holds values of it. Export the "
                     "checkpoint (megatron-lightning convert export), and begin from the folder."
                 )
+        # Shards of the module's own memory: values are read in place, without a second copy.
         shards = [
             self.shards(prefix + self._saved_as(name, prefix, stored), name, tensor)
             for name, tensor in local_tensors.items()

@@ -93,6 +93,8 @@ def describe_part(
         }
         preludes = frozenset(prefix + name for name in partition.preludes)
         replicated_over_pp = frozenset(prefix + name for name in partition.replicated_over_pp)
+        # Each of these ranks holds a copy with a gradient of its own calls: the sum over pp is the
+        # gradient.
         specs = {
             name: replace(spec, partial_over=(*spec.partial_over, "pp"))
             if name in replicated_over_pp or _stage_of(name, stage_of_unit) is None

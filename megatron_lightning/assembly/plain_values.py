@@ -29,6 +29,7 @@ def compare_plain_values(rest: Mapping[str, Any], context: ParallelContext) -> N
     if context.layout.replica_size == 1 or world.process_group is None:
         return
     marks = dict(_marks(rest, ""))
+    # One number a rank says whether anything differs. Names follow only then.
     total = torch.tensor([sum(marks.values())], dtype=torch.int64, device=context.device)
     differs = torch.zeros(1, dtype=torch.int32, device=context.device)
     for axis in ("tp-pp", "cp"):

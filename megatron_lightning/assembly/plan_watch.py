@@ -229,6 +229,8 @@ class PlanWatch:
         Raises:
             ShardingError: Naming tensors that wrongly differ or are wrongly equal.
         """
+        # Ranks with different inputs have different partial gradients. Equal gradients were summed
+        # already.
         views = {
             key.name: spread.varies
             for key, spread in spreads.items()
@@ -247,6 +249,7 @@ class PlanWatch:
             tolerance = self._loss_differs if key.kind == "loss" else DIFFERENT
             return spread.difference > tolerance * spread.norm
 
+        # Zero outputs (a zero-initialized head) are equal on all ranks and prove nothing.
         has_output = self._was_right or any(
             key.kind == "output" and s.norm > 0 for key, s in spreads.items()
         )

@@ -119,6 +119,7 @@ def find_plans(
     plans = declared_plans(module, plan)
     if plan is not None or tensor_size == context_size == expert_size == 1:
         return plans
+    # A declared plan anywhere around or inside the model is the user's word for all of it.
     translated = {
         path: transformers_plan(model, tensor_size, context_size, expert_size)
         for path, model in transformers_models(module).items()

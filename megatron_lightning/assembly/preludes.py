@@ -119,6 +119,7 @@ class Outside:
             )
             cost += share * (_FORWARD_SHARE if is_frozen else 1.0)
         cost *= sum(weights)
+        # An embedding or a small projection must not move layers to other stages.
         if cost < _SMALLEST_COST * sum(weights) / len(weighing):
             return tuple(units)
         weighed = zip(names, [weights[0] + cost, *weights[1:]], strict=True)
@@ -159,8 +160,12 @@ def find_outside(
             reasons[path] = "a unit holds it, too"
         elif calls is None:
             reasons[path] = "no example inputs show where it is called"
+        # Called in the example run, outside of units: its place in the order of calls is known, so
+        # one stage can run it.
         elif calls.get(path):
             preludes.append(path)
+        # Not called: an unused head, or a branch that the example does not take. Only modules
+        # registered before the units can be taken for inputs.
         elif order[path] > first:
             reasons[path] = "the example inputs do not reach it, and it is registered behind units"
         elif user := _other_use(modules, path):

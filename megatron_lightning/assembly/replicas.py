@@ -79,6 +79,7 @@ def check_replicas(
     names = list(parameters)
     if context.world_size == 1 or not names:
         return
+    # Fingerprints instead of values: one number for each parameter crosses the network.
     fingerprints = torch.stack([fingerprint(parameters[name]) for name in names])
     for axis in ("dp-cp", "tp", "edp", "etp", "ep"):
         group = context.axis(axis)
@@ -121,6 +122,7 @@ def check_trained_replicas(module: nn.Module, part: Part, context: ParallelConte
     if context.world_size == 1:
         return
     tensors = _replicated_tensors(module)
+    # The gradient of these copies is one reduced buffer: not a bit may differ.
     for axis in ("dp-cp", "edp"):
         names = [n for n, t in tensors.items() if _spec_of(n, t, part).data_axes == axis]
         full_names = [n for n in names if not isinstance(tensors[n], DTensor)]
@@ -129,6 +131,7 @@ def check_trained_replicas(module: nn.Module, part: Part, context: ParallelConte
         _refuse_drift(
             full_names, _spread(marks, context.axis(axis), context) > 0, context.axis(axis)
         )
+    # Each of these copies computes the same gradient by itself, and kernels may round differently.
     for axis in ("tp", "etp", "ep", "pp"):
         close = [n for n, t in tensors.items() if _is_close_over(axis, n, t, part)]
         agree_on_names(close, context.axis(axis), context.device)

@@ -92,6 +92,8 @@ def explain(
     heads = _explain_heads(error, place, module, context)
     if heads is not None:
         return heads
+    # Sizes that differ by exactly the number of ranks: a shard met a full tensor. Anything else is
+    # the user's own error, and is left as it is.
     if mismatch is None or max(mismatch.sizes) != ranks * min(mismatch.sizes):
         return None
     path = place.path or type(module).__name__
@@ -226,6 +228,7 @@ def _missing_rows(place: _Place, *, sequence: bool) -> str:
     """Return a sentence with the modules that lack a row, modules inside of the place first."""
     prefix = f"{place.owner}." if place.owner else ""
     prefix_inside = f"{place.path}." if place.path else ""
+    # Modules with parameters and without a row, by their paths in the plan.
     bare = {
         (prefix_inside + path if path else place.path).removeprefix(prefix): child
         for path, child in place.module.named_modules()

@@ -103,6 +103,8 @@ class StageRunner:
             )
         # A training draws as if there had been no calls.
         self._context.rng.load_state_dict(streams)
+        # Every length of a text is a signature of its own, and a long run of generation would
+        # collect them without end. All ranks have counted alike, so that all forget at once.
         if len(self._known.numbers) > _MOST_SIGNATURES:
             self._known.forget()
             self._facts.notes.clear()

@@ -290,6 +290,7 @@ def remove_checkpoint(path: str | os.PathLike[str]) -> None:
         folder = RemoteFolder(str(path))
         if folder.files.isfile(folder.root):
             folder.files.rm_file(folder.root)
+        # Without a rename, the manifest goes first: a folder without one is no checkpoint.
         folder.remove([MANIFEST])
         folder.remove(name for name in folder.sizes() if OUR_FILES.fullmatch(name))
         return
@@ -306,6 +307,8 @@ def remove_checkpoint(path: str | os.PathLike[str]) -> None:
                     stacklevel=2,
                 )
                 return
+            # Deleting takes time. A rename makes it disappear at once, and a killed process leaves
+            # a folder that prune recognizes.
             os.rename(local, to_delete)
         shutil.rmtree(to_delete, ignore_errors=True)
 

@@ -86,11 +86,14 @@ class Saver:
         """
         began = time.monotonic()
         self._rank = context.axis("world").rank
+        # A save waits for the previous one: two at a time would double the copies in memory, and
+        # could commit out of order.
         self.finish()
         with self._lock:
             self._writing = self._writing or plan.replaces
             self._to_delete = [path for path in self._to_delete if path != plan.path]
         try:
+            # The background thread must not see the next step's values.
             snapshot = live = plan.take(context.axis("world"))
             if background:  # a host may run out of memory
                 group = self.group(context)

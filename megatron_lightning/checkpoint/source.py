@@ -128,12 +128,14 @@ class DirectorySource:
                     opened(self.folder, file, self.manifest.files[file], once=self._alone)
                 )
                 checks.append(partial(check_dtypes, reader, dtypes[file], f"{self.folder}/{file}"))
+                # Disks read ahead: ascending positions, interleaved over the streams of a file.
                 ordered = sorted(boxes, key=lambda read: read.shard.start + read.start)
                 parts = (
                     ordered[first :: reader.num_streams] for first in range(reader.num_streams)
                 )
                 streams += [ReadQueue(reader, part, f"{self.folder}/{file}") for part in parts]
             work = [stream.work for _ in range(2) for stream in streams]
+            # Headers are checked beside the reads, and the first failure stops all.
             pending = [threads.submit(task) for task in (*checks, *work)]
             try:
                 wait(pending, return_when=FIRST_EXCEPTION)
@@ -172,6 +174,8 @@ class PlainSource:
                     "load the weights alone."
                 )
             pairs = zip(optimizers, optimizer_parameters, strict=True)
+            # torch numbers parameters in the order of the groups. Names make states independent of
+            # the order.
             checkpoint["optimizer_states"] = [
                 name_optimizer_state(entry, names) for entry, names in pairs
             ]
@@ -263,12 +267,14 @@ def _read_directory(
         manifest = Manifest.loads(text)
     except CheckpointError as error:
         raise CheckpointError(f"{path}: {error}") from error
+    # Ranks get the text, and the reading rank need not parse it twice.
     parsed.append(manifest)
     for name, size_bytes in manifest.files.items():  # before anything is changed
         if name not in sizes:
             raise unreadable(f"{path}/{name}", "no such file; links are not followed")
         if sizes[name] != size_bytes:
             raise wrong_size(f"{path}/{name}", sizes[name], size_bytes)
+    # The checksum comes before the state is unpacked.
     with opened(folder, manifest.state_file, manifest.files[manifest.state_file]) as reader:
         state = bytes(read_range(reader, 0, manifest.files[manifest.state_file]))
     if zlib.crc32(state) != manifest.state_checksum:

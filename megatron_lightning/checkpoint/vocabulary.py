@@ -74,6 +74,7 @@ def fit_vocabulary(
         f"{name}: {stored[name].shape[0]} rows in the checkpoint, {size} in the model"
         for name, size in rows.items()
     ]
+    # Every rank refuses: tensors of the vocabulary are on the first and last stage alone.
     together(
         context.axis("world"), "loading the checkpoint", lambda: _refuse([] if resize else texts)
     )

@@ -121,6 +121,8 @@ class Manifest:
     """JSON values for display. Nothing is loaded from these values."""
 
     def __post_init__(self) -> None:
+        # A manifest is data from outside: nothing in it may lead to other files or beyond their
+        # ends.
         for name in self.files:
             _check(
                 _is_plain_name(name), f"file name {name!r} leads out of the checkpoint's directory"
@@ -146,6 +148,7 @@ class Manifest:
                     len(shard.checksums) == -(-num_bytes // BLOCK_BYTES),
                     f"{name}: wrong number of checksums",
                 )
+        # Sorted by begin, two ranges overlap only if neighbors do.
         for file, parts in ranges.items():
             parts.sort()
             for (_, end), (start, _) in pairwise(parts):
@@ -190,6 +193,8 @@ class Manifest:
             raise CheckpointError(
                 f"manifest.json is damaged ({error}). Resume from another checkpoint."
             ) from error
+        # Format and version before the checksum, since another format has another one, and the
+        # checksum before the content.
         _check(
             isinstance(body, dict) and body.get("format") == FORMAT,
             f"it is not a {FORMAT} manifest",
@@ -260,6 +265,7 @@ def check_tiling(name: str, shape: Shape, boxes: Sequence[Box]) -> None:
         )
     covered = sum(prod(box.shape) for box in boxes)
     if covered == prod(shape):  # a hostile manifest may have many corners
+        # Only dims with a partial box have inner corners, and 2^dims corners a box.
         split = [dim for dim, n in enumerate(shape) if any(box.shape[dim] != n for box in boxes)]
         _check(
             len(boxes) << len(split) <= _MAX_CORNERS,

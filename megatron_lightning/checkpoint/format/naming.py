@@ -78,6 +78,7 @@ def join_tensors(tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> dic
     for name, tensor in tensors.items():
         key, _, rest = name.partition(".")
         if key == _OPTIMIZERS:
+            # A parameter's name has dots, and a key of a state has none: split at the last.
             index, _, path = rest.partition(".state.")
             fqn, _, entry = path.rpartition(".")
             if not index.isdecimal() or int(index) >= len(checkpoint.get(key, ())):

@@ -126,6 +126,8 @@ def _write_one(
     begin = header_bytes(header)
     checksums = [BlockChecksums() for _ in shards]
 
+    # The header states all offsets, so it is written before any value is fetched. Checksums run in
+    # the thread beside the next chunk's copy and write.
     def content() -> Iterator[bytes | memoryview]:
         yield begin
         pending: Future[None] | None = None
@@ -217,6 +219,8 @@ def plan_reads(
     extent = tuple(target.shape)
     shape = shard.box.shape
     strides = tuple(prod(shape[dim + 1 :]) for dim in range(len(shape)))
+    # The box spans a range of the shard's bytes, from its first to its last element, with gaps
+    # between its rows.
     first = sum(index * stride for index, stride in zip(low, strides, strict=True))
     count = 1 + sum((n - 1) * stride for n, stride in zip(extent, strides, strict=True))
     start, stop = first * dtype.itemsize, (first + count) * dtype.itemsize
@@ -230,6 +234,8 @@ def plan_reads(
                 shard, start, end, flat[done : done + (end - start) // dtype.itemsize], (1,), dtype
             )
             start = end
+    # Too large to read with its gaps: halve along the outermost dim, so that gaps shrink to those
+    # within rows.
     elif stop - start > _CHUNK_BYTES:
         dim = next(dim for dim, n in enumerate(extent) if n > 1)
         half = extent[dim] // 2
@@ -260,6 +266,8 @@ class ReadQueue:
         # Reused: new memory costs more than the read.
         buffer = torch.empty(0, dtype=torch.uint8)
         while True:
+            # The file has one position: reads take turns, and checksums and copies run beside the
+            # next read.
             with self._turn:
                 read = next(self._reads, None)
                 if read is None:
@@ -299,6 +307,7 @@ def check_dtypes(
         file: The file's full name, for messages.
     """
     first = min(dtypes)  # the header ends before the first shard
+    # A short read mostly has all of the header. A longer header takes a second one.
     data = read_range(reader, 0, min(first, _HEADER_BYTES))
     base = 8 + int.from_bytes(data[:8], "little")
     if len(data) < base <= first:

@@ -92,6 +92,8 @@ def write_checkpoint(
                 (n, b, torch.empty(b.shape, dtype=tensors[n].dtype, device="meta"))
                 for n, b in content
             )
+            # Shapes without memory: the writer needs sizes for the header, and fetches one box at a
+            # time.
             placeholders = [
                 (name, Shard(box.offset, placeholder)) for name, box, placeholder in meta
             ]

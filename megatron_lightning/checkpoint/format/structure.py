@@ -34,6 +34,7 @@ def check_structure(state: Mapping[Any, Any], origin: str) -> None:
     for key in state:
         _require(isinstance(key, str), f"the key {key!r}", str, key, origin)
     _check_entries(state, _LIGHTNING, "", origin)
+    # What this package itself indexes into. Plugins and callbacks check their own entries.
     for i, entry in enumerate(state.get("optimizer_states", ())):
         place = f"optimizer_states[{i}]"
         _require(isinstance(entry, Mapping), place, Mapping, entry, origin)

@@ -93,6 +93,8 @@ class Pointer:
         nothing.
         """
         file = Path(path)
+        # Called with any path that a user resumes from, so that a large file must not be read as
+        # JSON.
         if not file.is_file() or file.stat().st_size > 1 << 16:
             return None
         try:
@@ -171,6 +173,9 @@ class LocalCopies:
         """
         group, wanted = self._group, set(range(num_ranks))
         copies_of_ranks = group.all_gather_object(self._held())
+        # With the same layout a part may come from any node, since each rank reads one part,
+        # fetched if needed. Otherwise every rank may read from all parts, so each node needs them
+        # all.
         places = [set().union(*copies_of_ranks)] if same_layout else copies_of_ranks
         complete = [
             name
@@ -180,10 +185,12 @@ class LocalCopies:
         if not complete:
             return None
         name = complete[0]
+        # Nodes without their ranks' parts (replaced machines) receive them from the buddy.
         if same_layout:
             self._fetch(
                 name, [{rank for n, rank in parts if n == name} for parts in copies_of_ranks]
             )
+        # Headers are shared out among the ranks, and everyone learns all.
         first = range(group.rank, num_ranks, group.size)
         opened = together(
             group,

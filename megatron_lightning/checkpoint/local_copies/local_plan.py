@@ -76,6 +76,7 @@ def open_copy(
             f"the local copies in {pointer.folder} are of another layout ({pointer.num_ranks} "
             f"ranks of {pointer.layout}), and not every node has all parts of one"
         )
+    # One rank lists: file systems of other nodes may see a new folder later.
     paths = on_first_rank(
         group, lambda: [str(found.path) for found in list_checkpoints(Path(path).parent)]
     )

@@ -63,6 +63,7 @@ def average(
         entry = tensors[-1][name]
         if not (entry.dtype.is_floating_point or entry.dtype.is_complex):
             return read_box(opened[-1], name, entry.dtype, box)
+        # One box of all sources at a time, so that memory does not grow with the model.
         total = torch.zeros(
             box.shape, dtype=entry.dtype if entry.dtype in _SUMMED_IN_OWN_DTYPE else torch.float32
         )

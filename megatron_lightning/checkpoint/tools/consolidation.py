@@ -58,6 +58,7 @@ def read_full(
             source.read([(name, Shard((0,) * tensor.dim(), tensor))])
             advance(tensor.nbytes)
     state = {key: value for key, value in source.state().items() if key not in left_out}
+    # Tensors of callbacks go back to their places in the nested state, and not under names.
     entries = [e for e in read_table(state) or () if e.stored in tensors]
     stored_tensors = [tensors[entry.stored] for entry in entries]
     for entry in entries:

@@ -113,6 +113,7 @@ def find_prunable(
     if keep_last is None and keep_every is None:
         return prunable
     checkpoints = list_checkpoints(top)
+    # Targets of links (last.ckpt), and the best and last checkpoints of the callbacks.
     referred = _referred_to(top, checkpoints)
     # Nobody can resume from a checkpoint without all files.
     sound = [checkpoint for checkpoint in checkpoints if _has_its_files(checkpoint.path)]
