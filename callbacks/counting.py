@@ -48,6 +48,7 @@ def num_tokens(
                 "tokens to the entry that holds one element for each token."
             )
         return int(entries[entry].numel())
+    # From certain to likely: declared dims, then entries by their usual names.
     dims: Mapping[Any, int] | None = getattr(module, "sequence_dims", None)
     if dims is None:
         dims = getattr(getattr(trainer, "datamodule", None), "sequence_dims", None)

@@ -40,6 +40,7 @@ class GradientNormMonitor(pl.Callback):
         """Compute and log the norms. A collective under MegatronStrategy."""
         strategy = trainer.strategy
         values: dict[str, Any] = {}
+        # p.grad may be a shard or None there. The strategy sums over shards.
         if isinstance(strategy, MegatronStrategy):
             values[self.name] = strategy.gradient_norm()
             norms: Mapping[str, Tensor] = (

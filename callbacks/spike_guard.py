@@ -184,6 +184,7 @@ class SpikeGuard(pl.Callback):
                 )
                 if (text := self._spike(name, value, values))
             ]
+            # A skipped value must not widen the range of normal values.
             if not spikes or self.action == "warn":
                 for value, values in zip((loss, gradient_norm), self._values, strict=True):
                     if math.isfinite(value):

@@ -297,6 +297,8 @@ class ThroughputMonitor(pl.Callback):
             sum(step.flops for step in self._steps),
             *self._new,
         ]
+        # One exchange of sums. Times are means of ranks, and counts are sums over data-parallel
+        # ranks.
         rows = values_of_ranks(trainer, own_values)
         means = [sum(column) / len(rows) for column in zip(*rows, strict=True)]
         seconds, paused_s, peak = means[:3]

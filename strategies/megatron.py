@@ -175,6 +175,7 @@ class MegatronStrategy(SetupHooks, StepHooks, CheckpointHooks):
             sequence_parallel=sequence_parallel,
         )
         warn_of_other_namespace()
+        # Everything that sizes alone decide is refused here, before a Trainer or a process exists.
         check_options(micro_batch_size, data_parallel, start_method, non_finite)
         check_plan_choice(sharding_plan)
         check_process_groups(process_group_backend, timeout_s)
@@ -226,6 +227,7 @@ class MegatronStrategy(SetupHooks, StepHooks, CheckpointHooks):
 
     @override
     def _configure_launcher(self) -> None:
+        # First, since torchrun may have started another number of ranks than the Trainer was told.
         self._take_sizes_of_torchrun()
         world_size = self._planned_world_size
         preflight.check_trainer(

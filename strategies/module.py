@@ -93,8 +93,10 @@ def assemble_module(
     placement = options.schedule.placement
     if not is_assembled(module):
         check_layers(options, context.world_size, module, module.trainer)
+    # Converted before layers are divided, as plans look at classes.
     if layer_sync is not None and module.trainer.state.fn == TrainerFn.FITTING:
         _synchronize_batch_norm(module, layer_sync, context.dp)
+    # Under fsdp parameters stay on meta until they are shards: a rank never holds the full part.
     if is_full(module, context):
         allocates = options.data_parallel != "fsdp" or context.dp_cp.size == 1
         part = assemble(
@@ -104,6 +106,7 @@ def assemble_module(
         part = reattach(module, context, placement, options.pipeline)
     if options.data_parallel != "fsdp" or context.dp_cp.size == 1:
         read_weights(module, part, context)
+    # Last: recomputation wraps the forwards of the classes that layers have now.
     apply_recompute(module, options.recompute, stages=list(part.units_of_stage.values()))
     return part if before is None else replace(part, units=before.units)
 
@@ -135,6 +138,7 @@ def place_module(
     submodules = {
         n: p for n, p in module.named_parameters() if not (isinstance(p, DTensor) or p.is_meta)
     }
+    # Compared before sharding, when every rank still has what it would broadcast.
     check_replicas(submodules, part.specs, context)
     if options.data_parallel == "fsdp" and part.units is None and has_replicas(context):
         units = shard_units(
@@ -152,6 +156,7 @@ def place_module(
     # FSDP2 makes new parameters, and so does torch when moving parameters sharded by FSDP2.
     for name, parameter in module.named_parameters():
         copy_attributes(attributes.get(name, {}), parameter)
+    # Lengths of rows are computed from final values.
     fill_magnitudes(module)
     check_loaded_base(ModuleState(module, part, context))
     return part

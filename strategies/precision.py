@@ -94,6 +94,8 @@ class MegatronMixedPrecision(MixedPrecision):
                 "another precision."
             )
         self.step_skipped = False
+        # The closure runs before the step, and not inside as in Lightning, since only its gradients
+        # show whether there is a step.
         result = closure()
         # There are no gradients: ``training_step`` returned None.
         if result is None and model.automatic_optimization:

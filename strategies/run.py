@@ -98,6 +98,8 @@ class Run:
         self._until_setup = self.undo.enter_context(ExitStack())
         self._injects_samplers = True
         self._draws = DrawnValues()
+        # A second run of the same module (fit, then test) takes over its part, its optimizers and
+        # its communicators.
         earlier_module: PartitionedModule | None = None
         if previous is not None and previous.module is module:
             earlier_module = previous._partitioned

@@ -150,7 +150,10 @@ class Checkpoints:
         """
         if self._trainer.state.status == TrainerStatus.INTERRUPTED:
             self._forget_batch()
+        # The process may end right after a save outside of the loop: nothing may be left to a
+        # thread.
         background &= self._trainer.state.status == TrainerStatus.RUNNING
+        # Names may hold times or values of a rank.
         path = self._ranks.broadcast(path)
         tensors, plain_state, _ = self._divide(checkpoint, part)
         info = self._info(plain_state, part)
@@ -158,6 +161,8 @@ class Checkpoints:
         def take(group: AxisGroup) -> Snapshot:
             return take_snapshot(path, tensors, plain_state, info=info, group=group)
 
+        # Hugging Face folders are written after the shards, from the same snapshot, so that both
+        # hold one step.
         exports = self._exports()
         if exports:
             self._folders.prepare()
@@ -295,8 +300,10 @@ class Checkpoints:
         Raises:
             CheckpointError: On every rank: for misshaped or damaged tensors.
         """
+        # The checkpoint to load may still be on its way to the disk.
         self.saver.finish()
         module, state, world = self._module, self._module_state(part), self._context.axis("world")
+        # Copies in a node's memory come first: newer, and read without the shared file system.
         copy = open_copy(
             path,
             world,
@@ -309,6 +316,7 @@ class Checkpoints:
         self._is_plain = isinstance(source, PlainSource)
         self._source = self._fitted(source, part)
         checkpoint = self._source.state()
+        # Entries of callbacks are read now, since Lightning restores callbacks before the module.
         StateEntries(state).load(self._source, checkpoint)
         checkpoint["state_dict"] = {
             **checkpoint.get("state_dict", {}),

@@ -51,6 +51,7 @@ def keep_global_batch(
     batches = size.accumulated_as(then) if is_sized_by_launcher else None
     if batches is not None:
         trainer.accumulate_grad_batches = batches
+        # Lightning's loop counts batches. The new number of batches has to mean the same samples.
         _rescale_progress(trainer, batches, then.accumulated)
         rank_zero_info(
             f"MegatronStrategy: {num_replicas} data-parallel ranks instead of "

@@ -69,9 +69,13 @@ class RunState:
         fit_loop = checkpoint.get("loops", {}).get("fit_loop", {}).get("state_dict", {})
         mine: dict[str, Any] = {}
         drawn_by_steps, drawn_by_hooks = self._streams().states()
+        # User code draws the same numbers on all ranks of a replica, and parallel layers draw other
+        # numbers on each model-parallel rank: one state for each replica, and one for each place in
+        # it.
         if context.tp.rank == context.pp.rank == context.cp.rank == 0:
             mine["data"] = (context.dp.rank, drawn_by_steps, fit_loop.get("combined_loader"))
         streams = context.rng.state_dict()
+        # Experts lie on the ranks in another grid, and have a place of their own.
         experts = {EXPERTS: streams.pop(EXPERTS)}
         mine["layers"] = {_place_in_replica(context): streams} if context.dp.rank == 0 else {}
         if context.edp.rank == 0:
@@ -130,6 +134,7 @@ class RunState:
             states.get(context.dp.rank),
             state.get("hooks_random_state") or states.get(0),
         )
+        # Under another layout the places mean other layers: the streams begin anew from the seed.
         if state["layout"] == asdict(context.layout):
             for place in (_place_in_replica(context), _place_among_experts(context)):
                 context.rng.load_state_dict(state["layer_streams"].get(place, {}))

@@ -73,6 +73,8 @@ def report_attention(
             kernel = kernel_for(device, core.backend, core.softcap).name
             descriptions[f"in blocks by {kernel} (attention_backend={core.backend})"] = None
         elif config is not None:
+            # torch chooses a kernel by shape and dtype: it is asked with tensors like those of the
+            # step.
             q, k, v = _inputs(config, context, torch.float32 if core.in_fp32 else dtype)
             dropout = core.dropout.p if training else 0.0
             chosen = chosen_backend(

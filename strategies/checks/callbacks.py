@@ -90,6 +90,8 @@ def check_callbacks(
             middle of a gather.
     """
     callbacks: list[pl.Callback] = getattr(trainer, "callbacks", [])
+    # Each check names one conflict: who reads parameters that are on their way, are quantized data,
+    # or are on another rank.
     sharded = data_parallel != "ddp" and num_replicas > 1
     if overlapped:
         _check_readers(

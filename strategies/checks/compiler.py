@@ -41,6 +41,7 @@ def check_compiler(options: CompileOptions, device: torch.device) -> None:
             'compile="block" writes kernels for CUDA in Triton, which is not installed. Install '
             "triton, or leave compile out."
         )
+    # Both backends of inductor build a small extension of Python.
     headers = Path(sysconfig.get_path("include"))
     if not (headers / "Python.h").exists():
         raise ConfigError(

@@ -36,6 +36,8 @@ def check_connections(
     if capability is None:
         return
     value = os.environ.get(VARIABLE)
+    # A single queue keeps the order of launches, as overlap of tensor parallelism needs. fsdp
+    # launches gathers ahead of time, and needs several queues.
     if data_parallel == "fsdp":
         if value == "1":
             raise ConfigError(

@@ -123,6 +123,7 @@ def check_before_launch(
             check_layers(options, world_size, planned, trainer)
     if isinstance(module, DistillationModule):
         module.check_tokenizers()
+    # Files are looked for before any process starts, since each rank would fail alone otherwise.
     stage = None if trainer is None else trainer.state.fn
     if stage is not None and stage != TrainerFn.PREDICTING:
         if isinstance(data, IndexedDataModule):
@@ -178,6 +179,7 @@ def check_layers(
     """
     replicas = options.layout.data_parallel_size(world_size)
     sharded = options.data_parallel == "fsdp"
+    # From cheap to expensive: the last checks run the module without values.
     check_fused_losses(module, options.layout, sharded=sharded and replicas > 1)
     check_adapters_only(module, adapters_only=options.checkpoint.adapters_only)
     check_base(options, module, trainer)

@@ -60,6 +60,8 @@ class SetupHooks(RankHooks):
             compat.keep_freed_memory()
         capability = gpu_capability(self.root_device)
         check_connections(self.layout, self.options.data_parallel, capability)
+        # Ranks come before the groups, and the groups before everything that compares ranks. The
+        # run is last, since it needs all of them.
         self._set_world_ranks()
         is_new = self.ranks.connect(
             self.cluster_environment, self._planned_world_size, self.root_device, self._write_logs
@@ -67,9 +69,13 @@ class SetupHooks(RankHooks):
         if is_new and self.run is not None:
             self.run.forget_part()
         trainer = internals.attached_trainer(self.module)
+        # Lightning's own handler broadcasts, and other ranks may be waiting for this rank
+        # elsewhere.
         if self.ranks.failure_watch is not None and trainer is not None:
             internals.note_sigterm(trainer)
         if trainer is not None:
+            # Trackers draw names on rank 0 alone. Created here, the draws leave no trace in the
+            # random states.
             create_experiments(trainer.loggers)
         if self.context.world_size > 1:
             internals.set_device_mesh(self.module, self.context.device_mesh())

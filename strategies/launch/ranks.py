@@ -122,6 +122,7 @@ class ProcessGroups:
             self.failure_watch = FailureWatch(
                 write_logs=write_logs, unblock=unblock, course=self.course
             )
+            # The watch runs before the first collective, which a failed rank would leave hanging.
             self.failure_watch.start()
         if self._context is not None:
             return False
@@ -140,6 +141,7 @@ class ProcessGroups:
             nccl_options=self._nccl_options,
         )
         if not is_alone and self._context.dp.size == 1:
+            # Lightning asks for a data-parallel group, and a missing group means all ranks to it.
             self._alone = dist.new_group(
                 [dist.get_rank()],
                 timeout=self._timeout,

@@ -96,6 +96,7 @@ class ScriptLauncher(SubprocessScriptLauncher):
         self.cluster_environment.validate_settings(
             num_devices=self.num_processes, num_nodes=self.num_nodes
         )
+        # Popped, so that processes started by the user's code do not believe to be ranks.
         starter = os.environ.pop(_STARTER_VARIABLE, None)
         if starter is not None:
             self._is_started = True
@@ -106,6 +107,7 @@ class ScriptLauncher(SubprocessScriptLauncher):
         ):
             self._start()
         if self.num_processes > 1:
+            # Each rank would otherwise use all cores of the node.
             share_threads(num_processes=self.num_processes)
         try:
             return function(*args, **kwargs)

@@ -79,9 +79,11 @@ class Starts:
         """
         if not trainer.is_global_zero:
             return
+        # Rows logged after the checkpoint are logged again from here.
         drop_later_rows(trainer.loggers, next_logged_step(trainer))
         is_local = not is_remote(str(trainer.default_root_dir))
         resumes = is_local and bool(trainer.checkpoint_callbacks)
+        # Only runs that may be started again keep a record beside the logs.
         if not (resumes and (self._is_restart or _may_start_again())):
             return
         self._path = _path_of(trainer)

@@ -84,6 +84,8 @@ class WorkerLauncher(MultiProcessingLauncher):
             try:
                 with watched_workers(lambda: self.procs, on_failure):
                     return super().launch(function, *args, trainer=trainer, **kwargs)
+            # torch.multiprocessing knows one worker's text. The reports know the first error
+            # itself.
             except ProcessException as failed:
                 error = reports.error()
                 if error is None:

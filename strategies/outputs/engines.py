@@ -79,6 +79,7 @@ def live_engine(
             forward_context=forward_context,
             prepare=prepare,
         )
+    # Models of others write by their own generate, without our cache, routes and drafts.
     refuse_routes(options)
     check_drafts(None, options or EngineOptions())
     longest = getattr(getattr(model, "config", None), "max_position_embeddings", None)

@@ -73,6 +73,7 @@ def step_participants(
     """
     partition, options = scope.part.partition, scope.options
     watch = None if training is None else _plan_watch(scope)
+    # Enclosing concerns come first: buffers and weights are settled before anything reads them.
     yield BufferValues(parts.buffers, at_end=not options.is_native)
     if training is not None and watch is not None:
         yield WrittenWeights(scope, training.accumulation, training.optimizers, watch)
@@ -86,6 +87,8 @@ def step_participants(
         yield parts.inputs
     if not options.pipeline.explicit_steps:
         yield StepHints(scope)
+    # Values and random states that user code may change follow the checks of the batch, and precede
+    # the contexts of a forward.
     if partition is not None:
         yield ModuleValues(scope, partition)
         yield RandomStates(scope)
@@ -97,6 +100,7 @@ def step_participants(
     if not options.is_native:
         yield StepLogs(scope)
     yield StepReports(scope)
+    # Judgments come last, when the step's values and gradients are complete.
     yield from _of_hooks(scope, parts.guard, fits=training is not None)
     if options.is_native and (watches := step_watches(scope.module.trainer)):
         yield ForwardTimes(watches)

@@ -310,6 +310,8 @@ class PipelinedStepRunner(StepRunner):
         """
         predicting, device = run.hook == "predict_step", self._scope.context.device
         message: Any = None
+        # The last stage lies on pp rank 0, and alone has outputs, logs and metrics. One message
+        # gives them to all stages.
         if self._scope.context.pp.rank == 0:
             weights, sharing = run.item_weights, self._scope.context.cp
             output = merge_outputs(
@@ -319,6 +321,7 @@ class PipelinedStepRunner(StepRunner):
             returned = (
                 f"returned {tree_structure(output)}" if output is not None else "returned None"
             )
+            # Compared before collectives that would pair up wrongly.
             check_alike([returned, *run.facts], run.hook, sharing, device)
             output = mean_over_context(output, weight, sharing)
             if predicting and self._sequence is not None:

@@ -302,6 +302,7 @@ class Rerun:
             repeat: Computes losses and gradients of a batch again, given the batch and indices.
         """
         inputs, accumulation = self._inputs, self._training.accumulation
+        # The first run's gradients are put back at the end: a rerun compares, and changes nothing.
         first = {name: g.clone() for name, g in accumulation.reducer.gradients().items()}
         losses = [list(batch.losses) for batch in self.batches]
         states, buffers = inputs.states(), inputs.buffers_now()
@@ -313,6 +314,7 @@ class Rerun:
                 inputs.batches[:] = [batch]
                 inputs.restore(batch)
                 is_last = number == len(self.batches)
+                # Reduced once, with the last batch, as in the first run.
                 with nullcontext() if is_last else accumulation.accumulating():
                     repeat(batch.batch, batch.indices)
                     accumulation.finish_run()
@@ -326,6 +328,7 @@ class Rerun:
         for batch, before in zip(self.batches, losses, strict=True):
             batch.losses[:] = before
         inputs.batches[:] = self.batches
+        # A second rerun of the same step is possible.
         inputs.is_complete = True
         inputs.fill(buffers)
         inputs.restore_states(states)

@@ -57,6 +57,7 @@ class StepRun:
         """Actions of the step on this rank, in words, for comparison between ranks sharing a
         sequence.
         """
+        # Means weigh micro-batches by samples, or alike if any size is unknown.
         known_sizes = [float(size) for size in self.sizes if size]
         self._weights = (
             known_sizes if len(known_sizes) == len(self.sizes) else [1.0] * len(self.sizes)

@@ -58,6 +58,7 @@ class StepRunner(ABC):
         self.buffers = BufferSync(scope.module, scope.part, scope.context)
         """Keeps buffers equal on all ranks with the same buffer."""
         if training is not None:
+            # Flags of buffers travel with the gradients' flags: no collective of their own.
             training.accumulation.beside = self.buffers.replicas
         self._metrics = MetricSync(
             scope.module, scope.context, lambda: getattr(scope.module.trainer, "callbacks", ())

@@ -139,6 +139,8 @@ def _refuse_values_of_stages(found: Sequence[dict[str, float]], ranks: Sequence[
             {v for place, v in options.items() if re.sub(r"group \d+, ", "", place) == option}
             for options in found
         ]
+        # One value on each stage, and several in all: read from something that differs between
+        # stages.
         if all(len(some) == 1 for some in values) and len(set.union(*values)) > 1:
             numbers = ", ".join(f"{some.pop():.9g}" for some in values)
             raise ShardingError(

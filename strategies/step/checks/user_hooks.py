@@ -84,10 +84,13 @@ class UserHooks(StepParticipant):
         names = {_address(parameter): name for name, parameter in parameters.items()}
         with _DrawWatch() as draws:
             yield
+        # Two traces of a draw: parameters filled in place, by address, and tensors drawn in
+        # parameters' shapes, to be added.
         filled = {names[address] for address in draws.filled if address in names}
         shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
         left = list(draws.shapes)
         drawn = {name for name, shape in shapes.items() if _take(shape, left)}
+        # A few equal shapes may be chance (a mask of a batch). Addresses are no chance.
         if len(drawn) < max(_MIN_TENSORS, len(shapes)):
             drawn = filled if self._fills_layers(filled) else filled & sharded
         if not drawn:

@@ -79,12 +79,15 @@ def follow_zero_grad(
             names = {id(parameter): name for name, parameter in module.named_parameters()}
             targets = accumulation.reducer.targets()
             for parameter in cleared.parameters():
+                # The gradient that will be stepped may lie on a shard, which the user's zero_grad
+                # does not know.
                 target = targets.get(names[id(parameter)])
                 if target is not None:
                     target.grad = None
 
     for child in module.modules():
         override(child, "zero_grad", partial(clear, child), undo)
+    # The optimizer and Lightning's wrapper are both in the hands of users.
     handed_out: Any = module.optimizers()  # Lightning's wrappers, a single wrapper without a list
     for optimizer in [*optimizers, *(handed_out if isinstance(handed_out, list) else [handed_out])]:
         if isinstance(unwrapped(optimizer), Optimizer):

@@ -88,6 +88,7 @@ class Training:
         if storage.names:
             undo.callback(join_backwards, module)
             self.store_parameters()
+        # Undone in reverse order: views on p.grad and hooks go after everything that reads them.
         undo.callback(self.accumulation.detach)
         self.norms = GradientNorms(self.accumulation, context)
         self._parts = describe_parts(context, data_parallel)
@@ -109,6 +110,7 @@ class Training:
         self.step_skipped = False
         """Whether the last optimizer step was skipped."""
         callbacks: list[object] = getattr(module.trainer, "callbacks", [])
+        # Whoever may skip a step: learning-rate schedules must then wait as well.
         is_judged = any(getattr(callback, "judges_updates", False) for callback in callbacks)
         if self.loss_scaling is not None or options.non_finite == "skip" or is_judged:
             hold_schedulers(module, schedulers, lambda: self.step_skipped, undo)
@@ -258,6 +260,8 @@ class Training:
         self.guard.check()
         if self._left is not None:
             self._left.begin_step(unwrapped(optimizer))
+        # With a possible veto the closure runs first and the step only afterwards. Otherwise the
+        # closure runs inside of the step, as in Lightning, for optimizers that call it themselves.
         if self.participants.vetoes:
             output = gradients()  # shows whether there will be a step
             if allowed:

@@ -114,6 +114,8 @@ class EvaluationCounts:
         self.difference = by_rank([", ".join(map(str, counts)) for counts in ranks])
         if not self._together:
             return
+        # Ranks that run out repeat their last batch, without effect, so that collectives in the
+        # steps pair up.
         most = [max(counts) for counts in zip(*ranks, strict=True)]
         cannot = any(not all(counts) for counts in ranks) or float("inf") in most
         if cannot or not repeats:

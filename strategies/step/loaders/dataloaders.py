@@ -67,6 +67,8 @@ def resumable(
     custom_batches = (
         loader.batch_sampler is not None and type(loader.batch_sampler) is not BatchSampler
     )
+    # The order is the user's sampler. Our sampler takes this rank's share of it, and can begin
+    # anywhere.
     order = (
         getattr(loader.batch_sampler, "sampler", loader.sampler)
         if custom_batches
@@ -78,6 +80,7 @@ def resumable(
         return loader
     if group.size > 1:
         _check_length(order, group, RunningStage.TRAINING)
+    # Batches of unknown sizes: samples are shared, and the position is not known.
     if custom_batches and group.size > 1:
         return _with_sampler(loader, ShardedSampler(order, group, repeat=True))
     if custom_batches or not hasattr(order, "__len__"):
@@ -88,6 +91,7 @@ def resumable(
         if batches
         else (loader.batch_size or 1, bool(loader.drop_last))
     )
+    # A constant size is a schedule with one entry: one sampler serves both.
     constant = BatchSizeSchedule(global_batch_size=batch_size * group.size)
     running = partial(constant.running_batch_size, unit=1)
     sampler = ResumableSampler(

@@ -59,6 +59,8 @@ def shared_loader(
     if context.dp.size == 1 or stage is None:
         return loader
     check_loader(loader, stage, context.axis("world"))
+    # Loaders with a length were compared above. Without a length, only asking before each batch
+    # shows that a rank has ended.
     if sized_len(loader) is not None:
         return loader
     together = trainer.training or forwards_together(options, context)

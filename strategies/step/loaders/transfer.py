@@ -66,6 +66,8 @@ class BatchCopies:
         with torch.cuda.stream(self.stream):
             batch = tree_map_only(Tensor, copy, batch)
         current = torch.cuda.current_stream(self._device)
+        # Later kernels wait for the copies on the device, while the host continues. The memory
+        # belongs to the copying stream, and must not be reused before the step has read it.
         current.wait_stream(self.stream)
         for tensor in copied:
             tensor.record_stream(current)

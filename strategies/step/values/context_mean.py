@@ -40,6 +40,7 @@ def check_alike(facts: Sequence[str], hook: str, group: AxisGroup, device: torch
     """
     if group.size == 1:
         return
+    # One number a step. Texts are exchanged only for the message of an error.
     digest = zlib.crc32("\n".join(facts).encode())
     ranks = gather_rows(torch.tensor([digest], dtype=torch.int64, device=device), group)
     if bool((ranks == ranks[0]).all()):
@@ -66,6 +67,7 @@ def mean_over_context(output: Any, weight: Tensor, group: AxisGroup) -> Any:
         return output
     leaves, spec = tree_flatten(output)
     places = [index for index, leaf in enumerate(leaves) if _is_scalar(leaf)]
+    # The weight and all scalars in one message.
     local_values = torch.stack([weight.float(), *(leaves[index].float() for index in places)])
     ranks = gather_rows(local_values[None], group)
     weights = ranks[:, :1]

@@ -128,6 +128,7 @@ class LogRecorder:
             for call in calls
         ]
         batch_size = None if None in sizes else sum(size or 0 for size in sizes)
+        # Metrics reduce their own states. Only plain scalars are combined here.
         several = len(calls) > 1 or (sharing.size > 1 and metric is None)
         if several and (metric is None or all(_is_scalar(call.value) for call in calls)):
             values = torch.stack(

@@ -207,6 +207,8 @@ class StepReports(StepParticipant):
             is_new = float(any(key not in keys for key in totals))
             sections = [torch.stack([number(weight), number(is_new)])]
             sections += [totals.get(key, sections[0].new_zeros(key.size + 1)) for key in keys]
+            # One table of known names a step. A name that any rank reports for the first time is
+            # agreed on, and the table is sent again.
             table = torch.cat(sections)
             for group in groups:
                 dist.all_reduce(table, group=group.process_group)

@@ -105,6 +105,8 @@ class SequenceParts(StepParticipant):
         Raises:
             ConfigError: If attention sees only a part.
         """
+        # The first run of a hook shows whether the step calls the model as the plan expects. Later
+        # runs do the same.
         hook = run.hook
         if hook in self._seen:
             yield
@@ -223,6 +225,7 @@ def join_outputs(output: Any, dims: Mapping[Any, int], part_length: int, group: 
             joined.append(leaf)
             continue
         dim = dims.get(key, usual)
+        # By length alone: an output of another length is the same on all ranks, which is checked.
         if -leaf.ndim <= dim < leaf.ndim and leaf.shape[dim] == part_length:
             joined.append(gather_parts(leaf, group, dim % leaf.ndim))
         else:
