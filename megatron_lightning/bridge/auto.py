@@ -202,6 +202,8 @@ class AutoBridge(FolderModel):
             return self._new_model(self._kept, dtype)
         model = self.lazy_model(dtype=dtype or torch.get_default_dtype())
         kept = self.keep(model)
+        # Three ways to the values: each rank reads its own shards later; boxes are read and
+        # dequantized now; or transformers loads a plain folder itself.
         if is_deferred():
             defer_weights(model, reads=kept is not self.folder or kept.has_values)
         elif self._kept is not None or self._quantization is not None:

@@ -199,6 +199,8 @@ def verify(
     is_gpt = to == "gpt"
     folder, parameters, pieces = bridge.plan(bridge.to_config() if is_gpt else None)
     fills = {name: lazy.fill for name, lazy in parameters.items()}
+    # There and back tensor by tensor, since a comparison of logits alone misses tensors that do not
+    # reach them.
     made = assembled(folder, pieces, fills)
     wrong = [name for name, theirs in folder.tensors.items() if not _equal(theirs, made[name])]
     if wrong:

@@ -126,6 +126,8 @@ def _write(
     reads_together: torch.device | None,
 ) -> None:
     """Write this rank's files."""
+    # Each rank writes whole files. Values of a file that ranks gather together must be read in the
+    # same order by all.
     mine = [file for number, file in enumerate(files) if number % group.size == group.rank]
     if reads_together is None:
         for file in mine:

@@ -192,6 +192,7 @@ def _read_index(path: Path, name: str = INDEX) -> Mapping[str, str] | None:
         raise CheckpointError(
             f"{index} is damaged ({error}). Download or restore the folder."
         ) from error
+    # Names come from outside, and must not lead out of the folder.
     for tensor, file in entries.items():
         if file in ("", ".", "..") or "/" in file or "\\" in file or "\0" in file:
             raise CheckpointError(
@@ -221,6 +222,7 @@ def _pickled(path: Path) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
     for file in files:
         try:
+            # Mapped: values are read from the disk when they are used.
             loaded = torch.load(path / file, map_location="cpu", weights_only=True, mmap=True)
             wrong = [name for name, value in loaded.items() if not isinstance(value, Tensor)]
             if wrong:

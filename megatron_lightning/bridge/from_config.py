@@ -35,6 +35,7 @@ def new_folder(config: Any, max_shard_size: str = "5GB") -> KeptFolder:
         ConfigError: If ``transformers`` has no causal language model for the configuration.
     """
     model_class = _class_of(config)
+    # transformers writes into the configuration that a model is made of.
     config = copy.deepcopy(config)
     config.architectures = [model_class.__name__]
     with torch.device("meta"):

@@ -78,6 +78,7 @@ def tensors_of_checkpoint(
             f"tokenizer is {tokenizer!r}, and {checkpoint} is written as a folder with files of "
             "its own. Leave tokenizer out."
         )
+    # The folder is named by the user, or kept in the checkpoint, or known by its origin.
     options: dict[str, Any] = {"trust_remote_code": trust_remote_code, "family": family}
     if like is None and found is not None:
         bridge = AutoBridge.from_checkpoint(checkpoint, model=model, reads=False, **options)

@@ -179,6 +179,7 @@ def build_gpt_model(
         tied = {name: tensors[owner] for name, owner in _tied_names(model).items()}
         defer_values(model, {**tensors, **tied} if reads else {})
         return model
+    # Parameters get memory without initial values, which the folder's values would overwrite.
     leave_empty(model)
     materialize(model, device)
     with torch.no_grad():

@@ -48,6 +48,7 @@ def local_folder(path: str | Path, *, revision: str | None = None, weights: bool
     try:
         snapshot = _snapshot(path, revision, TEXTS)
         if weights:
+            # The texts come first: the index says which files hold the weights.
             files = weight_files(snapshot)
             snapshot = _snapshot(path, revision, files)
             if files == (SINGLE,) and not (snapshot / SINGLE).exists():

@@ -84,6 +84,7 @@ def import_folder(
     infos = {name: TensorInfo(tuple(x.shape), x.dtype) for name, x in lazies.items()}
     tied = {f"{_MODEL}.{name}": f"{_MODEL}.{owner}" for name, owner in tied_to.items()}
 
+    # A box at a time on its way from the folder to the checkpoint, whatever the size of the model.
     def fetch(name: str, box: Box) -> Tensor:
         values = lazies[name].read(box)
         advance(values.nbytes)

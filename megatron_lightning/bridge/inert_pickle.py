@@ -123,6 +123,8 @@ def read_archive(archive: memoryview, shape: Shape, dtype: torch.dtype) -> Tenso
         values = entries.getinfo(by_name[f"data/{storage[2]}"])
     if values.compress_type != zipfile.ZIP_STORED:
         raise ValueError("its values are compressed")
+    # A zip's local header has name and extra fields of its own lengths before the data (APPNOTE
+    # 4.3.7).
     at = values.header_offset
     name, extra = (int.from_bytes(archive[at + i : at + i + 2], "little") for i in (26, 28))
     start = at + 30 + name + extra
@@ -131,6 +133,7 @@ def read_archive(archive: memoryview, shape: Shape, dtype: torch.dtype) -> Tenso
         raise ValueError("its values are cut off")
     if not prod(shape):
         return torch.empty(shape, dtype=dtype)
+    # Strides and offset are data from outside: every element must lie inside the storage.
     last = offset + sum((n - 1) * step for n, step in zip(shape, strides, strict=True))
     if min(offset, *strides, 0) < 0 or last >= count:
         raise ValueError(f"it has {count:,} values, and element {last:,} is asked for")

@@ -84,6 +84,7 @@ class KeptFolder(FolderTensors):
         self.tied = tied
         for file, header in tables.items():
             self.add_file(file, header)
+        # A tied copy is in no file, and is asked for by its own name.
         for copy, owner in tied.items():
             self.tensors[copy] = self.tensors[owner]
 
@@ -203,6 +204,8 @@ def keep(
         if changed is None:
             return folder
         origin, revision = folder.origin, folder.revision
+    # Tensors that the model ignores cannot be made of its parameters. Small ones travel with the
+    # checkpoint, so that an export is complete.
     read = {*used, *tied}
     if changed is not None:
         read |= changed.left_out

@@ -229,6 +229,8 @@ class Streamed:
                     module._buffers[name] = values[full]()
             for name, parameter in module._parameters.items():
                 if parameter is not None:
+                    # The model holds no weights. Hooks load the weights of one unit before its
+                    # call, and drop them after.
                     module._parameters[name] = _nothing(parameter)
         units = dict(_units(model))
         inside = {id(child) for unit in units.values() for child in unit.modules()}

@@ -87,6 +87,8 @@ class MegatronBridge:
         named = {**options, "origin": str(like), "revision": revision}
         source = local_folder(named["origin"], revision=revision, weights=False)
         has_weights = any((source / name).exists() for name in (SINGLE, INDEX, PICKLE))
+        # A folder with a configuration and a tokenizer, but without weights, is enough: names
+        # follow from the model's class.
         if has_weights or not Path(like).is_dir():  # a Hub id in the cache
             bridge = AutoBridge.from_hf_pretrained(named["origin"], revision=revision, **options)
         else:
@@ -190,6 +192,7 @@ def model_tensors(folder: MegatronFolder, config: TransformerConfig) -> dict[str
             missing.append(key)
             continue
         used.add(key)
+        # Megatron pads the vocabulary to a multiple that depends on its layout.
         tensor = _without_padding(name, tensor, shape)
         if tuple(tensor.shape) != shape:
             misshapen.append(f"{key} has {list(tensor.shape)} instead of {list(shape)}")

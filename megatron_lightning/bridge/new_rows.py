@@ -35,6 +35,7 @@ def draw_new_rows(model: nn.Module, tokens: Mapping[str, int], std: float) -> li
         weight = None if layer is None else layer._parameters.get("weight")
         if weight is None or (kind == "output" and weight is _weight_of(_layers(model)[0])):
             continue
+        # All names of a tied weight: any of them may be read first.
         everywhere = model.named_parameters(remove_duplicate=False)
         names = [name for name, parameter in everywhere if parameter is weight]
         if not weight.requires_grad:

@@ -57,6 +57,8 @@ def inverse(
     """
     pieces: dict[str, list[Piece]] = {name: [] for name in folder.tensors}
     for name, lazy in parameters.items():
+        # Reading a tensor records which box of which folder tensor went where. Turned around, the
+        # records say how to make the folder's tensors again.
         for use in uses_of(folder, lazy):
             pieces[use.name] += _pieces(name, tuple(lazy.shape), use.box, use.view)
     for name in [name for name, found in pieces.items() if not found and name in tied]:
@@ -69,6 +71,7 @@ def inverse(
             del pieces[name]
     for name, found in pieces.items():
         shape = folder.tensors[name].shape
+        # Equal size without overlaps: every element is covered once.
         count = sum(prod(piece.box.shape) for piece in found)
         if count != prod(shape) or _overlap(found):
             raise CheckpointError(

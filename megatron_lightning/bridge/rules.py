@@ -102,6 +102,7 @@ def to_config(family: type[Family], theirs: Any, path: object) -> TransformerCon
             refused.append(str(error))
     if not refused:
         config = build_config(ours)
+        # A key that no row has read and that differs from its default would be lost in silence.
         refused = _unread(family, settings, config)
     if refused:
         raise ConfigError(
@@ -171,6 +172,7 @@ def parameters(
     Raises:
         CheckpointError: Naming missing tensors, misshapen tensors, and tensors without a row.
     """
+    # Problems are collected, so that one message names them all.
     made, used = dict[str, Lazy](), set(copies(family, config, tensors))
     missing, misshapen = list[str](), list[str]()
     for name, shape, move, sources in _rows(family, config):

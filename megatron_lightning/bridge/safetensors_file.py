@@ -87,6 +87,7 @@ def parse_header(text: bytes, size: int | None, path: Path) -> Header:
         raise _damaged(path, f"its header cannot be parsed ({error})") from error
     tensors.sort(key=lambda tensor: (tensor.start, tensor.stop))
     end = 8 + length
+    # Sorted by position, the data must be without gaps and overlaps, as the format demands.
     for tensor in tensors:
         expected = prod(tensor.shape) * tensor.dtype.itemsize
         if tensor.start != end or tensor.stop - tensor.start != expected:

@@ -264,6 +264,7 @@ def flat(config: TransformerConfig) -> Values:
     for name in _GROUPS:
         group = values.pop(name)
         values |= {} if group is None else {f"{name}.{k}": v for k, v in asdict(group).items()}
+    # Values that are None by default are resolved, so that equal models have equal fields.
     values["num_query_groups"] = config.query_groups
     values["ffn_hidden_size"] = config.ffn_size
     if config.mla is None:

@@ -132,6 +132,8 @@ class MegatronFolder:
             at, place = _fields(index, "MetadataIndex"), _fields(info, "_StorageInfo")
             if at.get("offset") is None:  # an object
                 continue
+            # Ranges come from a pickle: names, starts and lengths are checked before any byte is
+            # read.
             file, start, length = place["relative_path"], place["offset"], place["length"]
             if not isinstance(file, str) or Path(file).name != file or "\\" in file:
                 raise self._damaged(f"it names the file {file!r}. Only plain file names are read")

@@ -132,6 +132,7 @@ def lazy_model(
     options |= {"config": config, "state_dict": dict(folder.tensors), "output_loading_info": True}
     # Other shapes are an error below, with names.
     options["ignore_mismatched_sizes"] = True
+    # transformers itself maps names and converts tensors, and takes lazy tensors for values.
     try:
         with _quiet():
             model, info = model_class.from_pretrained(None, **options)

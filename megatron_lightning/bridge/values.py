@@ -35,6 +35,7 @@ def fills_of_checkpoint(
     """
     stored = source.tensors()
     place = None if model is None else f"state_dict.{model}." if model else "state_dict."
+    # Checkpoints of a renamed attribute are found by the names of the parameters.
     is_there = place is not None and any(name.startswith(place) for name in stored)
     prefix = place if place and is_there else _prefix(stored, names)
     for name, lazy in names.items():

@@ -112,6 +112,7 @@ def parse(body: Any, codec: Codec, *, name: str, longest: int, is_chat: bool) ->
     wanted = _wanted(body, is_chat)
     echo = _flag(body, "echo")
     logprobs = _logprobs(body, is_chat)
+    # OpenAI's clients score a text by asking for no new tokens and an echo.
     if wanted == 0 and not echo:
         raise ApiError(400, "max_tokens=0 without echo=true asks for nothing.", "max_tokens")
     # The default number of new tokens adapts to the prompt. A requested number does not.

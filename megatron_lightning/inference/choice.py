@@ -40,11 +40,13 @@ def choose(batch: Batch, logits: Tensor) -> Tensor:
     scaled = logits.float() / torch.tensor(temperatures, device=logits.device)[:, None]
     normalizer = scaled.logsumexp(-1)
     best_logits, best = scaled.max(-1)
+    # One transfer for all greedy tokens. Only drawing requests read a row of logits.
     tokens = best.tolist()
     wanted = list(tokens)
     place = 0
     for portion in batch.portions:
         follows_text = True
+        # Drafts are judged in order: behind the first refused draft, results belong to no text.
         for offset in portion.kept:
             if portion.request.num_scored:
                 wanted[place] = _next_token(portion, offset)

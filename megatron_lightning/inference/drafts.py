@@ -130,6 +130,8 @@ def make_drafter(
         return None
     check_drafts(getattr(model, "config", None), options)
     last = None if partition is None else partition.stages[-1]
+    # Drafts need the last layer's hidden states, the predicting layers and the output layer on one
+    # stage.
     layers = [f"mtp.layers.{index}" for index in range(options.draft_tokens)]
     if last is not None and not set(layers) <= set(last):
         raise ConfigError(

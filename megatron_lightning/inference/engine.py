@@ -174,6 +174,7 @@ class Engine(TextModel):
             cache = self._allocate()
             allocator: Allocator
             has_states = self._has_states
+            # Kernels over pages need slots in blocks. Others read a request's slots as one run.
             if self._has_pages:
                 size = self.options.block_size
                 allocator = Pages(cache.num_slots, size, has_states=has_states)
@@ -245,6 +246,8 @@ class Engine(TextModel):
         all ranks, and computes a step of padding.
         """
         if self._num_slots is None:
+            # A step of padding shows what each layer stores for a token, whatever layers the model
+            # has.
             trial = KeyCache(1)
             drafter = self._drafter
             steps = Steps(trial, Runs(1), self.context, keeps_states=drafter is not None)
@@ -256,6 +259,7 @@ class Engine(TextModel):
 
             self._runner.run(1, lambda _: call, finish)
             sizes = (trial.bytes_per_slot, trial.bytes_per_row)
+            # All ranks use the size of the fullest rank, since slots have the same numbers on all.
             size = torch.tensor(sizes, device=self.context.device)
             per_slot, per_row = all_reduce(size, self.context.axis("world"), "max").tolist()
             self._has_states = per_row > 0

@@ -109,6 +109,7 @@ def evaluate(  # noqa: PLR0917  # every argument is an option of the command lin
         num_replicas=data_parallel_size,
         runs_replicas=True,
     )
+    # Checked here, before processes start.
     job.check()
     settings = {
         "tasks": [tasks] if isinstance(tasks, str) else tasks,

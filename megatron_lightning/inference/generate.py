@@ -122,6 +122,7 @@ def generate(  # noqa: PLR0917  # every argument is an option of the command lin
     check_num_samples(num_samples)
     job.check()
     texts = [prompts] if isinstance(prompts, str) else prompts
+    # Texts become tokens here: ranks receive and return numbers alone.
     ids = [prompt_ids(job.codec, text, as_chat=chat) for text in texts]
     continued = job.run(_continue, (ids, sampling, num_samples)) or []
     return [

@@ -156,6 +156,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
             ConfigError: For options unknown to the engine.
         """
         until = options.get("until") or []
+        # Tasks name the number of new tokens in several ways, as the harness's own models read it.
         most = next((int(options[name]) for name in _NEW_TOKENS if options.get(name)), None)
         draws = options.get("do_sample", float(options.get("temperature", 0.0)) > 0.0)
         known = {"temperature", "top_p", "top_k", *_NEW_TOKENS, *_IGNORED}

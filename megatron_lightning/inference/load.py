@@ -250,6 +250,7 @@ def load_engine(
     check_model(saved, layout, context.world_size)
     ends = find_stops(checkpoint) if stops is None else stops
     with _default_dtype(dtype):
+        # Built without values: each rank keeps its part, and then reads the boxes of its shards.
         model = saved.build().eval()
         part = assemble(model, context, None, choice.placement, PipelineOptions())
     saved.fill(model, part, context)

@@ -95,6 +95,8 @@ class OwnGenerate(TextModel):
             )
         row = torch.tensor([request.tokens], device=self.context.device)
 
+        # The request draws, so that seeds and log-probabilities are ours. generate then takes the
+        # only token left.
         def draw(_: Tensor, logits: Tensor) -> Tensor:
             """Leave a single token: the token drawn by the request."""
             last = request.num_inputs

@@ -100,6 +100,7 @@ class RequestMaker:
         ]
         for others in rows[1:]:
             for leader, request in zip(rows[0], others, strict=True):
+                # The prompt is computed once, by the leader, and the others share its keys.
                 request.leader = leader
         return rows
 

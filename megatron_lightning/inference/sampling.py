@@ -136,6 +136,7 @@ def sample(
             "end-of-document token."
         )
     texts = [list(prompt) for prompt in prompts]
+    # A generator for each text, so that a text does not depend on its neighbors.
     generators = [torch.Generator().manual_seed(sampling.seed + row) for row in range(len(texts))]
     unfinished = list(range(len(texts)))
     for _ in range(sampling.max_new_tokens):

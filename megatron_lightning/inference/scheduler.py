@@ -340,11 +340,14 @@ class Scheduler:
         """Start waiting requests."""
         running = self._running[group]
         copies: Copies = ()
+        # Requests are spread evenly over the groups that pass the stages in turn.
         share = -(-self.num_requests // len(self._running))
         most = min(share, -(-self._max_requests // len(self._running)))
         while self._waiting and len(running) < most and budget > 0:
             request = self._waiting[0]
             leader = request.leader
+            # At least one token of the prompt is computed by each request, as its logits start the
+            # text.
             shared = max(0, min(request.prompt_length, request.longest) - max(1, self._num_drafts))
             shares = leader is not None and leader.offset == request.offset == 0
             shares = shares and leader is not None and leader.reason is None
@@ -382,6 +385,7 @@ class Scheduler:
         for index, portion in enumerate(batch.portions):
             request, num_kept = portion.request, len(portion.kept)
             taken = [result for result in results[first : first + num_kept] if result[0] >= 0]
+            # Keys of refused drafts stay in the cache, and are written over.
             request.done = self._num_done(portion, len(taken))
             request.drafts = drafts[index] if drafts and taken else ()
             if portion.drafts:

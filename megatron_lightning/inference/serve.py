@@ -157,6 +157,8 @@ def _answer(stepping: Any, codec: Codec, settings: Any) -> None:
         if server is not None:
             server.should_exit = True
 
+    # The engine steps in a thread, and the event loop only passes on texts: a slow client stops no
+    # step.
     thread = start(stepping, on_failure)
     stepping.wait_until_ready()
     longest = stepping.longest

@@ -246,6 +246,7 @@ class Server:
     ) -> Response:
         readers = self._readers(request)
         scorers: list[Reader | None] = [None] * len(request.prompts)
+        # Log-probabilities of the prompt come from a scoring request beside the writing request.
         if request.echo and request.logprobs:
             plain = Sampling()
             scorers = [
@@ -253,6 +254,7 @@ class Server:
                 for prompt in request.prompts
             ]
         everyone = [reader for reader in (*readers, *scorers) if reader is not None]
+        # A client may leave: its requests then stop taking room.
         gone: asyncio.Future[Any] = asyncio.ensure_future(_disconnected(http))
         work: asyncio.Future[Any] = asyncio.gather(*(reader.end(deadline) for reader in everyone))
         try:

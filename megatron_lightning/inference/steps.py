@@ -51,6 +51,8 @@ class Steps:
         positions: list[int] = []
         kept: list[int] = []
         slots, spans = [], []
+        # All requests' tokens lie in one row, without padding between: spans say which tokens
+        # belong together.
         for portion in batch.portions:
             request, first, end = portion.request, portion.first, portion.end
             start = len(tokens)
@@ -61,6 +63,8 @@ class Steps:
             slots.append(self._allocator.slots(request, first, end))
             own = self._allocator.row(request)
             spans.append(Span(start, portion.count, self._keys(portion), end, own))
+        # Padded to few different lengths, and to equal shards: every length is a signature of
+        # messages.
         padding = _padded(len(tokens), self._multiple, self._device) - len(tokens)
         pages = self._pages(batch, spans)
         step = CacheStep(
