@@ -91,6 +91,7 @@ class BatchSizeSchedule:
                     f"step_batch_size_schedule={text!r}: {entry!r} is not position:size, such as "
                     "1M:32."
                 )
+            # Positions may be in tokens: whole samples are counted from here on.
             steps.append((int(digits) * factor // (self.sequence_length or 1), int(size)))
         if (
             not steps

@@ -231,6 +231,7 @@ def _share_gpt(row: Row) -> list[Any]:
     for index, turn in enumerate(turns):
         if not isinstance(turn, Mapping):
             raise DataError(f"{row.where}: turn {index} must be an object with from and value")
+        # Some files mix both forms within one conversation.
         if "role" in turn:
             messages.append(turn)
             continue

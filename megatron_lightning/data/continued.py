@@ -75,10 +75,12 @@ class ContinuedBlend(Dataset[Sample]):
         remaining = num_samples - phase.position
         self.phase = phase
         self.contents = tuple(contents)
+        # Without weights a data set weighs as much as the samples of one pass.
         sizes = () if spec.weights else [len(make(prefix, None)) for prefix in spec.prefixes]
         weights = normalized(spec.weights or [float(size) for size in sizes])
         self.blend = Blend(blend_index(weights, remaining), len(contents))
         counts = self.blend.consumed(remaining).tolist()
+        # Each data set goes on where the earlier phase has left it, however the blend has changed.
         self.starts = [phase.starts.get(content, 0) for content in contents]
         self.requests = [
             phase.requests.get(content, ceil(ceil(remaining * weight) * (1 + SURPLUS)))

@@ -66,6 +66,7 @@ def input_files(inputs: str | Sequence[str]) -> list[str]:
                 f"{file}/*.txt"
             )
         try:
+            # Opened once here, since workers would fail one by one, later.
             system.open(inside, "rb").close()
         except OSError as error:
             raise DataError(

@@ -262,6 +262,7 @@ class GPTDataset(Dataset[dict[str, torch.Tensor]]):
             self.unique_description,
             self.indexed.index_file.stat().st_mtime,
         )
+        # Files of an interrupted or of another build have other shapes, and are built again.
         return SampleIndices(
             *cache.load_or_build(_ARRAYS, build, lambda found: [a.shape for a in found] == shapes)
         )

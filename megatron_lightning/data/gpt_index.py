@@ -88,6 +88,8 @@ def plan_epochs(
     num_samples = usable // sequence_length if drop_last else -(usable // -sequence_length)
     if num_epochs == 1 or num_requested is None:
         return EpochPlan(num_epochs, num_samples, 0)
+    # Megatron-Core's rule: if little of the last epoch is needed, the last epoch is shuffled by
+    # itself, so that its samples stay a random choice of all.
     before_final = ((num_epochs - 1) * num_tokens - extra) // sequence_length
     per_epoch = (num_tokens - extra) // sequence_length
     separate = num_requested - before_final < int(_MIN_FULL_FINAL_EPOCH * per_epoch)
@@ -120,6 +122,8 @@ def build_indices(
 
     Both shuffles draw from ``numpy.random.RandomState(seed)``, documents before samples.
     """
+    # One stream of numbers for both shuffles, in Megatron-Core's order: the result is equal to the
+    # bit.
     random = np.random.RandomState(seed)
     num_final = len(sequences) if plan.num_samples_before_final > 0 else 0
     document_index = np.tile(sequences, plan.num_epochs)
@@ -168,6 +172,8 @@ def sample_starts(
     fits = max(num_documents, int(lengths.max())) <= np.iinfo(np.int32).max
     starts_of = np.empty((num_samples + 1, 2), np.int32 if fits else np.int64)
     num_before = row = 0  # tokens before the block, rows written
+    # In blocks of documents, so that cumulative lengths need little memory. Lookups are vectorized
+    # within a block.
     for begin in range(0, num_documents, _BLOCK):
         sizes = lengths[document_index[begin : begin + _BLOCK]]
         ends = np.cumsum(sizes, dtype=np.int64)

@@ -87,6 +87,7 @@ class IndexedDataset:
                 f"{expected_bytes}: the file is truncated or damaged; copy it again or run "
                 "preprocess again"
             )
+        # Arrays are views of the mapped file: opening costs the same for any number of sequences.
         starts = np.cumsum((_HEADER.size, *sizes))
         self.sequence_lengths: npt.NDArray[np.int32] = index[starts[0] : starts[1]].view("<i4")
         self.sequence_pointers: npt.NDArray[np.int64] = index[starts[1] : starts[2]].view("<i8")
@@ -204,6 +205,7 @@ class IndexedDataset:
         count = sequence_length - offset if length is None else length
         begin = int(self.sequence_pointers[index]) + offset * self.dtype.itemsize
         end = begin + count * self.dtype.itemsize
+        # A damaged index must not read tokens of another document.
         if (
             offset < 0
             or count < 0
@@ -322,6 +324,7 @@ class IndexedDatasetWriter:
                     f"({limits.min} to {limits.max}); choose the dtype by token_dtype(vocab_size)"
                 )
         self._file.write(np.ascontiguousarray(tokens, self.dtype).data)
+        # Only lengths stay in memory. The index is written at the end, when all counts are known.
         self._lengths.append(lengths.astype(np.int32))
         self._boundaries.append(np.cumsum(counts) + self._num_sequences)
         self._num_sequences += len(lengths)

@@ -58,6 +58,7 @@ def documents_of(
             f"{indexed.prefix}: the {index_split} part of split={config.split!r} gets none of "
             f"{indexed.num_documents} documents; give it a larger weight, or 0 to go without it"
         )
+    # One more boundary than documents: the end of the last.
     boundaries = indexed.document_indices[documents[0] : documents[-1] + 2]
     if not config.rules.usable(boundaries, indexed.sequence_lengths).any():
         raise DataError(
@@ -237,6 +238,7 @@ class BertDataset(MaskedDataset):
         self, sentences: list[list[int]], target: int, random: np.random.RandomState
     ) -> dict[str, Any]:
         vocabulary, length = self._vocabulary, self.config.sequence_length
+        # The order of draws follows Megatron-Core: segments, truncation, masks.
         first, second, is_swapped = self._segments(sentences, random)
         first, second, is_truncated = _trimmed(first, second, target, random)
         cls, sep = vocabulary.cls or 0, vocabulary.sep or 0

@@ -118,6 +118,8 @@ def _append_rows(
                 stop = full[start - first]
             else:
                 stop = bisect_left(before, before[start - first] + target) + first
+            # BERT needs two segments, so that a sample has at least min_sentences, and a single
+            # last sentence joins the sample before.
             stop = max(stop, start + rules.min_sentences)
             stop = stop if stop <= end - 2 else end
             rows.extend((start, stop, target))

@@ -93,6 +93,7 @@ def mask_tokens(
             break
         length = _drawn_length(random, sums, options)
         positions = _fitting(words, word, length, limit - len(masked.labels))
+        # Words longer than the remaining number, and words masked already, are passed over.
         if positions is None or any(position in masked.labels for position in positions):
             continue
         if not has_room(len(masked.spans) + 1, len(masked.labels) + len(positions)):
@@ -157,6 +158,7 @@ def _permute(
     places = sorted(chosen)
     sources = list(places)
     random.shuffle(sources)
+    # Sources are read before any place is written.
     original = list(masked.tokens)
     for place, source in zip(places, sources, strict=True):
         masked.tokens[place] = original[source]

@@ -43,6 +43,7 @@ def merge(inputs: list[str], *, output_prefix: str, overwrite: bool = False) -> 
         raise ConfigError(
             f"{idx_path(output_prefix)} exists. Set another output_prefix, or --overwrite."
         )
+    # Everything is checked before the output exists.
     _check_alike(prefixes)
     sidecar = common_sidecar(prefixes)
     try:

@@ -89,6 +89,8 @@ def pack_in_windows(lengths: Numbers, order: Numbers, capacity: int, window: int
         some = order[begin : begin + window]
         rows = pack(lengths[some], capacity)
         # In the window, in reading order.
+        # Rows are sorted by their first documents, to stay near the order in which documents are
+        # read.
         first = rows.documents[rows.bounds[:-1]]
         by_first = np.argsort(first, kind="stable")
         counts = np.diff(rows.bounds)[by_first]
@@ -142,6 +144,8 @@ def _best_fit_decreasing(lengths: Numbers, capacity: int) -> tuple[Numbers, int]
     values, counts = np.unique(lengths, return_counts=True)
     room = _Room(capacity)
     row_of, done, total = np.empty(len(lengths), np.int64), 0, 0
+    # All documents of one length at once, longest first: the number of steps follows the distinct
+    # lengths, and not the documents.
     for length, count in zip(values[::-1].tolist(), counts[::-1].tolist(), strict=True):
         placed: list[Numbers] = []
         remaining = count

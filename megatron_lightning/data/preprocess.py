@@ -95,6 +95,8 @@ def preprocess(  # noqa: PLR0917  # every argument is an option of the command l
         termination_as_exit(),
         _folder_of_pieces(output_prefix) as folder,
     ):
+        # Pieces of equal size, whatever the sizes of files, so that workers end together. A piece
+        # is complete or absent: a second call continues.
         pieces = cut(files)
         trained = None
         if tokenizer_model is None and vocab_size is not None:
@@ -113,6 +115,7 @@ def preprocess(  # noqa: PLR0917  # every argument is an option of the command l
         num_new = _tokenize(pieces, parts, job, tokenizer, workers)
         of_key = dict(zip(json_keys, zip(*parts, strict=True), strict=True))
         _check_not_empty(of_key, files, folder)
+        # Renamed at the end, so that the output is complete whenever it is there.
         _publish({prefixes[key]: names for key, names in of_key.items()})
         sizes = [IndexedDataset(prefix) for prefix in prefixes.values()]
         for prefix, indexed in zip(prefixes.values(), sizes, strict=True):

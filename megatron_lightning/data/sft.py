@@ -115,6 +115,7 @@ class Encoder:
                 for number, row in enumerate(chunk, first)
                 for piece in self._pieces(row)
             ]
+            # Many texts a call: tokenizers encode a batch faster than text by text.
             texts = [piece.text for _, piece in pieces if isinstance(piece, Rendered)]
             encoded = iter(self._tokenizer.encode(texts))
             for number, piece in pieces:
@@ -262,6 +263,7 @@ class Documents(Sequence[Document]):
         for name, numbers in ((_BOUNDS, bounds), (_ROWS, rows)):
             with atomic_write(folder / name) as file:
                 np.save(file, np.array(numbers, np.int64))
+        # The digest covers ids, marks and bounds, and says in checkpoints which data was read.
         digest.update(np.array(bounds, np.int64).tobytes())
         with atomic_write(folder / _REPORT) as file:  # written last: marks the folder as complete
             report = {"counts": dict(counts), "digest": digest.hexdigest()}

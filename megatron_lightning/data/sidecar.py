@@ -61,6 +61,7 @@ class Sidecar:
         try:
             content = json.loads(raw)
             indexed = IndexedDataset(prefix, cache)
+            # The data set was written again by a tool that does not know the description.
             if (content["documents"], content["tokens"]) != (
                 indexed.num_documents,
                 indexed.num_tokens,

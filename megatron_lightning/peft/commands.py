@@ -206,6 +206,8 @@ def _base(
         record = record_of(opened, source)
         config = _config_in(opened) if own.is_gpt else None
         kept = kept_entry(opened.state(), record.path)
+        # A checkpoint with all weights is a base of its own. A checkpoint of adapters names its
+        # base.
         if base is None and kept is not None and not record.left_out:
             bridge = AutoBridge.from_checkpoint(source, model=record.path, reads=False, **options)
             plan = bridge.plan(config)
@@ -248,6 +250,7 @@ def _merge_folder(
             f"the adapters change {unknown[0]}, and {type(model).__name__} has no such weight. "
             "Name their own base: --base FOLDER."
         )
+    # Deltas added to other weights than they were trained on would be wrong in silence.
     _check_digest(own, base.fills, model, base.what)
     fills = merged_fills(base.fills, deltas_of(own, model)) | {
         name: _fill_from(values) for name, values in own.saved.items()
@@ -294,6 +297,7 @@ def _merge_gpt(
     merged = merged_fills(fills, deltas_of(own, model))
     merged |= {name: _fill_from(values) for name, values in own.saved.items()}
 
+    # A box of base and delta at a time, so that memory does not grow with the model.
     def read(name: str, box: Box) -> Tensor:
         info, own_name = stored[name], name.removeprefix(prefix)
         if own_name not in merged:
@@ -303,6 +307,7 @@ def _merge_gpt(
         return out
 
     state = opened.state()
+    # States of the adapters' training mean nothing to the merged weights.
     for key in (PEFT, "optimizer_states", "lr_schedulers", "callbacks", "loops"):
         state.pop(key, None)
     settings = state.get("hyper_parameters")

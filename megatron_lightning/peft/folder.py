@@ -94,6 +94,7 @@ def read_folder(path: str | os.PathLike[str]) -> SavedAdapters:
                     f"{folder}: {CONFIG} has use_dora={lora.use_dora}, and {TENSORS} "
                     f"{'no' if lengths is None else 'a'} {layer}{_LENGTHS}. Restore the folder."
                 )
+            # peft stores experts of one parameter flat: [E r, in] and [out, r E].
             stacked = _stacked_name(layer, config, tensors)
             factors = Factors(tensor, second, lora.scale_of(stacked or layer), lengths)
             if stacked is not None:
@@ -127,6 +128,8 @@ def lora_of_config(config: Mapping[str, Any], folder: Path) -> LoRA:
     Raises:
         ConfigError: Naming a field with an effect on our computation.
     """
+    # Unknown keys are fine with neutral values: a newer peft writes keys for methods that this
+    # folder does not use.
     for key, value in config.items():
         if key in _READ or key in _ANY:
             continue
@@ -188,6 +191,7 @@ def write_folder(
             tensors[f"{key}{_LENGTHS}"] = factors.magnitude
     tensors |= {_PREFIX + name: tensor for name, tensor in theirs.saved.items()}
     tensors = {
+        # Copies, since safetensors refuses tensors that share memory.
         n: t.detach().to("cpu", dtype or t.dtype).contiguous().clone() for n, t in tensors.items()
     }
     metadata = {"format": "pt"}

@@ -172,6 +172,8 @@ class LoRA:
             )
         if self.use_dora:
             _check_rows(targets)
+        # Everything is frozen first. Adapters and saved modules are then trained, and the base
+        # quantized last, when all lengths of rows are known.
         module.requires_grad_(False)
         for path, layer in targets.items():
             attach(layer, self._adapters(path, layer))

@@ -116,6 +116,7 @@ def find_parameters(module: nn.Module, names: Sequence[str]) -> dict[str, nn.Par
         )
     stacks = _stacks(module)
     chosen = set[str]()
+    # Each name must match, so that a typing error does not leave out a stack.
     for pattern in names:
         found = {path for path in stacks if _suffix(pattern)(path)}
         if not found:
@@ -256,6 +257,7 @@ def _unmatched(
 ) -> str:
     """Describe a pattern without a match."""
     matches = re.compile(pattern).fullmatch if is_text else _suffix(pattern)
+    # Layers that match and take no adapters are the likelier intention.
     others = [path for path, _ in without_attachments(module) if path and matches(path)]
     if others and option != "modules_to_save":
         kind = type(module.get_submodule(others[0])).__name__

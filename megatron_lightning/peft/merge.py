@@ -191,6 +191,7 @@ def deltas_in(
         layer = model.get_submodule(path)
         if isinstance(adapters, StackedAdapters):
             for name in adapters.parts:
+                # Read on use: full factors of one layer at a time.
                 own = partial(
                     lambda *of, name: {name: parts_of(*of)[name]}, path, adapters, name=name
                 )
@@ -233,6 +234,7 @@ def merge_adapters(module: nn.Module) -> nn.Module:
     for name, delta in deltas_in(module, parameters.__getitem__).items():
         weight = parameters[name]
         box = Box.full(tuple(weight.shape))
+        # Through the same function as merged files, so that both are equal to the bit.
         weight.copy_(delta.merged(box, partial(_in_fp32, weight)))
     for path, adapters in adapted_layers(module).items():
         layer = module.get_submodule(path)

@@ -129,6 +129,7 @@ class SavedAdapters:
             path, found, rest = name.partition(".adapters.")
             if not found:
                 others[name] = tensor
+            # A names the layer. B and lengths are read along with it.
             elif rest.endswith(".lora_A.weight"):
                 part = rest.removesuffix(".lora_A.weight")
                 second = state[f"{path}.adapters.{part}.lora_B.weight"]

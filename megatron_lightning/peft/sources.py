@@ -180,6 +180,8 @@ def _exactly(own: SavedAdapters) -> LoRA:
     parts_of = own.layers.items()
     for path, parts in parts_of:
         first = next(iter(parts.values()))
+        # Ranks and scales of single layers become patterns of full paths, whatever patterns made
+        # them.
         key = re.escape(path)
         root = first.rank**0.5 if own.lora.use_rslora else first.rank
         if first.rank != own.lora.r:

@@ -64,6 +64,8 @@ def stage_profile(sizes: Sizes, units: Sequence[str], recompute: RecomputeOption
     predicting = [unit for unit in units if predicting_layer_of(unit) is not None]
     own = [unit for unit in units if layer_of(unit) is not None]
     groups = [*_grouped(own, recompute), ([], False), *_grouped(predicting, recompute, len(own))]
+    # In the order of the forward: layers, the final norm, then the predicting layers, each with the
+    # stream that enters it.
     for group, recomputed in groups:
         operations: list[Operation] = []
         if not group and FINAL_NORM in units:
@@ -114,6 +116,8 @@ def rank_peak(
     held = _num_channels(schedule, pp_rank) * MESSAGES_PER_CHANNEL * message_bytes
     if len(schedule.actions) > 1:
         held += stream_bytes  # stands for the outputs of the units of other ranks
+    # The row is replayed with bytes in the place of tensors: forwards add what is kept, backwards
+    # free it, and the peak is inside of an action.
     for stage, kind, _ in schedule.actions[pp_rank]:
         one = profiles[stage]
         if kind is Kind.FORWARD:

@@ -179,6 +179,7 @@ class AdaptedState:
         self.parameters = base + total
         moments = _MOMENTS * (2 if options.moments_dtype == "bf16" else _MAIN)
         main, wide = precision.main_bytes, precision.weight_bytes
+        # Only trained parameters have gradients, moments and main params.
         share = total.dense / shards[0] + total.experts / shards[1]
         self.gradients_bytes = _MAIN * total.total
         self.optimizer_bytes = round((moments + (0 if mode == "fsdp" else main)) * share)
@@ -186,11 +187,13 @@ class AdaptedState:
             self.optimizer_bytes = 0
         stored = [adapters.base_bytes(config, layout, unit, wide) for unit in units]
         in_use = wide + (precision.compute_bytes if precision.autocast else 0)
+        # The values of one dequantized weight at a time, and their cast under autocast.
         largest = in_use * max(adapters.largest_values(config, layout, unit) for unit in units)
         held = sum(stored, ParameterCount())
         self.weights_bytes = held.total + wide * total.total + largest
         if mode == "fsdp" and max(shards) > 1:
             full = [s.total + wide * one.total for s, one in zip(stored, trained, strict=True)]
+            # While one unit computes, the next is gathered.
             gathered = sorted(full, reverse=True)
             at_once = sum(gathered[:2]) if reshards else sum(gathered)
             kept = held.dense / shards[0] + held.experts / shards[1]

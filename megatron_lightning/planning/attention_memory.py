@@ -94,6 +94,7 @@ def _unfused(
     config, e = sizes.config, sizes.element
     w = max(MAIN_BYTES, e)
     probabilities = float(sizes.tokens * sizes.sequence_length * heads * w)
+    # Dropout keeps its mask as bytes on a GPU, and as numbers on a CPU.
     copies = 1.0
     if config.attention_dropout:  # probabilities after dropout, and the mask
         copies += 1 + (1 if sizes.device == "cpu" else 1 / w)
@@ -189,6 +190,7 @@ def _latent(
         )
         return f"{path} {name} out"
 
+    # The order of the layer's forward. Norms make copies only where queries and keys have one.
     if q_rank is None:
         step("linear_q_proj", normed)
     else:

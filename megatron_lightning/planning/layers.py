@@ -154,6 +154,8 @@ def linear(
     tensor_parallel = style != "replicated" and rows is None
     full = float(sizes.tokens if tensor_parallel else (rows or sizes.sharded_tokens))
     shard = float(sizes.sharded_tokens) if tensor_parallel else full
+    # Under sequence parallelism column layers gather their input, and row layers scatter their
+    # output.
     gathers = style == "column" and shard != full
     scatters = style == "row" and shard != full
     kept_rows = shard if gathers and not sizes.keeps_gathered else full
@@ -329,6 +331,8 @@ def output_and_loss(sizes: Sizes, normed: str) -> Operation:
     layer = linear(sizes, OUTPUT, normed, "losses")
     keeps = dict(layer.keeps) | {"targets": 18 * tokens}
     chunk = chunk_tokens(sizes.tokens, config.hidden_size) * rows
+    # As linear_loss.py decides: small vocabularies keep their logits, others compute a chunk at a
+    # time.
     logits = float(chunk * e)
     if config.vocab_size <= MOST_KEPT_LOGITS * config.hidden_size:
         keeps["logits"], logits = tokens * rows * e, 0.0

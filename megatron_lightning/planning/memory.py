@@ -201,6 +201,7 @@ def memory(
     check_data_parallel(grid, data_parallel, data)
     check_model_layout(config, layout, world_size, sequence_length=length, pipeline=options)
     schedule = _table(pipeline_schedule, layout, num_microbatches, options)
+    # Checks first, in the order in which a strategy would find the mistakes.
     sizes = Sizes(
         config=config,
         layout=layout,
@@ -254,6 +255,8 @@ def count_memory(
             return 0.0
         return sum(cached_weight_bytes(config, sizes.layout, unit, recipe) for unit in units)
 
+    # Stages with equal units have equal profiles: computed once, since a search asks for thousands
+    # of layouts.
     profiles = alike.once_each(
         stages, lambda units: stage_profile(sizes, units, training.recompute)
     )

@@ -73,6 +73,7 @@ def plan(
     if search:
         return _search(recipe, target, errors, as_json=json)
     found = None if recipe is None else _describe(recipe, errors)
+    # The exit status says whether the plan holds: no mistake, and room on the device.
     fits = True
     if found is not None and recipe is not None and target is not None:
         found["device"] = _fit(recipe, target, found["bytes"]["pp_ranks"])
@@ -171,6 +172,7 @@ def _describe_recipe(recipe: Recipe, errors: Errors) -> dict[str, Any] | None:
     if choice is not None:
         table = errors.attempt(choice.table, recipe.num_microbatches)
         stages = errors.attempt(split_stages, recipe.model, choice.placement, recipe.pipeline)
+    # All mistakes are collected, and the rest needs every part.
     if errors.found or grid is None or choice is None or table is None or stages is None:
         return None
     needed = errors.attempt(recipe_memory, recipe, grid, table, stages)

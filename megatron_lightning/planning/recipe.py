@@ -149,6 +149,7 @@ def read_recipe(
     layout = errors.attempt(ParallelLayout, **sizes)
     given = options.get("micro_batch_size")
     mode = options.get("data_parallel", "zero1")
+    # Every section is read even after a mistake, so that one call names all mistakes.
     errors.attempt(
         check_options,
         given,

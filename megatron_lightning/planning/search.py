@@ -125,11 +125,14 @@ class LayoutSearch:
         found: list[FoundLayout] = []
         fastest = inf
         less: set[Hashable] = set()  # layouts that fit with less recomputation
+        # Estimates are cheap and rank the candidates. Only the most promising are simulated, until
+        # an estimate is clearly slower than the best result.
         for number in sorted(range(len(candidates)), key=estimates.__getitem__):
             if estimates[number] > _TRIED * fastest:
                 break
             recipe, split = candidates[number]
             key = _without_recomputation(recipe)
+            # More recomputation would only be slower.
             if key in less:
                 continue
             layout = self._found(recipe, split.stages)
@@ -243,6 +246,8 @@ class LayoutSearch:
                 recipe, layout=layout, batch_size=batch_size, pipeline=split.options,
                 data_parallel="zero1", data=without_fsdp(recipe.data),
             )  # fmt: skip
+            # What a layout cannot do does not depend on the micro-batch: checked once for all
+            # sizes.
             errors = Errors()
             check_sizes(base, errors)
             if errors.found:

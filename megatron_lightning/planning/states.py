@@ -68,6 +68,7 @@ class State:
         left_quantized = _minus(sum(quantized.values(), ParameterCount(0)), of_units_quantized)
         moments = _MOMENTS * (2 if options.moments_dtype == "bf16" else _MAIN)
         main, wide = precision.main_bytes, precision.weight_bytes
+        # FSDP2's shards are the main params. Parameters outside of units have separate ones.
         own_shard = _share(of_units, shards)
         self.optimizer_bytes = round(
             (moments + main) * _share(left, shards)
