@@ -192,7 +192,8 @@ def write_folder(
     tensors |= {_PREFIX + name: tensor for name, tensor in theirs.saved.items()}
     tensors = {
         # Copies, since safetensors refuses tensors that share memory.
-        n: t.detach().to("cpu", dtype or t.dtype).contiguous().clone() for n, t in tensors.items()
+        n: t.detach().to("cpu", dtype or t.dtype).contiguous().clone()
+        for n, t in tensors.items()
     }
     metadata = {"format": "pt"}
     if theirs.base.digest is not None:
