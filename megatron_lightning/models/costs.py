@@ -131,6 +131,7 @@ def pipeline_units(config: TransformerConfig) -> list[Unit]:
         ahead: list[Unit] = [(n, 0.0 if i else float(depths)) for i, n in enumerate(predicting)]
         return [*before, *ahead, OUTPUT, *behind]
     sample = [config.max_sequence_length]
+    # Units of the mean layer keep the weights comparable to models whose layers weigh 1.
     mean = sum(multiply_adds(config, name, sample) for name in before) / config.num_layers
     costs = {name: multiply_adds(config, name, sample) / mean for name in names}
     for index, name in enumerate(predicting):

@@ -64,6 +64,7 @@ class FrozenPair(nn.Module):
 
     def forward(self, *inputs: Any, **options: Any) -> Any:
         """Return the outputs of the frozen and of the trained model."""
+        # The teacher runs first, on the stages in front, and keeps no activations.
         with torch.no_grad():
             first = self.frozen(*inputs, **options)
         return first, self.trained(*inputs, **options)
@@ -84,6 +85,8 @@ class FrozenPair(nn.Module):
             ends.append(own_units.count(STAGE_END))
             if units and ends[0]:
                 units.append(STAGE_END)
+            # Normalized, as both models should fill one virtual stage on each rank, whatever their
+            # sizes.
             weights = iter(unit_weights(own_units))
             total = sum(unit_weights(own_units))
             prefix = f"{name}.{path}." if path else f"{name}."

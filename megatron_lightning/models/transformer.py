@@ -204,6 +204,8 @@ class GPTModel(nn.Module):
         if isinstance(routes, Tensor):
             num_layers = self.config.num_expert_layers
             routes = GivenRoutes.of(routes, tokens, self.config.moe, num_layers)
+        # One object takes positions, documents, cache and routes to every layer, since a layer's
+        # call has room for nothing else under a pipeline.
         sequence = SequenceInfo(position_ids, documents=documents, cache=cache, routes=routes)
         hidden = self.decoder(hidden, sequence)
         if cache is not None:
@@ -211,6 +213,7 @@ class GPTModel(nn.Module):
         if self.mtp is None:
             return self._output(hidden, labels)
         positions = self._embedded_positions(tokens, position_ids)
+        # Predicting layers see other tokens, to which the given routes do not belong.
         sequence = sequence.without_routes()
         hidden, ahead = self.mtp(hidden, tokens, labels, positions, sequence)
         output, losses = self._outputs(hidden, labels, ahead)
@@ -348,6 +351,8 @@ class GPTModel(nn.Module):
         config = self.config
         if config.share_embeddings_and_output_weights and name == _OUTPUT:
             name = _WORDS
+        # A generator for each name: values do not depend on the order in which parameters are made,
+        # nor on who makes them.
         digest = hashlib.sha256(f"{config.init_seed}/{name}".encode()).digest()
         generator = torch.Generator(device=tensor.device).manual_seed(
             int.from_bytes(digest[:8], "little") >> 1

@@ -211,6 +211,8 @@ def data_of(
     merged: dict[str, Any] = {}
     for path in config:
         merged = _merged(merged, _read(path))
+    # Options of the Trainer and the optimizer are not parsed, so that files with other classes work
+    # as well.
     named = [option for option in overrides if option.partition(".")[0] in ("data", "model")]
     if "data" not in merged and not any(option.startswith("data") for option in named):
         raise ConfigError(

@@ -91,6 +91,7 @@ class DPOModule(ObjectiveModule):
                 f"reference_model is set, and the reference is {chosen!r}. Set reference to "
                 '"model", or leave reference_model out.'
             )
+        # Without a model of its own, the reference is the model before training.
         frozen = (second or _without_adapters(template)) if chosen == "model" else None
         super().__init__(template, frozen)
         self.reference: Reference | None = chosen
@@ -293,6 +294,8 @@ def _reference(
             )
         return None
     peft = template.peft
+    # Scores made before training are always right. Switching adapters off costs no memory, but
+    # needs a base that stays as it is.
     if reference is None:
         reference = "scores" if peft is None or peft.modules_to_save else "adapters"
     if reference == "adapters" and peft is None:

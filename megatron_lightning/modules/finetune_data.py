@@ -248,6 +248,7 @@ class FinetuneDataModule(RunDataModule):
         if self.new_tokens and isinstance(module, FolderModule):
             module.new_tokens = self.tokenizer.added
         self._known.clear()
+        # Training files come first, and validation files behind them.
         parts = self._parts()[: len(self.paths)]
         chosen = (
             [None, None] if not self.val_fraction else held_out(parts, self.val_fraction, self.seed)

@@ -59,6 +59,7 @@ def check_model(module: object, num_ids: int, *, packed: bool) -> None:
     if not isinstance(module, HuggingFaceModule):
         return
     source = dict(module._source or {})
+    # The configuration of the folder, without reading weights.
     with _without_weights(module) as folder:
         trusts = bool(source.get("trust_remote_code"))
         theirs = AutoBridge(folder, trust_remote_code=trusts).config

@@ -128,5 +128,6 @@ class HuggingFaceModule(FolderModule):
         if labels is None or not self.fused_loss:
             logits: Tensor = self.model(input_ids=tokens, **inputs).logits
             return logits if labels is None else self.loss(logits, labels)
+        # The output layer waits for the labels, and computes losses in chunks instead of logits.
         with awaited_losses(self.model, labels, self.loss) as losses:
             return losses.of(self.model(input_ids=tokens, **inputs).logits)

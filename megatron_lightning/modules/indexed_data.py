@@ -221,6 +221,8 @@ class IndexedDataModule(RunDataModule):
         if state_dict.get("phase") is not None:
             self._begin(Phase(**state_dict["phase"]))
         restarts = self.on_changed_data == "restart"
+        # Three answers to changed data: continue each data set, start over, or read on at the
+        # position.
         if goes_on(self.on_changed_data, order, there):
             blend = self._begin(
                 next_phase(state_dict, state_dict["consumed_samples"], restarts=restarts)
@@ -237,6 +239,7 @@ class IndexedDataModule(RunDataModule):
             )
         if warning is not None:
             rank_zero_warn(warning)
+        # Ranges skipped by the run and ranges named now both stay skipped.
         both = SkippedSamples([*self.skip_samples, *state_dict.get("skip_samples", [])])
         self.skip_samples = [list(r) for r in both.ranges]
 

@@ -128,6 +128,7 @@ def recipes_of_layers(
         )
     kept = (*_kept_layers(module, recipe), *_output_embeddings(module))
     layers = _linears(module)
+    # Patterns decide first, then the kept layers, then the recipe itself.
     found = {path: _recipe_of(path, layer, recipe, kept) for path, layer in layers.items()}
     others = [] if any(found.values()) else _others(dict(module.named_modules()), found)
     if not any(found.values()) and not (will_divide and others):
@@ -256,6 +257,7 @@ def _kept_layers(module: nn.Module, recipe: FP8Recipe) -> tuple[str, ...]:
             f"{type(module).__name__} has no list of layers. Name them in modules of the recipe: "
             '{"path.of.layer.**": "bf16"}.'
         )
+    # The layers of a model are the longest list that is not inside of another. A tie has no answer.
     inner = tuple(f"{path}." for path in lists)
     outer = {path: child for path, child in lists.items() if not path.startswith(inner)}
     length = max(len(child) for child in outer.values())

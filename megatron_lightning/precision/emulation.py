@@ -123,12 +123,16 @@ class EmulatedGemm(Gemm):
 
         The second operand of an input or gradient is a matrix of tokens [t, n], possibly padded.
         """
+        # Formats with scales by row have a second operand for the GEMM that contracts the other
+        # dim, made of the high-precision tensor and not of quantized data.
         first = not transposed
         if role == "weight" and is_quantized(tensor.dtype):
             return self._kept(tensor, first=first)
         with torch.no_grad(), _exact(tensor):
             if role == "weight":
                 return self._of_weight(tensor, first=first)
+            # Delayed scales are known before the values: quantized in one pass, and the amax noted
+            # for later steps.
             if self.recipe.scaling == "delayed":
                 operand, amax = self._by_history(tensor, role)
                 self._note(amax, role, first=first)

@@ -39,6 +39,7 @@ def quantize_base(module: nn.Module, name: BaseFormat) -> list[str]:
     done = []
     for path in quantizable_layers(module):
         weight = module.get_submodule(path)._parameters.get("weight")
+        # A weight of two layers would have two owners of one set of scales.
         if weight is None or weight.requires_grad or uses[id(weight)] > 1:
             continue
         rebind(weight, FrozenWeight.quantize(weight.detach(), name))

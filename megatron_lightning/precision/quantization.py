@@ -88,6 +88,8 @@ def encode(
         random: See :func:`~megatron_lightning.precision.formats.cast`.
     """
     blocks, name = to_blocks(x, block), recipe.data_format(role)
+    # The three families differ in how scales follow from amax values. Data are then the values
+    # times a factor, rounded.
     amax = amax_of(blocks)
     scales: Tensor | TwoLevelScales
     if recipe.scaling == "nvfp4":

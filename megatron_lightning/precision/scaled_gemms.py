@@ -78,6 +78,8 @@ def multiply(
         inside = None
         if bias is not None and dtype != torch.float32:
             inside, bias = F.pad(bias.to(dtype), (0, -num_columns % ALIGNMENT)), None
+        # Kernels take dims in multiples of ALIGNMENT: zeros are added, and rows of the result cut
+        # off.
         y = compat.scaled_mm(
             pad(a.data, 1, ALIGNMENT),
             pad(b.data, ALIGNMENT, ALIGNMENT).t(),
@@ -247,6 +249,8 @@ def _one_by_one(
 ) -> Tensor:
     (x, scale_a), (w, scale_b) = a, b
     sizes: list[int] = counts.tolist()
+    # Weight gradients contract each expert's tokens. Forward and input gradients keep the tokens as
+    # rows.
     contracts_tokens = w.ndim == 2
     lefts = torch.split(x, sizes, dim=1 if contracts_tokens else 0)
     rights = torch.split(w, sizes, dim=1) if contracts_tokens else w.unbind()

@@ -63,6 +63,7 @@ def gpt_plan(config: TransformerConfig) -> ShardingPlan:
         f"{LAYER}{index}": (attention_config(config, index), kind)
         for index, kind in enumerate(config.layer_kinds)
     }
+    # Rows are made of one layer of each kind, and apply to all layers by a pattern.
     lists = {f"{LAYER}*": layers}
     if config.num_predicting_layers:
         lists[_depth_pattern(config)] = _depth_layers(config)

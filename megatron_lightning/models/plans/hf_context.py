@@ -61,6 +61,7 @@ def with_context(model: nn.Module, plan: ShardingPlan) -> ShardingPlan:
     bound = as_patterns(rows, paths)
     return replace(
         plan,
+        # Bound rows stand in front, since the first matching row decides.
         modules={**bound, **{p: row for p, row in plan.modules.items() if p not in bound}},
         positions="position_ids",
         documents=_DOCUMENTS,

@@ -266,6 +266,8 @@ class _Translation:
         for path, splits in self._splits.items():
             self._rows[path] = ParameterShards(splits)
         self._add_activations()
+        # Features first. Rows of the sequence are possible only if the code between layers works on
+        # any part of it.
         rows, why = split_both_ends(self._model, self._rows), None
         try:
             rows = sequence_rows(self._model, rows)

@@ -43,6 +43,7 @@ def split_both_ends(model: nn.Module, rows: Mapping[str, Style]) -> dict[str, St
             continue
         modules = [base_layer(model.get_submodule(owner)) for owner in owners]
         ends = [isinstance(module, nn.Embedding | nn.Linear) for module in modules]
+        # Both ends of the model: the vocabulary is sharded in both, so that they share one shard.
         if all(ends) and not any(isinstance(style, RowParallel) for style in before):
             styles |= dict.fromkeys(owners, VOCABULARY)
         elif VOCABULARY in before and any(ends):

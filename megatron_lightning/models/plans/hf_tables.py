@@ -128,6 +128,7 @@ def table_of(model: nn.Module, tensor_size: int) -> ShardingPlan | None:
         (
             (path, _TABLES[kind.__name__], kind.__name__)
             for path, module in model.named_modules()
+            # Subclasses of a family's model have the family's layers.
             for kind in type(module).__mro__
             if kind.__name__ in _TABLES and kind.__module__.startswith("transformers.")
         ),

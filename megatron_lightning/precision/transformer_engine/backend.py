@@ -92,6 +92,8 @@ class TransformerEngine:
         own = {p: r for p, r in recipes.items() if r is not None and p in present}
         for path, recipe in own.items():
             check_layer(path, present[path], recipe.scaling)
+        # The largest engines first (norm with MLP), then single layers that are left, then norms
+        # and attention.
         fused = self._attach_fused(present, own, build)
         self._attach_linears(present, own, build)
         norms = self._attach_others(present, build)

@@ -279,6 +279,7 @@ def shape_of(layer: nn.Module) -> Shape:
     if isinstance(layer, ColumnParallelLinear | RowParallelLinear):
         group = layer.group
         is_row = isinstance(layer, RowParallelLinear)
+        # A layer whose input is copied or sharded elsewhere needs no collective of the engine's.
         if group.size > 1 and (is_row or layer.copy_input or layer.sequence_parallel):
             ranks = {
                 "tp_group": group.process_group,

@@ -104,6 +104,7 @@ def te_recipe(recipe: FP8Recipe, library: Library, *, reduces: bool) -> Any:
         return _with_rounding(own, recipe, te)
     if recipe.scaling == "mxfp8":
         return te.MXFP8BlockScaling(fp8_format=data_format, enable_2d_quantization=False)
+    # Transformer Engine's options say what is off.
     return te.NVFP4BlockScaling(
         disable_rht=not recipe.random_hadamard_transform,
         disable_stochastic_rounding=not recipe.stochastic_rounding,

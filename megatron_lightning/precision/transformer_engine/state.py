@@ -90,6 +90,7 @@ def load_state(
         meta = module.fp8_meta
         meta["recipe"] = recipe
         meta["num_gemms"] = num_gemms[path]
+        # Allocated by the engine itself, so that the state has the sizes of this version.
         module.init_fp8_meta_tensors(recipe)
         for direction in _DIRECTIONS:
             scaling = meta[f"scaling_{direction}"]
