@@ -36,6 +36,7 @@ def check_latent_attention(config: TransformerConfig) -> None:
         "rotary_percent": (1.0, "mla.qk_pos_emb_head_dim channels of a head are rotated"),
         "add_qkv_bias": (False, "there is no linear_qkv"),
         "qk_layernorm_per_head": (True, "latents are not divided into heads"),
+        "attention_output_gate": (False, "latent attention has no gates in any model so far"),
         "softmax_type": ("vanilla", "latents have no sinks in any model so far"),
         "attn_logit_softcapping": (None, "scores of latents are capped in no model so far"),
         "softmax_scale": (None, "scores are scaled by the size of a head and rope_scaling"),

@@ -141,6 +141,9 @@ class TransformerConfig:
     qk_layernorm_per_head: bool = True
     """False: with qk_layernorm, a norm over all heads of the queries and a norm over all heads of
     the keys (OLMoE)."""
+    attention_output_gate: bool = False
+    """Multiply the context of each query head by the sigmoid of a gate from linear_qkv, before
+    linear_proj (Qwen3-Next)."""
     share_embeddings_and_output_weights: bool = False
     """Whether the output layer uses the word embedding's weight (tied)."""
     hidden_dropout: float = 0.0
@@ -395,10 +398,11 @@ class TransformerConfig:
 
     @property
     def qkv_rows(self) -> int:
-        """Rows of the fused linear_qkv weight. Each query group has the query heads, a key head and
-        a value head.
+        """Rows of the fused linear_qkv weight. Each query group has the query heads, as many gates
+        with attention_output_gate, a key head and a value head.
         """
-        return self.query_groups * (self.heads_per_group + 2) * self.head_dim
+        per_group = self.heads_per_group * (1 + self.attention_output_gate) + 2
+        return self.query_groups * per_group * self.head_dim
 
     @property
     def num_parameters(self) -> int:

@@ -257,8 +257,9 @@ def build_core(config: TransformerConfig) -> CoreAttention:
 class SelfAttention(nn.Module):
     """Projection to queries, keys and values, attention, projection back.
 
-    The rows of ``linear_qkv`` are ordered by query group: n/g query heads, the key head and the
-    value head, each of d rows.
+    The rows of ``linear_qkv`` are ordered by query group: n/g query heads, with
+    ``attention_output_gate`` n/g gates, the key head and the value head, each of d rows, as in
+    Megatron-Core.
 
     Args:
         config: Sizes.
@@ -273,7 +274,9 @@ class SelfAttention(nn.Module):
         self.linear_qkv = nn.Linear(
             config.hidden_size, config.qkv_rows, bias=config.add_bias_linear or config.add_qkv_bias
         )
-        rows = (config.heads_per_group * config.head_dim, config.head_dim, config.head_dim)
+        self.is_gated = config.attention_output_gate
+        queries = (config.heads_per_group * config.head_dim,) * (1 + self.is_gated)
+        rows = (*queries, config.head_dim, config.head_dim)
         self.linear_qkv.fused_rows = rows  # type: ignore[assignment]
         q_size, k_size = config.qk_norm_sizes
         self.q_layernorm = build_norm(config, q_size) if q_size else None
@@ -295,7 +298,7 @@ class SelfAttention(nn.Module):
         """
         self.core_attention.check_positions(sequence)
         positions = None if sequence is None else sequence.position_ids
-        q, k, v = self._projected(hidden)
+        q, *gates, k, v = self._projected(hidden)
         if self.q_layernorm is not None and self.k_layernorm is not None:
             q, k = self._normalized(q, self.q_layernorm), self._normalized(k, self.k_layernorm)
         if self.rotary is not None:
@@ -305,16 +308,19 @@ class SelfAttention(nn.Module):
                 v = attention_layout(v)
         q, k, v = (x.flatten(2, 3) for x in (q, k, v))
         context = self.core_attention(q, k, v, sequence, self.scale)
+        for gate in gates:
+            context = context * gate.flatten(2).sigmoid()
         out: Tensor = self.linear_proj(context)
         return out
 
     def _projected(self, hidden: Tensor) -> list[Tensor]:
-        """Return queries [s, b, g, n/g, d], keys and values [s, b, g, 1, d] as views of one
-        tensor.
+        """Return queries [s, b, g, n/g, d], gates of the same shape if there are any, keys and
+        values [s, b, g, 1, d] as views of one tensor.
         """
         mixed = self.linear_qkv(hidden)
-        mixed = mixed.view(*mixed.shape[:2], -1, self.heads_per_group + 2, self.head_dim)
-        return list(mixed.split([self.heads_per_group, 1, 1], dim=3))
+        heads = [self.heads_per_group] * (1 + self.is_gated) + [1, 1]
+        mixed = mixed.view(*mixed.shape[:2], -1, sum(heads), self.head_dim)
+        return list(mixed.split(heads, dim=3))
 
     def _normalized(self, x: Tensor, norm: nn.Module) -> Tensor:
         """Normalize queries or keys [s, b, g, n/g, d]: each head, or all of a token together."""

@@ -263,6 +263,7 @@ class SharedGroupsLinear(ColumnParallelLinear):
         num_groups: Query groups, a divisor of the number of ranks.
         heads_per_group: Query heads of a group that are fused with the shared heads.
         shared_per_group: Shared heads of a group.
+        gates: Whether a gate for each query head lies between query heads and shared heads.
         options: As for :class:`ColumnParallelLinear`.
     """
 
@@ -274,9 +275,11 @@ class SharedGroupsLinear(ColumnParallelLinear):
         num_groups: int,
         heads_per_group: int,
         shared_per_group: int,
+        gates: bool = False,
         **options: Any,
     ) -> None:
         super().__init__(in_features, out_features, **options)
+        self.gates = gates
         self.num_groups = num_groups
         self.heads_per_group = heads_per_group
         self.shared_per_group = shared_per_group
@@ -286,10 +289,11 @@ class SharedGroupsLinear(ColumnParallelLinear):
         mixed = gather_sequence(super().forward(x), self.group, -1)
         ranks = self.group.size // self.num_groups
         heads, (group, index) = self.heads_per_group // ranks, divmod(self.group.rank, ranks)
-        per_group = self.heads_per_group + self.shared_per_group
-        own = mixed.view(*mixed.shape[:-1], self.num_groups, per_group, -1)[..., group, :, :]
-        q = own[..., index * heads : (index + 1) * heads, :]
-        return torch.cat((q, own[..., self.heads_per_group :, :]), dim=-2).flatten(-2)
+        own_parts = [self.heads_per_group] * (1 + self.gates) + [self.shared_per_group]
+        own = mixed.view(*mixed.shape[:-1], self.num_groups, sum(own_parts), -1)[..., group, :, :]
+        *by_head, shared = torch.split(own, own_parts, dim=-2)
+        taken = [part[..., index * heads : (index + 1) * heads, :] for part in by_head]
+        return torch.cat((*taken, shared), dim=-2).flatten(-2)
 
 
 class VocabParallelLinear(ColumnParallelLinear, OutputLinear):

@@ -47,7 +47,11 @@ from megatron_lightning.precision.frozen_base import quantize_base
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 APPLIED = "_megatron_lora"
 """Attribute of a module after LoRA was applied."""
-_PARTS: Mapping[int, tuple[str, ...]] = {2: ("gate", "up"), 3: ("q", "k", "v")}
+PARTS: Mapping[int, tuple[str, ...]] = {
+    2: ("gate", "up"),
+    3: ("q", "k", "v"),
+    4: ("q", "gate", "k", "v"),
+}
 """Number of the matrices in a fused weight -> their names."""
 
 
@@ -217,9 +221,9 @@ class LoRA:
             return Adapters({ALL_ROWS: self._adapter(path, layer, _num_rows(layer))}, path)
         parts = {
             name: self._adapter(path, layer, fused.num_periods * size)
-            for name, size in zip(_PARTS[len(fused.rows)], fused.rows, strict=True)
+            for name, size in zip(PARTS[len(fused.rows)], fused.rows, strict=True)
         }
-        alternates = len(fused.rows) == 3
+        alternates = len(fused.rows) > 2
         return Adapters(parts, path, num_groups=fused.num_periods if alternates else 0)
 
     def _stacked(
@@ -280,7 +284,7 @@ def _num_rows(layer: nn.Module) -> int:
 def _fused_rows(layer: nn.Module) -> FusedRows | None:
     """Return the rows of the matrices in a layer's weight. None: the weight is a single matrix."""
     rows: tuple[int, ...] = tuple(getattr(layer, "fused_rows", ()))
-    return FusedRows(rows, _num_rows(layer) // sum(rows)) if len(rows) in _PARTS else None
+    return FusedRows(rows, _num_rows(layer) // sum(rows)) if len(rows) in PARTS else None
 
 
 def _factor(layer: nn.Module, inputs: int, outputs: int) -> nn.Module:

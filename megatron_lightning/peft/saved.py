@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from megatron_lightning.errors import CheckpointError, ConfigError
 from megatron_lightning.layers.adapters import ALL_ROWS, adapted_layers
 from megatron_lightning.models.transformer import GPTModel
-from megatron_lightning.peft.lora import AppliedLoRA, FusedRows, LoRA, applied_to
+from megatron_lightning.peft.lora import PARTS, AppliedLoRA, FusedRows, LoRA, applied_to
 
 _GPT_LAYERS, _HF_LAYERS = "decoder.layers.", "model.layers."
 _GPT_NAMES: Mapping[tuple[str, str], str] = MappingProxyType(
@@ -266,6 +266,12 @@ def _with_all_parts(path: str, parts: Mapping[str, Factors], model: GPTModel) ->
     rows = tuple(getattr(layer, "fused_rows", (layer.out_features,)))
     first = next(iter(parts.values()))
     missing = [part for part in wanted if part not in parts]
+    if len(rows) > len(PARTS[3]):
+        raise CheckpointError(
+            f"the folder adapts {', '.join(parts)} of {path}, which has gates of its own beside "
+            "the queries (attention_output_gate), and the folder has none or both in one. Train "
+            "the untouched model (HuggingFaceModule)."
+        )
     if first.magnitude is not None and missing:
         raise CheckpointError(
             f"the folder adapts {', '.join(parts)} of {path} with use_dora, and not "
@@ -293,11 +299,10 @@ def _split(
         periods = torch.split(tensor.view(num_periods, sum(rows), -1), list(rows), dim=1)
         return [part.flatten(0, 1).contiguous() for part in periods]
 
-    names = ("gate", "up") if len(rows) == 2 else ("q", "k", "v")
     lengths: list[Tensor | None] = [None] * len(rows)
     if whole.magnitude is not None:
         lengths = [part.flatten() for part in split(whole.magnitude)]
-    pieces = zip(names, split(whole.lora_B), lengths, strict=True)
+    pieces = zip(PARTS[len(rows)], split(whole.lora_B), lengths, strict=True)
     return {name: Factors(whole.lora_A, b, whole.scale, own) for name, b, own in pieces}
 
 

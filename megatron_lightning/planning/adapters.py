@@ -92,7 +92,8 @@ class AdapterSizes:
     ) -> ParameterCount:
         """Return the parameters of the adapters in a unit on a rank."""
         weights = (w for w in unit_weights(config, unit) if self.adapts(unit, w))
-        return sum((self._count(weight, layout) for weight in weights), ParameterCount())
+        num_qkv = 3 + config.attention_output_gate
+        return sum((self._count(weight, layout, num_qkv) for weight in weights), ParameterCount())
 
     def base_bytes(
         self, config: TransformerConfig, layout: ParallelLayout, unit: str, value_bytes: int
@@ -113,11 +114,11 @@ class AdapterSizes:
     def _is_stored(self, unit: str, weight: Weight) -> bool:
         return self.base is not None and weight.kind == "matrix" and unit != OUTPUT
 
-    def _count(self, weight: Weight, layout: ParallelLayout) -> ParameterCount:
+    def _count(self, weight: Weight, layout: ParallelLayout, num_qkv: int) -> ParameterCount:
         *_, rows, columns = weight.shape
         num_parts = 1
         if self.fused == "parts" and weight.experts is None:
-            num_parts = 3 if weight.module.endswith("linear_qkv") else weight.blocks
+            num_parts = num_qkv if weight.module.endswith("linear_qkv") else weight.blocks
         first, second = self.r * columns * num_parts, self.r * rows
         ranks = layout.tp if weight.experts is None else layout.etp
         if weight.split == "rows":

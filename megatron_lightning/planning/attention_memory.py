@@ -8,6 +8,8 @@ dim.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from megatron_lightning.config import LatentAttentionConfig
 from megatron_lightning.planning.layers import MAIN_BYTES, Sizes, linear, norm_of
 from megatron_lightning.planning.tape import Kept, Operation
@@ -29,7 +31,27 @@ def attention(sizes: Sizes, path: str, normed: str) -> list[Operation]:
     context = f"{path} context"
     proj = linear(sizes, f"{path}.linear_proj", context, f"{path} out")
     core = _core(sizes, path, context, kept=kept, heads=heads, head=(head, value))
+    if config.attention_output_gate:
+        return [*projections, core, *_gated(sizes, path, context, proj, heads=heads)]
     return [*projections, core, proj]
+
+
+def _gated(
+    sizes: Sizes, path: str, context: str, proj: Operation, *, heads: int
+) -> list[Operation]:
+    """Return the product of context and gate, and the projection of the product."""
+    size = float(sizes.tokens * heads * sizes.config.head_dim * sizes.element)
+    gated, gate = f"{path} gated", f"{path} gate"
+    product = Operation(
+        path=path,
+        keeps={context: size, gate: size},
+        inputs={context: size},
+        makes=(gated,),
+        forward_bytes=2 * size,
+        backward_bytes=3 * size,
+    )
+    renamed = {gated if key == context else key: kept for key, kept in proj.keeps.items()}
+    return [product, replace(proj, keeps=renamed, inputs={gated: size})]
 
 
 def _core(
@@ -132,8 +154,9 @@ def _grouped(sizes: Sizes, path: str, normed: str, heads: int) -> tuple[list[Ope
     d, tokens = config.head_dim, sizes.tokens
     q, k = float(tokens * heads * d * e), float(tokens * groups * d * e)
     fused = f"{path} qkv"
+    fused_size = q * (1 + config.attention_output_gate) + 2 * k
     # Ranks beyond the query groups share heads, so their outputs add up to more than the matrix.
-    features = float((heads + 2 * groups) * d)
+    features = float((heads * (1 + config.attention_output_gate) + 2 * groups) * d)
     operations = [linear(sizes, f"{path}.linear_qkv", normed, fused, features_out=features)]
     if config.qk_layernorm:
         channels = tokens * (heads + groups) * d
@@ -141,7 +164,7 @@ def _grouped(sizes: Sizes, path: str, normed: str, heads: int) -> tuple[list[Ope
             sizes, f"{path}.q_layernorm", fused, f"{path} heads", channels=channels, element=e,
             rows=tokens * (heads + groups if config.qk_layernorm_per_head else 2),
         )  # fmt: skip
-        keeps = dict(one.keeps) | {fused: q + 2 * k}
+        keeps = dict(one.keeps) | {fused: fused_size}
         operations.append(
             Operation(
                 path=one.path, keeps=keeps, inputs=one.inputs, makes=one.makes,
@@ -160,7 +183,7 @@ def _grouped(sizes: Sizes, path: str, normed: str, heads: int) -> tuple[list[Ope
         )
     if rotated and not config.qk_layernorm and not sizes.compiled:  # the values are copied
         return operations, {f"{path} q": q, f"{path} k": k, f"{path} v": k}, d
-    kept = {fused: q + 2 * k}  # the values are a view of the fused output
+    kept = {fused: fused_size}  # the values are a view of the fused output
     if rotated or config.qk_layernorm:
         kept |= {f"{path} q": q, f"{path} k": k}
     elif heads > groups:

@@ -168,9 +168,14 @@ BIAS = {"normalization": "LayerNorm", "activation": "gelu", "add_bias_linear": T
             marks=pytest.mark.slow,
         ),
         pytest.param(
-            {"num_query_groups": 1, "qk_layernorm": True, "add_qkv_bias": True},
+            {
+                "num_query_groups": 1,
+                "qk_layernorm": True,
+                "add_qkv_bias": True,
+                "attention_output_gate": True,
+            },
             2,
-            id="mqa-on-two-ranks",
+            id="mqa-gates-on-two-ranks",
         ),
         pytest.param(
             {"num_query_groups": 2, "qk_layernorm": True, "qk_layernorm_per_head": False},

@@ -58,6 +58,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "Llama": {},
     "Qwen 2": {"add_qkv_bias": True, "kv_channels": 24},
     "Qwen 3": {"qk_layernorm": True},
+    "gates": {"attention_output_gate": True, "add_qkv_bias": True},
     "OLMoE": {
         "qk_layernorm": True, "qk_layernorm_per_head": False, "moe": MoEConfig(num_experts=4),
     },

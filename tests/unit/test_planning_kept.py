@@ -26,6 +26,13 @@ DELTA = DeltaNetConfig(num_key_heads=2, num_value_heads=4, key_head_dim=8, value
 MODELS: dict[str, dict[str, Any]] = {
     "rotary": {},
     "norms of heads": {"qk_layernorm": True},
+    "gates": {"attention_output_gate": True},
+    "gates, norms of heads, a group a head": {
+        "attention_output_gate": True, "qk_layernorm": True, "num_query_groups": None,
+    },
+    "gates, learned positions": {
+        "attention_output_gate": True, "position_embedding_type": "learned_absolute",
+    },
     "one group a head": {"num_query_groups": None},
     "learned positions": {"position_embedding_type": "learned_absolute"},
     "normed heads, learned positions": {

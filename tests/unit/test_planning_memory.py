@@ -45,7 +45,8 @@ DIVIDED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "tp 2": ({}, {"tensor_model_parallel_size": 2}),
     "tp above the groups": (
         {"add_bias_linear": True, "normalization": "LayerNorm", "activation": "gelu",
-         "position_embedding_type": "learned_absolute", "qk_layernorm": True},
+         "position_embedding_type": "learned_absolute", "qk_layernorm": True,
+         "attention_output_gate": True},
         {"tensor_model_parallel_size": 4},
     ),
     "norms over all heads": (

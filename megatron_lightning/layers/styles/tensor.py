@@ -117,6 +117,8 @@ class QueryKeyValue:
     """Key and value heads of the full model."""
     heads_per_group: int
     """Query heads that share a key and value head."""
+    gates: bool = False
+    """Whether the projection has a gate for each query head, behind the group's query heads."""
 
     def check(self, module: nn.Module, layout: ParallelLayout, plan: ShardingPlan) -> None:
         """Check that the layer can be sharded.
@@ -143,17 +145,19 @@ class QueryKeyValue:
             num_groups=groups,
             heads_per_group=self.heads_per_group,
             shared_per_group=2,
+            gates=self.gates,
             **layer_options(context, plan),
         )
 
     def divide_adapters(
         self, module: nn.Module, context: ParallelContext, plan: ShardingPlan
     ) -> None:
-        """Divide the adapters of the layer: a single adapter, or an adapter each for queries, keys
-        and values.
+        """Divide the adapters of the layer: a single adapter, or an adapter each for queries,
+        gates, keys and values.
         """
         shared, column = KeyOrValue(self.num_query_groups), self._column(context.layout)
-        parts: dict[str, Style] = {ALL_ROWS: self, "q": column, "k": shared, "v": shared}
+        parts: dict[str, Style] = {ALL_ROWS: self, "k": shared, "v": shared}
+        parts |= dict.fromkeys(("q", "gate"), column)
         divide_column(module, parts.__getitem__, context, plan, copies_input=True)
         adapters = adapters_of(module)
         if adapters is not None and adapters.num_groups:

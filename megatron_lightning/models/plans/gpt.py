@@ -131,7 +131,9 @@ def _linear_style(config: TransformerConfig, weight: Weight) -> Style:
     if not by_rows:
         return RowParallel()
     if weight.module.endswith("linear_qkv"):
-        return QueryKeyValue(config.query_groups, config.heads_per_group)
+        return QueryKeyValue(
+            config.query_groups, config.heads_per_group, config.attention_output_gate
+        )
     return ColumnParallel(num_blocks=weight.blocks, parts=weight.parts, num_heads=weight.heads)
 
 
