@@ -16,7 +16,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from megatron_lightning.config import TransformerConfig
+from megatron_lightning.config import DeltaNetConfig, TransformerConfig
 from megatron_lightning.parallel.spec import Shape
 
 
@@ -53,6 +53,9 @@ class Copied(Move):
 class QueryKeyValue(Move):
     """Rows of a query group: queries, key, value. Theirs are all queries, all keys and all values,
     in three tensors or stacked vertically in a fused tensor.
+
+    With ``attention_output_gate`` the gates of a group lie behind the queries. Theirs have the gate
+    of each head behind the query of the head.
     """
 
     transposed: bool = False
@@ -65,6 +68,9 @@ class QueryKeyValue(Move):
             tensors = torch.split(whole, self._rows(config))
         groups, size = config.query_groups, config.head_dim
         parts = [x.reshape(groups, -1, size, *x.shape[1:]) for x in tensors]
+        if config.attention_output_gate:
+            queries = parts[0].reshape(groups, -1, 2, *parts[0].shape[2:])
+            parts[0] = queries.transpose(1, 2).flatten(1, 2)
         return torch.cat(parts, dim=1).flatten(0, 2)
 
     def shapes(self, config: TransformerConfig, shape: Shape, num_sources: int) -> list[Shape]:
@@ -74,8 +80,8 @@ class QueryKeyValue(Move):
         return [(rows, *shape[1:]) for rows in self._rows(config)]
 
     def _rows(self, config: TransformerConfig) -> list[int]:
-        keys = config.query_groups * config.head_dim
-        return [config.num_attention_heads * config.head_dim, keys, keys]
+        keys, queries = config.query_groups * config.head_dim, 1 + config.attention_output_gate
+        return [config.num_attention_heads * config.head_dim * queries, keys, keys]
 
 
 @dataclass(frozen=True)
@@ -129,3 +135,35 @@ class Experts(Move):
     def shapes(self, config: TransformerConfig, shape: Shape, num_sources: int) -> list[Shape]:
         """See :class:`Move`."""
         return [(shape[1] // num_sources, *shape[2:])] * num_sources
+
+
+@dataclass(frozen=True)
+class DeltaNetRows(Move):
+    """Rows of gated delta net: queries, keys, values, gates, beta, alpha, each by head. Theirs are
+    ordered by key head, in two tensors: queries, keys, values and gates, and beta and alpha.
+    """
+
+    def join(self, config: TransformerConfig, tensors: Sequence[Tensor]) -> Tensor:
+        """See :class:`Move`."""
+        by_key_head = [rows.reshape(self._sizes(config).num_key_heads, -1, *rows.shape[1:])
+                       for rows in tensors]  # fmt: skip
+        parts = [
+            part
+            for rows, widths in zip(by_key_head, self._widths(config), strict=True)
+            for part in torch.split(rows, widths, 1)
+        ]
+        return torch.cat([part.flatten(0, 1) for part in parts])
+
+    def shapes(self, config: TransformerConfig, shape: Shape, num_sources: int) -> list[Shape]:
+        """See :class:`Move`."""
+        keys = self._sizes(config).num_key_heads
+        return [(keys * sum(widths), *shape[1:]) for widths in self._widths(config)]
+
+    def _widths(self, config: TransformerConfig) -> list[list[int]]:
+        """Return the rows of a key head in both tensors."""
+        sizes = self._sizes(config)
+        widths = [part // sizes.num_key_heads for part in sizes.in_parts]
+        return [widths[:4], widths[4:]]
+
+    def _sizes(self, config: TransformerConfig) -> DeltaNetConfig:
+        return config.delta_net or DeltaNetConfig()

@@ -56,6 +56,10 @@ WORDS, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 _LISTED = 5
 
 
+class UnwritableError(ConfigError):
+    """A family refuses a configuration, so that no list of missing fields is known."""
+
+
 def table(*parts: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the rows of several tables as a single read-only table. Later rows win."""
     return MappingProxyType({key: row for part in parts for key, row in part.items()})
@@ -138,14 +142,24 @@ def to_theirs(family: type[Family], config: TransformerConfig) -> Any:
 def missing_fields(family: type[Family], config: TransformerConfig) -> list[str]:
     """Return the fields not reproduced by a family's tables. Empty: the tables describe
     the model.
+
+    Raises:
+        UnwritableError: If the family cannot write the configuration at all.
     """
     try:
         again = to_config(family, to_theirs(family, config), family.__name__)
-        fields = differing(flat(config), flat(again))
-        if not fields:
-            list(_rows(family, config))
     except Exception as error:  # from a class of transformers, or a row refusing the value
-        return [str(error).splitlines()[0]]
+        text = (str(error) or type(error).__name__).splitlines()[0]
+        raise UnwritableError(
+            f"the family {family.__name__.lower()} does not describe the model: {text} Leave "
+            "--family out to take the first that does."
+        ) from error
+    fields = differing(flat(config), flat(again))
+    if not fields:
+        try:
+            list(_rows(family, config))
+        except ConfigError as error:
+            return [str(error)]
     return fields
 
 

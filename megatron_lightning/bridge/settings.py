@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Protocol
 
 from megatron_lightning.config import (
+    DeltaNetConfig,
     LatentAttentionConfig,
     MambaConfig,
     MoEConfig,
@@ -22,12 +23,14 @@ from megatron_lightning.config import (
     TransformerConfig,
 )
 from megatron_lightning.config.by_layer import unrotated_layers, windowed_layers
+from megatron_lightning.config.delta_net import linear_layers
 from megatron_lightning.config.hybrid_pattern import DEPTH, HybridPattern
 from megatron_lightning.config.layer_kinds import GROUPS
 
 Values = dict[str, Any]
 _ABSENT: Any = object()
 _GROUPS: Mapping[str, type] = {
+    "delta_net": DeltaNetConfig,
     "mla": LatentAttentionConfig,
     "mamba": MambaConfig,
     "moe": MoEConfig,
@@ -43,6 +46,7 @@ TRAINING = frozenset(
         "moe.router_bias_update_rate", "moe.input_jitter_eps", "moe.expert_capacity_factor",
         "moe.token_drop_policy", "moe.pad_expert_input_to_capacity", "moe.token_dispatcher_type",
         "moe.grouped_gemm", "mamba.chunk_size", "mamba.recompute_scan",
+        "delta_net.chunk_size", "delta_net.kernel", "delta_net.recompute_scan",
     )
 )  # fmt: skip
 """Fields of training and computation. A folder describes none of these fields."""
@@ -274,6 +278,8 @@ def flat(config: TransformerConfig) -> Values:
     values["window_size"] = config.window_size if any(windowed) else None
     is_mixed = len(set(windowed)) > 1
     values["window_attn_skip_freq"] = tuple(map(int, windowed)) if is_mixed else None
+    linear = linear_layers(config.linear_attention_freq, config.num_layers)
+    values["linear_attention_freq"] = tuple(map(int, linear)) if any(linear) else None
     values["no_rope_freq"] = tuple(map(int, unrotated)) if any(unrotated) else None
     if config.rope_scaling is None and config.window_rotary_base == config.rotary_base:
         values["window_rotary_base"] = None

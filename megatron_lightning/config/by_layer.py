@@ -114,6 +114,12 @@ def check_delta_net(config: TransformerConfig) -> None:
             f"are {', '.join(dict.fromkeys(kinds))}. Set delta_net together with "
             "linear_attention_freq, or with layers of the kind delta_net in layer_pattern."
         )
+    if frequency == 1 and type(frequency) is int:
+        raise ConfigError(
+            "linear_attention_freq is 1, and every layer attends, as in Megatron-Core: a number n "
+            "leaves attention in every n-th layer. Set it to 2 or more, or to a list of ones for "
+            "gated delta net in all layers, or leave it and delta_net out."
+        )
     if frequency is not None and isinstance(config.layer_pattern, str):
         raise ConfigError(
             f"linear_attention_freq is {frequency}, and layer_pattern is {config.layer_pattern!r}; "

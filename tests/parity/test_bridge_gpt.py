@@ -35,11 +35,12 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 EXPERTS = (
     "predicting", "mixtral", "qwen3-moe", "qwen2-moe", "olmoe", "deepseek", "kimi", "gpt-oss",
-    "granite-moe", "glm4-moe", "dots1",
+    "granite-moe", "glm4-moe", "dots1", "qwen3-next",
 )  # fmt: skip
 FEW = [
     ("llama", "tp2 x pp2"), ("qwen3", "fsdp"), ("mistral", "cp2"), ("qwen2-moe", "ep2"),
     ("olmo2", "tp2"), ("predicting", "pp2"), ("gpt-oss", "tp2"), ("gemma2", "cp2"),
+    ("qwen3-next", "cp2"),
 ]  # fmt: skip
 
 

@@ -345,6 +345,7 @@ def test_calls_with_full_sequences_are_refused() -> None:
         ({"linear_attention_freq": 2}, "delta_net is not set"),
         ({"linear_attention_freq": [1], "delta_net": SIZES}, "num_layers is 4"),
         ({"linear_attention_freq": 0, "delta_net": SIZES}, "linear_attention_freq is 0"),
+        ({"linear_attention_freq": 1, "delta_net": SIZES}, "every layer attends"),
     ],
 )
 def test_contradicting_options_are_refused(options: dict[str, Any], message: str) -> None:

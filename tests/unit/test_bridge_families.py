@@ -268,6 +268,20 @@ def test_layers_of_multi_token_prediction_are_those_behind_the_last(
     assert tensors.keys() - pieces.keys() == {key for key in tensors if ".layers.2." in key}
 
 
+def test_layers_that_transformers_does_not_read_are_carried(tmp_path: Path) -> None:
+    """Folders of Qwen3-Next have layers of multi-token prediction."""
+    path = make_folder("qwen3-next", tmp_path)
+    head = {"mtp.fc.weight": torch.randn(32, 64), "mtp.layers.0.mlp.gate.weight": torch.ones(4, 32)}
+    _rewritten(path, dict(head))
+    bridge = AutoBridge.from_hf_pretrained(path)
+    gpt, model = bridge.gpt_folder(), bridge.to_model("gpt")
+    pieces = gpt.pieces(gpt.config, gpt.tensors(gpt.config))
+    made = assembled(gpt.folder, pieces, _fills(model))
+    for key, tensor in gpt.folder.tensors.items():
+        assert torch.equal(made[key].read(), tensor.read()), key
+    assert head.keys() <= made.keys()
+
+
 # ---------------------------------------------------------------------------------------- refusals
 
 
@@ -308,6 +322,8 @@ def _copy(folders: dict[str, Path], name: str, parent: Path, **settings: Any) ->
         ("gemma3", {"use_bidirectional_attention": True}, "use_bidirectional_attention=True"),
         ("gpt-oss", {"swiglu_alpha": 1.5}, "swiglu_alpha=1.5"),
         ("gpt-oss", {"attention_bias": False}, "attention_bias=False"),
+        ("qwen3-next", {"attention_bias": True}, "attention_bias=True"),
+        ("qwen3-next", {"layer_types": ["full_attention"] * 2}, "layer_types="),
     ],
 )  # fmt: skip
 def test_what_the_model_lacks_is_refused_by_name(

@@ -14,7 +14,7 @@ from megatron_lightning.bridge import AutoBridge, commands
 from megatron_lightning.bridge.families import family_like
 from megatron_lightning.bridge.rules import missing_fields
 from megatron_lightning.cli import main
-from megatron_lightning.config import TransformerConfig
+from megatron_lightning.config import DeltaNetConfig, TransformerConfig
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.modules import GPTLightningModule, HuggingFaceModule
 from tests.helpers.trainers import trainer
@@ -138,6 +138,18 @@ def test_a_model_that_no_family_describes_is_refused(
         main(["convert", "export", str(tmp_path / "d.ckpt"), str(tmp_path / "out")])
     assert exit_.value.code == 2
     assert "The nearest one, qwen3, lacks activation" in capsys.readouterr().err
+    sizes = DeltaNetConfig(num_key_heads=2, num_value_heads=4, key_head_dim=8, value_head_dim=6)
+    for options, text in (
+        ({}, "The nearest one, llama, lacks linear_attention_freq, delta_net.num_key_heads"),
+        ({"linear_attention_freq": None, "layer_pattern": "G*"}, "The nearest one, .* lacks "),
+    ):
+        with pytest.raises(ConfigError, match=text):
+            family_like(
+                TransformerConfig(
+                    **{"linear_attention_freq": 2, "num_layers": 2} | options, hidden_size=32,
+                    num_attention_heads=4, vocab_size=67, delta_net=sizes,
+                )
+            )  # fmt: skip
     assert not (tmp_path / "out").exists()
 
 

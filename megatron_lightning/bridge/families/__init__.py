@@ -22,11 +22,12 @@ from megatron_lightning.bridge.families.nemotron_h import NemotronH
 from megatron_lightning.bridge.families.olmo2 import Olmo2, Olmo3
 from megatron_lightning.bridge.families.phi import Phi3
 from megatron_lightning.bridge.families.qwen import Qwen2, Qwen3
+from megatron_lightning.bridge.families.qwen3_next import Qwen3Next
 from megatron_lightning.bridge.families.qwen_moe import Olmoe, Qwen2Moe, Qwen3Moe
 from megatron_lightning.bridge.families.seed_oss import SeedOss
 from megatron_lightning.bridge.families.smollm3 import SmolLM3
 from megatron_lightning.bridge.families.starcoder2 import Starcoder2
-from megatron_lightning.bridge.rules import Family, missing_fields
+from megatron_lightning.bridge.rules import Family, UnwritableError, missing_fields
 from megatron_lightning.config import TransformerConfig
 from megatron_lightning.errors import ConfigError
 
@@ -35,7 +36,7 @@ _ALL: tuple[type[Family], ...] = (
     DeepseekV3, Granite, Olmo2, Gemma,
     Gemma2, Gemma3, GptOss, SmolLM3,
     Olmo3, Ministral, Cwm, Exaone4, SeedOss, Arcee, Nemotron, Starcoder2, GraniteMoe, VaultGemma,
-    Glm4Moe, Dots1, Mamba2, NemotronH,
+    Glm4Moe, Dots1, Mamba2, NemotronH, Qwen3Next,
 )  # fmt: skip
 FAMILIES: Mapping[str, type[Family]] = MappingProxyType(
     {family.__name__.lower(): family for family in _ALL}
@@ -91,7 +92,10 @@ def family_like(config: TransformerConfig) -> type[Family]:
     """
     missing: dict[str, list[str]] = {}
     for name, family in FAMILIES.items():
-        missing[name] = missing_fields(family, config)
+        try:
+            missing[name] = missing_fields(family, config)
+        except UnwritableError:
+            continue
         if not missing[name]:
             return family
     nearest = min(missing, key=lambda name: len(missing[name]))

@@ -1,5 +1,7 @@
 """Qwen 2 and 3 with experts, and OLMoE."""
 
+from typing import Any
+
 from megatron_lightning.bridge.expert_settings import SparseSteps
 from megatron_lightning.bridge.families.llama import OURS, SETTINGS, THEIRS, WEIGHTS
 from megatron_lightning.bridge.families.qwen import HEAD_NORMS, WINDOW
@@ -24,6 +26,18 @@ EXPERTS = table({
     ),
 })  # fmt: skip
 SHARED, THEIR_SHARED = f"{OURS}.mlp.shared_experts", f"{THEIRS}.mlp.shared_expert"
+GATED_EXPERT: tuple[Any, ...] = (
+    Same("moe.num_experts", "num_experts"), SparseSteps(),
+    Same("moe.shared_expert_intermediate_size", "shared_expert_intermediate_size"),
+    Constant("moe.shared_expert_gate", True),
+)  # fmt: skip
+GATED_WEIGHTS = table({
+    f"{SHARED}.gate.weight": f"{THEIRS}.mlp.shared_expert_gate.weight",
+    f"{SHARED}.linear_fc1.weight": (
+        Stacked(), f"{THEIR_SHARED}.gate_proj.weight", f"{THEIR_SHARED}.up_proj.weight"
+    ),
+    f"{SHARED}.linear_fc2.weight": f"{THEIR_SHARED}.down_proj.weight",
+})  # fmt: skip
 
 
 class Qwen3Moe(Family):
@@ -42,18 +56,9 @@ class Qwen2Moe(Family):
 
     architecture = "Qwen2MoeForCausalLM"
     settings = (
-        *SETTINGS, Rope(), WINDOW, Same("add_qkv_bias", "qkv_bias"), *TOPK, WIDTH,
-        Same("moe.num_experts", "num_experts"), SparseSteps(),
-        Same("moe.shared_expert_intermediate_size", "shared_expert_intermediate_size"),
-        Constant("moe.shared_expert_gate", True),
+        *SETTINGS, Rope(), WINDOW, Same("add_qkv_bias", "qkv_bias"), *TOPK, WIDTH, *GATED_EXPERT,
     )  # fmt: skip
-    weights = table(WEIGHTS, EXPERTS, {
-        f"{SHARED}.gate.weight": f"{THEIRS}.mlp.shared_expert_gate.weight",
-        f"{SHARED}.linear_fc1.weight": (
-            Stacked(), f"{THEIR_SHARED}.gate_proj.weight", f"{THEIR_SHARED}.up_proj.weight"
-        ),
-        f"{SHARED}.linear_fc2.weight": f"{THEIR_SHARED}.down_proj.weight",
-    })  # fmt: skip
+    weights = table(WEIGHTS, EXPERTS, GATED_WEIGHTS)
 
 
 class Olmoe(Family):
