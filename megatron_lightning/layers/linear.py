@@ -267,6 +267,8 @@ class SharedGroupsLinear(ColumnParallelLinear):
         options: As for :class:`ColumnParallelLinear`.
     """
 
+    gates: bool = False
+
     def __init__(
         self,
         in_features: int,
