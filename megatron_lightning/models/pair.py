@@ -64,7 +64,6 @@ class FrozenPair(nn.Module):
 
     def forward(self, *inputs: Any, **options: Any) -> Any:
         """Return the outputs of the frozen and of the trained model."""
-        # The teacher runs first, on the stages in front, and keeps no activations.
         with torch.no_grad():
             first = self.frozen(*inputs, **options)
         return first, self.trained(*inputs, **options)
@@ -226,6 +225,7 @@ class DistillationPair(FrozenPair):
             labels: [b, s], already shifted. -100 has no loss.
             inputs: Further inputs of both models, such as ``position_ids``.
         """
+        # The teacher runs first, on the stages in front, and keeps no activations.
         with torch.no_grad():
             logits, vocabulary = token_logits(self.frozen, tokens, **inputs)
             teacher = self.frozen_output(logits, vocabulary)
