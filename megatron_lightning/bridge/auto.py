@@ -112,19 +112,19 @@ class AutoBridge(FolderModel):
             CheckpointError: If the checkpoint keeps no folder, or holds another model.
             ConfigError: See the class.
         """
-        found = read_kept(path, model)
-        if found is None:
+        entry = read_kept(path, model)
+        if entry is None:
             raise CheckpointError(
                 f"{path} keeps no Hugging Face folder, since its model did not come from one. Name "
                 "the folder: --like FOLDER."
             )
-        source, place, kept = found
+        source, place, record = entry
         if reads:
             # The checkpoint holds the folder's own model, without the caller's differences.
-            plan = cls.from_kept(kept, **{**options, "change": UNCHANGED}).plan()
-            made = plan.tensors(fills_of_checkpoint(source, plan.parameters, place))
-            kept.read_from({name: made[name].fill for name in plan.pieces})
-        return cls.from_kept(kept, **{"origin": str(path), "revision": None, **options})
+            plan = cls.from_kept(record, **{**options, "change": UNCHANGED}).plan()
+            tensors = plan.tensors(fills_of_checkpoint(source, plan.parameters, place))
+            record.read_from({name: tensors[name].fill for name in plan.pieces})
+        return cls.from_kept(record, **{"origin": str(path), "revision": None, **options})
 
     @classmethod
     def from_hf_config(cls, config: Any, *, max_shard_size: str = "5GB") -> AutoBridge:
@@ -201,11 +201,11 @@ class AutoBridge(FolderModel):
         if self._kept is not None and self._kept.is_new:
             return self._new_model(self._kept, dtype)
         model = self.lazy_model(dtype=dtype or torch.get_default_dtype())
-        kept = self.keep(model)
+        record = self.keep(model)
         # Three ways to the values: each rank reads its own shards later; boxes are read and
         # dequantized now; or transformers loads a plain folder itself.
         if is_deferred():
-            defer_weights(model, reads=kept is not self.folder or kept.has_values)
+            defer_weights(model, reads=record is not self.folder or record.has_values)
         elif self._kept is not None or self._quantization is not None:
             fill_weights(model)
         else:
@@ -213,29 +213,29 @@ class AutoBridge(FolderModel):
             model = self.model_class.from_pretrained(self.path, config=self.config, **options)
         if self._generation_config is not None:
             model.generation_config = self._generation_config
-        remember(model, kept)
+        remember(model, record)
         return model
 
     def _new_model(self, kept: KeptFolder, dtype: torch.dtype | None) -> nn.Module:
-        before = torch.get_default_dtype()
-        torch.set_default_dtype(dtype or before)
+        dtype_before = torch.get_default_dtype()
+        torch.set_default_dtype(dtype or dtype_before)
         try:
             model: nn.Module = self.model_class(self.config)
         finally:
-            torch.set_default_dtype(before)
+            torch.set_default_dtype(dtype_before)
         remember(model, kept)
         return model
 
     def _gpt_model(self, config: TransformerConfig | None, dtype: torch.dtype | None) -> nn.Module:
-        config, tensors, kept = self.gpt_parts(config)
-        before = torch.get_default_dtype()
-        torch.set_default_dtype(dtype or before)
+        config, tensors, record = self.gpt_parts(config)
+        dtype_before = torch.get_default_dtype()
+        torch.set_default_dtype(dtype or dtype_before)
         try:
             reads = self._kept is None or self._kept.has_values
             model = build_gpt_model(config, tensors, reads=reads)
         finally:
-            torch.set_default_dtype(before)
-        remember(model, kept)
+            torch.set_default_dtype(dtype_before)
+        remember(model, record)
         return model
 
     def to_module(self, **options: Any) -> Any:

@@ -130,11 +130,13 @@ def import_(  # noqa: PLR0917  # every argument is an option of the command line
     options: dict[str, Any] = {
         "revision": revision, "trust_remote_code": trust_remote_code, "family": family,
     }  # fmt: skip
-    written: dict[str, Any] = {
+    optimizer_states: dict[str, Any] = {
         "dtype": None if dtype is None else getattr(torch, dtype), "overwrite": overwrite,
     }  # fmt: skip
     if is_megatron(path):
-        _import_megatron(MegatronBridge(path, like, **options), checkpoint, to or "gpt", written)
+        _import_megatron(
+            MegatronBridge(path, like, **options), checkpoint, to or "gpt", optimizer_states
+        )
         return
     if like is not None:
         raise ConfigError(
@@ -144,7 +146,7 @@ def import_(  # noqa: PLR0917  # every argument is an option of the command line
     bridge = AutoBridge.from_hf_pretrained(path, **options)
     with progress_bar("importing", _num_bytes(bridge.folder.tensors)) as advance:
         count = import_folder(
-            bridge, Path(checkpoint), kind=_KINDS[to or "hf"], advance=advance, **written
+            bridge, Path(checkpoint), kind=_KINDS[to or "hf"], advance=advance, **optimizer_states
         )
     print(f"{checkpoint} holds {count} tensors, and the files of {path} that hold none.")
 
@@ -201,30 +203,32 @@ def verify(
     fills = {name: lazy.fill for name, lazy in parameters.items()}
     # There and back tensor by tensor, since a comparison of logits alone misses tensors that do not
     # reach them.
-    made = assembled(folder, pieces, fills)
-    wrong = [name for name, theirs in folder.tensors.items() if not _equal(theirs, made[name])]
-    if wrong:
+    tensors = assembled(folder, pieces, fills)
+    differing = [
+        name for name, theirs in folder.tensors.items() if not _equal(theirs, tensors[name])
+    ]
+    if differing:
         raise CheckpointError(
-            f"{len(wrong)} of {len(made)} tensors of {path} come back with other values: "
-            f"{', '.join(wrong[:_LISTED])}."
+            f"{len(differing)} of {len(tensors)} tensors of {path} come back with other values: "
+            f"{', '.join(differing[:_LISTED])}."
         )
-    found = compare_logits(bridge, is_gpt=is_gpt)
-    if math.isnan(found.difference):
+    comparison = compare_logits(bridge, is_gpt=is_gpt)
+    if math.isnan(comparison.difference):
         raise CheckpointError(
             f"the logits of {path} cannot be compared, since some are NaN. All tensors come back "
             "equal: look for NaN in the folder's weights."
         )
-    if not found.is_equal:
-        block = "" if found.block is None else f", from block {found.block} on"
+    if not comparison.is_equal:
+        block = "" if comparison.block is None else f", from block {comparison.block} on"
         raise CheckpointError(
-            f"the logits of {path} differ by {found.difference:.1e} of the largest one from those "
-            f"of transformers, with equal weights{block}: buffers or the configuration are not the "
-            "folder's."
+            f"the logits of {path} differ by {comparison.difference:.1e} of the largest one from "
+            f"those of transformers, with equal weights{block}: buffers or the configuration are "
+            "not the folder's."
         )
-    memory = "one block in memory at a time" if found.by_block else "all weights in memory"
+    memory = "one block in memory at a time" if comparison.by_block else "all weights in memory"
     print(
-        f"{path}: {len(made)} tensors come back equal, and logits differ by "
-        f"{found.difference:.1e} of the largest one ({memory})."
+        f"{path}: {len(tensors)} tensors come back equal, and logits differ by "
+        f"{comparison.difference:.1e} of the largest one ({memory})."
     )
 
 

@@ -30,19 +30,19 @@ def load_config(path: Path, *, trust_remote_code: bool) -> Any:
             f"{path} has no config.json, so its model is unknown. Name a folder that "
             "save_pretrained of transformers has written."
         )
-    plain = _json_of(file)
+    values = _json_of(file)
     try:
-        if plain.get("model_type") in _SAME_AS:
-            others = {k: v for k, v in plain.items() if k not in ("model_type", "auto_map")}
-            return AutoConfig.for_model(_SAME_AS[plain["model_type"]], **others)
+        if values.get("model_type") in _SAME_AS:
+            other_values = {k: v for k, v in values.items() if k not in ("model_type", "auto_map")}
+            return AutoConfig.for_model(_SAME_AS[values["model_type"]], **other_values)
         # False, not None: transformers would ask on the terminal of every rank.
         return AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     except ValueError as error:
         advice = "Install a version of transformers that knows it."
-        if "auto_map" in plain and not trust_remote_code:
+        if "auto_map" in values and not trust_remote_code:
             advice = "The folder has code of its own: set trust_remote_code=True if you trust it."
         raise ConfigError(
-            f"{file} describes a model of type {plain.get('model_type')!r}, which cannot be made "
+            f"{file} describes a model of type {values.get('model_type')!r}, which cannot be made "
             f"({str(error).splitlines()[0]}). {advice}"
         ) from error
 
@@ -57,26 +57,26 @@ def load_generation_config(path: Path) -> Any:
 
 def _json_of(file: Path) -> Mapping[str, Any]:
     try:
-        plain = json.loads(file.read_bytes())
+        values = json.loads(file.read_bytes())
     except (ValueError, RecursionError) as error:
         raise ConfigError(
             f"{file} is no JSON ({error}). Download or restore the folder."
         ) from error
-    if not isinstance(plain, dict):
+    if not isinstance(values, dict):
         raise ConfigError(f"{file} is no JSON object. Download or restore the folder.")
-    return plain
+    return values
 
 
 def config_text(config: Any) -> bytes:
     """Return the content of a new config.json."""
-    plain = json.loads(config.to_json_string(use_diff=True))
-    add_rope_schema(plain)
-    for other, key in config.attribute_map.items():
-        if other == "num_experts" and key in plain:  # of Qwen-MoE, before transformers 5
-            plain.setdefault(other, plain[key])
-    if "dtype" in plain:
-        plain.setdefault("torch_dtype", plain["dtype"])
-    return json.dumps(plain, indent=2, sort_keys=True).encode() + b"\n"
+    values = json.loads(config.to_json_string(use_diff=True))
+    add_rope_schema(values)
+    for alias, key in config.attribute_map.items():
+        if alias == "num_experts" and key in values:  # of Qwen-MoE, before transformers 5
+            values.setdefault(alias, values[key])
+    if "dtype" in values:
+        values.setdefault("torch_dtype", values["dtype"])
+    return json.dumps(values, indent=2, sort_keys=True).encode() + b"\n"
 
 
 def add_rope_schema(plain: dict[str, Any]) -> None:

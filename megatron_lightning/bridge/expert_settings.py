@@ -75,8 +75,8 @@ class SharedExperts(Row):
 
     def write(self, ours: Values) -> Values:
         """Return the key."""
-        shared = ours.get("moe.shared_expert_intermediate_size") or 0
-        return {"n_shared_experts": shared // ours.get("moe.ffn_hidden_size", 1)}
+        shared_size = ours.get("moe.shared_expert_intermediate_size") or 0
+        return {"n_shared_experts": shared_size // ours.get("moe.ffn_hidden_size", 1)}
 
 
 @dataclass(frozen=True)

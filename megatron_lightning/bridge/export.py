@@ -196,15 +196,15 @@ def _headers(like: FolderTensors, tensors: Mapping[str, Lazy]) -> dict[str, Head
     """Return the headers of the files. A file with unchanged dtypes keeps the header of
     ``like``.
     """
-    made = {}
+    headers = {}
     for file, header in like.headers.items():
         infos = {
             t.name: TensorInfo(tuple(tensors[t.name].shape), tensors[t.name].dtype)
             for t in header.tensors
         }
         is_equal = all(infos[t.name].dtype == t.dtype for t in header.tensors)
-        made[file] = header if is_equal else header_of(infos)
-    return made
+        headers[file] = header if is_equal else header_of(infos)
+    return headers
 
 
 def _content(

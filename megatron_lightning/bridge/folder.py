@@ -134,17 +134,17 @@ class HuggingFaceFolder(FolderTensors):
         index = None if (path / SINGLE).exists() else _read_index(path)
         if index is None and not (path / SINGLE).exists():
             for name, values in _pickled(path).items():
-                read = partial(self._copy, values)
-                self.add(name, tuple(values.shape), values.dtype, read)
+                read_values = partial(self._copy, values)
+                self.add(name, tuple(values.shape), values.dtype, read_values)
             return
         for file in [SINGLE] if index is None else sorted(set(index.values())):
             self._mapped.size(file)
             self.add_file(file, read_header(path / file))
         place = {t.name: file for file, header in self.headers.items() for t in header.tensors}
-        if index is not None and (wrong := _first_difference(index, place)):
+        if index is not None and (difference := _first_difference(index, place)):
             raise CheckpointError(
-                f"{path / INDEX} says that {wrong} is in {index.get(wrong, 'no file')}, and it is "
-                f"in {place.get(wrong, 'no file')}. Download or restore the folder."
+                f"{path / INDEX} says that {difference} is in {index.get(difference, 'no file')}, "
+                f"and it is in {place.get(difference, 'no file')}. Download or restore the folder."
             )
 
     @cached_property
@@ -224,9 +224,9 @@ def _pickled(path: Path) -> dict[str, Tensor]:
         try:
             # Mapped: values are read from the disk when they are used.
             loaded = torch.load(path / file, map_location="cpu", weights_only=True, mmap=True)
-            wrong = [name for name, value in loaded.items() if not isinstance(value, Tensor)]
-            if wrong:
-                raise ValueError(f"{wrong[0]} is no tensor")
+            others = [name for name, value in loaded.items() if not isinstance(value, Tensor)]
+            if others:
+                raise ValueError(f"{others[0]} is no tensor")
         except Exception as error:
             raise CheckpointError(
                 f"{path / file} cannot be read as tensors ({str(error).splitlines()[0]}). Save the "

@@ -124,11 +124,11 @@ class FolderModel:
         Raises:
             ConfigError: See the class.
         """
-        named = {"origin": kept.origin, "revision": kept.revision, **options}
+        options_of_folder = {"origin": kept.origin, "revision": kept.revision, **options}
         with kept.files.unpacked() as folder:
-            made = cls(folder, kept=kept, **named)
-            _ = made.model_class  # the class may need code in the unpacked folder, deleted here
-        return made
+            bridge = cls(folder, kept=kept, **options_of_folder)
+            _ = bridge.model_class  # the class may need code in the unpacked folder, deleted here
+        return bridge
 
     @cached_property
     def model_class(self) -> Any:
@@ -147,14 +147,14 @@ class FolderModel:
             from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
             return get_class_from_dynamic_module(remote["AutoModelForCausalLM"], str(self.path))
-        found = next((getattr(transformers, name, None) for name in names), None)
-        if found is None:
+        model_class = next((getattr(transformers, name, None) for name in names), None)
+        if model_class is None:
             raise ConfigError(
                 f"{self.path / 'config.json'} names the architectures {names}, and transformers "
                 f"{transformers.__version__} has none of them. Install a version that has, or set "
                 "trust_remote_code=True if the folder has code that you trust."
             )
-        return found
+        return model_class
 
     @cached_property
     def folder(self) -> FolderTensors:
@@ -218,9 +218,9 @@ class FolderModel:
         tensors = gpt.tensors(config)
         if self._kept is None:
             gpt.check_copies(config)
-        used = [*gpt.names_of_copies(config), *self._used(tensors)]
-        kept = keep(self.folder, used, self.origin, self.revision)
-        return config, tensors, kept.of_gpt(config.to_dict(), self._family)
+        used_names = [*gpt.names_of_copies(config), *self._used(tensors)]
+        record = keep(self.folder, used_names, self.origin, self.revision)
+        return config, tensors, record.of_gpt(config.to_dict(), self._family)
 
     def _refuse_change(self) -> None:
         if self._change != UNCHANGED:
@@ -271,7 +271,7 @@ class FolderModel:
 
     def keep(self, model: nn.Module) -> KeptFolder:
         """Return the folder's record for checkpoints of a lazy model."""
-        used = self._used(lazy_parameters(model))
+        used_names = self._used(lazy_parameters(model))
         changed = None if self._change == UNCHANGED else self._changed_table(model)
         names = self.folder.tensors
         tied = {
@@ -279,7 +279,7 @@ class FolderModel:
             for copy, owner in tied_parameters(model).items()
             if copy in names and owner in names
         }
-        return keep(self.folder, used, self.origin, self.revision, changed=changed, tied=tied)
+        return keep(self.folder, used_names, self.origin, self.revision, changed=changed, tied=tied)
 
     def _changed_table(self, model: nn.Module) -> ChangedTable:
         state = model.state_dict(keep_vars=True)

@@ -40,20 +40,20 @@ def new_folder(config: Any, max_shard_size: str = "5GB") -> KeptFolder:
     config.architectures = [model_class.__name__]
     with torch.device("meta"):
         model = model_class(config)
-    made = new_files(saved_table(model), max_shard_size)
+    files = new_files(saved_table(model), max_shard_size)
     contents = {
         CONFIG: config_text(config),
         "generation_config.json": generation_text(config),
         "README.md": model_card(model_class.__name__),
     }
-    if made.index_file is not None:
-        contents[INDEX] = made.index_file
+    if files.index_file is not None:
+        contents[INDEX] = files.index_file
     return KeptFolder(
         Path(f"a new {model_class.__name__}"),
         origin="",
         revision=None,
         files=KeptFiles(contents),
-        tables=made.headers,
+        tables=files.headers,
         ignored={},
     )
 
@@ -62,8 +62,8 @@ def generation_text(config: Any) -> bytes:
     """Return the content of generation_config.json: the tokens around generated text."""
     names = ("bos_token_id", "eos_token_id", "pad_token_id")
     values = {name: getattr(config, name, None) for name in names}
-    known = {name: value for name, value in values.items() if value is not None}
-    return json.dumps(known, indent=2, sort_keys=True).encode() + b"\n"
+    set_values = {name: value for name, value in values.items() if value is not None}
+    return json.dumps(set_values, indent=2, sort_keys=True).encode() + b"\n"
 
 
 def model_card(architecture: str) -> bytes:
@@ -80,13 +80,13 @@ def _class_of(config: Any) -> Any:
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
     names = list(getattr(config, "architectures", None) or ())
-    found = next((getattr(transformers, name, None) for name in names), None)
-    if found is None:
-        found = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
-    if found is None:
+    model_class = next((getattr(transformers, name, None) for name in names), None)
+    if model_class is None:
+        model_class = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    if model_class is None:
         raise ConfigError(
             f"transformers {transformers.__version__} has no causal language model for "
             f"{type(config).__name__} with architectures {names}. Set config.architectures to the "
             "name of a class that it has."
         )
-    return found
+    return model_class

@@ -62,10 +62,10 @@ def tensors_of_checkpoint(
         return megatron.bridge.folder, megatron.tensors(dtype)
     source = open_checkpoint(checkpoint)
     state = source.state()
-    found = kept_entry(state, model)
-    config = gpt_config(source, None if found is None else found[1])
+    entry = kept_entry(state, model)
+    config = gpt_config(source, None if entry is None else entry[1])
     # A GPTModel trained from scratch has no folder: names come from a family.
-    if like is None and found is None and config is not None and not _is_started(state):
+    if like is None and entry is None and config is not None and not _is_started(state):
         stored = source.tensors()
         gpt = new_gpt_folder(
             str(checkpoint), config, stored, family=family, tokenizer=tokenizer, dtype=dtype
@@ -80,14 +80,14 @@ def tensors_of_checkpoint(
         )
     # The folder is named by the user, or kept in the checkpoint, or known by its origin.
     options: dict[str, Any] = {"trust_remote_code": trust_remote_code, "family": family}
-    if like is None and found is not None:
+    if like is None and entry is not None:
         bridge = AutoBridge.from_checkpoint(checkpoint, model=model, reads=False, **options)
     else:
         if like is None:
             like, revision = _origin(source, checkpoint)
         bridge = AutoBridge.from_hf_pretrained(like, revision=revision, **options)
     plan = bridge.plan(config)
-    place = model if model is not None else None if found is None else found[0]
+    place = model if model is not None else None if entry is None else entry[0]
     if read_records(state):
         raise ConfigError(
             f"{checkpoint} has adapters, which a folder of the model would lack. Write them as a "

@@ -76,17 +76,20 @@ class GPTFolder:
         Raises:
             ConfigError: Naming the different fields.
         """
-        expected = self.config
+        our_config = self.config
         if not config.num_predicting_layers:
-            expected = replace(expected, mtp_num_layers=config.mtp_num_layers)
+            our_config = replace(our_config, mtp_num_layers=config.mtp_num_layers)
         if config.position_embedding_type != "learned_absolute":
-            expected = replace(expected, max_sequence_length=config.max_sequence_length)
-        ours, theirs = flat(config), flat(expected)
-        wrong = [f"{n}={ours.get(n)!r} (there {theirs.get(n)!r})" for n in differing(ours, theirs)]
-        if wrong:
+            our_config = replace(our_config, max_sequence_length=config.max_sequence_length)
+        ours, theirs = flat(config), flat(our_config)
+        differences = [
+            f"{n}={ours.get(n)!r} (there {theirs.get(n)!r})" for n in differing(ours, theirs)
+        ]
+        if differences:
             raise ConfigError(
-                f"config describes another model than {self.folder.path}: {', '.join(wrong)}. "
-                "Leave config out to take the folder's, or set these fields to its values."
+                f"config describes another model than {self.folder.path}: "
+                f"{', '.join(differences)}. Leave config out to take the folder's, or set these "
+                "fields to its values."
             )
         return config
 
@@ -98,8 +101,8 @@ class GPTFolder:
         """
         path, ignored = self.folder.path, self._ignored
         if config.num_predicting_layers < self.config.num_predicting_layers:
-            known = source_names(self.family, self.config, self._named)
-            ignored = (*ignored, *(f"^{re.escape(name)}$" for name in known))
+            folder_names = source_names(self.family, self.config, self._named)
+            ignored = (*ignored, *(f"^{re.escape(name)}$" for name in folder_names))
         return parameters(self.family, config, self._named, path=path, ignored=ignored)
 
     def check_copies(self, config: TransformerConfig) -> None:
@@ -129,8 +132,8 @@ class GPTFolder:
         """
         short = dict(zip(self._named, self.folder.tensors, strict=True))
         repeated = copies(self.family, config, self._named)
-        known = source_names(self.family, self.config, self._named)
-        left_out = set(known) - set(source_names(self.family, config, self._named))
+        folder_names = source_names(self.family, self.config, self._named)
+        left_out = set(folder_names) - set(source_names(self.family, config, self._named))
         patterns = [f"^{re.escape(short[name])}$" for name in (*repeated, *left_out)]
         pieces = inverse(self.folder, tensors, [*patterns, *self._ignored])
         for name, ours in repeated.items():

@@ -78,7 +78,7 @@ def import_folder(
             f"{target} exists. Name another checkpoint, or replace this one with --overwrite."
         )
     parts = _gpt_parts if kind == "gpt" else _parts
-    model_tensors, tied_to, settings, kept = parts(bridge, dtype)
+    model_tensors, tied_to, settings, record = parts(bridge, dtype)
     lazies = {f"state_dict.{_MODEL}.{name}": x for name, x in model_tensors.items()}
     lazies |= {f"optimizer_states.0.state.{_MODEL}.{name}": x for name, x in optimizer.items()}
     infos = {name: TensorInfo(tuple(x.shape), x.dtype) for name, x in lazies.items()}
@@ -99,7 +99,7 @@ def import_folder(
         state_before_training(tied)
         | ({"optimizer_states": [_groups(optimizer, model_tensors)]} if optimizer else {})
         | {
-            KEPT: {_MODEL: kept.entry},
+            KEPT: {_MODEL: record.entry},
             "hparams_name": "kwargs",
             "hyper_parameters": settings,
         },
@@ -145,16 +145,16 @@ def _parts(bridge: AutoBridge, dtype: torch.dtype | None) -> _Parts:
 
 def _gpt_parts(bridge: AutoBridge, dtype: torch.dtype | None) -> _Parts:
     """Return the same for a ``GPTModel``."""
-    config, tensors, kept = bridge.gpt_parts()
+    config, tensors, record = bridge.gpt_parts()
     if dtype is not None:
         tensors = {name: cast("Lazy", lazy.to(dtype)) for name, lazy in tensors.items()}
     settings = {
         "config": config.to_dict(),
         "init_from_hf": bridge.origin,
         "revision": bridge.revision,
-        "family": None if kept.gpt is None else kept.gpt["family"],
+        "family": None if record.gpt is None else record.gpt["family"],
     }
-    return tensors, tied_names_of(config), settings, kept
+    return tensors, tied_names_of(config), settings, record
 
 
 def state_before_training(tied: dict[str, str]) -> dict[str, Any]:

@@ -74,9 +74,9 @@ def _record_class(name: str) -> Any:
 
     class Named(Record):
         def __new__(cls, *arguments: Any) -> Named:
-            made = super().__new__(cls)
-            Record.__init__(made, name, *arguments)
-            return made
+            record = super().__new__(cls)
+            Record.__init__(record, name, *arguments)
+            return record
 
         def __init__(self, *_: Any) -> None:
             """See ``__new__``."""
@@ -115,11 +115,11 @@ def read_archive(archive: memoryview, shape: Shape, dtype: torch.dtype) -> Tenso
         order = _entry(entries, by_name["byteorder"]) if "byteorder" in by_name else b"little"
         if order != b"little":
             raise ValueError(f"its values are {order[:16]!r} endian")
-        made = unpickle(_entry(entries, by_name["data.pkl"]), _ARCHIVE)
-        storage, offset, size, strides = made.arguments[:4]
-        found = _STORAGES.get(getattr(storage[1], "__name__", ""))
-        if tuple(size) != shape or found != dtype:
-            raise ValueError(f"it holds {tuple(size)} {found}, and not {shape} {dtype}")
+        call = unpickle(_entry(entries, by_name["data.pkl"]), _ARCHIVE)
+        storage, offset, size, strides = call.arguments[:4]
+        stored_dtype = _STORAGES.get(getattr(storage[1], "__name__", ""))
+        if tuple(size) != shape or stored_dtype != dtype:
+            raise ValueError(f"it holds {tuple(size)} {stored_dtype}, and not {shape} {dtype}")
         values = entries.getinfo(by_name[f"data/{storage[2]}"])
     if values.compress_type != zipfile.ZIP_STORED:
         raise ValueError("its values are compressed")
@@ -177,10 +177,10 @@ class _Stream(io.RawIOBase):
         return self._at
 
     def readinto(self, buffer: Any) -> int:
-        found = self._memory[self._at : self._at + len(buffer)]
-        buffer[: len(found)] = found
-        self._at += len(found)
-        return len(found)
+        content = self._memory[self._at : self._at + len(buffer)]
+        buffer[: len(content)] = content
+        self._at += len(content)
+        return len(content)
 
 
 __all__ = ["Record", "read_archive", "unpickle"]

@@ -104,11 +104,11 @@ class KeptFolder(FolderTensors):
             config: Plain values of the model's configuration.
             family: Name or class path of the rules. None: the rules of the architecture.
         """
-        made = _of_entry(
+        folder = _of_entry(
             {**self.entry, "gpt": {"config": config, "family": family}}, str(self.path)
         )
-        made.read_from(self._fills)
-        return made
+        folder.read_from(self._fills)
+        return folder
 
     @property
     def is_new(self) -> bool:
@@ -131,9 +131,9 @@ class KeptFolder(FolderTensors):
             self._fills[stored.name](box, out)
             return
         content = self.ignored.get(stored.name)
-        there = None if content is not None else self._origin_tensor(stored)
-        if there is not None:
-            there.fill(box, out)
+        origin_tensor = None if content is not None else self._origin_tensor(stored)
+        if origin_tensor is not None:
+            origin_tensor.fill(box, out)
             return
         if stored.name not in self.ignored:
             raise NoValuesError(
@@ -156,10 +156,10 @@ class KeptFolder(FolderTensors):
         """Return a large tensor ignored by the model, if the original folder still exists."""
         if stored.name not in self.ignored or self._origin_folder is None:
             return None
-        found = self._origin_folder.tensors.get(stored.name)
-        if found is None or (tuple(found.shape), found.dtype) != (stored.shape, stored.dtype):
+        tensor = self._origin_folder.tensors.get(stored.name)
+        if tensor is None or (tuple(tensor.shape), tensor.dtype) != (stored.shape, stored.dtype):
             return None
-        return found
+        return tensor
 
     @cached_property
     def entry(self) -> dict[str, Any]:
@@ -206,12 +206,12 @@ def keep(
         origin, revision = folder.origin, folder.revision
     # Tensors that the model ignores cannot be made of its parameters. Small ones travel with the
     # checkpoint, so that an export is complete.
-    read = {*used, *tied}
+    read_names = {*used, *tied}
     if changed is not None:
-        read |= changed.left_out
+        read_names |= changed.left_out
     ignored: dict[str, bytes | None] = {}
     contents: dict[bytes, bytes] = {}  # masks of all layers are equal
-    for name in (name for name in folder.tensors if name not in read):
+    for name in (name for name in folder.tensors if name not in read_names):
         lazy = folder.tensors[name]
         ignored[name] = None
         if lazy.numel() * lazy.dtype.itemsize <= _MAX_CARRIED_BYTES:
@@ -228,11 +228,11 @@ def keep(
             table = {n: info for n, info in table.items() if n not in changed.left_out}
             table |= changed.added
             contents_of |= changed.files
-        made = new_files(table)
-        tables = made.headers
+        new = new_files(table)
+        tables = new.headers
         contents_of.pop(INDEX, None)
-        if made.index_file is not None:
-            contents_of[INDEX] = made.index_file
+        if new.index_file is not None:
+            contents_of[INDEX] = new.index_file
         files = KeptFiles(contents_of)
     return KeptFolder(
         folder.path,
@@ -275,9 +275,9 @@ def write_kept(module: nn.Module, checkpoint: dict[str, Any]) -> None:
 
 def recall(module: nn.Module, checkpoint: Mapping[str, Any]) -> None:
     """Make the models of a loaded module remember the folders in the checkpoint."""
-    known = kept_folders(module)
+    folders = kept_folders(module)
     for path, entry in checkpoint.get(KEPT, {}).items():
-        if path not in known and isinstance(child := _child(module, path), nn.Module):
+        if path not in folders and isinstance(child := _child(module, path), nn.Module):
             remember(child, _of_entry(entry, "the checkpoint"))
 
 
@@ -302,8 +302,8 @@ def read_kept(
         CheckpointError: If the checkpoint is damaged.
     """
     source = open_checkpoint(path)
-    found = kept_entry(source.state(), model)
-    return None if found is None else (source, found[0], _of_entry(found[1], str(path)))
+    entry = kept_entry(source.state(), model)
+    return None if entry is None else (source, entry[0], _of_entry(entry[1], str(path)))
 
 
 def _of_entry(entry: Mapping[str, Any], path: str) -> KeptFolder:

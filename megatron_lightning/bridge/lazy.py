@@ -55,9 +55,9 @@ class Lazy(Tensor):
     def __new__(cls, shape: Sequence[int], dtype: torch.dtype, fill: Fill) -> Lazy:
         """Return a tensor on the CPU without memory."""
         device = torch.device("cpu")
-        made: Lazy = Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=dtype, device=device)
-        made.fill = fill
-        return made
+        tensor: Lazy = Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=dtype, device=device)
+        tensor.fill = fill
+        return tensor
 
     def __init__(self, shape: Sequence[int], dtype: torch.dtype, fill: Fill) -> None:
         """See the class."""
@@ -259,11 +259,11 @@ def _flatten(x: Lazy, dim: int) -> Lazy:
     def fill(box: Box, out: Tensor) -> None:
         at, stop = box.offset[dim], box.offset[dim] + box.shape[dim]
         while at < stop:
-            row, inside = divmod(at, length)
-            rows = max(1, (stop - at) // length) if inside == 0 else 1
-            width = min(length - inside, stop - at)
+            row, offset = divmod(at, length)
+            rows = max(1, (stop - at) // length) if offset == 0 else 1
+            width = min(length - offset, stop - at)
             target = out.narrow(dim, at - box.offset[dim], rows * width)
-            ranges = ((row, rows), (inside, width))
+            ranges = ((row, rows), (offset, width))
             x.fill(spliced(box, dim, 1, *ranges), _split_dim(target, dim, (rows, width)))
             at += rows * width
 

@@ -62,10 +62,10 @@ def compare_logits(bridge: AutoBridge, *, is_gpt: bool) -> Comparison:
         CheckpointError: If a buffer differs.
         ConfigError: If ``transformers`` cannot load or run the folder's model here.
     """
-    found = _by_block(bridge, is_gpt=is_gpt) if bridge.is_plain_folder else None
-    if found is None or math.isnan(found.difference):
-        found = _whole(bridge, is_gpt=is_gpt)
-    return found
+    comparison = _by_block(bridge, is_gpt=is_gpt) if bridge.is_plain_folder else None
+    if comparison is None or math.isnan(comparison.difference):
+        comparison = _whole(bridge, is_gpt=is_gpt)
+    return comparison
 
 
 def _by_block(bridge: AutoBridge, *, is_gpt: bool) -> Comparison | None:
@@ -74,12 +74,14 @@ def _by_block(bridge: AutoBridge, *, is_gpt: bool) -> Comparison | None:
     inputs = _inputs(bridge, theirs)
     ours = _gpt(bridge) if is_gpt else _untouched(bridge)
     try:
-        expected, blocks = theirs.run(inputs)
-        logits, own = ours.run({"tokens": inputs["input_ids"]} if is_gpt else inputs)
+        their_logits, blocks = theirs.run(inputs)
+        logits, our_blocks = ours.run({"tokens": inputs["input_ids"]} if is_gpt else inputs)
     except (RuntimeError, NotImplementedError, ValueError, TypeError, AttributeError):
         return None
-    difference = _relative(logits, expected)
-    return Comparison(difference, _first_different(own, blocks, is_gpt=is_gpt), by_block=True)
+    difference = _relative(logits, their_logits)
+    return Comparison(
+        difference, _first_different(our_blocks, blocks, is_gpt=is_gpt), by_block=True
+    )
 
 
 def _any_width(model: Any) -> Any:
@@ -96,7 +98,7 @@ def _whole(bridge: AutoBridge, *, is_gpt: bool) -> Comparison:
     theirs = _any_width(bridge.reference_model().eval())
     inputs = _inputs(bridge, theirs)
     try:
-        expected = theirs(**inputs).logits
+        their_logits = theirs(**inputs).logits
     except RuntimeError as error:
         raise ConfigError(
             f"transformers cannot run the model of {bridge.origin} here "
@@ -105,11 +107,11 @@ def _whole(bridge: AutoBridge, *, is_gpt: bool) -> Comparison:
         ) from error
     if is_gpt:
         ours = bridge.to_model("gpt", dtype=torch.float32).eval()
-        found = ours(inputs["input_ids"])
+        our_logits = ours(inputs["input_ids"])
     else:
         ours = _any_width(fill_weights(bridge.lazy_model(dtype=torch.float32)).eval())
-        found = ours(**inputs).logits
-    return Comparison(_relative(found, expected), None, by_block=False)
+        our_logits = ours(**inputs).logits
+    return Comparison(_relative(our_logits, their_logits), None, by_block=False)
 
 
 def _inputs(bridge: AutoBridge, model: Any) -> dict[str, Tensor]:
@@ -137,11 +139,11 @@ def _first_different(
         pairs = list(zip(mine, their, strict=False)) if len(mine) == len(their) else []
     else:
         pairs = [(path, path) for path in own if path in theirs]
-    for path, other in pairs:
-        for x, y in zip(own[path], theirs[other], strict=False):
-            found = x.transpose(0, 1) if is_gpt else x
-            if found.shape != y.shape or not _relative(found, y) <= TOLERANCE:
-                return other
+    for path, their_path in pairs:
+        for x, y in zip(own[path], theirs[their_path], strict=False):
+            hidden = x.transpose(0, 1) if is_gpt else x
+            if hidden.shape != y.shape or not _relative(hidden, y) <= TOLERANCE:
+                return their_path
     return None
 
 
@@ -218,24 +220,24 @@ class Streamed:
         self._outputs: dict[str, list[Tensor]] = {}
         self._names = {id(p): n for n, p in model.named_parameters()}
         self._holders = {
-            id(module): {n: self._names[id(p)] for n, p in own.items() if p is not None}
+            id(module): {n: self._names[id(p)] for n, p in parameters.items() if p is not None}
             for module in model.modules()
-            if (own := module._parameters)
+            if (parameters := module._parameters)
         }
         for path, module in model.named_modules():
             for name, buffer in module._buffers.items():
-                full = f"{path}.{name}" if path else name
-                if buffer is not None and full in values:
-                    module._buffers[name] = values[full]()
+                full_name = f"{path}.{name}" if path else name
+                if buffer is not None and full_name in values:
+                    module._buffers[name] = values[full_name]()
             for name, parameter in module._parameters.items():
                 if parameter is not None:
                     # The model holds no weights. Hooks load the weights of one unit before its
                     # call, and drop them after.
                     module._parameters[name] = _nothing(parameter)
         units = dict(_units(model))
-        inside = {id(child) for unit in units.values() for child in unit.modules()}
+        unit_ids = {id(child) for unit in units.values() for child in unit.modules()}
         for module in model.modules():
-            if id(module) not in inside:
+            if id(module) not in unit_ids:
                 self._load(module)  # its code reads its own parameters
         for path, unit in units.items():
             unit.register_forward_pre_hook(self._enter)
@@ -250,15 +252,15 @@ class Streamed:
     def _load(self, module: nn.Module, read: dict[str, nn.Parameter] | None = None) -> None:
         """Read the parameters of a module, without modules inside."""
         read = {} if read is None else read
-        for name, full in self._holders.get(id(module), {}).items():
-            if full not in read:
-                read[full] = nn.Parameter(self._values[full](), requires_grad=False)
-            module._parameters[name] = read[full]
+        for name, full_name in self._holders.get(id(module), {}).items():
+            if full_name not in read:
+                read[full_name] = nn.Parameter(self._values[full_name](), requires_grad=False)
+            module._parameters[name] = read[full_name]
 
     def _enter(self, unit: nn.Module, args: Any) -> None:
-        read: dict[str, nn.Parameter] = {}
+        parameters: dict[str, nn.Parameter] = {}
         for module in unit.modules():
-            self._load(module, read)
+            self._load(module, parameters)
 
     def _leaver(self, path: str) -> Callable[..., None]:
         def leave(unit: nn.Module, args: Any, output: Any) -> None:
@@ -276,12 +278,12 @@ class Streamed:
 def _units(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
     """Yield the parts that are in memory together: items of lists, and layers outside of lists."""
     for name, child in module.named_children():
-        full = f"{path}.{name}" if path else name
+        full_name = f"{path}.{name}" if path else name
         is_item = isinstance(module, nn.ModuleList | nn.ModuleDict)
         if is_item or not any(True for _ in child.children()):
-            yield full, child
+            yield full_name, child
         else:
-            yield from _units(child, full)
+            yield from _units(child, full_name)
 
 
 def _nothing(parameter: Tensor) -> nn.Parameter:

@@ -84,17 +84,19 @@ class MegatronBridge:
                 "and tokenizer alone: --like FOLDER."
             )
         options: dict[str, Any] = {"trust_remote_code": trust_remote_code, "family": family}
-        named = {**options, "origin": str(like), "revision": revision}
-        source = local_folder(named["origin"], revision=revision, weights=False)
+        folder_options = {**options, "origin": str(like), "revision": revision}
+        source = local_folder(folder_options["origin"], revision=revision, weights=False)
         has_weights = any((source / name).exists() for name in (SINGLE, INDEX, PICKLE))
         # A folder with a configuration and a tokenizer, but without weights, is enough: names
         # follow from the model's class.
         if has_weights or not Path(like).is_dir():  # a Hub id in the cache
-            bridge = AutoBridge.from_hf_pretrained(named["origin"], revision=revision, **options)
+            bridge = AutoBridge.from_hf_pretrained(
+                folder_options["origin"], revision=revision, **options
+            )
         else:
-            kept = _new_folder(AutoBridge(source, **options), folder)
-            bridge = AutoBridge.from_kept(kept, **named)
-        self._options = named
+            record = _new_folder(AutoBridge(source, **options), folder)
+            bridge = AutoBridge.from_kept(record, **folder_options)
+        self._options = folder_options
         self._config, _, self._kept = bridge.gpt_parts()
         self.folder = folder
         """The checkpoint."""
@@ -118,15 +120,15 @@ class MegatronBridge:
             kind: The model with the parameters' names: "transformers" or "gpt".
         """
         step = self.folder.iteration
-        found = {
+        state_keys = {
             key: tensors
             for key, names in _STATES.items()
             if (tensors := _state_tensors(self.folder, self._config, names))
         }
-        if step is None or not {"exp_avg", "exp_avg_sq"} <= found.keys():
+        if step is None or not {"exp_avg", "exp_avg_sq"} <= state_keys.keys():
             return {}
         made: dict[str, Lazy] = {}
-        for key, tensors in found.items():
+        for key, tensors in state_keys.items():
             moved: Mapping[str, Tensor] = tensors
             if kind != "gpt":
                 moved = dict(self._filled(tensors).lazy_model(dtype="auto").named_parameters())
@@ -137,11 +139,11 @@ class MegatronBridge:
         return made
 
     def _filled(self, tensors: Mapping[str, Lazy]) -> AutoBridge:
-        kept = self._kept.of_gpt(self._config.to_dict(), self._options["family"])
-        plan = AutoBridge.from_kept(kept, **self._options).plan()
+        record = self._kept.of_gpt(self._config.to_dict(), self._options["family"])
+        plan = AutoBridge.from_kept(record, **self._options).plan()
         made = plan.tensors({name: lazy.fill for name, lazy in tensors.items()})
-        kept.read_from({name: made[name].fill for name in plan.pieces})
-        return AutoBridge.from_kept(kept, **self._options)
+        record.read_from({name: made[name].fill for name in plan.pieces})
+        return AutoBridge.from_kept(record, **self._options)
 
 
 def _new_folder(bridge: AutoBridge, checkpoint: MegatronFolder) -> KeptFolder:
@@ -151,22 +153,22 @@ def _new_folder(bridge: AutoBridge, checkpoint: MegatronFolder) -> KeptFolder:
     config = to_config(bridge.family, bridge.config, bridge.path)
     tensors = model_tensors(checkpoint, config)
     common = tensors[WORDS].dtype  # a router's bias may have another
-    own = getattr(bridge.config, "dtype", None) or common
-    made = new_files(
+    dtype = getattr(bridge.config, "dtype", None) or common
+    files = new_files(
         {
-            name: (shape, own if tensors[ours].dtype == common else tensors[ours].dtype)
+            name: (shape, dtype if tensors[ours].dtype == common else tensors[ours].dtype)
             for name, (shape, ours) in new_shapes(bridge.family, config).items()
         }
     )
     contents = dict(KeptFiles.of_folder(bridge.path).contents)
-    if made.index_file is not None:
-        contents[INDEX] = made.index_file
+    if files.index_file is not None:
+        contents[INDEX] = files.index_file
     return KeptFolder(
         bridge.path,
         origin=str(bridge.path),
         revision=None,
         files=KeptFiles(contents),
-        tables=made.headers,
+        tables=files.headers,
         ignored={},
     )
 
@@ -184,21 +186,27 @@ def model_tensors(folder: MegatronFolder, config: TransformerConfig) -> dict[str
     Raises:
         CheckpointError: Naming missing, misshapen and unexpected tensors.
     """
-    made, used = dict[str, Lazy](), set[str]()
-    missing, misshapen = list[str](), list[str]()
+    tensors, used_keys = dict[str, Lazy](), set[str]()
+    missing_keys, misshapen = list[str](), list[str]()
     for name, shape in saved_tensors(config):
         tensor, key = _find(folder, config, name)
         if tensor is None:
-            missing.append(key)
+            missing_keys.append(key)
             continue
-        used.add(key)
+        used_keys.add(key)
         # Megatron pads the vocabulary to a multiple that depends on its layout.
         tensor = _without_padding(name, tensor, shape)
         if tuple(tensor.shape) != shape:
             misshapen.append(f"{key} has {list(tensor.shape)} instead of {list(shape)}")
-        made[name] = tensor
-    unused = [key for key in folder.tensors if key not in used and not re.match(_OPTIMIZER, key)]
-    texts = {"are missing": missing, "have other shapes": misshapen, "are unexpected": unused}
+        tensors[name] = tensor
+    unused_keys = [
+        key for key in folder.tensors if key not in used_keys and not re.match(_OPTIMIZER, key)
+    ]
+    texts = {
+        "are missing": missing_keys,
+        "have other shapes": misshapen,
+        "are unexpected": unused_keys,
+    }
     problems = [
         f"{len(names)} tensors {text} ({', '.join(names[:_LISTED])})"
         for text, names in texts.items()
@@ -210,7 +218,7 @@ def model_tensors(folder: MegatronFolder, config: TransformerConfig) -> dict[str
             f"{'; '.join(problems)}. Name a folder of the same model, or change its config.json "
             "(num_nextn_predict_layers: 0 if the heads were not trained)."
         )
-    return made
+    return tensors
 
 
 def _state_tensors(
@@ -220,17 +228,17 @@ def _state_tensors(
     shape, such as in the ranges of a bucket.
     """
     pattern = re.compile(rf"{_OPTIMIZER}state\.(?:{'|'.join(states)})\.(.*)")
-    known = {m.group(1): key for key in folder.tensors if (m := pattern.fullmatch(key))}
-    made = {}
+    keys = {m.group(1): key for key in folder.tensors if (m := pattern.fullmatch(key))}
+    tensors = {}
     for weight in model_weights(config):
-        tensor, _ = _find(folder, config, weight.path, known)
+        tensor, _ = _find(folder, config, weight.path, keys)
         if tensor is None:
             return None
         tensor = _without_padding(weight.path, tensor, weight.shape)
         if tuple(tensor.shape) != weight.shape:
             return None
-        made[weight.path] = tensor
-    return made
+        tensors[weight.path] = tensor
+    return tensors
 
 
 def _find(
@@ -249,14 +257,14 @@ def _find(
     """
     for alias in _aliases(name):
         for key, layer in _keys(alias):
-            own = key if keys is None else keys.get(key, "")
-            tensor = folder.tensors.get(own)
+            own_key = key if keys is None else keys.get(key, "")
+            tensor = folder.tensors.get(own_key)
             if tensor is None:
                 continue
             if layer is None:
-                return tensor, own
+                return tensor, own_key
             if tensor.shape[:1] == (config.num_layers,):
-                return cast("Lazy", tensor[layer]), own
+                return cast("Lazy", tensor[layer]), own_key
     return None, name
 
 
@@ -277,8 +285,8 @@ def _keys(name: str) -> Iterator[tuple[str, int | None]]:
     """Yield the key of a layer's own tensor, and of the tensor of all layers with the index."""
     yield name, None
     if name.startswith(LAYER):
-        index, _, rest = name.removeprefix(LAYER).partition(".")
-        yield LAYER + rest, int(index)
+        index, _, path = name.removeprefix(LAYER).partition(".")
+        yield LAYER + path, int(index)
 
 
 def _without_padding(name: str, tensor: Lazy, shape: Shape) -> Lazy:

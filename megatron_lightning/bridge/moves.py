@@ -64,8 +64,8 @@ class QueryKeyValue(Move):
     def join(self, config: TransformerConfig, tensors: Sequence[Tensor]) -> Tensor:
         """See :class:`Move`."""
         if len(tensors) == 1:
-            whole = tensors[0].t() if self.transposed else tensors[0]
-            tensors = torch.split(whole, self._rows(config))
+            tensor = tensors[0].t() if self.transposed else tensors[0]
+            tensors = torch.split(tensor, self._rows(config))
         groups, size = config.query_groups, config.head_dim
         parts = [x.reshape(groups, -1, size, *x.shape[1:]) for x in tensors]
         if config.attention_output_gate:

@@ -70,8 +70,8 @@ class NewFolder(FolderTensors):
         super().__init__(path)
         shapes = new_shapes(family, config)
         table = {name: (shape, dtypes[ours]) for name, (shape, ours) in shapes.items()}
-        made = new_files(table)
-        for file, header in made.headers.items():
+        files = new_files(table)
+        for file, header in files.headers.items():
             self.add_file(file, header)
         self.config = to_theirs(family, config)
         """Configuration of ``transformers``."""
@@ -81,8 +81,8 @@ class NewFolder(FolderTensors):
                 setattr(self.config, f"{kind}_token_id", None)
         self.config.dtype = dtypes["decoder.final_layernorm.weight"]
         contents = {} if tokenizer is None else self._use_tokenizer(tokenizer, config)
-        if made.index_file is not None:
-            contents[INDEX] = made.index_file
+        if files.index_file is not None:
+            contents[INDEX] = files.index_file
         card = _CARD.format(name=path.stem, architecture=family.architecture)
         contents |= {"config.json": config_text(self.config), "README.md": card.encode()}
         self._contents = contents
@@ -178,10 +178,10 @@ def new_gpt_folder(
             Or if the tokenizer does not fit.
     """
     chosen = family_like(config) if family is None else family_of(family)
-    if family is not None and (missing := missing_fields(chosen, config)):
+    if family is not None and (missing_names := missing_fields(chosen, config)):
         raise ConfigError(
             f"the family {family} does not describe the model of {checkpoint}: it lacks "
-            f"{', '.join(missing)}. Leave --family out to take the first that does."
+            f"{', '.join(missing_names)}. Leave --family out to take the first that does."
         )
     import transformers
 
@@ -197,13 +197,15 @@ def _dtypes(
     """Return the dtype of every parameter of a model: the checkpoint's dtype, or the requested
     dtype for floating parameters.
     """
-    found = {}
+    dtypes = {}
     for name, _ in saved_tensors(config):
-        own = next((info.dtype for key, info in stored.items() if key.endswith(f".{name}")), None)
-        if own is None:
+        own_dtype = next(
+            (info.dtype for key, info in stored.items() if key.endswith(f".{name}")), None
+        )
+        if own_dtype is None:
             raise CheckpointError(
                 f"the checkpoint has no {name}, which its configuration describes. Use another "
                 "checkpoint."
             )
-        found[name] = dtype if dtype is not None and own.is_floating_point else own
-    return found
+        dtypes[name] = dtype if dtype is not None and own_dtype.is_floating_point else own_dtype
+    return dtypes

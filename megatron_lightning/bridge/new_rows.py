@@ -29,7 +29,7 @@ def draw_new_rows(model: nn.Module, tokens: Mapping[str, int], std: float) -> li
     Returns:
         Names of the frozen parameters with rows of these tokens, which keep the folder's values.
     """
-    kept, pending = [], pending_tensors(model)
+    frozen_names, pending = [], pending_tensors(model)
     # The embedding first, which names a tied weight.
     for kind, layer in zip(("input", "output"), _layers(model), strict=True):
         weight = None if layer is None else layer._parameters.get("weight")
@@ -39,7 +39,7 @@ def draw_new_rows(model: nn.Module, tokens: Mapping[str, int], std: float) -> li
         everywhere = model.named_parameters(remove_duplicate=False)
         names = [name for name, parameter in everywhere if parameter is weight]
         if not weight.requires_grad:
-            kept.append(names[0])
+            frozen_names.append(names[0])
             continue
         rows = {id_: _row(kind, text, weight.shape[1], std) for text, id_ in tokens.items()}
         for name in names:
@@ -50,7 +50,7 @@ def draw_new_rows(model: nn.Module, tokens: Mapping[str, int], std: float) -> li
             with torch.no_grad():
                 for id_, row in rows.items():
                     weight[id_] = row
-    return kept
+    return frozen_names
 
 
 def _layers(model: Any) -> tuple[nn.Module | None, nn.Module | None]:

@@ -61,19 +61,21 @@ def inverse(
         # records say how to make the folder's tensors again.
         for use in uses_of(folder, lazy):
             pieces[use.name] += _pieces(name, tuple(lazy.shape), use.box, use.view)
-    for name in [name for name, found in pieces.items() if not found and name in tied]:
+    for name in [
+        name for name, pieces_of_tensor in pieces.items() if not pieces_of_tensor and name in tied
+    ]:
         shape = tuple(folder.tensors[name].shape)
         if shape == tuple(parameters[tied[name]].shape):
-            full = Box.full(shape)
-            pieces[name] = [Piece(full, tied[name], full, tuple(range(len(shape))))]
-    for name in [name for name, found in pieces.items() if not found]:
+            full_box = Box.full(shape)
+            pieces[name] = [Piece(full_box, tied[name], full_box, tuple(range(len(shape))))]
+    for name in [name for name, pieces_of_tensor in pieces.items() if not pieces_of_tensor]:
         if any(re.search(pattern, name) for pattern in ignored):
             del pieces[name]
-    for name, found in pieces.items():
+    for name, pieces_of_tensor in pieces.items():
         shape = folder.tensors[name].shape
         # Equal size without overlaps: every element is covered once.
-        count = sum(prod(piece.box.shape) for piece in found)
-        if count != prod(shape) or _overlap(found):
+        count = sum(prod(piece.box.shape) for piece in pieces_of_tensor)
+        if count != prod(shape) or _overlap(pieces_of_tensor):
             raise CheckpointError(
                 f"{folder.path}: {name} of shape {list(shape)} has {prod(shape):,} elements, and "
                 f"the model's parameters hold {count:,} of them, each once in a model that can be "
@@ -105,8 +107,8 @@ def _pieces(name: str, shape: Shape, box: Box, view: Tensor) -> Iterator[Piece]:
     """Split a strided view of a parameter of ``shape`` into boxes of the parameter."""
     strides = [prod(shape[dim + 1 :]) for dim in range(len(shape))]
     dim_of = {stride: dim for dim, stride in enumerate(strides) if shape[dim] > 1}
-    wide = [dim for dim in range(view.ndim) if view.shape[dim] > 1]
-    merged = next((dim for dim in wide if view.stride(dim) not in dim_of), None)
+    wide_dims = [dim for dim in range(view.ndim) if view.shape[dim] > 1]
+    merged = next((dim for dim in wide_dims if view.stride(dim) not in dim_of), None)
     if merged is not None:  # a dim of the folder's tensor is two dims of the parameter: row by row
         for row in range(view.shape[merged]):
             inner = spliced(box, merged, 1, (box.offset[merged] + row, 1))
@@ -115,7 +117,7 @@ def _pieces(name: str, shape: Shape, box: Box, view: Tensor) -> Iterator[Piece]:
     offset = tuple(
         view.storage_offset() // stride % size for stride, size in zip(strides, shape, strict=True)
     )
-    order = {dim_of[view.stride(dim)]: dim for dim in wide}
+    order = {dim_of[view.stride(dim)]: dim for dim in wide_dims}
     extent = tuple(view.shape[order[dim]] if dim in order else 1 for dim in range(len(shape)))
     dims = tuple(order.get(dim, -1) for dim in range(len(shape)))
     yield Piece(box, name, Box(offset, extent), dims)
@@ -135,14 +137,16 @@ def assembled(
         parameters: Name in the model -> function to fill boxes with values of the parameter.
         dtype: Dtype of floating tensors. None: the folder's.
     """
-    made = {}
+    tensors = {}
     for name, theirs in folder.tensors.items():
-        own = dtype if dtype is not None and theirs.dtype.is_floating_point else theirs.dtype
+        dtype_of_tensor = (
+            dtype if dtype is not None and theirs.dtype.is_floating_point else theirs.dtype
+        )
         fill = theirs.fill
         if name in pieces:
             fill = _filled_by(pieces[name], parameters)
-        made[name] = Lazy(theirs.shape, own, fill)
-    return made
+        tensors[name] = Lazy(theirs.shape, dtype_of_tensor, fill)
+    return tensors
 
 
 def _filled_by(pieces: list[Piece], parameters: Mapping[str, Fill]) -> Fill:
@@ -163,6 +167,6 @@ def _inside(piece: Piece, common: Box, target: Tensor) -> tuple[Box, Tensor]:
     for start, dim in zip(piece.inside.offset, piece.dims, strict=True):
         offset.append(start + (moved.offset[dim] if dim >= 0 else 0))
         shape.append(moved.shape[dim] if dim >= 0 else 1)
-    wide = [dim for dim in piece.dims if dim >= 0]
-    order = (*wide, *(dim for dim in range(target.ndim) if dim not in wide))
+    wide_dims = [dim for dim in piece.dims if dim >= 0]
+    order = (*wide_dims, *(dim for dim in range(target.ndim) if dim not in wide_dims))
     return Box(tuple(offset), tuple(shape)), target.permute(order).view(shape)

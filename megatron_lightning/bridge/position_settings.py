@@ -96,14 +96,14 @@ class Rope(Row):
         """Return the fields. Rules of scaling other than ``RopeScaling``'s are refused."""
         rope = dict(theirs.get("rope_parameters") or {})
         if self.by_window:
-            local, full = rope["sliding_attention"], rope["full_attention"]
-            if local.get("rope_type", "default") != "default":
-                raise UnsupportedSettingError({"rope_parameters.sliding_attention": local})
-            if full.get("truncate") is False:  # transformers looks for the key elsewhere
-                raise UnsupportedSettingError({"rope_parameters.full_attention": full})
-            base = {"window_rotary_base": float(local["rope_theta"])}
+            local_rope, full_rope = rope["sliding_attention"], rope["full_attention"]
+            if local_rope.get("rope_type", "default") != "default":
+                raise UnsupportedSettingError({"rope_parameters.sliding_attention": local_rope})
+            if full_rope.get("truncate") is False:  # transformers looks for the key elsewhere
+                raise UnsupportedSettingError({"rope_parameters.full_attention": full_rope})
+            base = {"window_rotary_base": float(local_rope["rope_theta"])}
             is_used = "sliding_attention" in (theirs.get("layer_types") or ())
-            return self._read(full, theirs) | (base if is_used else {})
+            return self._read(full_rope, theirs) | (base if is_used else {})
         return self._read(rope, theirs)
 
     def _read(self, rope: Values, theirs: Settings) -> Values:
@@ -146,8 +146,8 @@ class Rope(Row):
         key = {} if self.original is None or length is None else {self.original: length}
         if self.by_window:
             base = ours["window_rotary_base"] or ours["rotary_base"]
-            local = {"rope_theta": base, "rope_type": "default"}
-            rope = {"full_attention": rope, "sliding_attention": local}
+            local_rope = {"rope_theta": base, "rope_type": "default"}
+            rope = {"full_attention": rope, "sliding_attention": local_rope}
         return {"rope_parameters": rope, **key}
 
 

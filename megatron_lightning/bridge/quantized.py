@@ -60,8 +60,8 @@ class DequantizedFolder(FolderTensors):
                 "read. Load it with transformers, dequantize it (model.dequantize()), and save it "
                 "in bf16: model.save_pretrained(folder)."
             )
-        read = _fp8 if method == "fp8" else _mxfp4
-        self._made = read(folder, settings)
+        dequantize = _fp8 if method == "fp8" else _mxfp4
+        self._made = dequantize(folder, settings)
         table = {name: (tuple(x.shape), x.dtype) for name, x in self._made.items()}
         files = new_files(table)
         for file, header in files.headers.items():
@@ -91,8 +91,8 @@ class DequantizedFolder(FolderTensors):
 
 def quantization_of(config: Path) -> Mapping[str, Any] | None:
     """Return ``quantization_config`` of a config.json. None: weights are not quantized."""
-    found = json.loads(config.read_bytes()).get("quantization_config")
-    return found if isinstance(found, dict) else None
+    settings = json.loads(config.read_bytes()).get("quantization_config")
+    return settings if isinstance(settings, dict) else None
 
 
 def _dequantized_files(files: KeptFiles, index: bytes | None) -> KeptFiles:
@@ -110,12 +110,12 @@ def _dequantized_files(files: KeptFiles, index: bytes | None) -> KeptFiles:
 
 def _fp8(folder: FolderTensors, settings: Mapping[str, Any]) -> dict[str, Lazy]:
     block = settings.get("weight_block_size")
-    made = {}
+    tensors = {}
     for name, lazy in folder.tensors.items():
         scale = folder.tensors.get(name + _SCALE)
         if scale is not None:
             fill = partial(_fill_fp8, lazy, scale, _block(folder, name, scale, block))
-            made[name] = Lazy(lazy.shape, torch.bfloat16, fill)
+            tensors[name] = Lazy(lazy.shape, torch.bfloat16, fill)
         elif name.endswith((_SCALE, *_LEFT_OUT)):
             continue
         elif lazy.dtype.itemsize == 1 and lazy.dtype.is_floating_point:
@@ -124,8 +124,8 @@ def _fp8(folder: FolderTensors, settings: Mapping[str, Any]) -> dict[str, Lazy]:
                 "restore the folder."
             )
         else:
-            made[name] = lazy
-    return made
+            tensors[name] = lazy
+    return tensors
 
 
 def _block(folder: FolderTensors, name: str, scale: Lazy, block: Any) -> Shape:
@@ -168,7 +168,7 @@ def _fill_fp8(data: Lazy, scales: Lazy, block: Shape, box: Box, out: Tensor) -> 
 
 
 def _mxfp4(folder: FolderTensors, settings: Mapping[str, Any]) -> dict[str, Lazy]:
-    made = {}
+    tensors = {}
     for name, lazy in folder.tensors.items():
         short = name.removesuffix("_blocks")
         scales = folder.tensors.get(f"{short}_scales")
@@ -186,12 +186,12 @@ def _mxfp4(folder: FolderTensors, settings: Mapping[str, Any]) -> dict[str, Lazy
                 )
             experts, rows, groups, _ = lazy.shape
             shape = (experts, groups * _GROUP, rows)
-            made[short] = Lazy(shape, torch.bfloat16, partial(_fill_mxfp4, lazy, scales))
+            tensors[short] = Lazy(shape, torch.bfloat16, partial(_fill_mxfp4, lazy, scales))
         elif not (
             name.endswith("_scales") and f"{name.removesuffix('_scales')}_blocks" in folder.tensors
         ):
-            made[name] = lazy
-    return made
+            tensors[name] = lazy
+    return tensors
 
 
 def _fill_mxfp4(blocks: Lazy, scales: Lazy, box: Box, out: Tensor) -> None:
@@ -203,5 +203,5 @@ def _fill_mxfp4(blocks: Lazy, scales: Lazy, box: Box, out: Tensor) -> None:
     pairs = torch.stack([table[(data & 15).long()], table[(data >> 4).long()]], -1)
     exponents = scales.read(groups).to(torch.int32) - 127
     values = torch.ldexp(pairs.flatten(-2), exponents.unsqueeze(-1)).flatten(-2)
-    inside = values.narrow(-1, column - first * _GROUP, num_columns)
-    out.copy_(inside.transpose(1, 2))
+    columns = values.narrow(-1, column - first * _GROUP, num_columns)
+    out.copy_(columns.transpose(1, 2))

@@ -122,8 +122,8 @@ def _unread(family: type[Family], settings: Settings, config: TransformerConfig)
     from transformers import PretrainedConfig
 
     implied = to_theirs(family, config).to_dict()
-    known = settings.seen | _WITHOUT_EFFECT | set(PretrainedConfig().to_dict())
-    keys = [key for key in implied if key not in known]
+    known_keys = settings.seen | _WITHOUT_EFFECT | set(PretrainedConfig().to_dict())
+    keys = [key for key in implied if key not in known_keys]
     return [
         f"{key}={settings.get(key)!r}" for key in keys if settings.get(key, ...) != implied[key]
     ]
@@ -187,14 +187,14 @@ def parameters(
         CheckpointError: Naming missing tensors, misshapen tensors, and tensors without a row.
     """
     # Problems are collected, so that one message names them all.
-    made, used = dict[str, Lazy](), set(copies(family, config, tensors))
-    missing, misshapen = list[str](), list[str]()
+    results, used_names = dict[str, Lazy](), set(copies(family, config, tensors))
+    missing_names, misshapen = list[str](), list[str]()
     for name, shape, move, sources in _rows(family, config):
         names = [theirs for source in sources for theirs in source]
         absent = [theirs for theirs in names if theirs not in tensors]
-        used.update(names)
+        used_names.update(names)
         if absent:
-            missing += absent
+            missing_names += absent
             continue
         try:
             tensor: Any = move.join(config, [tensors[theirs] for theirs in names])
@@ -203,9 +203,15 @@ def parameters(
             continue
         if tuple(tensor.shape) != shape:
             misshapen += names
-        made[name] = tensor
-    unused = [n for n in tensors if n not in used and not any(re.search(p, n) for p in ignored)]
-    texts = {"are missing": missing, "have other shapes": misshapen, "are unexpected": unused}
+        results[name] = tensor
+    unused_names = [
+        n for n in tensors if n not in used_names and not any(re.search(p, n) for p in ignored)
+    ]
+    texts = {
+        "are missing": missing_names,
+        "have other shapes": misshapen,
+        "are unexpected": unused_names,
+    }
     problems = [
         f"{len(names)} tensors {text} ({', '.join(sorted(names)[:_LISTED])})"
         for text, names in texts.items()
@@ -216,7 +222,7 @@ def parameters(
             f"{path} does not fit GPTModel by the rules of {family.__name__}: "
             f"{'; '.join(problems)}. Name the folder that the configuration is of, or restore it."
         )
-    return made
+    return results
 
 
 def new_shapes(family: type[Family], config: TransformerConfig) -> dict[str, tuple[Shape, str]]:
@@ -225,15 +231,15 @@ def new_shapes(family: type[Family], config: TransformerConfig) -> dict[str, tup
     Raises:
         ConfigError: If a parameter has no row.
     """
-    found = dict[str, tuple[Shape, str]]()
+    shapes_of_names = dict[str, tuple[Shape, str]]()
     shape_of = dict(saved_tensors(config))
     for name, shape, move, sources in _rows(family, config):
         shapes = move.shapes(config, shape, len(sources))
-        for theirs, own in zip(sources, shapes, strict=True):
-            found.update(dict.fromkeys(theirs, (own, name)))
+        for theirs, own_shape in zip(sources, shapes, strict=True):
+            shapes_of_names.update(dict.fromkeys(theirs, (own_shape, name)))
     repeated = copies(family, config)
-    found |= {theirs: (shape_of[ours], ours) for theirs, ours in repeated.items()}
-    return found
+    shapes_of_names |= {theirs: (shape_of[ours], ours) for theirs, ours in repeated.items()}
+    return shapes_of_names
 
 
 def by_full_name(tensors: Mapping[str, Lazy], prefix: str) -> dict[str, Lazy]:
@@ -273,11 +279,11 @@ def _as_layer(name: str, config: TransformerConfig) -> str:
     """Return the name of a tensor with layers of multi-token prediction behind the other layers."""
     if not name.startswith(PREDICTING):
         return name
-    depth, _, rest = name.removeprefix(PREDICTING).partition(".")
+    depth, _, path = name.removeprefix(PREDICTING).partition(".")
     index = config.num_layers + int(depth)
-    if rest.startswith("transformer_layer."):
-        return f"{LAYER}{index}.{rest.removeprefix('transformer_layer.')}"
-    return f"{PREDICTING}{index}.{rest}"
+    if path.startswith("transformer_layer."):
+        return f"{LAYER}{index}.{path.removeprefix('transformer_layer.')}"
+    return f"{PREDICTING}{index}.{path}"
 
 
 def _bound(
@@ -310,17 +316,23 @@ def copies(
     """
     first = config.num_layers
     layers = [str(first + depth) for depth in range(config.num_predicting_layers)]
-    found = {
+    named_copies = {
         theirs.replace("*", layer): ours
         for theirs, ours in family.copies.items()
         for layer in layers
     }
     tied = config.share_embeddings_and_output_weights
     if tied and names is not None and isinstance(output := family.weights[OUTPUT], str):
-        found[output] = WORDS
+        named_copies[output] = WORDS
     if tied:
-        found = {theirs: WORDS if ours == OUTPUT else ours for theirs, ours in found.items()}
-    return found if names is None else {name: found[name] for name in names if name in found}
+        named_copies = {
+            theirs: WORDS if ours == OUTPUT else ours for theirs, ours in named_copies.items()
+        }
+    return (
+        named_copies
+        if names is None
+        else {name: named_copies[name] for name in names if name in named_copies}
+    )
 
 
 def source_names(

@@ -89,13 +89,13 @@ def parse_header(text: bytes, size: int | None, path: Path) -> Header:
     end = 8 + length
     # Sorted by position, the data must be without gaps and overlaps, as the format demands.
     for tensor in tensors:
-        expected = prod(tensor.shape) * tensor.dtype.itemsize
-        if tensor.start != end or tensor.stop - tensor.start != expected:
+        num_bytes = prod(tensor.shape) * tensor.dtype.itemsize
+        if tensor.start != end or tensor.stop - tensor.start != num_bytes:
             raise _damaged(
                 path,
                 f"{tensor.name} of shape {list(tensor.shape)} in {tensor.dtype} lies at bytes "
-                f"{tensor.start:,} to {tensor.stop:,}, and {expected:,} bytes from {end:,} on were "
-                "expected",
+                f"{tensor.start:,} to {tensor.stop:,}, and {num_bytes:,} bytes from {end:,} on "
+                "were expected",
             )
         end = tensor.stop
     if size is not None and end != size:

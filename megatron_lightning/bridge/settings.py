@@ -144,8 +144,8 @@ class Choice(Row):
     def read(self, theirs: Settings) -> Values:
         """Return the field."""
         value = theirs.get(self.theirs)
-        for word, other in self.words.items():
-            if other == value:
+        for word, our_value in self.words.items():
+            if our_value == value:
                 return {self.ours: word}
         raise UnsupportedSettingError({self.theirs: value})
 
@@ -165,8 +165,8 @@ class Constant(Row):
 
     def read(self, theirs: Settings) -> Values:
         """Return the field. Other values of the keys are refused."""
-        for key, expected in self.theirs.items():
-            if theirs.get(key) != expected:
+        for key, expected_value in self.theirs.items():
+            if theirs.get(key) != expected_value:
                 raise UnsupportedSettingError({key: theirs.get(key)})
         return {self.ours: self.value}
 

@@ -163,8 +163,8 @@ class MegatronFolder:
         shape, dtype = _shape(entry["size"]), _dtype(entry["properties"])
         parts = []
         for chunk in entry["chunks"]:
-            found = _fields(chunk, "ChunkStorageMetadata")
-            box = Box(_shape(found["offsets"]), _shape(found["sizes"]))
+            fields = _fields(chunk, "ChunkStorageMetadata")
+            box = Box(_shape(fields["offsets"]), _shape(fields["sizes"]))
             if (key, box.offset) not in places:
                 raise self._damaged(f"{key} has no file for the part at {box.offset}")
             parts.append(Part(box, *places[key, box.offset]))
@@ -210,12 +210,12 @@ def _iteration_of(path: Path) -> Path:
             f"{tracker} says {text!r}, which is no iteration. Name the folder of an iteration, "
             "such as iter_0001000."
         )
-    found = path / (text if text == "release" else f"iter_{int(text):07d}")
-    if not found.is_dir():
+    folder = path / (text if text == "release" else f"iter_{int(text):07d}")
+    if not folder.is_dir():
         raise MissingCheckpointError(
-            f"{tracker} names {found}, which is missing. Name the folder of an iteration."
+            f"{tracker} names {folder}, which is missing. Name the folder of an iteration."
         )
-    return found
+    return folder
 
 
 def _check_format(path: Path) -> None:
@@ -241,8 +241,8 @@ def _check_format(path: Path) -> None:
     try:
         file_status(path / ABOUT, _WAY_OUT)
         with (path / ABOUT).open("rb") as stream:
-            found = json.loads(stream.read(_MAX_TEXT_BYTES))
-        backend, version = found["sharded_backend"], found.get("sharded_backend_version", 1)
+            about = json.loads(stream.read(_MAX_TEXT_BYTES))
+        backend, version = about["sharded_backend"], about.get("sharded_backend_version", 1)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(
             f"{path / ABOUT} is damaged ({error!r}). Copy the checkpoint again."
@@ -283,9 +283,9 @@ def _shape(value: Any) -> Shape:
 
 
 def _dtype(properties: Any) -> torch.dtype:
-    found = properties.state
+    state = properties.state
     # A dataclass with __getstate__ is pickled as a tuple, led by the dtype.
-    dtype = found["dtype"] if isinstance(found, Mapping) else found[0]
+    dtype = state["dtype"] if isinstance(state, Mapping) else state[0]
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"{dtype!r} is no dtype")
     return dtype
@@ -304,8 +304,8 @@ def _tile_from(boxes: Sequence[Box], shape: Shape, dim: int) -> bool:
     if dim == len(shape):
         return len(boxes) == 1
     end = 0
-    for (start, length), inside in _slices(boxes, dim):
-        if start != end or not length or not _tile_from(inside, shape, dim + 1):
+    for (start, length), boxes_inside in _slices(boxes, dim):
+        if start != end or not length or not _tile_from(boxes_inside, shape, dim + 1):
             return False
         end = start + length
     return end == shape[dim]
@@ -315,5 +315,5 @@ def _slices(boxes: Sequence[Box], dim: int) -> Iterator[tuple[tuple[int, int], l
     def interval(box: Box) -> tuple[int, int]:
         return box.offset[dim], box.shape[dim]
 
-    for key, found in groupby(sorted(boxes, key=interval), key=interval):
-        yield key, list(found)
+    for key, boxes_of_slice in groupby(sorted(boxes, key=interval), key=interval):
+        yield key, list(boxes_of_slice)

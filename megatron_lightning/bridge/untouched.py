@@ -205,10 +205,10 @@ def _check(
         "mismatched_keys": "have other shapes",
         "error_msgs": "cannot be converted",
     }
-    expected = {"missing_keys": change.new_tensors, "unexpected_keys": change.left_out}
+    expected_patterns = {"missing_keys": change.new_tensors, "unexpected_keys": change.left_out}
     texts = []
     for key, text in problems.items():
-        patterns = expected.get(key, ())
+        patterns = expected_patterns.get(key, ())
         names = [n for n in sorted(map(str, info.get(key) or ())) if not fits(n, patterns)]
         if names:
             texts.append(f"{len(names)} tensors {text} ({', '.join(names[:5])})")
@@ -229,15 +229,15 @@ def saved_table(model: nn.Module) -> dict[str, tuple[Shape, torch.dtype]]:
     """Return the tensors written by ``save_pretrained`` of a model, by the names in the file."""
     from transformers.core_model_loading import revert_weight_conversion
 
-    seen: set[int] = set()
+    seen_ids: set[int] = set()
     state: dict[str, Tensor] = {}
     for name, value in model.state_dict(keep_vars=True).items():
-        if isinstance(value, Tensor) and id(value) not in seen:  # tied tensors once
-            seen.add(id(value))
+        if isinstance(value, Tensor) and id(value) not in seen_ids:  # tied tensors once
+            seen_ids.add(id(value))
             state[name] = Lazy(value.shape, value.dtype, lambda box, out: None)
     pretrained: Any = model
-    found = revert_weight_conversion(pretrained, state)
-    return {name: (tuple(value.shape), value.dtype) for name, value in found.items()}
+    saved_state = revert_weight_conversion(pretrained, state)
+    return {name: (tuple(value.shape), value.dtype) for name, value in saved_state.items()}
 
 
 def _absent(folder: FolderTensors, model_class: Any, config: Any) -> list[str]:
@@ -246,11 +246,11 @@ def _absent(folder: FolderTensors, model_class: Any, config: Any) -> list[str]:
     """
     try:
         with torch.device("meta"):
-            expected = saved_table(model_class(config))
+            table = saved_table(model_class(config))
     except Exception:  # only a better message is missing
         return []
-    absent = [name for name in expected if name not in folder.tensors]
-    return absent if len(absent) < len(expected) // 2 else []
+    absent = [name for name in table if name not in folder.tensors]
+    return absent if len(absent) < len(table) // 2 else []
 
 
 def fill_weights(model: nn.Module) -> nn.Module:
@@ -261,15 +261,15 @@ def fill_weights(model: nn.Module) -> nn.Module:
 
 def _replace(model: nn.Module, make: Callable[[Lazy], Tensor]) -> None:
     """Replace lazy parameters and buffers. Tied parameters stay tied."""
-    made: dict[int, nn.Parameter | Tensor] = {}
+    new_tensors: dict[int, nn.Parameter | Tensor] = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():
             if isinstance(parameter, Lazy):
-                if id(parameter) not in made:
-                    made[id(parameter)] = nn.Parameter(
+                if id(parameter) not in new_tensors:
+                    new_tensors[id(parameter)] = nn.Parameter(
                         make(parameter), requires_grad=parameter.requires_grad
                     )
-                module._parameters[name] = made[id(parameter)]
+                module._parameters[name] = new_tensors[id(parameter)]
         for name, buffer in module._buffers.items():
             if isinstance(buffer, Lazy):
                 module._buffers[name] = make(buffer)
@@ -290,10 +290,10 @@ def read_weights(module: nn.Module, part: Part, context: ParallelContext) -> int
         if pending is None:
             continue
         prefix = f"{path}." if path else ""
-        local = child.state_dict(prefix=prefix)
-        for name, tensor in local.items():
+        local_tensors = child.state_dict(prefix=prefix)
+        for name, tensor in local_tensors.items():
             lazy = pending.tensors.get(name.removeprefix(prefix))
-            is_copy = part.tied.get(name) in local
+            is_copy = part.tied.get(name) in local_tensors
             if lazy is not None and not is_copy:
                 num_bytes += _read(state, name, tensor, lazy)
     return num_bytes

@@ -64,17 +64,17 @@ def fills_of_checkpoint(
 def _prefix(stored: Mapping[str, TensorInfo], names: Mapping[str, Lazy]) -> str:
     """Return the prefix of the model's names in a checkpoint."""
     first = next(iter(names))
-    found = [
+    prefixes = [
         name.removesuffix(first)
         for name in stored
         if name.startswith("state_dict.") and name.endswith(f".{first}")
     ]
-    if not found:
+    if not prefixes:
         raise CheckpointError(
             f"the checkpoint has no tensor whose name ends with {first}, so it holds no model of "
             "the folder's class. Name the folder that the checkpoint was trained from."
         )
-    return min(found, key=len)
+    return min(prefixes, key=len)
 
 
 def fills_of_model(model: nn.Module, names: Mapping[str, Lazy]) -> dict[str, Fill]:

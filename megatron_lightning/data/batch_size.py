@@ -50,7 +50,7 @@ class BatchSizeSchedule:
         if self.rampup_batch_size is not None:
             self._check_ramp(*self.rampup_batch_size)
         sizes = self.sizes
-        if min(sizes) < 1 or any(later < earlier for earlier, later in pairwise(sizes)):
+        if min(sizes) < 1 or any(following < previous for previous, following in pairwise(sizes)):
             raise ConfigError(
                 f"the global batch sizes are {sizes}; they must be positive and must not decrease. "
                 "Order them."
@@ -96,7 +96,7 @@ class BatchSizeSchedule:
         if (
             not steps
             or steps[0][0] != 0
-            or any(later[0] <= earlier[0] for earlier, later in pairwise(steps))
+            or any(following[0] <= previous[0] for previous, following in pairwise(steps))
         ):
             raise ConfigError(
                 f"step_batch_size_schedule={text!r} does not begin at 0, or is not ordered. Order "

@@ -102,13 +102,13 @@ def _stretches(
     begin = _guessed_counts(weights, first)
     begin[0] = known
     ends, picks = begin.copy(), np.empty((length, num), np.int16)
-    wrong = np.arange(num)
-    while len(wrong):
-        counts = begin[wrong]
-        picks[:, wrong] = _walk(weights, counts, first[wrong], length)
-        ends[wrong] = counts
-        wrong = 1 + np.flatnonzero((ends[:-1] != begin[1:]).any(axis=1))
-        begin[wrong] = ends[wrong - 1]
+    wrong_places = np.arange(num)
+    while len(wrong_places):
+        counts = begin[wrong_places]
+        picks[:, wrong_places] = _walk(weights, counts, first[wrong_places], length)
+        ends[wrong_places] = counts
+        wrong_places = 1 + np.flatnonzero((ends[:-1] != begin[1:]).any(axis=1))
+        begin[wrong_places] = ends[wrong_places - 1]
     return picks.T.reshape(-1), ends[-1].copy()
 
 
@@ -119,9 +119,9 @@ def _guessed_counts(weights: _Floats, first: _Floats) -> _Floats:
     ahead = np.minimum(first, _GUESSED_AHEAD)
     quota = (first - ahead)[:, None] * weights
     counts = np.floor(quota)
-    missing = (first - ahead - counts.sum(1)).astype(int)
+    num_missing = (first - ahead - counts.sum(1)).astype(int)
     rank = np.argsort(np.argsort(counts - quota, axis=1, kind="stable"), axis=1)
-    counts += rank < missing[:, None]
+    counts += rank < num_missing[:, None]
     _walk(weights, counts, first - ahead, _GUESSED_AHEAD, num_steps=ahead)
     return counts
 

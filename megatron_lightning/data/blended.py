@@ -61,7 +61,7 @@ class BlendSpec:
         # Megatron's flat lists start with a weight.
         entries: list[Any] = _pairs(given) if _is_number(given[0]) else list(given)
         if all(isinstance(entry, str) for entry in entries):
-            found = cls(tuple(entries))
+            spec = cls(tuple(entries))
         else:
             for entry in entries:
                 is_pair = isinstance(entry, Sequence) and not isinstance(entry, str)
@@ -72,14 +72,14 @@ class BlendSpec:
                     )
             weights = tuple(float(entry[0]) for entry in entries)
             normalized(weights)
-            found = cls(tuple(str(entry[1]) for entry in entries), weights)
-        twice = sorted({one for one in found.prefixes if found.prefixes.count(one) > 1})
+            spec = cls(tuple(str(entry[1]) for entry in entries), weights)
+        twice = sorted({one for one in spec.prefixes if spec.prefixes.count(one) > 1})
         if twice:
             raise ConfigError(
                 f"{name} names {', '.join(twice)} twice, and a blend would give every sample of it "
                 "twice in a row. Name it once, with the sum of the weights."
             )
-        return found
+        return spec
 
 
 @dataclass(frozen=True)
@@ -166,8 +166,10 @@ def _is_number(word: Any) -> bool:
 def _pairs(words: Sequence[Any]) -> list[tuple[Any, Any]]:
     """Return Megatron's flat list of weights and prefixes as pairs."""
     pairs = list(zip(words[::2], words[1::2], strict=False))
-    wrong = [pair for pair in pairs if not _is_number(pair[0]) or not isinstance(pair[1], str)]
-    if len(words) % 2 or wrong:
+    wrong_pairs = [
+        pair for pair in pairs if not _is_number(pair[0]) or not isinstance(pair[1], str)
+    ]
+    if len(words) % 2 or wrong_pairs:
         raise ConfigError(
             f"data_prefix={list(words)!r}: a flat list has a weight before every prefix. Write "
             "pairs, such as [[0.3, data/code], [0.7, data/web]]."
@@ -244,9 +246,9 @@ class BlendedDataset(Dataset[Sample]):
             )
         shares = [ceil(num_samples * weight) for weight in weights.tolist()]
         index = blend_index(weights, sum(shares))
-        taken = np.bincount(index, minlength=len(shares)).tolist()
+        counts = np.bincount(index, minlength=len(shares)).tolist()
         self.children = []
-        for prefix, share, count in zip(self.spec.prefixes, shares, taken, strict=True):
+        for prefix, share, count in zip(self.spec.prefixes, shares, counts, strict=True):
             child = make(prefix, ceil(share * (1 + SURPLUS)))
             # Many small weights: Megatron stops here.
             self.children.append(child if len(child) >= count else make(prefix, count))
@@ -287,5 +289,5 @@ class NamedDatasets(Dataset[Sample]):
         """Return sample ``index``."""
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
-        number, inside = self._blend[index]
-        return {"validation_set": torch.tensor(number), **self.datasets[number][inside]}
+        number, sample = self._blend[index]
+        return {"validation_set": torch.tensor(number), **self.datasets[number][sample]}

@@ -163,28 +163,28 @@ def _counts(row: Row, index: int, message: Mapping[str, Any]) -> bool:
 
 def _message(row: Row, index: int, message: Mapping[str, Any]) -> dict[str, Any]:
     """Return a message for templates: text as content, arguments of calls as objects."""
-    made = {key: value for key, value in message.items() if key not in ("weight", "train")}
-    content = made.get("content")
+    fields = {key: value for key, value in message.items() if key not in ("weight", "train")}
+    content = fields.get("content")
     if isinstance(content, list):
-        made["content"] = "".join(_part(row, index, part) for part in content)
+        fields["content"] = "".join(_part(row, index, part) for part in content)
     elif content is None:
-        made["content"] = ""
+        fields["content"] = ""
     elif not isinstance(content, str):
         raise DataError(
             f"{row.where}: the content of message {index} is a {type(content).__name__}; it must "
             "be text"
         )
-    if made.get("tool_calls"):
-        made["tool_calls"] = [_call(row, index, call) for call in made["tool_calls"]]
-    return made
+    if fields.get("tool_calls"):
+        fields["tool_calls"] = [_call(row, index, call) for call in fields["tool_calls"]]
+    return fields
 
 
 def _part(row: Row, index: int, part: Any) -> str:
     if isinstance(part, Mapping) and isinstance(part.get("text"), str):
         return str(part["text"])
-    found = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+    part_type = part.get("type") if isinstance(part, Mapping) else type(part).__name__
     raise DataError(
-        f"{row.where}: message {index} has a part of the type {found!r}, and only text can be "
+        f"{row.where}: message {index} has a part of the type {part_type!r}, and only text can be "
         "trained; remove it"
     )
 
@@ -241,14 +241,16 @@ def _share_gpt(row: Row) -> list[Any]:
                 f"{row.where}: turn {index} is from {turn.get('from')!r}; expected value as text, "
                 f"from one of {', '.join(_ROLES)}"
             )
-        own = {key: turn[key] for key in ("weight", "train") if key in turn}
+        settings = {key: turn[key] for key in ("weight", "train") if key in turn}
         if role == "function_call":
             call = _json(row, f"the call of turn {index}", value)
             calls = call if isinstance(call, list) else [call]
-            made = [{"type": "function", "function": one} for one in calls]
-            messages.append({"role": ASSISTANT, "content": "", "tool_calls": made, **own})
+            tool_calls = [{"type": "function", "function": one} for one in calls]
+            messages.append(
+                {"role": ASSISTANT, "content": "", "tool_calls": tool_calls, **settings}
+            )
         else:
-            messages.append({"role": role, "content": value, **own})
+            messages.append({"role": role, "content": value, **settings})
     return messages
 
 
@@ -295,14 +297,15 @@ def _tokens(row: Row) -> Tokens:
             f"{row.where}: {len(ids)} input_ids and {len(labels)} labels; there must be a label "
             "for every id, not shifted"
         )
-    wrong = [
+    wrong_entries = [
         at
         for at, (one, label) in enumerate(zip(ids, labels, strict=True))
         if label not in (one, -100)
     ]
-    if wrong:
+    if wrong_entries:
         raise DataError(
-            f"{row.where}: labels[{wrong[0]}] is {labels[wrong[0]]} and input_ids[{wrong[0]}] "
-            f"{ids[wrong[0]]}; labels are the ids themselves, not shifted, or -100"
+            f"{row.where}: labels[{wrong_entries[0]}] is {labels[wrong_entries[0]]} and "
+            f"input_ids[{wrong_entries[0]}] {ids[wrong_entries[0]]}; labels are the ids "
+            "themselves, not shifted, or -100"
         )
     return Tokens(row.where, ids, labels)

@@ -142,20 +142,20 @@ class ChatTemplate:
         Raises:
             DataError: If the template writes neither form.
         """
-        full = self.render(chat, messages)
-        missing = _unwritten(messages, full[0])
-        if missing is None:
-            return messages, full
+        rendered = self.render(chat, messages)
+        unwritten = _unwritten(messages, rendered[0])
+        if unwritten is None:
+            return messages, rendered
         parts = [_in_parts(message) for message in messages]
         try:
-            full = self.render(chat, parts)
+            rendered = self.render(chat, parts)
         except DataError:
-            full = "", []
-        if _unwritten(messages, full[0]) is None:
-            return parts, full
+            rendered = "", []
+        if _unwritten(messages, rendered[0]) is None:
+            return parts, rendered
         raise DataError(
-            f"{chat.where}: the chat template does not write the content of message {missing}, so "
-            "that it would not be trained; set another chat_template"
+            f"{chat.where}: the chat template does not write the content of message {unwritten}, "
+            "so that it would not be trained; set another chat_template"
         )
 
     def render(
@@ -241,10 +241,10 @@ class _View:
 
     def answers(self, answers: Sequence[int]) -> tuple[str, list[Span]]:
         """Return the full text, and the characters of the given answers."""
-        full, marked = self._render(len(self._messages))
+        full_text, marked = self._render(len(self._messages))
         if self._template.marks(self._chat):
-            return full, self._marked(answers, marked)
-        return full, [self._added(full, answer) for answer in answers]
+            return full_text, self._marked(answers, marked)
+        return full_text, [self._added(full_text, answer) for answer in answers]
 
     def _marked(self, answers: Sequence[int], marked: list[Span]) -> list[Span]:
         """Return the marked spans of ``answers``: all spans, or the spans added by each message."""
@@ -304,12 +304,12 @@ class _View:
         failed = None
         for prompt in (True, False):
             try:
-                before, _ = self._render(answer, prompt=prompt)
+                text_before, _ = self._render(answer, prompt=prompt)
             except DataError as error:
                 failed = error
                 continue
-            if text.startswith(before) and len(before) < len(text):
-                return len(before)
+            if text.startswith(text_before) and len(text_before) < len(text):
+                return len(text_before)
         raise DataError(
             f"{self._chat.where}: the messages before message {answer} render otherwise alone, so "
             "that the characters of the answer are not known; set a chat_template that marks "
@@ -341,20 +341,20 @@ class _View:
             for key in REASONING
             if message["role"] == ASSISTANT and message.get(key)
         }
-        found = []
+        texts = []
         for begin, end in spans:
-            found += [
+            texts += [
                 (begin + match.start(), begin + match.end())
                 for match in THOUGHT.finditer(text[begin:end])
             ]
             for thought in thoughts - {""}:
                 at = text.find(thought, begin, end)
-                found += [(at, at + len(thought))] if at >= 0 else []
+                texts += [(at, at + len(thought))] if at >= 0 else []
             # The generation prompt may have opened the thought.
             closed = text.find("</think>", begin, end)
             if closed >= 0 and "<think>" not in text[begin:closed]:
-                found.append((begin, closed + len("</think>")))
-        return found
+                texts.append((begin, closed + len("</think>")))
+        return texts
 
 
 def _compile(template: str) -> None:
@@ -379,8 +379,8 @@ def _compile(template: str) -> None:
 def _with_reasoning(message: Mapping[str, Any], reasoning: Reasoning) -> Mapping[str, Any]:
     if reasoning != "drop" or message["role"] != ASSISTANT:
         return message
-    kept = {key: value for key, value in message.items() if key not in REASONING}
-    return {**kept, "content": THOUGHT.sub("", str(kept.get("content") or ""))}
+    fields = {key: value for key, value in message.items() if key not in REASONING}
+    return {**fields, "content": THOUGHT.sub("", str(fields.get("content") or ""))}
 
 
 def _in_parts(message: Mapping[str, Any]) -> Mapping[str, Any]:

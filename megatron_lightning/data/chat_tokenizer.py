@@ -41,12 +41,14 @@ class ChatTokenizer:
                 "which characters a token has, so that answers cannot be told from prompts. Use a "
                 "tokenizer with a tokenizer.json (a fast one)."
             )
-        known = tokenizer.get_vocab() if new_tokens else {}
+        vocabulary = tokenizer.get_vocab() if new_tokens else {}
         if new_tokens:
             tokenizer.add_tokens(list(new_tokens), special_tokens=True)
         self.tokenizer: Any = tokenizer
         self.added: Mapping[str, int] = {
-            text: tokenizer.convert_tokens_to_ids(text) for text in new_tokens if text not in known
+            text: tokenizer.convert_tokens_to_ids(text)
+            for text in new_tokens
+            if text not in vocabulary
         }
         """Text -> id of the new tokens that the tokenizer did not have."""
         # The tokenizer's settings of padding and truncation change with every call, and are not
@@ -103,8 +105,8 @@ class ChatTokenizer:
     @property
     def vocabulary(self) -> Mapping[str, int]:
         """Token -> id, of all tokens."""
-        found: dict[str, int] = self.tokenizer.get_vocab()
-        return found
+        vocabulary: dict[str, int] = self.tokenizer.get_vocab()
+        return vocabulary
 
     @property
     def chat_template(self) -> str | Mapping[str, str] | None:
@@ -120,8 +122,8 @@ class ChatTokenizer:
     @property
     def padding(self) -> int:
         """Id for filling rows. No code searches for this id: many tokenizers use a real token."""
-        known = (self.tokenizer.pad_token_id, self.tokenizer.eos_token_id, 0)
-        return next(int(one) for one in known if one is not None)
+        candidates = (self.tokenizer.pad_token_id, self.tokenizer.eos_token_id, 0)
+        return next(int(one) for one in candidates if one is not None)
 
     @property
     def begin(self) -> list[int]:

@@ -142,15 +142,15 @@ def train_state(dataset: Any, contents: Sequence[str], consumed: int | None) -> 
     if dataset is None or consumed is None or consumed > len(dataset):
         return {"phase": phase, "datasets": []}
     if isinstance(dataset, ContinuedBlend):
-        read, requests = dataset.consumed(consumed), dataset.requests
+        num_read, requests = dataset.consumed(consumed), dataset.requests
         prefixes = [passes[0].indexed.prefix for passes in dataset.children]
     elif isinstance(dataset, BlendedDataset):
-        read = dataset.blend.consumed(consumed).tolist()
+        num_read = dataset.blend.consumed(consumed).tolist()
         requests = [child.num_samples for child in dataset.children]
         prefixes = [child.indexed.prefix for child in dataset.children]
     else:
-        read, requests, prefixes = [consumed], [dataset.num_samples], [dataset.indexed.prefix]
-    rows = zip(contents, prefixes, requests, read, strict=True)
+        num_read, requests, prefixes = [consumed], [dataset.num_samples], [dataset.indexed.prefix]
+    rows = zip(contents, prefixes, requests, num_read, strict=True)
     names = ("content", "prefix", "request", "consumed")
     return {"phase": phase, "datasets": [dict(zip(names, row, strict=True)) for row in rows]}
 
@@ -204,7 +204,7 @@ def describe_phase(
     """Return a table of each data set: samples read before, samples still to be read, and samples
     read once more.
     """
-    old = {row["content"]: row for row in before["datasets"]}
+    rows_before = {row["content"]: row for row in before["datasets"]}
     counts = blend.blend.consumed(len(blend.blend)).tolist()
     lines = [
         f"the data changed at sample {blend.phase.position}: "
@@ -214,9 +214,9 @@ def describe_phase(
     for prefix, content, count, repeated in zip(
         spec.prefixes, blend.contents, counts, blend.repeated, strict=True
     ):
-        read = old.get(content, {}).get("consumed", 0)
-        again = max(repeated, min(read, count)) if restarts else repeated
-        lines.append(f"{prefix}, {read}, {count}, {again}")
-    gone = [row for content, row in old.items() if content not in blend.contents]
+        num_read = rows_before.get(content, {}).get("consumed", 0)
+        again = max(repeated, min(num_read, count)) if restarts else repeated
+        lines.append(f"{prefix}, {num_read}, {count}, {again}")
+    gone = [row for content, row in rows_before.items() if content not in blend.contents]
     lines += [f"{row['prefix']}, {row['consumed']}, 0, 0" for row in gone]
     return "\n".join(lines)

@@ -59,15 +59,15 @@ def input_files(inputs: str | Sequence[str]) -> list[str]:
             f"input={inputs!r} names no file; set it to {STDLIB!r} or to JSON-lines or text files"
         )
     for file in files:
-        system, inside = url_to_fs(file)
-        if system.isdir(inside):
+        system, path = url_to_fs(file)
+        if system.isdir(path):
             raise DataError(
                 f"{file} is a directory, and input takes files; list those in it, as in --input "
                 f"{file}/*.txt"
             )
         try:
             # Opened once here, since workers would fail one by one, later.
-            system.open(inside, "rb").close()
+            system.open(path, "rb").close()
         except OSError as error:
             raise DataError(
                 f"{file}: cannot be read ({error.strerror or error}); set input to {STDLIB!r} or "
@@ -80,13 +80,13 @@ def _files_of(name: str) -> list[str]:
     """Return the files of an input."""
     if name == STDLIB:
         return [str(path) for path in stdlib_files()]
-    system, inside = url_to_fs(name)
-    if not any(character in inside for character in "*?[") or system.exists(inside):
+    system, path_inside = url_to_fs(name)
+    if not any(character in path_inside for character in "*?[") or system.exists(path_inside):
         return [name]
-    found = sorted(path for path in system.glob(inside) if not system.isdir(path))
-    if not found:
+    files = sorted(path for path in system.glob(path_inside) if not system.isdir(path))
+    if not files:
         raise DataError(f"{name}: no file has such a name; set input to existing files")
-    return [system.unstrip_protocol(path) if "://" in name else path for path in found]
+    return [system.unstrip_protocol(path) if "://" in name else path for path in files]
 
 
 def is_lines(path: str) -> bool:

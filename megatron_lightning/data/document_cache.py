@@ -43,8 +43,8 @@ class DocumentCache:
         if Documents.are_in(folder):
             return Documents(folder), None
         rows = read_rows(path, split=self._split, subset=self._subset)
-        made = Documents.build(folder, encoder.documents(rows), encoder.counts)
-        return made, _describe_unended(path, made)
+        documents = Documents.build(folder, encoder.documents(rows), encoder.counts)
+        return documents, _describe_unended(path, documents)
 
     def _root(self) -> Path:
         if self._folder is not None:

@@ -104,13 +104,13 @@ class FillInTheMiddle:
 
     @property
     def _special(self) -> _SpecialIds:
-        found: _SpecialIds | None = getattr(self, "_ids", None)
-        if found is None:
+        ids: _SpecialIds | None = getattr(self, "_ids", None)
+        if ids is None:
             raise ConfigError(
                 "fill-in-the-middle cuts texts at characters, and has no tokenizer. Set "
                 "tokenizer_model of the data module, or tokenizer."
             )
-        return found
+        return ids
 
     def __call__(
         self, tokens: npt.ArrayLike, random: np.random.RandomState, length: int | None = None
@@ -124,9 +124,9 @@ class FillInTheMiddle:
         """
         ids, special = np.asarray(tokens, np.int64), self._special
         parts = _each_part(ids, special.eod, lambda document: self._document(document, random))
-        found, wanted = np.concatenate(parts), len(ids) if length is None else length
-        padding = np.full(max(0, wanted - len(found)), special.pad, np.int64)
-        return np.concatenate([found[:wanted], padding])
+        result, num_tokens = np.concatenate(parts), len(ids) if length is None else length
+        padding = np.full(max(0, num_tokens - len(result)), special.pad, np.int64)
+        return np.concatenate([result[:num_tokens], padding])
 
     def _document(self, ids: Ids, random: np.random.RandomState) -> Ids:
         """Return a document, rearranged as a whole or part by part."""
@@ -176,13 +176,13 @@ class _SpecialIds:
 
 
 def _id_of(tokenizer: Tokenizer, option: str, token: str) -> int:
-    found = tokenizer.token_id(token)
-    if found is None:
+    token_id = tokenizer.token_id(token)
+    if token_id is None:
         raise ConfigError(
             f"{option}={token!r} is not one token of {dict(tokenizer.unique_identifiers)}. Set it "
             "to a token of the tokenizer that wrote the data."
         )
-    return found
+    return token_id
 
 
 def _each_part(ids: Ids, separator: int, change: Callable[[Ids], Ids]) -> list[Ids]:

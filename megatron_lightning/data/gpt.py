@@ -252,8 +252,8 @@ class GPTDataset(Dataset[dict[str, torch.Tensor]]):
                 "extra": extra,
                 "seed": config.random_seed,
             }
-            built = build_indices(lengths, sequences, plan, **sizes)
-            return {name: getattr(built, name) for name in _ARRAYS}
+            indices = build_indices(lengths, sequences, plan, **sizes)
+            return {name: getattr(indices, name) for name in _ARRAYS}
 
         kind = type(self).__name__
         cache = IndexCache(
@@ -325,8 +325,8 @@ class GPTDataset(Dataset[dict[str, torch.Tensor]]):
         if fim is not None:
             # of the sample alone: reading order, workers and resumes change nothing
             seeds = [self.config.random_seed, row % 2**32, row // 2**32]
-            wanted = self.config.sequence_length + self.config.extra_tokens
-            text = fim(text, np.random.RandomState(seeds), wanted)
+            num_tokens = self.config.sequence_length + self.config.extra_tokens
+            text = fim(text, np.random.RandomState(seeds), num_tokens)
         return np.concatenate([text, np.full(length - len(text), self._pad, np.int64)])
 
     def _row(self, index: int) -> int:
@@ -351,11 +351,11 @@ class GPTDataset(Dataset[dict[str, torch.Tensor]]):
         first, last = self.indices.sample_index[row : row + 2, 0].tolist()
         for sequence in self.indices.document_index[first : last + 1].tolist():
             tokens = self.indexed[sequence].astype(np.int64)
-            outside = np.flatnonzero((tokens < 0) | (tokens >= num_ids))
-            if len(outside):
+            positions = np.flatnonzero((tokens < 0) | (tokens >= num_ids))
+            if len(positions):
                 raise DataError(
-                    f"{self.indexed.prefix}.bin: token {outside[0]} of sequence {sequence} is id "
-                    f"{tokens[outside[0]]}, but the vocabulary has {num_ids} ids: the data were "
+                    f"{self.indexed.prefix}.bin: token {positions[0]} of sequence {sequence} is id "
+                    f"{tokens[positions[0]]}, but the vocabulary has {num_ids} ids: the data were "
                     "made with another tokenizer; set vocab_size to that one's, or run preprocess "
                     "again"
                 )

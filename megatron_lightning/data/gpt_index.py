@@ -31,15 +31,15 @@ def split_matrix(split: str) -> list[Bounds | None]:
     Raises:
         ConfigError: If ``split`` is not one to three weights with a positive sum.
     """
-    found = split.replace(" ", "")
-    if not re.fullmatch(r"(\d+\.?\d*|\.\d+)(,(\d+\.?\d*|\.\d+)){0,2}", found) or not any(
-        map(float, found.split(","))
+    text = split.replace(" ", "")
+    if not re.fullmatch(r"(\d+\.?\d*|\.\d+)(,(\d+\.?\d*|\.\d+)){0,2}", text) or not any(
+        map(float, text.split(","))
     ):
         raise ConfigError(
             f"split={split!r}: must be one to three weights with a positive sum for "
             'train,valid,test, such as "969,30,1"'
         )
-    weights = [*map(float, found.split(",")), 0.0, 0.0][:3]
+    weights = [*map(float, text.split(",")), 0.0, 0.0][:3]
     fractions = [weight / float(np.sum(weights)) for weight in weights]
     edges: list[float] = list(accumulate(fractions, initial=0))
     return [(begin, end) if end > begin else None for begin, end in pairwise(edges)]
@@ -185,8 +185,8 @@ def sample_starts(
         if is_last:
             starts = np.minimum(starts, num_read - extra)
         starts -= num_before
-        found = np.searchsorted(ends, starts + extra - 1, side="right")
-        documents = np.minimum(found, len(sizes) - 1)
+        positions = np.searchsorted(ends, starts + extra - 1, side="right")
+        documents = np.minimum(positions, len(sizes) - 1)
         starts_of[row:stop, 0] = documents + begin
         starts_of[row:stop, 1] = starts - (ends[documents] - sizes[documents])
         num_before, row = num_read, max(row, stop)

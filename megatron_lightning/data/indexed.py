@@ -117,10 +117,12 @@ class IndexedDataset:
                 return np.empty(0, np.uint8)  # an empty file cannot be mapped
             return np.memmap(path, np.uint8, mode="r").view(np.ndarray)
         except OSError as error:
-            written = f"{self.prefix}_text_document"  # what preprocess makes of --output-prefix
+            usual_prefix = (
+                f"{self.prefix}_text_document"  # what preprocess makes of --output-prefix
+            )
             fix = "check the path, or write them with `megatron-lightning preprocess`"
-            if idx_path(written).is_file():
-                fix = f"{written} is here: set that prefix"
+            if idx_path(usual_prefix).is_file():
+                fix = f"{usual_prefix} is here: set that prefix"
             raise DataError(
                 f"{path}: cannot be read ({error.strerror}); a dataset is two files, "
                 f"{self.prefix}.bin and {self.prefix}.idx, named by their common prefix: {fix}"

@@ -47,8 +47,8 @@ def inspect(prefixes: list[str], *, vocab_size: int | None = None) -> None:
 def length_picture(indexed: IndexedDataset) -> Any:
     """Return the number of documents of each length, as bars. The longest hundredth is counted."""
     lengths = document_lengths(indexed)
-    shown = max(1, int(np.quantile(lengths, _MOST_SHOWN))) if len(lengths) else 1
-    return histogram(lengths, shown)
+    most_shown = max(1, int(np.quantile(lengths, _MOST_SHOWN))) if len(lengths) else 1
+    return histogram(lengths, most_shown)
 
 
 def _summary(indexed: IndexedDataset, smallest: int, largest: int) -> Any:
@@ -95,9 +95,9 @@ def check_index(indexed: IndexedDataset) -> None:
         raise _damaged(indexed, f"sequence {negative[0]} has {lengths[negative[0]]} tokens")
     ends = pointers + lengths.astype(np.int64) * indexed.dtype.itemsize
     size = len(indexed.all_tokens()) * indexed.dtype.itemsize
-    outside = np.flatnonzero((pointers < 0) | (ends > size))
-    if len(outside):
-        at = outside[0]
+    positions = np.flatnonzero((pointers < 0) | (ends > size))
+    if len(positions):
+        at = positions[0]
         raise _damaged(
             indexed, f"sequence {at} lies at bytes {pointers[at]} to {ends[at]} of {size}"
         )

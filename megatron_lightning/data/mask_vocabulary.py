@@ -61,10 +61,10 @@ class MaskVocabulary:
             ConfigError: If the tokenizer does not say the texts of its ids.
         """
         texts = _texts(tokenizer)
-        found = {name: _id(tokenizer, name, texts) for name in _NAMES}
-        pad = found.pop("pad")
-        ends = (found["eos"], getattr(tokenizer, "eod", None))
-        bos = found.pop("bos")
+        ids = {name: _id(tokenizer, name, texts) for name in _NAMES}
+        pad = ids.pop("pad")
+        ends = (ids["eos"], getattr(tokenizer, "eod", None))
+        bos = ids.pop("bos")
         return cls(
             # Megatron's rule: an end of text is never taken for padding.
             pad=NO_PAD if pad is None or pad in ends else pad,
@@ -73,7 +73,7 @@ class MaskVocabulary:
             ids=tuple(texts),
             continues=_continuations(texts),
             origin=_origin(tokenizer),
-            **found,
+            **ids,
         )
 
     def need(self, *names: str, use: str) -> None:
@@ -82,26 +82,28 @@ class MaskVocabulary:
         Raises:
             ConfigError: If a token is missing.
         """
-        missing = [name for name in names if getattr(self, name) in (None, ())]
-        if missing:
-            usual = ", and ".join(" or ".join(_NAMES.get(name, _SENTINELS)) for name in missing)
+        missing_names = [name for name in names if getattr(self, name) in (None, ())]
+        if missing_names:
+            usual = ", and ".join(
+                " or ".join(_NAMES.get(name, _SENTINELS)) for name in missing_names
+            )
             raise ConfigError(
-                f"the tokenizer {self.origin} has no token for {', '.join(missing)}, and {use} "
-                f"needs it. Set tokenizer_model to a tokenizer with {usual}."
+                f"the tokenizer {self.origin} has no token for {', '.join(missing_names)}, and "
+                f"{use} needs it. Set tokenizer_model to a tokenizer with {usual}."
             )
 
 
 def _origin(tokenizer: Any) -> str:
     """Return the path or name of a tokenizer, or its class."""
-    known = _attribute(tokenizer, "unique_identifiers") or {}
-    return str(known.get("tokenizer_path") or type(tokenizer).__name__)
+    identifiers = _attribute(tokenizer, "unique_identifiers") or {}
+    return str(identifiers.get("tokenizer_path") or type(tokenizer).__name__)
 
 
 def _texts(tokenizer: Any) -> Mapping[int, str]:
     """Return the text of each id."""
-    found = getattr(tokenizer, "inv_vocab", None)
-    if isinstance(found, Mapping):
-        return found
+    texts = getattr(tokenizer, "inv_vocab", None)
+    if isinstance(texts, Mapping):
+        return texts
     pieces: Callable[[], Sequence[str]] | None = getattr(tokenizer, "pieces", None)
     if not callable(pieces):
         raise ConfigError(
@@ -113,11 +115,11 @@ def _texts(tokenizer: Any) -> Mapping[int, str]:
 
 
 def _id(tokenizer: Any, name: str, texts: Mapping[int, str]) -> int | None:
-    found = _attribute(tokenizer, name)
-    if found is None:
-        found = _attribute(getattr(tokenizer, "backend", None), f"{name}_token_id")
-    if found is not None:
-        return None if found < 0 else int(found)
+    token_id = _attribute(tokenizer, name)
+    if token_id is None:
+        token_id = _attribute(getattr(tokenizer, "backend", None), f"{name}_token_id")
+    if token_id is not None:
+        return None if token_id < 0 else int(token_id)
     by_text = {text: number for number, text in texts.items()} if texts else {}
     return next((by_text[text] for text in _NAMES[name] if text in by_text), None)
 
@@ -130,23 +132,25 @@ def _attribute(tokenizer: Any, name: str) -> Any:
 
 
 def _sentinels(tokenizer: Any, texts: Mapping[int, str]) -> tuple[int, ...]:
-    named = _attribute(tokenizer, "additional_special_tokens_ids")
-    if named is not None:
-        return tuple(int(number) for number in named)
+    ids = _attribute(tokenizer, "additional_special_tokens_ids")
+    if ids is not None:
+        return tuple(int(number) for number in ids)
     by_text = {text: number for number, text in texts.items()}
-    found = (by_text.get(f"<extra_id_{number}>") for number in count())
-    return tuple(takewhile(lambda number: number is not None, found))  # type: ignore[arg-type]
+    sentinels = (by_text.get(f"<extra_id_{number}>") for number in count())
+    return tuple(takewhile(lambda number: number is not None, sentinels))  # type: ignore[arg-type]
 
 
 def _continuations(texts: Mapping[int, str]) -> npt.NDArray[np.bool_]:
     """Return which ids continue a word [v]: pieces with ## of a WordPiece vocabulary, or pieces
     without the mark of a word's start. In other vocabularies every piece is a word.
     """
-    known = {number: text for number, text in texts.items() if isinstance(text, str)}
-    continues = np.zeros(max(known, default=-1) + 1, bool)
-    has_pieces = any(text.startswith(_CONTINUES) for text in known.values())
-    marks = [mark for mark in _STARTS if any(text.startswith(mark) for text in known.values())]
-    for number, text in known.items():
+    known_texts = {number: text for number, text in texts.items() if isinstance(text, str)}
+    continues = np.zeros(max(known_texts, default=-1) + 1, bool)
+    has_pieces = any(text.startswith(_CONTINUES) for text in known_texts.values())
+    marks = [
+        mark for mark in _STARTS if any(text.startswith(mark) for text in known_texts.values())
+    ]
+    for number, text in known_texts.items():
         if has_pieces:
             continues[number] = text.startswith(_CONTINUES)
         elif marks:

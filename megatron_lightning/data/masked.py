@@ -160,8 +160,8 @@ class MaskedDataset(Dataset[Sample], ABC):
         self._check_ids(sentences, index)
         target = int(self.sample_index[index, 2])
         random = np.random.RandomState((self.config.random_seed + index) % 2**32)
-        made = self._sample([sentence.tolist() for sentence in sentences], target, random)
-        return {name: torch.as_tensor(values) for name, values in made.items()}
+        sample = self._sample([sentence.tolist() for sentence in sentences], target, random)
+        return {name: torch.as_tensor(values) for name, values in sample.items()}
 
     @abstractmethod
     def _sample(
@@ -180,22 +180,22 @@ class MaskedDataset(Dataset[Sample], ABC):
     def _check_ids(self, sentences: list[npt.NDArray[np.int64]], index: int) -> None:
         limit = min(self.config.num_ids, len(self._vocabulary.continues))
         for number, sentence in enumerate(sentences, int(self.sample_index[index, 0])):
-            outside = sentence[(sentence < 0) | (sentence >= limit)]
-            if len(outside):
+            wrong_ids = sentence[(sentence < 0) | (sentence >= limit)]
+            if len(wrong_ids):
                 raise DataError(
-                    f"{self.indexed.prefix}.bin: sentence {number} has id {outside[0]}, but the "
+                    f"{self.indexed.prefix}.bin: sentence {number} has id {wrong_ids[0]}, but the "
                     f"vocabulary has {limit} ids: the data were made with another tokenizer; set "
                     "tokenizer_model and vocab_size to that one's, or run preprocess again"
                 )
 
     def _words(self, tokens: list[int]) -> list[list[int]]:
         """Return the positions of each word, or of each piece. Special tokens are no words."""
-        vocabulary, full = self._vocabulary, self.config.masking_do_full_word
+        vocabulary, masks_words = self._vocabulary, self.config.masking_do_full_word
         words: list[list[int]] = []
         for position, token in enumerate(tokens):
             if token in (vocabulary.cls, vocabulary.sep):
                 continue
-            if full and words and vocabulary.continues[token]:
+            if masks_words and words and vocabulary.continues[token]:
                 words[-1].append(position)
             else:
                 words.append([position])

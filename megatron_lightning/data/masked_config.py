@@ -90,11 +90,11 @@ class MaskedDatasetConfig:
                 f"masking_max_ngram={self.masking_max_ngram}: must be a positive integer; set it "
                 "to 1 or more"
             )
-        for other in ("masking_do_permutation", "masking_use_longer_ngrams"):
-            if self.masking_use_geometric_distribution and getattr(self, other):
+        for option in ("masking_do_permutation", "masking_use_longer_ngrams"):
+            if self.masking_use_geometric_distribution and getattr(self, option):
                 raise ConfigError(
-                    f"masking_use_geometric_distribution draws the lengths of n-grams, and {other} "
-                    "has other lengths; set one of the two to False"
+                    "masking_use_geometric_distribution draws the lengths of n-grams, and "
+                    f"{option} has other lengths; set one of the two to False"
                 )
         split_matrix(self.split)
 

@@ -75,8 +75,8 @@ def sample_rows(
             block = boundaries[begin : begin + _DOCUMENTS + 1]
             _append_rows(rows, block, lengths, rules, targets)
         is_complete = num_samples is None or len(rows) >= 3 * num_samples
-    made = np.frombuffer(rows, np.dtype(f"u{rows.itemsize}")).reshape(-1, 3)
-    return made[_order(len(made), seed + 1)]
+    samples = np.frombuffer(rows, np.dtype(f"u{rows.itemsize}")).reshape(-1, 3)
+    return samples[_order(len(samples), seed + 1)]
 
 
 def _target_lengths(rules: SentenceRules, seed: int) -> Iterator[int]:
@@ -106,8 +106,8 @@ def _append_rows(
     first, last = int(boundaries[0]), int(boundaries[-1])
     # Tokens before each sentence of the block. A list, for bisection.
     sums = np.concatenate([[0], np.cumsum(lengths[first:last], dtype=np.int64)])
-    full = (np.searchsorted(sums, sums[:-1] + rules.max_length, side="left") + first).tolist()
-    before = sums.tolist()
+    full_stops = (np.searchsorted(sums, sums[:-1] + rules.max_length, side="left") + first).tolist()
+    tokens_before = sums.tolist()
     usable = rules.usable(boundaries, lengths)
     for begin, end in zip(
         boundaries[:-1][usable].tolist(), boundaries[1:][usable].tolist(), strict=True
@@ -115,9 +115,9 @@ def _append_rows(
         start, target = begin, next(targets)
         while start < end:
             if target == rules.max_length:
-                stop = full[start - first]
+                stop = full_stops[start - first]
             else:
-                stop = bisect_left(before, before[start - first] + target) + first
+                stop = bisect_left(tokens_before, tokens_before[start - first] + target) + first
             # BERT needs two segments, so that a sample has at least min_sentences, and a single
             # last sentence joins the sample before.
             stop = max(stop, start + rules.min_sentences)

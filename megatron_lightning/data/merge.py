@@ -71,21 +71,21 @@ def _prefixes(inputs: Sequence[str]) -> list[str]:
     Raises:
         ConfigError: If a folder has no data set, or a data set comes twice.
     """
-    found: list[str] = []
+    prefixes: list[str] = []
     for name in inputs:
         if idx_path(name).exists() or not Path(name).is_dir():
-            found.append(name.removesuffix(".bin").removesuffix(".idx"))
+            prefixes.append(name.removesuffix(".bin").removesuffix(".idx"))
             continue
-        inside = sorted(str(path.with_suffix("")) for path in Path(name).glob("*.idx"))
-        if not inside:
+        prefixes_inside = sorted(str(path.with_suffix("")) for path in Path(name).glob("*.idx"))
+        if not prefixes_inside:
             raise ConfigError(f"{name}: has no data set (a pair of .bin and .idx files).")
-        found += inside
-    twice = next((name for name in found if found.count(name) > 1), None)
+        prefixes += prefixes_inside
+    twice = next((name for name in prefixes if prefixes.count(name) > 1), None)
     if twice is not None:
         raise ConfigError(f"{twice} is named twice, and all its documents would be. Name it once.")
-    if not found:
+    if not prefixes:
         raise ConfigError("there is no input. Name prefixes of data sets, or folders.")
-    return found
+    return prefixes
 
 
 def _check_alike(prefixes: Sequence[str]) -> None:
@@ -97,13 +97,13 @@ def _check_alike(prefixes: Sequence[str]) -> None:
     first = IndexedDataset(prefixes[0])
     # One after another: thousands of mapped files are more than a process may have.
     for prefix in prefixes[1:]:
-        other = IndexedDataset(prefix)
-        if other.dtype != first.dtype:
+        indexed = IndexedDataset(prefix)
+        if indexed.dtype != first.dtype:
             raise DataError(
-                f"{prefix}.idx has tokens of {other.dtype}, and {first.prefix}.idx of "
+                f"{prefix}.idx has tokens of {indexed.dtype}, and {first.prefix}.idx of "
                 f"{first.dtype}. Write both with one tokenizer by `megatron-lightning preprocess`."
             )
-        if (other.modes is None) != (first.modes is None):
+        if (indexed.modes is None) != (first.modes is None):
             raise DataError(
                 f"one of {prefix} and {first.prefix} has modes of sequences (multimodal data), and "
                 "the other has none. Merge data sets of one kind."

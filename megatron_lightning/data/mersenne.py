@@ -45,8 +45,8 @@ def _twist(state: npt.NDArray[np.uint64]) -> None:
         end = begin + _HALF
         following = np.append(state[begin + 1 : end], state[end % _WORDS])
         mixed = (state[begin:end] & _UPPER) | (following & _LOWER)
-        other = state[_HALF - begin : _WORDS - begin]
-        state[begin:end] = other ^ (mixed >> np.uint64(1)) ^ ((mixed & np.uint64(1)) * _MATRIX)
+        other_half = state[_HALF - begin : _WORDS - begin]
+        state[begin:end] = other_half ^ (mixed >> np.uint64(1)) ^ ((mixed & np.uint64(1)) * _MATRIX)
 
 
 def _tempered(words: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:

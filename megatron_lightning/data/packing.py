@@ -84,7 +84,7 @@ def pack_in_windows(lengths: Numbers, order: Numbers, capacity: int, window: int
         capacity: Tokens of a row.
         window: Documents packed together.
     """
-    documents, bounds, done = [], [np.zeros(1, np.int64)], 0
+    documents, bounds, num_done = [], [np.zeros(1, np.int64)], 0
     for begin in range(0, len(order), window):
         some = order[begin : begin + window]
         rows = pack(lengths[some], capacity)
@@ -98,8 +98,8 @@ def pack_in_windows(lengths: Numbers, order: Numbers, capacity: int, window: int
         ends = np.cumsum(counts)
         within = np.arange(len(some)) - np.repeat(ends - counts, counts)
         documents.append(some[rows.documents[np.repeat(starts, counts) + within]])
-        bounds.append(ends + done)
-        done += len(some)
+        bounds.append(ends + num_done)
+        num_done += len(some)
     return Rows(
         np.concatenate(documents) if documents else np.empty(0, np.int64), np.concatenate(bounds)
     )
@@ -124,14 +124,14 @@ class _Room:
             self._counts[room] += len(rows)
 
     def take(self, room: int) -> Numbers:
-        taken = np.concatenate(self._rows[room])
+        rows = np.concatenate(self._rows[room])
         self._rows[room], self._counts[room] = [], 0
-        return taken
+        return rows
 
     def enough_for(self, length: int) -> list[int]:
         """Return the rooms of existing rows large enough for a document, the least first."""
-        found: list[int] = (length + np.flatnonzero(self._counts[length:])).tolist()
-        return found
+        sizes: list[int] = (length + np.flatnonzero(self._counts[length:])).tolist()
+        return sizes
 
 
 def _best_fit_decreasing(lengths: Numbers, capacity: int) -> tuple[Numbers, int]:
@@ -143,7 +143,7 @@ def _best_fit_decreasing(lengths: Numbers, capacity: int) -> tuple[Numbers, int]
     order = np.argsort(-lengths, kind="stable")
     values, counts = np.unique(lengths, return_counts=True)
     room = _Room(capacity)
-    row_of, done, total = np.empty(len(lengths), np.int64), 0, 0
+    row_of, num_done, total = np.empty(len(lengths), np.int64), 0, 0
     # All documents of one length at once, longest first: the number of steps follows the distinct
     # lengths, and not the documents.
     for length, count in zip(values[::-1].tolist(), counts[::-1].tolist(), strict=True):
@@ -153,16 +153,16 @@ def _best_fit_decreasing(lengths: Numbers, capacity: int) -> tuple[Numbers, int]
             if not remaining:
                 break
             rows = room.take(size)
-            used = _fill(room, rows, size, length, remaining)
-            room.add(size, rows[len(used) :])
-            placed.append(np.repeat(rows[: len(used)], used))
-            remaining -= int(used.sum())
-        new = np.arange(total, total + -(-remaining // (capacity // length)))
-        used = _fill(room, new, capacity, length, remaining)
-        placed.append(np.repeat(new, used))
-        total += len(new)
-        row_of[order[done : done + count]] = np.concatenate(placed)
-        done += count
+            num_placed = _fill(room, rows, size, length, remaining)
+            room.add(size, rows[len(num_placed) :])
+            placed.append(np.repeat(rows[: len(num_placed)], num_placed))
+            remaining -= int(num_placed.sum())
+        new_rows = np.arange(total, total + -(-remaining // (capacity // length)))
+        num_placed = _fill(room, new_rows, capacity, length, remaining)
+        placed.append(np.repeat(new_rows, num_placed))
+        total += len(new_rows)
+        row_of[order[num_done : num_done + count]] = np.concatenate(placed)
+        num_done += count
     return row_of, total
 
 
@@ -170,11 +170,11 @@ def _fill(room: _Room, rows: Numbers, size: int, length: int, remaining: int) ->
     """Put up to ``remaining`` documents of a length into rows with room for ``size`` tokens, row
     after row. Return the number of documents in each used row.
     """
-    each = size // length
-    num_used = min(len(rows), -(-remaining // each))
-    used = np.minimum(each, remaining - each * np.arange(num_used))
-    full = used == each
-    room.add(size - each * length, rows[:num_used][full])
-    if num_used and not full[-1]:
-        room.add(size - int(used[-1]) * length, rows[num_used - 1 : num_used])
-    return used
+    per_row = size // length
+    num_used = min(len(rows), -(-remaining // per_row))
+    num_documents = np.minimum(per_row, remaining - per_row * np.arange(num_used))
+    is_full = num_documents == per_row
+    room.add(size - per_row * length, rows[:num_used][is_full])
+    if num_used and not is_full[-1]:
+        room.add(size - int(num_documents[-1]) * length, rows[num_used - 1 : num_used])
+    return num_documents

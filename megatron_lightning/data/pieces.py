@@ -69,12 +69,12 @@ def cut(files: Sequence[str]) -> list[Piece]:
     """Return the pieces of files, in order: large files of lines by bytes, Parquet files by row
     groups, compressed files whole, and small files together.
     """
-    found = [_File.of(path) for path in files]
-    total = sum(file.size for file in found)
+    opened = [_File.of(path) for path in files]
+    total = sum(file.size for file in opened)
     limit = min(max(total // _NUM_PIECES, _SMALLEST), _LARGEST)
     pieces: list[Piece] = []
     small: list[_File] = []
-    for file in found:
+    for file in opened:
         if file.size < limit:
             small.append(file)
             if sum(one.size for one in small) >= limit:
@@ -98,8 +98,8 @@ class _File:
 
     @classmethod
     def of(cls, path: str) -> _File:
-        system, inside = url_to_fs(path)
-        info: dict[str, Any] = system.info(inside)
+        system, path_inside = url_to_fs(path)
+        info: dict[str, Any] = system.info(path_inside)
         size = int(info.get("size") or 0)
         date = next((info[key] for key in _DATES if info.get(key) is not None), "")
         return cls(path, size, f"{size} {date}")

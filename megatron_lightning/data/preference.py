@@ -69,14 +69,14 @@ def _common(row: Row, answers: Sequence[Any]) -> tuple[Any, list[Any]]:
             f"would hold one; expected {_WANTED}"
         )
     pairs = zip(*answers, strict=False)
-    shared = len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
-    shared = min(shared, *(len(answer) - 1 for answer in answers))
-    if shared < 1:
+    num_shared = len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
+    num_shared = min(num_shared, *(len(answer) - 1 for answer in answers))
+    if num_shared < 1:
         raise DataError(
             f"{row.where}: chosen and rejected begin with different messages, so that the prompt "
             "is not known; add prompt"
         )
-    return answers[0][:shared], [answer[shared:] for answer in answers]
+    return answers[0][:num_shared], [answer[num_shared:] for answer in answers]
 
 
 def _behind(prompt: Any, answer: Any) -> Any:
@@ -96,9 +96,11 @@ def _behind(prompt: Any, answer: Any) -> Any:
 
 def _answer(row: Row, prompt: Any, answer: Any) -> Chat | Text:
     fields = {**row.fields, "prompt": prompt, "completion": answer}
-    others = ("messages", "conversations", "input_ids", "instruction", *SIDES)
-    own = Row(row.where, {key: value for key, value in fields.items() if key not in others})
-    parsed = cast("Chat | Text", parse_row(own))
+    other_names = ("messages", "conversations", "input_ids", "instruction", *SIDES)
+    answer_row = Row(
+        row.where, {key: value for key, value in fields.items() if key not in other_names}
+    )
+    parsed = cast("Chat | Text", parse_row(answer_row))
     if isinstance(parsed, Chat) and not parsed.trained:
         raise DataError(f"{row.where}: there is no answer of the assistant behind the prompt")
     return parsed
@@ -145,8 +147,8 @@ class PairEncoder(Encoder):
         that any template works.
         """
         is_last = chat.trained == {len(chat.messages) - 1}
-        given = self._options.chat
-        return ChatOptions(split_turns=is_last, reasoning=given.reasoning)
+        options = self._options.chat
+        return ChatOptions(split_turns=is_last, reasoning=options.reasoning)
 
 
 class Pair(NamedTuple):
@@ -271,10 +273,10 @@ class ScoreFile:
         Raises:
             ConfigError: If pairs are missing.
         """
-        missing = count - len(found)
-        if missing:
+        num_missing = count - len(found)
+        if num_missing:
             raise ConfigError(
-                f"{missing} of {count} pairs have no scores: the prediction did not see all "
+                f"{num_missing} of {count} pairs have no scores: the prediction did not see all "
                 "batches. Leave out limit_predict_batches."
             )
         scores = np.array([found[number] for number in range(count)], np.float32)

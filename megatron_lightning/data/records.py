@@ -107,13 +107,13 @@ class Record:
                     "together; write both, or remove it"
                 ) from error
             return value
-        found = (
+        names = (
             f"{type(value).__name__} under key {key!r}"
             if key in fields
             else f"no key {key!r}, only {sorted(fields)}"
         )
         raise DataError(
-            f"{self.where}: {found}; set json_keys to keys that hold text in every line"
+            f"{self.where}: {names}; set json_keys to keys that hold text in every line"
         )
 
 

@@ -109,8 +109,8 @@ class RemoteFile:
     def __init__(self, url: str, cache: BlockCache) -> None:
         self.url = url
         self.cache = cache
-        system, inside = url_to_fs(url)
-        info: dict[str, Any] = self._tried(lambda: system.info(inside))
+        system, path = url_to_fs(url)
+        info: dict[str, Any] = self._tried(lambda: system.info(path))
         if info.get("size") is None:
             raise DataError(f"{url}: the store does not tell the size. Copy the file.")
         self._size = int(info["size"])
@@ -132,8 +132,8 @@ class RemoteFile:
 
     def ahead(self, ranges: Sequence[tuple[int, int]]) -> None:
         """Fetch the blocks of byte ranges in the background, for reads to come."""
-        wanted = {block for begin, end in ranges for block in _blocks_of(begin, end)}
-        for block in sorted(wanted - self._begun):
+        blocks = {block for begin, end in ranges for block in _blocks_of(begin, end)}
+        for block in sorted(blocks - self._begun):
             if not self._path(block).exists():
                 self._begun.add(block)
                 self._pool().submit(self._fetch_quietly, block)
@@ -141,8 +141,8 @@ class RemoteFile:
     def fetched(self, begin: int, end: int) -> bytes:
         """Return bytes from the store."""
         # fsspec keeps the store for each process. The store of a process before a fork is unusable.
-        system, inside = url_to_fs(self.url)
-        content: bytes = self._tried(lambda: system.cat_file(inside, start=begin, end=end))
+        system, path = url_to_fs(self.url)
+        content: bytes = self._tried(lambda: system.cat_file(path, start=begin, end=end))
         if len(content) != end - begin:
             raise DataError(
                 f"{self.url}: bytes {begin} to {end} have {len(content)} bytes: the file is being "

@@ -48,18 +48,21 @@ def describe_changes(
     differing = differences(here, there)
     if not differing:
         return None
-    read = "the samples" if consumed_samples is None else f"the {consumed_samples} samples"
-    found = f"the checkpoint was written on training data in another order ({'; '.join(differing)})"
+    what_was_read = "the samples" if consumed_samples is None else f"the {consumed_samples} samples"
+    finding = (
+        f"the checkpoint was written on training data in another order ({'; '.join(differing)})"
+    )
     if on_changed_data != "reorder":
         raise CheckpointError(
-            f"{found}: at its position in this order, {read} that were read would come again in "
-            "part, and others never. Set these options as they were, or on_changed_data to "
+            f"{finding}: at its position in this order, {what_was_read} that were read would come "
+            "again in part, and others never. Set these options as they were, or on_changed_data "
+            "to "
             '"reorder" to read on at this position of the new order all the same, or start a run '
             "from the weights alone (load_from_checkpoint). Other files, weights or "
             'num_train_samples of PretrainDataModule go on with "continue", each data set where it '
             'was left, or with "restart".'
         )
     return (
-        f"{found}. Training reads on at the same position of the new order: of {read} that were "
-        "read, those that stand behind it come again, and as many others are never read."
+        f"{finding}. Training reads on at the same position of the new order: of {what_was_read} "
+        "that were read, those that stand behind it come again, and as many others are never read."
     )

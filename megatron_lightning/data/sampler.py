@@ -43,16 +43,16 @@ class _SharedOrder:
         """
         if isinstance(self.order, SequentialSampler):
             return range(len(self.order))
-        before = torch.get_rng_state()
-        shared = torch.equal(before, states["default"])
+        state_before = torch.get_rng_state()
+        is_shared = torch.equal(state_before, states["default"])
         torch.set_rng_state(states["default"])
         generator = getattr(self.order, "generator", None)
         if "sampler" in states and generator is not None:
             generator.set_state(states["sampler"])
         total = len(self.order)  # type: ignore[arg-type]
         indices = list(islice(self.order, total))  # RandomSampler draws once more at the end
-        if not shared:
-            torch.set_rng_state(before)
+        if not is_shared:
+            torch.set_rng_state(state_before)
         return indices
 
 
@@ -150,10 +150,10 @@ class ResumableSampler(Sampler[int]):
             for position in range(self._consumed + self._group.rank, self._total, size):
                 yield indices[position % len(indices)]
             return
-        left = (
+        num_left = (
             p for p in range(self._consumed, self._total) if self._before + p not in self._skipped
         )
-        for position in islice(left, self._group.rank, None, size):
+        for position in islice(num_left, self._group.rank, None, size):
             yield indices[position % len(indices)]
 
 

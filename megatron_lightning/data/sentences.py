@@ -61,8 +61,8 @@ def by_rules(text: str) -> list[str]:
     and no lower-case letter behind, behind the marks of East Asian scripts, and at blank lines.
     Initials and usual English abbreviations end no sentence.
     """
-    found = (one.strip() for part in _PARAGRAPHS.split(text) for one in _divided(part))
-    return [sentence for sentence in found if sentence]
+    sentences = (one.strip() for part in _PARAGRAPHS.split(text) for one in _divided(part))
+    return [sentence for sentence in sentences if sentence]
 
 
 def _divided(text: str) -> Iterator[str]:

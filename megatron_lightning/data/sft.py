@@ -121,20 +121,22 @@ class Encoder:
             for number, piece in pieces:
                 if isinstance(piece, Rendered):
                     ids, begins = next(encoded)
-                    made = self._placed(piece, ids, begins)
+                    full_document = self._placed(piece, ids, begins)
                 else:
-                    made = Document(np.array(piece.ids, np.int32), np.array(piece.labels) != -100)
-                kept = self._cut(made)
-                if kept is not None:
-                    yield kept._replace(row=number)
+                    full_document = Document(
+                        np.array(piece.ids, np.int32), np.array(piece.labels) != -100
+                    )
+                document = self._cut(full_document)
+                if document is not None:
+                    yield document._replace(row=number)
 
     def _pieces(self, row: Row) -> Iterator[Rendered | Tokens]:
         parsed = parse_row(row)
         if isinstance(parsed, Tokens):
-            outside = [one for one in parsed.ids if not 0 <= one < len(self._tokenizer)]
-            if outside:
+            wrong_ids = [one for one in parsed.ids if not 0 <= one < len(self._tokenizer)]
+            if wrong_ids:
                 raise DataError(
-                    f"{row.where}: input_ids has id {outside[0]}, and the tokenizer "
+                    f"{row.where}: input_ids has id {wrong_ids[0]}, and the tokenizer "
                     f"{len(self._tokenizer)} ids; it was made with another tokenizer"
                 )
             yield parsed

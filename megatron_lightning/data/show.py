@@ -55,15 +55,15 @@ def sample_text(sample: Mapping[str, npt.NDArray[np.int64]], decode: Decode) -> 
     end = _end(trained, documents, packed="document_ids" in sample)
     text, begin = Text(), 0
     for stop in range(1, end + 1):
-        same = (
+        continues = (
             stop < end and trained[stop] == trained[begin] and documents[stop] == documents[begin]
         )
-        if same:
+        if continues:
             continue
-        shown = decode(tokens[begin:stop].tolist()).translate(_SPACES)
-        text.append(shown, style=TRAINED if trained[begin] else PROMPT)
+        decoded = decode(tokens[begin:stop].tolist()).translate(_SPACES)
+        text.append(decoded, style=TRAINED if trained[begin] else PROMPT)
         if stop < end and documents[stop] != documents[begin]:
-            text.append("\n" if not shown.endswith("\n") else "")
+            text.append("\n" if not decoded.endswith("\n") else "")
             text.append(f"{'─' * 12} document {documents[stop] + 1}\n", style=NOTE)
         begin = stop
     if end < len(tokens):
@@ -125,10 +125,10 @@ def stream_text(tokens: Sequence[int], end: int | None, decode: Decode) -> Text:
     ends = [place + 1 for place, token in enumerate(tokens) if token == end]
     for stop in dict.fromkeys([*ends, len(tokens)]):
         is_end = stop in ends
-        shown = decode(tokens[begin : stop - is_end]).translate(_SPACES)
-        text.append(shown, style=TRAINED)
+        decoded = decode(tokens[begin : stop - is_end]).translate(_SPACES)
+        text.append(decoded, style=TRAINED)
         if is_end:
-            text.append("\n" if shown and not shown.endswith("\n") else "")
+            text.append("\n" if decoded and not decoded.endswith("\n") else "")
             text.append(f"{'─' * 12} end of document\n", style=NOTE)
         begin = stop
     return text

@@ -112,11 +112,11 @@ def check_tokenizer(
     Raises:
         DataError: If another tokenizer has written the data set.
     """
-    found = Sidecar.read(prefix, cache)
-    if found is not None and found.tokenizer != tokenizer.identity:
+    sidecar = Sidecar.read(prefix, cache)
+    if sidecar is not None and sidecar.tokenizer != tokenizer.identity:
         raise DataError(
-            f"{prefix} was written with another tokenizer (of {found.vocab_size} ids, digest "
-            f"{found.tokenizer[:12]}) than {name} (of {tokenizer.vocab_size} ids, digest "
+            f"{prefix} was written with another tokenizer (of {sidecar.vocab_size} ids, digest "
+            f"{sidecar.tokenizer[:12]}) than {name} (of {tokenizer.vocab_size} ids, digest "
             f"{tokenizer.identity[:12]}), so that its ids mean other texts. Set tokenizer_model to "
             "the tokenizer of the data, or run preprocess again."
         )
@@ -128,15 +128,15 @@ def common_sidecar(prefixes: Sequence[str]) -> Sidecar | None:
     Raises:
         DataError: If data sets were written with different tokenizers.
     """
-    found = {prefix: Sidecar.read(prefix) for prefix in prefixes}
-    known = {prefix: one for prefix, one in found.items() if one is not None}
-    first = next(iter(known), None)
-    for prefix, one in known.items():
-        if first is not None and one.tokenizer != known[first].tokenizer:
+    sidecars = {prefix: Sidecar.read(prefix) for prefix in prefixes}
+    described = {prefix: one for prefix, one in sidecars.items() if one is not None}
+    first = next(iter(described), None)
+    for prefix, one in described.items():
+        if first is not None and one.tokenizer != described[first].tokenizer:
             raise DataError(
                 f"{prefix} and {first} were written with different tokenizers (of {one.vocab_size} "
-                f"and {known[first].vocab_size} ids). Write both with one by `megatron-lightning "
-                "preprocess`."
+                f"and {described[first].vocab_size} ids). Write both with one by "
+                "`megatron-lightning preprocess`."
             )
-    alike = set(known.values())
-    return alike.pop() if len(known) == len(prefixes) and len(alike) == 1 else None
+    alike = set(described.values())
+    return alike.pop() if len(described) == len(prefixes) and len(alike) == 1 else None

@@ -23,17 +23,17 @@ class SkippedSamples:
 
     def __init__(self, ranges: Iterable[Sequence[int]] = ()) -> None:
         merged: list[tuple[int, int]] = []
-        for given in sorted(map(tuple, ranges)):
+        for given_range in sorted(map(tuple, ranges)):
             if (
-                len(given) != 2
-                or not all(isinstance(n, int) for n in given)
-                or (not 0 <= given[0] < given[1])
+                len(given_range) != 2
+                or not all(isinstance(n, int) for n in given_range)
+                or (not 0 <= given_range[0] < given_range[1])
             ):
                 raise ConfigError(
-                    f"skip_samples has {list(given)}, which is no range. Write pairs [first, end] "
-                    "of consumed_samples, the first one below the second."
+                    f"skip_samples has {list(given_range)}, which is no range. Write pairs [first, "
+                    "end] of consumed_samples, the first one below the second."
                 )
-            first, end = given
+            first, end = given_range
             if merged and first <= merged[-1][1]:
                 merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
             else:

@@ -18,8 +18,8 @@ def parse_sources(path: Any) -> tuple[list[str], list[float] | None]:
     Raises:
         ConfigError: If the option has another form, names a source twice, or has bad weights.
     """
-    given = [path] if isinstance(path, str | os.PathLike) else list(path)
-    entries = [os.fspath(one) if isinstance(one, os.PathLike) else one for one in given]
+    sources = [path] if isinstance(path, str | os.PathLike) else list(path)
+    entries = [os.fspath(one) if isinstance(one, os.PathLike) else one for one in sources]
     pairs = [entry for entry in entries if not isinstance(entry, str)]
     if not entries or (pairs and len(pairs) != len(entries)):
         raise ConfigError(

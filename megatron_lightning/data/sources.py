@@ -40,20 +40,22 @@ def source_files(path: str) -> list[str]:
     """
     import fsspec
 
-    system, inside = fsspec.core.url_to_fs(path)
-    if any(character in inside for character in "*?["):
-        found = sorted(system.glob(inside))
-    elif system.isdir(inside):
-        if any(system.exists(f"{inside}/{name}") for name in ("state.json", "dataset_dict.json")):
+    system, path_inside = fsspec.core.url_to_fs(path)
+    if any(character in path_inside for character in "*?["):
+        files = sorted(system.glob(path_inside))
+    elif system.isdir(path_inside):
+        if any(
+            system.exists(f"{path_inside}/{name}") for name in ("state.json", "dataset_dict.json")
+        ):
             return []  # written by save_to_disk of the package datasets
-        found = sorted(name for name in system.ls(inside, detail=False) if _suffix(name))
+        files = sorted(name for name in system.ls(path_inside, detail=False) if _suffix(name))
     else:
-        return [path] if system.exists(inside) else []
-    if not found:
+        return [path] if system.exists(path_inside) else []
+    if not files:
         raise DataError(
             f"{path}: there is no file to read. Set it to files that end in {', '.join(SUFFIXES)}."
         )
-    return [system.unstrip_protocol(name) if "://" in path else name for name in found]
+    return [system.unstrip_protocol(name) if "://" in path else name for name in files]
 
 
 def read_rows(path: str, *, split: str = "train", subset: str | None = None) -> Iterator[Row]:
@@ -252,8 +254,8 @@ def file_stamps(paths: Sequence[str]) -> list[list[Any]]:
         files = source_files(path)
         stamps += [[path]] if not files else []
         for file in files:
-            system, inside = fsspec.core.url_to_fs(file)
-            info = system.info(inside)
+            system, path_inside = fsspec.core.url_to_fs(file)
+            info = system.info(path_inside)
             stamp = info.get("mtime") or info.get("LastModified") or info.get("created")
             stamps.append([str(file), info.get("size"), str(stamp)])
     return stamps

@@ -72,8 +72,8 @@ class Sources:
 
     def __getitem__(self, number: int) -> Any:
         source = int(np.searchsorted(self._starts, number, side="right")) - 1
-        inside = int(self._chosen[source][number - self._starts[source]])
-        return self._parts[source][inside]
+        row = int(self._chosen[source][number - self._starts[source]])
+        return self._parts[source][row]
 
     def order(self, seed: int, number: int) -> Numbers:
         """Return the documents of pass ``number`` over the data, shuffled.
@@ -87,12 +87,12 @@ class Sources:
         index = blend_index(self.weights, end)
         order = np.empty(len(self), np.int64)
         for source, size in enumerate(self.sizes):
-            before = int(np.count_nonzero(index[:begin] == source))
+            num_before = int(np.count_nonzero(index[:begin] == source))
             at = np.flatnonzero(index[begin:] == source)
-            passes, inside = np.divmod(before + np.arange(len(at)), size)
+            passes, rows = np.divmod(num_before + np.arange(len(at)), size)
             for once in np.unique(passes):
                 shuffled = _permutation(size, seed, int(once), source)
-                order[at[passes == once]] = self._starts[source] + shuffled[inside[passes == once]]
+                order[at[passes == once]] = self._starts[source] + shuffled[rows[passes == once]]
         return order
 
 
@@ -234,14 +234,14 @@ class RowOrder(Sampler[tuple[int, ...]]):
     def _epoch_rows(self) -> Iterator[tuple[int, ...]]:
         epoch = self.generator.initial_seed()
         self._ahead = epoch - self._epoch
-        skipped, wanted, number = epoch * self._num_rows, self._num_rows, 0
+        skipped, num_rows, number = epoch * self._num_rows, self._num_rows, 0
         if self._packing != "online":
             skipped, number = 0, epoch
-        while wanted:
+        while num_rows:
             rows = self.rows(number)
-            for row in range(min(skipped, len(rows)), min(skipped + wanted, len(rows))):
+            for row in range(min(skipped, len(rows)), min(skipped + num_rows, len(rows))):
                 yield rows[row]
-                wanted -= 1
+                num_rows -= 1
             skipped, number = max(0, skipped - len(rows)), number + 1
 
 

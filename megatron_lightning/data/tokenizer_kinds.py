@@ -84,13 +84,13 @@ class JsonTokenizer(PlainTokenizer):
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
         end = eod or _end_in(path.with_name("tokenizer_config.json"))
-        found = None if end is None else self._tokenizer.token_to_id(end)
-        if found is None:
+        end_id = None if end is None else self._tokenizer.token_to_id(end)
+        if end_id is None:
             raise ConfigError(
                 f"{path}: {end or 'no eos_token'} ends documents, and is not one of its tokens. "
                 "Set eos_token in tokenizer_config.json beside it, or eod."
             )
-        self.eod: int = found
+        self.eod: int = end_id
         self.vocab_size: int = self._tokenizer.get_vocab_size()
 
     @property
@@ -110,8 +110,8 @@ class JsonTokenizer(PlainTokenizer):
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Return the ids of each text, without special tokens."""
-        found = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
-        return [one.ids for one in found]
+        encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [one.ids for one in encodings]
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of ``ids``."""
@@ -119,8 +119,8 @@ class JsonTokenizer(PlainTokenizer):
 
     def token_id(self, token: str) -> int | None:
         """Return the id of a token. None: there is no such token."""
-        found: int | None = self._tokenizer.token_to_id(token)
-        return found
+        token_id: int | None = self._tokenizer.token_to_id(token)
+        return token_id
 
     def pieces(self) -> list[str]:
         """Return the piece of each id."""
@@ -189,8 +189,10 @@ class TiktokenTokenizer(PlainTokenizer):
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Return the ids of each text."""
-        found: list[list[int]] = self._encoding.encode_ordinary_batch(list(texts), num_threads=1)
-        return found
+        encodings: list[list[int]] = self._encoding.encode_ordinary_batch(
+            list(texts), num_threads=1
+        )
+        return encodings
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of ``ids``. Incomplete characters become U+FFFD."""
@@ -250,11 +252,11 @@ class NullTokenizer(PlainTokenizer):
             DataError: If a word is no id below the end of documents.
         """
         words = text.split()
-        wrong = next((w for w in words if not w.isdecimal() or int(w) >= self.eod), None)
-        if wrong is not None:
+        wrong_word = next((w for w in words if not w.isdecimal() or int(w) >= self.eod), None)
+        if wrong_word is not None:
             raise DataError(
-                f"{wrong!r} is no id from 0 to {self.eod - 1}: tokenizer_type=null reads texts of "
-                "ids. Set input to such texts, or another tokenizer."
+                f"{wrong_word!r} is no id from 0 to {self.eod - 1}: tokenizer_type=null reads "
+                "texts of ids. Set input to such texts, or another tokenizer."
             )
         return [int(word) for word in words]
 

@@ -123,8 +123,8 @@ class SentencePieceTokenizer:
 
     def token_id(self, token: str) -> int | None:
         """Return the id of a piece. None: there is no such piece."""
-        found: int = self._processor.piece_to_id(token)
-        return found if self._processor.id_to_piece(found) == token else None
+        token_id: int = self._processor.piece_to_id(token)
+        return token_id if self._processor.id_to_piece(token_id) == token else None
 
     def pieces(self) -> list[str]:
         """Return the piece of each id."""
@@ -188,13 +188,13 @@ class HuggingFaceTokenizer:
 
     def token_id(self, token: str) -> int | None:
         """Return the id of a token. None: there is no such token."""
-        found: int | None = self.backend.get_vocab().get(token)
-        return found
+        token_id: int | None = self.backend.get_vocab().get(token)
+        return token_id
 
     def pieces(self) -> list[str]:
         """Return the piece of each id."""
-        found: list[str] = self.backend.convert_ids_to_tokens(list(range(self.vocab_size)))
-        return found
+        pieces: list[str] = self.backend.convert_ids_to_tokens(list(range(self.vocab_size)))
+        return pieces
 
     @property
     def identity(self) -> str:
@@ -299,10 +299,10 @@ def tokenizer_files(tokenizer: Tokenizer, model: str) -> dict[str, bytes]:
     if isinstance(tokenizer, JsonTokenizer):
         path = Path(model) if Path(model).is_dir() else Path(model).parent
         names = ("tokenizer.json", "tokenizer_config.json")
-        found = {name: path / name for name in names if (path / name).is_file()}
+        files = {name: path / name for name in names if (path / name).is_file()}
         if not Path(model).is_dir():
-            found["tokenizer.json"] = Path(model)
-        return {name: file.read_bytes() for name, file in found.items()}
+            files["tokenizer.json"] = Path(model)
+        return {name: file.read_bytes() for name, file in files.items()}
     return {}
 
 
@@ -320,19 +320,21 @@ def _own_tokenizer(model: str) -> Tokenizer:
             raise DataError(f"{model}: cannot be read as YAML ({error})") from error
     try:
         module, _, name = settings["class_path"].rpartition(".")
-        made = getattr(importlib.import_module(module), name)(**(settings.get("init_args") or {}))
+        instance = getattr(importlib.import_module(module), name)(
+            **(settings.get("init_args") or {})
+        )
     except (ImportError, AttributeError, KeyError, TypeError, ValueError) as error:
         raise ConfigError(
             f"tokenizer_model={model}: no tokenizer can be made of it ({error}). Set it to a class "
             "path, or to a YAML file with class_path and init_args."
         ) from error
-    missing = [name for name in _MEMBERS if not hasattr(made, name)]
-    if missing:
+    missing_names = [name for name in _MEMBERS if not hasattr(instance, name)]
+    if missing_names:
         raise ConfigError(
-            f"{type(made).__name__} has no {', '.join(missing)}, which tokenizers have. Derive it "
-            "from megatron_lightning.data.PlainTokenizer."
+            f"{type(instance).__name__} has no {', '.join(missing_names)}, which tokenizers have. "
+            "Derive it from megatron_lightning.data.PlainTokenizer."
         )
-    tokenizer: Tokenizer = made
+    tokenizer: Tokenizer = instance
     return tokenizer
 
 

@@ -113,6 +113,6 @@ def restore(layer: nn.Module, *names: str) -> None:
     for name in names:
         if can_replace(layer, name):  # else the attribute is the user's
             attributes.pop(name, None)
-    plain = _PLAIN.get(type(layer))
-    if plain is not None and not any(name in attributes for name in REPLACEMENTS):
-        layer.__class__ = plain
+    plain_class = _PLAIN.get(type(layer))
+    if plain_class is not None and not any(name in attributes for name in REPLACEMENTS):
+        layer.__class__ = plain_class

@@ -227,8 +227,8 @@ def adapters_of(layer: nn.Module) -> Adapters | None:
 
 def adapted_layers(module: nn.Module) -> dict[str, Adapters]:
     """Return layer path -> adapters, for all adapted layers in ``module``."""
-    found = ((path, adapters_of(layer)) for path, layer in module.named_modules())
-    return {path: adapters for path, adapters in found if adapters is not None}
+    layers = ((path, adapters_of(layer)) for path, layer in module.named_modules())
+    return {path: adapters for path, adapters in layers if adapters is not None}
 
 
 @contextmanager
@@ -263,12 +263,12 @@ def adapters_for_all_rows(module: nn.Module) -> None:
 @contextmanager
 def adapters_disabled(module: nn.Module) -> Iterator[None]:
     """Compute without adapters inside the block: the base model, such as a frozen reference."""
-    found = list(adapted_layers(module).values())
-    before = [adapters.enabled for adapters in found]
-    for adapters in found:
+    attachments = list(adapted_layers(module).values())
+    states = [adapters.enabled for adapters in attachments]
+    for adapters in attachments:
         adapters.enabled = False
     try:
         yield
     finally:
-        for adapters, enabled in zip(found, before, strict=True):
+        for adapters, enabled in zip(attachments, states, strict=True):
             adapters.enabled = enabled

@@ -86,9 +86,9 @@ def attend_masked(
         grouped = q.reshape(len(q), groups, -1, q.shape[3])
         out = F.scaled_dot_product_attention(grouped, k, v, scale=scale)
         return out.reshape(len(q), heads, 1, -1)
-    own, is_causal = (None, True) if isinstance(mask, str) else (mask, False)
+    mask_values, is_causal = (None, True) if isinstance(mask, str) else (mask, False)
     return F.scaled_dot_product_attention(
-        q, k, v, own, is_causal=is_causal, scale=scale, enable_gqa=heads != groups
+        q, k, v, mask_values, is_causal=is_causal, scale=scale, enable_gqa=heads != groups
     )
 
 
@@ -113,15 +113,15 @@ def attend_unfused(
         softcap: Scores x become softcap tanh(x / softcap). None: unchanged.
         sink: [n] score of a further key, with a value of zeros. None: no such key.
     """
-    wide = torch.promote_types(q.dtype, torch.float32)
+    score_dtype = torch.promote_types(q.dtype, torch.float32)
     groups, num_queries, num_keys = k.shape[1], q.shape[2], k.shape[2]
-    keys, values = (x.to(wide)[:, :, None] for x in (k, v))
+    keys, values = (x.to(score_dtype)[:, :, None] for x in (k, v))
     outputs = []
     # A slice of queries at a time, since scores of all queries would take [s, t] memory for each
     # head.
     for start in range(0, num_queries, _ROWS):
         rows = slice(start, start + _ROWS)
-        part = q[:, :, rows].to(wide).unflatten(1, (groups, -1))  # type: ignore[no-untyped-call]
+        part = q[:, :, rows].to(score_dtype).unflatten(1, (groups, -1))  # type: ignore[no-untyped-call]
         scores = (part * scale) @ keys.mT
         if softcap is not None:
             scores = (scores / softcap).tanh() * softcap
@@ -132,7 +132,7 @@ def attend_unfused(
             scores = scores.masked_fill(~mask[rows], -torch.inf)
         # A sink is one more key without a value: it takes a share of the softmax, and adds nothing.
         if sink is not None:
-            column = sink.to(wide).view(groups, -1, 1, 1).expand(*scores.shape[:-1], 1)
+            column = sink.to(score_dtype).view(groups, -1, 1, 1).expand(*scores.shape[:-1], 1)
             scores = torch.cat((scores, column), -1)
         weights = scores.softmax(-1)[..., :num_keys]
         outputs.append((weights @ values).flatten(1, 2))
@@ -158,13 +158,13 @@ def chosen_backend(
     chosen, reasons = _choice(q, k, v, backend, arguments)
     if chosen is not None or backend == "auto":
         return chosen or "default"
-    others = [name for name in _KERNELS if _choice(q, k, v, name, arguments)[0] is not None]
+    alternatives = [name for name in _KERNELS if _choice(q, k, v, name, arguments)[0] is not None]
     dtype = str(q.dtype).removeprefix("torch.")
     raise ConfigError(
         f"attention_backend is {backend!r}, and torch has no such kernel for {q.shape[1]} query "
         f"heads and {k.shape[1]} key heads of size {q.shape[3]} in {dtype} on "
         f"{q.device.type} with dropout {dropout_p}: {' '.join(reasons)} Set it to auto, or to one "
-        f"that can: {', '.join(others)}."
+        f"that can: {', '.join(alternatives)}."
     )
 
 

@@ -27,10 +27,10 @@ def change_class(module: nn.Module, kind: type[ModuleT], **attributes: Any) -> M
     Raises:
         ShardingError: If the user already set one of the attributes on the module.
     """
-    taken = [name for name in attributes if name in vars(module)]
-    if taken:
+    conflicts = [name for name in attributes if name in vars(module)]
+    if conflicts:
         raise ShardingError(
-            f"a {type(module).__name__} has an attribute {', '.join(taken)} of its own, and "
+            f"a {type(module).__name__} has an attribute {', '.join(conflicts)} of its own, and "
             f"{kind.__name__}, which takes its place, needs the name. Rename the attribute."
         )
     own: Any = type(module)

@@ -41,10 +41,10 @@ class ColumnGemm(torch.autograd.Function):
         axis: SequenceAxis | None,
     ) -> Tensor:
         """Return the GEMM with the full input."""
-        source, left = gemm.gather_first(x, axis)
+        source, late_axis = gemm.gather_first(x, axis)
         operand = gemm.operand(source, "input")
-        full = operand.gather(left)
-        y = gemm.forward(full, gemm.operand(weight, "weight"), bias)
+        full_input = operand.gather(late_axis)
+        y = gemm.forward(full_input, gemm.operand(weight, "weight"), bias)
         ctx.gathers = axis is not None and keeps_shard(x, deferred=owner is not None)
         needed = owner is not None or ctx.needs_input_grad[1]
         # For the weight gradient the input is kept as this rank's shard where backward gathers it
@@ -54,9 +54,9 @@ class ColumnGemm(torch.autograd.Function):
             operand = Operand(x)  # quantized after the second gather
         elif needed and not gemm.two_sided:
             operand = gemm.operand(source, "input", transposed=True)
-            full = operand if ctx.gathers else operand.gather(left)
-        kept = operand if ctx.gathers else full
-        ctx.save_for_backward(*(kept if needed else (None, None)), weight)
+            full_input = operand if ctx.gathers else operand.gather(late_axis)
+        saved_operand = operand if ctx.gathers else full_input
+        ctx.save_for_backward(*(saved_operand if needed else (None, None)), weight)
         ctx.gemm = gemm
         ctx.owner = owner
         ctx.group = group
@@ -69,8 +69,14 @@ class ColumnGemm(torch.autograd.Function):
         ctx: Any, grad: Tensor
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None, None, None]:
         """Return the gradients of input, weight and bias."""
-        *kept, weight = ctx.saved_tensors
-        x, gemm, owner, group, axis = Operand(*kept), ctx.gemm, ctx.owner, ctx.group, ctx.axis
+        *saved_input, weight = ctx.saved_tensors
+        x, gemm, owner, group, axis = (
+            Operand(*saved_input),
+            ctx.gemm,
+            ctx.owner,
+            ctx.group,
+            ctx.axis,
+        )
         need_x, need_weight, need_bias = ctx.needs_input_grad[:3]
         grad_x = grad_weight = None
         # Order for overlap: the gather of the input runs beside the GEMM of the input gradient, and

@@ -84,16 +84,16 @@ def top_logits(logits: Tensor, vocabulary: Vocabulary, k: int) -> TopLogits:
         vocabulary: The ranks, and the size of the full vocabulary.
         k: At most the size of the vocabulary.
     """
-    own = min(k, logits.shape[-1])
-    values, ids = logits.topk(own, dim=-1)
+    num_local = min(k, logits.shape[-1])
+    values, ids = logits.topk(num_local, dim=-1)
     group = vocabulary.group
     if group.size == 1:
         return TopLogits(values, ids)
     ids = ids + vocabulary.start
-    if own < k:  # equal shapes on every rank
-        missing = (*values.shape[:-1], k - own)
-        values = torch.cat([values, values.new_full(missing, float("-inf"))], -1)
-        ids = torch.cat([ids, ids.new_zeros(missing)], -1)
+    if num_local < k:  # equal shapes on every rank
+        padding_shape = (*values.shape[:-1], k - num_local)
+        values = torch.cat([values, values.new_full(padding_shape, float("-inf"))], -1)
+        ids = torch.cat([ids, ids.new_zeros(padding_shape)], -1)
     values, ids = gather(values, group), gather(ids, group)
     values, places = values.topk(k, dim=-1)
     return TopLogits(values, ids.gather(-1, places))
@@ -101,15 +101,19 @@ def top_logits(logits: Tensor, vocabulary: Vocabulary, k: int) -> TopLogits:
 
 def _log_softmax(logits: Tensor, vocabulary: Vocabulary, temperature: float) -> Tensor:
     """Return the log-probabilities of this rank's entries."""
-    wide = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
+    scaled = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
     if vocabulary.group.size == 1:
-        return wide.log_softmax(-1)
-    is_empty = not wide.shape[-1]  # the last ranks of a padded vocabulary
-    own = wide.new_full((*wide.shape[:-1], 1), float("-inf")) if is_empty else wide.amax(-1, True)
-    top = all_reduce(own, vocabulary.group, "max")
-    wide = wide - top
-    total = all_reduce(wide.exp().sum(-1, keepdim=True), vocabulary.group)
-    return wide - total.log()
+        return scaled.log_softmax(-1)
+    is_empty = not scaled.shape[-1]  # the last ranks of a padded vocabulary
+    local_max = (
+        scaled.new_full((*scaled.shape[:-1], 1), float("-inf"))
+        if is_empty
+        else scaled.amax(-1, True)
+    )
+    top = all_reduce(local_max, vocabulary.group, "max")
+    scaled = scaled - top
+    total = all_reduce(scaled.exp().sum(-1, keepdim=True), vocabulary.group)
+    return scaled - total.log()
 
 
 def _sum(terms: Tensor, vocabulary: Vocabulary) -> Tensor:
@@ -163,13 +167,13 @@ class _TopDivergence(_OfStudent):
     ) -> Tensor:
         log_q = _log_softmax(student, vocabulary, temperature)
         log_p = (logits.to(log_q.dtype) / temperature).log_softmax(-1)
-        local = ids - vocabulary.start
-        elsewhere = (local < 0) | (local >= student.shape[-1])
-        local = local.masked_fill(elsewhere, 0)
-        picked = log_q.gather(-1, local).masked_fill(elsewhere, 0.0)
+        local_ids = ids - vocabulary.start
+        elsewhere = (local_ids < 0) | (local_ids >= student.shape[-1])
+        local_ids = local_ids.masked_fill(elsewhere, 0)
+        picked = log_q.gather(-1, local_ids).masked_fill(elsewhere, 0.0)
         picked = all_reduce(picked, vocabulary.group)
         p = log_p.exp()
         value = (p * (log_p - picked)).masked_fill(p == 0, 0.0).sum(-1)
-        gradient = log_q.exp().scatter_add(-1, local, -p.masked_fill(elsewhere, 0.0))
+        gradient = log_q.exp().scatter_add(-1, local_ids, -p.masked_fill(elsewhere, 0.0))
         ctx.save_for_backward((gradient * temperature).to(student.dtype))
         return value * temperature**2

@@ -59,7 +59,7 @@ class Dropout(nn.Module):
         if self.streams is not None and torch.compiler.is_compiling():
             # A generator cannot be part of a graph. The mask equals the mask of the eager path
             # below.
-            kept = self.streams.draw_kept(x, self.p, self.stream_name)
-            return torch.where(kept, x / (1.0 - self.p), 0.0)
+            mask = self.streams.draw_kept(x, self.p, self.stream_name)
+            return torch.where(mask, x / (1.0 - self.p), 0.0)
         with self.stream():
             return F.dropout(x, self.p)

@@ -27,12 +27,12 @@ def local_ids(ids: Tensor, start: int, num_rows: int, group: AxisGroup) -> tuple
     one device.
     """
     local = ids - start
-    outside = torch.zeros_like(local, dtype=torch.bool)
+    is_outside = torch.zeros_like(local, dtype=torch.bool)
     if group.rank > 0:
-        outside = outside | (local < 0)
+        is_outside = is_outside | (local < 0)
     if group.rank < group.size - 1:
-        outside = outside | (local >= num_rows)
-    return local.masked_fill(outside, 0), outside
+        is_outside = is_outside | (local >= num_rows)
+    return local.masked_fill(is_outside, 0), is_outside
 
 
 class VocabParallelEmbedding(nn.Embedding):
@@ -106,11 +106,11 @@ class VocabParallelEmbedding(nn.Embedding):
 
     def forward(self, ids: Tensor) -> Tensor:
         """Map ids [...] to vectors [..., h], or to this rank's sequence shard of the vectors."""
-        local, outside = local_ids(ids, self.start, self.weight.shape[0], self.group)
+        local, is_outside = local_ids(ids, self.start, self.weight.shape[0], self.group)
         padding = None if self.padding_idx is None else self.padding_idx - self.start
         if padding is not None and not 0 <= padding < self.weight.shape[0]:
             padding = None
-        partial = F.embedding(local, self.weight, padding).masked_fill(outside[..., None], 0.0)
+        partial = F.embedding(local, self.weight, padding).masked_fill(is_outside[..., None], 0.0)
         if self.sequence_parallel:
             return reduce_scatter(partial, self.group, self.sequence_dim)
         return reduce_from_axis(partial, self.group)
@@ -156,8 +156,8 @@ def shard_vocabulary(
     start, rows = spec.boxes[0].offset[0], spec.boxes[0].shape[0]
     # One rank holds the padding row, by its local index.
     if embedding.padding_idx is not None:
-        local = embedding.padding_idx - start
-        embedding.padding_idx = local if 0 <= local < rows else None
+        local_index = embedding.padding_idx - start
+        embedding.padding_idx = local_index if 0 <= local_index < rows else None
     hooks = _OwnRows(group, start, rows, sequence_dim if sequence_parallel else None)
     embedding.register_forward_pre_hook(hooks.enter)
     embedding.register_forward_hook(hooks.leave)
@@ -175,8 +175,8 @@ class _OwnRows:
         self._outside = torch.empty(0)
 
     def enter(self, module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        local, self._outside = local_ids(args[0], self._start, self._rows, self._group)
-        return (local, *args[1:])
+        ids, self._outside = local_ids(args[0], self._start, self._rows, self._group)
+        return (ids, *args[1:])
 
     def leave(self, module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
         partial = output.masked_fill(self._outside[..., None], 0.0)

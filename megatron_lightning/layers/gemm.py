@@ -295,12 +295,12 @@ class _Matmul(torch.autograd.Function):
         scatter: SequenceAxis | None,
     ) -> Tensor:
         operand = gemm.operand(x, "input", counts=counts)
-        kept: Operand | tuple[None, None] = (None, None)
+        saved_input: Operand | tuple[None, None] = (None, None)
         if owner is not None or ctx.needs_input_grad[1]:
-            kept = operand
+            saved_input = operand
             if not gemm.two_sided:
-                kept = gemm.operand(x, "input", transposed=True, counts=counts)
-        ctx.save_for_backward(*kept, weight, counts)
+                saved_input = gemm.operand(x, "input", transposed=True, counts=counts)
+        ctx.save_for_backward(*saved_input, weight, counts)
         ctx.gemm = gemm
         ctx.owner = owner
         ctx.scatter = scatter
@@ -312,8 +312,8 @@ class _Matmul(torch.autograd.Function):
     def backward(
         ctx: Any, grad: Tensor
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None, None, None]:
-        *kept, weight, counts = ctx.saved_tensors
-        x, gemm, owner, scatter = Operand(*kept), ctx.gemm, ctx.owner, ctx.scatter
+        *saved_input, weight, counts = ctx.saved_tensors
+        x, gemm, owner, scatter = Operand(*saved_input), ctx.gemm, ctx.owner, ctx.scatter
         need_x, need_weight, need_bias = ctx.needs_input_grad[:3]
         grad_x = grad_weight = None
         source, axis = gemm.gather_first(grad, scatter)

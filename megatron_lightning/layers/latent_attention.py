@@ -134,8 +134,8 @@ class LatentAttention(nn.Module):
         rows = weight.view(-1, mla.qk_head_dim + mla.v_head_dim, mla.kv_lora_rank)
         to_keys, to_values = torch.split(rows, [mla.qk_head_dim, mla.v_head_dim], 1)
         q = torch.cat((by_heads(q_sbnd, to_keys), q_sbnr), -1)
-        kept = torch.cat((latent, key_sbr), -1).unsqueeze(2)
-        context = core(q, kept, None, sequence, self.scale).view(q.shape)
+        stored_keys = torch.cat((latent, key_sbr), -1).unsqueeze(2)
+        context = core(q, stored_keys, None, sequence, self.scale).view(q.shape)
         values = by_heads(context[..., : mla.kv_lora_rank], to_values.transpose(1, 2))
         out: Tensor = self.linear_proj(values.flatten(2))
         return out

@@ -292,8 +292,10 @@ class SharedGroupsLinear(ColumnParallelLinear):
         ranks = self.group.size // self.num_groups
         heads, (group, index) = self.heads_per_group // ranks, divmod(self.group.rank, ranks)
         own_parts = [self.heads_per_group] * (1 + self.gates) + [self.shared_per_group]
-        own = mixed.view(*mixed.shape[:-1], self.num_groups, sum(own_parts), -1)[..., group, :, :]
-        *by_head, shared = torch.split(own, own_parts, dim=-2)
+        group_rows = mixed.view(*mixed.shape[:-1], self.num_groups, sum(own_parts), -1)[
+            ..., group, :, :
+        ]
+        *by_head, shared = torch.split(group_rows, own_parts, dim=-2)
         taken = [part[..., index * heads : (index + 1) * heads, :] for part in by_head]
         return torch.cat((*taken, shared), dim=-2).flatten(-2)
 

@@ -110,24 +110,30 @@ class _LinearLoss(torch.autograd.Function):
         keep: bool,
     ) -> Tensor:
         gemm, vocabulary, num_rows = head.gemm, head.vocabulary, weight.shape[0]
-        full = Operand(x).gather(head.axis).data
-        local = vocabulary.targets(targets, num_rows)
+        full_input = Operand(x).gather(head.axis).data
+        local_targets = vocabulary.targets(targets, num_rows)
         w = gemm.operand(weight, "weight")
-        terms, kept, tokens = [], [], rows(full)
+        terms, saved_logits, tokens = [], [], rows(full_input)
         # The logits of all tokens would be the largest tensor of the model: a chunk's logits are
         # reduced to a few numbers a token before the next chunk exists.
         for chunk in head.chunks(tokens):
             logits = gemm.forward(gemm.operand(tokens[chunk], "input"), w, bias)
-            terms.append(vocabulary.terms(logits, local.ids[chunk]))
+            terms.append(vocabulary.terms(logits, local_targets.ids[chunk]))
             if keep:
-                kept.append(logits)
+                saved_logits.append(logits)
             del logits  # free the memory before the next chunk
-        own = torch.cat(terms, dim=1)
+        local_terms = torch.cat(terms, dim=1)
         # One collective over the vocabulary's ranks for all chunks together.
-        losses, normalizer = vocabulary.combine(own, local, num_rows)
+        losses, normalizer = vocabulary.combine(local_terms, local_targets, num_rows)
         ctx.gathers = head.axis is not None and keeps_shard(x, deferred=False)
         ctx.save_for_backward(
-            x if ctx.gathers else full, weight, bias, *local, own[0], normalizer, *kept
+            x if ctx.gathers else full_input,
+            weight,
+            bias,
+            *local_targets,
+            local_terms[0],
+            normalizer,
+            *saved_logits,
         )
         ctx.head = head
         return losses.view(targets.shape)
@@ -137,11 +143,17 @@ class _LinearLoss(torch.autograd.Function):
     def backward(
         ctx: Any, grad: Tensor
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None, None]:
-        x, weight, bias, ids, elsewhere, ignored, own, normalizer, *kept = ctx.saved_tensors
+        x, weight, bias, ids, elsewhere, ignored, local_sum, normalizer, *saved_logits = (
+            ctx.saved_tensors
+        )
         head: Head = ctx.head
         gemm, need = head.gemm, ctx.needs_input_grad
-        full = Operand(x).gather(head.axis).data if ctx.gathers else x
-        local, grad, tokens = Targets(ids, elsewhere, ignored), grad.flatten(), rows(full)
+        full_input = Operand(x).gather(head.axis).data if ctx.gathers else x
+        local_targets, grad, tokens = (
+            Targets(ids, elsewhere, ignored),
+            grad.flatten(),
+            rows(full_input),
+        )
         w = gemm.operand(weight, "weight")
         turned = w if gemm.two_sided else gemm.operand(weight, "weight", transposed=True)
         # Chunks again: logits are recomputed unless kept, and gradients are added up or written in
@@ -151,9 +163,9 @@ class _LinearLoss(torch.autograd.Function):
         grad_bias: Tensor | None = None
         for index, chunk in enumerate(head.chunks(tokens)):
             part = gemm.operand(tokens[chunk], "input")
-            logits = kept[index] if kept else gemm.forward(part, w, bias)
+            logits = saved_logits[index] if saved_logits else gemm.forward(part, w, bias)
             dy = head.vocabulary.logits_grad(
-                grad[chunk], logits, local.part(chunk), own[chunk], normalizer[chunk]
+                grad[chunk], logits, local_targets.part(chunk), local_sum[chunk], normalizer[chunk]
             )
             del logits
             if need[2]:
@@ -170,7 +182,7 @@ class _LinearLoss(torch.autograd.Function):
             # A chunk's memory is free before the next chunk computes.
             del dy, operand
         return (
-            None if grad_x is None else head.reduce(grad_x.view(full.shape)),
+            None if grad_x is None else head.reduce(grad_x.view(full_input.shape)),
             None if grad_weight is None else grad_weight.to(weight.dtype),
             None if grad_bias is None or bias is None else grad_bias.to(bias.dtype),
             None,

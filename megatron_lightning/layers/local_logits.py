@@ -19,15 +19,15 @@ _LOCAL = "_has_local_logits"
 
 def output_layer(model: nn.Module) -> nn.Module | None:
     """Return the layer for a language model's logits. None: the model names none."""
-    own = getattr(model, "output_layer", None)
-    if isinstance(own, OutputLinear):
-        return own
+    layer = getattr(model, "output_layer", None)
+    if isinstance(layer, OutputLinear):
+        return layer
     find = getattr(model, "get_output_embeddings", None)
     try:
-        found = None if find is None else find()
+        layer_found = None if find is None else find()
     except (AttributeError, NotImplementedError):
         return None
-    return found if isinstance(found, nn.Module) else None
+    return layer_found if isinstance(layer_found, nn.Module) else None
 
 
 def are_local(model: nn.Module) -> bool:

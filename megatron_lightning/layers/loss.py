@@ -218,12 +218,12 @@ class Vocabulary:
         sums = [shift.exp(), (terms[1] + shift).masked_fill(targets.elsewhere, 0.0)]
         if self.label_smoothing:
             sums.append(terms[2] + num_rows * shift)
-        total, picked, *rest = all_reduce(torch.stack(sums), self.group).unbind()
+        total, picked, *further_sums = all_reduce(torch.stack(sums), self.group).unbind()
         log_total = total.log()
         normalizer = maximum + log_total
         losses = log_total - (1.0 - self.label_smoothing) * picked
         if self.label_smoothing:
-            losses = losses - self.label_smoothing / self.size * rest[0]
+            losses = losses - self.label_smoothing / self.size * further_sums[0]
         if self.z_loss:
             losses = losses + self.z_loss * normalizer.square()
         return losses.masked_fill(targets.ignored, 0.0), normalizer
@@ -274,19 +274,19 @@ class _Loss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor, vocabulary: Vocabulary) -> Tensor:
         flat = logits.flatten(0, -2)
-        local = vocabulary.targets(targets, flat.shape[-1])
-        terms = vocabulary.terms(flat, local.ids)
-        losses, normalizer = vocabulary.combine(terms, local, flat.shape[-1])
-        ctx.save_for_backward(logits, *local, terms[0], normalizer)
+        local_targets = vocabulary.targets(targets, flat.shape[-1])
+        terms = vocabulary.terms(flat, local_targets.ids)
+        losses, normalizer = vocabulary.combine(terms, local_targets, flat.shape[-1])
+        ctx.save_for_backward(logits, *local_targets, terms[0], normalizer)
         ctx.vocabulary = vocabulary
         return losses.view(targets.shape)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        logits, *local, own, normalizer = ctx.saved_tensors
+        logits, *local_targets, local_sum, normalizer = ctx.saved_tensors
         grad_logits = ctx.vocabulary.logits_grad(
-            grad.flatten(), logits.flatten(0, -2), Targets(*local), own, normalizer
+            grad.flatten(), logits.flatten(0, -2), Targets(*local_targets), local_sum, normalizer
         )
         return grad_logits.to(logits.dtype).view(logits.shape), None, None
 

@@ -114,13 +114,13 @@ def fill_magnitudes(module: nn.Module) -> None:
             continue
         vars(adapters)[_FILLED] = True
         # Norms are of full rows, which FSDP2's shards cut.
-        full = weight.full_tensor() if isinstance(weight, DTensor) else weight
-        norms = _parts_of(adapters, _row_norms(layer, full.float()), [*parts.values()])
-        for (name, part), own in zip(parts.items(), norms, strict=True):
+        full_weight = weight.full_tensor() if isinstance(weight, DTensor) else weight
+        norms = _parts_of(adapters, _row_norms(layer, full_weight.float()), [*parts.values()])
+        for (name, part), norm in zip(parts.items(), norms, strict=True):
             if f"{name}.{_CHILD}.weight" in cast(Any, adapters).initial:
                 continue
             target = part.lora_magnitude.weight
-            values = own[:, None].to(target.dtype)
+            values = norm[:, None].to(target.dtype)
             if isinstance(target, DTensor):
                 values = distribute_tensor(values, target.device_mesh, target.placements)
             target.copy_(values)

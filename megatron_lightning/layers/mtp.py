@@ -140,10 +140,10 @@ class MultiTokenLoss(nn.Module):
         """
         if losses is None or targets is None:
             return output
-        kept, group = targets != IGNORED, self.context_group
+        has_loss, group = targets != IGNORED, self.context_group
         # Each rank of a shared sequence weighs the loss of the full sequence by local items.
-        sums = copy_to_axis(reduce_from_axis((losses * kept).sum((1, 2)), group), group)
-        counts = all_reduce(kept.sum((1, 2)).to(sums.dtype), group)
+        sums = copy_to_axis(reduce_from_axis((losses * has_loss).sum((1, 2)), group), group)
+        counts = all_reduce(has_loss.sum((1, 2)).to(sums.dtype), group)
         means = sums / counts.clamp(min=1)
         for depth, mean in enumerate(means.detach().unbind(), 1):
             self.report.value(f"mtp_{depth}_loss", mean)

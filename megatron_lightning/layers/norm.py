@@ -26,27 +26,27 @@ class _RMSNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, centered: bool) -> Tensor:
-        wide = x.to(_wide(x))
-        norm: Tensor = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
+        wide_x = x.to(_wide(x))
+        norm: Tensor = torch.linalg.vector_norm(wide_x, dim=-1, keepdim=True)
         scale = norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
         ctx.save_for_backward(x, weight, scale)
         ctx.centered = centered
         gain = weight.to(scale.dtype) + 1.0 if centered else weight
-        return (wide * scale).mul_(gain).to(x.dtype)
+        return (wide_x * scale).mul_(gain).to(x.dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
         x, weight, scale = ctx.saved_tensors
-        wide, grad, w = (tensor.to(scale.dtype) for tensor in (x, grad, weight))
+        wide_x, grad, w = (tensor.to(scale.dtype) for tensor in (x, grad, weight))
         if ctx.centered:
             w = w + 1.0
-        products = grad * wide
+        products = grad * wide_x
         means = (products @ w).unsqueeze(-1).mul_(scale).mul_(scale).div_(-x.shape[-1])
         grad_weight = None
         if ctx.needs_input_grad[1]:
             grad_weight = products.mul_(scale).reshape(-1, x.shape[-1]).sum(0).to(weight.dtype)
-        grad_x = torch.mul(grad, w, out=products).addcmul_(wide, means).mul_(scale)
+        grad_x = torch.mul(grad, w, out=products).addcmul_(wide_x, means).mul_(scale)
         return grad_x.to(x.dtype), grad_weight, None, None
 
 
@@ -107,9 +107,9 @@ class LayerNorm(nn.LayerNorm):
         """Normalize [..., size]."""
         if not self.zero_centered:
             return super().forward(input)
-        wide = _wide(input)
-        gain, bias = 1.0 + self.weight.to(wide), self.bias.to(wide)
-        out = F.layer_norm(input.to(wide), self.normalized_shape, gain, bias, self.eps)
+        wide_x = _wide(input)
+        gain, bias = 1.0 + self.weight.to(wide_x), self.bias.to(wide_x)
+        out = F.layer_norm(input.to(wide_x), self.normalized_shape, gain, bias, self.eps)
         return out.to(input.dtype)
 
 
@@ -146,16 +146,16 @@ class HeadsRMSNorm(RMSNorm):
     def forward(self, x: Tensor) -> Tensor:
         """Normalize the heads [..., width] of this rank."""
         width, group = x.shape[-1], self.group
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        wide_x = x.to(torch.promote_types(x.dtype, torch.float32))
         # The heads of every rank use the mean, so the gradient of the mean is also a sum over
         # ranks.
-        total = reduce_from_axis(wide.square().mean(-1, keepdim=True), group)
+        total = reduce_from_axis(wide_x.square().mean(-1, keepdim=True), group)
         mean = copy_to_axis(total, group) / group.size
         num_parts = self.weight.numel() // width
         first = group.rank * num_parts // group.size * width
-        gain = self.weight.narrow(0, first, width).to(wide.dtype)
+        gain = self.weight.narrow(0, first, width).to(wide_x.dtype)
         gain = gain + 1.0 if self.zero_centered else gain
-        return (wide * (mean + (self.eps or 0.0)).rsqrt() * gain).to(x.dtype)
+        return (wide_x * (mean + (self.eps or 0.0)).rsqrt() * gain).to(x.dtype)
 
 
 def build_norm(config: TransformerConfig, size: int) -> nn.Module:

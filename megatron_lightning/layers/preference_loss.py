@@ -58,13 +58,13 @@ class PreferenceLoss:
 
     def __post_init__(self) -> None:
         if self.name not in _LOSSES:
-            known = ", ".join(_LOSSES)
+            names = ", ".join(_LOSSES)
             if str(self.name) == "kto":
                 raise ConfigError(
                     "loss is 'kto', whose loss has a statistic of the batch that every split into "
-                    f"micro-batches and ranks would change. Set one of {known}."
+                    f"micro-batches and ranks would change. Set one of {names}."
                 )
-            raise ConfigError(f"loss is {self.name!r}; must be one of {known}.")
+            raise ConfigError(f"loss is {self.name!r}; must be one of {names}.")
         if self.beta <= 0.0:
             raise ConfigError(f"beta is {self.beta}; must be positive.")
         if not 0.0 <= self.label_smoothing < 0.5:

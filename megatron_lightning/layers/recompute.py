@@ -126,10 +126,10 @@ def check_patterns(module: nn.Module, options: RecomputeOptions) -> None:
             for path, child in module.named_modules()
             if isinstance(child, nn.ModuleList | nn.ModuleDict)
         ]
-        found = f" It has lists of modules at {', '.join(map(repr, lists))}." if lists else ""
+        hint = f" It has lists of modules at {', '.join(map(repr, lists))}." if lists else ""
         raise ConfigError(
             f"recompute_layers={list(options.recompute_layers)} match no module of "
-            f"{type(module).__name__}.{found} Set the "
+            f"{type(module).__name__}.{hint} Set the "
             f'pattern of the paths of its layers, such as "{lists[0] if lists else "**.blocks"}.*".'
         )
     # Layers of one checkpoint run together, which needs a list that calls them in order.
@@ -142,15 +142,14 @@ def _similar(pattern: str, module: nn.Module) -> str:
     """Return a sentence with the names of the modules, the nearest to ``pattern`` first."""
     names = dict.fromkeys(path.rpartition(".")[2] for path, _ in module.named_modules())
     names.update(dict.fromkeys(alias for alias in _ALIASES if any(_outermost(module, [alias]))))
-    known = [name for name in names if name and not name.isdecimal()]
-    if not known:
+    candidates = [name for name in names if name and not name.isdecimal()]
+    if not candidates:
         return ""
     last = pattern.rpartition(".")[2]
-    [*nearest] = get_close_matches(last, known, n=1)
+    [*nearest] = get_close_matches(last, candidates, n=1)
     meant = f" Did you mean {nearest[0]!r}?" if nearest and nearest[0] != last else ""
-    return (
-        f"{meant} Its modules are called {', '.join(known[:20])}{', …' if len(known) > 20 else ''}."
-    )
+    listed = ", ".join(candidates[:20]) + (", …" if len(candidates) > 20 else "")
+    return f"{meant} Its modules are called {listed}."
 
 
 def recomputed_forward(module: nn.Module) -> Forward | None:
@@ -221,9 +220,11 @@ def _checkpointed(
     if not torch.compiler.is_compiling():
         forward, args = _with_distinct(forward, args)
         engines = (vars(child).get("engine") for child in children)
-        own = next((e.checkpoint for e in engines if e is not None and e.checkpoint), None)
-        if own is not None:
-            return own(forward, *args, use_reentrant=False, **kwargs)
+        engine_checkpoint = next(
+            (e.checkpoint for e in engines if e is not None and e.checkpoint), None
+        )
+        if engine_checkpoint is not None:
+            return engine_checkpoint(forward, *args, use_reentrant=False, **kwargs)
     streams = next((child.streams for child in drawing if getattr(child, "active_p", True)), None)
     if streams is None:
         return checkpoint(forward, *args, use_reentrant=False, **kwargs)

@@ -68,8 +68,8 @@ def check_forward(module: nn.Module, plain: Collection[type[nn.Module]], target:
 
 def has_own_forward(module: nn.Module, plain: Collection[type[nn.Module]]) -> bool:
     """Return whether ``module`` computes otherwise than the classes ``plain`` do."""
-    known = [kind.forward for kind in plain]
-    return "forward" in vars(module) or type(module).forward not in known
+    forwards = [kind.forward for kind in plain]
+    return "forward" in vars(module) or type(module).forward not in forwards
 
 
 def has_computed_weight(module: nn.Module) -> bool:
@@ -91,20 +91,20 @@ def check_hooks(module: nn.Module, target: str, shards: Collection[str]) -> None
         ShardingError: If a hook would see a shard.
     """
     # Adapters add results to local shards, and are divided with the layer.
-    after = [hook for hook in module._forward_hooks.values() if hook is not add_adapters]
-    seen = {
+    forward_hooks = [hook for hook in module._forward_hooks.values() if hook is not add_adapters]
+    sides_of_hooks = {
         "register_forward_pre_hook": ("input",) if module._forward_pre_hooks else (),
-        "register_forward_hook": ("input", "output") if after else (),
+        "register_forward_hook": ("input", "output") if forward_hooks else (),
         "register_full_backward_hook": ("input", "output") if module._backward_hooks else (),
         "register_full_backward_pre_hook": ("output",) if module._backward_pre_hooks else (),
     }
-    for name, sides in seen.items():
-        found = [side for side in sides if side in shards]
-        if found:
+    for name, sides in sides_of_hooks.items():
+        sharded_sides = [side for side in sides if side in shards]
+        if sharded_sides:
             raise ShardingError(
                 f"this {type(module).__name__} has a hook ({name}), and as a {target} its "
-                f"{' and its '.join(found)} would be a shard of the rank, where the hook expects "
-                f"the full tensor. {_WAY_OUT} Or register the hook on a module around it."
+                f"{' and its '.join(sharded_sides)} would be a shard of the rank, where the hook "
+                f"expects the full tensor. {_WAY_OUT} Or register the hook on a module around it."
             )
 
 

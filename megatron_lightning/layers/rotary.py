@@ -31,10 +31,10 @@ def inverse_frequencies(
     if scaling.rope_type == "linear":
         return frequencies / scaling.factor
     if scaling.rope_type == "llama3":
-        kept = _kept_by_turns(frequencies, scaling)
+        kept_share = _kept_by_turns(frequencies, scaling)
     else:
-        kept = _kept_by_channel(frequencies, rotary_dim, base, scaling)
-    return (1.0 - kept) * frequencies / scaling.factor + kept * frequencies
+        kept_share = _kept_by_channel(frequencies, rotary_dim, base, scaling)
+    return (1.0 - kept_share) * frequencies / scaling.factor + kept_share * frequencies
 
 
 def _kept_by_turns(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
@@ -163,11 +163,11 @@ class _Rotation(torch.autograd.Function):
         out = x.new_empty(x.movedim(0, dim).shape).movedim(dim, 0)
         half = cosines.shape[-1]
         sizes = [half, half, x.shape[-1] - 2 * half]
-        first, second, rest = torch.split(x, sizes, dim=-1)
+        first, second, plain_channels = torch.split(x, sizes, dim=-1)
         out_first, out_second, out_rest = torch.split(out, sizes, dim=-1)
         torch.mul(first, cosines, out=out_first).addcmul_(second, sines, value=-1.0)
         torch.mul(second, cosines, out=out_second).addcmul_(first, sines)
-        out_rest.copy_(rest)
+        out_rest.copy_(plain_channels)
         return out
 
     @staticmethod
@@ -191,12 +191,12 @@ def apply_rotary(x: Tensor, cosines: Tensor, sines: Tensor, *, interleaved: bool
     half = cosines.shape[-1]
     num_kept = x.shape[-1] - 2 * half
     if interleaved:
-        pairs, rest = torch.split(x, [2 * half, num_kept], dim=-1)
+        pairs, plain_channels = torch.split(x, [2 * half, num_kept], dim=-1)
         first, second = pairs.view(*pairs.shape[:-1], half, 2).unbind(-1)
     elif torch.compiler.is_compiling():
-        first, second, rest = torch.split(x, [half, half, num_kept], dim=-1)
+        first, second, plain_channels = torch.split(x, [half, half, num_kept], dim=-1)
     else:
         turned: Tensor = _Rotation.apply(x, cosines, sines)  # type: ignore[no-untyped-call]
         return turned
     rotated = (first * cosines - second * sines, second * cosines + first * sines)
-    return torch.cat((*rotated, rest) if rest.shape[-1] else rotated, dim=-1)
+    return torch.cat((*rotated, plain_channels) if plain_channels.shape[-1] else rotated, dim=-1)

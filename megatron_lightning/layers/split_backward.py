@@ -22,7 +22,7 @@ def split_backwards(root: nn.Module, store: WeightGradients) -> tuple[list[str],
         Names of the deferring modules, and of other modules with matrix parameters: layers of other
         kinds, and subclasses of ``nn.Linear`` with any forward. Embeddings are in neither list.
     """
-    split, others = [], []
+    split, unsplit = [], []
     for name, module in present_modules(root):
         if can_replace(module, "hidden_weight") and getattr(module, "engine", None) is None:
             adapt(module, hidden_weight=HiddenWeight(cast(Splittable, module), store))
@@ -30,8 +30,8 @@ def split_backwards(root: nn.Module, store: WeightGradients) -> tuple[list[str],
         elif not isinstance(module, nn.Embedding) and any(
             p.ndim > 1 and p.requires_grad for p in module.parameters(recurse=False)
         ):
-            others.append(name)
-    return split, others
+            unsplit.append(name)
+    return split, unsplit
 
 
 def join_backwards(root: nn.Module) -> None:

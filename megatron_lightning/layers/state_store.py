@@ -59,9 +59,9 @@ class StateStore:
     def _grow(self, num_rows: int) -> None:
         """Make room for ``num_rows`` rows."""
         for index, pool in enumerate(self._pools):
-            missing = num_rows - len(pool)
-            if missing > 0:
-                self._pools[index] = torch.cat([pool, pool.new_zeros(missing, *pool.shape[1:])])
+            num_missing = num_rows - len(pool)
+            if num_missing > 0:
+                self._pools[index] = torch.cat([pool, pool.new_zeros(num_missing, *pool.shape[1:])])
 
 
 def mix_requests(

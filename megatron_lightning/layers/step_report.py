@@ -217,8 +217,8 @@ class StepReport(nn.Module):
             recorded.training = self.training
         of_key = recorded.sums.setdefault(key, {})
         value = value.detach().reshape(key.size).double()
-        before, number = of_key.get(index, (None, 0))
-        of_key[index] = (value if before is None else before + value, number + 1)
+        total, number = of_key.get(index, (None, 0))
+        of_key[index] = (value if total is None else total + value, number + 1)
 
     def take(self) -> dict[Key, dict[int, tuple[Tensor, int]]]:
         """Return and clear the recorded sums, with the number of reports, by micro-batch."""
@@ -249,8 +249,8 @@ def add_up(
                 * (weights[index] if key.kind in ("loss", "mean") else 1.0)
                 for index, (value, number) in of_key.items()
             ]
-            for named in _keys(key, path, report):
-                totals[named] = sum(sums, totals.get(named, torch.zeros_like(sums[0])))
+            for entry in _keys(key, path, report):
+                totals[entry] = sum(sums, totals.get(entry, torch.zeros_like(sums[0])))
     return totals
 
 

@@ -39,8 +39,10 @@ class _TransposedLinear(nn.Module):
         specs = {"weight": weight, "bias": bias}
         if "bias" not in layer._parameters:
             layer.register_parameter("bias", None)
-        own = {name: spec for name, spec in specs.items() if layer._parameters[name] is not None}
-        take_shards(layer, layer, own)
+        own_specs = {
+            name: spec for name, spec in specs.items() if layer._parameters[name] is not None
+        }
+        take_shards(layer, layer, own_specs)
         return layer
 
     def _matmul(self, x: Tensor) -> Tensor:

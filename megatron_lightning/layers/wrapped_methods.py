@@ -26,8 +26,8 @@ def wrap(module: nn.Module, name: str, wrapper: Callable[..., Any]) -> None:
         replace_attribute(module, name, partial(wrapper, getattr(module, name)))
         return
     attributes = module.__dict__
-    own = module.forward if name in attributes else MethodType(_own_forward, module)
-    attributes[_WRAPPED] = partial(wrapper, attributes.get(_WRAPPED, own))
+    method = module.forward if name in attributes else MethodType(_own_forward, module)
+    attributes[_WRAPPED] = partial(wrapper, attributes.get(_WRAPPED, method))
     # torch.compile recognizes the forward of an instance by the function of a bound method. All
     # modules share the function here. Any other callable is recognized by identity, and would need
     # a graph for each module.

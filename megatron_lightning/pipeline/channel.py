@@ -40,9 +40,9 @@ class StageTensors(tuple[Tensor, ...]):
 
     def __new__(cls, tensors: Iterable[Tensor] = (), note: str = "") -> StageTensors:
         """Make a value from ``tensors``."""
-        made = super().__new__(cls, tensors)
-        made.note = note
-        return made
+        tensors_with_note = super().__new__(cls, tensors)
+        tensors_with_note.note = note
+        return tensors_with_note
 
 
 class TensorMeta(NamedTuple):
@@ -268,15 +268,15 @@ class Outbox:
 
     def send(self, message: Message, tensors: Iterable[Tensor]) -> None:
         """Send the tensors of a message."""
-        queue, sent = self._sent[message.forward], _Sent(message.peer_position, [], [])
+        queue, send = self._sent[message.forward], _Sent(message.peer_position, [], [])
         _drop_delivered(queue, 0, message.ahead)
         group = self._transport.group(message.forward, self._transport.pp_rank, self._peer)
         for tensor in tensors:
             contiguous = tensor.detach().contiguous()
-            sent.tensors.append(contiguous)
-            sent.works.append(group.send([_real(contiguous)], self._peer, message.tag))
-        if sent.works:
-            queue.append(sent)
+            send.tensors.append(contiguous)
+            send.works.append(group.send([_real(contiguous)], self._peer, message.tag))
+        if send.works:
+            queue.append(send)
 
     def release(self, position: int) -> None:
         """Release messages delivered to a receiver that has reached ``position`` of the receiver's

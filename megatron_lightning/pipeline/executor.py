@@ -152,11 +152,11 @@ class PipelineExecutor:
 
         # Signatures are asked before the first message, since a receive is posted ahead of its
         # action. Calls that follow from earlier results (generation) can only be asked when due.
-        asked = range(0 if asks_when_due else schedule.num_microbatches)
+        microbatches_asked = range(0 if asks_when_due else schedule.num_microbatches)
         run = PipelineRun(
             plan,
             program,
-            Signatures(number_of, asked),
+            Signatures(number_of, microbatches_asked),
             transport=self.transport,
             boundaries=known.boundaries,
             weight_gradients=self.weight_gradients,
@@ -171,14 +171,14 @@ class PipelineExecutor:
                 run.signatures.ask(planned.action.microbatch)
                 # Order: inputs are taken before observers begin, so that a timeline shows the wait
                 # for a message as idle time and not as work.
-                action, received = planned.action, run.take(planned.takes)
+                action, inputs = planned.action, run.take(planned.takes)
                 for observer in self.observers:
                     observer.begin(action)
                 with program.completing(action.stage) if planned.completes else nullcontext():
                     if action.kind is Kind.FORWARD:
-                        outputs = run.forward(planned, received)
+                        outputs = run.forward(planned, inputs)
                     else:
-                        run.backward(planned, received)
+                        run.backward(planned, inputs)
                 for observer in self.observers:
                     observer.end(action, outputs)
                 outputs = None  # the graph keeps the values needed by backward

@@ -59,23 +59,23 @@ class Plan:
 
 def plan_of(schedule: Schedule, pp_rank: int) -> Plan:
     """Return the actions of a pp rank with the actions' messages."""
-    messages, own = _Messages(schedule, pp_rank), schedule.actions[pp_rank]
+    messages, row = _Messages(schedule, pp_rank), schedule.actions[pp_rank]
     last_of_stage = {
         action.stage: action
-        for action in own
+        for action in row
         if action.kind in (Kind.BACKWARD, Kind.WEIGHT_GRADIENT)
     }
     planned = [
         Planned(action, *messages.of(action), last_of_stage.get(action.stage) == action)
-        for action in own
+        for action in row
     ]
-    received: dict[tuple[bool, int], list[Message]] = {}
+    receives: dict[tuple[bool, int], list[Message]] = {}
     peers = set()
     for _, takes, gives, _ in planned:
         if takes is not None and takes.peer is not None:
-            received.setdefault((takes.forward, takes.peer), []).append(takes)
+            receives.setdefault((takes.forward, takes.peer), []).append(takes)
         peers |= {end.peer for end in (takes, gives) if end is not None and end.peer is not None}
-    return Plan(tuple(planned), received, peers)
+    return Plan(tuple(planned), receives, peers)
 
 
 class _Messages:
@@ -132,8 +132,8 @@ class _Messages:
         """
         if gives.peer is None:
             return gives
-        earlier = self._taken_at.setdefault((gives.forward, gives.peer), [])
-        ahead = len(earlier) - bisect_left(earlier, self._spans[action][0]) + _SLACK
+        taken_before = self._taken_at.setdefault((gives.forward, gives.peer), [])
+        ahead = len(taken_before) - bisect_left(taken_before, self._spans[action][0]) + _SLACK
         taken_by = self._schedule.actions[gives.peer][gives.peer_position]
-        earlier.append(self._spans[taken_by][0])
+        taken_before.append(self._spans[taken_by][0])
         return gives._replace(ahead=ahead)

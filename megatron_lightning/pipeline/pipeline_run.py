@@ -192,7 +192,7 @@ class PipelineRun:
         # Keep only inputs that take a gradient. Other inputs live as long as the graph needs the
         # inputs.
         inputs: tuple[Tensor, ...] = ()
-        given: StageTensors | None = None
+        stage_input: StageTensors | None = None
         if received is not None:
             boundary = self._boundaries[self._key(stage, microbatch)]
             if self._backward:
@@ -207,8 +207,8 @@ class PipelineRun:
                 received = tuple(
                     [enter(tensor) if tensor.requires_grad else tensor for tensor in received]
                 )
-            given = StageTensors(received, boundary.note)
-        outputs = self._program.forward(stage, microbatch, given)
+            stage_input = StageTensors(received, boundary.note)
+        outputs = self._program.forward(stage, microbatch, stage_input)
         flight = (
             self._end(outputs, inputs)
             if planned.gives is None
@@ -264,16 +264,16 @@ class PipelineRun:
         """
         key = self._key(message.stage, message.microbatch)
         is_new = key not in self._boundaries
-        known = self._boundaries.setdefault(key, boundary)
-        if known != boundary:
+        known_boundary = self._boundaries.setdefault(key, boundary)
+        if known_boundary != boundary:
             signature = self._program.signature(message.microbatch)
             raise PipelineError(
                 f"stage {message.stage - 1} sends {boundary} for micro-batch {message.microbatch}, "
-                f"and an earlier micro-batch with the same signature {signature!r} had {known}; "
-                "the next stage has posted buffers for that. Where shapes follow from values in a "
-                "batch, or layers are frozen within an epoch, set variable_seq_lengths of "
-                "pipeline_options; your own program returns different signatures for the two, or "
-                "calls forget_boundaries()."
+                f"and an earlier micro-batch with the same signature {signature!r} had "
+                f"{known_boundary}; the next stage has posted buffers for that. Where "
+                "shapes follow from values in a batch, or layers are frozen within an epoch, set "
+                "variable_seq_lengths of pipeline_options; your own program returns different "
+                "signatures for the two, or calls forget_boundaries()."
             )
         if is_new and message.peer is not None:
             return (*encode_header(boundary, self._device), *tensors)

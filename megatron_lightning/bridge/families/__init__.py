@@ -55,15 +55,15 @@ def family_of(name: str) -> type[Family]:
     module, _, attribute = name.rpartition(".")
     reason = "no such module"
     try:
-        found = getattr(importlib.import_module(module), attribute) if module else None
+        family = getattr(importlib.import_module(module), attribute) if module else None
     except (ImportError, AttributeError) as error:
-        found, reason = None, str(error)
-    if not (isinstance(found, type) and issubclass(found, Family)):
+        family, reason = None, str(error)
+    if not (isinstance(family, type) and issubclass(family, Family)):
         raise ConfigError(
             f"family is {name!r}, which is neither one of {', '.join(FAMILIES)} nor the class path "
             f"of a subclass of megatron_lightning.bridge.rules.Family ({reason}). Set one of these."
         )
-    return found
+    return family
 
 
 def family_for(architectures: Iterable[str], path: object) -> type[Family]:
@@ -90,17 +90,17 @@ def family_like(config: TransformerConfig) -> type[Family]:
     Raises:
         ConfigError: If no family does, with the fields missing from the nearest family.
     """
-    missing: dict[str, list[str]] = {}
+    missing_names: dict[str, list[str]] = {}
     for name, family in FAMILIES.items():
         try:
-            missing[name] = missing_fields(family, config)
+            missing_names[name] = missing_fields(family, config)
         except UnwritableError:
             continue
-        if not missing[name]:
+        if not missing_names[name]:
             return family
-    nearest = min(missing, key=lambda name: len(missing[name]))
+    nearest = min(missing_names, key=lambda name: len(missing_names[name]))
     raise ConfigError(
         f"no family of transformers describes the model. The nearest one, {nearest}, lacks "
-        f"{', '.join(missing[nearest])}. Name a family with --family, the class path of your own "
-        "for a class of your own."
+        f"{', '.join(missing_names[nearest])}. Name a family with --family, the class path of your "
+        "own for a class of your own."
     )

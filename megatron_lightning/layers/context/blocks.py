@@ -53,7 +53,7 @@ def visible_blocks(
     causal, window, documents = sequence.causal, sequence.window, sequence.documents
     if documents is None:
         return blocks(queries, keys, causal=causal, window=window)
-    found: list[Block] = []
+    visible: list[Block] = []
     is_every_row = len(documents.boundaries) == 1
     for row, document in documents.spans():
         its_queries, first_query = _inside(queries, document)
@@ -61,7 +61,7 @@ def visible_blocks(
         # Inside a document the spans are counted from the document's first token. Blocks name local
         # rows and columns again.
         if its_queries and its_keys:
-            found += (
+            visible += (
                 replace(
                     block,
                     row=None if is_every_row else row,
@@ -70,7 +70,7 @@ def visible_blocks(
                 )
                 for block in blocks(its_queries, its_keys, causal=causal, window=window)
             )
-    return found
+    return visible
 
 
 def _inside(spans: Sequence[range], document: range) -> tuple[list[range], int]:
@@ -105,19 +105,19 @@ def blocks(
         causal: Whether a query sees no later key.
         window: Number of earlier positions visible to a causal query. None: all.
     """
-    whole = Block(slice(0, sum(map(len, queries))), slice(0, sum(map(len, keys))))
+    full_block = Block(slice(0, sum(map(len, queries))), slice(0, sum(map(len, keys))))
     if not causal:
-        return [whole]
+        return [full_block]
     if window is None and list(queries) == list(keys):
-        return [Block(whole.queries, whole.keys, "causal")]
-    found: list[Block] = []
+        return [Block(full_block.queries, full_block.keys, "causal")]
+    visible: list[Block] = []
     key_starts = [0, *accumulate(map(len, keys))]
     for piece, start in _pieces(queries, window):
         for span, key_start in zip(keys, key_starts, strict=False):
             block = _block(piece, start, span, key_start, window)
             if block is not None:
-                found.append(block)
-    return _merged(found)
+                visible.append(block)
+    return _merged(visible)
 
 
 def _pieces(queries: Sequence[range], window: int | None) -> Iterator[tuple[range, int]]:
@@ -140,13 +140,13 @@ def _block(
     stop = min(span.stop, piece.stop)
     if stop <= first:
         return None
-    local = slice(start, start + len(piece))
-    seen = slice(key_start + first - span.start, key_start + stop - span.start)
+    rows = slice(start, start + len(piece))
+    columns = slice(key_start + first - span.start, key_start + stop - span.start)
     if stop - 1 <= piece.start and (window is None or first >= piece.stop - 1 - window):
-        return Block(local, seen)
+        return Block(rows, columns)
     if window is None and first == piece.start and stop == piece.stop:
-        return Block(local, seen, "causal")
-    return Block(local, seen, "band", piece.start - first, window)
+        return Block(rows, columns, "causal")
+    return Block(rows, columns, "band", piece.start - first, window)
 
 
 def _merged(found: Sequence[Block]) -> list[Block]:

@@ -83,14 +83,14 @@ def kernel_for(
         )
     if softcap is not None:
         return _Math(softcap)
-    known: Mapping[str, Callable[[], Kernel]] = _CUDA if device.type == "cuda" else _CPU
-    if backend not in known:
+    kernels: Mapping[str, Callable[[], Kernel]] = _CUDA if device.type == "cuda" else _CPU
+    if backend not in kernels:
         raise ConfigError(
             f"attention_backend is {backend!r}, and attention over context-parallel ranks, windows "
             f"or documents that share a row is computed in blocks, for which {device.type} has "
-            f"{', '.join(known)}. Set it to one of them."
+            f"{', '.join(kernels)}. Set it to one of them."
         )
-    return known[backend]()
+    return kernels[backend]()
 
 
 class _Cuda:
@@ -267,8 +267,8 @@ class _Math:
     def backward(
         self, grad: Tensor, inputs: Inputs, output: Output, block: Block, scale: float
     ) -> Inputs:
-        wide = torch.float64 if grad.dtype == torch.float64 else torch.float32
-        grads = Inputs(*(torch.zeros_like(x, dtype=wide) for x in inputs))
+        score_dtype = torch.float64 if grad.dtype == torch.float64 else torch.float32
+        grads = Inputs(*(torch.zeros_like(x, dtype=score_dtype) for x in inputs))
         for at, to, piece in _pieces(block, inputs):
             final = Output(output.out[:, :, at], output.log_sum[:, :, at])
             part = _part(inputs, at, to)
@@ -282,8 +282,10 @@ class _Math:
         _, _, v = inputs
         scores, _ = self._scores(inputs, block, scale)
         log_sum = scores.logsumexp(-1)
-        seen = log_sum.masked_fill(log_sum == -torch.inf, 0.0)  # of queries without a visible key
-        weights = (scores - seen.unsqueeze(-1)).exp()
+        finite_sum = log_sum.masked_fill(
+            log_sum == -torch.inf, 0.0
+        )  # of queries without a visible key
+        weights = (scores - finite_sum.unsqueeze(-1)).exp()
         out = weights @ _per_query_head(v, inputs.q).to(weights.dtype)
         return Output(out.to(inputs.q.dtype), log_sum)
 
@@ -292,10 +294,10 @@ class _Math:
     ) -> Inputs:
         scores, slope = self._scores(inputs, block, scale, has_slope=True)
         weights = (scores - output.log_sum.to(scores.dtype).unsqueeze(-1)).exp()
-        wide = weights.dtype
-        q, k, v = (_per_query_head(x, inputs.q).to(wide) for x in inputs)
-        grad, heads = grad.to(wide), inputs.q.shape[1] // inputs.k.shape[1]
-        of_weights = grad @ v.mT - (grad * output.out.to(wide)).sum(-1, keepdim=True)
+        score_dtype = weights.dtype
+        q, k, v = (_per_query_head(x, inputs.q).to(score_dtype) for x in inputs)
+        grad, heads = grad.to(score_dtype), inputs.q.shape[1] // inputs.k.shape[1]
+        of_weights = grad @ v.mT - (grad * output.out.to(score_dtype)).sum(-1, keepdim=True)
         of_scores = weights * of_weights * scale
         of_scores = of_scores if slope is None else of_scores.mul_(slope)
         return Inputs(
@@ -309,8 +311,8 @@ class _Math:
     ) -> tuple[Tensor, Tensor | None]:
         """Return scores [b, n, s, t], -inf for invisible keys, and the slope of the cap."""
         q, k, _ = inputs
-        wide = torch.float64 if q.dtype == torch.float64 else torch.float32
-        scores = (q.to(wide) * scale) @ _per_query_head(k, q).to(wide).mT
+        score_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+        scores = (q.to(score_dtype) * scale) @ _per_query_head(k, q).to(score_dtype).mT
         slope = None
         if self._softcap is not None:
             scores.div_(self._softcap).tanh_()
@@ -319,7 +321,7 @@ class _Math:
         if block.mask == "causal":
             block = replace(block, mask="band")
         mask = _mask(block, q)
-        return scores if mask is None else scores + mask.to(wide), slope
+        return scores if mask is None else scores + mask.to(score_dtype), slope
 
 
 def _part(inputs: Inputs, queries: slice, keys: slice) -> Inputs:
@@ -355,8 +357,8 @@ def _per_query_head(x: Tensor, q: Tensor) -> Tensor:
 def _sum_heads(grad: Tensor, heads: int) -> Tensor:
     if heads == 1:
         return grad
-    b, n, *rest = grad.shape
-    return grad.view(b, n // heads, heads, *rest).sum(2)
+    b, n, *sizes = grad.shape
+    return grad.view(b, n // heads, heads, *sizes).sum(2)
 
 
 def _mask(block: Block, q: Tensor) -> Tensor | None:

@@ -58,7 +58,7 @@ def _varlen(q: Tensor, k: Tensor, v: Tensor, sequence: SequenceInfo, scale: floa
     ends = [row * rows.length + span.stop for row, span in rows.spans()]
     boundaries = torch.tensor([0, *ends], dtype=torch.int32, device=q.device)
     longest = max(len(span) for _, span in rows.spans())
-    before = -1 if sequence.window is None else sequence.window
+    window = -1 if sequence.window is None else sequence.window
     heads = q.shape[1] // k.shape[1]
     q_tokens, k_tokens, v_tokens = (
         x.transpose(1, 2).flatten(0, 1)
@@ -73,7 +73,7 @@ def _varlen(q: Tensor, k: Tensor, v: Tensor, sequence: SequenceInfo, scale: floa
         longest,
         longest,
         scale=scale,
-        window_size=(before, 0) if sequence.causal else (-1, -1),
+        window_size=(window, 0) if sequence.causal else (-1, -1),
     )
     rows_of_tokens = out[0] if isinstance(out, tuple) else out
     return rows_of_tokens.view(q.shape[0], q.shape[2], *q_tokens.shape[1:]).transpose(1, 2)

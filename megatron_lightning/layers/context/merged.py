@@ -46,11 +46,11 @@ class Merged:
         self._q = q
         self._scale = sharing.scale
         self._kernel = kernel_for(q.device, sharing.backend, sharing.softcap)
-        wide = wide_dtype(q.dtype)
-        self.out = torch.zeros_like(q, dtype=wide)
-        self.log_sum = torch.full(q.shape[:3], -torch.inf, dtype=wide, device=q.device)
+        dtype = wide_dtype(q.dtype)
+        self.out = torch.zeros_like(q, dtype=dtype)
+        self.log_sum = torch.full(q.shape[:3], -torch.inf, dtype=dtype, device=q.device)
         if sharing.sink is not None:
-            self.log_sum.copy_(sharing.sink.to(wide)[:, None])
+            self.log_sum.copy_(sharing.sink.to(dtype)[:, None])
 
     def see(self, keys_and_values: Tensor, visible: Sequence[Block]) -> None:
         """Merge the attention to blocks of keys and values [2, b, g, t, d]."""
@@ -62,13 +62,15 @@ class Merged:
     def add(self, block: Block, output: Output) -> None:
         """Merge the output of a block for the block's queries."""
         out, log_sum = output
-        earlier = self.log_sum[block.rows, :, block.queries]
-        whole = self.out[block.rows, :, block.queries]
-        both = torch.logaddexp(earlier, log_sum)
-        seen = both.masked_fill(both == -torch.inf, 0.0)  # so far these queries saw nothing
-        whole *= (earlier - seen).exp().unsqueeze(-1)
-        whole += out * (log_sum - seen).exp().unsqueeze(-1)
-        earlier.copy_(both)
+        earlier_sum = self.log_sum[block.rows, :, block.queries]
+        block_out = self.out[block.rows, :, block.queries]
+        total_sum = torch.logaddexp(earlier_sum, log_sum)
+        finite_sum = total_sum.masked_fill(
+            total_sum == -torch.inf, 0.0
+        )  # so far these queries saw nothing
+        block_out *= (earlier_sum - finite_sum).exp().unsqueeze(-1)
+        block_out += out * (log_sum - finite_sum).exp().unsqueeze(-1)
+        earlier_sum.copy_(total_sum)
 
 
 class Gradients:
@@ -109,9 +111,9 @@ def sink_gradient(grad: Tensor, final: Output, sink: Tensor) -> Tensor:
 
     A sink's value is zero, so only the normalization of the other weights depends on the score.
     """
-    wide = final.log_sum.dtype
-    products = (grad.to(wide) * final.out.to(wide)).sum(-1)
-    weights = (sink.to(wide)[:, None] - final.log_sum).exp()
+    dtype = final.log_sum.dtype
+    products = (grad.to(dtype) * final.out.to(dtype)).sum(-1)
+    weights = (sink.to(dtype)[:, None] - final.log_sum).exp()
     return -(weights * products).sum((0, 2)).to(sink.dtype)
 
 

@@ -71,12 +71,12 @@ def _steps(keys_and_values: Tensor, sharing: Sharing) -> Iterator[tuple[Tensor, 
     blocks visible to the rank's queries.
     """
     group, sequence = sharing.group, sharing.sequence
-    full = keys_and_values.shape[3] * group.size
-    queries = SequencePart(group.rank, group.size).spans(full)
+    num_keys = keys_and_values.shape[3] * group.size
+    queries = SequencePart(group.rank, group.size).spans(num_keys)
     for step in range(group.size):
         last = step == group.size - 1
         passing = None if last else _Passing(keys_and_values, group)
-        keys = SequencePart((group.rank - step) % group.size, group.size).spans(full)
+        keys = SequencePart((group.rank - step) % group.size, group.size).spans(num_keys)
         yield keys_and_values, visible_blocks(queries, keys, sequence)
         if passing is not None:
             keys_and_values = passing.wait()
@@ -94,7 +94,9 @@ class _Ring:
     ) -> tuple[Tensor, Tensor]:
         gradients = Gradients(grad, inputs.q, output, sharing)
         parts = _steps(torch.stack(inputs[1:]), sharing)
-        own = gradients.of(*next(parts))  # stays here. The other ranks' sum arrives at the end
+        local_grad = gradients.of(
+            *next(parts)
+        )  # stays here. The other ranks' sum arrives at the end
         traveling: _Passing | None = None
         for keys_and_values, visible in parts:
             sums = gradients.of(keys_and_values, visible)
@@ -102,8 +104,8 @@ class _Ring:
                 sums += traveling.wait()
             traveling = _Passing(sums, sharing.group)
         if traveling is not None:
-            own += traveling.wait()
-        return gradients.q.to(inputs.q.dtype), own.to(inputs.k.dtype)
+            local_grad += traveling.wait()
+        return gradients.q.to(inputs.q.dtype), local_grad.to(inputs.k.dtype)
 
 
 _attend = differentiable("ring_attention", _Ring())

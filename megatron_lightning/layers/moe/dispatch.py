@@ -145,8 +145,8 @@ class Dispatcher(Protocol):
 
 def _weighted(outputs: Tensor, weights: Tensor) -> Tensor:
     """Multiply in fp32 at least, and no wider than needed."""
-    wide = torch.promote_types(outputs.dtype, torch.float32)
-    return outputs.to(wide) * weights.to(wide)
+    sum_dtype = torch.promote_types(outputs.dtype, torch.float32)
+    return outputs.to(sum_dtype) * weights.to(sum_dtype)
 
 
 class LocalDispatch:
@@ -213,16 +213,16 @@ class _AllToAllExchange:
 
     def dispatch(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         self._work.wait()
-        both = torch.stack([self._sent.sum(1), self._received.sum(1)]).tolist()  # waits, once
-        self._sizes: list[int] = both[0]
-        self._incoming: list[int] = both[1]
+        totals = torch.stack([self._sent.sum(1), self._received.sum(1)]).tolist()  # waits, once
+        self._sizes: list[int] = totals[0]
+        self._incoming: list[int] = totals[1]
         rows = self._order.rows(tokens)
         if self._parts > 1:
             rows = torch.cat([part for part in self._blocks(rows) for _ in range(self._parts)])
         arrived = _exchange(rows, self._sizes, self._incoming, self._group)
         # Rows come by rank and, from each, by expert.
-        local = torch.arange(self._received.shape[1], device=tokens.device)
-        experts = local.repeat(self._group.size).repeat_interleave(
+        expert_ids = torch.arange(self._received.shape[1], device=tokens.device)
+        experts = expert_ids.repeat(self._group.size).repeat_interleave(
             self._received.flatten(), output_size=len(arrived)
         )
         self._by_expert = experts.argsort(stable=True)

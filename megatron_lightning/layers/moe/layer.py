@@ -73,14 +73,14 @@ class GlobalCounts:
         """
         microbatch = self._report.microbatch
         if not self._report.is_recorded:
-            _, times, given = self._given.get(microbatch.index, (None, 1, counts))
+            _, times, given_counts = self._given.get(microbatch.index, (None, 1, counts))
             if times > 1:
                 raise ConfigError(
                     f"a layer with moe.router_load_balancing_type=global_aux_loss ran {times} "
                     "times in one micro-batch and is recomputed, and its counts grow from each "
                     "time to the next. Do not recompute it, or set the type to aux_loss."
                 )
-            return given
+            return given_counts
         mark = microbatch.scale_of_reports()
         last, times, _ = self._given.get(microbatch.index, (None, 0, counts))
         summed = all_reduce(counts, self.replicas)
@@ -137,9 +137,11 @@ class MoELayer(nn.Module):
         super().__init__()
         self.router = Router(config.hidden_size, moe)
         self.experts = Experts(config, moe.num_experts)
-        shared = moe.shared_expert_intermediate_size
+        shared_size = moe.shared_expert_intermediate_size
         self.shared_experts = (
-            SharedExperts(config, shared, gated_output=moe.shared_expert_gate) if shared else None
+            SharedExperts(config, shared_size, gated_output=moe.shared_expert_gate)
+            if shared_size
+            else None
         )
         self.report = StepReport(per_layer=True)
         self.global_counts = self.router.global_counts = GlobalCounts(self.report)
@@ -160,18 +162,22 @@ class MoELayer(nn.Module):
     @torch.compiler.disable(recursive=False)  # type: ignore[no-untyped-call, untyped-decorator]
     def forward(self, hidden: Tensor, routes: Routes | None = None) -> Tensor:
         """Map [s, b, h] to [s, b, h]. Experts follow or are recorded in ``routes``."""
-        own, is_padding = self._own(hidden)
-        first = self._first_token(own)
-        given = None if routes is None else routes.given(self.number, first, len(own.flatten(0, 1)))
-        routing = self.router(own, is_padding, given)
+        local_hidden, is_padding = self._own(hidden)
+        first = self._first_token(local_hidden)
+        given_routes = (
+            None
+            if routes is None
+            else routes.given(self.number, first, len(local_hidden.flatten(0, 1)))
+        )
+        routing = self.router(local_hidden, is_padding, given_routes)
         if routes is not None:
             routes.take(self.number, first, routing.chosen)
         exchange = _begin(self.dispatcher, routing, self._num_choices)
         # While the numbers of rows travel.
-        shared = None if self.shared_experts is None else self.shared_experts(hidden)
-        rows, counts = _dispatch(exchange, own)
+        shared_out = None if self.shared_experts is None else self.shared_experts(hidden)
+        rows, counts = _dispatch(exchange, local_hidden)
         out: Tensor = self._combine(exchange, self.experts(rows, counts), routing, hidden)
-        return out if shared is None else out + shared
+        return out if shared_out is None else out + shared_out
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _combine(
@@ -212,13 +218,13 @@ class MoELayer(nn.Module):
                 "tokens, since sequence_parallel=False. Set sequence_parallel to True or auto."
             )
         tokens = hidden.flatten(0, 1)
-        missing = -len(tokens) % size
-        own = scatter(F.pad(tokens, (0, 0, 0, missing)), self.replicas)[:, None]
-        if not missing:
-            return own, None
-        first = self.replicas.rank * len(own)
-        places = torch.arange(first, first + len(own), device=own.device)
-        return own, (places >= len(tokens))[:, None]
+        num_padding = -len(tokens) % size
+        local_tokens = scatter(F.pad(tokens, (0, 0, 0, num_padding)), self.replicas)[:, None]
+        if not num_padding:
+            return local_tokens, None
+        first = self.replicas.rank * len(local_tokens)
+        places = torch.arange(first, first + len(local_tokens), device=local_tokens.device)
+        return local_tokens, (places >= len(tokens))[:, None]
 
     def _first_token(self, own: Tensor) -> int:
         """Return the number of this rank's first token among the tokens [s, b] of all

@@ -141,10 +141,10 @@ def _limit(probs: Tensor, chosen: Tensor, moe: MoEConfig) -> tuple[Tensor, Tenso
         return probs, chosen
     rank = probs.detach() if moe.token_drop_policy == "probs" else torch.ones_like(probs)
     queue = rank.masked_fill(~chosen, -1.0).sort(dim=0, descending=True, stable=True).indices
-    kept = torch.zeros_like(chosen).scatter(0, queue[:capacity], True)
+    is_kept = torch.zeros_like(chosen).scatter(0, queue[:capacity], True)
     if not moe.pad_expert_input_to_capacity:
-        kept &= chosen
-    return probs * kept, kept
+        is_kept &= chosen
+    return probs * is_kept, is_kept
 
 
 def expert_capacity(num_tokens: int, moe: MoEConfig) -> int | None:
@@ -345,20 +345,20 @@ class Router(nn.Module):
         logits_sbE = self._logits(hidden)
         logits = logits_sbE.flatten(0, 1)
         bias = None if self.expert_bias is None else self.expert_bias.detach()
-        probs, wanted = _assign(logits, moe, bias, self.choose, given)
-        counted = wanted if is_padding is None else wanted & ~is_padding.reshape(-1, 1)
+        probs, choices = _assign(logits, moe, bias, self.choose, given)
+        is_counted = choices if is_padding is None else choices & ~is_padding.reshape(-1, 1)
         # Padding takes no capacity. Without a capacity, padding has as many experts as other
         # tokens.
         has_capacity = moe.expert_capacity_factor is not None and not self.is_exact
         if has_capacity:
-            probs, chosen = _limit(probs, counted, moe)
+            probs, chosen = _limit(probs, is_counted, moe)
         else:
-            chosen = wanted
+            chosen = choices
         return Routing(
             probs=probs,
             chosen=chosen,
-            tokens_per_expert=counted.sum(dim=0),
-            num_dropped=(counted & ~chosen).sum(),
+            tokens_per_expert=is_counted.sum(dim=0),
+            num_dropped=(is_counted & ~chosen).sum(),
             losses=self._losses(logits_sbE, is_padding) if self.training else (),
         )
 

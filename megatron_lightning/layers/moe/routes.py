@@ -53,13 +53,13 @@ class GivenRoutes:
             ConfigError: If the routes are of another model, or of other tokens.
         """
         top = 0 if moe is None else moe.router_topk
-        expected = (*tokens.shape, num_layers, top)
-        if not num_layers or experts.shape != expected or experts.is_floating_point():
+        expected_shape = (*tokens.shape, num_layers, top)
+        if not num_layers or experts.shape != expected_shape or experts.is_floating_point():
             raise ConfigError(
                 f"routes have the shape {list(experts.shape)} and dtype {experts.dtype}, and the "
                 f"tokens {list(tokens.shape)} of a model with {num_layers} layers of experts and "
-                f"{top} experts a token have routes {list(expected)} of integers. Pass the routes "
-                "of these tokens, recorded by the same model, with -1 where there are none."
+                f"{top} experts a token have routes {list(expected_shape)} of integers. Pass the "
+                "routes of these tokens, recorded by the same model, with -1 where there are none."
             )
         return cls(experts)
 

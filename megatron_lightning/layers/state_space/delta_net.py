@@ -150,8 +150,8 @@ class GatedDeltaNet(StateMixer):
 
     def _widths(self, mixed: Tensor) -> list[int]:
         """Return this rank's widths of the parts of ``in_proj``."""
-        full = self.sizes.in_parts
-        return [part * mixed.shape[-1] // sum(full) for part in full]
+        full_parts = self.sizes.in_parts
+        return [part * mixed.shape[-1] // sum(full_parts) for part in full_parts]
 
     def _recomputed(self, function: Callable[..., Tensor], *args: Any) -> Tensor:
         """Call a function of tensors, and call it again in backward instead of keeping its
@@ -195,9 +195,9 @@ class GatedDeltaNet(StateMixer):
         """Mix new tokens [T, 1, ...] of requests. Returns the gated norm [T, 1, h e] of the
         outputs. A request keeps the last inputs of the convolution, and the state [r, h, d, e].
         """
-        sizes, widths, before = self.sizes, self._widths(projected), self.conv1d.kernel - 1
+        sizes, widths, num_before = self.sizes, self._widths(projected), self.conv1d.kernel - 1
         empty = (
-            projected.new_zeros(1, before, len(self.conv1d.weight)),
+            projected.new_zeros(1, num_before, len(self.conv1d.weight)),
             self.A_log.new_zeros(1, len(self.A_log), sizes.key_head_dim, sizes.value_head_dim),
         )
 
@@ -205,7 +205,7 @@ class GatedDeltaNet(StateMixer):
             q, k, v, gates, beta, alpha = torch.split(inputs, widths, -1)
             new_tokens = torch.cat([q, k, v], -1)
             tokens = torch.cat([states[0].transpose(0, 1), new_tokens])
-            mixed = causal_convolution(new_tokens, self.conv1d.weight, None, tokens[:before])
+            mixed = causal_convolution(new_tokens, self.conv1d.weight, None, tokens[:num_before])
             log_decay = -wide(self.A_log).exp() * F.softplus(wide(alpha) + wide(self.dt_bias))
             out, last = delta_rule(
                 *self._heads(mixed, widths[:3]), log_decay, wide(beta).sigmoid(),
@@ -223,8 +223,10 @@ class GatedDeltaNet(StateMixer):
         if group is None:
             return weight, self.A_log, self.dt_bias
         keys = self._num_key_heads
-        full = self.sizes.conv_parts
-        q, k, v = torch.split(weight, [part * len(weight) // sum(full) for part in full])
+        full_parts = self.sizes.conv_parts
+        q, k, v = torch.split(
+            weight, [part * len(weight) // sum(full_parts) for part in full_parts]
+        )
         copies = max(1, group.size // keys)
         q, k = (repeated_heads(part, keys, copies, dim=0) for part in (q, k))
         weight_share = torch.cat([share_of(part, group) for part in (q, k, v)])

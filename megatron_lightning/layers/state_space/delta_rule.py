@@ -63,16 +63,16 @@ def delta_rule(
     length, size, heads, width = v.shape
     groups, channels = k.shape[2:]
     chunk = min(chunk, length)
-    missing = -length % chunk
+    num_padding = -length % chunk
     q, k, v, log_decay, beta = (_in_chunks(t, chunk) for t in (q, k, v, log_decay, beta))
     v_kbgrle, beta, total = (
         torch.unflatten(t, 2, (groups, heads // groups)) for t in (v, beta, log_decay.cumsum(-1))
     )
     # Within a chunk of l tokens the recurrence is a triangular system, solved at once (the WY
     # form): the loop below then runs over chunks and not over tokens.
-    inside, from_start, to_end, through = _decays(total, _ids(documents, chunk, missing))
+    decays_inside, from_start, to_end, through = _decays(total, _ids(documents, chunk, num_padding))
     k_kbgld = k.unsqueeze(3)
-    weights = beta.unsqueeze(-1) * inside * (k @ k.mT).unsqueeze(3)
+    weights = beta.unsqueeze(-1) * decays_inside * (k @ k.mT).unsqueeze(3)
     columns = torch.cat(
         [beta.unsqueeze(-1) * v_kbgrle, (beta * from_start).unsqueeze(-1) * k_kbgld], -1
     )
@@ -91,7 +91,7 @@ def delta_rule(
         added.append(values[index] - reads[index] @ state)
         state = through[index] * state + written_keys[index].mT @ added[-1]
     # Outputs read what the own chunk has added so far, and the state at the chunk's start.
-    scores = (q @ k.mT).unsqueeze(3) * inside
+    scores = (q @ k.mT).unsqueeze(3) * decays_inside
     out = scores @ torch.stack(added)
     out = out + (from_start.unsqueeze(-1) * q.unsqueeze(3)) @ torch.stack(starts)
     out_skblbhe = out.flatten(2, 3).permute(0, 3, 1, 2, 4)
@@ -129,17 +129,17 @@ def _decays(total: Tensor, ids: Tensor | None) -> tuple[Tensor, Tensor, Tensor, 
     """
     length = total.shape[-1]
     hidden = torch.ones(length, length, dtype=torch.bool, device=total.device).triu(1)
-    before = later = apart = None
+    is_before = is_later = apart = None
     if ids is not None:
         hidden = hidden | (ids.unsqueeze(-1) != ids.unsqueeze(-2))
         last = ids[..., -1:]
         # The state at the start of a chunk belongs to the document of the token before.
         first = torch.cat([ids[:1, ..., :1], last[:-1]])
-        before, later, apart = ids != first, ids != last, last != first
+        is_before, is_later, apart = ids != first, ids != last, last != first
     end = total[..., -1:]
     return (
         masked_exp(total.unsqueeze(-1) - total.unsqueeze(-2), hidden),
-        masked_exp(total, before),
-        masked_exp(end - total, later),
+        masked_exp(total, is_before),
+        masked_exp(end - total, is_later),
         masked_exp(end, apart).unsqueeze(-1),
     )

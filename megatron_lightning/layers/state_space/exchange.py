@@ -25,8 +25,8 @@ def parts_to_heads(parts: Sequence[Tensor], group: AxisGroup) -> list[Tensor]:
     """
     shares = [torch.unflatten(part, -1, (group.size, -1)) for part in parts]
     joined = torch.cat(shares, -1).permute(1, 2, 0, 3)  # [b, c, s / c, f / c of all parts]
-    full = sequence_to_heads(joined, group)[:, 0].transpose(0, 1)
-    return list(torch.split(full, [share.shape[-1] for share in shares], -1))
+    sequence = sequence_to_heads(joined, group)[:, 0].transpose(0, 1)
+    return list(torch.split(sequence, [share.shape[-1] for share in shares], -1))
 
 
 def heads_to_part(full: Tensor, group: AxisGroup) -> Tensor:

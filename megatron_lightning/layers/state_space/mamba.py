@@ -172,9 +172,9 @@ class MambaMixer(StateMixer):
         mixed, dt = segments.fold(mixed), segments.fold(dt)
         # A causal convolution of width k needs the k - 1 tokens before each segment, which another
         # rank has.
-        before = segments.tokens_before(mixed, self.conv1d.kernel - 1)
+        tokens_before = segments.tokens_before(mixed, self.conv1d.kernel - 1)
         convolved = self.conv1d(
-            mixed, before, None if of_tokens is None else of_tokens.tokens.positions
+            mixed, tokens_before, None if of_tokens is None else of_tokens.tokens.positions
         )
         x, b, c = self._parts(convolved)
         y, _ = chunked_scan(

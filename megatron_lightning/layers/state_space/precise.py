@@ -20,14 +20,14 @@ class PreciseParameters(nn.Module):
     """Names of the parameters."""
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        before = {name: self._parameters[name] for name in self.precise}
-        values = {name: p.data for name, p in before.items() if p is not None}
+        parameters = {name: self._parameters[name] for name in self.precise}
+        values = {name: p.data for name, p in parameters.items() if p is not None}
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         for name, value in values.items():
-            after = self._parameters[name]
-            if after is not None and after.dtype in _HALF and value.dtype not in _HALF:
-                if value.is_meta and not after.is_meta:
-                    after.data = torch.empty_like(after.data, dtype=value.dtype)
+            parameter = self._parameters[name]
+            if parameter is not None and parameter.dtype in _HALF and value.dtype not in _HALF:
+                if value.is_meta and not parameter.is_meta:
+                    parameter.data = torch.empty_like(parameter.data, dtype=value.dtype)
                 else:
-                    after.data = value.to(after.device)
+                    parameter.data = value.to(parameter.device)
         return self

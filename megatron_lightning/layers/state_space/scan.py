@@ -65,11 +65,11 @@ def chunked_scan(
     """
     length, (groups, channels) = x.shape[0], b.shape[2:]
     chunk = min(chunk, length)
-    missing = -length % chunk
-    if missing:  # tokens with a step of 0 neither decay the state nor add to it
-        x, dt, b, c = (_padded(t, missing) for t in (x, dt, b, c))
+    num_padding = -length % chunk
+    if num_padding:  # tokens with a step of 0 neither decay the state nor add to it
+        x, dt, b, c = (_padded(t, num_padding) for t in (x, dt, b, c))
         if documents is not None:
-            documents = torch.cat([documents, documents[-1:].expand(missing, -1)])
+            documents = torch.cat([documents, documents[-1:].expand(num_padding, -1)])
     size, heads = x.shape[1], x.shape[2]
     per_group = heads // groups
     scaled = (x * dt.unsqueeze(-1)).view(-1, chunk, size, groups, per_group, x.shape[3])
@@ -80,7 +80,7 @@ def chunked_scan(
     # Inside a chunk: attention-like, with decays in the place of a softmax.
     weights = _decays(total_kbgrl, None if ids_kbl is None else ids_kbl[:, :, None, None])
     scores = torch.einsum("klbgn,kmbgn->kbglm", c, b)
-    inside = torch.einsum("kbgrlm,kmbgrp->klbgrp", scores.unsqueeze(3) * weights, scaled)
+    out_inside = torch.einsum("kbgrlm,kmbgrp->klbgrp", scores.unsqueeze(3) * weights, scaled)
     # Across chunks: each adds to the state what its tokens have left at its end.
     to_end = masked_exp(
         total_kbgrl[..., -1:] - total_kbgrl,
@@ -97,14 +97,18 @@ def chunked_scan(
         since = decays.cumsum(0)
         start_state = start if isinstance(start, Tensor) else start(since[-1], last)
         is_other = None if ids is None else (ids.last != ids.before[:1]).unsqueeze(-1)
-        further = masked_exp(since, is_other)[..., None, None] * start_state
-        first, starts, last = start_state.unsqueeze(0), starts + further[:-1], last + further[-1]
+        further_states = masked_exp(since, is_other)[..., None, None] * start_state
+        first, starts, last = (
+            start_state.unsqueeze(0),
+            starts + further_states[:-1],
+            last + further_states[-1],
+        )
     starts = torch.unflatten(torch.cat([first, starts]), 2, (groups, per_group))
     # The state at the start of a chunk belongs to the document before the chunk.
     is_other = None if ids is None else ids.behind_start[:, :, None, None]
     from_start = masked_exp(total_kbgrl, is_other).permute(0, 4, 1, 2, 3).unsqueeze(-1)
     carried = torch.einsum("klbgn,kbgrpn->klbgrp", c, starts)
-    y = torch.addcmul(inside, carried, from_start).reshape(x.shape)
+    y = torch.addcmul(out_inside, carried, from_start).reshape(x.shape)
     return y[:length], last
 
 
@@ -123,8 +127,8 @@ class _Documents(NamedTuple):
         """``document_before``: see :func:`chunked_scan`."""
         last = ids_kbl[..., -1]
         first = ids_kbl[:1, :, 0] if document_before is None else document_before.unsqueeze(0)
-        before = torch.cat([first.expand_as(last[:1]), last[:-1]])
-        return cls(last, before, ids_kbl != before.unsqueeze(-1))
+        documents_before = torch.cat([first.expand_as(last[:1]), last[:-1]])
+        return cls(last, documents_before, ids_kbl != documents_before.unsqueeze(-1))
 
 
 def carried_states(log_decay: Tensor, added: Tensor, documents: Tensor | None = None) -> Tensor:
@@ -146,11 +150,11 @@ def carried_states(log_decay: Tensor, added: Tensor, documents: Tensor | None = 
         weights = _decays(total, ids)  # [b, h, k, k]
         return torch.einsum("bhlm,mbhpn->lbhpn", weights, added)
     per_block = _MOST_AT_ONCE
-    missing = -number % per_block
-    if missing:
-        log_decay, added = _padded(log_decay, missing), _padded(added, missing)
+    num_padding = -number % per_block
+    if num_padding:
+        log_decay, added = _padded(log_decay, num_padding), _padded(added, num_padding)
         if documents is not None:
-            documents = torch.cat([documents, documents[-1:].expand(missing, -1)])
+            documents = torch.cat([documents, documents[-1:].expand(num_padding, -1)])
     # Blocks of segments stand side by side in the batch.
     size, blocks = added.shape[1], len(added) // per_block
 
@@ -170,8 +174,8 @@ def carried_states(log_decay: Tensor, added: Tensor, documents: Tensor | None = 
     ids = None if documents is None else torch.unflatten(documents, 0, (blocks, per_block))
     outer = carried_states(since[:, -1], inner[:, -1], None if ids is None else ids[:, -1])
     is_other = None if ids is None else (ids[1:] != ids[:-1, -1:]).unsqueeze(-1)
-    further = masked_exp(since[1:], is_other)[..., None, None] * outer[:-1].unsqueeze(1)
-    return torch.cat([inner[:1], inner[1:] + further]).flatten(0, 1)[:number]
+    carried_further = masked_exp(since[1:], is_other)[..., None, None] * outer[:-1].unsqueeze(1)
+    return torch.cat([inner[:1], inner[1:] + carried_further]).flatten(0, 1)[:number]
 
 
 def _decays(total: Tensor, documents: Tensor | None) -> Tensor:

@@ -65,24 +65,24 @@ def factors_of(module: nn.Module) -> list[Factors]:
 
 def _peft_factors(module: nn.Module) -> Iterator[Factors]:
     """Yield the adapters in a wrapper of ``peft``."""
-    known = {"base_layer", "lora_A", "lora_B", "lora_dropout"}
-    others = [
+    names = {"base_layer", "lora_A", "lora_B", "lora_dropout"}
+    other_names = [
         name
         for name, child in module.named_children()
-        if name not in known and any(True for _ in child.parameters())
+        if name not in names and any(True for _ in child.parameters())
     ]
-    if others or "lora_A" not in module._modules:
+    if other_names or "lora_A" not in module._modules:
         raise ShardingError(
-            f"{type(module).__name__} of peft holds {', '.join(others) or 'no LoRA'}, and only "
-            "the two factors of LoRA are sharded over tensor-parallel ranks. Use "
+            f"{type(module).__name__} of peft holds {', '.join(other_names) or 'no LoRA'}, and "
+            "only the two factors of LoRA are sharded over tensor-parallel ranks. Use "
             "megatron_lightning.peft.LoRA, or set tensor_model_parallel_size to 1."
         )
     dropouts: nn.ModuleDict = module.lora_dropout  # type: ignore[assignment]
     for name, lora_A in module.lora_A.named_children():  # type: ignore[union-attr]
-        before = dropouts._modules.get(name)
-        if not isinstance(before, Dropout):
+        dropout = dropouts._modules.get(name)
+        if not isinstance(dropout, Dropout):
             # Replaces torch's dropout, because torch's draws equal numbers for all shards.
-            dropouts[name] = Dropout(getattr(before, "p", 0.0))
+            dropouts[name] = Dropout(getattr(dropout, "p", 0.0))
         yield Factors(ALL_ROWS, lora_A, module.lora_B[name], dropouts[name])  # type: ignore[index,arg-type]
 
 
@@ -153,13 +153,15 @@ def divide_experts(
     features over ``etp``. The gradient of the other factor is a partial sum over ``etp``.
     """
     for part in factors_of(module):
-        sharded, full = part.lora_A, part.lora_B
+        sharded, full_factor = part.lora_A, part.lora_B
         if divides_output:
-            sharded, full = full, sharded
+            sharded, full_factor = full_factor, sharded
         style.apply(sharded, context, plan)
-        shape: tuple[int, ...] = tuple(full.weight.shape)  # type: ignore[arg-type]
+        shape: tuple[int, ...] = tuple(full_factor.weight.shape)  # type: ignore[arg-type]
         spec = ShardSpec.split(shape, dim=0, size=context.ep.size, rank=context.ep.rank, axis="ep")
-        take_shards(full, full, {"weight": replace(spec, partial_over=(context.etp.name,))})
+        take_shards(
+            full_factor, full_factor, {"weight": replace(spec, partial_over=(context.etp.name,))}
+        )
 
 
 def divide_tokens(module: nn.Module, context: ParallelContext, plan: ShardingPlan) -> None:
@@ -179,9 +181,9 @@ def divide_tokens(module: nn.Module, context: ParallelContext, plan: ShardingPla
 
 def partial_over(module: nn.Module, group: AxisGroup) -> nn.Module:
     """Declare the gradients of a full layer partial sums over ``group``. Return the layer."""
-    own = module.named_parameters(recurse=False)
+    parameters = module.named_parameters(recurse=False)
     module.shard_specs = {  # type: ignore[assignment]
-        n: ShardSpec.replicated(p.shape, partial_over=(group.name,)) for n, p in own
+        n: ShardSpec.replicated(p.shape, partial_over=(group.name,)) for n, p in parameters
     }
     return module
 

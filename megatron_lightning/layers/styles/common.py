@@ -19,10 +19,10 @@ def keep(module: nn.Module, group: AxisGroup, *split: str) -> nn.Module:
     """Return ``module`` for a group of one rank, with the parameters ``split`` recorded as
     sharded.
     """
-    own = module.named_parameters(recurse=False)
+    parameters = module.named_parameters(recurse=False)
     specs = {
         n: ShardSpec.split(p.shape, dim=0, size=1, rank=0, axis=group.name)
-        for n, p in own
+        for n, p in parameters
         if n in split
     }
     module.shard_specs = specs  # type: ignore[assignment]

@@ -78,17 +78,17 @@ class TensorParallelExperts:
 
     def apply(self, module: nn.Module, context: ParallelContext, plan: ShardingPlan) -> nn.Module:
         """Shard the parameters, and enter and leave the parallel region around the forward."""
-        full = [
+        full_names = [
             name
             for name, parameter in module.named_parameters(recurse=False)
             if name not in self.splits and parameter.requires_grad
         ]
-        if full and context.tp.size > 1:
+        if full_names and context.tp.size > 1:
             raise ShardingError(
                 f"the plan splits {', '.join(self.splits)} of a {type(module).__name__} and not "
-                f"{', '.join(full)}, which each of the {context.tp.size} ranks would use in full "
-                "before their outputs are added. Give every parameter of the module a split, or "
-                "set tensor_model_parallel_size to 1."
+                f"{', '.join(full_names)}, which each of the {context.tp.size} ranks would use in "
+                "full before their outputs are added. Give every parameter of the module a "
+                "split, or set tensor_model_parallel_size to 1."
             )
         shard_parameters(module, self.splits, context.tp)
         if context.tp.size > 1:
@@ -103,13 +103,13 @@ class TensorParallelExperts:
         factor's gradient is a partial sum over the ranks.
         """
         for part in factors_of(module):
-            split, full = part.lora_B, part.lora_A
+            split, full_factor = part.lora_B, part.lora_A
             rule = self.splits[part.part]
             if rule.dim % _STACK_DIMS == _STACK_DIMS - 1:  # the input's features
-                split, full = full, split
+                split, full_factor = full_factor, split
             shard_parameters(split, {"weight": rule}, context.tp)
             if context.tp.size > 1:
-                partial_over(full, context.tp)
+                partial_over(full_factor, context.tp)
 
 
 @dataclass(frozen=True)
@@ -132,10 +132,10 @@ def shard_parameters(module: nn.Module, splits: Mapping[str, Split], group: Axis
     """Replace parameters of ``module`` by this rank's shards, and declare the specs of all direct
     parameters.
     """
-    missing = [name for name in splits if module._parameters.get(name) is None]
-    if missing:
+    missing_names = [name for name in splits if module._parameters.get(name) is None]
+    if missing_names:
         raise ShardingError(
-            f"the plan splits {', '.join(missing)} of a {type(module).__name__}, whose own "
+            f"the plan splits {', '.join(missing_names)} of a {type(module).__name__}, whose own "
             f"parameters are {', '.join(module._parameters) or 'none'}. Correct the names."
         )
     specs: dict[str, ShardSpec] = {

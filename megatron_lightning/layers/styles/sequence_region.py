@@ -60,12 +60,12 @@ class _Enter:
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         _end(module)  # a pipeline leaves calls without the hook behind them
         names = list(inspect.signature(type(module).forward).parameters)[1:]
-        given = {**dict(zip(names, args, strict=False)), **kwargs}
-        tokens = given.get("input_ids")
-        tokens = given.get("inputs_embeds") if tokens is None else tokens
+        arguments = {**dict(zip(names, args, strict=False)), **kwargs}
+        tokens = arguments.get("input_ids")
+        tokens = arguments.get("inputs_embeds") if tokens is None else tokens
         if tokens is None:
             return None
-        wants_states = given.get("output_hidden_states")
+        wants_states = arguments.get("output_hidden_states")
         if wants_states is None:
             wants_states = getattr(module.config, "output_hidden_states", False)
         extra = -tokens.shape[_DIM] % self.ranks
@@ -94,7 +94,9 @@ class _Enter:
         # Padding at the end is invisible to earlier tokens of a causal model. The outputs are cut
         # to the length again.
         vars(module)[_LENGTH] = tokens.shape[_DIM]
-        padded = {key: _padded(key, x, tokens.shape[_DIM], extra, name) for key, x in given.items()}
+        padded = {
+            key: _padded(key, x, tokens.shape[_DIM], extra, name) for key, x in arguments.items()
+        }
         return (), {**padded, "use_cache": False}
 
 

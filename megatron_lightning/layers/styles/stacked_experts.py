@@ -99,16 +99,16 @@ def _check_stacked(module: nn.Module) -> None:
     """Check that the first dim of every parameter is the experts."""
     num_experts, shapes = getattr(module, "num_experts", None), {}
     adapters = attachment_of(module)
-    inside = set[int]() if adapters is None else {id(p) for p in adapters.parameters()}
+    adapter_ids = set[int]() if adapters is None else {id(p) for p in adapters.parameters()}
     for name, parameter in module.named_parameters():
-        if id(parameter) not in inside:
+        if id(parameter) not in adapter_ids:
             shapes[name] = tuple(parameter.shape)
     if not shapes or any("." in n or s[:1] != (num_experts,) for n, s in shapes.items()):
-        found = ", ".join(f"{name} {list(shape)}" for name, shape in list(shapes.items())[:3])
+        listed = ", ".join(f"{name} {list(shape)}" for name, shape in list(shapes.items())[:3])
         raise ShardingError(
             "style DispatchedExperts takes a module with num_experts and stacked weights, "
             f"[num_experts, ...], and the plan points it at a {type(module).__name__} with "
-            f"num_experts={num_experts} and {found or 'no parameters'}. Where each expert is a "
+            f"num_experts={num_experts} and {listed or 'no parameters'}. Where each expert is a "
             "module (transformers before 5, or code of the model's repository), install a newer "
             "transformers and load its own class; else correct the pattern."
         )
@@ -169,16 +169,18 @@ class _ExchangeTokens:
         exchange, self._exchange = self._exchange, None
         if exchange is None:
             raise RuntimeError("the experts have returned without having been called")
-        own = exchange.combine(output[: self._num_rows])
-        return gather(own, self._replicas, 0)[: self._num_tokens]
+        local_out = exchange.combine(output[: self._num_rows])
+        return gather(local_out, self._replicas, 0)[: self._num_tokens]
 
     def _own(self, x: Tensor) -> Tensor:
         """Return this rank's part [t / n, ...] of a tensor replicated over the replicas.
 
         The last token is repeated until all parts have equal length.
         """
-        missing = -len(x) % self._replicas.size
-        return scatter(torch.cat([x, x[-1:].expand(missing, -1)]) if missing else x, self._replicas)
+        num_padding = -len(x) % self._replicas.size
+        return scatter(
+            torch.cat([x, x[-1:].expand(num_padding, -1)]) if num_padding else x, self._replicas
+        )
 
     def _routing(self, index: Tensor, weights: Tensor) -> Routing:
         probs = weights.new_zeros(len(index), self._num_experts)

@@ -155,8 +155,8 @@ class QueryKeyValue:
         """Divide the adapters of the layer: a single adapter, or an adapter each for queries,
         gates, keys and values.
         """
-        shared, column = KeyOrValue(self.num_query_groups), self._column(context.layout)
-        parts: dict[str, Style] = {ALL_ROWS: self, "k": shared, "v": shared}
+        shared_style, column = KeyOrValue(self.num_query_groups), self._column(context.layout)
+        parts: dict[str, Style] = {ALL_ROWS: self, "k": shared_style, "v": shared_style}
         parts |= dict.fromkeys(("q", "gate"), column)
         divide_column(module, parts.__getitem__, context, plan, copies_input=True)
         adapters = adapters_of(module)

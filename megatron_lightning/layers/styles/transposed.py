@@ -96,10 +96,10 @@ class TransposedRowParallel:
 
 def _keep(module: nn.Module, group: AxisGroup, **dims: int) -> nn.Module:
     """Return ``module`` for a group of one rank, with parameters recorded as sharded."""
-    own = {
+    specs = {
         name: Split(dim) for name, dim in dims.items() if module._parameters.get(name) is not None
     }
-    shard_parameters(module, own, group)
+    shard_parameters(module, specs, group)
     return module
 
 

@@ -129,6 +129,6 @@ class VocabParallelLoss:
         """Return the vocabulary-parallel loss."""
         if context.tp.size == 1:
             return module
-        plain = expect(module, CrossEntropy, "VocabParallelLoss")
-        check_hooks(plain, "VocabParallelLoss", ("input",))
-        return VocabParallelCrossEntropy.from_loss(plain, context.tp, self.vocab_size)
+        loss = expect(module, CrossEntropy, "VocabParallelLoss")
+        check_hooks(loss, "VocabParallelLoss", ("input",))
+        return VocabParallelCrossEntropy.from_loss(loss, context.tp, self.vocab_size)

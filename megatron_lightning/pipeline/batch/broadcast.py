@@ -54,8 +54,8 @@ def _stacked(numbers: Sequence[Tensor | float], device: torch.device) -> Tensor:
     """Return plain numbers and tensors of a single element as one tensor, with one copy to the
     device for all plain numbers.
     """
-    plain = [0.0 if isinstance(number, Tensor) else float(number) for number in numbers]
-    stacked = torch.tensor(plain, dtype=torch.float64, device=device)
+    floats = [0.0 if isinstance(number, Tensor) else float(number) for number in numbers]
+    stacked = torch.tensor(floats, dtype=torch.float64, device=device)
     for index, number in enumerate(numbers):
         if isinstance(number, Tensor):
             stacked[index] = number.detach().to(torch.float64)
@@ -90,10 +90,12 @@ class StageBroadcast:
             return value
         if self._pipeline.rank > 0:
             return self._receive()
-        sent = list(value)
+        message = list(value)
         if without is not None:
-            sent[without] = tree_map_only(Tensor, lambda x: None if x.ndim else x, value[without])
-        self._send(tuple(sent))
+            message[without] = tree_map_only(
+                Tensor, lambda x: None if x.ndim else x, value[without]
+            )
+        self._send(tuple(message))
         return value
 
     def _send(self, value: Any) -> None:
@@ -107,11 +109,11 @@ class StageBroadcast:
             )
         )
         key = int.from_bytes(hashlib.sha1(packed).digest()[:7], "little")
-        new = key not in self._structures
+        is_new = key not in self._structures
         self._broadcast(
-            torch.tensor([key, len(numbers), len(packed) if new else 0], device=self._device)
+            torch.tensor([key, len(numbers), len(packed) if is_new else 0], device=self._device)
         )
-        if new:
+        if is_new:
             self._cache(key, packed)
             self._broadcast(torch.frombuffer(bytearray(packed), dtype=torch.uint8).to(self._device))
         if numbers:

@@ -119,14 +119,14 @@ class MetricSync:
     @contextmanager
     def restored(self) -> Generator[None, None, None]:
         """Restore the metrics' previous states after the block, which may update the metrics."""
-        kept = [
+        records = [
             (vars(metric), dict(vars(metric)), _states(metric)) for metric in self._metrics.values()
         ]
         try:
             yield
         finally:
-            for attributes, before, states in kept:
-                attributes.update(before)
+            for attributes, values, states in records:
+                attributes.update(values)
                 attributes.update(states)
 
     def begin_step(self) -> None:
@@ -188,17 +188,17 @@ def check_persistent_states(module: nn.Module, num_replicas: int) -> None:
 
 def _metrics_of(module: nn.Module, callbacks: Iterable[object]) -> Iterator[tuple[str, Metric]]:
     """Yield the metrics of a module and of callbacks, with a path equal on all ranks."""
-    seen: set[int] = set()
+    seen_ids: set[int] = set()
     for path, child in module.named_modules():
         if isinstance(child, Metric):
-            seen.add(id(child))
+            seen_ids.add(id(child))
             yield path, child
     for path, child in module.named_modules():
         if child is module or _is_users(child):
             for name in vars(child).keys() - _OF_MODULES:
-                yield from _inside(vars(child)[name], f"{path}.{name}".lstrip("."), seen)
+                yield from _inside(vars(child)[name], f"{path}.{name}".lstrip("."), seen_ids)
     for index, callback in enumerate(callbacks):
-        yield from _inside(callback, f"callbacks[{index}]", seen)
+        yield from _inside(callback, f"callbacks[{index}]", seen_ids)
 
 
 def _inside(value: Any, path: str, seen: set[int], depth: int = 0) -> Iterator[tuple[str, Metric]]:

@@ -93,11 +93,11 @@ def merge_outputs(  # noqa: PLR0911 (one line a type)
         sizes: Samples of each, if known.
     """
     # A user's step may return None for some micro-batches: these have no share in the mean.
-    present = [index for index, output in enumerate(outputs) if output is not None]
-    if not present:
+    indices = [index for index, output in enumerate(outputs) if output is not None]
+    if not indices:
         return None
-    sizes = [sizes[index] if sizes else None for index in present]
-    outputs, weights = [outputs[index] for index in present], [weights[index] for index in present]
+    sizes = [sizes[index] if sizes else None for index in indices]
+    outputs, weights = [outputs[index] for index in indices], [weights[index] for index in indices]
     first = outputs[0]
     merge = partial(merge_outputs, weights=weights, sizes=sizes)
     # Nothing to merge: the object itself, whatever the class.
@@ -178,9 +178,9 @@ def _is_list_of(leaf: Any, size: int) -> bool:
     """Return whether ``leaf`` holds plain values, one for each sample. torch's collate function
     leaves texts as lists or tuples.
     """
-    plain = isinstance(leaf, list | tuple) and not hasattr(leaf, "_fields")
+    is_sequence = isinstance(leaf, list | tuple) and not hasattr(leaf, "_fields")
     return (
-        plain
+        is_sequence
         and len(leaf) == size
         and not any(isinstance(i, Tensor | Mapping | list | tuple) for i in leaf)
     )
@@ -207,10 +207,10 @@ def _with_fields(value: Any, values: Mapping[str, Any]) -> Any:
     """Return a copy of a dataclass object, frozen or not, without calling ``__init__``, which may
     compute fields.
     """
-    made = copy.copy(value)
+    filled = copy.copy(value)
     for name, item in values.items():
-        object.__setattr__(made, name, item)
-    return made
+        object.__setattr__(filled, name, item)
+    return filled
 
 
 def _select(batch: Any, size: int, samples: slice) -> Any:

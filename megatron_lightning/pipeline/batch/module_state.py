@@ -93,9 +93,9 @@ class ModuleState:
         self._last = max(stages, default=0)
         self._foreign = vars(base()).keys()
         self._modules = dict(_own_modules(module, set(units)))
-        own = [kind for kind in reversed(type(module).__mro__) if not issubclass(base, kind)]
+        classes = [kind for kind in reversed(type(module).__mro__) if not issubclass(base, kind)]
         self._of_class = {
-            k: v for kind in own for k, v in vars(kind).items() if isinstance(v, list | dict)
+            k: v for kind in classes for k, v in vars(kind).items() if isinstance(v, list | dict)
         }
         self._before: dict[str, Items] = {}
         self._stage = self._last
@@ -170,18 +170,18 @@ class ModuleState:
         """Return the changes since :meth:`begin`, for :meth:`apply` on other stages, and the places
         of changes that cannot be sent.
         """
-        found: list[Change] = []
+        all_changes: list[Change] = []
         for path, values in self._values():
-            found += _entry_changes(self._before[path], values, Place.of_module(path), True)
-        sent, unsent = [], []
-        for kind, place, value in found:
+            all_changes += _entry_changes(self._before[path], values, Place.of_module(path), True)
+        sendable, unsent = [], []
+        for kind, place, value in all_changes:
             if kind == "replace":
                 unsent.append(f"entries of {place} ({len(value):,})")
             elif is_plain(value):
-                sent.append(Change(kind, place, packed(value)))
+                sendable.append(Change(kind, place, packed(value)))
             else:
                 unsent.append(str(place))
-        return sent, unsent
+        return sendable, unsent
 
     def changed_paths(self) -> set[tuple[Any, ...]]:
         """Return the places of changes since :meth:`begin`: path of a module, attribute, keys
@@ -242,8 +242,8 @@ class ModuleState:
 
     def _values(self) -> Iterator[tuple[str, dict[str, Any]]]:
         for path, module in self._modules.items():
-            own = attributes_of(module, self._foreign)
-            yield path, own if path else {**self._of_class, **own}
+            attributes = attributes_of(module, self._foreign)
+            yield path, attributes if path else {**self._of_class, **attributes}
 
 
 def is_of_library(module: nn.Module) -> bool:
@@ -316,7 +316,7 @@ def _changes(before: Record, value: Any, place: Place) -> Iterator[Change]:
     if not isinstance(value, list | tuple | dict):
         yield from _entry_changes(before, attributes_of(value), place, True)
         return
-    own = value if isinstance(value, dict) else dict(enumerate(value[: len(before.entries)]))
-    yield from _entry_changes(before, own, place, False)
+    items = value if isinstance(value, dict) else dict(enumerate(value[: len(before.entries)]))
+    yield from _entry_changes(before, items, place, False)
     if isinstance(value, list) and len(value) > length:
         yield Change("extend", place, value[length:])

@@ -92,8 +92,8 @@ def packed(value: Any) -> Any:
 def _pack(leaf: Any) -> Any:
     if isinstance(leaf, Tensor):
         # Numbers travel as real numbers.
-        sent = leaf.detach().reshape(-1, 1) if leaf.is_complex() and not leaf.ndim else leaf
-        return _Sent(sent.detach(), "cpu" if leaf.device.type == "cpu" else "device")
+        row = leaf.detach().reshape(-1, 1) if leaf.is_complex() and not leaf.ndim else leaf
+        return _Sent(row.detach(), "cpu" if leaf.device.type == "cpu" else "device")
     if isinstance(leaf, np.ndarray) and leaf.dtype.kind in "biufc":
         return _Sent(torch.from_numpy(np.array(leaf, order="C", ndmin=1)), f"numpy{leaf.ndim}")
     if isinstance(leaf, int) and abs(leaf) > _EXACT:

@@ -97,10 +97,10 @@ class KeptTensor:
     @property
     def tensor(self) -> Tensor | None:
         """The tensor, if still alive."""
-        found: Tensor | None = (
+        referent: Tensor | None = (
             self.reference if isinstance(self.reference, Tensor) else self.reference()
         )
-        return found
+        return referent
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,8 +143,10 @@ class Items:
         """Return whether entries recorded as values are the same, without a loop."""
         if self.versions is None or len(values) != len(self.entries):
             return False
-        same = all(map(operator.is_, values.values(), self.entries.values()))
-        return same and values.keys() == self.entries.keys() and self.versions == _versions(values)
+        is_equal = all(map(operator.is_, values.values(), self.entries.values()))
+        return (
+            is_equal and values.keys() == self.entries.keys() and self.versions == _versions(values)
+        )
 
     def is_replaced(self, values: list[Any] | dict[Any, Any]) -> bool:
         """Return whether entries of a list or dict that is too large were replaced or removed."""
@@ -177,9 +179,9 @@ class Recording:
 
 def attributes_of(value: Any, foreign: Collection[str] = ()) -> dict[str, Any]:
     """Return the attributes of an object without code and without the ``foreign`` attributes."""
-    own = vars(value)
-    names = [name for name in own if name not in foreign] if foreign else own
-    return {name: own[name] for name in names if not isinstance(own[name], _CODE)}
+    attributes = vars(value)
+    names = [name for name in attributes if name not in foreign] if foreign else attributes
+    return {name: attributes[name] for name in names if not isinstance(attributes[name], _CODE)}
 
 
 def make_record(value: Any, recording: Recording, depth: int = 0) -> Record:
@@ -243,19 +245,23 @@ def _of_tensor(value: Tensor, recording: Recording) -> KeptTensor:
         return KeptTensor(value if recording.copies else weakref.ref(value), 0, copy)
     if not recording.copies:
         return KeptTensor(weakref.ref(value), value._version, None)
-    kept = recording.kept.get(id(value))
-    if kept is None or kept.is_changed(value):
-        kept = KeptTensor(value, value._version, value.detach().clone())
-        recording.kept[id(value)] = kept
-    return kept
+    earlier_record = recording.kept.get(id(value))
+    if earlier_record is None or earlier_record.is_changed(value):
+        earlier_record = KeptTensor(value, value._version, value.detach().clone())
+        recording.kept[id(value)] = earlier_record
+    return earlier_record
 
 
 def _is_searched(value: Any, depth: int) -> bool:
     if isinstance(value, list | tuple | dict | set | deque | np.ndarray):
         return True
     # A class, or an object representing a class, has no dict.
-    own = getattr(value, "__dict__", None)
-    if isinstance(value, (nn.Module, *_CODE)) or depth >= _DEPTH or not isinstance(own, dict):
+    attributes = getattr(value, "__dict__", None)
+    if (
+        isinstance(value, (nn.Module, *_CODE))
+        or depth >= _DEPTH
+        or not isinstance(attributes, dict)
+    ):
         return False
     return type(value).__module__.partition(".")[0] not in _LIBRARIES
 

@@ -76,11 +76,11 @@ class SequenceArguments:
         Raises:
             ConfigError: If the argument is not a rank's part of the sequences.
         """
-        expected = self._length // self._group.size
-        if part.shape[1] != expected:
+        shard_length = self._length // self._group.size
+        if part.shape[1] != shard_length:
             raise ConfigError(
                 f"{name} of the model's call has {part.shape[1]} columns, and this rank's part of "
-                f"the sequences {expected} positions. Declare the entry of the batch that it comes "
-                "from in sequence_dims, and do not cut sequences in the step."
+                f"the sequences {shard_length} positions. Declare the entry of the batch that it "
+                "comes from in sequence_dims, and do not cut sequences in the step."
             )
         return gather_parts(part, self._group, 1)

@@ -93,14 +93,14 @@ class SequenceSplit:
         entries = batch if isinstance(batch, Mapping) else {}
         if isinstance(batch, list | tuple):
             entries = dict(enumerate(batch))
-        found = {k: v for k, v in entries.items() if k in self.dims and v is not None}
-        if not found:
+        declared = {k: v for k, v in entries.items() if k in self.dims and v is not None}
+        if not declared:
             keys = list(entries) or type(batch).__name__
             raise ConfigError(
                 f"the batch has {keys} and none of {list(self.dims)}, which sequence_dims "
                 "declares. Name the entries of the batch there (of a tuple: their indices)."
             )
-        return found
+        return declared
 
     def _length_of(self, key: Any, value: Any) -> int:
         dim = self.dims[key]

@@ -214,9 +214,9 @@ def _own_generator(spec: str | Sequence[str]) -> tuple[str, Generator]:
         return schedule.name, FixedTable(schedule)
     module, _, function = spec.rpartition(".")
     if not module:
-        known = ", ".join(("auto", *SCHEDULES))
+        names = ", ".join(("auto", *SCHEDULES))
         raise ConfigError(
-            f"pipeline_schedule is {spec!r}, which names no schedule. Set it to one of {known}, to "
+            f"pipeline_schedule is {spec!r}, which names no schedule. Set it to one of {names}, to "
             "a CSV file, or to the class path of a function that makes a Schedule."
         )
     try:

@@ -140,13 +140,13 @@ def _one(
         # memory of one stage converts.
         share = costs.activations(schedule.placement.num_stages)[0]
         columns = [formula.step_time, None, *(peak * share for peak in formula.peak_in_flight)]
-        given = [
+        formula_texts = [
             _number(value)
             if value is not None
             else _percent(_idle(schedule, simulation, formula.step_time))
             for value in columns
         ]
-        rows = [[*row, value] for row, value in zip(rows, ["formula", *given], strict=True)]
+        rows = [[*row, value] for row, value in zip(rows, ["formula", *formula_texts], strict=True)]
         # The written formula stands beside the step time, in the first row behind the head.
         rows[1].append(formula.formula)
     yield from ("", *_aligned(rows))
@@ -194,12 +194,12 @@ def _compared(
             )
         )
     num_ranks, num_microbatches = len(tables[0].actions), tables[0].num_microbatches
-    written = _write(panels, output, f"schedules-p{num_ranks}-m{num_microbatches}")
+    files = _write(panels, output, f"schedules-p{num_ranks}-m{num_microbatches}")
     head = (
         f"{num_ranks} pipeline ranks, {num_microbatches} micro-batches; activations in "
         "micro-batches on all layers of one rank"
     )
-    return "\n".join([head, "", *_aligned(rows), *written])
+    return "\n".join([head, "", *_aligned(rows), *files])
 
 
 def _executed(trace: Trace, source: str, output: str | None) -> str:
@@ -209,13 +209,15 @@ def _executed(trace: Trace, source: str, output: str | None) -> str:
     schedule, costs = trace.schedule, trace.costs()
     simulation = simulate(schedule, costs)
     step_times = (max(end for _, end in trace.spans.values()), simulation.step_time)
-    both = (trace.spans, simulation.spans)
+    both_spans = (trace.spans, simulation.spans)
 
     # Both kinds are divided by their own step time, so that the shares compare though the clocks
     # differ.
     def idle(row: Iterable[Action], count: int = 1) -> list[str]:
         actions = tuple(row)
-        work = [sum(spans[action][1] - spans[action][0] for action in actions) for spans in both]
+        work = [
+            sum(spans[action][1] - spans[action][0] for action in actions) for spans in both_spans
+        ]
         return [
             _percent(1 - busy / (total * count))
             for busy, total in zip(work, step_times, strict=True)
@@ -236,7 +238,7 @@ def _executed(trace: Trace, source: str, output: str | None) -> str:
         means.append([f"stage {stage}", *(_number(1e3 * durations[kind][stage]) for kind in kinds)])
     panels = []
     names = ("executed", "simulated with the same times")
-    for name, time, bubble, spans in zip(names, step_times, bubbles, both, strict=True):
+    for name, time, bubble, spans in zip(names, step_times, bubbles, both_spans, strict=True):
         spans_ms = {action: (1e3 * start, 1e3 * end) for action, (start, end) in spans.items()}
         panels.append(
             Panel(f"{name}: {1e3 * time:.1f} ms, bubble {bubble}", schedule.placement, spans_ms)

@@ -182,14 +182,14 @@ def _check_groups(schedule: Schedule, group_size: int) -> None:
     try:
         validate(schedule)
     except ConfigError as error:
-        left = num_microbatches % group_size
+        num_left = num_microbatches % group_size
         sizes = _fitting_sizes(num_ranks, num_microbatches)
         nearest = sorted(sorted(sizes, key=lambda size: abs(size - group_size))[:2])
         raise ConfigError(
             f"{num_microbatches} micro-batches in groups of "
-            f"microbatch_group_size_per_vp_stage={group_size} leave a last group of {left}, "
+            f"microbatch_group_size_per_vp_stage={group_size} leave a last group of {num_left}, "
             f"smaller than the {num_ranks} pipeline ranks, which would wait for each other "
             f"forever. Set microbatch_group_size_per_vp_stage to {' or '.join(map(str, nearest))}, "
-            f"or run {num_microbatches - left} or {num_microbatches - left + num_ranks} "
+            f"or run {num_microbatches - num_left} or {num_microbatches - num_left + num_ranks} "
             "micro-batches."
         ) from error

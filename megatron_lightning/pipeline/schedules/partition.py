@@ -86,11 +86,11 @@ def partition_units(
         )
     stage_ends = list(accumulate(_balanced_counts(weighing, num_stages)))
     stages: list[list[str]] = [[] for _ in range(num_stages)]
-    stage = taken = 0
+    stage = num_begun = 0
     for name, is_first in zip(names, begins, strict=True):
         if is_first:
-            stage += taken == stage_ends[stage]
-            taken += 1
+            stage += num_begun == stage_ends[stage]
+            num_begun += 1
         # Units without weight (embeddings, norms) stay with the block before them, and leading
         # units with the first block.
         stages[stage].append(name)
@@ -98,8 +98,8 @@ def partition_units(
 
 
 def _listed(names: Sequence[str]) -> str:
-    shown = names if len(names) <= _MOST_LISTED else [*names[:3], "…", *names[-3:]]
-    return ", ".join(shown)
+    listed = names if len(names) <= _MOST_LISTED else [*names[:3], "…", *names[-3:]]
+    return ", ".join(listed)
 
 
 def _balanced_counts(weights: Sequence[float], num_parts: int) -> list[int]:

@@ -217,7 +217,7 @@ def _panel_height(panel: Panel) -> float:
 
 
 def _panel(panel: Panel, top: float, scale: float, total: float, unit: str) -> Iterator[Bar | Text]:
-    left, rows = _MARGIN + _LABELS, top + 28
+    left_edge, rows = _MARGIN + _LABELS, top + 28
     placement = panel.placement
     yield Text(_MARGIN, top + 10, panel.title, 15, "start", _INK)
     chunk_of: dict[int, int] = {}
@@ -233,13 +233,13 @@ def _panel(panel: Panel, top: float, scale: float, total: float, unit: str) -> I
             else f"{stages[0]}, {stages[1]} … {stages[-1]}"
         )
         yield Text(_MARGIN, y + 20, f"stage {listed}", 10, "start", _FAINT)
-        yield Bar(left, y, total * scale, _ROW, "#f4f4f4")
+        yield Bar(left_edge, y, total * scale, _ROW, "#f4f4f4")
     for action, (start, end) in panel.spans.items():
         y, width = rows + placement.pp_ranks[action.stage] * (_ROW + _GAP), (end - start) * scale
         shade = _KINDS[action.kind][0]
         # A hair of background between neighbors, but at most half of a narrow bar.
         yield Bar(
-            left + start * scale,
+            left_edge + start * scale,
             y,
             max(width - 1, width / 2),
             _ROW,
@@ -249,8 +249,10 @@ def _panel(panel: Panel, top: float, scale: float, total: float, unit: str) -> I
         size = min(13.0, float(math.floor((width - 3) / (0.6 * len(label)))))
         if size >= 7:
             ink = _INK if shade == "light" else "#ffffff"
-            yield Text(left + start * scale + width / 2, y + _ROW / 2, label, size, "middle", ink)
-    yield from _axis(rows + placement.num_ranks * (_ROW + _GAP), left, scale, total, unit)
+            yield Text(
+                left_edge + start * scale + width / 2, y + _ROW / 2, label, size, "middle", ink
+            )
+    yield from _axis(rows + placement.num_ranks * (_ROW + _GAP), left_edge, scale, total, unit)
 
 
 def _axis(y: float, left: float, scale: float, total: float, unit: str) -> Iterator[Bar | Text]:

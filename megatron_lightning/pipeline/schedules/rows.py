@@ -20,10 +20,10 @@ def count_microbatches(words: Iterable[Word], num_microbatches: int) -> tuple[Ac
     A schedule is thus written once, for as many micro-batches as fill the pipeline, and is right
     for fewer.
     """
-    seen: Counter[Word] = Counter()
+    counts: Counter[Word] = Counter()
     actions = []
     for word in words:
-        microbatch, seen[word] = seen[word], seen[word] + 1
+        microbatch, counts[word] = counts[word], counts[word] + 1
         if microbatch < num_microbatches:
             actions.append(Action(*word, microbatch))
     return tuple(actions)

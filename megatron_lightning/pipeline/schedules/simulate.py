@@ -59,10 +59,10 @@ class Costs:
         """Return the time of each kind of action on every stage."""
         input_gradient = _per_stage("input_gradient", self.input_gradient, num_stages)
         weight_gradient = _per_stage("weight_gradient", self.weight_gradient, num_stages)
-        both = tuple(map(sum, zip(input_gradient, weight_gradient, strict=True)))
+        full_backward = tuple(map(sum, zip(input_gradient, weight_gradient, strict=True)))
         return {
             Kind.FORWARD: _per_stage("forward", self.forward, num_stages),
-            Kind.BACKWARD: both
+            Kind.BACKWARD: full_backward
             if self.backward is None
             else _per_stage("backward", self.backward, num_stages),
             Kind.INPUT_GRADIENT: input_gradient,
@@ -139,13 +139,13 @@ def _per_stage(name: str, value: PerStage, num_stages: int) -> tuple[float, ...]
 
 
 def _peak(actions: tuple[Action, ...], weights: tuple[float, ...]) -> float:
-    held = peak = 0.0
+    current = peak = 0.0
     for stage, kind, _ in actions:
         if kind is Kind.FORWARD:
-            held += weights[stage]
-            peak = max(peak, held)
+            current += weights[stage]
+            peak = max(peak, current)
         elif kind is not Kind.INPUT_GRADIENT:  # the weight gradient still needs the activations
-            held -= weights[stage]
+            current -= weights[stage]
     return peak
 
 
@@ -184,11 +184,11 @@ def _check_complete(schedule: Schedule) -> None:
     forward_only = all(action.kind is Kind.FORWARD for action in counts)
     for stage in range(placement.num_stages):
         for microbatch in range(schedule.num_microbatches):
-            found = {kind.value for kind in Kind if Action(stage, kind, microbatch) in counts}
-            if found not in ([{"F"}] if forward_only else [{"F", "B"}, {"F", "I", "W"}]):
+            kinds = {kind.value for kind in Kind if Action(stage, kind, microbatch) in counts}
+            if kinds not in ([{"F"}] if forward_only else [{"F", "B"}, {"F", "I", "W"}]):
                 raise ConfigError(
                     f"schedule {schedule.name} gives stage {stage}, micro-batch {microbatch} the "
-                    f"actions {', '.join(sorted(found)) or 'none'}. It needs one F and one B (or "
+                    f"actions {', '.join(sorted(kinds)) or 'none'}. It needs one F and one B (or "
                     "one I and one W); leave out all backwards of a table or none."
                 )
 
@@ -197,8 +197,8 @@ def _check_channels(schedule: Schedule) -> None:
     """Compare the order of sending and of receiving each channel's messages. The receiving action
     names a message.
     """
-    sent: dict[Channel, list[tuple[int, int]]] = defaultdict(list)
-    received: dict[Channel, list[tuple[int, int]]] = defaultdict(list)
+    sends: dict[Channel, list[tuple[int, int]]] = defaultdict(list)
+    receives: dict[Channel, list[tuple[int, int]]] = defaultdict(list)
     holders = schedule.placement.pp_ranks
     # Each rank sends and receives in the order of its own row. A channel delivers in order, so both
     # rows must name the same messages in the same order.
@@ -209,17 +209,17 @@ def _check_channels(schedule: Schedule) -> None:
             step, name = (1, "forward") if kind is Kind.FORWARD else (-1, "backward")
             if 0 <= stage + step < len(holders) and holders[stage + step] != pp_rank:
                 # Stages on one rank hand over in memory, without a channel.
-                sent[name, pp_rank, holders[stage + step]].append((stage + step, microbatch))
+                sends[name, pp_rank, holders[stage + step]].append((stage + step, microbatch))
             if 0 <= stage - step < len(holders) and holders[stage - step] != pp_rank:
-                received[name, holders[stage - step], pp_rank].append((stage, microbatch))
-    for channel, order in sent.items():
-        for (stage, microbatch), taken in zip(order, received[channel], strict=True):
-            if (stage, microbatch) != taken:
+                receives[name, holders[stage - step], pp_rank].append((stage, microbatch))
+    for channel, order in sends.items():
+        for (stage, microbatch), receive in zip(order, receives[channel], strict=True):
+            if (stage, microbatch) != receive:
                 name, source, destination = channel
                 raise ConfigError(
                     f"schedule {schedule.name}: on the {name} channel from pp rank {source} to "
                     f"{destination} the message for stage {stage}, micro-batch {microbatch} is "
-                    f"sent where that for stage {taken[0]}, micro-batch {taken[1]} is received "
+                    f"sent where that for stage {receive[0]}, micro-batch {receive[1]} is received "
                     "first. Put both ranks' actions in the same order."
                 )
 
@@ -229,7 +229,7 @@ def _execute(schedule: Schedule, costs: Costs) -> dict[Action, tuple[float, floa
     spans: dict[Action, tuple[float, float]] = {}
     holders, num_stages = schedule.placement.pp_ranks, schedule.placement.num_stages
     durations, communication = costs.durations(num_stages), costs.communication
-    present = {action for row in schedule.actions for action in row}
+    actions = {action for row in schedule.actions for action in row}
     position, clock = [0] * len(schedule.actions), [0.0] * len(schedule.actions)
     # A pp rank runs until a prerequisite is missing, and the prerequisite wakes the pp rank: no
     # polling, so that the time is linear in the number of actions.
@@ -241,7 +241,7 @@ def _execute(schedule: Schedule, costs: Costs) -> dict[Action, tuple[float, floa
         while position[pp_rank] < len(row):
             action = row[position[pp_rank]]
             start = clock[pp_rank]
-            for need in _needs(action, present, num_stages):
+            for need in _needs(action, actions, num_stages):
                 if need not in spans:
                     waiting[need].append(pp_rank)
                     break
@@ -279,8 +279,8 @@ def _needs(action: Action, present: set[Action], num_stages: int) -> tuple[Actio
         return (Action(stage - 1, kind, microbatch),) if stage > 0 else ()
     if kind is Kind.WEIGHT_GRADIENT:
         return (Action(stage, Kind.INPUT_GRADIENT, microbatch),)
-    own = Action(stage, Kind.FORWARD, microbatch)
+    forward = Action(stage, Kind.FORWARD, microbatch)
     if stage == num_stages - 1:
-        return (own,)
-    full, half = (Action(stage + 1, gradient, microbatch) for gradient in SENDS_GRADIENT)
-    return (own, half if half in present else full)
+        return (forward,)
+    full_backward, half = (Action(stage + 1, gradient, microbatch) for gradient in SENDS_GRADIENT)
+    return (forward, half if half in present else full_backward)

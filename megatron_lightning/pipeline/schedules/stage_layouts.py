@@ -105,19 +105,19 @@ def split_units(
 
 
 def _expand(text: str) -> str:
-    plain = re.sub(r"[\s,]", "", text)
+    letters = re.sub(r"[\s,]", "", text)
     previous = ""
-    while previous != plain:  # from the innermost parentheses outwards
-        previous = plain
-        plain = re.sub(r"\(([^()]*)\)\*(\d+)", lambda match: match[1] * int(match[2]), plain)
-    plain = re.sub(r"([^()*])\*(\d+)", lambda match: match[1] * int(match[2]), plain)
-    wrong = next((letter for letter in plain if letter not in {*KINDS, "|"}), None)
-    if wrong is not None:
+    while previous != letters:  # from the innermost parentheses outwards
+        previous = letters
+        letters = re.sub(r"\(([^()]*)\)\*(\d+)", lambda match: match[1] * int(match[2]), letters)
+    letters = re.sub(r"([^()*])\*(\d+)", lambda match: match[1] * int(match[2]), letters)
+    unknown = next((letter for letter in letters if letter not in {*KINDS, "|"}), None)
+    if unknown is not None:
         raise ConfigError(
-            f"pipeline layout {text!r} has {wrong!r} where a layer belongs. Write E, t, m, L and "
+            f"pipeline layout {text!r} has {unknown!r} where a layer belongs. Write E, t, m, L and "
             "|, repeated as in t*3 or (tt|)*4."
         )
-    return plain
+    return letters
 
 
 def _kind(name: str) -> str | None:
@@ -137,12 +137,12 @@ def _check_layout(
 ) -> None:
     ranks, stages = placement.num_ranks, placement.num_stages
     _check_number("the pipeline layout", len(layout), placement)
-    for kind, letter, found in (("decoder", "t", num_layers), ("mtp", "m", num_predicting)):
-        written = sum(stage.count(kind) for stage in layout)
-        if written != found:
+    for kind, letter, num_listed in (("decoder", "t", num_layers), ("mtp", "m", num_predicting)):
+        num_written = sum(stage.count(kind) for stage in layout)
+        if num_written != num_listed:
             raise ConfigError(
-                f"the pipeline layout has {written} layers {letter} ({kind}), and pipeline_units() "
-                f"lists {found}. Write {found}."
+                f"the pipeline layout has {num_written} layers {letter} ({kind}), and "
+                f"pipeline_units() lists {num_listed}. Write {num_listed}."
             )
     predicting = next((index for index, stage in enumerate(layout) if "mtp" in stage), stages)
     if predicting < stages - ranks:
@@ -240,8 +240,8 @@ def _uneven_counts(
             f"and with the stages on {placement.pp_ranks} they are one. Set "
             "pipeline_model_parallel_layout."
         )
-    own = {0: first, ranks - 1: last}
-    middle = [rank for rank in range(ranks) if own.get(rank) is None]
+    set_counts = {0: first, ranks - 1: last}
+    middle = [rank for rank in range(ranks) if set_counts.get(rank) is None]
     for name, count in (("first", first), ("last", last)):
         if count is not None and count % chunks:
             below = count // chunks * chunks
@@ -249,21 +249,21 @@ def _uneven_counts(
                 f"num_layers_in_{name}_pipeline_stage={count} cannot be divided among {chunks} "
                 f"model chunks. Set it to {f'{below} or ' if below else ''}{below + chunks}."
             )
-    left = num_layers - (first or 0) - (last or 0)
-    if left < len(middle) * chunks or (left and not middle):
+    num_left = num_layers - (first or 0) - (last or 0)
+    if num_left < len(middle) * chunks or (num_left and not middle):
         raise ConfigError(
             f"num_layers_in_first_pipeline_stage={first} and "
-            f"num_layers_in_last_pipeline_stage={last} leave {left} of {num_layers} layers for "
+            f"num_layers_in_last_pipeline_stage={last} leave {num_left} of {num_layers} layers for "
             f"{len(middle)} other pipeline ranks with {chunks} model chunks each. Change the two "
             f"so that {f'{len(middle) * chunks} or more are' if middle else 'none is'} left."
         )
     # The earliest stages take the remainder. In a loop placement, stage s is on rank s % ranks.
-    each, extra = divmod(left, max(1, len(middle) * chunks))
+    per_stage, extra = divmod(num_left, max(1, len(middle) * chunks))
     counts = []
     for stage in range(placement.num_stages):
-        count = own.get(stage % ranks)
+        count = set_counts.get(stage % ranks)
         if count is None:
-            counts.append(each + (extra > 0))
+            counts.append(per_stage + (extra > 0))
             extra -= extra > 0
         else:
             counts.append(count // chunks)

@@ -65,7 +65,7 @@ class FixedTable:
         """Return the table. The numbers must be the table's numbers."""
         schedule = self.schedule
         placement = schedule.placement
-        asked = (num_ranks, num_chunks * num_ranks, num_microbatches)
+        requested_sizes = (num_ranks, num_chunks * num_ranks, num_microbatches)
         has = (placement.num_ranks, placement.num_stages, schedule.num_microbatches)
         names = ("pipeline ranks", "stages", "micro-batches")
         settings = (
@@ -73,10 +73,10 @@ class FixedTable:
             f"set virtual_pipeline_model_parallel_size to {has[1] // has[0]}",
             f"choose batch size and micro_batch_size so that a batch has {has[2]} micro-batches",
         )
-        for name, wanted, found, setting in zip(names, asked, has, settings, strict=True):
-            if wanted != found:
+        for name, wanted, size, setting in zip(names, requested_sizes, has, settings, strict=True):
+            if wanted != size:
                 raise ConfigError(
-                    f"schedule {schedule.name} is a table for {found} {name}, and the run has "
+                    f"schedule {schedule.name} is a table for {size} {name}, and the run has "
                     f"{wanted}. Write a table for {wanted}, name a function that makes one for any "
                     f"number, or {setting}."
                 )

@@ -219,7 +219,7 @@ class StageCrossing:
         # A stage leaves the user's forward by an exception, since the code between units would need
         # outputs of later stages. The exception ends right around the forward, and not around the
         # stage.
-        left: list[StageExit] = []
+        exits: list[StageExit] = []
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             try:
@@ -237,14 +237,14 @@ class StageCrossing:
             except StageExit as exit_:  # hooks of FSDP2 have to see the end of the forward
                 # The traceback's frames hold the hooks of unfinished checkpoints.
                 exit_.__traceback__ = None
-                left.append(exit_)
+                exits.append(exit_)
                 return tuple(exit_.outputs)
             return output
 
         watched = self._calls.analysis.watching_draws() if self._calls.analysis else nullcontext()
         with self._calls.seeded(self._calls.current.seed), watched:
             output = self._run_stage(self._calls.current.stage, forward, *args, **kwargs)
-        return left[0] if left else output
+        return exits[0] if exits else output
 
     def _check_placeholders(self, output: Any, args: Any, kwargs: Any) -> None:
         """Check that NaN in the placeholders has reached nothing.
@@ -253,10 +253,10 @@ class StageCrossing:
             PipelineError: If NaN has reached an output.
         """
         calls, call = self._calls, self._calls.current
-        found = output.outputs if isinstance(output, StageExit) else output
+        results = output.outputs if isinstance(output, StageExit) else output
         self._facts.tested.add(call.stage)
         # NaN received from a stage before is the model's own.
-        if not _has_nan(found) or _has_nan(call.received):
+        if not _has_nan(results) or _has_nan(call.received):
             return
         # The forward runs once more with zeros in the placeholders: NaN that disappears came from
         # one of them. The call's state is set aside, so that the repetition sends and records

@@ -133,10 +133,10 @@ class DependencyTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.begin(unit)
         self._inside.append(unit)
         try:
-            given = tensors_inside((args, kwargs))
-            self._use(self._of(given))
+            inputs = tensors_inside((args, kwargs))
+            self._use(self._of(inputs))
             output = run(*args, **kwargs)
-            self._find_aliases(unit, given, tensors_inside(output))
+            self._find_aliases(unit, inputs, tensors_inside(output))
             # Later writes into the copy belong to this unit, whatever the storage of the output
             # was.
             output = map_tensors(torch.clone, output)
@@ -146,15 +146,15 @@ class DependencyTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _find_aliases(self, unit: int, given: Sequence[Tensor], returned: Sequence[Tensor]) -> None:
         memory = {_storage(tensor): tensor for tensor in given}
-        seen: set[int] = set()
+        storages: set[int] = set()
         for tensor in returned:
             storage = _storage(tensor)
             if storage in memory:
                 marks = self._of([memory[storage]])
                 self._aliased |= {(j, unit) for j in (*marks, unit) if isinstance(j, int)}
-            if storage in seen:
+            if storage in storages:
                 self._aliased.add((unit, unit))
-            seen.add(storage)
+            storages.add(storage)
 
     def begin(self, unit: int) -> None:
         """Record the call of a unit."""
@@ -176,8 +176,8 @@ class DependencyTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def end(self, output: Any) -> None:
         """Record the output of the forward, and tensors left elsewhere for the step."""
         opaque = [leaf for leaf in tree_leaves(output) if hasattr(leaf, "__dict__")]
-        inside = [list(vars(leaf).values()) for leaf in opaque if not isinstance(leaf, Tensor)]
-        self._used.setdefault(EPILOGUE, set()).update(self._of(tensors_inside([output, inside])))
+        values = [list(vars(leaf).values()) for leaf in opaque if not isinstance(leaf, Tensor)]
+        self._used.setdefault(EPILOGUE, set()).update(self._of(tensors_inside([output, values])))
 
     def keep(self, left: Iterable[Tensor]) -> None:
         """Record the state of preludes among tensors that a stage leaves outside of the output:
@@ -203,28 +203,28 @@ class DependencyTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:  # called by torch
-        given = tensors_inside((args, kwargs))
-        marks = self._of(given)
+        inputs = tensors_inside((args, kwargs))
+        marks = self._of(inputs)
         self._use(marks)
         if func is _ITEM and not self._inside:  # a Python number may reach anything
             self._used.setdefault(EPILOGUE, set()).update(j for j in marks if isinstance(j, int))
         output = func(*args, **(kwargs or {}))
         if not self._inside and func._schema.is_mutable:
-            written = self._of(tensors_inside(output))
-            self._written_between |= {j for j in written if isinstance(j, int)}
-        earlier: set[int] = set()
+            written_sources = self._of(tensors_inside(output))
+            self._written_between |= {j for j in written_sources if isinstance(j, int)}
+        sources: set[int] = set()
         if self._inside:
             marks = frozenset({_Mark(self._inside[-1])})
             if not func._schema.is_mutable:  # a view of an argument is not made here
-                earlier = {_storage(tensor) for tensor in given}
+                sources = {_storage(tensor) for tensor in inputs}
         if marks:
             for tensor in tensors_inside(output):
-                if _storage(tensor) not in earlier:
-                    before = self._of([tensor])
+                if _storage(tensor) not in sources:
+                    tensor_sources = self._of([tensor])
                     if self._inside and func._schema.is_mutable:
                         unit = self._inside[-1]
-                        self._writes |= {(j, unit) for j in before if isinstance(j, int)}
-                    self._mark(tensor, marks | before)
+                        self._writes |= {(j, unit) for j in tensor_sources if isinstance(j, int)}
+                    self._mark(tensor, marks | tensor_sources)
         return output
 
     def _use(self, marks: frozenset[Any]) -> None:

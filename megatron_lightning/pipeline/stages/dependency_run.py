@@ -82,10 +82,10 @@ class ExampleRun:
         return uses
 
     def _try(self, path: str, observe: Callable[..., Any]) -> Any:
-        given = example_inputs(self._root, path)
-        if given is None:
+        example = example_inputs(self._root, path)
+        if example is None:
             return None
-        caller, args, kwargs = given
+        caller, args, kwargs = example
         inner = path if caller is self._root else ""
         ways: list[Callable[..., Any]] = [
             partial(_fake, torch.float32),
@@ -150,14 +150,14 @@ def _real(
     caller: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Iterator[tuple[nn.Module, Callable[[], Any]]]:
     """Yield the module itself. The buffers and the random state are restored at the end."""
-    before = [(buffer, buffer.clone()) for buffer in caller.buffers()]
+    buffers = [(buffer, buffer.clone()) for buffer in caller.buffers()]
     device = next((parameter.device for parameter in caller.parameters()), _CPU)
     args, kwargs = tree_map_only(Tensor, lambda tensor: tensor.to(device), (args, kwargs))
     with torch.random.fork_rng(), torch.no_grad():
         try:
             yield caller, lambda: caller(*args, **kwargs)
         finally:
-            for buffer, value in before:
+            for buffer, value in buffers:
                 buffer.copy_(value)
 
 
@@ -176,7 +176,7 @@ def _count_calls(module: nn.Module, call: Callable[[], Any]) -> Calls:
 
 def _count_operations(module: nn.Module, call: Callable[[], Any]) -> Operations:
     """Count operations between the start and the end of every call."""
-    found: dict[str, float] = {}
+    counts: dict[str, float] = {}
     starts: dict[str, int] = {}
     with ExitStack() as undo:
         counter = undo.enter_context(operation_counter())
@@ -185,13 +185,13 @@ def _count_operations(module: nn.Module, call: Callable[[], Any]) -> Operations:
             starts[name] = counter.get_total_flops()
 
         def end(name: str, *_: Any) -> None:
-            found[name] = found.get(name, 0.0) + counter.get_total_flops() - starts[name]
+            counts[name] = counts.get(name, 0.0) + counter.get_total_flops() - starts[name]
 
         for name, child in module.named_modules():
             undo.callback(child.register_forward_pre_hook(partial(start, name)).remove)
             undo.callback(child.register_forward_hook(partial(end, name)).remove)
         call()
-    return found
+    return counts
 
 
 def _follow(
@@ -237,15 +237,15 @@ def intercepted(module: nn.Module, call: Callable[..., Any]) -> Iterator[None]:
     ``call`` receives the original call, compiled or not, and the arguments. ``call`` is set in the
     place used by ``Module.compile``, the only place to replace ``Module.__call__`` on an instance.
     """
-    before: Callable[..., Any] | None = module.__dict__.get("_compiled_call_impl")
-    module._compiled_call_impl = partial(call, before or module._call_impl)
+    original: Callable[..., Any] | None = module.__dict__.get("_compiled_call_impl")
+    module._compiled_call_impl = partial(call, original or module._call_impl)
     try:
         yield
     finally:
-        if before is None:
+        if original is None:
             module.__dict__.pop("_compiled_call_impl", None)
         else:
-            module._compiled_call_impl = before
+            module._compiled_call_impl = original
 
 
 class CallAnalysis:
@@ -273,9 +273,9 @@ class CallAnalysis:
     @contextmanager
     def watching_draws(self) -> Iterator[None]:
         """Context of a forward that may draw from Python's or NumPy's generators."""
-        before = host_state()
+        state = host_state()
         yield
-        self.draws_on_host |= host_state() != before
+        self.draws_on_host |= host_state() != state
 
     @contextmanager
     def running(self, root: nn.Module) -> Iterator[None]:
@@ -295,12 +295,12 @@ class CallAnalysis:
         partition = self._partition
         facts.notes.clear()  # dtypes may differ from a run with values: autocast, fused paths
         ranks = context.pp.all_gather_object((self._uses, self.values.left, self.draws_on_host))
-        shown = [uses for of_rank, *_ in ranks for uses in of_rank]
+        all_uses = [uses for of_rank, *_ in ranks for uses in of_rank]
         facts.left = {value for _, of_rank, _ in ranks for value in of_rank}
         facts.draws_on_host = any(draws for *_, draws in ranks)
         # Fewer findings than stages if the step calls the units itself: everything is carried then.
-        if len(shown) == len(partition.stages):
-            facts.uses = Uses.union(shown)
+        if len(all_uses) == len(partition.stages):
+            facts.uses = Uses.union(all_uses)
             starts = [first for first, _ in partition.bounds]
             check_boundaries(facts.uses, partition.units, starts, partition.preludes)
             self._check_epilogue(facts.uses, starts[-1])
@@ -335,31 +335,31 @@ def check_boundaries(
     Raises:
         ConfigError: Naming the units and the boundaries that work.
     """
-    named = partial(name_of, units=units, preludes=preludes)
+    name = partial(name_of, units=units, preludes=preludes)
     # Received copies do not share memory, so that a write into one copy misses the other.
     for source, alias in sorted(uses.aliased) if len(starts) > 1 else ():
         # Only a write makes shared memory visible to the model.
-        written = {source, alias} & (uses.written_between | {j for j, _ in uses.writes})
-        if written:
+        written_units = {source, alias} & (uses.written_between | {j for j, _ in uses.writes})
+        if written_units:
             raise ConfigError(
-                f"unit {named(alias)!r} returns memory that it was given, or the same memory "
-                f"twice, and the model writes into the output of {named(min(written))!r} in place, "
-                "which changes both. A stage that receives copies would not see it. Return a copy "
-                "from the unit (x.clone()), or write into one."
+                f"unit {name(alias)!r} returns memory that it was given, or the same memory "
+                f"twice, and the model writes into the output of {name(min(written_units))!r} in "
+                "place, which changes both. A stage that receives copies would not see it. Return "
+                "a copy from the unit (x.clone()), or write into one."
             )
     for start in starts:
         carried = uses.carried(start) if start else ()
         for source, writer in sorted(uses.writes):
             if writer < start and source in carried:
                 raise ConfigError(
-                    f"unit {named(writer)!r} writes into the output of unit {named(source)!r} in "
+                    f"unit {name(writer)!r} writes into the output of unit {name(source)!r} in "
                     f"place, which a stage that begins with {units[start]!r} uses too. Let it "
                     "write into a copy (inplace=False)."
                 )
         if start and not uses.allows(start):
             source, reader = min((j, i) for j, i in uses.side_channels if j < start <= i)
             if source < 0:
-                raise _side_channel_of_prelude(named(source))
+                raise _side_channel_of_prelude(name(source))
             by = "the code behind the units" if reader >= len(units) else repr(units[reader])
             works = ", ".join(repr(units[cut]) for cut in range(1, len(units)) if uses.allows(cut))
             otherwise = (
@@ -387,10 +387,10 @@ def _side_channel_of_prelude(name: str) -> ConfigError:
 @contextmanager
 def _unchanged(module: nn.Module) -> Iterator[None]:
     """Restore the buffers of the module after the block."""
-    before = [(buffer, buffer.clone()) for buffer in module.buffers() if not buffer.is_meta]
+    buffers = [(buffer, buffer.clone()) for buffer in module.buffers() if not buffer.is_meta]
     try:
         yield
     finally:
         with torch.no_grad():
-            for buffer, value in before:
+            for buffer, value in buffers:
                 buffer.copy_(value)

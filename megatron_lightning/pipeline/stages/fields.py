@@ -54,20 +54,20 @@ def closed(tree: Any) -> Any:
         return items
     if issubclass(kind, tuple):
         return tuple.__new__(kind, items.values())
-    made = object.__new__(kind)
+    instance = object.__new__(kind)
     for name, item in items.items():
-        object.__setattr__(made, name, item)
-    return made
+        object.__setattr__(instance, name, item)
+    return instance
 
 
 def _found(name: str) -> type | None:
     """Return the named tuple or dataclass of this name. None: no such type on module level."""
     module, _, path = name.partition(":")
-    found: Any = sys.modules.get(module)
+    value: Any = sys.modules.get(module)
     for part in path.split("."):
-        found = getattr(found, part, None)
-    is_open = isinstance(found, type) and (is_dataclass(found) or hasattr(found, "_fields"))
-    return found if is_open else None
+        value = getattr(value, part, None)
+    is_open = isinstance(value, type) and (is_dataclass(value) or hasattr(value, "_fields"))
+    return value if is_open else None
 
 
 def map_tensors(function: Callable[[Tensor], Tensor], tree: Any) -> Any:

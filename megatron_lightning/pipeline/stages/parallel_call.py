@@ -117,11 +117,11 @@ def replaced_attribute(owner: nn.Module, name: str, value: Any) -> Iterator[None
     attribute afterwards.
     """
     attributes = vars(owner)
-    before = attributes.get(name)
+    original = attributes.get(name)
     attributes[name] = value
     try:
         yield
     finally:
         del attributes[name]
-        if before is not None:
-            attributes[name] = before
+        if original is not None:
+            attributes[name] = original

@@ -80,7 +80,7 @@ class PreludeCalls:
     def made(self) -> set[int]:
         """Return the indices of all calls."""
         return {
-            call_index(position, earlier, self._num_preludes)
+            call_index(position, previous, self._num_preludes)
             for position, count in self._counts.items()
-            for earlier in range(count)
+            for previous in range(count)
         }

@@ -62,11 +62,11 @@ class StagePartition:
         check_units(module, self.units)
         # Shared parameters survive in the units of other stages: compared by identity, since a tied
         # parameter has several names.
-        kept = {id(module.get_parameter(name)) for name in self.replicated_over_pp}
+        kept_ids = {id(module.get_parameter(name)) for name in self.replicated_over_pp}
         own_modules = {name for stage in self.own for name in self.modules_of(stage)}
         for name in self.modules:
             if name not in own_modules:
-                make_absent(module.get_submodule(name), name, kept)
+                make_absent(module.get_submodule(name), name, kept_ids)
 
     @property
     def modules(self) -> tuple[str, ...]:
@@ -110,14 +110,16 @@ def check_units(module: nn.Module, units: Sequence[str]) -> None:
         parts = unit.split(".")
         # A compiled graph around a unit cannot be left by an exception, nor can a call inside be
         # replaced.
-        around = [".".join(parts[:end]) for end in range(len(parts))]
-        compiled = [path for path in around if _is_compiled(paths[path])]
+        paths_around = [".".join(parts[:end]) for end in range(len(parts))]
+        compiled = [path for path in paths_around if _is_compiled(paths[path])]
         if compiled:
             raise ConfigError(
                 f"{compiled[0] or type(module).__name__} is compiled as one, and a pipeline leaves "
                 f"its forward at {unit!r}. Compile each unit: call unit.compile()."
             )
-        outer = next((other for other in units if unit.startswith(f"{other}.")), None)
+        outer = next(
+            (other_unit for other_unit in units if unit.startswith(f"{other_unit}.")), None
+        )
         if outer is not None:
             raise ConfigError(
                 f"pipeline unit {outer!r} contains unit {unit!r}; a unit runs on one stage. List "

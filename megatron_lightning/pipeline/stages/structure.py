@@ -136,12 +136,16 @@ class Placeholders:
         """Return a tensor. ``fresh``: in new storage. Otherwise several outputs may share the
         tensor until code writes into the tensor.
         """
-        known = None if fresh else self._known.get(like)
-        if known is None or known.requires_grad or num_writes(known):
+        known_placeholder = None if fresh else self._known.get(like)
+        if (
+            known_placeholder is None
+            or known_placeholder.requires_grad
+            or num_writes(known_placeholder)
+        ):
             value = self._value if like.dtype.is_floating_point else 0
-            known = torch.full(like.shape, value, dtype=like.dtype, device=self._device)
-            self._known[like] = known
-        return known
+            known_placeholder = torch.full(like.shape, value, dtype=like.dtype, device=self._device)
+            self._known[like] = known_placeholder
+        return known_placeholder
 
 
 def num_writes(tensor: Tensor) -> int:
@@ -193,8 +197,10 @@ class Containers:
     """Lists, dicts and dataclasses among the arguments of a call, recorded before the call."""
 
     def __init__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        given = [x for x in (*args, *kwargs.values()) if isinstance(x, list | dict) or _is_data(x)]
-        self._before = [(container, _entries(container)) for container in given]
+        containers = [
+            x for x in (*args, *kwargs.values()) if isinstance(x, list | dict) or _is_data(x)
+        ]
+        self._before = [(container, _entries(container)) for container in containers]
 
     def changed(self, output: Any, *, is_copy: bool) -> str | None:
         """Return the type of a container changed by the call. None: no change.
@@ -203,9 +209,9 @@ class Containers:
             output: Output of the call. A dataclass that the call fills and returns is handed on.
             is_copy: Whether ``output`` is a copy of the call's output.
         """
-        for container, before in self._before:
-            same = type(container) is type(output) if is_copy else container is output
-            if not (same and _is_data(output)) and _entries(container) != before:
+        for container, record in self._before:
+            is_same = type(container) is type(output) if is_copy else container is output
+            if not (is_same and _is_data(output)) and _entries(container) != record:
                 return type(container).__name__
         return None
 

@@ -80,19 +80,19 @@ class UnitCalls:
         # The note of a message says which units' outputs the flat list of tensors holds, and how
         # these outputs are structured. Micro-batches of one signature have equal notes.
         note = "{}" if received is None else received.note
-        before = facts.structures(note) if note else {}
+        structures_before = facts.structures(note) if note else {}
         tensors = iter(received or ())
-        given = {
-            unit: tuple(next(tensors) for _ in range(before[unit].num_tensors))
-            for unit in (_among(before, facts.carried(first)) if received else ())
+        inputs_of_units = {
+            unit: tuple(next(tensors) for _ in range(structures_before[unit].num_tensors))
+            for unit in (_among(structures_before, facts.carried(first)) if received else ())
         }
-        own_note, structures = facts.notes.get((stage, signature), (None, dict(before)))
+        own_note, structures = facts.notes.get((stage, signature), (None, dict(structures_before)))
         self.current = StageCall(
             stage,
             first,
             end,
             () if self._partition.is_last(stage) else facts.carried(end),
-            given,
+            inputs_of_units,
             structures,
             own_note,
             was_called_before=bool(note),
@@ -112,10 +112,12 @@ class UnitCalls:
             PipelineError: If the model's code writes into an output without having received a copy.
         """
         borrowed, self.current.borrowed = self.current.borrowed, []
-        written = {unit for unit, tensor, version in borrowed if num_writes(tensor) != version}
-        if written and not self.analysis:
-            raise errors.late_write(self._partition.name_of(min(written)))
-        self._facts.written |= written
+        written_units = {
+            unit for unit, tensor, version in borrowed if num_writes(tensor) != version
+        }
+        if written_units and not self.analysis:
+            raise errors.late_write(self._partition.name_of(min(written_units)))
+        self._facts.written |= written_units
         if self.analysis is not None and self.trace is not None:
             self.analysis.learn(self.trace)
 
@@ -132,8 +134,8 @@ class UnitCalls:
         containers = Containers(args, kwargs)
         # A dependency run follows operations, which compiled graphs would hide.
         if self.trace is not None:
-            seen = self.analysis.values.seen(index, unit) if self.analysis else nullcontext()
-            with torch.compiler.set_stance("force_eager"), seen:
+            watching = self.analysis.values.seen(index, unit) if self.analysis else nullcontext()
+            with torch.compiler.set_stance("force_eager"), watching:
                 output = self.trace.run_unit(index, unit._call_impl, args, kwargs)
         else:
             output = self.run_seeded(index, run, args, kwargs)
@@ -143,8 +145,8 @@ class UnitCalls:
         if changed is not None:
             raise errors.changed_argument(name, changed)
         if index == len(self._partition.units) - 1:  # code behind the units is next
-            before = [left for left in self._facts.left if left[0] < call.first]
-            self.absent.show(before, self._partition)
+            left_before = [entry for entry in self._facts.left if entry[0] < call.first]
+            self.absent.show(left_before, self._partition)
         # The last stage sends nothing. Once the note is known, neither do units that nothing behind
         # the boundary reads.
         if self._partition.is_last(call.stage) or (
@@ -175,8 +177,8 @@ class UnitCalls:
         """Seed the default generators: torch's generators, and other generators used by the
         forward.
         """
-        others = seeded_host(seed) if self._facts.draws_on_host else nullcontext()
-        with seeded(seed, self._context.device), others:
+        host_context = seeded_host(seed) if self._facts.draws_on_host else nullcontext()
+        with seeded(seed, self._context.device), host_context:
             yield
 
     def stub(
@@ -249,10 +251,10 @@ class UnitCalls:
         call = self.current
         if call.stage > 0:
             return
-        known = {index for index in call.structures if index < 0}
-        others = known ^ call.preludes.made()
-        if others:
-            raise errors.other_calls(self._partition.name_of(max(others)))
+        known_preludes = {index for index in call.structures if index < 0}
+        differing = known_preludes ^ call.preludes.made()
+        if differing:
+            raise errors.other_calls(self._partition.name_of(max(differing)))
 
 
 def _among(structures: Mapping[int, Structure], carried: Collection[int]) -> list[int]:

@@ -80,7 +80,10 @@ def find_pipelined(
     declared = [
         (path, module)
         for path, module in declared
-        if not any(path != other and f"{path}.".startswith(_prefix(other)) for other, _ in declared)
+        if not any(
+            path != other_path and f"{path}.".startswith(_prefix(other_path))
+            for other_path, _ in declared
+        )
     ]
     if len(declared) > 1:
         raise ConfigError(
@@ -145,12 +148,12 @@ def _named(root: nn.Module, patterns: Sequence[str]) -> Pipelined:
 def _common(paths: Sequence[str]) -> str:
     """Return the path of the innermost module around all ``paths``."""
     parents = [path.split(".")[:-1] for path in paths]
-    shared = []
+    common = []
     for segments in zip(*parents, strict=False):
         if len(set(segments)) > 1:
             break
-        shared.append(segments[0])
-    return ".".join(shared)
+        common.append(segments[0])
+    return ".".join(common)
 
 
 def _calling(root: nn.Module, path: str) -> str:
@@ -172,7 +175,9 @@ def _planned(
     layers.
     """
     planned = ((path, module, getattr(module, "_pp_plan", None)) for path, module in _all(root))
-    path, module, plan = next((found for found in planned if found[2]), ("", root, None))
+    path, module, plan = next(
+        (candidate for candidate in planned if candidate[2]), ("", root, None)
+    )
     if not plan:
         return None
     calls = calls_of(path)
@@ -196,14 +201,14 @@ def _behind(
     output layer that a plan does not name.
     """
     names = list(calls or ())
-    found: list[str] = []
+    paths: list[str] = []
     for name in names[names.index(units[-1]) + 1 :] if names else ():
-        inside = any(name.startswith(f"{other}.") for other in (*units, *found))
-        around = any(unit.startswith(f"{name}.") for unit in units)
+        is_inside = any(name.startswith(f"{other_unit}.") for other_unit in (*units, *paths))
+        is_around = any(unit.startswith(f"{name}.") for unit in units)
         is_called_once = calls is not None and calls[name] == 1
-        if is_called_once and not inside and not around and _num_parameters(modules, [name]):
-            found.append(name)
-    return found
+        if is_called_once and not is_inside and not is_around and _num_parameters(modules, [name]):
+            paths.append(name)
+    return paths
 
 
 def _found(
@@ -235,14 +240,14 @@ def _found(
             "are called, in PipelineOptions(units=[...]), or set pipeline_model_parallel_size "
             "to 1."
         )
-    units, parent, others = list(body), body[0], list[str]()
+    units, parent, other_blocks = list(body), body[0], list[str]()
     while parent:  # modules beside the body, and beside the body's parents
         # Towards the root, so that embeddings and heads beside the body become units of their own.
         parent = parent.rpartition(".")[0]
         for name in _children(modules, parent):
             if not any(unit == name or unit.startswith(f"{name}.") for unit in units):
                 blocks = _stack(modules, name, calls)
-                others += blocks
+                other_blocks += blocks
                 opened = _beside(modules, blocks, calls, name) if blocks else [name]
                 units += [
                     unit
@@ -252,7 +257,7 @@ def _found(
                 ]
     units = [unit for unit in units if calls is None or calls.get(unit) == 1]
     ordered = _ordered(modules, units, calls)
-    weighed = _weighed(modules, ordered, body, others, partial(operations_of, path))
+    weighed = _weighed(modules, ordered, body, other_blocks, partial(operations_of, path))
     return Pipelined(path, module, weighed)
 
 
@@ -262,8 +267,8 @@ def _stack(modules: Mapping[str, nn.Module], path: str, calls: Calls | None) -> 
         return ()
     lists = [name for name in modules if name.startswith(f"{path}.")]
     bodies = (_body(modules, name, calls) for name in lists)
-    equal = [names for names in bodies if len(names) > 1 and len(_classes(modules, names)) == 1]
-    blocks = max(equal, key=lambda names: _num_parameters(modules, names), default=())
+    uniform = [names for names in bodies if len(names) > 1 and len(_classes(modules, names)) == 1]
+    blocks = max(uniform, key=lambda names: _num_parameters(modules, names), default=())
     embeddings = [
         name for name in lists if isinstance(modules[name], nn.Embedding)
     ]  # large in small models, and never where the work is
@@ -374,17 +379,17 @@ def _weighed(
     # Blocks of several classes (a hybrid) have no common unit but their parameters.
     if len(kinds) > 1:
         return tuple((name, float(_num_parameters(modules, [name]))) for name in units)
-    inside = {name for name in units if is_layer(name) and type(modules[name]) in kinds}
-    inside |= {name for name in units if name in body or name in others}
-    sizes = {name: float(_num_parameters(modules, [name])) for name in inside}
+    weighing = {name for name in units if is_layer(name) and type(modules[name]) in kinds}
+    weighing |= {name for name in units if name in body or name in others}
+    sizes = {name: float(_num_parameters(modules, [name])) for name in weighing}
     if max(sizes.values()) <= _EQUAL * min(sizes.values()):
-        return tuple((name, float(name in inside)) for name in units)
+        return tuple((name, float(name in weighing)) for name in units)
     # Operations are counted only here, since counting runs the model on fake tensors.
-    counted = operations() or {}
+    operation_counts = operations() or {}
     costs = _shares(sizes)
-    if any(counted.get(name) for name in inside):
-        worked = _shares({name: counted.get(name, 0.0) for name in inside})
-        costs = {name: (costs[name] + worked[name]) / 2 for name in inside}
+    if any(operation_counts.get(name) for name in weighing):
+        worked = _shares({name: operation_counts.get(name, 0.0) for name in weighing})
+        costs = {name: (costs[name] + worked[name]) / 2 for name in weighing}
     return tuple((name, costs.get(name, 0.0)) for name in units)
 
 
