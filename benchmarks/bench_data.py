@@ -1,23 +1,32 @@
-"""Indices of pre-training data and reading of samples, beside megatron-core's C++ helpers and its
-``GPTDataset`` (``pip install --no-deps megatron-core``).
+"""Indices of pre-training data, reading of samples and preprocessing, beside megatron-core's C++
+helpers, its ``GPTDataset`` (``pip install --no-deps megatron-core``) and Megatron-LM's tool.
 
     python -m benchmarks.bench_data            # 1e8 samples; writes benchmarks/results
     python -m benchmarks.bench_data --quick    # seconds: to see that everything runs
+    python -m benchmarks.bench_data --megatron-lm CHECKOUT    # also preprocess, 200 MB
 
 Each measurement runs in a process of its own. Times are processor seconds of one thread. Memory is
 the largest resident memory above that before the call. The results of both sides are compared.
+Preprocessing is measured once, with a byte-level BPE of 32,000 ids trained on the texts: source
+code of installed packages, and as many texts of random words. gigatoken is measured if installed.
 """
 
 from __future__ import annotations
 
 import argparse
+import filecmp
 import importlib.util
+import json
 import multiprocessing
 import os
+import resource
+import subprocess
+import sys
+import sysconfig
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -40,6 +49,9 @@ GOALS = {
     "blend of 20": 1.2,
     "sample index": 1.0,
     "reading": 0.5,
+    "a blend of 20 beside one file of ours": 1 / 0.85,
+    "preprocess": 0.7,
+    "preprocess, gigatoken": 0.15,
 }
 """Our time over the peer's, at most."""
 MEMORY_GOAL = 0.3
@@ -204,6 +216,7 @@ def their_reading(prefix: str) -> tuple[int, float]:
 
     class Tokenizer:
         eod, pad, unique_identifiers = 30001, 30002, {"class": "x"}
+        vocab_size = 30003
 
     config = TheirConfig(
         random_seed=1234,
@@ -234,6 +247,81 @@ def merge_memory(folder: str) -> float:
     return memory
 
 
+def write_text(folder: str, num_bytes: int) -> tuple[str, str]:
+    """Write JSON lines of source code and random words, and a tokenizer of them. Return the paths
+    of both.
+    """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    random, texts, size = np.random.RandomState(0), [], 0
+    for path in _source_files():
+        texts.append(path.read_text(encoding="utf-8", errors="ignore"))
+        size += len(texts[-1])
+        if size > 0.6 * num_bytes:
+            break
+    words = sorted({word for text in texts[::50] for word in text.split() if word.isalpha()})
+    input_path, size, number = f"{folder}/text.jsonl", 0, 0
+    with open(input_path, "w", encoding="utf-8") as file:
+        while size < num_bytes:
+            source = texts[number % len(texts)][: random.randint(500, 12000)]
+            made = " ".join(random.choice(words, random.randint(50, 900)))
+            for text in (source or "empty", made):
+                size += file.write(json.dumps({"text": text}) + "\n")
+            number += 1
+    inner = Tokenizer(models.BPE())
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=32000,
+        special_tokens=["<|end|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    inner.train_from_iterator(texts[::7], trainer)
+    inner.save(f"{folder}/tokenizer.json")
+    config = {"eos_token": "<|end|>", "tokenizer_class": "PreTrainedTokenizerFast"}
+    Path(folder, "tokenizer_config.json").write_text(json.dumps(config))
+    return input_path, folder
+
+
+def _source_files() -> Iterator[Path]:
+    paths = sysconfig.get_paths()
+    for folder in (paths["stdlib"], paths["purelib"]):
+        yield from sorted(Path(folder).rglob("*.py"))
+
+
+def seconds_of(command: Sequence[str]) -> float:
+    """Return the processor seconds of a command and its processes."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+
+def preprocessing(folder: str, checkout: Path, num_bytes: int, rounds: int) -> dict[str, Ratio]:
+    """Return our processor seconds over those of Megatron-LM's tool, with equal bytes."""
+    text, model = write_text(folder, num_bytes)
+    options = ["--input", text, "--tokenizer-model", model, "--append-eod", "--workers", "1"]
+    tool = str(Path(__file__).with_name("megatron_preprocess.py"))
+    theirs = [sys.executable, tool, f"{checkout}/tools/preprocess_data.py", *options]
+    theirs += ["--tokenizer-type", "HuggingFaceTokenizer", "--output-prefix", f"{folder}/theirs"]
+    ours = [sys.executable, "-m", "megatron_lightning", "preprocess", *options]
+    ours += ["--tokenizer-type", "huggingface", "--output-prefix", f"{folder}/ours"]
+    sides = {"theirs": theirs, "preprocess": ours}
+    if importlib.util.find_spec("gigatoken") is not None:
+        sides["preprocess, gigatoken"] = [*ours, "--tokenizer-backend", "gigatoken"]
+    seconds: dict[str, list[float]] = {name: [] for name in sides}
+    for _ in range(rounds):
+        for name, command in sides.items():
+            seconds[name].append(seconds_of(command))
+            written = "theirs" if name == "theirs" else "ours"
+            for suffix in (".bin", ".idx"):
+                files = [f"{folder}/{side}_text_document{suffix}" for side in (written, "theirs")]
+                assert filecmp.cmp(*files, shallow=False), f"{name}: other bytes"
+    base = seconds.pop("theirs")
+    return {name: ratio_of_medians(values, base) for name, values in seconds.items()}
+
+
 def page(facts: dict[str, Any], rows: dict[str, tuple[Ratio, str]], merged: float) -> str:
     """Return the page of results."""
     lines = [
@@ -257,6 +345,9 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--rounds", type=int)
+    parser.add_argument(
+        "--megatron-lm", type=Path, help="a checkout, to measure its preprocess tool"
+    )
     parser.add_argument("--results", type=Path, default=machine.RESULTS)
     options = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
@@ -274,6 +365,7 @@ def main() -> None:
         ratio = ratio_of_medians([own[1] for own, _ in found], [their[1] for _, their in found])
         own_memory, their_memory = (max(pair[i][2] for pair in found) for i in range(2))
         rows[name] = ratio, f"{own_memory:.0f} of {their_memory:.0f} MiB"
+        print(name, *rows[name], flush=True)
     with tempfile.TemporaryDirectory() as folder:
         one, twenty = write_data(folder, 1), write_data(folder, 20)
         read = [
@@ -285,6 +377,10 @@ def main() -> None:
         rows["reading"] = ratio_of_medians(own, theirs), ""
         rows["a blend of 20 beside one file of ours"] = ratio_of_medians(blended, own), ""
         merged = apart(merge_memory, folder)
+        if options.megatron_lm is not None:
+            num_bytes = 10**6 if options.quick else 2 * 10**8
+            for name, ratio in preprocessing(folder, options.megatron_lm, num_bytes, 1).items():
+                rows[name] = ratio, ""
     facts["load_average_at_end"] = machine.describe()["load_average"]
     text = page(facts, rows, merged)
     print(text)

@@ -19,6 +19,7 @@ from typing import Literal
 
 import numpy as np
 
+from megatron_lightning.data.fast_backend import OtherIdsError, TokenizerBackend, with_backend
 from megatron_lightning.data.indexed import IndexedDatasetWriter, token_dtype
 from megatron_lightning.data.interrupts import interrupt_deferred
 from megatron_lightning.data.pieces import Piece
@@ -47,10 +48,12 @@ class EncodingJob:
     empty_documents: Literal["error", "skip"]
     sentences: SentenceRule | None = None
     """Division of documents into sentences. None: a document is one sequence."""
+    tokenizer_backend: TokenizerBackend = "reference"
 
     def tokenizer(self) -> Tokenizer:
         """Load the tokenizer."""
-        return load_tokenizer(self.tokenizer_model, self.tokenizer_type)
+        reference = load_tokenizer(self.tokenizer_model, self.tokenizer_type)
+        return with_backend(reference, self.tokenizer_backend)
 
     def prefixes(self, piece: Piece, tokenizer: Tokenizer) -> list[str]:
         """Return the prefix of the tokenized piece under each key. The name says all that the
@@ -58,7 +61,9 @@ class EncodingJob:
         """
         rule = () if self.sentences is None else (self.sentences,)
         options = (self.json_keys, self.append_eod, self.empty_documents)
-        settings = (*options, tokenizer.identity, *rule)
+        # A backend is compared in part, so that its pieces are not taken for the tokenizer's.
+        backend = () if self.tokenizer_backend == "reference" else (self.tokenizer_backend,)
+        settings = (*options, tokenizer.identity, *rule, *backend)
         digest = hashlib.sha256(repr((FORMAT, settings, piece)).encode()).hexdigest()[:24]
         return [f"{self.folder}/{digest}-{number}" for number in range(len(self.json_keys))]
 
@@ -150,7 +155,15 @@ def _documents(
     """Return the chunk's documents under a key as sequences of tokens: one, or each sentence."""
     split = (lambda text: [text]) if job.sentences is None else job.sentences.load()
     parts = [split(text) for text in texts]
-    encoded_parts = iter(tokenizer.encode_batch([part for of_text in parts for part in of_text]))
+    try:
+        ids_of_parts = tokenizer.encode_batch([part for of_text in parts for part in of_text])
+    except OtherIdsError as error:
+        records = [record for record, of_text in zip(chunk, parts, strict=True) for _ in of_text]
+        raise DataError(
+            f"{records[error.index].where}: {error}. Leave tokenizer_backend out: the pieces are "
+            "tokenized again."
+        ) from error
+    encoded_parts = iter(ids_of_parts)
     documents = []
     for record, of_text in zip(chunk, parts, strict=True):
         document = [ids for ids in islice(encoded_parts, len(of_text)) if ids]

@@ -72,7 +72,7 @@ class JsonTokenizer(PlainTokenizer):
     """
 
     def __init__(self, model: str | Path, eod: str | None = None) -> None:
-        tokenizers = _needed("tokenizers", "tokenizer_type=json")
+        tokenizers = needed_package("tokenizers", "tokenizer_type=json")
         path = Path(model) / "tokenizer.json" if Path(model).is_dir() else Path(model)
         self._path = str(path)
         try:
@@ -96,7 +96,12 @@ class JsonTokenizer(PlainTokenizer):
     @property
     def identity(self) -> str:
         """Digest of the vocabulary and the rules."""
-        return _digest(self._tokenizer.to_str().encode())
+        return _digest(self.to_json().encode())
+
+    def to_json(self) -> str:
+        """Return the vocabulary and the rules as ``tokenizer.json``."""
+        rules: str = self._tokenizer.to_str()
+        return rules
 
     @property
     def unique_identifiers(self) -> Mapping[str, object]:
@@ -150,7 +155,7 @@ class TiktokenTokenizer(PlainTokenizer):
         special_tokens: dict[str, int] | None = None,
         eod: str = _END,
     ) -> None:
-        tiktoken = _needed("tiktoken", "TiktokenTokenizer")
+        tiktoken = needed_package("tiktoken", "TiktokenTokenizer")
         load = importlib.import_module("tiktoken.load")
         try:
             ranks = load.load_tiktoken_bpe(path)
@@ -269,7 +274,12 @@ def _digest(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()
 
 
-def _needed(package: str, option: str) -> Any:
+def needed_package(package: str, option: str) -> Any:
+    """Import a package that an option needs.
+
+    Raises:
+        ConfigError: If the package is missing.
+    """
     try:
         return importlib.import_module(package)
     except ImportError as error:

@@ -199,13 +199,17 @@ class HuggingFaceTokenizer:
     @property
     def identity(self) -> str:
         """Digest of the vocabulary and the rules."""
-        fast = getattr(self.backend, "_tokenizer", None)
-        content = (
-            fast.to_str()
-            if fast is not None
-            else f"{type(self.backend).__name__} {sorted(self.backend.get_vocab().items())}"
-        )
+        content = self.to_json()
+        if content is None:
+            content = f"{type(self.backend).__name__} {sorted(self.backend.get_vocab().items())}"
         return hashlib.sha256(content.encode()).hexdigest()
+
+    def to_json(self) -> str | None:
+        """Return the vocabulary and the rules as ``tokenizer.json``. None: the tokenizer is written
+        in Python.
+        """
+        fast = getattr(self.backend, "_tokenizer", None)
+        return None if fast is None else str(fast.to_str())
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of ``ids``."""
@@ -231,6 +235,12 @@ def huggingface_tokenizer(model: str | Path) -> Any:
         return AutoTokenizer.from_pretrained(str(model), trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise DataError(f"{model}: {_why_not(str(model))}; set tokenizer_model: {error}") from error
+    except (KeyError, TypeError, AttributeError) as error:  # of an incomplete file
+        raise DataError(
+            f"{model}: an entry is missing or of another kind in the tokenizer's files "
+            f"({error!r}). Save the tokenizer again with save_pretrained, or set tokenizer_model "
+            "to another."
+        ) from error
 
 
 def _why_not(model: str) -> str:

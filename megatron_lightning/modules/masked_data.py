@@ -181,5 +181,5 @@ class MaskedDataModule(IndexedDataModule):
         documents_of(indexed, config, name)
 
     def order_settings(self) -> Mapping[str, Any]:
-        """Return what decides about samples: kind and masking."""
+        """Return the settings of samples: kind and masking."""
         return {"kind": self.kind, **self.config.order}

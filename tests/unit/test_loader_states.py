@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections import OrderedDict, UserDict, defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +20,7 @@ from megatron_lightning.strategies.step.loaders.plain_objects import (
     packed,
     unpacked,
 )
+from megatron_lightning.strategies.step.loaders.saved_loader import saved_loader
 
 OURS = {"tests"}
 
@@ -96,6 +99,64 @@ def test_a_state_that_could_not_be_restored_is_not_saved() -> None:
 def test_a_subclass_restores_the_states_of_its_base() -> None:
     loader = type("Mine", (Loader,), {"__module__": "my_package.loaders"})()
     assert packages_of(loader) == {"my_package", "tests"}
+
+
+def test_keys_of_a_state_are_not_taken_for_marks() -> None:
+    state = {"_class": "a word", "inner": [{"_array": 1}, {"_plain": {"_fields": Worker(1, 2)}}]}
+    plain = load_state(dump_state({"loader": packed(state, OURS)}), "a test")["loader"]
+    assert unpacked(plain, OURS) == state
+
+
+def test_a_class_of_the_program_in_a_spawned_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The program is ``__mp_main__`` in a spawned process and ``__main__`` elsewhere."""
+    monkeypatch.setitem(sys.modules, "__main__", sys.modules[__name__])
+    monkeypatch.setattr(Worker, "__module__", "__mp_main__")
+    loader = type("Mine", (), {"__module__": "__mp_main__"})()
+    plain = packed(Worker(4, None), packages_of(loader))
+    assert plain["_class"] == "__main__:Worker"
+    monkeypatch.setattr(Worker, "__module__", "__main__")
+    loader = type("Mine", (), {"__module__": "__main__"})()
+    assert unpacked(plain, packages_of(loader)) == Worker(4, None)
+
+
+class Counting:
+    """A loader without a length that writes into the tensors of its state."""
+
+    def __init__(self) -> None:
+        self.places = {"tensor": torch.zeros(1), "array": np.zeros(1)}
+
+    def __iter__(self) -> Iterator[int]:
+        for number in range(9):
+            for place in self.places.values():
+                place[0] = number + 1
+            yield number
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.places
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.places = state
+
+
+class CountingByRank(Counting):
+    def save_state_rank(self) -> dict[str, Any]:
+        return self.places
+
+    def restore_state_rank(self, state: dict[str, Any]) -> None:
+        self.places = state
+
+    state_dict = load_state_dict = None  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize("kind", [Counting, CountingByRank])
+def test_a_state_is_of_its_batch_whatever_the_loader_writes(kind: type[Counting]) -> None:
+    loader = saved_loader(kind())
+    batches = iter(loader)
+    for _ in range(3):
+        next(batches)
+    resumed = kind()
+    saved_loader(resumed).load_state_dict(loader.state_dict())
+    assert [float(place[0]) for place in resumed.places.values()] == [2, 2]
 
 
 def test_equal_values() -> None:

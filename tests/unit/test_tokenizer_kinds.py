@@ -76,6 +76,10 @@ def test_tokenizer_json_as_transformers_reads_it(tmp_path: Path) -> None:
     for whole, again in ((ours, ours_again), (theirs, theirs_again)):
         assert again.identity == whole.identity
         check_protocol(again)
+    del limited["added_tokens"]
+    (folder / "tokenizer.json").write_text(json.dumps(limited))
+    with pytest.raises(DataError, match=r"an entry is missing .*added_tokens.*save_pretrained"):
+        load_tokenizer(folder, "huggingface")
     (folder / "tokenizer_config.json").unlink()
     with pytest.raises(ConfigError, match="no eos_token ends documents"):
         load_tokenizer(folder / "tokenizer.json", "json")

@@ -17,7 +17,9 @@ import torch
 
 from megatron_lightning.errors import CheckpointError
 
-_CLASS, _FIELDS, _ITEMS, _ARRAY = "_class", "_fields", "_items", "_array"
+_CLASS, _FIELDS, _ITEMS, _ARRAY, _PLAIN = "_class", "_fields", "_items", "_array", "_plain"
+_MARKS = frozenset({_CLASS, _ARRAY, _PLAIN})
+"""Keys that mark a dict made by :func:`packed`."""
 
 
 def packages_of(loader: object) -> frozenset[str]:
@@ -39,18 +41,23 @@ def packed(value: Any, packages: Set[str]) -> Any:
     if isinstance(value, np.ndarray):
         return {_ARRAY: torch.from_numpy(value.copy())}
     if isinstance(value, dict):
-        items = {key: packed(item, packages) for key, item in value.items()}
-        if type(value) is dict:
-            return items
-        name = _checked_name(value, packages)
-        return {_CLASS: name, _ITEMS: items, _FIELDS: packed(dict(vars(value)), packages)}
+        return _packed_dict(value, packages)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         names = [field.name for field in dataclasses.fields(value)]
         fields = {name: packed(getattr(value, name), packages) for name in names}
         return {_CLASS: _checked_name(value, packages), _FIELDS: fields}
     if type(value) in (list, tuple):
         return type(value)(packed(item, packages) for item in value)
-    return value
+    # The loader may go on with the tensor.
+    return value.detach().clone() if isinstance(value, torch.Tensor) else value
+
+
+def _packed_dict(value: dict[Any, Any], packages: Set[str]) -> dict[Any, Any]:
+    items = {key: packed(item, packages) for key, item in value.items()}
+    if type(value) is dict:
+        return {_PLAIN: items} if _MARKS & items.keys() else items
+    name = _checked_name(value, packages)
+    return {_CLASS: name, _ITEMS: items, _FIELDS: packed(dict(vars(value)), packages)}
 
 
 def unpacked(value: Any, packages: Set[str]) -> Any:
@@ -61,6 +68,8 @@ def unpacked(value: Any, packages: Set[str]) -> Any:
     """
     if isinstance(value, dict) and _ARRAY in value:
         return value[_ARRAY].numpy()
+    if isinstance(value, dict) and _PLAIN in value:
+        return {key: unpacked(item, packages) for key, item in value[_PLAIN].items()}
     if isinstance(value, dict) and _CLASS in value:
         kind = _class(value[_CLASS], packages)
         # A ``__new__`` of the class would be code that a checkpoint calls.
@@ -92,7 +101,8 @@ def equal_values(first: Any, second: Any) -> bool:
 
 
 def _package(module: str) -> str:
-    return module.partition(".")[0]
+    """Return the package of a module. A spawned process runs the program as ``__mp_main__``."""
+    return "__main__" if module == "__mp_main__" else module.partition(".")[0]
 
 
 def _checked_name(value: object, packages: Set[str]) -> str:
@@ -101,7 +111,9 @@ def _checked_name(value: object, packages: Set[str]) -> str:
     Raises:
         CheckpointError: If :func:`unpacked` would refuse the name.
     """
-    name = f"{type(value).__module__}:{type(value).__qualname__}"
+    module = type(value).__module__
+    module = _package(module) if module == "__mp_main__" else module
+    name = f"{module}:{type(value).__qualname__}"
     _class(name, packages)
     return name
 

@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
+import torch
 from lightning.fabric.utilities.data import sized_len
 from torch.utils._pytree import tree_map
 
@@ -24,6 +26,13 @@ def saved_loader(loader: Any) -> Any:
     if _has(loader, "state_dict", "load_state_dict"):
         return loader if sized_len(loader) is not None else SavedLoader(loader, by_rank=False)
     return SavedLoader(loader, by_rank=True) if by_rank else loader
+
+
+def _copy(leaf: Any) -> Any:
+    """Return a copy of an array or tensor that a loader may write into."""
+    if isinstance(leaf, torch.Tensor):
+        return leaf.detach().clone()
+    return leaf.copy() if isinstance(leaf, np.ndarray) else leaf
 
 
 def _has(loader: object, *names: str) -> bool:
@@ -70,8 +79,8 @@ class SavedLoader:
     def _current(self) -> dict[str, Any]:
         if self._by_rank:
             return {"rank_state": packed(self._loader.save_state_rank(), self._packages)}
-        # A loader may return the dict in which it counts on.
-        state: dict[str, Any] = tree_map(lambda leaf: leaf, self._loader.state_dict())
+        # A loader may return the dict and the arrays in which it counts on.
+        state: dict[str, Any] = tree_map(_copy, self._loader.state_dict())
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
