@@ -302,8 +302,8 @@ def preprocessing(folder: str, checkout: Path, num_bytes: int, rounds: int) -> d
     """Return our processor seconds over those of Megatron-LM's tool, with equal bytes."""
     text, model = write_text(folder, num_bytes)
     options = ["--input", text, "--tokenizer-model", model, "--append-eod", "--workers", "1"]
-    tool = str(Path(__file__).with_name("megatron_preprocess.py"))
-    theirs = [sys.executable, tool, f"{checkout}/tools/preprocess_data.py", *options]
+    tool = [sys.executable, "-m", "benchmarks.megatron_preprocess"]
+    theirs = [*tool, f"{checkout}/tools/preprocess_data.py", *options]
     theirs += ["--tokenizer-type", "HuggingFaceTokenizer", "--output-prefix", f"{folder}/theirs"]
     ours = [sys.executable, "-m", "megatron_lightning", "preprocess", *options]
     ours += ["--tokenizer-type", "huggingface", "--output-prefix", f"{folder}/ours"]

@@ -1,6 +1,6 @@
 """Run ``tools/preprocess_data.py`` of a Megatron-LM checkout beside an installed megatron-core.
 
-    python benchmarks/megatron_preprocess.py CHECKOUT/tools/preprocess_data.py OPTIONS...
+    python -m benchmarks.megatron_preprocess CHECKOUT/tools/preprocess_data.py OPTIONS...
 
 The tool takes its tokenizer from modules that import GPU kernels. Here the tokenizer comes from
 megatron-core's class of the same library.
