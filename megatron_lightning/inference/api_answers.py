@@ -34,8 +34,10 @@ def text_so_far(written: Written, stop: Sequence[str], codec: Codec) -> str:
     if written.reason is not None or end < len(text):
         return text[:end]
     text = text.rstrip(_UNFINISHED)
-    held = (n for own in stop for n in range(1, len(own)) if text.endswith(own[:n]))
-    return text[: len(text) - max(held, default=0)]
+    held_lengths = (
+        n for stop_text in stop for n in range(1, len(stop_text)) if text.endswith(stop_text[:n])
+    )
+    return text[: len(text) - max(held_lengths, default=0)]
 
 
 class Answer:
@@ -74,9 +76,13 @@ class Answer:
 
     def usage(self, texts: Sequence[Written]) -> dict[str, int]:
         """Return how many tokens were read and written."""
-        read = sum(map(len, self._request.prompts))
-        new = sum(len(text.tokens) for text in texts)
-        return {"prompt_tokens": read, "completion_tokens": new, "total_tokens": read + new}
+        num_prompt = sum(map(len, self._request.prompts))
+        num_new = sum(len(text.tokens) for text in texts)
+        return {
+            "prompt_tokens": num_prompt,
+            "completion_tokens": num_new,
+            "total_tokens": num_prompt + num_new,
+        }
 
     def _choice(self, index: int, prompt: Written | None, text: Written) -> dict[str, Any]:
         request = self._request

@@ -109,20 +109,20 @@ def parse(body: Any, codec: Codec, *, name: str, longest: int, is_chat: bool) ->
             404, f"there is no model {body['model']!r}; this server has {name!r}.", "model"
         )
     prompts = [_conversation(body, codec)] if is_chat else _prompts(body, codec)
-    wanted = _wanted(body, is_chat)
+    num_new = _wanted(body, is_chat)
     echo = _flag(body, "echo")
     logprobs = _logprobs(body, is_chat)
     # OpenAI's clients score a text by asking for no new tokens and an echo.
-    if wanted == 0 and not echo:
+    if num_new == 0 and not echo:
         raise ApiError(400, "max_tokens=0 without echo=true asks for nothing.", "max_tokens")
     # The default number of new tokens adapts to the prompt. A requested number does not.
     room = longest - max(map(len, prompts))
-    if wanted is None:
-        wanted = min(_DEFAULT_NEW_TOKENS[is_chat], room)
-    if wanted > room or room < 1:
+    if num_new is None:
+        num_new = min(_DEFAULT_NEW_TOKENS[is_chat], room)
+    if num_new > room or room < 1:
         raise ApiError(
             400,
-            f"a prompt of {longest - room} tokens with up to {max(wanted, 1)} new ones is longer "
+            f"a prompt of {longest - room} tokens with up to {max(num_new, 1)} new ones is longer "
             f"than the {longest} tokens of this server. Shorten the prompt, or lower max_tokens.",
             "max_tokens",
         )
@@ -131,8 +131,8 @@ def parse(body: Any, codec: Codec, *, name: str, longest: int, is_chat: bool) ->
         raise ApiError(400, "stream_options takes include_usage.", "stream_options")
     return ApiRequest(
         prompts,
-        _sampling(body, max(wanted, 1)),
-        wanted > 0,
+        _sampling(body, max(num_new, 1)),
+        num_new > 0,
         is_chat,
         echo,
         logprobs,
@@ -179,10 +179,12 @@ def _are_ids(value: Any) -> bool:
 
 
 def _checked_ids(ids: list[int], codec: Codec) -> list[int]:
-    wrong = [token for token in ids if not 0 <= token < codec.vocab_size]
-    if wrong:
+    wrong_ids = [token for token in ids if not 0 <= token < codec.vocab_size]
+    if wrong_ids:
         raise ApiError(
-            400, f"token {wrong[0]} is not among the {codec.vocab_size} of the tokenizer.", "prompt"
+            400,
+            f"token {wrong_ids[0]} is not among the {codec.vocab_size} of the tokenizer.",
+            "prompt",
         )
     return ids
 

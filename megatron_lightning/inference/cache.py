@@ -107,8 +107,8 @@ class Runs:
             return True
         for index, (start, end) in enumerate(self._gaps):
             if end - start >= at_most:
-                rest = (start + at_most, end)
-                self._gaps[index : index + 1] = [rest] if rest[0] < end else []
+                free_run = (start + at_most, end)
+                self._gaps[index : index + 1] = [free_run] if free_run[0] < end else []
                 self._runs[request] = start, start + at_most
                 self._rows.take(request)
                 return True
@@ -147,8 +147,8 @@ class Runs:
         if self._has_states:
             return 0, ()
         runs = (self._runs[source][0], self._runs[target][0])
-        here, there = (slice(start, start + length) for start in runs)
-        return length, ((here, there),) if length else ()
+        source_slots, target_slots = (slice(start, start + length) for start in runs)
+        return length, ((source_slots, target_slots),) if length else ()
 
 
 class Pages:
@@ -173,10 +173,10 @@ class Pages:
     def reserve(self, request: Hashable, now: int, at_most: int) -> bool:
         """See :class:`Allocator`."""
         pages = self._pages.get(request, [])
-        missing = -(-now // self.block_size) - len(pages)
-        if missing > len(self._free):
+        num_missing = -(-now // self.block_size) - len(pages)
+        if num_missing > len(self._free):
             return False
-        for _ in range(missing):
+        for _ in range(num_missing):
             pages.append(self._free.popleft())
             self._users[pages[-1]] = 1
         self._pages[request] = pages
@@ -214,11 +214,11 @@ class Pages:
         if self._has_states:
             return 0, ()
         num_shared = length // self.block_size
-        shared = self._pages[source][:num_shared]
-        own = self._pages[target]
-        for page, replaced in zip(shared, own, strict=False):
+        shared_pages = self._pages[source][:num_shared]
+        own_pages = self._pages[target]
+        for page, replaced in zip(shared_pages, own_pages, strict=False):
             self._users[page] += 1
             self._users[replaced] = 0
             self._free.append(replaced)
-        own[:num_shared] = shared
+        own_pages[:num_shared] = shared_pages
         return num_shared * self.block_size, ()

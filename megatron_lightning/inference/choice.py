@@ -42,23 +42,23 @@ def choose(batch: Batch, logits: Tensor) -> Tensor:
     best_logits, best = scaled.max(-1)
     # One transfer for all greedy tokens. Only drawing requests read a row of logits.
     tokens = best.tolist()
-    wanted = list(tokens)
+    judged = list(tokens)
     place = 0
     for portion in batch.portions:
         follows_text = True
         # Drafts are judged in order: behind the first refused draft, results belong to no text.
         for offset in portion.kept:
             if portion.request.num_scored:
-                wanted[place] = _next_token(portion, offset)
+                judged[place] = _next_token(portion, offset)
             elif not follows_text:
                 tokens[place] = -1
             elif portion.request.sampling.temperature:
                 row = logits[place]
                 tokens[place] = portion.request.sampling.choose(row, portion.request.generator)
-                wanted[place] = tokens[place]
+                judged[place] = tokens[place]
             follows_text = follows_text and portion.takes(offset + 1, tokens[place])
             place += 1
-    chosen = scaled.gather(1, torch.tensor(wanted, device=logits.device)[:, None])[:, 0]
+    chosen = scaled.gather(1, torch.tensor(judged, device=logits.device)[:, None])[:, 0]
     results = torch.stack((chosen - normalizer, best_logits - normalizer), 1).double().cpu()
     if bool(results.isnan().any()):
         raise NonFiniteError(

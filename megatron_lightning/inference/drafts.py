@@ -59,10 +59,10 @@ class Drafter:
         if not (self._in_lockstep or any(not p.request.num_scored for p in batch.portions)):
             return drafts
         (row,), step, positions = call.args, call.kwargs["cache"], call.kwargs["position_ids"]
-        hidden, kept = step.states.hidden, torch.tensor(rows.kept or [0], device=row.device)
+        hidden, kept_rows = step.states.hidden, torch.tensor(rows.kept or [0], device=row.device)
         for depth in range(1, self.num_tokens + 1):
             tokens = torch.tensor([rows.ahead(depth, row.shape[1])], device=row.device)
-            hidden, logits = self._model.draft(depth, hidden, tokens, positions, step, kept)
+            hidden, logits = self._model.draft(depth, hidden, tokens, positions, step, kept_rows)
             if rows.kept:
                 best = logits[0].argmax(-1).tolist()
                 rows.extend(best)
@@ -89,8 +89,8 @@ class _Rows:
             request, num_kept = portion.request, len(portion.kept)
             text = request.tokens[request.offset :]
             if num_kept and not request.num_scored:
-                new = [int(token) for token in results[place : place + num_kept, 0].tolist()]
-                text = text + [token for token in new if token >= 0]
+                new_tokens = [int(token) for token in results[place : place + num_kept, 0].tolist()]
+                text = text + [token for token in new_tokens if token >= 0]
                 rows.kept.append(start + len(text) - 2 - portion.first)
                 rows.drafting.append(index)
             rows._texts.append(text)
@@ -104,8 +104,8 @@ class _Rows:
         """
         tokens: list[int] = []
         for portion, text in zip(self._portions, self._texts, strict=True):
-            known = text[portion.first + depth : portion.end + depth]
-            tokens += known + [0] * (portion.count - len(known))
+            known_tokens = text[portion.first + depth : portion.end + depth]
+            tokens += known_tokens + [0] * (portion.count - len(known_tokens))
         return tokens + [0] * (length - len(tokens))
 
     def extend(self, drafts: list[int]) -> None:
@@ -159,30 +159,30 @@ def check_drafts(config: Any, options: EngineOptions) -> None:
         ConfigError: If the model has too few layers of multi-token prediction, or layers with
             another cache than keys.
     """
-    wanted = options.draft_tokens
-    if not wanted:
+    num_drafts = options.draft_tokens
+    if not num_drafts:
         return
     if not isinstance(config, TransformerConfig):
         raise ConfigError(
-            f"draft_tokens={wanted}, and the model writes by its own generate, which takes no "
+            f"draft_tokens={num_drafts}, and the model writes by its own generate, which takes no "
             "drafts. Set it to 0, or train the model as a GPTModel."
         )
     depths = config.num_predicting_layers
-    if wanted > depths:
+    if num_drafts > depths:
         raise ConfigError(
-            f"draft_tokens={wanted}, and the model has {depths} layers of multi-token prediction "
-            f"(mtp_num_layers); a layer drafts one token. Set it to {depths}."
+            f"draft_tokens={num_drafts}, and the model has {depths} layers of multi-token "
+            f"prediction (mtp_num_layers); a layer drafts one token. Set it to {depths}."
         )
-    others = sorted(set(config.layer_kinds) - _KINDS)
+    other_kinds = sorted(set(config.layer_kinds) - _KINDS)
     if config.linear_attention_freq is not None:  # in layers of any kind
-        others.append("delta_net")
-    if others:
+        other_kinds.append("delta_net")
+    if other_kinds:
         raise ConfigError(
-            f"draft_tokens={wanted}, and the model has layers of the kinds {others}, whose state "
-            "cannot be rolled back when a draft is refused. Set it to 0."
+            f"draft_tokens={num_drafts}, and the model has layers of the kinds {other_kinds}, "
+            "whose state cannot be rolled back when a draft is refused. Set it to 0."
         )
     if options.record_routes:
         raise ConfigError(
-            f"draft_tokens={wanted} and record_routes=True: experts of refused drafts would be "
+            f"draft_tokens={num_drafts} and record_routes=True: experts of refused drafts would be "
             "recorded. Set one of them to its default."
         )

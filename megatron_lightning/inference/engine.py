@@ -266,8 +266,8 @@ class Engine(TextModel):
             # A model without attention keeps no keys.
             fitting = self._bytes_of_keys(per_row) // max(per_slot, 1)
             block = self.options.block_size if self._has_pages else 1
-            wanted = self.options.max_requests * -(-self.longest // block) * block
-            self._num_slots = block + min(fitting, wanted) // block * block
+            num_wanted = self.options.max_requests * -(-self.longest // block) * block
+            self._num_slots = block + min(fitting, num_wanted) // block * block
         if self._cache is None:
             self._cache = KeyCache(self._num_slots)
         return self._cache

@@ -150,8 +150,8 @@ def sharing_of(engine: TextModel) -> AxisGroup:
 def drafts_of(engine: TextModel, replicas: AxisGroup) -> DraftCounts:
     """Return the drafts of all texts so far, of all replicas. A collective of the replicas."""
     drafts = DraftCounts()
-    for own in replicas.all_gather_object(engine.draft_counts):
-        drafts.add(own.proposed, own.accepted)
+    for rank_counts in replicas.all_gather_object(engine.draft_counts):
+        drafts.add(rank_counts.proposed, rank_counts.accepted)
     return drafts
 
 

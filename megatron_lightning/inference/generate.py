@@ -126,9 +126,9 @@ def generate(  # noqa: PLR0917  # every argument is an option of the command lin
     ids = [prompt_ids(job.codec, text, as_chat=chat) for text in texts]
     continued = job.run(_continue, (ids, sampling, num_samples)) or []
     return [
-        _text(job.codec, own, new, sampling.stop, answer_only=chat)
-        for own, samples in zip(ids, continued, strict=False)
-        for new in samples
+        _text(job.codec, prompt, new_ids, sampling.stop, answer_only=chat)
+        for prompt, samples in zip(ids, continued, strict=False)
+        for new_ids in samples
     ]
 
 

@@ -159,8 +159,8 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
         # Tasks name the number of new tokens in several ways, as the harness's own models read it.
         most = next((int(options[name]) for name in _NEW_TOKENS if options.get(name)), None)
         draws = options.get("do_sample", float(options.get("temperature", 0.0)) > 0.0)
-        known = {"temperature", "top_p", "top_k", *_NEW_TOKENS, *_IGNORED}
-        unknown = [name for name in options if name not in known]
+        known_names = {"temperature", "top_p", "top_k", *_NEW_TOKENS, *_IGNORED}
+        unknown = [name for name in options if name not in known_names]
         if unknown:
             raise ConfigError(
                 f"the task's generation_kwargs have {', '.join(unknown)}, which the engine does "
@@ -225,8 +225,8 @@ def evaluate_tasks(
             verbosity="ERROR",
         )
     # The harness gives results to the first rank of a node.
-    shared: dict[str, Any] = model.engine.context.axis("world").broadcast_object(results)
-    return shared
+    shared_results: dict[str, Any] = model.engine.context.axis("world").broadcast_object(results)
+    return shared_results
 
 
 def _task_manager(tasks: Sequence[str], include_path: str | None) -> Any:
@@ -253,9 +253,13 @@ def values_of(results: Mapping[str, Any]) -> dict[str, float]:
     values: dict[str, float] = {}
     for task, metrics in results["results"].items():
         for key, value in metrics.items():
-            metric, _, kept = key.partition(",")
+            metric, _, filter_name = key.partition(",")
             if isinstance(value, float | int) and not metric.endswith("_stderr"):
-                name = f"{task}/{metric}" if kept in ("", "none") else f"{task}/{metric},{kept}"
+                name = (
+                    f"{task}/{metric}"
+                    if filter_name in ("", "none")
+                    else f"{task}/{metric},{filter_name}"
+                )
                 values[name] = float(value)
     return {name: value for name, value in values.items() if not name.endswith("/sample_len")}
 

@@ -203,9 +203,9 @@ def find_codec(checkpoint: str | os.PathLike[str]) -> Codec:
         return load_codec(str(checkpoint), "huggingface")
     files = read_kept_files(checkpoint)
     codec = None if files is None else codec_of_files(files, str(checkpoint))
-    kept = read_kept_tokenizer(checkpoint) if codec is None else None
-    if kept is not None:
-        kind, name, contents = kept
+    tokenizer_files = read_kept_tokenizer(checkpoint) if codec is None else None
+    if tokenizer_files is not None:
+        kind, name, contents = tokenizer_files
         with contents.unpacked() as folder:
             files_there = {"sentencepiece": folder / "tokenizer.model"}
             model = files_there.get(kind, folder) if contents.contents else name
@@ -297,9 +297,9 @@ def check_model(saved: SavedModel, layout: ParallelLayout, world_size: int) -> N
 
 @contextmanager
 def _default_dtype(dtype: Dtype | None) -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(before if dtype is None else getattr(torch, dtype))
+    dtype_before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype_before if dtype is None else getattr(torch, dtype))
     try:
         yield
     finally:
-        torch.set_default_dtype(before)
+        torch.set_default_dtype(dtype_before)

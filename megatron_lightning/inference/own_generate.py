@@ -83,8 +83,8 @@ class OwnGenerate(TextModel):
         portion = Portion(request, 0, total)
         row = request.tokens[request.offset : request.offset + total]
         logits = self.model(input_ids=torch.tensor([row], device=self.context.device)).logits
-        kept = logits[0, portion.kept.start :]
-        request.take([(a, b, c) for a, b, c in choose(Batch((portion,)), kept).tolist()])
+        kept_logits = logits[0, portion.kept.start :]
+        request.take([(a, b, c) for a, b, c in choose(Batch((portion,)), kept_logits).tolist()])
 
     def _continue(self, request: Request) -> None:
         if request.prompt_length + request.sampling.max_new_tokens > self.longest:

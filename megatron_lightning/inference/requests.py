@@ -98,8 +98,8 @@ class RequestMaker:
             ]
             for j in range(num_samples)
         ]
-        for others in rows[1:]:
-            for leader, request in zip(rows[0], others, strict=True):
+        for further_requests in rows[1:]:
+            for leader, request in zip(rows[0], further_requests, strict=True):
                 # The prompt is computed once, by the leader, and the others share its keys.
                 request.leader = leader
         return rows
@@ -135,6 +135,6 @@ class RequestMaker:
             # Not all tokens: decoding a text would take a time growing with the square of the
             # length.
             text = "" if self.decode is None else self.decode(tokens[-length:])
-            return any(own in text for own in stop)
+            return any(stop_text in text for stop_text in stop)
 
         return ends

@@ -38,11 +38,11 @@ class RouteRecorder:
                 "record_routes is True, and the model has no layers of experts as a GPTModel, so "
                 "that there is nothing to record. Set it to False."
             )
-        others = sorted(set(config.layer_kinds) - set(LAYER_KINDS))
-        if others:
+        other_kinds = sorted(set(config.layer_kinds) - set(LAYER_KINDS))
+        if other_kinds:
             raise ConfigError(
-                f"record_routes is True, and the model has layers of the kinds {others}, whose "
-                "experts are not recorded. Set it to False."
+                f"record_routes is True, and the model has layers of the kinds {other_kinds}, "
+                "whose experts are not recorded. Set it to False."
             )
         self._sizes = (config.num_expert_layers, config.moe.router_topk)
         self._context = context
@@ -50,24 +50,24 @@ class RouteRecorder:
 
     def begin(self, batch: Batch) -> TakenRoutes:
         """Return the record of a forward of ``batch``."""
-        taken = TakenRoutes()
-        self._steps.append((batch, taken))
-        return taken
+        taken_routes = TakenRoutes()
+        self._steps.append((batch, taken_routes))
+        return taken_routes
 
     def collect(self) -> None:
         """Give the records of the forwards so far to the requests."""
-        for batch, taken in self._steps:
-            for layer, first, experts in taken.experts:
-                own, start = experts.cpu(), 0
+        for batch, taken_routes in self._steps:
+            for layer, first, experts in taken_routes.experts:
+                own_experts, start = experts.cpu(), 0
                 for portion in batch.portions:
                     if not portion.request.num_scored:
                         # The part of the portion among this rank's tokens.
                         begin = max(start, first)
-                        end = min(start + portion.count, first + len(own))
+                        end = min(start + portion.count, first + len(own_experts))
                         place = portion.request.offset + portion.first + begin - start
                         if begin < end:
                             rows = self._record(portion.request)[place : place + end - begin, layer]
-                            rows.copy_(own[begin - first : end - first])
+                            rows.copy_(own_experts[begin - first : end - first])
                     start += portion.count
         self._steps = []
 
@@ -80,15 +80,15 @@ class RouteRecorder:
 
     def finish(self, requests: Sequence[Request]) -> None:
         """Merge the records of all ranks of a replica. A collective of the replica."""
-        written = [request for request in requests if not request.num_scored]
-        if not written:
+        writing = [request for request in requests if not request.num_scored]
+        if not writing:
             return
-        records = [self._record(request) for request in written]
+        records = [self._record(request) for request in writing]
         merged = torch.cat(records).to(self._context.device)
         for group in (self._context.tp, self._context.pp):
             merged = all_reduce(merged, group, "max")
         parts = torch.split(merged.cpu(), [len(record) for record in records])
-        for request, part in zip(written, parts, strict=True):
+        for request, part in zip(writing, parts, strict=True):
             routes = part[: len(request.tokens)].clone()
             leader = request.leader
             if leader is not None and leader.routes is not None:

@@ -91,8 +91,8 @@ class Sampling:
             logits = logits.masked_fill(logits < logits.topk(self.top_k).values[-1], -torch.inf)
         if self.top_p < 1.0:
             ordered, tokens = logits.softmax(dim=-1).sort(descending=True, stable=True)
-            before = ordered.cumsum(dim=-1) - ordered  # the token crossing the threshold stays
-            logits = logits.index_fill(0, tokens[before >= self.top_p], -torch.inf)
+            sum_before = ordered.cumsum(dim=-1) - ordered  # the token crossing the threshold stays
+            logits = logits.index_fill(0, tokens[sum_before >= self.top_p], -torch.inf)
         return logits
 
 

@@ -109,8 +109,8 @@ class Request:
     @property
     def most_drafts(self) -> int:
         """Number of drafts for a step: with a further token the text has at most its length."""
-        missing = self.prompt_length + self.sampling.max_new_tokens - len(self.tokens)
-        return max(0, min(len(self.drafts), missing - 1, self.longest - self.num_inputs))
+        num_missing = self.prompt_length + self.sampling.max_new_tokens - len(self.tokens)
+        return max(0, min(len(self.drafts), num_missing - 1, self.longest - self.num_inputs))
 
     @property
     def is_behind(self) -> bool:
@@ -122,8 +122,8 @@ class Request:
         ``end`` - 1.
         """
         total = self.num_inputs
-        wanted = max(first, total - max(self.num_scored, 1))
-        return range(wanted, end)
+        first_kept = max(first, total - max(self.num_scored, 1))
+        return range(first_kept, end)
 
     def take(self, results: Sequence[tuple[float, float, float]]) -> None:
         """Take the results of a step.
@@ -348,10 +348,12 @@ class Scheduler:
             leader = request.leader
             # At least one token of the prompt is computed by each request, as its logits start the
             # text.
-            shared = max(0, min(request.prompt_length, request.longest) - max(1, self._num_drafts))
+            num_shared = max(
+                0, min(request.prompt_length, request.longest) - max(1, self._num_drafts)
+            )
             shares = leader is not None and leader.offset == request.offset == 0
             shares = shares and leader is not None and leader.reason is None
-            if shares and leader is not None and leader.done < shared:
+            if shares and leader is not None and leader.done < num_shared:
                 if leader not in self._waiting:
                     break  # until the leader's prompt is computed
                 shares = False  # the leader has given way
@@ -359,8 +361,8 @@ class Scheduler:
                 break
             running.append(self._waiting.popleft())
             if shares and leader is not None:
-                request.done, own = self.allocator.share(leader, request, shared)
-                copies += own
+                request.done, own_copies = self.allocator.share(leader, request, num_shared)
+                copies += own_copies
             end = self._end_of(request, budget)
             if end > request.done:
                 portions.append(Portion(request, request.done, end))
@@ -384,13 +386,15 @@ class Scheduler:
         first = 0
         for index, portion in enumerate(batch.portions):
             request, num_kept = portion.request, len(portion.kept)
-            taken = [result for result in results[first : first + num_kept] if result[0] >= 0]
+            taken_results = [
+                result for result in results[first : first + num_kept] if result[0] >= 0
+            ]
             # Keys of refused drafts stay in the cache, and are written over.
-            request.done = self._num_done(portion, len(taken))
-            request.drafts = drafts[index] if drafts and taken else ()
+            request.done = self._num_done(portion, len(taken_results))
+            request.drafts = drafts[index] if drafts and taken_results else ()
             if portion.drafts:
-                self._counts.add(len(portion.drafts), len(taken) - 1)
-            request.take(taken)
+                self._counts.add(len(portion.drafts), len(taken_results) - 1)
+            request.take(taken_results)
             first += num_kept
             if request.reason is not None:
                 self.allocator.release(request)
@@ -406,6 +410,6 @@ class Scheduler:
         request = portion.request
         if not num_new or request.num_scored:
             return portion.end
-        known = request.num_inputs + num_new - 1
-        with_drafts = max(0, known - self._num_drafts)
-        return with_drafts if portion.first > with_drafts else known
+        num_known = request.num_inputs + num_new - 1
+        with_drafts = max(0, num_known - self._num_drafts)
+        return with_drafts if portion.first > with_drafts else num_known

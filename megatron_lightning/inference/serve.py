@@ -199,11 +199,11 @@ def _passed_on() -> Iterator[None]:
         if not children:
             raise SystemExit(128 + signal.SIGTERM)
 
-    before = signal.signal(signal.SIGTERM, pass_on)
+    handler_before = signal.signal(signal.SIGTERM, pass_on)
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        signal.signal(signal.SIGTERM, handler_before)
 
 
 def _check_address(host: str, key: str | None) -> None:

@@ -72,8 +72,8 @@ class Reader:
         """Pass a copy of the request's state on. Called from the stepping thread."""
         state = None
         if request is not None:
-            new = list(request.new_tokens)
-            state = Written(new, list(request.logprobs), list(request.best), request.reason)
+            new_tokens = list(request.new_tokens)
+            state = Written(new_tokens, list(request.logprobs), list(request.best), request.reason)
         self._loop.call_soon_threadsafe(self._states.put_nowait, state)
 
     async def states(self, deadline: float) -> AsyncIterator[Written]:
@@ -84,8 +84,8 @@ class Reader:
         """
         while self.last.reason is None:
             try:
-                left = max(0.0, deadline - time.monotonic())
-                state = await asyncio.wait_for(self._states.get(), left)
+                seconds_left = max(0.0, deadline - time.monotonic())
+                state = await asyncio.wait_for(self._states.get(), seconds_left)
             except asyncio.TimeoutError as error:
                 raise ApiError(504, "the request took longer than this server allows.") from error
             if state is None:
@@ -150,8 +150,8 @@ class Server:
             message = f"the header Host is {host!r}, which this server does not answer."
             return _answer_of(ApiError(403, message))
         if settings.api_key is not None and request.url.path.startswith("/v1/"):
-            given = request.headers.get("authorization", "").removeprefix("Bearer ")
-            if not hmac.compare_digest(given.encode(), settings.api_key.encode()):
+            given_key = request.headers.get("authorization", "").removeprefix("Bearer ")
+            if not hmac.compare_digest(given_key.encode(), settings.api_key.encode()):
                 return _answer_of(ApiError(401, "the API key is missing or wrong."))
         response = await answer(request)
         response.headers["X-Content-Type-Options"] = "nosniff"
@@ -237,8 +237,8 @@ class Server:
         sampling = vars(request.sampling)
         readers: list[Reader] = []
         for index, prompt in enumerate(request.prompts if request.writes else ()):
-            own = Sampling(**{**sampling, "seed": request.sampling.seed + index})
-            readers.append(Reader(self._stepping, prompt, own))
+            own_sampling = Sampling(**{**sampling, "seed": request.sampling.seed + index})
+            readers.append(Reader(self._stepping, prompt, own_sampling))
         return readers
 
     async def _whole(
@@ -248,9 +248,9 @@ class Server:
         scorers: list[Reader | None] = [None] * len(request.prompts)
         # Log-probabilities of the prompt come from a scoring request beside the writing request.
         if request.echo and request.logprobs:
-            plain = Sampling()
+            greedy = Sampling()
             scorers = [
-                Reader(self._stepping, prompt, plain, len(prompt) - 1) if len(prompt) > 1 else None
+                Reader(self._stepping, prompt, greedy, len(prompt) - 1) if len(prompt) > 1 else None
                 for prompt in request.prompts
             ]
         everyone = [reader for reader in (*readers, *scorers) if reader is not None]
@@ -279,13 +279,13 @@ class Server:
         """Yield the pieces of a stream, text after text. A disconnected client ends the texts."""
         try:
             for index, reader in enumerate(readers):
-                sent, first = 0, True
-                async for written in reader.states(deadline):
-                    text = text_so_far(written, request.sampling.stop, self._codec)
-                    if len(text) > sent or written.reason is not None:
-                        piece = answer.piece(index, text[sent:], written.reason, first=first)
+                num_sent, first = 0, True
+                async for state in reader.states(deadline):
+                    text = text_so_far(state, request.sampling.stop, self._codec)
+                    if len(text) > num_sent or state.reason is not None:
+                        piece = answer.piece(index, text[num_sent:], state.reason, first=first)
                         yield _event(piece)
-                        sent, first = max(sent, len(text)), False
+                        num_sent, first = max(num_sent, len(text)), False
             if request.usage_in_stream:
                 yield _event(answer.last_piece([reader.last for reader in readers]))
             yield "data: [DONE]\n\n"

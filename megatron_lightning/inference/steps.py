@@ -49,7 +49,7 @@ class Steps:
         """Return the model's call for a batch."""
         tokens: list[int] = []
         positions: list[int] = []
-        kept: list[int] = []
+        kept_places: list[int] = []
         slots, spans = [], []
         # All requests' tokens lie in one row, without padding between: spans say which tokens
         # belong together.
@@ -59,10 +59,10 @@ class Steps:
             tokens += request.tokens[request.offset + first : request.offset + end]
             tokens += portion.drafts
             positions += range(first, end)
-            kept += [start + place - first for place in portion.kept]
+            kept_places += [start + place - first for place in portion.kept]
             slots.append(self._allocator.slots(request, first, end))
-            own = self._allocator.row(request)
-            spans.append(Span(start, portion.count, self._keys(portion), end, own))
+            state_row = self._allocator.row(request)
+            spans.append(Span(start, portion.count, self._keys(portion), end, state_row))
         # Padded to few different lengths, and to equal shards: every length is a signature of
         # messages.
         padding = _padded(len(tokens), self._multiple, self._device) - len(tokens)
@@ -71,7 +71,7 @@ class Steps:
             self._cache,
             self._on_device(torch.cat([*slots, torch.zeros(padding, dtype=torch.int64)])),
             tuple(spans),
-            self._on_device(torch.tensor(kept or [0])),
+            self._on_device(torch.tensor(kept_places or [0])),
             batch.copies,
             pages,
             StepStates() if self._keeps_states else None,

@@ -134,8 +134,8 @@ class HuggingFaceCodec:
         self.vocab_size = len(tokenizer)
         begin = tokenizer.bos_token_id
         self.prefix: int = (tokenizer.eos_token_id or 0) if begin is None else begin
-        own = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-        self.stops = tuple(dict.fromkeys([*own, *stops]))
+        end_tokens = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+        self.stops = tuple(dict.fromkeys([*end_tokens, *stops]))
 
     def encode(self, text: str) -> list[int]:
         """See :class:`Codec`."""
@@ -230,9 +230,9 @@ def end_tokens_of_files(files: KeptFiles) -> tuple[int, ...]:
 
 def _end_tokens(contents: Mapping[str, bytes]) -> tuple[int, ...]:
     for name in _SETTINGS:
-        found = json.loads(contents[name]).get("eos_token_id") if name in contents else None
-        if found is not None:
-            return (found,) if isinstance(found, int) else tuple(found)
+        end_token = json.loads(contents[name]).get("eos_token_id") if name in contents else None
+        if end_token is not None:
+            return (end_token,) if isinstance(end_token, int) else tuple(end_token)
     return ()
 
 
@@ -249,5 +249,5 @@ def end_of(text: str, stop: Sequence[str], start: int = 0) -> int:
     """Return the start of the first stop string behind ``start``. Without a stop string return the
     text's length.
     """
-    found = (place for own in stop if (place := text.find(own, start)) >= 0)
-    return min(found, default=len(text))
+    places = (place for stop_text in stop if (place := text.find(stop_text, start)) >= 0)
+    return min(places, default=len(text))

@@ -199,12 +199,12 @@ def _expert(config: TransformerConfig) -> tuple[Weight, ...]:
     router = Weight(path="router.weight", shape=(moe.num_experts, h), kind="router")
     gate = Weight(path="shared_experts.gate.weight", shape=(1, h), kind="gate")
     bias = Weight(path="router.bias", shape=(moe.num_experts,), kind="bias")
-    shared = moe.shared_expert_intermediate_size
+    shared_size = moe.shared_expert_intermediate_size
     return (
         router,
         *((bias,) if moe.router_bias else ()),
         *_inside("experts", mlp(config, config.expert_ffn_size, moe.num_experts)),
-        *_inside("shared_experts", () if shared is None else mlp(config, shared)),
+        *_inside("shared_experts", () if shared_size is None else mlp(config, shared_size)),
         *((gate,) if moe.shared_expert_gate else ()),
     )
 
@@ -212,12 +212,14 @@ def _expert(config: TransformerConfig) -> tuple[Weight, ...]:
 def _transformer_layer(
     config: TransformerConfig, feed_forward: Callable[[TransformerConfig], tuple[Weight, ...]]
 ) -> tuple[Weight, ...]:
-    before, behind = (config.hidden_size * n for n in (config.norms_inputs, config.norms_outputs))
+    norm_before, behind = (
+        config.hidden_size * n for n in (config.norms_inputs, config.norms_outputs)
+    )
     return (
-        *norm(config, "input_layernorm", before),
+        *norm(config, "input_layernorm", norm_before),
         *_inside("self_attention", attention(config)),
         *norm(config, "post_self_attn_layernorm", behind),
-        *norm(config, "pre_mlp_layernorm", before),
+        *norm(config, "pre_mlp_layernorm", norm_before),
         *_inside("mlp", feed_forward(config)),
         *norm(config, "post_mlp_layernorm", behind),
     )

@@ -123,24 +123,28 @@ def pipeline_units(config: TransformerConfig) -> list[Unit]:
     by their multiply-adds for a longest sequence, in units of the mean layer.
     """
     names, depths = unit_names(config), config.num_predicting_layers
-    before, predicting = names[: len(names) - 1 - depths], names[len(names) - 1 - depths : -1]
+    own_units, predicting = names[: len(names) - 1 - depths], names[len(names) - 1 - depths : -1]
     behind = ["mtp.loss"] if depths else []
     hybrid = config.hybrid
     if hybrid is None:
         # All depths are on one stage: the first depth carries the weight of all depths.
         ahead: list[Unit] = [(n, 0.0 if i else float(depths)) for i, n in enumerate(predicting)]
-        return [*before, *ahead, OUTPUT, *behind]
+        return [*own_units, *ahead, OUTPUT, *behind]
     sample = [config.max_sequence_length]
     # Units of the mean layer keep the weights comparable to models whose layers weigh 1.
-    mean = sum(multiply_adds(config, name, sample) for name in before) / config.num_layers
+    mean = sum(multiply_adds(config, name, sample) for name in own_units) / config.num_layers
     costs = {name: multiply_adds(config, name, sample) / mean for name in names}
     for index, name in enumerate(predicting):
         costs[name] = 0.0 if index else depths * costs[name]
-    first, *layers = before[: 1 + config.num_layers]
+    first, *layers = own_units[: 1 + config.num_layers]
     units: list[Unit] = [(first, costs[first])]
     for index, segment in enumerate(hybrid.segments):
         units += [STAGE_END] if index else []
         stage, layers = layers[: len(segment)], layers[len(segment) :]
         units += [(name, costs[name]) for name in stage]
-    rest = [*before[1 + config.num_layers :], *predicting, OUTPUT]
-    return [*units, *((name, costs[name]) for name in rest), *((name, 0.0) for name in behind)]
+    further_units = [*own_units[1 + config.num_layers :], *predicting, OUTPUT]
+    return [
+        *units,
+        *((name, costs[name]) for name in further_units),
+        *((name, 0.0) for name in behind),
+    ]

@@ -163,10 +163,10 @@ class _Teacher(nn.Module):
         if not self.k:
             return logits
         start = vocabulary.start
-        own = max(0, min(logits.shape[-1], self.common - start))
-        if own < logits.shape[-1]:  # entries without a token
+        own_logits = max(0, min(logits.shape[-1], self.common - start))
+        if own_logits < logits.shape[-1]:  # entries without a token
             logits = logits.clone()
-            logits[..., own:] = float("-inf")
+            logits[..., own_logits:] = float("-inf")
         return tuple(top_logits(logits, vocabulary, self.k))
 
 
@@ -232,15 +232,17 @@ class DistillationPair(FrozenPair):
         student, vocabulary = token_logits(self.trained, tokens, **inputs)
         losses = None if labels is None else losses_of(student, labels, vocabulary)
         common = min(self.sizes)
-        own = student[..., : max(0, common - vocabulary.start)]
+        own_logits = student[..., : max(0, common - vocabulary.start)]
         if self.frozen_output.k:
-            out = top_divergence(own, TopLogits(*teacher), vocabulary, temperature=self.temperature)
+            out = top_divergence(
+                own_logits, TopLogits(*teacher), vocabulary, temperature=self.temperature
+            )
         else:
             theirs = align_vocabulary(
                 teacher, self.sizes[0], vocabulary.group, vocabulary.size, common
             )
             direction: Direction = "reverse" if self.kind == "reverse" else "forward"
             out = divergence(
-                own, theirs, vocabulary, direction=direction, temperature=self.temperature
+                own_logits, theirs, vocabulary, direction=direction, temperature=self.temperature
             )
         return out, losses

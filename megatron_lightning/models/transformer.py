@@ -232,13 +232,13 @@ class GPTModel(nn.Module):
         """
         if ahead is None:
             return self._output(hidden, labels), None
-        later = ahead.flatten(0, 1)
+        later_hidden = ahead.flatten(0, 1)
         if labels is not None:
-            losses = self._losses(hidden, torch.cat([labels, later]))
+            losses = self._losses(hidden, torch.cat([labels, later_hidden]))
             return losses[: len(labels)], losses[len(labels) :].view(ahead.shape)
         logits: Tensor = self.output_layer(self._scaled(hidden))
-        first = hidden.shape[1] - len(later)
-        losses = self.loss(logits[:, first:], later.t()).t()
+        first = hidden.shape[1] - len(later_hidden)
+        losses = self.loss(logits[:, first:], later_hidden.t()).t()
         return self._full(logits[:, :first]), losses.reshape(ahead.shape)
 
     def _losses(self, hidden: Tensor, labels: Tensor) -> Tensor:
@@ -313,9 +313,9 @@ class GPTModel(nn.Module):
         """Return this rank's logits [s, b, …] as capped logits of the full vocabulary, [b, s,
         v].
         """
-        full: Tensor = self.output_gather(logits).transpose(0, 1).contiguous()
-        full = capped(full, self.config.final_logit_softcapping)
-        return full.float() if self.config.logits_in_fp32 else full
+        full_logits: Tensor = self.output_gather(logits).transpose(0, 1).contiguous()
+        full_logits = capped(full_logits, self.config.final_logit_softcapping)
+        return full_logits.float() if self.config.logits_in_fp32 else full_logits
 
     def _embedded_positions(self, tokens: Tensor, position_ids: Tensor | None) -> Tensor | None:
         """Return the embedded positions [b or 1, s], or None if positions are not embedded."""

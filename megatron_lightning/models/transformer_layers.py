@@ -78,11 +78,11 @@ class TransformerLayer(nn.Module):
         self, config: TransformerConfig, rotary: RotaryEmbedding | None, mlp: nn.Module
     ) -> None:
         super().__init__()
-        before, behind = config.norms_inputs, config.norms_outputs
-        self.input_layernorm = _build_norm(config, before)
+        norms_before, behind = config.norms_inputs, config.norms_outputs
+        self.input_layernorm = _build_norm(config, norms_before)
         self.self_attention = build_attention(config, rotary)
         self.post_self_attn_layernorm = _build_norm(config, behind)
-        self.pre_mlp_layernorm = _build_norm(config, before)
+        self.pre_mlp_layernorm = _build_norm(config, norms_before)
         self.mlp = mlp
         self.has_experts = isinstance(mlp, MoELayer)
         self.post_mlp_layernorm = _build_norm(config, behind)

@@ -177,13 +177,17 @@ class Upcycling:
         tensors = {
             name: TensorInfo(info.shape, info.dtype) for name, info in self.tensors().items()
         }
-        own = self._state.get(OWN, {})
+        own_state = self._state.get(OWN, {})
         write_checkpoint(
             target,
             tensors,
             self.fetch,
             self._new_state(),
-            {"global_step": 0, "config": asdict(self.config), "tied": dict(own.get("tied", {}))},
+            {
+                "global_step": 0,
+                "config": asdict(self.config),
+                "tied": dict(own_state.get("tied", {})),
+            },
             files=spread_evenly(tensors, lambda info: slabs(info, CHUNK_BYTES), 1),
             advance=advance,
         )
@@ -191,27 +195,27 @@ class Upcycling:
     def _find_origins(self, path: str | os.PathLike[str]) -> dict[str, _Origin]:
         tied = {f"{_WEIGHTS}{name}" for name in self._state.get(OWN, {}).get("tied", {})}
         origins: dict[str, _Origin] = {}
-        missing: list[str] = []
+        missing_names: list[str] = []
         replaced: set[str] = set()
         for name, shape in self._model_shapes():
             match = _EXPERTS.fullmatch(name)
             one = f"{match[1]}.{match[2]}" if match else name
-            expected = shape[1:] if match else shape
-            if one in self._stored and self._stored[one].shape == expected:
+            expected_shape = shape[1:] if match else shape
+            if one in self._stored and self._stored[one].shape == expected_shape:
                 origins[name] = _Origin(one, self._num_experts if match else None)
                 replaced |= {one} if match else set()
             elif _is_new(name):
                 origins[name] = _Origin(None)
             elif name not in tied:
-                missing.append(f"{one} {list(expected)}")
-        if missing:
+                missing_names.append(f"{one} {list(expected_shape)}")
+        if missing_names:
             raise CheckpointError(
-                f"{path} lacks weights that its configuration describes, {len(missing)} in all, "
-                f"such as {missing[0]}. Give a checkpoint of GPTLightningModule."
+                f"{path} lacks weights that its configuration describes, {len(missing_names)} in "
+                f"all, such as {missing_names[0]}. Give a checkpoint of GPTLightningModule."
             )
         # Tensors of the LightningModule around the model.
-        others = {name: _Origin(name) for name in self._stored if name not in replaced}
-        return {**others, **origins}
+        other_origins = {name: _Origin(name) for name in self._stored if name not in replaced}
+        return {**other_origins, **origins}
 
     def _model_shapes(self) -> Iterator[tuple[str, tuple[int, ...]]]:
         for name, tensor in self._model.state_dict().items():

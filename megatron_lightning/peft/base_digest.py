@@ -39,8 +39,8 @@ def digest_of_part(state: ModuleState, path: str, names: Collection[str]) -> str
         for name, parameter in state.module.named_parameters()
         if name in chosen and name not in state.part.tied
     )
-    own = digest_of_shards(shards)
-    total = sum(state.context.axis("world").all_gather_object(own))
+    own_digest = digest_of_shards(shards)
+    total = sum(state.context.axis("world").all_gather_object(own_digest))
     record: dict[str, Any] = {}
     write_record(state.module, record)
     return as_text(total, record[PEFT][path]["names"])
@@ -50,7 +50,7 @@ def frozen_names(module: nn.Module) -> Iterator[str]:
     """Yield the names of the frozen weights of adapted models. A tied weight has several names."""
     for path in applied_to(module):
         model = module.get_submodule(path)
-        own = tuple(f"{layer}.adapters." for layer in adapted_layers(model))
+        prefixes = tuple(f"{layer}.adapters." for layer in adapted_layers(model))
         for name, parameter in model.named_parameters(remove_duplicate=False):
-            if not parameter.requires_grad and not name.startswith(own):
+            if not parameter.requires_grad and not name.startswith(prefixes):
                 yield f"{path}.{name}" if path else name

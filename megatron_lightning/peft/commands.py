@@ -69,11 +69,11 @@ def export(
     Raises:
         CheckpointError: If the source has no adapters, or the target exists.
     """
-    own = read_saved(source)
+    adapters = read_saved(source)
     files = _tokenizer_files(source)
-    files |= stops(files, chat_template) | card(own, Path(target).name, merged=False)
-    folder.write_folder(target, own, dtype=_dtype(dtype), overwrite=overwrite, files=files)
-    print(f"{target} holds the adapters of {len(own.layers)} layers.")
+    files |= stops(files, chat_template) | card(adapters, Path(target).name, merged=False)
+    folder.write_folder(target, adapters, dtype=_dtype(dtype), overwrite=overwrite, files=files)
+    print(f"{target} holds the adapters of {len(adapters.layers)} layers.")
 
 
 def merge(  # noqa: PLR0917  # every argument is an option of the command line
@@ -104,17 +104,17 @@ def merge(  # noqa: PLR0917  # every argument is an option of the command line
     Raises:
         CheckpointError: If the adapters were trained on another base, or the target exists.
     """
-    own = read_saved(source)
-    if own.is_gpt and (checkpoint := _gpt_checkpoint(own, source, base)) is not None:
+    adapters = read_saved(source)
+    if adapters.is_gpt and (checkpoint := _gpt_checkpoint(adapters, source, base)) is not None:
         _check_free(target, overwrite=overwrite)
-        _merge_gpt(own, source, target, checkpoint, dtype)
+        _merge_gpt(adapters, source, target, checkpoint, dtype)
     else:
         options: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
-        found = _base(own, source, base, **options)
-        texts = stops(found.plan.folder.files.contents, chat_template)
-        texts |= card(own, Path(target).name, merged=True)
-        _merge_folder(own, found, target, dtype, files=texts, overwrite=overwrite)
-    print(f"{target} holds the base with the adapters of {len(own.layers)} layers added.")
+        base_found = _base(adapters, source, base, **options)
+        texts = stops(base_found.plan.folder.files.contents, chat_template)
+        texts |= card(adapters, Path(target).name, merged=True)
+        _merge_folder(adapters, base_found, target, dtype, files=texts, overwrite=overwrite)
+    print(f"{target} holds the base with the adapters of {len(adapters.layers)} layers added.")
 
 
 def import_(  # noqa: PLR0917  # every argument is an option of the command line
@@ -141,32 +141,32 @@ def import_(  # noqa: PLR0917  # every argument is an option of the command line
         CheckpointError: If the folder is none, or the target exists.
     """
     _check_free(target, overwrite=overwrite)
-    own = folder.read_folder(source)
+    adapters = folder.read_folder(source)
     # A checkpoint as base means a GPTLightningModule. Other bases are folders.
     config = None if base is None else _gpt_config(base)
     if config is None:
         options: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
-        model = _base(own, source, base, **options).model
+        model = _base(adapters, source, base, **options).model
     else:
         with torch.device("meta"):
             model = GPTModel(config)
     if isinstance(model, GPTModel):
-        own = to_gpt(own, model)
-    names = [name for name in model.state_dict() if name not in own.saved]
-    tensors = {f"state_dict.model.{name}": tensor for name, tensor in own.state()}
+        adapters = to_gpt(adapters, model)
+    names = [name for name in model.state_dict() if name not in adapters.saved]
+    tensors = {f"state_dict.model.{name}": tensor for name, tensor in adapters.state()}
     entry: dict[str, Any] = {
-        "lora": _as_state(asdict(own.lora)),
-        "targets": list(own.targets),
+        "lora": _as_state(asdict(adapters.lora)),
+        "targets": list(adapters.targets),
         "fused": {},
-        "saved": list(own.saved),
-        "names": "gpt" if own.is_gpt else "own",
-        "base": asdict(own.base),
+        "saved": list(adapters.saved),
+        "names": "gpt" if adapters.is_gpt else "own",
+        "base": asdict(adapters.base),
         "left_out": [f"model.{name}" for name in names],
     }
     state = state_before_training({}) | {PEFT: {"model": entry}}
     stored = {name: TensorInfo(tuple(t.shape), t.dtype) for name, t in tensors.items()}
     _write(target, stored, lambda name, box: tensors[name][box.slices], state, {})
-    print(f"{target} holds the adapters of {len(own.layers)} layers.")
+    print(f"{target} holds the adapters of {len(adapters.layers)} layers.")
 
 
 COMMANDS: Mapping[str, Callable[..., Any]] = MappingProxyType(
@@ -205,19 +205,19 @@ def _base(
         opened = open_checkpoint(source)
         record = record_of(opened, source)
         config = _config_in(opened) if own.is_gpt else None
-        kept = kept_entry(opened.state(), record.path)
+        entry = kept_entry(opened.state(), record.path)
         # A checkpoint with all weights is a base of its own. A checkpoint of adapters names its
         # base.
-        if base is None and kept is not None and not record.left_out:
+        if base is None and entry is not None and not record.left_out:
             bridge = AutoBridge.from_checkpoint(source, model=record.path, reads=False, **options)
             plan = bridge.plan(config)
             fills = fills_of_checkpoint(opened, plan.parameters, record.path)
             return _Base(plan, fills, _on_meta(bridge, config), source)
     origin = own.base.origin
     if base is None and (origin is None or not Path(origin).is_dir()):
-        named = f" ({origin}, which is no folder here)" if origin else ""
+        hint = f" ({origin}, which is no folder here)" if origin else ""
         raise CheckpointError(
-            f"{source} holds no base{named}, and nothing is downloaded unasked. Name the base: "
+            f"{source} holds no base{hint}, and nothing is downloaded unasked. Name the base: "
             f"--base {origin or 'FOLDER'}."
         )
     bridge = AutoBridge.from_hf_pretrained(base or str(origin), revision=revision, **options)
@@ -380,8 +380,8 @@ def _tokenizer_files(source: str) -> dict[str, bytes]:
         return {}
     from megatron_lightning.bridge.kept import read_kept
 
-    found = read_kept(source, record.path)
-    contents = {} if found is None else found[2].files.contents
+    entry = read_kept(source, record.path)
+    contents = {} if entry is None else entry[2].files.contents
     return {name: text for name, text in contents.items() if name.startswith(_OF_TOKENIZER)}
 
 

@@ -80,9 +80,9 @@ def read_folder(path: str | os.PathLike[str]) -> SavedAdapters:
             raise CheckpointError(
                 f"{folder / TENSORS} has a tensor {name}, which peft did not write."
             )
-        own = name.removeprefix(_PREFIX)
-        if own.endswith(".lora_A.weight"):
-            layer = own.removesuffix(".lora_A.weight")
+        own_name = name.removeprefix(_PREFIX)
+        if own_name.endswith(".lora_A.weight"):
+            layer = own_name.removesuffix(".lora_A.weight")
             second = tensors.get(f"{_PREFIX}{layer}.lora_B.weight")
             if second is None or second.shape[-1] != tensor.shape[0]:
                 raise CheckpointError(
@@ -100,12 +100,12 @@ def read_folder(path: str | os.PathLike[str]) -> SavedAdapters:
             if stacked is not None:
                 layer, factors = stacked, _unflat(factors, lora.rank_of(stacked), folder)
             layers[layer] = {ALL_ROWS: factors}
-        elif ".lora_" not in own:
-            saved[own.replace(".modules_to_save.", ".")] = tensor
-        elif not own.endswith((".lora_B.weight", _LENGTHS)):
+        elif ".lora_" not in own_name:
+            saved[own_name.replace(".modules_to_save.", ".")] = tensor
+        elif not own_name.endswith((".lora_B.weight", _LENGTHS)):
             raise ConfigError(
-                f"{folder / TENSORS} has {own}, and adapters of that kind are not supported (LoRA "
-                "of linear layers is)."
+                f"{folder / TENSORS} has {own_name}, and adapters of that kind are not supported "
+                "(LoRA of linear layers is)."
             )
     for layer, parts in layers.items():
         if parts[ALL_ROWS].rank != lora.rank_of(layer):
@@ -266,8 +266,8 @@ def _is_stacked(theirs: SavedAdapters, name: str) -> bool:
 
 def _parameters(theirs: SavedAdapters) -> list[str]:
     """Return ``target_parameters``: the ends of the paths of stacked experts."""
-    found = [path for path, parts in theirs.layers.items() if parts[ALL_ROWS].num_experts]
-    ends = {".".join(path.rsplit(".", 2)[1:]) for path in found}
+    paths = [path for path, parts in theirs.layers.items() if parts[ALL_ROWS].num_experts]
+    ends = {".".join(path.rsplit(".", 2)[1:]) for path in paths}
     return sorted(ends, key=lambda end: _STACKED.index(end.rpartition(".")[2]))
 
 
@@ -299,8 +299,8 @@ def _stacked_name(key: str, config: Mapping[str, Any], tensors: Mapping[str, Ten
     for end in ends:
         module, _, name = end.rpartition(".")
         if owner == module or owner.endswith(f".{module}"):
-            both = f"{_PREFIX}{owner}.base_layer.lora_A.weight" in tensors
-            if not both or (name == _STACKED[0]) == (owner != key):
+            has_both = f"{_PREFIX}{owner}.base_layer.lora_A.weight" in tensors
+            if not has_both or (name == _STACKED[0]) == (owner != key):
                 return f"{owner}.{name}"
     return None
 
@@ -343,9 +343,15 @@ def _exceptions(values: Mapping[str, Any], usual: Any) -> dict[str, Any]:
     names: dict[str, set[Any]] = {}
     for path, value in values.items():
         names.setdefault(path.rpartition(".")[2], set()).add(value)
-    found = {name: next(iter(own)) for name, own in names.items() if len(own) == 1}
-    found |= {path: v for path, v in values.items() if len(names[path.rpartition(".")[2]]) > 1}
-    return {key: value for key, value in found.items() if value != usual}
+    single_names = {
+        name: next(iter(names_of_value))
+        for name, names_of_value in names.items()
+        if len(names_of_value) == 1
+    }
+    single_names |= {
+        path: v for path, v in values.items() if len(names[path.rpartition(".")[2]]) > 1
+    }
+    return {key: value for key, value in single_names.items() if value != usual}
 
 
 def _number(value: float) -> float | int:
@@ -359,21 +365,21 @@ def _config(folder: Path) -> dict[str, Any]:
     if not file.is_file():
         raise MissingCheckpointError(f"{folder} has no {CONFIG}: it is no folder of peft.")
     try:
-        plain = json.loads(file.read_bytes())
+        values = json.loads(file.read_bytes())
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{file} is no JSON ({error}). Restore the folder.") from error
-    if not isinstance(plain, dict):
+    if not isinstance(values, dict):
         raise ConfigError(f"{file} is no JSON object. Restore the folder.")
-    return plain
+    return values
 
 
 def _tensors(folder: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     file = folder / TENSORS
     if not file.is_file():
-        found = [
+        files = [
             name for name in ("adapter_model.bin", "adapter_model.pt") if (folder / name).exists()
         ]
-        pickled = f" ({found[0]} is a pickle, which may run code when it is read)" if found else ""
+        pickled = f" ({files[0]} is a pickle, which may run code when it is read)" if files else ""
         raise MissingCheckpointError(
             f"{folder} has no {TENSORS}{pickled}. Save the adapters with safetensors: "
             "model.save_pretrained(folder)."

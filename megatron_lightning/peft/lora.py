@@ -315,5 +315,5 @@ def _owners(module: nn.Module, stacks: Mapping[str, nn.Parameter]) -> dict[str, 
 
 def applied_to(module: nn.Module) -> dict[str, AppliedLoRA]:
     """Return path -> record of the modules with an applied LoRA."""
-    found: dict[str, Any] = {path: vars(m).get(APPLIED) for path, m in module.named_modules()}
-    return {path: applied for path, applied in found.items() if applied is not None}
+    records: dict[str, Any] = {path: vars(m).get(APPLIED) for path, m in module.named_modules()}
+    return {path: applied for path, applied in records.items() if applied is not None}

@@ -76,28 +76,28 @@ def find_targets(
     else:
         chosen = _matching(module, "target_modules", targets, layers)
     left_out = _matching(module, "exclude_modules", excluded, layers) if excluded else set()
-    found = {path: layer for path, layer in layers.items() if path in chosen - left_out}
-    if not found:
+    targets_found = {path: layer for path, layer in layers.items() if path in chosen - left_out}
+    if not targets_found:
         raise ConfigError(
             f"LoRA finds no layer to adapt in {type(module).__name__}: "
             f"target_modules={targets!r} match {len(chosen)} of its {len(layers)} linear layers, "
             f"and exclude_modules={excluded!r} leave out all of them. Change one of them."
         )
-    return found
+    return targets_found
 
 
 def short_names(module: nn.Module, paths: Collection[str]) -> tuple[str, ...]:
     """Return names of exactly the layers at ``paths``: the last segments of paths if all layers of
     the name are meant, else paths.
     """
-    named: dict[str, set[str]] = {}
+    paths_of_name: dict[str, set[str]] = {}
     for path, layer in without_attachments(module):
         if is_linear(layer):
-            named.setdefault(path.rpartition(".")[2], set()).add(path)
+            paths_of_name.setdefault(path.rpartition(".")[2], set()).add(path)
     names = []
-    for name, all_paths in named.items():
-        own = all_paths & set(paths)
-        names += [name] if own == all_paths else sorted(own)
+    for name, all_paths in paths_of_name.items():
+        own_paths = all_paths & set(paths)
+        names += [name] if own_paths == all_paths else sorted(own_paths)
     return tuple(names)
 
 
@@ -118,16 +118,16 @@ def find_parameters(module: nn.Module, names: Sequence[str]) -> dict[str, nn.Par
     chosen = set[str]()
     # Each name must match, so that a typing error does not leave out a stack.
     for pattern in names:
-        found = {path for path in stacks if _suffix(pattern)(path)}
-        if not found:
+        matches = {path for path in stacks if _suffix(pattern)(path)}
+        if not matches:
             ends = sorted({".".join(path.split(".")[-2:]) for path in stacks})
-            there = f"Stacked experts there are {', '.join(ends)}" if ends else "It has none"
+            hint = f"Stacked experts there are {', '.join(ends)}" if ends else "It has none"
             raise ConfigError(
                 f"target_parameters has {pattern!r}, which matches no stacked experts of "
-                f"{type(module).__name__}. {there}: correct the name, or remove it. Other layers "
+                f"{type(module).__name__}. {hint}: correct the name, or remove it. Other layers "
                 "are named in target_modules."
             )
-        chosen |= found
+        chosen |= matches
     for path in chosen:
         owner = module.get_submodule(path.rpartition(".")[0])
         if getattr(owner, "is_transposed", False):
@@ -153,13 +153,13 @@ def short_parameters(module: nn.Module, paths: Collection[str]) -> tuple[str, ..
     """Return names of exactly the stacked experts at ``paths``: the last two segments if all of
     the name are meant, else paths.
     """
-    named: dict[str, set[str]] = {}
+    paths_of_name: dict[str, set[str]] = {}
     for path in _stacks(module):
-        named.setdefault(".".join(path.split(".")[-2:]), set()).add(path)
+        paths_of_name.setdefault(".".join(path.split(".")[-2:]), set()).add(path)
     names: list[str] = []
-    for name, all_paths in named.items():
-        own = all_paths & set(paths)
-        names += [name] if own == all_paths else sorted(own)
+    for name, all_paths in paths_of_name.items():
+        own_paths = all_paths & set(paths)
+        names += [name] if own_paths == all_paths else sorted(own_paths)
     return tuple(names)
 
 
@@ -178,16 +178,18 @@ def find_saved(module: nn.Module, names: Sequence[str]) -> dict[str, nn.Module]:
     if not names:
         return {}
     saved = _matching(module, "modules_to_save", list(names), modules)
-    found = {path: modules[path] for path in modules if path in saved}
-    inside = {id(p) for child in found.values() for p in child.parameters()}
+    saved_modules = {path: modules[path] for path in modules if path in saved}
+    parameter_ids = {id(p) for child in saved_modules.values() for p in child.parameters()}
     for name, parameter in module.named_parameters(remove_duplicate=False):
-        if id(parameter) in inside and not name.startswith(tuple(f"{path}." for path in found)):
+        if id(parameter) in parameter_ids and not name.startswith(
+            tuple(f"{path}." for path in saved_modules)
+        ):
             raise ConfigError(
                 f"modules_to_save={list(names)!r} trains a parameter that {name} shares (tied "
                 f"weights). Name {name.rpartition('.')[0]} in modules_to_save, too, so that both "
                 "are saved."
             )
-    return found
+    return saved_modules
 
 
 def value_of(path: str, table: Mapping[str, _Value], default: _Value) -> _Value:
@@ -224,16 +226,16 @@ def _matching(
     chosen = set[str]()
     for pattern in [patterns] if isinstance(patterns, str) else patterns:
         matches = _regular(option, pattern) if is_text else _suffix(pattern)
-        found = {path for path in modules if matches(path)}
-        if not found:
+        paths = {path for path in modules if matches(path)}
+        if not paths:
             raise ConfigError(_unmatched(module, option, pattern, modules, is_text=is_text))
-        chosen |= found
+        chosen |= paths
     return chosen
 
 
 def _suffix(pattern: str) -> Callable[[str], bool]:
-    own, inside = compile_pattern(pattern), compile_pattern(f"**.{pattern}")
-    return lambda path: bool(own.fullmatch(path) or inside.fullmatch(path))
+    path_pattern, suffix_pattern = compile_pattern(pattern), compile_pattern(f"**.{pattern}")
+    return lambda path: bool(path_pattern.fullmatch(path) or suffix_pattern.fullmatch(path))
 
 
 def _regular(option: str, pattern: str) -> Callable[[str], bool]:
@@ -258,13 +260,13 @@ def _unmatched(
     """Describe a pattern without a match."""
     matches = re.compile(pattern).fullmatch if is_text else _suffix(pattern)
     # Layers that match and take no adapters are the likelier intention.
-    others = [path for path, _ in without_attachments(module) if path and matches(path)]
-    if others and option != "modules_to_save":
-        kind = type(module.get_submodule(others[0])).__name__
-        why = f"{others[0]} is a {kind}"
-        if others[0] not in modules and is_linear(module.get_submodule(others[0])):
+    other_paths = [path for path, _ in without_attachments(module) if path and matches(path)]
+    if other_paths and option != "modules_to_save":
+        kind = type(module.get_submodule(other_paths[0])).__name__
+        why = f"{other_paths[0]} is a {kind}"
+        if other_paths[0] not in modules and is_linear(module.get_submodule(other_paths[0])):
             why = (
-                f"{others[0]} is an output layer, whose adapters would have to be part of the "
+                f"{other_paths[0]} is an output layer, whose adapters would have to be part of the "
                 "loss (train it as a whole by modules_to_save)"
             )
         return f"{option} has {pattern!r}, which matches no layer that takes adapters: {why}."
@@ -288,15 +290,15 @@ def _did_you_mean(pattern: str, paths: Iterable[str]) -> str:
 
 def _output_layers(module: nn.Module) -> set[int]:
     """Return the ids of the layers for logits."""
-    found = set[int]()
+    ids = set[int]()
     for path, child in module.named_modules():
         if isinstance(child, TakesLoss) or path.rpartition(".")[2] in _HEADS:
-            found.add(id(child))
+            ids.add(id(child))
         find = getattr(child, "get_output_embeddings", None)
         if find is None:
             continue
         try:
-            found.add(id(find()))
+            ids.add(id(find()))
         except (AttributeError, NotImplementedError):
             continue
-    return found
+    return ids

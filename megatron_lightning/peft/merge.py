@@ -55,13 +55,13 @@ class LayerDelta:
     def _lengths(self) -> Tensor | None:
         """Trained length of every row of the weight, in order. None: no DoRA."""
         lengths = [factors.magnitude for factors in self._parts().values()]
-        found = [own.float() for own in lengths if own is not None]
-        if len(found) < 2:
-            return found[0] if found else None
-        owner, place = _places(self._fused, [len(own) for own in found])
+        all_lengths = [part_lengths.float() for part_lengths in lengths if part_lengths is not None]
+        if len(all_lengths) < 2:
+            return all_lengths[0] if all_lengths else None
+        owner, place = _places(self._fused, [len(part_lengths) for part_lengths in all_lengths])
         rows = torch.empty(len(owner))
-        for number, own in enumerate(found):
-            rows[owner == number] = own[place[owner == number]]
+        for number, part_lengths in enumerate(all_lengths):
+            rows[owner == number] = part_lengths[place[owner == number]]
         return rows
 
     def merged(self, box: Box, read: Callable[[Box], Tensor]) -> Tensor:
@@ -77,9 +77,9 @@ class LayerDelta:
         # A row's length needs all of the row. Weights with DoRA are [out, in].
         rows, columns = box.slices
         width = self._factors[1].shape[1]
-        full = Box((box.offset[0], 0), (box.shape[0], width))
-        values = read(full)
-        values += self.of_box(full).to(values.device)
+        full_rows = Box((box.offset[0], 0), (box.shape[0], width))
+        values = read(full_rows)
+        values += self.of_box(full_rows).to(values.device)
         lengths = self._lengths[rows].to(values.device) / values.norm(dim=1)
         merged: Tensor = values[:, columns] * lengths[:, None]
         return merged
@@ -104,8 +104,8 @@ class LayerDelta:
         owner, place = _places(self._fused, [len(second) for second, _ in pairs])
         delta = torch.empty(rows.stop - rows.start, columns.stop - columns.start)
         for number, (second, first) in enumerate(pairs):
-            own = owner[rows] == number
-            delta[own] = second[place[rows][own]] @ first[:, columns]
+            is_own = owner[rows] == number
+            delta[is_own] = second[place[rows][is_own]] @ first[:, columns]
         return delta
 
 
@@ -192,10 +192,10 @@ def deltas_in(
         if isinstance(adapters, StackedAdapters):
             for name in adapters.parts:
                 # Read on use: full factors of one layer at a time.
-                own = partial(
+                own_parts = partial(
                     lambda *of, name: {name: parts_of(*of)[name]}, path, adapters, name=name
                 )
-                deltas[f"{path}.{name}"] = LayerDelta(own)
+                deltas[f"{path}.{name}"] = LayerDelta(own_parts)
             continue
         rows = None
         if len(adapters.parts) > 1:

@@ -80,8 +80,8 @@ class Base:
     @classmethod
     def of(cls, entry: Mapping[str, Any] | None) -> Base:
         """Return the base described by plain data."""
-        known = {"origin", "revision", "digest"}
-        return cls(**{key: value for key, value in (entry or {}).items() if key in known})
+        known_names = {"origin", "revision", "digest"}
+        return cls(**{key: value for key, value in (entry or {}).items() if key in known_names})
 
     def check(self, digest: str, what: str) -> None:
         """Check that the weights of ``what`` are the base's weights in training.
@@ -92,9 +92,9 @@ class Base:
         kind = digest.partition(":")[0]
         if self.digest is None or self.digest.partition(":")[0] != kind or self.digest == digest:
             return
-        named = f" ({self.origin}{f' at {self.revision}' if self.revision else ''})"
+        hint = f" ({self.origin}{f' at {self.revision}' if self.revision else ''})"
         raise CheckpointError(
-            f"the adapters were trained on other weights{named if self.origin else ''} than "
+            f"the adapters were trained on other weights{hint if self.origin else ''} than "
             f"{what} has: digest {self.digest}, not {digest}. Adapters of another base are wrong "
             "without an error later: load the base that they belong to."
         )
@@ -124,14 +124,14 @@ class SavedAdapters:
     ) -> SavedAdapters:
         """Return the adapters in a state dict of the adapted model, full tensors by name."""
         layers: dict[str, dict[str, Factors]] = {}
-        others = {}
+        other_tensors = {}
         for name, tensor in state.items():
-            path, found, rest = name.partition(".adapters.")
-            if not found:
-                others[name] = tensor
+            path, separator, name_inside = name.partition(".adapters.")
+            if not separator:
+                other_tensors[name] = tensor
             # A names the layer. B and lengths are read along with it.
-            elif rest.endswith(".lora_A.weight"):
-                part = rest.removesuffix(".lora_A.weight")
+            elif name_inside.endswith(".lora_A.weight"):
+                part = name_inside.removesuffix(".lora_A.weight")
                 second = state[f"{path}.adapters.{part}.lora_B.weight"]
                 lengths = state.get(f"{path}.adapters.{part}.lora_magnitude.weight")
                 if tensor.ndim > 2 and part != ALL_ROWS:  # a parameter of a module of experts
@@ -147,7 +147,7 @@ class SavedAdapters:
             lora=applied.lora,
             targets=applied.targets,
             fused=applied.fused,
-            saved=others,
+            saved=other_tensors,
             base=base,
             is_gpt=is_gpt,
         )
@@ -176,11 +176,11 @@ def adapters_of_module(module: nn.Module) -> tuple[str, SavedAdapters]:
     for path, applied in applied_to(module).items():
         model = module.get_submodule(path)
         check_full(model)
-        inside = tuple(f"{layer}.adapters." for layer in adapted_layers(model))
+        prefixes = tuple(f"{layer}.adapters." for layer in adapted_layers(model))
         state = {
             name: tensor
             for name, tensor in model.state_dict().items()
-            if name in applied.saved or name.startswith(inside)
+            if name in applied.saved or name.startswith(prefixes)
         }
         is_gpt = isinstance(model, GPTModel)
         return path, SavedAdapters.of_state(state, applied, Base(), is_gpt=is_gpt)
@@ -248,8 +248,8 @@ def to_gpt(theirs: SavedAdapters, model: GPTModel) -> SavedAdapters:
                 f"the folder adapts {path}, which has no counterpart in a GPTModel; "
                 f"{', '.join(sorted(back))} of model.layers.N have."
             )
-        own, part = back[layer]
-        layers.setdefault(f"{_GPT_LAYERS}{number}.{own}", {})[part] = parts[ALL_ROWS]
+        own_layer, part = back[layer]
+        layers.setdefault(f"{_GPT_LAYERS}{number}.{own_layer}", {})[part] = parts[ALL_ROWS]
     for path, parts in layers.items():
         layers[path] = _with_all_parts(path, parts, model)
     names = {theirs: ours for ours, theirs in _GPT_SAVED.items()}
@@ -261,25 +261,25 @@ def _with_all_parts(path: str, parts: Mapping[str, Factors], model: GPTModel) ->
     """Return the parts of a layer in order, with zeros for missing parts."""
     if ALL_ROWS in parts:
         return dict(parts)
-    wanted = [part for (layer, part), _ in _GPT_NAMES.items() if path.endswith(f".{layer}")]
+    part_names = [part for (layer, part), _ in _GPT_NAMES.items() if path.endswith(f".{layer}")]
     layer: Any = model.get_submodule(path)
     rows = tuple(getattr(layer, "fused_rows", (layer.out_features,)))
     first = next(iter(parts.values()))
-    missing = [part for part in wanted if part not in parts]
+    missing_parts = [part for part in part_names if part not in parts]
     if len(rows) > len(PARTS[3]):
         raise CheckpointError(
             f"the folder adapts {', '.join(parts)} of {path}, which has gates of its own beside "
             "the queries (attention_output_gate), and the folder has none or both in one. Train "
             "the untouched model (HuggingFaceModule)."
         )
-    if first.magnitude is not None and missing:
+    if first.magnitude is not None and missing_parts:
         raise CheckpointError(
             f"the folder adapts {', '.join(parts)} of {path} with use_dora, and not "
-            f"{', '.join(missing)}, whose rows have the lengths of the base. Adapt all parts of a "
-            "fused layer, or train the untouched model (HuggingFaceModule)."
+            f"{', '.join(missing_parts)}, whose rows have the lengths of the base. Adapt all parts "
+            "of a fused layer, or train the untouched model (HuggingFaceModule)."
         )
     complete = {}
-    for part, size in zip(wanted, rows, strict=True):
+    for part, size in zip(part_names, rows, strict=True):
         out = size * (layer.out_features // sum(rows))
         zeros = torch.zeros(out, first.rank, dtype=first.lora_B.dtype)
         complete[part] = parts.get(part) or Factors(first.lora_A.clone(), zeros, first.scale)
@@ -293,17 +293,20 @@ def _split(
     if path not in fused or ".experts." in path:
         return dict(parts)
     rows, num_periods = fused[path]
-    whole = parts[ALL_ROWS]
+    fused_factors = parts[ALL_ROWS]
 
     def split(tensor: Tensor) -> list[Tensor]:
         periods = torch.split(tensor.view(num_periods, sum(rows), -1), list(rows), dim=1)
         return [part.flatten(0, 1).contiguous() for part in periods]
 
     lengths: list[Tensor | None] = [None] * len(rows)
-    if whole.magnitude is not None:
-        lengths = [part.flatten() for part in split(whole.magnitude)]
-    pieces = zip(PARTS[len(rows)], split(whole.lora_B), lengths, strict=True)
-    return {name: Factors(whole.lora_A, b, whole.scale, own) for name, b, own in pieces}
+    if fused_factors.magnitude is not None:
+        lengths = [part.flatten() for part in split(fused_factors.magnitude)]
+    pieces = zip(PARTS[len(rows)], split(fused_factors.lora_B), lengths, strict=True)
+    return {
+        name: Factors(fused_factors.lora_A, b, fused_factors.scale, magnitude)
+        for name, b, magnitude in pieces
+    }
 
 
 def _hf_path(path: str, part: str) -> str:
@@ -324,6 +327,6 @@ def _short(layers: Mapping[str, object]) -> tuple[str, ...]:
         prefix, _, name = path.rpartition(".")
         numbers.setdefault(name, set()).add(prefix.partition("layers.")[2].partition(".")[0])
     everywhere = set[str]().union(*numbers.values())
-    if all(own == everywhere for own in numbers.values()):
+    if all(number == everywhere for number in numbers.values()):
         return tuple(sorted(numbers))
     return tuple(sorted(layers))

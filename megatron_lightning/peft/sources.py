@@ -58,15 +58,15 @@ def record_of(source: CheckpointSource, path: str, model: str | None = None) -> 
         CheckpointError: If the checkpoint has no adapters, or none of ``model``.
     """
     records = read_records(source.state(), path)
-    found = [record for record in records if model in (None, record.path)]
-    if not found:
-        others = ", ".join(record.path for record in records)
-        there = f" of {model}; those of {others} are there" if records else ""
+    matches = [record for record in records if model in (None, record.path)]
+    if not matches:
+        other_paths = ", ".join(record.path for record in records)
+        hint = f" of {model}; those of {other_paths} are there" if records else ""
         raise CheckpointError(
-            f"{path} has no adapters{there}. Name a checkpoint of a module with peft=LoRA(...), or "
+            f"{path} has no adapters{hint}. Name a checkpoint of a module with peft=LoRA(...), or "
             "a folder of peft."
         )
-    return found[0]
+    return matches[0]
 
 
 def prefix_of(record: Record) -> str:
@@ -78,11 +78,13 @@ def read_tensors(source: CheckpointSource, record: Record) -> dict[str, Tensor]:
     """Return the trained tensors of a checkpoint by their names in the adapted model."""
     prefix, state = prefix_of(record), {}
     for name, info in source.tensors().items():
-        own = name.removeprefix(prefix)
-        if name.startswith(prefix) and (".adapters." in own or own in record.applied.saved):
+        own_name = name.removeprefix(prefix)
+        if name.startswith(prefix) and (
+            ".adapters." in own_name or own_name in record.applied.saved
+        ):
             tensor = torch.empty(info.shape, dtype=info.dtype)
             source.read([(name, Shard((0,) * tensor.dim(), tensor))])
-            state[own] = tensor
+            state[own_name] = tensor
     return state
 
 
@@ -105,10 +107,10 @@ def save_adapters(
         ConfigError: If the module has no adapters, or is a part of the model.
         CheckpointError: If the folder exists.
     """
-    place, own = adapters_of_module(module)
+    place, adapters = adapters_of_module(module)
     model = module.get_submodule(place)
     base = replace(base_of(model), digest=digest_of_base(model))
-    folder.write_folder(path, replace(own, base=base), dtype=dtype, overwrite=overwrite)
+    folder.write_folder(path, replace(adapters, base=base), dtype=dtype, overwrite=overwrite)
 
 
 def load_adapters(module: nn.Module, path: str | os.PathLike[str]) -> nn.Module:
@@ -129,16 +131,16 @@ def load_adapters(module: nn.Module, path: str | os.PathLike[str]) -> nn.Module:
     """
     place = _place_of(module)
     model = module.get_submodule(place)
-    own = read_saved(path)
-    if isinstance(model, GPTModel) and not own.is_gpt:
-        own = to_gpt(own, model)
+    adapters = read_saved(path)
+    if isinstance(model, GPTModel) and not adapters.is_gpt:
+        adapters = to_gpt(adapters, model)
     if not any(p.is_meta for p in model.parameters()):
-        own.base.check(digest_of_base(model, own), type(model).__name__)
-    elif own.base.digest is not None:
-        model.__dict__[_EXPECTED] = own.base  # the strategy compares when the weights are read
+        adapters.base.check(digest_of_base(model, adapters), type(model).__name__)
+    elif adapters.base.digest is not None:
+        model.__dict__[_EXPECTED] = adapters.base  # the strategy compares when the weights are read
     if not adapted_layers(model):
-        _exactly(own).apply(model)
-    _fill(model, own, str(path))
+        _exactly(adapters).apply(model)
+    _fill(model, adapters, str(path))
     return module
 
 
@@ -162,8 +164,8 @@ def digest_of_base(
 
 def take_expected_bases(module: nn.Module) -> dict[str, Base]:
     """Return and forget path -> base of the models adapted before loading weights."""
-    found = {path: vars(child).pop(_EXPECTED, None) for path, child in module.named_modules()}
-    return {path: base for path, base in found.items() if base is not None}
+    bases = {path: vars(child).pop(_EXPECTED, None) for path, child in module.named_modules()}
+    return {path: base for path, base in bases.items() if base is not None}
 
 
 def _place_of(module: nn.Module) -> str:
@@ -254,14 +256,14 @@ def _fill(model: nn.Module, own: SavedAdapters, path: str) -> None:
 
 def _parts_of(model: nn.Module) -> dict[str, tuple[Adapters, dict[str, LowRankAdapter]]]:
     """Return path of a layer, or of a parameter of experts -> adapters and the parts of it."""
-    found: dict[str, tuple[Adapters, dict[str, LowRankAdapter]]] = {}
+    parts_of_layers: dict[str, tuple[Adapters, dict[str, LowRankAdapter]]] = {}
     for path, adapters in adapted_layers(model).items():
         if isinstance(adapters, StackedAdapters):
             for name, part in adapters.parts.items():
-                found[f"{path}.{name}"] = (adapters, {name: part})
+                parts_of_layers[f"{path}.{name}"] = (adapters, {name: part})
         else:
-            found[path] = (adapters, adapters.parts)
-    return found
+            parts_of_layers[path] = (adapters, adapters.parts)
+    return parts_of_layers
 
 
 def _put(adapters: Adapters, name: str, values: Tensor) -> None:

@@ -61,13 +61,13 @@ def stops(files: Mapping[str, bytes], template: str | None = None) -> dict[str, 
         except (OSError, ValueError, KeyError, TypeError):
             return added  # a tokenizer with custom code
     end = end_of_turn(tokenizer)
-    plain: dict[str, Any] = json.loads(files.get(_GENERATION, b"{}"))
-    before = plain.get("eos_token_id", tokenizer.eos_token_id)
-    ends = [before] if isinstance(before, int) else list(before or ())
+    values: dict[str, Any] = json.loads(files.get(_GENERATION, b"{}"))
+    end_before = values.get("eos_token_id", tokenizer.eos_token_id)
+    ends = [end_before] if isinstance(end_before, int) else list(end_before or ())
     if end is None or end in ends:
         return added
-    plain["eos_token_id"] = [*ends, end] if ends else end
-    return added | {_GENERATION: json.dumps(plain, indent=2).encode() + b"\n"}
+    values["eos_token_id"] = [*ends, end] if ends else end
+    return added | {_GENERATION: json.dumps(values, indent=2).encode() + b"\n"}
 
 
 def card(own: SavedAdapters, name: str, *, merged: bool) -> dict[str, bytes]:

@@ -59,11 +59,15 @@ def stage_profile(sizes: Sizes, units: Sequence[str], recompute: RecomputeOption
     if EMBEDDING in units:
         segments += _selective(layers.embedding(ends, stream), ends, recompute)
     else:
-        received = {stream: sizes.stream_bytes * num_received(sizes.config, units)}
-        segments.append(Segment((Operation(path="", keeps=received, makes=(stream,)),)))
+        stream_received = {stream: sizes.stream_bytes * num_received(sizes.config, units)}
+        segments.append(Segment((Operation(path="", keeps=stream_received, makes=(stream,)),)))
     predicting = [unit for unit in units if predicting_layer_of(unit) is not None]
-    own = [unit for unit in units if layer_of(unit) is not None]
-    groups = [*_grouped(own, recompute), ([], False), *_grouped(predicting, recompute, len(own))]
+    own_units = [unit for unit in units if layer_of(unit) is not None]
+    groups = [
+        *_grouped(own_units, recompute),
+        ([], False),
+        *_grouped(predicting, recompute, len(own_units)),
+    ]
     # In the order of the forward: layers, the final norm, then the predicting layers, each with the
     # stream that enters it.
     for group, recomputed in groups:
@@ -113,22 +117,22 @@ def rank_peak(
         stream_bytes: Bytes of the residual stream.
     """
     peak = 0.0
-    held = _num_channels(schedule, pp_rank) * MESSAGES_PER_CHANNEL * message_bytes
+    current = _num_channels(schedule, pp_rank) * MESSAGES_PER_CHANNEL * message_bytes
     if len(schedule.actions) > 1:
-        held += stream_bytes  # stands for the outputs of the units of other ranks
+        current += stream_bytes  # stands for the outputs of the units of other ranks
     # The row is replayed with bytes in the place of tensors: forwards add what is kept, backwards
     # free it, and the peak is inside of an action.
     for stage, kind, _ in schedule.actions[pp_rank]:
         one = profiles[stage]
         if kind is Kind.FORWARD:
-            peak = max(peak, held + one.forward_peak)
-            held += one.kept
+            peak = max(peak, current + one.forward_peak)
+            current += one.kept
         elif kind is Kind.WEIGHT_GRADIENT:
-            held -= one.deferred
+            current -= one.deferred
         else:
-            peak = max(peak, held - one.kept + one.backward_peak)
-            held -= one.kept
-            held += one.deferred if kind is Kind.INPUT_GRADIENT else 0.0
+            peak = max(peak, current - one.kept + one.backward_peak)
+            current -= one.kept
+            current += one.deferred if kind is Kind.INPUT_GRADIENT else 0.0
     return peak
 
 
@@ -162,25 +166,27 @@ def _predicting_layer(sizes: Sizes, unit: str, stream: str) -> list[Operation]:
     """Return the tape of a layer of multi-token prediction."""
     h, e, embedded = sizes.config.hidden_size, sizes.element, f"{unit} embedded"
     joined, entering = f"{unit} joined", f"{unit} stream"
-    both, size = 2.0 * sizes.sharded_tokens * h * e, sizes.stream_bytes
+    both_bytes, size = 2.0 * sizes.sharded_tokens * h * e, sizes.stream_bytes
     normed = (f"{unit} e", f"{unit} h")
     operations = [
         *(replace(one, path=f"{unit}.{one.path}") for one in layers.embedding(sizes, embedded)),
         layers.norm(sizes, f"{unit}.enorm", embedded, normed[0]),
         layers.norm(sizes, f"{unit}.hnorm", stream, normed[1]),
-        Operation(path=unit, makes=(joined,), forward_bytes=both, backward_bytes=both),
+        Operation(path=unit, makes=(joined,), forward_bytes=both_bytes, backward_bytes=both_bytes),
         layers.linear(sizes, f"{unit}.eh_proj", joined, entering),
     ]
     if sizes.layout.tp > 1:  # gathered, and split again
-        full = float(sizes.tokens * h * e)
+        full_bytes = float(sizes.tokens * h * e)
         operations.append(
-            Operation(path=unit, makes=(entering,), forward_bytes=full, backward_bytes=full)
+            Operation(
+                path=unit, makes=(entering,), forward_bytes=full_bytes, backward_bytes=full_bytes
+            )
         )
-    left = entering
+    leaving = entering
     for path, kind in depth_layers(sizes.config):
-        operations += _layer(sizes, unit, left, kind, f"{unit}.{path}")
-        left = operations[-1].makes[0]
-    operations.append(layers.norm(sizes, f"{unit}.final_layernorm", left, f"{unit} normed"))
+        operations += _layer(sizes, unit, leaving, kind, f"{unit}.{path}")
+        leaving = operations[-1].makes[0]
+    operations.append(layers.norm(sizes, f"{unit}.final_layernorm", leaving, f"{unit} normed"))
     # The gradient of the previous depth's hidden states waits beside each operation.
     return [replace(one, backward_bytes=one.backward_bytes + size) for one in operations]
 
@@ -328,17 +334,19 @@ def _selective(
     patterns: tuple[re.Pattern[str], ...] = ()
     if recompute.recompute_granularity == "selective":
         patterns = _compiled(recompute.recompute_modules)
-    found = [_outermost(operation.path, patterns) for operation in operations]
+    matches = [_outermost(operation.path, patterns) for operation in operations]
     if sizes.compiled:  # a graph keeps the operands of backward's GEMMs, also of norms
-        found = [None if module is None or _is_cheap(module) else module for module in found]
+        matches = [None if module is None or _is_cheap(module) else module for module in matches]
     dropped: dict[str, str] = {}
-    kept = []
-    for operation, module in zip(operations, found, strict=True):
-        left = _not_dropped(operation.keeps, dropped, module)
-        again = sum(operation.keeps.values()) - sum(left.values())
+    segments_kept = []
+    for operation, module in zip(operations, matches, strict=True):
+        remaining = _not_dropped(operation.keeps, dropped, module)
+        again = sum(operation.keeps.values()) - sum(remaining.values())
         inputs = _not_dropped(operation.inputs, dropped, module)
         needed = operation.backward_bytes + again
-        kept.append(replace(operation, keeps=left, inputs=inputs, backward_bytes=needed))
+        segments_kept.append(
+            replace(operation, keeps=remaining, inputs=inputs, backward_bytes=needed)
+        )
         # Under autocast the next layer saves a cast copy of a norm's output.
         is_cast = module is not None and sizes.precision.autocast and _is_norm(module)
         # A graph also recomputes a module for the readers of the module's output.
@@ -346,7 +354,9 @@ def _selective(
         if module is not None and drops:
             dropped |= dict.fromkeys(operation.makes, module)
     segments = []
-    for module, group in groupby(zip(kept, found, strict=True), key=lambda pair: pair[1]):
+    for module, group in groupby(
+        zip(segments_kept, matches, strict=True), key=lambda pair: pair[1]
+    ):
         run = tuple(operation for operation, _ in group)
         segments.append(Segment(run, module is not None and not _is_cheap(module)))
     return segments
@@ -373,9 +383,9 @@ def _offloaded(segment: Segment, recompute: RecomputeOptions) -> Segment:
             for name, size in operation.keeps.items()
             if size >= recompute.offload_min_bytes
         }
-        left = {name: size for name, size in operation.keeps.items() if name not in large}
+        remaining = {name: size for name, size in operation.keeps.items() if name not in large}
         size = operation.backward_bytes + sum(large.values())
-        operations.append(replace(operation, keeps=left, backward_bytes=size))
+        operations.append(replace(operation, keeps=remaining, backward_bytes=size))
     return replace(segment, operations=tuple(operations))
 
 

@@ -74,10 +74,10 @@ class AdapterSizes:
                 f"model.peft sets {', '.join(unknown + texts)}, whose sizes a plan does not know. "
                 "Give lists of names, and plan without the others."
             )
-        known = {key: options[key] for key in cls.__dataclass_fields__ if key in options}
-        found = cls(**known)  # type: ignore[arg-type]
-        check_format(found.base)
-        return found
+        fields = {key: options[key] for key in cls.__dataclass_fields__ if key in options}
+        adapters = cls(**fields)  # type: ignore[arg-type]
+        check_format(adapters.base)
+        return adapters
 
     def adapts(self, unit: str, weight: Weight) -> bool:
         """Return whether the layer of a weight in a unit gets adapters."""
@@ -101,9 +101,9 @@ class AdapterSizes:
         """Return the bytes of the frozen weights in a unit on a rank, dense and experts'."""
         total = ParameterCount()
         for weight in unit_weights(config, unit):
-            own = local_size(weight, layout)
+            size = local_size(weight, layout)
             factor = _bytes_of(self.base, weight) if self._is_stored(unit, weight) else value_bytes
-            total += ParameterCount(round(factor * own.dense), round(factor * own.experts))
+            total += ParameterCount(round(factor * size.dense), round(factor * size.experts))
         return total
 
     def largest_values(self, config: TransformerConfig, layout: ParallelLayout, unit: str) -> int:
@@ -179,23 +179,27 @@ class AdaptedState:
         base = count_rank(config, layout, own)
         self.parameters = base + total
         moments = _MOMENTS * (2 if options.moments_dtype == "bf16" else _MAIN)
-        main, wide = precision.main_bytes, precision.weight_bytes
+        main, weight_bytes = precision.main_bytes, precision.weight_bytes
         # Only trained parameters have gradients, moments and main params.
         share = total.dense / shards[0] + total.experts / shards[1]
         self.gradients_bytes = _MAIN * total.total
         self.optimizer_bytes = round((moments + (0 if mode == "fsdp" else main)) * share)
         if options.optimizer_cpu_offload:
             self.optimizer_bytes = 0
-        stored = [adapters.base_bytes(config, layout, unit, wide) for unit in units]
-        in_use = wide + (precision.compute_bytes if precision.autocast else 0)
+        stored = [adapters.base_bytes(config, layout, unit, weight_bytes) for unit in units]
+        in_use = weight_bytes + (precision.compute_bytes if precision.autocast else 0)
         # The values of one dequantized weight at a time, and their cast under autocast.
         largest = in_use * max(adapters.largest_values(config, layout, unit) for unit in units)
-        held = sum(stored, ParameterCount())
-        self.weights_bytes = held.total + wide * total.total + largest
+        stored_total = sum(stored, ParameterCount())
+        self.weights_bytes = stored_total.total + weight_bytes * total.total + largest
         if mode == "fsdp" and max(shards) > 1:
-            full = [s.total + wide * one.total for s, one in zip(stored, trained, strict=True)]
+            unit_bytes = [
+                s.total + weight_bytes * one.total for s, one in zip(stored, trained, strict=True)
+            ]
             # While one unit computes, the next is gathered.
-            gathered = sorted(full, reverse=True)
+            gathered = sorted(unit_bytes, reverse=True)
             at_once = sum(gathered[:2]) if reshards else sum(gathered)
-            kept = held.dense / shards[0] + held.experts / shards[1]
-            self.weights_bytes = round(kept + (main or wide) * share + at_once) + largest
+            shard_bytes = stored_total.dense / shards[0] + stored_total.experts / shards[1]
+            self.weights_bytes = (
+                round(shard_bytes + (main or weight_bytes) * share + at_once) + largest
+            )

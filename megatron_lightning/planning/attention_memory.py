@@ -23,14 +23,14 @@ def attention(sizes: Sizes, path: str, normed: str) -> list[Operation]:
     config, mla = sizes.config, sizes.config.mla
     heads = config.num_attention_heads // sizes.layout.tp
     if mla is not None:
-        projections, kept, value = _latent(sizes, mla, path, normed, heads)
+        projections, saved, value = _latent(sizes, mla, path, normed, heads)
         head = mla.q_head_dim
     else:
-        projections, kept, value = _grouped(sizes, path, normed, heads)
+        projections, saved, value = _grouped(sizes, path, normed, heads)
         head = config.head_dim
     context = f"{path} context"
     proj = linear(sizes, f"{path}.linear_proj", context, f"{path} out")
-    core = _core(sizes, path, context, kept=kept, heads=heads, head=(head, value))
+    core = _core(sizes, path, context, kept=saved, heads=heads, head=(head, value))
     if config.attention_output_gate:
         return [*projections, core, *_gated(sizes, path, context, proj, heads=heads)]
     return [*projections, core, proj]
@@ -73,15 +73,15 @@ def _core(
     keeps = dict(kept) | {output: padded, f"{path} log sum": 4.0 * tokens * heads}
     by_math = config.attention_backend == "math" or own_scores
     scores = _block_scores(sizes, heads) if by_math else 0.0
-    wide = MAIN_BYTES / e if config.attention_softmax_in_fp32 else 1
+    width = MAIN_BYTES / e if config.attention_softmax_in_fp32 else 1
     return Operation(
         path=core,
         keeps=keeps,
         inputs=kept,
         makes=(context,),
-        forward_bytes=padded * wide + 3 * scores,
+        forward_bytes=padded * width + 3 * scores,
         # The output's gradient, and the gradients of queries, keys and values.
-        backward_bytes=padded * wide + sum(kept.values()) + (5 + own_scores) * scores,
+        backward_bytes=padded * width + sum(kept.values()) + (5 + own_scores) * scores,
     )
 
 
@@ -183,12 +183,12 @@ def _grouped(sizes: Sizes, path: str, normed: str, heads: int) -> tuple[list[Ope
         )
     if rotated and not config.qk_layernorm and not sizes.compiled:  # the values are copied
         return operations, {f"{path} q": q, f"{path} k": k, f"{path} v": k}, d
-    kept = {fused: fused_size}  # the values are a view of the fused output
+    saved = {fused: fused_size}  # the values are a view of the fused output
     if rotated or config.qk_layernorm:
-        kept |= {f"{path} q": q, f"{path} k": k}
+        saved |= {f"{path} q": q, f"{path} k": k}
     elif heads > groups:
-        kept |= {f"{path} q": q}
-    return operations, kept, d
+        saved |= {f"{path} q": q}
+    return operations, saved, d
 
 
 def _latent(
@@ -234,7 +234,7 @@ def _latent(
         )
     )
     padded = float(tokens * heads * max(mla.q_head_dim, mla.v_head_dim) * e)
-    kept = {f"{path} q": padded, f"{path} k": padded}
+    saved = {f"{path} q": padded, f"{path} k": padded}
     # Values are padded copies, or a view of the heads.
-    kept |= {f"{path} v": padded} if mla.v_head_dim < mla.q_head_dim else {heads_out: kv}
-    return operations, kept, mla.v_head_dim
+    saved |= {f"{path} v": padded} if mla.v_head_dim < mla.q_head_dim else {heads_out: kv}
+    return operations, saved, mla.v_head_dim

@@ -62,18 +62,20 @@ def _mix(sizes: Sizes, net: DeltaNetConfig, path: str, names: tuple[str, str]) -
     """Return convolution and delta rule."""
     inputs, outputs = _widths(sizes, net)
     tokens, e = float(sizes.tokens), sizes.element
-    received = names[0] if sizes.layout.cp == 1 else f"{path} received"
+    inputs_received = names[0] if sizes.layout.cp == 1 else f"{path} received"
     # A view of the projection keeps all of the projection.
     width = sum(net.in_parts) / sizes.layout.tp if sizes.layout.cp == 1 else inputs
-    inside = tokens * MAIN_BYTES * _kept_per_token(sizes, net)
-    saved_inputs: Kept = {received: tokens * width * e}
+    bytes_inside = tokens * MAIN_BYTES * _kept_per_token(sizes, net)
+    saved_inputs: Kept = {inputs_received: tokens * width * e}
     return Operation(
         path=path,
-        keeps=saved_inputs if net.recompute_scan else {**saved_inputs, f"{path} scan": inside},
+        keeps=saved_inputs
+        if net.recompute_scan
+        else {**saved_inputs, f"{path} scan": bytes_inside},
         inputs=saved_inputs,
         makes=(names[1],),
-        forward_bytes=tokens * outputs * e + (inside / 2 if net.recompute_scan else 0.0),
-        backward_bytes=(inside if net.recompute_scan else 0.0) + inside / 2,
+        forward_bytes=tokens * outputs * e + (bytes_inside / 2 if net.recompute_scan else 0.0),
+        backward_bytes=(bytes_inside if net.recompute_scan else 0.0) + bytes_inside / 2,
     )
 
 
@@ -102,12 +104,14 @@ def _gated_norm(
     projected = tokens * sum(net.in_parts) / sizes.layout.tp * e
     saved_inputs: Kept = {names[0]: projected, names[1]: tokens * width * e}
     heads = width / net.value_head_dim
-    inside = tokens * (3 * width + heads) * MAIN_BYTES
+    bytes_inside = tokens * (3 * width + heads) * MAIN_BYTES
     return Operation(
         path=f"{path}.out_norm",
-        keeps=saved_inputs if net.recompute_scan else {**saved_inputs, f"{path} norm": inside},
+        keeps=saved_inputs
+        if net.recompute_scan
+        else {**saved_inputs, f"{path} norm": bytes_inside},
         inputs=saved_inputs,
         makes=(names[2],),
-        forward_bytes=tokens * width * e + inside,
-        backward_bytes=2 * inside,
+        forward_bytes=tokens * width * e + bytes_inside,
+        backward_bytes=2 * bytes_inside,
     )

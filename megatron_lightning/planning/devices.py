@@ -51,12 +51,15 @@ def remedies(recipe: PlannedRun) -> Iterator[tuple[str, PlannedRun]]:
     if recipe.micro_batch_size > 1:
         yield "micro_batch_size: 1", replace(recipe, micro_batch_size=1)
     if recipe.recompute == RecomputeOptions():
-        full = RecomputeOptions(
+        full_recompute = RecomputeOptions(
             recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1
         )
         name = "recompute: {recompute_granularity: full, recompute_method: uniform}"
-        yield name, replace(recipe, recompute=full)
-        yield f"{name} and micro_batch_size: 1", replace(recipe, recompute=full, micro_batch_size=1)
+        yield name, replace(recipe, recompute=full_recompute)
+        yield (
+            f"{name} and micro_batch_size: 1",
+            replace(recipe, recompute=full_recompute, micro_batch_size=1),
+        )
     if recipe.data_parallel != "fsdp" and recipe.layout.pp == 1:
         yield "data_parallel: fsdp", replace(recipe, data_parallel="fsdp")
 

@@ -49,10 +49,10 @@ def flops(
         if not is_count(value):
             raise ConfigError(f"{name} is {value!r}; it must be a positive integer.")
     lengths = [sequence_length] if document_lengths is None else list(document_lengths)
-    wrong = next((length for length in lengths if not is_count(length)), None)
-    if wrong is not None:
+    wrong_length = next((length for length in lengths if not is_count(length)), None)
+    if wrong_length is not None:
         raise ConfigError(
-            f"document_lengths has {wrong!r}; each length must be a positive integer."
+            f"document_lengths has {wrong_length!r}; each length must be a positive integer."
         )
     if sum(lengths) > sequence_length:
         raise ConfigError(

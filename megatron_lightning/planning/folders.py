@@ -58,5 +58,5 @@ def measured_model(
             'itself and "auto". Give the module a sharding_plan().'
         )
     measure: Any = import_module("megatron_lightning.assembly.measure").measure
-    found = measure(class_path, init_args, half=half, plan=plan, pipeline=pipeline)
-    return cast("TransformerConfig | MeasuredModel", found)
+    measured = measure(class_path, init_args, half=half, plan=plan, pipeline=pipeline)
+    return cast("TransformerConfig | MeasuredModel", measured)

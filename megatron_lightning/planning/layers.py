@@ -152,33 +152,35 @@ def linear(
     wide_out = matrices.features_out if features_out is None else features_out
     elements = matrices.num * wide_in * wide_out
     tensor_parallel = style != "replicated" and rows is None
-    full = float(sizes.tokens if tensor_parallel else (rows or sizes.sharded_tokens))
-    shard = float(sizes.sharded_tokens) if tensor_parallel else full
+    full_rows = float(sizes.tokens if tensor_parallel else (rows or sizes.sharded_tokens))
+    shard = float(sizes.sharded_tokens) if tensor_parallel else full_rows
     # Under sequence parallelism column layers gather their input, and row layers scatter their
     # output.
-    gathers = style == "column" and shard != full
-    scatters = style == "row" and shard != full
-    kept_rows = shard if gathers and not sizes.keeps_gathered else full
-    kept = x if kept_rows == shard or not gathers else f"{x} gathered"
-    kept, operand = _operand(sizes, path, kept, is_shard=gathers and not sizes.keeps_gathered)
-    keeps = {kept: kept_rows * wide_in * operand}
-    if sizes.precision.autocast and kept != f"{path} operand":
+    gathers = style == "column" and shard != full_rows
+    scatters = style == "row" and shard != full_rows
+    kept_rows = shard if gathers and not sizes.keeps_gathered else full_rows
+    saved_input = x if kept_rows == shard or not gathers else f"{x} gathered"
+    saved_input, operand = _operand(
+        sizes, path, saved_input, is_shard=gathers and not sizes.keeps_gathered
+    )
+    keeps = {saved_input: kept_rows * wide_in * operand}
+    if sizes.precision.autocast and saved_input != f"{path} operand":
         keeps[f"{path} weight"] = elements * e
-    grad_in = full * wide_in * e + (shard * wide_in * e if gathers else 0)
+    grad_in = full_rows * wide_in * e + (shard * wide_in * e if gathers else 0)
     # A gathered gradient stays alive together with the received shard.
-    grad_out = full * wide_out * e + (shard * wide_out * e if scatters else 0)
-    gathered_again = full * wide_in * e if gathers and not sizes.keeps_gathered else 0.0
+    grad_out = full_rows * wide_out * e + (shard * wide_out * e if scatters else 0)
+    gathered_again = full_rows * wide_in * e if gathers and not sizes.keeps_gathered else 0.0
     return Operation(
         path=path,
         keeps=keeps,
         inputs={x: shard * wide_in * e},
         makes=(output,),
-        forward_bytes=full * wide_out * e + (full * wide_in * e if gathers else 0),
+        forward_bytes=full_rows * wide_out * e + (full_rows * wide_in * e if gathers else 0),
         backward_bytes=grad_in + grad_out + (0 if sizes.split_backward else gathered_again),
         weight_gradient_bytes=elements * sizes.precision.weight_bytes,
         deferred={
-            kept: kept_rows * wide_in * operand,
-            f"{path} gradient": full * wide_out * operand,
+            saved_input: kept_rows * wide_in * operand,
+            f"{path} gradient": full_rows * wide_out * operand,
         },
     )
 
@@ -227,7 +229,7 @@ def _feed_forward(
 
     ``linear_rows``: see :func:`linear`.
     """
-    size, inner, made = rows * width * sizes.element, f"{path} fc1", f"{path} inner"
+    size, inner, inner_name = rows * width * sizes.element, f"{path} fc1", f"{path} inner"
     operations = [linear(sizes, f"{path}.linear_fc1", x, inner, rows=linear_rows)]
     if sizes.config.gated:
         operations.append(
@@ -235,19 +237,20 @@ def _feed_forward(
             # code needs no extra tensor.
             Operation(
                 path=f"{path}.activation", keeps={inner: 2 * size}, inputs={inner: 2 * size},
-                makes=(made,), forward_bytes=size,
+                makes=(inner_name,), forward_bytes=size,
                 backward_bytes=(3 if sizes.compiled else 4) * size,
             )
         )  # fmt: skip
     else:
         operations.append(
             Operation(
-                path=f"{path}.activation", keeps={inner: size}, inputs={inner: size}, makes=(made,),
+                path=f"{path}.activation", keeps={inner: size}, inputs={inner: size},
+                makes=(inner_name,),
                 forward_bytes=size, backward_bytes=2 * size,
             )
         )  # fmt: skip
     output = f"{path} out"
-    return [*operations, linear(sizes, f"{path}.linear_fc2", made, output, rows=linear_rows)]
+    return [*operations, linear(sizes, f"{path}.linear_fc2", inner_name, output, rows=linear_rows)]
 
 
 def experts(sizes: Sizes, moe: MoEConfig, path: str, normed: str) -> list[Operation]:
@@ -255,9 +258,9 @@ def experts(sizes: Sizes, moe: MoEConfig, path: str, normed: str) -> list[Operat
     config, layout, e = sizes.config, sizes.layout, sizes.element
     h, tokens = config.hidden_size, float(sizes.sharded_tokens)
     k = float(moe.router_topk)
-    sent = tokens * k  # rows of this rank's tokens
-    rows = sent * layout.etp  # of this rank's experts
-    row_bytes, wide = rows * h * e, sent * h * MAIN_BYTES
+    sent_rows = tokens * k  # rows of this rank's tokens
+    rows = sent_rows * layout.etp  # of this rank's experts
+    row_bytes, sum_bytes = rows * h * e, sent_rows * h * MAIN_BYTES
     router_input = {normed: tokens * h * e}
     if e < MAIN_BYTES:
         router_input = {f"{path} router input": tokens * h * MAIN_BYTES}
@@ -288,14 +291,14 @@ def experts(sizes: Sizes, moe: MoEConfig, path: str, normed: str) -> list[Operat
     operations += _feed_forward(sizes, inner, dispatched, width=width, rows=rows, linear_rows=rows)
     # In fp32: the outputs are kept, because the gradients of the probabilities multiply the
     # outputs.
-    outputs = {f"{path} outputs": wide}
+    outputs = {f"{path} outputs": sum_bytes}
     return [
         *operations,
         Operation(
             path=path,
             keeps=outputs,
-            forward_bytes=2 * exchanged + wide,
-            backward_bytes=2 * exchanged + 2 * wide,
+            forward_bytes=2 * exchanged + sum_bytes,
+            backward_bytes=2 * exchanged + 2 * sum_bytes,
         ),
     ]
 
@@ -306,14 +309,14 @@ def experts(sizes: Sizes, moe: MoEConfig, path: str, normed: str) -> list[Operat
 def embedding(sizes: Sizes, output: str) -> list[Operation]:
     """Return the embedding of a micro-batch."""
     size, tokens = sizes.stream_bytes, float(sizes.tokens)
-    full = tokens * sizes.config.hidden_size * sizes.residual
+    full_bytes = tokens * sizes.config.hidden_size * sizes.residual
     table = local_matrices(matrix_at(sizes.config, _WORDS), sizes.layout)
     lookup = Operation(
         path=_WORDS,
         keeps={"tokens": 16 * tokens},
         makes=(output,),
-        forward_bytes=2 * full + size,
-        backward_bytes=2 * full + size,
+        forward_bytes=2 * full_bytes + size,
+        backward_bytes=2 * full_bytes + size,
         weight_gradient_bytes=table.features_in * table.features_out * sizes.precision.weight_bytes,
     )
     drop = dropout(sizes, "embedding.dropout", sizes.config.hidden_dropout, "embedding dropout")

@@ -135,10 +135,10 @@ class MeasuredLayout:
         recipe = self._recipe
         shards = shards_of(self._grid, recipe.data_parallel, recipe.data)
         counts = {unit: ParameterCount(self._counts[unit]) for unit in units}
-        outside = ParameterCount(self._counts[OUTSIDE])
+        outside_count = ParameterCount(self._counts[OUTSIDE])
         is_sharded = recipe.data_parallel == "fsdp" and shards[0] > 1
         return State(
-            sum(counts.values(), outside),
+            sum(counts.values(), outside_count),
             counts if is_sharded else {},
             dict.fromkeys(units, ParameterCount()),
             shards=shards,
@@ -149,14 +149,16 @@ class MeasuredLayout:
 
     def _profile(self, stage: int) -> Profile:
         """Return the bytes of one micro-batch on a stage."""
-        kept = working = 0.0
+        kept_bytes = working = 0.0
         for one in self._measures(stage):
-            full = self._kept_bytes(one)
+            unit_bytes = self._kept_bytes(one)
             stream = self._recipe.micro_batch_size * one.stream_bytes
-            kept += stream if self._recomputes(one) else full
-            again = full if self._recomputes(one) else 0.0
+            kept_bytes += stream if self._recomputes(one) else unit_bytes
+            again = unit_bytes if self._recomputes(one) else 0.0
             working = max(working, again + 2 * stream)
-        return Profile(kept=kept, forward_peak=kept + working, backward_peak=kept + working)
+        return Profile(
+            kept=kept_bytes, forward_peak=kept_bytes + working, backward_peak=kept_bytes + working
+        )
 
     def _message_bytes(self, stage: int) -> float:
         unit = next(iter(self._stages[stage]), None)
@@ -173,15 +175,16 @@ class MeasuredLayout:
             speeds: Speeds of the device.
         """
         recipe = self._recipe
-        each = [self._unit_time(stage, speeds) for stage in range(len(self._stages))]
+        stage_times = [self._unit_time(stage, speeds) for stage in range(len(self._stages))]
         ranks = range(recipe.layout.pp)
-        held = max(self._state(self._units_of(rank)).parameters.total for rank in ranks)
+        num_parameters = max(self._state(self._units_of(rank)).parameters.total for rank in ranks)
         sizes = [self._message_bytes(stage) for stage in range(1, len(self._stages))]
         reach = 2 * recipe.world_size // recipe.layout.pp  # of neighboring stages
         link = link_speed(speeds, reach, recipe.node_size) * LINK_SHARE
         message_s = max(sizes, default=0.0) / link
         return step_time(
-            recipe, replay, each=each, held=ParameterCount(held), message_s=message_s,
+            recipe, replay, each=stage_times, held=ParameterCount(num_parameters),
+            message_s=message_s,
             speeds=speeds, node_size=recipe.node_size,
         )  # fmt: skip
 
@@ -196,11 +199,17 @@ class MeasuredLayout:
             work = samples * one.forward_flops / tp / (peak * GEMM_SHARE)
             passes = 2 * self._kept_bytes(one) / (speeds.memory * MEMORY_SHARE)
             # Two all-reduces of the stream in each direction.
-            sent = 4 * samples * one.stream_bytes * (tp - 1) / tp / link * (1 - HIDDEN_TENSOR)
-            forward = work + passes + sent
+            message_time = (
+                4 * samples * one.stream_bytes * (tp - 1) / tp / link * (1 - HIDDEN_TENSOR)
+            )
+            forward = work + passes + message_time
             again = forward if self._recomputes(one) else 0.0
             total = total.plus(
-                UnitTime(forward, 2 * work + 2 * passes + sent + again, (3 if again else 2) * sent)
+                UnitTime(
+                    forward,
+                    2 * work + 2 * passes + message_time + again,
+                    (3 if again else 2) * message_time,
+                )
             )
         return total
 

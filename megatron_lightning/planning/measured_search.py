@@ -55,8 +55,8 @@ class MeasuredSearch:
     def run(self) -> SearchResult:
         """Return the layouts that fit."""
         candidates = list(self._candidates())
-        found = [one for recipe in candidates if (one := self._found(recipe)) is not None]
-        fitting = [one for one in found if one.fits(self._device)]
+        layouts_found = [one for recipe in candidates if (one := self._found(recipe)) is not None]
+        fitting = [one for one in layouts_found if one.fits(self._device)]
         fitting.sort(key=lambda one: one.time.seconds)
         # Of a layout that fits, only the least recomputation counts.
         least: dict[object, FoundLayout] = {}
@@ -65,12 +65,12 @@ class MeasuredSearch:
             least.setdefault((key.layout, key.micro_batch_size, key.data_parallel, key.data), one)
         layouts = list(least.values())
         fastest = layouts[0].time.seconds if layouts else 0.0
-        shown = tuple(one for one in layouts if one.time.seconds <= SECOND * fastest)
-        own = fitting_own = self._found(self._recipe)
-        if own is not None and not own.fits(self._device):
+        layouts_shown = tuple(one for one in layouts if one.time.seconds <= SECOND * fastest)
+        own_layout = fitting_own = self._found(self._recipe)
+        if own_layout is not None and not own_layout.fits(self._device):
             smaller = self._found(replace(self._recipe, recompute=FULL))
             fitting_own = smaller if smaller is not None and smaller.fits(self._device) else None
-        return SearchResult(shown, own, fitting_own, len(candidates))
+        return SearchResult(layouts_shown, own_layout, fitting_own, len(candidates))
 
     def _found(self, recipe: MeasuredRecipe) -> FoundLayout | None:
         """Return memory and time of a layout, or None if it cannot run."""
@@ -97,8 +97,8 @@ class MeasuredSearch:
         recomputed: list[RecomputeOptions] = [NOTHING, FULL] if recipe.model.units else [NOTHING]
         for layout in self._layouts():
             replicas = recipe.world_size // (layout.tp * layout.pp)
-            batch_size, left = divmod(recipe.global_batch_size, replicas * recipe.accumulated)
-            if left or not batch_size:
+            batch_size, remainder = divmod(recipe.global_batch_size, replicas * recipe.accumulated)
+            if remainder or not batch_size:
                 continue
             base = replace(
                 recipe, layout=layout, batch_size=batch_size, data_parallel="zero1",

@@ -61,14 +61,14 @@ def megatron_memory(
     tokens, h, v = sequence_length * micro_batch_size, config.hidden_size, config.vocab_size
     scale = _in_flight(layout, num_microbatches)
     selective = _all_stages(config, layout, 18 * h + 4 * config.ffn_size) * scale
-    plain = _all_stages(config, layout, h * (10 + 24 / layout.tp)) * scale
+    plain_bytes = _all_stages(config, layout, h * (10 + 24 / layout.tp)) * scale
     if layout.pp == 1:  # the output layer's input and the logits
         selective += 4 * (h + v)
-        plain += 2 * (h + v / layout.tp)
+        plain_bytes += 2 * (h + v / layout.tp)
     return MegatronMemory(
         _weights(config, grid, distributed_optimizer),
         tokens * selective / layout.tp,
-        tokens * plain * 1.05,
+        tokens * plain_bytes * 1.05,
     )
 
 
@@ -128,8 +128,8 @@ def _layers(config: TransformerConfig, kinds: Sequence[str]) -> _Parameters:
     replicated = num_norms * (h if config.normalization == "RMSNorm" else 2 * h)
     if moe is None:
         return _Parameters(split, replicated, 0.0)
-    shared = moe.shared_expert_intermediate_size or 0
-    split += num_expert_layers * 2 * h * shared * gate
+    shared_size = moe.shared_expert_intermediate_size or 0
+    split += num_expert_layers * 2 * h * shared_size * gate
     replicated += num_expert_layers * h * moe.num_experts
     experts = 2 * h * config.expert_ffn_size * gate * num_expert_layers * moe.num_experts
     return _Parameters(split, replicated, experts)

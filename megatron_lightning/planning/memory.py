@@ -322,5 +322,5 @@ def _message_bytes(sizes: Sizes, own: Sequence[int], stages: Sequence[Sequence[s
     """Return the largest message to a rank: inputs of the rank's stages, and gradients of the next
     stages' inputs.
     """
-    received = [stages[s] for number in own for s in (number, number + 1) if s < len(stages)]
-    return sizes.stream_bytes * max(num_received(sizes.config, units) for units in received)
+    receivers = [stages[s] for number in own for s in (number, number + 1) if s < len(stages)]
+    return sizes.stream_bytes * max(num_received(sizes.config, units) for units in receivers)

@@ -137,9 +137,9 @@ def count_rank(
     units = [unit for stage in stages for unit in stage]
     total = sum((count_unit(config, layout, unit) for unit in units), ParameterCount())
     words, *positions = (local_size(w, layout).dense for w in embedding_weights(config))
-    shared = config.share_embeddings_and_output_weights and OUTPUT in units
-    if shared and EMBEDDING in units:
+    is_shared = config.share_embeddings_and_output_weights and OUTPUT in units
+    if is_shared and EMBEDDING in units:
         total += ParameterCount(-words)
     if any(predicting_layer_of(unit) is not None for unit in units) and EMBEDDING not in units:
-        total += ParameterCount((0 if shared else words) + sum(positions))
+        total += ParameterCount((0 if is_shared else words) + sum(positions))
     return total

@@ -72,20 +72,22 @@ def plan(
     recipe = read_recipe(paths, overrides, world_size, errors)
     if search:
         return _search(recipe, target, errors, as_json=json)
-    found = None if recipe is None else _describe(recipe, errors)
+    sections_found = None if recipe is None else _describe(recipe, errors)
     # The exit status says whether the plan holds: no mistake, and room on the device.
     fits = True
-    if found is not None and recipe is not None and target is not None:
-        found["device"] = _fit(recipe, target, found["bytes"]["pp_ranks"])
-        fits = found["device"]["fits"]
-    sections: dict[str, Any] = dict.fromkeys(_SECTIONS) if found is None else found
+    if sections_found is not None and recipe is not None and target is not None:
+        sections_found["device"] = _fit(recipe, target, sections_found["bytes"]["pp_ranks"])
+        fits = sections_found["device"]["fits"]
+    sections: dict[str, Any] = (
+        dict.fromkeys(_SECTIONS) if sections_found is None else sections_found
+    )
     if json:
         text = json_format.dumps({**sections, "errors": errors.found}, indent=2)
-    elif found is None:
+    elif sections_found is None:
         text = "\n".join(f"error: {message}" for message in errors.found)
     else:
-        text = "\n".join(_text(found))
-    return text, found is not None and fits
+        text = "\n".join(_text(sections_found))
+    return text, sections_found is not None and fits
 
 
 def _search(
@@ -104,8 +106,8 @@ def _search(
     if recipe is not None:
         result = errors.attempt(lambda: _searcher(recipe, device).run())
     if as_json:
-        found = None if result is None else search_sections(result, device)
-        text = json_format.dumps({"search": found, "errors": errors.found}, indent=2)
+        sections = None if result is None else search_sections(result, device)
+        text = json_format.dumps({"search": sections, "errors": errors.found}, indent=2)
     elif result is None or recipe is None:
         text = "\n".join(f"error: {message}" for message in errors.found)
     else:
@@ -132,14 +134,14 @@ def _fit(
         described = _describe(changed, Errors())
         return None if described is None else float(described["bytes"]["fullest_rank"]["total"])
 
-    full = [rank["pp_rank"] for rank in ranks if rank["total"] > device.usable_bytes]
+    full_ranks = [rank["pp_rank"] for rank in ranks if rank["total"] > device.usable_bytes]
     return {
         "name": device.name,
         "memory": device.memory_bytes,
         "usable": device.usable_bytes,
-        "fits": not full,
-        "pp_ranks_too_full": full,
-        "advice": advice(recipe, device, needed) if full else [],
+        "fits": not full_ranks,
+        "pp_ranks_too_full": full_ranks,
+        "advice": advice(recipe, device, needed) if full_ranks else [],
     }
 
 
@@ -151,10 +153,10 @@ def _describe(recipe: PlannedRun, errors: Errors) -> dict[str, Any] | None:
     if isinstance(recipe, MeasuredRecipe):
         from megatron_lightning.planning.measured_report import describe_measured
 
-        found = describe_measured(recipe, errors)
-        if found is None:
+        description = describe_measured(recipe, errors)
+        if description is None:
             return None
-        sections, needed, grid = found
+        sections, needed, grid = description
         return {"grid": _grid(grid, has_experts=False), **sections, "bytes": _bytes(needed)}
     return _describe_recipe(cast("Recipe", recipe), errors)
 
@@ -294,10 +296,10 @@ def _text(found: Mapping[str, Any]) -> Iterator[str]:
     yield from _aligned(rows)
     yield ""
     kind = "token" if "token" in operations else "sample"
-    each = f"{operations[kind]:.4g} a {kind}"
+    per_item = f"{operations[kind]:.4g} a {kind}"
     yield (
         f"{operations['step']:.4g} FLOPs a step of {operations['global_batch_size']:,} samples, "
-        f"{operations['step_and_rank'] / 1e12:.4g} TFLOPs a rank, {each}"
+        f"{operations['step_and_rank'] / 1e12:.4g} TFLOPs a rank, {per_item}"
     )
     yield (
         f"schedule {bubble['schedule']} ({bubble['reason']}), {bubble['num_microbatches']} "
@@ -341,8 +343,8 @@ def _short(unit: str) -> str:
 
 
 def _shortened(ranks: Sequence[int]) -> str:
-    shown = [str(rank) for rank in ranks]
-    return ", ".join(shown if len(shown) <= 8 else [*shown[:3], "…", shown[-1]])
+    texts = [str(rank) for rank in ranks]
+    return ", ".join(texts if len(texts) <= 8 else [*texts[:3], "…", texts[-1]])
 
 
 def _aligned(rows: Sequence[Sequence[str]]) -> Iterator[str]:

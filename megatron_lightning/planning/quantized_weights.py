@@ -65,13 +65,13 @@ def cached_weight_bytes(
     """
     if recipe is None or recipe.fp8_param_gather or kind_of(config, unit) is None:
         return 0.0
-    kept = 0.0
+    cached = 0.0
     for path, count in _matrices(config, layout, unit):
-        own = recipe_of(config, recipe, f"{unit}.{path}")
-        if own is not None:
-            num_sets = 1 if own.is_per_tensor or own.is_square("weight") else 2
-            kept += num_sets * operand_bytes(own) * count.total
-    return kept
+        weight_recipe = recipe_of(config, recipe, f"{unit}.{path}")
+        if weight_recipe is not None:
+            num_sets = 1 if weight_recipe.is_per_tensor or weight_recipe.is_square("weight") else 2
+            cached += num_sets * operand_bytes(weight_recipe) * count.total
+    return cached
 
 
 def _matrices(

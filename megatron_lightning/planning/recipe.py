@@ -147,12 +147,12 @@ def read_recipe(
     _, data = _object(sections.get("data"), "data", errors)
     sizes = {name: options[name] for name in _SIZES if name in options}
     layout = errors.attempt(ParallelLayout, **sizes)
-    given = options.get("micro_batch_size")
+    micro_batch_size = options.get("micro_batch_size")
     mode = options.get("data_parallel", "zero1")
     # Every section is read even after a mistake, so that one call names all mistakes.
     errors.attempt(
         check_options,
-        given,
+        micro_batch_size,
         mode,
         options.get("start_method", "popen"),
         options.get("non_finite", "ignore"),
@@ -196,7 +196,7 @@ def read_recipe(
         "batch_size": batch_size,
         "accumulated": accumulated,
         "sequence_length": sequence_length,
-        "micro_batch_size": given or batch_size,
+        "micro_batch_size": micro_batch_size or batch_size,
         "data_parallel": mode,
         "data": groups["data_parallel_options"],
         "context": groups["context_options"],
@@ -231,14 +231,14 @@ def _batch_size(
     errors: Errors,
 ) -> int:
     """Return the samples of a batch on a data-parallel rank."""
-    whole = data.get("global_batch_size")
-    if whole is None:
+    global_size = data.get("global_batch_size")
+    if global_size is None:
         return _count(data.get("batch_size"), "data.batch_size", errors)
-    whole = _count(whole, "data.global_batch_size", errors)
+    global_size = _count(global_size, "data.global_batch_size", errors)
     replicas = layout and errors.attempt(layout.data_parallel_size, world_size)
     if not isinstance(replicas, int) or errors.found:
         return 1
-    size = errors.attempt(replica_batch_size, whole, replicas, accumulated)
+    size = errors.attempt(replica_batch_size, global_size, replicas, accumulated)
     return size if isinstance(size, int) else 1
 
 
@@ -317,8 +317,10 @@ def _model(
             config[name] = _build(kind, config[name], f"model.config.{name}", errors)
     if isinstance(config.get("window_size"), list):
         config["window_size"] = tuple(config["window_size"])
-    built: TransformerConfig | None = _build(TransformerConfig, config, "model.config", errors)
-    return built
+    model_config: TransformerConfig | None = _build(
+        TransformerConfig, config, "model.config", errors
+    )
+    return model_config
 
 
 def _adapters(given: Any, errors: Errors) -> AdapterSizes | None:
@@ -346,18 +348,22 @@ def _build(kind: type[T], given: Any, path: str, errors: Errors) -> T | None:
         errors.add(f"{path} is {given!r}, which is no group of options. Write each under it.")
         return None
     _, values = _object(given, path, errors)
-    known = {one.name: one for one in fields(kind)}  # type: ignore[arg-type]
+    known_fields = {one.name: one for one in fields(kind)}  # type: ignore[arg-type]
     for name in values:
-        _check_known(name, known, path, errors)
-    missing = [
+        _check_known(name, known_fields, path, errors)
+    missing_names = [
         name
-        for name, one in known.items()
+        for name, one in known_fields.items()
         if name not in values and one.default is MISSING and one.default_factory is MISSING
     ]
-    if missing:
-        errors.add(f"{path} lacks {', '.join(missing)}. Set {'them' if missing[1:] else 'it'}.")
+    if missing_names:
+        errors.add(
+            f"{path} lacks {', '.join(missing_names)}. Set {'them' if missing_names[1:] else 'it'}."
+        )
         return None
-    return errors.attempt(kind, **{name: value for name, value in values.items() if name in known})
+    return errors.attempt(
+        kind, **{name: value for name, value in values.items() if name in known_fields}
+    )
 
 
 def _check_known(name: str, known: Collection[str], path: str, errors: Errors) -> None:

@@ -122,7 +122,7 @@ class LayoutSearch:
         usable = self._device.usable_bytes
         candidates = [one for one in valid if self._least_bytes(one[0]) <= usable]
         estimates = [self._model.estimate(one, split.stages) for one, split in candidates]
-        found: list[FoundLayout] = []
+        layouts: list[FoundLayout] = []
         fastest = inf
         less: set[Hashable] = set()  # layouts that fit with less recomputation
         # Estimates are cheap and rank the candidates. Only the most promising are simulated, until
@@ -137,20 +137,26 @@ class LayoutSearch:
                 continue
             layout = self._found(recipe, split.stages)
             if layout is not None and layout.fits(self._device):
-                found.append(layout)
+                layouts.append(layout)
                 less.add(key)
                 fastest = min(fastest, layout.time.seconds)
-        found.sort(key=lambda one: one.time.seconds)
-        shown = [one for one in found if one.time.seconds <= SECOND * fastest]
-        own = self._own(self._recipe)
-        fitting = own if own is None or own.fits(self._device) else self._own_with_less()
-        return SearchResult(tuple(shown), own, fitting, len(valid))
+        layouts.sort(key=lambda one: one.time.seconds)
+        layouts_shown = [one for one in layouts if one.time.seconds <= SECOND * fastest]
+        own_layout = self._own(self._recipe)
+        fitting = (
+            own_layout
+            if own_layout is None or own_layout.fits(self._device)
+            else self._own_with_less()
+        )
+        return SearchResult(tuple(layouts_shown), own_layout, fitting, len(valid))
 
     def _own_with_less(self) -> FoundLayout | None:
         """Return the recipe with the least recomputation for the device's memory."""
         changed = (replace(self._recipe, recompute=options) for options in _RECOMPUTE)
-        found = (self._own(recipe) for recipe in changed)
-        return next((one for one in found if one is not None and one.fits(self._device)), None)
+        own_layouts = (self._own(recipe) for recipe in changed)
+        return next(
+            (one for one in own_layouts if one is not None and one.fits(self._device)), None
+        )
 
     def _own(self, recipe: Recipe) -> FoundLayout | None:
         """Return memory and time of the recipe's own layout. None: the layout cannot run."""
@@ -177,8 +183,8 @@ class LayoutSearch:
         activations of layers at the peak of the first stage.
         """
         layout = recipe.layout
-        held = self._totals.dense / (layout.tp * layout.pp)
-        held += self._totals.experts / (layout.etp * layout.ep * layout.pp)
+        per_rank = self._totals.dense / (layout.tp * layout.pp)
+        per_rank += self._totals.experts / (layout.etp * layout.ep * layout.pp)
         shards = 1
         if recipe.data_parallel == "fsdp":
             shards = recipe.world_size // (layout.tp * layout.pp)
@@ -187,7 +193,7 @@ class LayoutSearch:
             most = (layout.vpp - 1) * layout.pp + 2 * (layout.pp - 1) + 1
             in_flight = min(most, recipe.num_microbatches * layout.vpp)
         layers = self._recipe.model.num_layers // layout.num_stages
-        return self._held_bytes * held / shards + in_flight * layers * self._layer_bytes(recipe)
+        return self._held_bytes * per_rank / shards + in_flight * layers * self._layer_bytes(recipe)
 
     def _layer_bytes(self, recipe: Recipe) -> float:
         """Return a lower bound of the bytes kept by a layer for a micro-batch."""
@@ -200,8 +206,8 @@ class LayoutSearch:
             sizes = recipe_sizes(recipe, splits_backward=False)
             kinds = recipe.model.layer_kinds
             layers = [f"{LAYER}{kinds.index(kind)}" for kind in set(kinds)]
-            kept = (stage_profile(sizes, [unit], recipe.recompute).kept for unit in layers)
-            self._kept[key] = max(0.0, min(kept) - sizes.stream_bytes)
+            kept_bytes = (stage_profile(sizes, [unit], recipe.recompute).kept for unit in layers)
+            self._kept[key] = max(0.0, min(kept_bytes) - sizes.stream_bytes)
         return self._kept[key]
 
     def _split(self, pp: int, vpp: int) -> _Split | None:
@@ -239,8 +245,8 @@ class LayoutSearch:
         for layout in self._layouts():
             split = self._split(layout.pp, layout.vpp)
             replicas = recipe.world_size // (layout.tp * layout.cp * layout.pp)
-            batch_size, left = divmod(recipe.global_batch_size, replicas * recipe.accumulated)
-            if split is None or left:
+            batch_size, remainder = divmod(recipe.global_batch_size, replicas * recipe.accumulated)
+            if split is None or remainder:
                 continue
             base = replace(
                 recipe, layout=layout, batch_size=batch_size, pipeline=split.options,
@@ -261,20 +267,22 @@ class LayoutSearch:
 
     def _layouts(self) -> Iterator[ParallelLayout]:
         recipe = self._recipe
-        own, world, moe = recipe.layout, recipe.world_size, recipe.model.moe
+        own_layout, world, moe = recipe.layout, recipe.world_size, recipe.model.moe
         places = recipe.model.num_layers + 2
-        for tp in powers_of_two(recipe.node_size, own.tp):
-            for cp in powers_of_two(recipe.sequence_length // _LEAST_TOKENS, own.cp):
+        for tp in powers_of_two(recipe.node_size, own_layout.tp):
+            for cp in powers_of_two(recipe.sequence_length // _LEAST_TOKENS, own_layout.cp):
                 for pp in divisors(world // (tp * cp)) if world % (tp * cp) == 0 else []:
                     if pp > min(MOST_STAGES_RANKS, places):
                         break
                     for vpp in self._chunks(pp):
-                        for experts in _expert_sizes(moe, own, world // pp):
+                        for experts in _expert_sizes(moe, own_layout, world // pp):
                             yield replace(
-                                own, tensor_model_parallel_size=tp, context_parallel_size=cp,
+                                own_layout, tensor_model_parallel_size=tp, context_parallel_size=cp,
                                 pipeline_model_parallel_size=pp,
                                 virtual_pipeline_model_parallel_size=vpp,
-                                sequence_parallel="auto" if tp == 1 else own.sequence_parallel,
+                                sequence_parallel=(
+                                    "auto" if tp == 1 else own_layout.sequence_parallel
+                                ),
                                 **experts,
                             )  # fmt: skip
 
@@ -282,7 +290,7 @@ class LayoutSearch:
         """Return the numbers of model chunks for equal layers, with or without places for embedding
         and loss. If no number divides the layers, return small numbers.
         """
-        num_layers, own = self._recipe.model.num_layers, self._recipe.layout
+        num_layers, own_layout = self._recipe.model.num_layers, self._recipe.layout
         if pp == 1:
             return [1]
         most = min(_MOST_CHUNKS, (num_layers + 2) // pp)
@@ -292,7 +300,7 @@ class LayoutSearch:
             if 0 in (num_layers % (pp * vpp), (num_layers + 2) % (pp * vpp))
         ]
         chunks = even or [vpp for vpp in (1, 2, 4) if vpp <= most]
-        return sorted({*chunks, own.vpp}) if own.pp == pp else chunks
+        return sorted({*chunks, own_layout.vpp}) if own_layout.pp == pp else chunks
 
 
 def _without_recomputation(recipe: Recipe) -> Hashable:

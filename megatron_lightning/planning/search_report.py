@@ -145,20 +145,22 @@ def _table(result: SearchResult, layouts: Sequence[FoundLayout]) -> Iterator[str
 
 
 def _own_text(result: SearchResult) -> Iterator[str]:
-    own, fitting = result.own, result.fitting
-    if own is None:
+    own_layout, fitting = result.own, result.fitting
+    if own_layout is None:
         yield "This recipe's own layout cannot run; plan without --search says why."
         return
-    if fitting is own:
-        yield f"This recipe's own layout: {result.ratio(own):.2f} x the best"
+    if fitting is own_layout:
+        yield f"This recipe's own layout: {result.ratio(own_layout):.2f} x the best"
     elif fitting is None:
         yield (
-            f"This recipe's own layout needs {own.memory.total_bytes / GIB:.1f} GiB, and no "
+            f"This recipe's own layout needs {own_layout.memory.total_bytes / GIB:.1f} GiB, and no "
             "recomputation makes it fit"
         )
     else:
         yield (
-            f"This recipe's own layout needs {own.memory.total_bytes / GIB:.1f} GiB. It fits with "
-            f"recomputation of {_recompute(fitting.recipe.recompute)}"
+            f"This recipe's own layout needs {own_layout.memory.total_bytes / GIB:.1f} GiB. It "
+            f"fits with recomputation of {_recompute(fitting.recipe.recompute)}"
         )
-    yield from _table(result, [own] if fitting in (own, None) else [own, fitting])
+    yield from _table(
+        result, [own_layout] if fitting in (own_layout, None) else [own_layout, fitting]
+    )

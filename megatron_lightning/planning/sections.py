@@ -61,8 +61,8 @@ def read_sections(
         errors: Takes the mistakes.
     """
     parts = [_load(path, errors) for path in paths] + [_nested(one) for one in overrides]
-    read = [part for part in parts if part is not None]
-    return reduce(_merged, read) if len(read) == len(parts) else None
+    parts_read = [part for part in parts if part is not None]
+    return reduce(_merged, parts_read) if len(parts_read) == len(parts) else None
 
 
 def _load(path: str, errors: Errors) -> Mapping[str, Any] | None:

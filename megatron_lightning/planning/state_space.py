@@ -32,18 +32,21 @@ def _mix(sizes: Sizes, mamba: MambaConfig, path: str) -> Operation:
     mixer, tp, e = mamba.sizes(sizes.config.hidden_size), sizes.layout.tp, sizes.element
     tokens = float(sizes.tokens)
     projected = {f"{path} projected": tokens * sum(mixer.in_parts) / tp * e}
-    inside = MAIN_BYTES * _kept_numbers(sizes, mamba) + _mask_bytes(sizes, mamba)
+    bytes_inside = MAIN_BYTES * _kept_numbers(sizes, mamba) + _mask_bytes(sizes, mamba)
     chunk = _chunk(sizes, mamba)
     gradients = MAIN_BYTES * tokens * (2 * mixer.heads * chunk + 4 * mixer.inner) / tp
-    saved_tensors = projected if mamba.recompute_scan else projected | {f"{path} scan": inside}
+    saved_tensors = (
+        projected if mamba.recompute_scan else projected | {f"{path} scan": bytes_inside}
+    )
     return Operation(
         path=path,
         keeps=saved_tensors,
         inputs=projected,
         makes=(f"{path} mixed",),
-        forward_bytes=tokens * mixer.inner / tp * e + (inside if mamba.recompute_scan else 0.0),
+        forward_bytes=tokens * mixer.inner / tp * e
+        + (bytes_inside if mamba.recompute_scan else 0.0),
         backward_bytes=gradients + sum(projected.values())
-        + (inside if mamba.recompute_scan else 0.0),
+        + (bytes_inside if mamba.recompute_scan else 0.0),
     )  # fmt: skip
 
 
@@ -57,17 +60,17 @@ def _kept_numbers(sizes: Sizes, mamba: MambaConfig) -> float:
     groups = max(mixer.groups / tp, 1.0)
     channels, num_chunks = sum(mixer.conv_parts) / tp, tokens / batch / chunk
     segments = 2 if sizes.layout.cp > 1 else 1
-    before = segments * (mamba.conv_kernel - 1) * batch * channels
-    convolved = 3 * tokens * channels + before  # padded, its sum, activated
+    tokens_before = segments * (mamba.conv_kernel - 1) * batch * channels
+    convolved = 3 * tokens * channels + tokens_before  # padded, its sum, activated
     if sizes.element < MAIN_BYTES:  # copies of channels and gate
         convolved += tokens * (channels + inner)
     steps = 4 * tokens * heads + 2 * heads  # before and behind softplus, decays to ends and starts
     scores = tokens * chunk * (2 * heads + groups)  # decays, scores times decays, scores
-    shared = 4 * tokens * groups * mixer.state  # B and C in the order of each product
+    shared_numbers = 4 * tokens * groups * mixer.state  # B and C in the order of each product
     states = batch * num_chunks * inner * mixer.state * 2 + batch * heads * num_chunks**2
     # Scaled inputs in three forms, the state's outputs, y, the gate, before and behind the norm.
     outputs = 8 * tokens * inner + tokens * groups
-    return convolved + steps + scores + shared + states + outputs
+    return convolved + steps + scores + shared_numbers + states + outputs
 
 
 def _mask_bytes(sizes: Sizes, mamba: MambaConfig) -> float:

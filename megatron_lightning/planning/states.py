@@ -64,14 +64,14 @@ class State:
         self.parameters = parameters
         of_units = sum(managed.values(), ParameterCount(0))
         of_units_quantized = sum((quantized[unit] for unit in managed), ParameterCount(0))
-        left = _minus(self.parameters, of_units)
+        outside_units = _minus(self.parameters, of_units)
         left_quantized = _minus(sum(quantized.values(), ParameterCount(0)), of_units_quantized)
         moments = _MOMENTS * (2 if options.moments_dtype == "bf16" else _MAIN)
-        main, wide = precision.main_bytes, precision.weight_bytes
+        main, weight_bytes = precision.main_bytes, precision.weight_bytes
         # FSDP2's shards are the main params. Parameters outside of units have separate ones.
         own_shard = _share(of_units, shards)
         self.optimizer_bytes = round(
-            (moments + main) * _share(left, shards)
+            (moments + main) * _share(outside_units, shards)
             + moments * own_shard
             + _MAIN * _share(left_quantized, shards)
         )
@@ -79,7 +79,7 @@ class State:
             self.optimizer_bytes = 0
 
         def in_use(count: int, quantized: int) -> float:
-            return float(wide * (count - quantized) + _QUANTIZED * quantized)
+            return float(weight_bytes * (count - quantized) + _QUANTIZED * quantized)
 
         reshards = options.reshard_after_forward
         if reshards is None:
@@ -94,14 +94,14 @@ class State:
             default=0.0,
         )
         self.weights_bytes = round(
-            in_use(left.total, left_quantized.total)
-            + (main or wide) * own_shard
+            in_use(outside_units.total, left_quantized.total)
+            + (main or weight_bytes) * own_shard
             + _QUANTIZED * _share(of_units_quantized, shards)
             + (min(at_once, everything) if reshards else everything)
         )
         largest = max((unit.total for unit in managed.values()), default=0)
-        full = largest + own_shard if options.reduce_every_microbatch else of_units.total
-        self.gradients_bytes = round(_MAIN * (left.total + full))
+        unit_gradients = largest + own_shard if options.reduce_every_microbatch else of_units.total
+        self.gradients_bytes = round(_MAIN * (outside_units.total + unit_gradients))
 
 
 def state_of_units(

@@ -143,22 +143,22 @@ class _UnitModel:
         h, tp, tokens = config.hidden_size, layout.tp, self.tokens
         weights = unit_weights(config, unit)
         of_experts = [one for one in weights if one.experts is not None]
-        inside = [one for one in weights if one.experts is None]
-        in_mlp = [one for one in inside if ".mlp." in f".{one.path}"]
-        attending = [one for one in inside if ".mlp." not in f".{one.path}"]
+        dense_weights = [one for one in weights if one.experts is None]
+        in_mlp = [one for one in dense_weights if ".mlp." in f".{one.path}"]
+        attending = [one for one in dense_weights if ".mlp." not in f".{one.path}"]
         projections = self._products(active_size(config, attending), tokens, h, h / tp)
         width = config.ffn_size if not of_experts else h
         feed_forward = self._products(active_size(config, in_mlp), tokens, h, 2 * width / tp)
         ep = 0.0
         if of_experts and config.moe is not None:
-            sent = tokens * config.moe.router_topk / tp
-            rows = sent * layout.etp * layout.ep / config.moe.num_experts
+            num_sent = tokens * config.moe.router_topk / tp
+            rows = num_sent * layout.etp * layout.ep / config.moe.num_experts
             columns = 2 * config.expert_ffn_size / layout.etp
             feed_forward += self._products(
                 active_size(config, of_experts), tokens, h, columns, rows
             )
-            feed_forward += 12 * sent * (h + config.expert_ffn_size) / self._memory
-            ep = self._exchanged(2 * 2 * sent * h, layout.ep, layout.etp)
+            feed_forward += 12 * num_sent * (h + config.expert_ffn_size) / self._memory
+            ep = self._exchanged(2 * 2 * num_sent * h, layout.ep, layout.etp)
         else:
             feed_forward += 16 * tokens * config.ffn_size / tp / self._memory
         stream = 28 * tokens * h / tp / self._memory
@@ -221,9 +221,11 @@ class _UnitModel:
         """Return the time of two all-to-alls of together ``size`` bytes on a rank."""
         if num_ranks == 1:
             return 0.0
-        inside = min(max(self.node_size // stride, 1), num_ranks) / num_ranks
+        share_inside = min(max(self.node_size // stride, 1), num_ranks) / num_ranks
         speeds = self.speeds
-        return size * ((1 - inside) / (speeds.network * 0.6) + inside / (speeds.link * 0.6))
+        return size * (
+            (1 - share_inside) / (speeds.network * 0.6) + share_inside / (speeds.link * 0.6)
+        )
 
     def _recomputed(self, forward: float, attention: float, feed_forward: float) -> float:
         options = self.recipe.recompute
@@ -277,14 +279,16 @@ class StepModel:
         """Return the seconds of a step without a simulation: the slowest rank's work, and the
         warm-up.
         """
-        each = self._each(recipe, stages)
+        stage_times = self._each(recipe, stages)
         pp = recipe.layout.pp
-        work = _by_rank([one.forward + one.backward for one in each], pp)
-        warm_up = sum(work) / len(each) * (pp - 1)
+        work = _by_rank([one.forward + one.backward for one in stage_times], pp)
+        warm_up = sum(work) / len(stage_times) * (pp - 1)
         pipeline = recipe.num_microbatches * max(work) + warm_up
-        held = self._held(recipe, stages)
-        shown, optimizer = between_runs(recipe, held, self._speeds, self._node_size, pipeline)
-        return recipe.accumulated * pipeline + shown + optimizer
+        parameters = self._held(recipe, stages)
+        exposed, optimizer = between_runs(
+            recipe, parameters, self._speeds, self._node_size, pipeline
+        )
+        return recipe.accumulated * pipeline + exposed + optimizer
 
     def step(self, recipe: Recipe, replay: Replay, stages: Sequence[Sequence[str]]) -> StepTime:
         """Return the modelled time of a step.
@@ -294,10 +298,11 @@ class StepModel:
             replay: Schedule of :func:`simulated_microbatches`.
             stages: Units of every stage.
         """
-        each, held = self._each(recipe, stages), self._held(recipe, stages)
+        stage_times, parameters = self._each(recipe, stages), self._held(recipe, stages)
         message_s = self._message_seconds(recipe)
         return step_time(
-            recipe, replay, each=each, held=held, message_s=message_s, speeds=self._speeds,
+            recipe, replay, each=stage_times, held=parameters, message_s=message_s,
+            speeds=self._speeds,
             node_size=self._node_size,
         )  # fmt: skip
 
@@ -371,11 +376,11 @@ def step_time(
     more = recipe.num_microbatches - replay.schedule.num_microbatches
     pipeline = simulated + more * max(work)
     busy = recipe.num_microbatches * sum(work) / len(work)
-    shown, optimizer = between_runs(recipe, held, speeds, node_size, pipeline)
-    total = recipe.accumulated * pipeline + shown + optimizer
+    exposed, optimizer = between_runs(recipe, held, speeds, node_size, pipeline)
+    total = recipe.accumulated * pipeline + exposed + optimizer
     runs = recipe.accumulated * recipe.num_microbatches / len(work) / total
     shares = {axis: runs * sum(getattr(one, axis) for one in each) for axis in ("tp", "cp", "ep")}
-    return StepTime(total, max(0.0, 1 - busy / pipeline), {**shares, "dp": shown / total})
+    return StepTime(total, max(0.0, 1 - busy / pipeline), {**shares, "dp": exposed / total})
 
 
 def between_runs(
@@ -395,22 +400,22 @@ def between_runs(
     shards = recipe.world_size // (layout.tp * pp)
     expert_shards = max(1, recipe.world_size // (layout.etp * layout.ep * pp))
     trained = _ADAPTED if recipe.adapters is not None else 1.0
-    sent = (held.dense if shards > 1 else 0) + (held.experts if expert_shards > 1 else 0)
+    num_sent = (held.dense if shards > 1 else 0) + (held.experts if expert_shards > 1 else 0)
     link = link_speed(speeds, recipe.world_size // pp, node_size) * LINK_SHARE
     if recipe.data_parallel == "fsdp":
         runs = recipe.accumulated * recipe.num_microbatches
         reshards = recipe.data.reshard_after_forward
         gathers = 2 * runs if reshards or (reshards is None and runs == 1) else 1
         reductions = runs if recipe.data.reduce_every_microbatch else 1
-        traffic = sent * (2 * gathers + 4 * trained * reductions) / link
+        traffic = num_sent * (2 * gathers + 4 * trained * reductions) / link
         first = traffic / max(gathers, reductions)
-        shown = max(_SHOWN_DATA * first, traffic - _HIDDEN_SHARDS * pipeline)
+        exposed = max(_SHOWN_DATA * first, traffic - _HIDDEN_SHARDS * pipeline)
     else:
-        shown = _SHOWN_DATA * sent * (2 + 2) * trained / link
-    own = held.dense / shards + held.experts / expert_shards
+        exposed = _SHOWN_DATA * num_sent * (2 + 2) * trained / link
+    own_share = held.dense / shards + held.experts / expert_shards
     if recipe.data_parallel == "ddp":
-        own = float(held.total)
-    return shown, trained * own * _STEP_BYTES / (speeds.memory * MEMORY_SHARE) + _STEP_S
+        own_share = float(held.total)
+    return exposed, trained * own_share * _STEP_BYTES / (speeds.memory * MEMORY_SHARE) + _STEP_S
 
 
 def link_speed(speeds: Speeds, reach: int, node_size: int) -> float:

@@ -53,9 +53,9 @@ class Segment:
         """Return the tensors kept from forward to backward."""
         if not self.recomputed:
             return _union(operation.keeps for operation in self.operations)
-        made = {name for operation in self.operations for name in operation.makes}
+        names = {name for operation in self.operations for name in operation.makes}
         inputs = _union(operation.inputs for operation in self.operations)
-        return {name: size for name, size in inputs.items() if name not in made}
+        return {name: size for name, size in inputs.items() if name not in names}
 
 
 @dataclass(frozen=True)
@@ -94,22 +94,22 @@ def profile(segments: Sequence[Segment], *, split_backward: bool = False) -> Pro
         segments: The tape.
         split_backward: Whether weight gradients are deferred.
     """
-    before: list[Kept] = []
-    kept: Kept = {}
+    kept_before: list[Kept] = []
+    kept_now: Kept = {}
     forward = 0.0
     for segment in segments:
-        before.append(kept)
-        forward = max(forward, _forward_peak(kept, segment))
-        kept = _union((kept, segment.kept()))
+        kept_before.append(kept_now)
+        forward = max(forward, _forward_peak(kept_now, segment))
+        kept_now = _union((kept_now, segment.kept()))
     backward, deferred = 0.0, dict[str, float]()
-    for segment, earlier in zip(reversed(segments), reversed(before), strict=True):
-        held = earlier
+    for segment, kept_earlier in zip(reversed(segments), reversed(kept_before), strict=True):
+        alive = kept_earlier
         if segment.recomputed:
-            held = _union((earlier, segment.kept()))
-            backward = max(backward, _forward_peak(held, replace(segment, recomputed=False)))
-        peak = _backward_peak(held, segment, deferred, split_backward)
+            alive = _union((kept_earlier, segment.kept()))
+            backward = max(backward, _forward_peak(alive, replace(segment, recomputed=False)))
+        peak = _backward_peak(alive, segment, deferred, split_backward)
         backward = max(backward, peak)
-    return Profile(_size(kept), forward, backward, _size(deferred) if split_backward else 0.0)
+    return Profile(_size(kept_now), forward, backward, _size(deferred) if split_backward else 0.0)
 
 
 def _forward_peak(kept: Kept, segment: Segment) -> float:
@@ -129,12 +129,12 @@ def _backward_peak(
     for operation in segment.operations:
         alive.append(_union((alive[-1], operation.keeps)))
     peak = 0.0
-    for operation, held in zip(reversed(segment.operations), reversed(alive), strict=False):
+    for operation, alive_before in zip(reversed(segment.operations), reversed(alive), strict=False):
         if split_backward:
             deferred |= operation.deferred
-            size = _size(_union((held, deferred)))
+            size = _size(_union((alive_before, deferred)))
         else:
-            size = _size(held) + operation.weight_gradient_bytes
+            size = _size(alive_before) + operation.weight_gradient_bytes
         peak = max(peak, size + operation.backward_bytes)
     return peak
 

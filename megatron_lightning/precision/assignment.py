@@ -92,15 +92,15 @@ def apply_recipe(
     Raises:
         ConfigError: If a pattern matches nothing, or no layer is quantized.
     """
-    found = recipes_of_layers(module, recipe)
-    present = dict(present_modules(module))
+    recipes = recipes_of_layers(module, recipe)
+    modules = dict(present_modules(module))
     quantized = {
-        path: _quantize(present[path], own, context, dtype, _GEMMS[backend])
-        for path, own in found.items()
-        if own is not None and path in present
+        path: _quantize(modules[path], layer_recipe, context, dtype, _GEMMS[backend])
+        for path, layer_recipe in recipes.items()
+        if layer_recipe is not None and path in modules
     }
-    in_bf16 = [path for path in found if path in present and path not in quantized]
-    return Assignment(quantized, in_bf16, _others(present, found))
+    in_bf16 = [path for path in recipes if path in modules and path not in quantized]
+    return Assignment(quantized, in_bf16, _others(modules, recipes))
 
 
 def recipes_of_layers(
@@ -120,32 +120,38 @@ def recipes_of_layers(
         ConfigError: If a pattern matches nothing, or no layer is quantized.
     """
     paths = [path for path, _ in module.named_modules() if path]
-    unused = describe_unused(list(recipe.modules), paths)
-    if unused:
+    unused_patterns = describe_unused(list(recipe.modules), paths)
+    if unused_patterns:
         raise ConfigError(
             f"modules of the recipe has patterns that match no module of "
-            f"{type(module).__name__}: {'; '.join(unused)}. Correct or remove them."
+            f"{type(module).__name__}: {'; '.join(unused_patterns)}. Correct or remove them."
         )
-    kept = (*_kept_layers(module, recipe), *_output_embeddings(module))
+    kept_paths = (*_kept_layers(module, recipe), *_output_embeddings(module))
     layers = _linears(module)
     # Patterns decide first, then the kept layers, then the recipe itself.
-    found = {path: _recipe_of(path, layer, recipe, kept) for path, layer in layers.items()}
-    others = [] if any(found.values()) else _others(dict(module.named_modules()), found)
-    if not any(found.values()) and not (will_divide and others):
-        unlike = f" and others, which cannot be quantized: {_listed(others)}" if others else ""
+    recipes = {path: _recipe_of(path, layer, recipe, kept_paths) for path, layer in layers.items()}
+    other_layers = [] if any(recipes.values()) else _others(dict(module.named_modules()), recipes)
+    if not any(recipes.values()) and not (will_divide and other_layers):
+        unlike = (
+            f" and others, which cannot be quantized: {_listed(other_layers)}"
+            if other_layers
+            else ""
+        )
         raise ConfigError(
             f"the recipe quantizes no layer of {type(module).__name__}, which has "
-            f"{len(found)} linear layers{unlike}. Remove the plugin, or what excludes them: rows "
+            f"{len(recipes)} linear layers{unlike}. Remove the plugin, or what excludes them: rows "
             "of modules, num_layers_at_start_in_bf16, num_layers_at_end_in_bf16."
         )
-    return found
+    return recipes
 
 
 def quantizable_layers(module: nn.Module) -> list[str]:
     """Return the paths of the layers that a recipe quantizes by default."""
-    kept, recipe = tuple(_output_embeddings(module)), FP8Recipe()
+    kept_paths, recipe = tuple(_output_embeddings(module)), FP8Recipe()
     layers = _linears(module).items()
-    return [path for path, layer in layers if _recipe_of(path, layer, recipe, kept) is not None]
+    return [
+        path for path, layer in layers if _recipe_of(path, layer, recipe, kept_paths) is not None
+    ]
 
 
 def _others(modules: Mapping[str, nn.Module], found: Collection[str]) -> list[str]:
@@ -153,12 +159,12 @@ def _others(modules: Mapping[str, nn.Module], found: Collection[str]) -> list[st
 
     Embeddings do not multiply and are left out.
     """
-    inside = _adapters_in(modules)
+    adapter_ids = _adapters_in(modules)
     return [
         path
         for path, child in modules.items()
         if path not in found
-        and not path.startswith(inside)
+        and not path.startswith(adapter_ids)
         and not isinstance(child, nn.Embedding)
         and not hasattr(child, "gemm")
         and any(p.ndim > 1 for p in child.parameters(recurse=False))
@@ -191,8 +197,8 @@ def _without_adapters(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     The rank of a low-rank factor is too small for scales.
     """
     modules = dict(module.named_modules())
-    inside = _adapters_in(modules)
-    return (item for item in modules.items() if not item[0].startswith(inside))
+    adapter_ids = _adapters_in(modules)
+    return (item for item in modules.items() if not item[0].startswith(adapter_ids))
 
 
 def _adapters_in(modules: Mapping[str, nn.Module]) -> tuple[str, ...]:
@@ -227,13 +233,13 @@ def _output_embeddings(module: nn.Module) -> list[str]:
 
     Output layers of other pipeline ranks may be missing.
     """
-    found = set[int]()
+    ids = set[int]()
     for child in module.modules():
         try:
-            found.add(id(child.get_output_embeddings()))  # type: ignore[operator]
+            ids.add(id(child.get_output_embeddings()))  # type: ignore[operator]
         except (AttributeError, NotImplementedError):
             continue
-    return [f"{path}." for path, child in module.named_modules() if id(child) in found]
+    return [f"{path}." for path, child in module.named_modules() if id(child) in ids]
 
 
 def _kept_layers(module: nn.Module, recipe: FP8Recipe) -> tuple[str, ...]:
@@ -261,12 +267,15 @@ def _kept_layers(module: nn.Module, recipe: FP8Recipe) -> tuple[str, ...]:
     inner = tuple(f"{path}." for path in lists)
     outer = {path: child for path, child in lists.items() if not path.startswith(inner)}
     length = max(len(child) for child in outer.values())
-    (path, layers), *others = ((p, child) for p, child in outer.items() if len(child) == length)
-    if others:
-        listed = ", ".join([path, *(other for other, _ in others)])
+    (path, layers), *other_lists = (
+        (p, child) for p, child in outer.items() if len(child) == length
+    )
+    if other_lists:
+        listed = ", ".join([path, *(other_path for other_path, _ in other_lists)])
         raise ConfigError(
             f"num_layers_at_start_in_bf16={first} and num_layers_at_end_in_bf16={last}, and "
-            f"{type(module).__name__} has {len(others) + 1} lists of {length} layers: {listed}. "
+            f"{type(module).__name__} has {len(other_lists) + 1} lists of {length} layers: "
+            f"{listed}. "
             f'Name the layers in modules of the recipe: {{"{path}.0.**": "bf16"}}.'
         )
     names = list(layers._modules)

@@ -59,14 +59,14 @@ def choose_backend(backend: str, recipe: FP8Recipe, gpu: Gpu | None) -> Chosen:
     scalings = {recipe.scaling: None}
     scalings |= {row.scaling: None for row in recipe.rows.values() if row is not None}
     # One layer without native kernels is enough: a run has one backend.
-    missing = {scaling: _missing_natively(scaling, gpu) for scaling in scalings}
-    found = [reason for reason in missing.values() if reason is not None]
+    reasons_by_scaling = {scaling: _missing_natively(scaling, gpu) for scaling in scalings}
+    reasons = [reason for reason in reasons_by_scaling.values() if reason is not None]
     if backend == "auto":
-        return "emulation" if found else "native"
+        return "emulation" if reasons else "native"
     if backend == "native":
-        if not found:
+        if not reasons:
             return "native"
-        raise ConfigError(f"backend is 'native': {'; '.join(found)}. {_instead(gpu)}")
+        raise ConfigError(f"backend is 'native': {'; '.join(reasons)}. {_instead(gpu)}")
     if reason := LEFT_OUT.get(("backend", backend)):
         raise ConfigError(f"backend is {backend!r}. {reason}")
     raise ConfigError(
@@ -106,8 +106,8 @@ def _instead(gpu: Gpu | None) -> str:
     """Return the working alternatives."""
     native = [scaling for scaling in _LEAST if _missing_natively(scaling, gpu) is None]
     listed = " or ".join(native)
-    found = f"Set scaling to {listed}, which can run natively here. Or set" if native else "Set"
+    advice = f"Set scaling to {listed}, which can run natively here. Or set" if native else "Set"
     return (
-        f"{found} backend to emulation, which has the same scales and rounding on any device, or "
+        f"{advice} backend to emulation, which has the same scales and rounding on any device, or "
         "train in bf16-mixed."
     )

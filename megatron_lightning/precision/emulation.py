@@ -59,9 +59,9 @@ class _Weight(NamedTuple):
 
     def is_same(self, weight: Tensor) -> bool:
         """Return whether a tensor has the same memory and version."""
-        own = self.source
-        same = weight.data_ptr() == own.data_ptr() and weight.shape == own.shape
-        return same and weight._version == self.version
+        source = self.source
+        is_equal = weight.data_ptr() == source.data_ptr() and weight.shape == source.shape
+        return is_equal and weight._version == self.version
 
 
 class EmulatedGemm(Gemm):
@@ -332,12 +332,12 @@ class EmulatedGemm(Gemm):
     def weight_grad(self, grad: Operand, x: Operand, counts: Tensor | None = None) -> Tensor:
         """See the base class."""
         with _exact(grad.data):
-            left = self._values(grad, "output_grad", counts, second=True)
-            right = self._values(x, "input", counts, second=True)
+            grad_values = self._values(grad, "output_grad", counts, second=True)
+            x_values = self._values(x, "input", counts, second=True)
             size = self._token_block
             if counts is not None and size is not None:
-                counts = padded_counts(counts, size, len(left))
-            dw = super().weight_grad(Operand(left), Operand(right), counts)
+                counts = padded_counts(counts, size, len(grad_values))
+            dw = super().weight_grad(Operand(grad_values), Operand(x_values), counts)
         return dw.to(self.dtype)
 
 

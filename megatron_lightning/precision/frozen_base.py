@@ -36,32 +36,32 @@ def quantize_base(module: nn.Module, name: BaseFormat) -> list[str]:
         ConfigError: If there is nothing to quantize.
     """
     uses = num_names(module)
-    done = []
+    paths = []
     for path in quantizable_layers(module):
         weight = module.get_submodule(path)._parameters.get("weight")
         # A weight of two layers would have two owners of one set of scales.
         if weight is None or weight.requires_grad or uses[id(weight)] > 1:
             continue
         rebind(weight, FrozenWeight.quantize(weight.detach(), name))
-        done.append(path)
-    if not done:
+        paths.append(path)
+    if not paths:
         raise ConfigError(
             f"base of LoRA is {name!r}, and {type(module).__name__} has no frozen linear layer "
             "that can be quantized (output layers and routers are not). Set base to None."
         )
-    left = [
+    stacks = [
         f"{path}.{own}"
         for path, child in module.named_modules()
         for own in child._parameters
         if is_stack(child, own)
     ]
-    if left:
+    if stacks:
         rank_zero_warn(
-            f"base={name!r} of LoRA leaves {len(left)} stacks of experts in their values "
-            f"({left[0]}), which are parameters and no layers. GPTLightningModule(init_from_hf="
+            f"base={name!r} of LoRA leaves {len(stacks)} stacks of experts in their values "
+            f"({stacks[0]}), which are parameters and no layers. GPTLightningModule(init_from_hf="
             "...) keeps experts in few bits."
         )
-    return done
+    return paths
 
 
 def check_values(module: nn.Module, doing: str) -> None:

@@ -102,8 +102,8 @@ class FrozenMemory(NamedTuple):
         rows = values.reshape(-1, values.shape[-1])
         targets = self.map(lambda x: x.view(-1, x.shape[-1]))
         for chunk in _row_chunks(rows):
-            shared = None if per_row is None else per_row[chunk]
-            data, scales = encode(rows[chunk], recipe, "input", block, shared_amax=shared)
+            shared_rows = None if per_row is None else per_row[chunk]
+            data, scales = encode(rows[chunk], recipe, "input", block, shared_amax=shared_rows)
             if isinstance(scales, TwoLevelScales):
                 data = pack_e2m1(data)
                 if targets.row_scales is not None:

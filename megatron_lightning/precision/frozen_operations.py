@@ -76,8 +76,8 @@ def _split(weight: FrozenWeight, size: int, dim: int = 0) -> Any:
 def _view(weight: FrozenWeight, shape: Sequence[int]) -> Any:
     sizes = list(shape)
     if -1 in sizes:
-        others = math.prod(size for size in sizes if size != -1)
-        sizes[sizes.index(-1)] = weight.numel() // max(1, others)
+        num_others = math.prod(size for size in sizes if size != -1)
+        sizes[sizes.index(-1)] = weight.numel() // max(1, num_others)
     if tuple(sizes) == tuple(weight.shape):
         return _detach(weight)
     if len(sizes) == 1:  # FSDP2's flat shard
@@ -88,8 +88,8 @@ def _view(weight: FrozenWeight, shape: Sequence[int]) -> Any:
 def _as_strided(
     weight: FrozenWeight, size: Sequence[int], stride: Sequence[int], offset: int | None = None
 ) -> Any:
-    same = tuple(size) == tuple(weight.shape) and tuple(stride) == weight.stride() and not offset
-    return _detach(weight) if same else NotImplemented
+    is_same = tuple(size) == tuple(weight.shape) and tuple(stride) == weight.stride() and not offset
+    return _detach(weight) if is_same else NotImplemented
 
 
 def _new(weight: FrozenWeight, size: Sequence[int], **options: Any) -> Any:

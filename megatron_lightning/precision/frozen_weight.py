@@ -205,8 +205,8 @@ class FrozenWeight(StoredWeight):
         """Return a weight with other memory."""
         if shape is None:
             shape = (*memory.data.shape[:-1], memory.num_columns(self.format))
-        shared = self.original if original is None else original
-        return FrozenWeight(memory, self.format, shape, dtype or self.dtype, shared)
+        original_shape = self.original if original is None else original
+        return FrozenWeight(memory, self.format, shape, dtype or self.dtype, original_shape)
 
     @classmethod
     def __torch_function__(
@@ -226,12 +226,12 @@ class FrozenWeight(StoredWeight):
             result = handler(*args, **kwargs)
             if result is not NotImplemented:
                 return result
-        written = [
+        targets = [
             value
             for argument, value in zip(func._schema.arguments, args, strict=False)
             if argument.alias_info is not None and argument.alias_info.is_write
         ]
-        if any(isinstance(value, FrozenWeight) for value in written):
+        if any(isinstance(value, FrozenWeight) for value in targets):
             raise ConfigError(
                 f"a frozen weight is kept as quantized data, and {func} would write values into "
                 "it. Train adapters beside it, or set base of LoRA to None."

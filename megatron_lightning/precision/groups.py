@@ -31,17 +31,17 @@ def num_padded(num_rows: int, num_experts: int, size: int) -> int:
 
 def padded_counts(counts: Tensor, size: int, total: int) -> Tensor:
     """Return the padded rows of each expert [E], of ``total``."""
-    whole = (counts + (size - 1)).div(size, rounding_mode="floor") * size
-    rest = torch.zeros_like(whole)
-    rest[-1] = total - whole.sum()
-    return whole + rest
+    padded = (counts + (size - 1)).div(size, rounding_mode="floor") * size
+    remainder = torch.zeros_like(padded)
+    remainder[-1] = total - padded.sum()
+    return padded + remainder
 
 
 def pad_experts(x: Tensor, counts: Tensor, size: int) -> Tensor:
     """Return rows [t, n] as [p, n], each expert's in whole blocks of ``size``."""
     total = num_padded(len(x), len(counts), size)
-    whole = padded_counts(counts, size, total)
-    moved = (whole.cumsum(0) - whole) - (counts.cumsum(0) - counts)
+    padded = padded_counts(counts, size, total)
+    moved = (padded.cumsum(0) - padded) - (counts.cumsum(0) - counts)
     places = torch.arange(len(x), device=x.device)
     places = places + moved.repeat_interleave(counts, output_size=len(x))
     return x.new_zeros(total, x.shape[1]).index_copy(0, places, x)

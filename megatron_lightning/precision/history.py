@@ -123,12 +123,12 @@ def advance(histories: Sequence[AmaxHistory], group: AxisGroup | None) -> None:
     All ranks of the group call the function with the same layers, at the end of a pipeline run.
     """
     noted = [history.take_noted() for history in histories]
-    values = [value for own in noted for value in own]
+    values = [value for values_of_call in noted for value in values_of_call]
     if not values:
         return
     together = torch.stack(values)
     if group is not None:
         together = all_reduce(together, group, "max")
-    parts = torch.split(together, [len(own) for own in noted])
+    parts = torch.split(together, [len(values_of_call) for values_of_call in noted])
     for history, part in zip(histories, parts, strict=True):
         history.append(part)

@@ -131,16 +131,16 @@ class NativeGemm(EmulatedGemm):
 
     def weight_grad(self, grad: Operand, x: Operand, counts: Tensor | None = None) -> Tensor:
         """See the base class."""
-        left = self._made(grad, "output_grad", counts, second=True)
-        right = self._made(x, "input", counts, second=True)
+        grad_operand = self._made(grad, "output_grad", counts, second=True)
+        x_operand = self._made(x, "input", counts, second=True)
         if counts is None:
-            return multiply(_turned(left), _turned(right), self._shared, self.dtype)
+            return multiply(_turned(grad_operand), _turned(x_operand), self._shared, self.dtype)
         if self._shared == "block":
-            a, b = _turned(left), _turned(right)
-            counts = padded_counts(counts, BLOCK, len(left.data))
+            a, b = _turned(grad_operand), _turned(x_operand)
+            counts = padded_counts(counts, BLOCK, len(grad_operand.data))
         else:
-            a, padded = self._tokens_last(left, counts)
-            b, counts = self._tokens_last(right, counts)[0], padded
+            a, padded = self._tokens_last(grad_operand, counts)
+            b, counts = self._tokens_last(x_operand, counts)[0], padded
         return self._multiply_groups(a, b, counts)
 
     def _multiply_groups(

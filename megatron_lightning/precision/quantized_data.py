@@ -133,14 +133,16 @@ def _share(
     quantizers: Sequence[WeightQuantizer], tables: Sequence[Tensor], reduce: AllReduce
 ) -> None:
     """Reduce the amax of weights with shards on other ranks, in a single message for each group."""
-    shared: dict[AxisGroup, list[Tensor]] = {}
+    tensors_by_group: dict[AxisGroup, list[Tensor]] = {}
     for quantizer, table in zip(quantizers, tables, strict=True):
         if quantizer.group is not None:
-            shared.setdefault(quantizer.group, []).append(table)
-    for over in sorted(shared, key=lambda axis: axis.name):
-        together = torch.cat(shared[over])
+            tensors_by_group.setdefault(quantizer.group, []).append(table)
+    for over in sorted(tensors_by_group, key=lambda axis: axis.name):
+        together = torch.cat(tensors_by_group[over])
         reduce(together, over, dist.ReduceOp.MAX)
         for table, values in zip(
-            shared[over], torch.split(together, [len(table) for table in shared[over]]), strict=True
+            tensors_by_group[over],
+            torch.split(together, [len(table) for table in tensors_by_group[over]]),
+            strict=True,
         ):
             table.copy_(values)

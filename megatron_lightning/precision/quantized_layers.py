@@ -139,13 +139,13 @@ class RecipeLayers:
     def without_notes(self) -> Iterator[None]:
         """Keep amax values of the block out of the histories."""
         gemms = list(self._assigned.quantized.values())
-        before = [gemm.notes for gemm in gemms]
+        notes_before = [gemm.notes for gemm in gemms]
         for gemm in gemms:
             gemm.notes = False
         try:
             yield
         finally:
-            for gemm, notes in zip(gemms, before, strict=True):
+            for gemm, notes in zip(gemms, notes_before, strict=True):
                 gemm.notes = notes
 
     def weights_changed(self) -> None:
@@ -191,15 +191,15 @@ class RecipeLayers:
                 yield f"{path}.{role}", history
 
     def _load_histories(self) -> None:
-        own = dict(self._histories())
-        if not own or not self._loaded:
+        histories = dict(self._histories())
+        if not histories or not self._loaded:
             return
-        if missing := sorted(own.keys() - self._loaded):
+        if missing_names := sorted(histories.keys() - self._loaded):
             raise CheckpointError(
                 f"the checkpoint has amax histories of {len(self._loaded)} tensors and none of "
-                f"{', '.join(missing[:3])}: it was saved with another recipe. Set the recipe that "
-                "it was saved with, or scaling to current."
+                f"{', '.join(missing_names[:3])}: it was saved with another recipe. Set the recipe "
+                "that it was saved with, or scaling to current."
             )
-        for name, history in own.items():
+        for name, history in histories.items():
             history.load(self._loaded[name].to(history.entries.device))
         self._loaded = {}

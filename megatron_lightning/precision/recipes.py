@@ -173,9 +173,9 @@ class FP8Recipe:
             )
         if not self.fp8_param_gather:
             return
-        found = {"scaling": self}
-        found |= {f"modules[{key!r}]": row for key, row in self.rows.items() if row is not None}
-        for where, recipe in found.items():
+        recipes = {"scaling": self}
+        recipes |= {f"modules[{key!r}]": row for key, row in self.rows.items() if row is not None}
+        for where, recipe in recipes.items():
             if reason := _NOT_GATHERED.get(recipe.scaling):
                 raise ConfigError(
                     f"fp8_param_gather is True and {where} is {recipe.scaling}: {reason} Set it to "
@@ -204,11 +204,11 @@ class FP8Recipe:
         if value == "bf16":
             return None
         if isinstance(value, Mapping):
-            known = {f.name for f in fields(self)}
-            if unknown := sorted(map(str, value.keys() - known)):
+            known_names = {f.name for f in fields(self)}
+            if unknown := sorted(map(str, value.keys() - known_names)):
                 raise ConfigError(
                     f"modules[{pattern!r}] sets {', '.join(unknown)}, which no recipe has. The "
-                    f"names are {', '.join(sorted(known))}."
+                    f"names are {', '.join(sorted(known_names))}."
                 )
             value = FP8Recipe(**value)
         if not isinstance(value, FP8Recipe):

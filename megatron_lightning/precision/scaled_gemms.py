@@ -75,9 +75,9 @@ def multiply(
         y = torch.ops.megatron_lightning.scaled_mm_of_blocks(*a, *b, dtype)
     else:
         # Inside the kernel if possible: in fp32 for a 16-bit result.
-        inside = None
+        kernel_bias = None
         if bias is not None and dtype != torch.float32:
-            inside, bias = F.pad(bias.to(dtype), (0, -num_columns % ALIGNMENT)), None
+            kernel_bias, bias = F.pad(bias.to(dtype), (0, -num_columns % ALIGNMENT)), None
         # Kernels take dims in multiples of ALIGNMENT: zeros are added, and rows of the result cut
         # off.
         y = compat.scaled_mm(
@@ -86,7 +86,7 @@ def multiply(
             _row_major(a.scales) if shared == "row" else a.scales,
             pad(b.scales, ALIGNMENT, 1).t() if shared == "row" else b.scales,
             dtype=dtype,
-            bias=inside,
+            bias=kernel_bias,
             fast=fast,
         )[:, :num_columns]
     y = y if bias is None else y + bias.to(dtype)
@@ -97,12 +97,12 @@ def pad(x: Tensor, rows: int, columns: int) -> Tensor:
     """Return [..., R, C] contiguous and padded with zeros to multiples of ``rows`` and
     ``columns``.
     """
-    below, right = -x.shape[-2] % rows, -x.shape[-1] % columns
-    if below or right:
+    below, columns_right = -x.shape[-2] % rows, -x.shape[-1] % columns
+    if below or columns_right:
         # Quantized data is padded as bytes, because torch cannot pad FP8. The code 0 is the value
         # 0.
         kind = torch.uint8 if x.dtype.itemsize == 1 else x.dtype
-        x = F.pad(x.contiguous().view(kind), (0, right, 0, below)).view(x.dtype)
+        x = F.pad(x.contiguous().view(kind), (0, columns_right, 0, below)).view(x.dtype)
     return _row_major(x)
 
 

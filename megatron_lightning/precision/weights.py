@@ -109,11 +109,11 @@ class RecipeQuantizer:
 
     def _filled(self, values: Tensor, window: _Window) -> Tensor:
         """Return a window with the range's values, padded with zeros."""
-        present = values[window.place].to(self._gemm.dtype)
-        if len(present) == math.prod(window.shape):
-            return present.view(window.shape)
-        padded = present.new_zeros(math.prod(window.shape))
-        padded[window.offset : window.offset + len(present)] = present
+        window_values = values[window.place].to(self._gemm.dtype)
+        if len(window_values) == math.prod(window.shape):
+            return window_values.view(window.shape)
+        padded = window_values.new_zeros(math.prod(window.shape))
+        padded[window.offset : window.offset + len(window_values)] = window_values
         return padded.view(window.shape)
 
     def amax(self, values: Tensor, start: int) -> Tensor:

@@ -62,11 +62,11 @@ class _Gathered:
         self._model = model
         self._words = words
         self._everywhere = everywhere
-        read = _weights_read(model, everywhere=everywhere)
+        weights_read = _weights_read(model, everywhere=everywhere)
         self._whole = {
             id(base_layer(module))
             for path, module in without_attachments(model)
-            if _name(path) in read or self._stays_whole(base_layer(module))
+            if _name(path) in weights_read or self._stays_whole(base_layer(module))
         }
         for names in shared_names(model):  # all who share a weight, or none
             owners = {id(model.get_submodule(name.rpartition(".")[0])) for name in names}
@@ -97,7 +97,9 @@ class _Gathered:
 
     def _stays_whole(self, module: nn.Module) -> bool:
         """Return whether a module cannot be split, or would lose behavior."""
-        own = [parameter for parameter in module._parameters.values() if parameter is not None]
+        parameters = [
+            parameter for parameter in module._parameters.values() if parameter is not None
+        ]
         kind = type(module)
         if isinstance(module, nn.Linear):
             # Torch's attention reads the linear layers inside of it.
@@ -113,7 +115,7 @@ class _Gathered:
         return (
             not is_plain
             or has_computed_weight(module)
-            or any(is_lazy(parameter) or bool(GradientHooks(parameter)) for parameter in own)
+            or any(is_lazy(parameter) or bool(GradientHooks(parameter)) for parameter in parameters)
         )
 
 
@@ -123,8 +125,8 @@ def _has_rows(num_rows: int, num_ranks: int) -> bool:
 
 
 def _name(path: str) -> str:
-    own = path.rpartition(".")[2]
-    return BY_INDEX if own.isdecimal() else own
+    own_name = path.rpartition(".")[2]
+    return BY_INDEX if own_name.isdecimal() else own_name
 
 
 def _input_embedding(model: nn.Module) -> nn.Module | None:
@@ -180,12 +182,16 @@ def _nested(code: CodeType) -> Iterator[CodeType]:
 def _reads(code: CodeType) -> Iterator[str]:
     """Yield the names of layers in ``x.name.weight`` and ``x[index].weight``."""
     steps = [step for step in dis.get_instructions(code) if step.opname not in ("CACHE", "NOP")]
-    for before, step, after in zip(steps, steps[1:], [*steps[2:], None], strict=False):
+    for step_before, step, step_after in zip(steps, steps[1:], [*steps[2:], None], strict=False):
         if step.opname not in ("LOAD_ATTR", "LOAD_METHOD") or step.argval not in _TENSORS:
             continue
-        if after is not None and after.opname == "LOAD_ATTR" and after.argval in _HARMLESS:
+        if (
+            step_after is not None
+            and step_after.opname == "LOAD_ATTR"
+            and step_after.argval in _HARMLESS
+        ):
             continue
-        if before.opname in ("LOAD_ATTR", "LOAD_METHOD"):
-            yield str(before.argval)
-        elif before.opname.startswith("BINARY_"):
+        if step_before.opname in ("LOAD_ATTR", "LOAD_METHOD"):
+            yield str(step_before.argval)
+        elif step_before.opname.startswith("BINARY_"):
             yield BY_INDEX

@@ -188,10 +188,10 @@ def _delta_net_heads(config: TransformerConfig) -> Style:
 
 def _attention_rows(config: TransformerConfig, attention: str) -> dict[str, Style]:
     """Return the rows of modules of attention without weights."""
-    shared: dict[str, Style] = {f"{attention}.shared_key": ParallelInput()}
+    shared_rows: dict[str, Style] = {f"{attention}.shared_key": ParallelInput()}
     sinks = ParameterShards({"softmax_offset": Split()}) if config.num_sinks else None
     return {
-        **({} if config.mla is None else shared),
+        **({} if config.mla is None else shared_rows),
         f"{attention}.core_attention": ContextAttention(also=sinks),
         f"{attention}.core_attention.dropout": StreamDropout(always=True),
     }

@@ -82,13 +82,15 @@ def _check_positions(config: Any, name: str) -> None:
     """
     rope = getattr(config, "rope_parameters", None) or {}
     kinds = {rope.get("rope_type")} | {
-        own.get("rope_type") for own in rope.values() if isinstance(own, Mapping)
+        rope_settings.get("rope_type")
+        for rope_settings in rope.values()
+        if isinstance(rope_settings, Mapping)
     }
-    if found := kinds & {"dynamic", "longrope"}:
+    if unsupported := kinds & {"dynamic", "longrope"}:
         raise ConfigError(
-            f"{name} has rope_parameters of the type {found.pop()!r}, whose frequencies depend on "
-            "the longest position of a call, and ranks that share a sequence hold other positions. "
-            "Use another type (llama3, yarn, linear), or set context_parallel_size to 1."
+            f"{name} has rope_parameters of the type {unsupported.pop()!r}, whose frequencies "
+            "depend on the longest position of a call, and ranks that share a sequence hold other "
+            "positions. Use another type (llama3, yarn, linear), or set context_parallel_size to 1."
         )
 
 
@@ -117,9 +119,9 @@ def check_call(model: nn.Module, given: Mapping[str, Any], added: Mapping[str, A
     caches = getattr(config, "use_cache", False) if caches is None else caches
     parted = added.get(_DOCUMENTS) is not None
     if parted and (caches or given.get("attention_mask") is not None):
-        found = "use_cache is on" if caches else "there is an attention_mask"
+        finding = "use_cache is on" if caches else "there is an attention_mask"
         raise ConfigError(
-            f"position_ids of {name} start again within a row, and {found}, with which "
+            f"position_ids of {name} start again within a row, and {finding}, with which "
             "transformers lets the documents of a row see each other. Set use_cache to False in "
             "the model's configuration and leave the mask out, where they should not."
         )

@@ -71,9 +71,9 @@ def check_parts_documents(config: Any, name: str) -> None:
     Raises:
         ConfigError: If the family is not known to separate documents.
     """
-    others = set(getattr(config, "layer_types", None) or ()).difference(_ATTENTION)
-    if config.model_type not in PACKED_FAMILIES or others:
-        kinds = f"layers of the types {sorted(others)}" if others else "layers"
+    other_types = set(getattr(config, "layer_types", None) or ()).difference(_ATTENTION)
+    if config.model_type not in PACKED_FAMILIES or other_types:
+        kinds = f"layers of the types {sorted(other_types)}" if other_types else "layers"
         raise ConfigError(
             f"the batch has document_ids, and {name} ({config.model_type}) is not known to part "
             f"documents that share a row: it may have {kinds} that mix tokens of several. Set "

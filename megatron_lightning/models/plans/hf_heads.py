@@ -45,18 +45,18 @@ class Attention:
     """
 
     def __init__(self, path: str, module: nn.Module, model: nn.Module) -> None:
-        full: Any = model.config
+        full_config: Any = model.config
         self.path = path
         self.module = module
-        self._configs = (getattr(module, "config", None), full.get_text_config())
+        self._configs = (getattr(module, "config", None), full_config.get_text_config())
 
     def value(self, *names: str) -> int | None:
         """Return the first positive number under ``names`` in the module or a configuration."""
         for owner in (self.module, *self._configs):
             for name in names:
-                found = _read(owner, name)
-                if isinstance(found, int) and found > 0:
-                    return found
+                number = _read(owner, name)
+                if isinstance(number, int) and number > 0:
+                    return number
         return None
 
     @property
@@ -68,8 +68,8 @@ class Attention:
         """Return the heads in the output of a projection to keys or values."""
         width = self.value(*dims, "head_dim")
         if width is not None and isinstance(getattr(self.module, "head_dim", None), int):
-            heads, rest = divmod(linear.out_features, width)
-            if rest == 0:
+            heads, remainder = divmod(linear.out_features, width)
+            if remainder == 0:
                 return heads
         return self.value("num_key_value_heads", "num_kv_heads") or self.heads
 
@@ -107,14 +107,14 @@ def projection(path: str, linear: nn.Linear, attention: Attention, tensor_size: 
     Raises:
         ConfigError: If heads would be split, or cannot be shared.
     """
-    own = path.rpartition(".")[2]
-    if own in _QUERIES:
+    own_name = path.rpartition(".")[2]
+    if own_name in _QUERIES:
         heads = attention.heads
         if heads is not None and linear.out_features % heads == 0:
             _check_divides(path, heads, "query heads", tensor_size)
             return ColumnParallel(num_heads=heads)
-    if own in (*_KEYS, *_VALUES):
-        dims = ("v_head_dim",) if own in _VALUES else ()
+    if own_name in (*_KEYS, *_VALUES):
+        dims = ("v_head_dim",) if own_name in _VALUES else ()
         heads = attention.key_value_heads(linear, *dims)
         if heads is not None and linear.out_features % heads == 0:
             return _key_or_value(path, heads, attention, tensor_size)

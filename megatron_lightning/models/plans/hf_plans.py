@@ -79,12 +79,12 @@ def is_transformers_model(module: nn.Module) -> bool:
 
 def transformers_models(module: nn.Module) -> dict[str, nn.Module]:
     """Return the outermost models of ``transformers`` in ``module``, by path."""
-    found: dict[str, nn.Module] = {}
+    models: dict[str, nn.Module] = {}
     for path, child in module.named_modules():
-        inside = any(path.startswith(f"{outer}." if outer else "") for outer in found)
-        if not inside and is_transformers_model(child):
-            found[path] = child
-    return found
+        is_inside = any(path.startswith(f"{outer}." if outer else "") for outer in models)
+        if not is_inside and is_transformers_model(child):
+            models[path] = child
+    return models
 
 
 def transformers_plan(
@@ -177,7 +177,7 @@ class _Translation:
                 self._add_parameter(_Entry(pattern, name, path))
 
     def _add_parameter(self, entry: _Entry) -> None:
-        owner, _, own = entry.path.rpartition(".")
+        owner, _, own_name = entry.path.rpartition(".")
         if entry.name in _KEPT_FULL:
             return
         split = _SPLITS.get(entry.name)
@@ -187,7 +187,7 @@ class _Translation:
             if entry.name.endswith("rowwise"):
                 return  # like a row-parallel layer's bias
             split = Split(0, blocks=split.blocks)
-        self._splits.setdefault(owner, {})[own] = self._fused(entry, own, split)
+        self._splits.setdefault(owner, {})[own_name] = self._fused(entry, own_name, split)
 
     def _fused(self, entry: _Entry, own: str, split: Split) -> Split:
         """Return the split of a parameter of experts.
@@ -282,25 +282,25 @@ class _Translation:
 
     def _attentions(self) -> Iterator[Attention]:
         """Yield the attention modules with split heads."""
-        seen: set[str] = set()
+        seen_paths: set[str] = set()
         for path in self._rows:
             attention = path.rpartition(".")[0]
-            if attention not in seen and self._attention(path).splits_heads(self._rows):
-                seen.add(attention)
+            if attention not in seen_paths and self._attention(path).splits_heads(self._rows):
+                seen_paths.add(attention)
                 yield self._attention(path)
 
     def _check_per_head(self, attention: Attention) -> None:
         """Check that an attention module with split heads has no full parameter over all heads."""
         splits = self._splits.get(attention.path, {})
-        full = [
+        full_rows = [
             name
             for name, parameter in attention.module.named_parameters(recurse=False)
             if name not in splits and parameter.ndim and len(parameter) in attention.counts
         ]
-        if full:
+        if full_rows:
             raise ConfigError(
                 f"the tensor-parallel plan of {type(self._model).__name__} splits the heads of "
-                f"{attention.path} and not its {', '.join(full)}, which belongs to all heads. "
+                f"{attention.path} and not its {', '.join(full_rows)}, which belongs to all heads. "
                 "Pass MegatronStrategy(sharding_plan=...) with a table of your own, or set "
                 "tensor_model_parallel_size to 1."
             )
@@ -311,8 +311,8 @@ class _Translation:
         plans omit these activations.
         """
         for path, module in self._modules.items():
-            parent, _, own = path.rpartition(".")
-            if own not in _ACTIVATIONS or path in self._rows:
+            parent, _, own_name = path.rpartition(".")
+            if own_name not in _ACTIVATIONS or path in self._rows:
                 continue
             siblings = [
                 self._rows.get(f"{parent}.{name}")
@@ -324,15 +324,15 @@ class _Translation:
 
     def _check_experts(self, entry: _Entry, splits: Mapping[str, Split]) -> None:
         """Check that no parameter of the experts would be added by every rank."""
-        full = [
+        full_rows = [
             name
             for name, _ in self._modules[entry.path].named_parameters(recurse=False)
             if name not in splits
         ]
-        if full:
+        if full_rows:
             raise ConfigError(
                 f"the tensor-parallel plan of {type(self._model).__name__} splits the experts "
-                f"{entry.path} and does not name their {', '.join(full)}, which each of the "
+                f"{entry.path} and does not name their {', '.join(full_rows)}, which each of the "
                 f"{self._size} ranks would use in full before their outputs are added. Set "
                 "tensor_model_parallel_size to 1."
             )
@@ -340,6 +340,8 @@ class _Translation:
 
 def _are_a_pair(styles: Iterable[Style | None]) -> bool:
     """Return whether a layer begins a region of split features and a layer ends the region."""
-    found = list(styles)
-    begins = any(isinstance(style, ColumnParallel) and not style.gather_output for style in found)
-    return begins and any(isinstance(s, RowParallel) and not s.split_input for s in found)
+    styles_found = list(styles)
+    begins = any(
+        isinstance(style, ColumnParallel) and not style.gather_output for style in styles_found
+    )
+    return begins and any(isinstance(s, RowParallel) and not s.split_input for s in styles_found)

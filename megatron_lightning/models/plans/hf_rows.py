@@ -30,26 +30,31 @@ def split_both_ends(model: nn.Module, rows: Mapping[str, Style]) -> dict[str, St
     """
     styles = dict(rows)
     tied = [
-        [(own_path(owner), own) for owner, _, own in (name.rpartition(".") for name in names)]
+        [
+            (own_path(owner), own_name)
+            for owner, _, own_name in (name.rpartition(".") for name in names)
+        ]
         for names in shared_names(model)
     ]
     # Weights first: their output layers decide over biases.
-    for group in sorted(tied, key=lambda group: any(own != "weight" for _, own in group)):
+    for group in sorted(tied, key=lambda group: any(own_name != "weight" for _, own_name in group)):
         owners = [owner for owner, _ in group]
-        before = [styles.get(owner) for owner in owners]
-        if before[0] is not None and all(style == before[0] for style in before):
+        styles_before = [styles.get(owner) for owner in owners]
+        if styles_before[0] is not None and all(
+            style == styles_before[0] for style in styles_before
+        ):
             continue
-        if all(style is None for style in before):
+        if all(style is None for style in styles_before):
             continue
         modules = [base_layer(model.get_submodule(owner)) for owner in owners]
         ends = [isinstance(module, nn.Embedding | nn.Linear) for module in modules]
         # Both ends of the model: the vocabulary is sharded in both, so that they share one shard.
-        if all(ends) and not any(isinstance(style, RowParallel) for style in before):
+        if all(ends) and not any(isinstance(style, RowParallel) for style in styles_before):
             styles |= dict.fromkeys(owners, VOCABULARY)
-        elif VOCABULARY in before and any(ends):
+        elif VOCABULARY in styles_before and any(ends):
             styles |= {
-                owner: ParameterShards({own: Split(uneven=True)})
-                for (owner, own), end in zip(group, ends, strict=True)
+                owner: ParameterShards({own_name: Split(uneven=True)})
+                for (owner, own_name), end in zip(group, ends, strict=True)
                 if not end
             }
         else:

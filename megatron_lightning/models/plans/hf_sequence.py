@@ -95,9 +95,9 @@ class _Sequence:
         for block in blocks:
             rows |= self._block_rows(block)
         rows[blocks[0]] = ShardSequence()
-        left = [path for path in self._given if path not in rows]
-        if left:
-            raise FullSequenceError(f"{left[0]} lies outside of its blocks")
+        remaining = [path for path in self._given if path not in rows]
+        if remaining:
+            raise FullSequenceError(f"{remaining[0]} lies outside of its blocks")
         return rows
 
     def _check_hooks(self) -> None:
@@ -160,23 +160,23 @@ class _Sequence:
 
     def _region(self, path: str) -> dict[str, Style]:
         """Return the rows inside of a region of split features."""
-        inside = {p: m for p, m in self._modules.items() if f"{p}.".startswith(f"{path}.")}
-        styles = {p: self._given[p] for p in inside if p in self._given}
+        modules_inside = {p: m for p, m in self._modules.items() if f"{p}.".startswith(f"{path}.")}
+        styles = {p: self._given[p] for p in modules_inside if p in self._given}
         columns = [s for s in styles.values() if isinstance(s, ColumnParallel | KeyOrValue)]
         ends = [s for s in styles.values() if isinstance(s, RowParallel)]
         gathers = all(isinstance(s, ColumnParallel) and s.gather_output for s in columns)
         name = f"{path} ({type(self._modules[path]).__name__})"
         if not columns or len(ends) != 1 or ends[0].split_input != gathers:
             raise FullSequenceError(f"{name} does not lead from column- to row-parallel layers")
-        for own, module in inside.items():
+        for child_path, module in modules_inside.items():
             is_known = isinstance(
-                styles.get(own), ColumnParallel | KeyOrValue | RowParallel | HeadParallel
+                styles.get(child_path), ColumnParallel | KeyOrValue | RowParallel | HeadParallel
             )
             # Between gathered and split features every rank computes the same.
-            is_replicated = gathers and own not in styles and _is_vector(module)
+            is_replicated = gathers and child_path not in styles and _is_vector(module)
             if not is_known and not is_replicated and _has_own_parameters(module):
                 raise FullSequenceError(
-                    f"every rank computes all of {own} ({type(module).__name__}) in {path}"
+                    f"every rank computes all of {child_path} ({type(module).__name__}) in {path}"
                 )
         return {p: _inside(style) for p, style in styles.items()}
 

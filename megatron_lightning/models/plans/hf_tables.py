@@ -124,7 +124,7 @@ def table_of(model: nn.Module, tensor_size: int) -> ShardingPlan | None:
     Raises:
         ConfigError: If the ranks cannot share the heads.
     """
-    found = next(
+    table_found = next(
         (
             (path, _TABLES[kind.__name__], kind.__name__)
             for path, module in model.named_modules()
@@ -134,9 +134,9 @@ def table_of(model: nn.Module, tensor_size: int) -> ShardingPlan | None:
         ),
         None,
     )
-    if found is None:
+    if table_found is None:
         return None
-    path, table, table_name = found
+    path, table, table_name = table_found
     heads = getattr(model.get_submodule(path).config, table.heads)
     if heads % tensor_size:
         raise ConfigError(

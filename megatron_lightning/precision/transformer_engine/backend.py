@@ -85,23 +85,23 @@ class TransformerEngine:
         self._made = []
         _remove_engines(module)
         recipes = recipes_of_layers(module, self.recipe)
-        present = dict(present_modules(module))
+        modules = dict(present_modules(module))
         keeps_quantized = caches_weights and self.recipe.fp8_param_gather
         weights_recipe = self._te_recipe(self.recipe) if keeps_quantized else None
         build = Builder(self.library, context, self, weights_recipe)
-        own = {p: r for p, r in recipes.items() if r is not None and p in present}
-        for path, recipe in own.items():
-            check_layer(path, present[path], recipe.scaling)
+        own_recipes = {p: r for p, r in recipes.items() if r is not None and p in modules}
+        for path, recipe in own_recipes.items():
+            check_layer(path, modules[path], recipe.scaling)
         # The largest engines first (norm with MLP), then single layers that are left, then norms
         # and attention.
-        fused = self._attach_fused(present, own, build)
-        self._attach_linears(present, own, build)
-        norms = self._attach_others(present, build)
+        fused = self._attach_fused(modules, own_recipes, build)
+        self._attach_linears(modules, own_recipes, build)
+        norms = self._attach_others(modules, build)
         self._restore()
         return (
-            f"{len(own)} layers of this rank are {len(self.engines)} modules of Transformer Engine "
-            f"{self.library.version}, {fused} of them with the norm before; {norms} other norms "
-            "and attention are, too."
+            f"{len(own_recipes)} layers of this rank are {len(self.engines)} modules of "
+            f"Transformer Engine {self.library.version}, {fused} of them with the norm before; "
+            f"{norms} other norms and attention are, too."
         )
 
     def _attach_linears(
@@ -212,12 +212,12 @@ class TransformerEngine:
     @contextmanager
     def without_notes(self) -> Iterator[None]:
         """Keep amax values of the block out of the histories. The values are removed at the end."""
-        before = {path: row.clone() for path, row in latest_amax(self.engines)}
+        rows_before = {path: row.clone() for path, row in latest_amax(self.engines)}
         try:
             yield
         finally:
             for path, row in latest_amax(self.engines):
-                row.copy_(before[path]) if path in before else row.zero_()
+                row.copy_(rows_before[path]) if path in rows_before else row.zero_()
 
     @property
     def checkpoint(self) -> Callable[..., Any]:
@@ -267,11 +267,11 @@ class TransformerEngine:
         context = self._context
         if context is None or not self.recipe.has_history:
             return {}
-        own = read_state(self.engines, self.library.version)
+        own_state = read_state(self.engines, self.library.version)
         if context.pp.size == 1:
-            return own
+            return own_state
         states: list[Any] = [None] * context.pp.size
-        dist.all_gather_object(states, own, group=context.pp.process_group)
+        dist.all_gather_object(states, own_state, group=context.pp.process_group)
         return join_states(states)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -298,13 +298,13 @@ class TransformerEngine:
 
     def _te_recipe(self, recipe: FP8Recipe) -> Any:
         """Return Transformer Engine's recipe: one object for equal recipes of ours."""
-        for known, made in self._made:
-            if known == recipe:
-                return made
+        for our_recipe, te_own in self._made:
+            if our_recipe == recipe:
+                return te_own
         reduces = self._context is not None and _sharing(self._context) is not None
-        made = te_recipe(recipe, self.library, reduces=reduces)
-        self._made.append((recipe, made))
-        return made
+        te_own = te_recipe(recipe, self.library, reduces=reduces)
+        self._made.append((recipe, te_own))
+        return te_own
 
 
 def _remove_engines(module: nn.Module) -> None:

@@ -331,8 +331,8 @@ def check_layer(path: str, layer: Any, scaling: str) -> None:
 
 def _named(layer: nn.Module, prefix: str = "") -> dict[str, Tensor]:
     """Return weight and bias under Transformer Engine's names."""
-    found = {name: getattr(layer, name, None) for name in ("weight", "bias")}
-    return {prefix + name: value for name, value in found.items() if value is not None}
+    parameters = {name: getattr(layer, name, None) for name in ("weight", "bias")}
+    return {prefix + name: value for name, value in parameters.items() if value is not None}
 
 
 def _normalization(norm: Norm) -> dict[str, Any]:

@@ -43,7 +43,7 @@ def find_fusions(
         present: Modules by path.
         recipes: Recipes of the linear layers by path. None: bf16.
     """
-    found = []
+    fusions = []
     for path, block in present.items():
         for norm_name, reader_name in getattr(type(block), "read_by", {}).items():
             norm, reader = present.get(f"{path}.{norm_name}"), present.get(f"{path}.{reader_name}")
@@ -57,8 +57,8 @@ def find_fusions(
             if activation is None:
                 target = f"{target}.{first}"
             if activation is not None or is_untouched(present[target]):
-                found.append(Fusion(f"{path}.{norm_name}", target, activation))
-    return found
+                fusions.append(Fusion(f"{path}.{norm_name}", target, activation))
+    return fusions
 
 
 def has_engine(norm: nn.Module) -> bool:

@@ -60,11 +60,11 @@ def load(*, has_gpu: bool) -> Library:
         _import("transformer_engine.pytorch.tensor.utils"),
         version,
     )
-    missing = [name for name in _NAMES if not hasattr(library.pytorch, name)]
-    missing += [name for name in _NAMES_OF_TENSORS if not hasattr(library.tensors, name)]
-    if missing:
+    missing_names = [name for name in _NAMES if not hasattr(library.pytorch, name)]
+    missing_names += [name for name in _NAMES_OF_TENSORS if not hasattr(library.tensors, name)]
+    if missing_names:
         raise _refusal(
-            f"transformer_engine {version} has no {', '.join(missing)}",
+            f"transformer_engine {version} has no {', '.join(missing_names)}",
             f"Install it again: {INSTALL}",
         )
     return library
@@ -90,9 +90,9 @@ def _import(name: str) -> Any:
 
 
 def _check_version(version: str) -> None:
-    found = re.match(r"(\d+)\.(\d+)", version)
+    match = re.match(r"(\d+)\.(\d+)", version)
     first, end = TESTED
-    if found is None or not first <= (int(found[1]), int(found[2])) < end:
+    if match is None or not first <= (int(match[1]), int(match[2])) < end:
         raise _refusal(
             f"transformer_engine {version} is installed, and the signatures of its layers were "
             f"checked for {_dotted(first)} up to, without, {_dotted(end)}",

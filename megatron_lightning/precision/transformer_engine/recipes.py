@@ -45,13 +45,13 @@ def check_recipe(recipe: FP8Recipe) -> None:
     Raises:
         ConfigError: If a recipe is missing.
     """
-    for own in all_recipes(recipe):
-        if own.scaling == "rowwise":
+    for row in all_recipes(recipe):
+        if row.scaling == "rowwise":
             raise ConfigError(
                 "scaling is rowwise with backend 'transformer_engine', which has no recipe with a "
                 "scale for each row. Set scaling to current or blockwise, or backend to native."
             )
-        if own.scaling == "delayed" and own.rounds_scales:
+        if row.scaling == "delayed" and row.rounds_scales:
             raise ConfigError(
                 "power_of_two_scales is True with scaling=delayed and backend "
                 "'transformer_engine', whose delayed scales are not rounded. Remove it, or set "
@@ -65,11 +65,11 @@ def check_available(recipe: FP8Recipe, library: Library) -> None:
     Raises:
         ConfigError: With Transformer Engine's reason.
     """
-    for own in all_recipes(recipe):
-        available, reason = getattr(library.pytorch, _AVAILABLE[own.scaling])(return_reason=True)
+    for row in all_recipes(recipe):
+        available, reason = getattr(library.pytorch, _AVAILABLE[row.scaling])(return_reason=True)
         if not available:
             raise ConfigError(
-                f"scaling is {own.scaling} with backend 'transformer_engine', and this GPU cannot "
+                f"scaling is {row.scaling} with backend 'transformer_engine', and this GPU cannot "
                 f"run it: {reason} Set another scaling, or backend to emulation."
             )
 
@@ -95,13 +95,15 @@ def te_recipe(recipe: FP8Recipe, library: Library, *, reduces: bool) -> Any:
             reduce_amax=reduces,
         )
     if recipe.scaling == "current":
-        own = te.Float8CurrentScaling(
+        scaling_recipe = te.Float8CurrentScaling(
             use_power_2_scales=recipe.rounds_scales, fp8_format=data_format
         )
-        return _with_rounding(own, recipe, te)
+        return _with_rounding(scaling_recipe, recipe, te)
     if recipe.scaling == "blockwise":
-        own = te.Float8BlockScaling(use_f32_scales=not recipe.rounds_scales, fp8_format=data_format)
-        return _with_rounding(own, recipe, te)
+        scaling_recipe = te.Float8BlockScaling(
+            use_f32_scales=not recipe.rounds_scales, fp8_format=data_format
+        )
+        return _with_rounding(scaling_recipe, recipe, te)
     if recipe.scaling == "mxfp8":
         return te.MXFP8BlockScaling(fp8_format=data_format, enable_2d_quantization=False)
     # Transformer Engine's options say what is off.

@@ -58,7 +58,7 @@ def join_states(states: list[dict[str, Any]]) -> dict[str, Any]:
     if not states:
         return {}
     about = [json.loads(state[_ABOUT]) for state in states]
-    num_gemms = {path: n for own in about for path, n in own["num_gemms"].items()}
+    num_gemms = {path: n for about_rank in about for path, n in about_rank["num_gemms"].items()}
     joined = {name: value for state in states for name, value in state.items()}
     return joined | {_ABOUT: json.dumps({"version": about[0]["version"], "num_gemms": num_gemms})}
 
@@ -79,11 +79,11 @@ def load_state(
     if not state:
         return
     num_gemms = json.loads(state[_ABOUT])["num_gemms"]
-    if missing := sorted(recipes.keys() - num_gemms.keys()):
+    if missing_paths := sorted(recipes.keys() - num_gemms.keys()):
         raise CheckpointError(
             f"the checkpoint has Transformer Engine's scales of {len(num_gemms)} layers and none "
-            f"of {', '.join(missing[:3])}: it was saved with another recipe, or other recomputed "
-            "modules. Set those that it was saved with, or scaling to current."
+            f"of {', '.join(missing_paths[:3])}: it was saved with another recipe, or other "
+            "recomputed modules. Set those that it was saved with, or scaling to current."
         )
     for path, recipe in recipes.items():
         module = engines[path].module

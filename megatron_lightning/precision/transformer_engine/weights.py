@@ -82,7 +82,7 @@ class QuantizedWeight(LibraryQuantizer):
         """
         self._share_memory()
         self._is_processed = False
-        found: list[tuple[Any, Tensor | None, int | None]] = []
+        shards: list[tuple[Any, Tensor | None, int | None]] = []
         begin = 0
         for tensor in self._tensors.values():
             end = begin + tensor.numel()
@@ -91,9 +91,9 @@ class QuantizedWeight(LibraryQuantizer):
                 low, high = max(begin, start), min(end, start + len(values))
                 if low < high:
                     part = values[low - start : high - start], low - begin
-            found.append((tensor, *part))
+            shards.append((tensor, *part))
             begin = end
-        return found
+        return shards
 
     def _share_memory(self) -> None:
         """Bind the tensors' data to the memory of the layer's parameter."""
