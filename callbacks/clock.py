@@ -98,6 +98,6 @@ class OwnTime:
 
     def _add_training(self) -> None:
         if self._before is not None:
-            now = time.perf_counter()
-            self._training_s += now - self._before
-            self._before = now
+            time_now = time.perf_counter()
+            self._training_s += time_now - self._before
+            self._before = time_now

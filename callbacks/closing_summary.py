@@ -119,8 +119,8 @@ def _newest(callback: ModelCheckpoint) -> str:
 
 
 def _duration(seconds: float) -> str:
-    hours, rest = divmod(round(seconds), 3600)
-    minutes, left = divmod(rest, 60)
+    hours, seconds_left = divmod(round(seconds), 3600)
+    minutes, seconds_of_minute = divmod(seconds_left, 60)
     if hours:
         return f"{hours} h {minutes} min"
-    return f"{minutes} min {left} s" if minutes else f"{seconds:.1f} s"
+    return f"{minutes} min {seconds_of_minute} s" if minutes else f"{seconds:.1f} s"

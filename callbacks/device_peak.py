@@ -63,14 +63,14 @@ def measured_peak(device: torch.device, dtype: torch.dtype) -> float:
 
 def _seconds_of_matmul(size: int, device: torch.device, dtype: torch.dtype) -> float:
     # Random numbers would shift the training's draws. Equal numbers would flatter a GPU's clock.
-    left = torch.arange(size * size, device=device).sin().reshape(size, size).to(dtype)
-    right, result = left.t().contiguous(), torch.empty_like(left)
+    a = torch.arange(size * size, device=device).sin().reshape(size, size).to(dtype)
+    b, result = a.t().contiguous(), torch.empty_like(a)
     times = []
     for _ in range(3):
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         begin = time.perf_counter()
-        torch.matmul(left, right, out=result)
+        torch.matmul(a, b, out=result)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         times.append(time.perf_counter() - begin)

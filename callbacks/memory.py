@@ -123,11 +123,11 @@ class MemoryMonitor(pl.Callback):
             self._in_first_step = False
             self._own.start()
         with self._own.counted():
-            every = self.every_n_steps
+            interval = self.every_n_steps
             is_due = (
                 is_logging_step(trainer)
-                if every is None
-                else num_logged_steps(trainer) % every == 0
+                if interval is None
+                else num_logged_steps(trainer) % interval == 0
             )
             if is_due:
                 self._log(trainer, pl_module, batch)

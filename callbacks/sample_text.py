@@ -152,15 +152,15 @@ class SampleText(TextCallback):
 def log_texts(logger: Logger, name: str, pairs: Sequence[tuple[str, str]], step: int) -> bool:
     """Give prompts with texts to a logger. Return whether the logger takes text."""
     run: Any = getattr(logger, "experiment", None)
-    plain = "\n\n".join(f"{prompt}{text}" for prompt, text in pairs)
+    text_only = "\n\n".join(f"{prompt}{text}" for prompt, text in pairs)
     writers: dict[str, Callable[[], object]] = {
         "TensorBoardLogger": lambda: run.add_text(name, _as_markdown(pairs), step),
         "WandbLogger": lambda: logger.log_text(  # type: ignore[attr-defined]
             name, columns=["prompt", "text"], data=[list(pair) for pair in pairs], step=step
         ),
-        "MLFlowLogger": lambda: run.log_text(logger.run_id, plain, f"{name}/{step}.txt"),  # type: ignore[attr-defined]
-        "CometLogger": lambda: run.log_text(plain, step=step, metadata={"name": name}),
-        "NeptuneLogger": lambda: run[f"{name}"].append(plain, step=step),
+        "MLFlowLogger": lambda: run.log_text(logger.run_id, text_only, f"{name}/{step}.txt"),  # type: ignore[attr-defined]
+        "CometLogger": lambda: run.log_text(text_only, step=step, metadata={"name": name}),
+        "NeptuneLogger": lambda: run[f"{name}"].append(text_only, step=step),
         "CSVLogger": lambda: _append(Path(logger.log_dir or "."), name, pairs, step),
     }
     writer = next(

@@ -304,7 +304,8 @@ class ThroughputMonitor(pl.Callback):
         seconds, paused_s, peak = means[:3]
         samples, tokens, operations, *increments = (mean * self._data_ranks for mean in means[3:])
         self._consumed = [
-            before + round(more) for before, more in zip(self._consumed, increments, strict=True)
+            consumed + round(more)
+            for consumed, more in zip(self._consumed, increments, strict=True)
         ]
         self._new = [0, 0]
         values: dict[str, float] = {"consumed_samples": self._consumed[0]}

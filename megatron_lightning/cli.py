@@ -306,18 +306,20 @@ def _with_overrides(options: Sequence[str]) -> list[str]:
     (``--trainer.devices=8``, ``--trainer.devices 8``) in another.
     """
     lists: dict[str, list[str]] = {"--config": [], "--overrides": []}
-    others: list[str] = []
+    other_words: list[str] = []
     words = iter(options)
     for word in words:
         name, equals, value = word.partition("=")
         is_override = name.partition(".")[0] in ("--trainer", "--model", "--data")
         if name != "--config" and not is_override:
-            others.append(word)
+            other_words.append(word)
             continue
         value = value if equals else next(words, "")
-        taken = lists["--overrides" if is_override else "--config"]
-        taken.append(f"{name[2:]}={value}" if is_override else value)
-    return others + [word for name, taken in lists.items() if taken for word in (name, *taken)]
+        words_taken = lists["--overrides" if is_override else "--config"]
+        words_taken.append(f"{name[2:]}={value}" if is_override else value)
+    return other_words + [
+        word for name, words_taken in lists.items() if words_taken for word in (name, *words_taken)
+    ]
 
 
 def _underscored(options: Sequence[str]) -> list[str]:

@@ -97,8 +97,8 @@ def suggestion(name: str, names: Collection[str]) -> str:
         nearest.append(
             part if part in valid else next(iter(get_close_matches(part, valid, n=1)), part)
         )
-    found = ".".join(nearest)
-    return f". Did you mean {found!r}?" if found != name else ""
+    path = ".".join(nearest)
+    return f". Did you mean {path!r}?" if path != name else ""
 
 
 def in_one_line(message: str) -> str:
@@ -121,12 +121,12 @@ def in_one_line(message: str) -> str:
     if inner:  # the message of a nested group, already a single line
         return f"{key}{_plain(inner[0])}"
     if first is None:
-        expected = " or ".join(
+        expectation = " or ".join(
             words[index].removeprefix("Expected").removeprefix(" a ").strip() for index in deepest
         )
-        found = words[-1].rpartition(": ")[2]
-        no_fp8 = _NO_FP8 if '"trainer.precision"' in key and "fp8" in found.lower() else ""
-        return f"{key}expected {_plain(expected)}; got {found}{no_fp8}"
+        value = words[-1].rpartition(": ")[2]
+        no_fp8 = _NO_FP8 if '"trainer.precision"' in key and "fp8" in value.lower() else ""
+        return f"{key}expected {_plain(expectation)}; got {value}{no_fp8}"
     of_class = (
         f"{words[first - 1]} "
         if words[first - 1].startswith("Problem with given class_path")
@@ -153,9 +153,9 @@ def _why_left_out(line: str) -> str:
     """Return why a value is not among an option's choices, and the setting to change. "": ``line``
     already says so, or no reason is known.
     """
-    key, _, found = line.replace("Got value:", "got").rpartition(" got ")
+    key, _, value = line.replace("Got value:", "got").rpartition(" got ")
     names = re.findall(r'Parser key "(?:[\w.]*\.)?(\w+)"', key)
-    reasons = [LEFT_OUT.get((names[-1], word), "") for word in re.findall(r"\w+", found) if names]
+    reasons = [LEFT_OUT.get((names[-1], word), "") for word in re.findall(r"\w+", value) if names]
     return next((f". {reason}" for reason in reasons if reason and reason not in line), "")
 
 

@@ -64,14 +64,14 @@ class MegatronCLI(LightningCLI):
         self.parser.parsers.append(parser)
         # A wrong key of a file is found by the parser of the command.
         strategy_options = tuple(inspect.signature(MegatronStrategy).parameters)
-        for own in (self.parser, parser):
-            own.strategy_options = strategy_options
+        for one_parser in (self.parser, parser):
+            one_parser.strategy_options = strategy_options
 
     def add_closing_summary(self) -> None:
         """Print the layout on request. Otherwise print at the end of the fit how to continue."""
         self.print_layout()
         callbacks: list[Any] = vars(self.trainer)["callbacks"]
-        if not any(isinstance(each, ClosingSummary) for each in callbacks):
+        if not any(isinstance(callback, ClosingSummary) for callback in callbacks):
             callbacks.append(ClosingSummary())
 
     def print_layout(self) -> None:

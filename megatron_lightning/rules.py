@@ -206,11 +206,11 @@ def check_model_layout(
 
 def _check_tensor(config: TransformerConfig, layout: ParallelLayout) -> None:
     tp, attends = layout.tp, config.attends
-    shared = [
+    shared_names = [
         ("num_attention_heads", config.num_attention_heads, attends),
         ("ffn_hidden_size", config.ffn_size, config.has_feed_forward),
     ]
-    for name, value, is_used in shared:
+    for name, value, is_used in shared_names:
         if is_used and value % tp:
             raise ConfigError(
                 f"{name}={value} is not divisible by tensor_model_parallel_size={tp}; every rank "
@@ -289,10 +289,10 @@ def _check_experts(config: TransformerConfig, layout: ParallelLayout) -> None:
             f"expert_tensor_parallel_size={etp}. Set moe.ffn_hidden_size to a multiple of {etp}, "
             "or expert_tensor_parallel_size to 1."
         )
-    shared = moe.shared_expert_intermediate_size
-    if shared is not None and shared % layout.tp:
+    shared_size = moe.shared_expert_intermediate_size
+    if shared_size is not None and shared_size % layout.tp:
         raise ConfigError(
-            f"moe.shared_expert_intermediate_size={shared} is not divisible by "
+            f"moe.shared_expert_intermediate_size={shared_size} is not divisible by "
             f"tensor_model_parallel_size={layout.tp}. Set it to a multiple of {layout.tp}."
         )
 
@@ -396,8 +396,8 @@ def check_attention_backend(
         device: Type of the device. Only CPUs and CUDA are checked.
         precision: Precision of the Trainer.
     """
-    backend, known = config.attention_backend, _KERNELS.get(device, ())
-    if backend == "auto" or not known:
+    backend, kernels = config.attention_backend, _KERNELS.get(device, ())
+    if backend == "auto" or not kernels:
         return
     is_wide = config.attention_softmax_in_fp32 or str(precision) in _WIDE
     reasons: dict[AttentionBackend, str] = {}
@@ -422,7 +422,7 @@ def check_attention_backend(
     if device == "cuda" and config.window_size is not None:
         reasons["flash"] = f"takes no mask, as window_size={config.window_size} needs at its edge"
     if backend in reasons:
-        works = [name for name in ("auto", *known) if name not in reasons]
+        works = [name for name in ("auto", *kernels) if name not in reasons]
         raise ConfigError(
             f"attention_backend={backend} {reasons[backend]}. Set it to {' or '.join(works)}."
         )

@@ -31,8 +31,8 @@ def summarize_full(module: pl.LightningModule, undo: ExitStack) -> None:
     for callback in callbacks:
         if isinstance(callback, ModelSummary):
             with hidden_example(module):
-                full = FullSummary(callback, trainer, module)
-            undo.callback(replace_summary(callback, full, _without_flops(callback)))
+                summary = FullSummary(callback, trainer, module)
+            undo.callback(replace_summary(callback, summary, _without_flops(callback)))
 
 
 @contextmanager

@@ -215,16 +215,16 @@ def _partition(
     """
     if context.layout.num_stages == 1:
         return None, None
-    found = find_stages(module, placement, options)
+    stages = find_stages(module, placement, options)
     stage_numbers = placement.stages_of(context.pp.rank)
     partition = StagePartition(
-        found.module,
-        found.units,
+        stages.module,
+        stages.units,
         stage_numbers,
-        found.replicated_over_pp,
-        found.outside.preludes,
+        stages.replicated_over_pp,
+        stages.outside.preludes,
     )
-    return found.path, partition
+    return stages.path, partition
 
 
 def parallelize_models(

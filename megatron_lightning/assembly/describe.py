@@ -53,8 +53,8 @@ def describe_layout(
             f"{type(module).__name__} holds only a rank's part of its layers, since a Trainer has "
             "divided it. Describe a new module."
         )
-    found = find_stages(module, placement, options) if layout.num_stages > 1 else None
-    stages = {} if found is None else _stages(found)
+    partition = find_stages(module, placement, options) if layout.num_stages > 1 else None
+    stages = {} if partition is None else _stages(partition)
     plans = resolve_plans(module, layout, plan)
     styles = _styles(module, plans.applied)
     # The smallest job with this layout: ranks of dense and of expert layers must both divide it.
@@ -80,7 +80,7 @@ def describe_layout(
             rows.append((path, stage, styles.get(path, "-"), *lines[0]))
             rows += [("", "", "", *line) for line in lines[1:]]
     title = _title(layout, specs, describe_sequence_parallel(layout, plans))
-    return "\n".join([title, *_aligned(rows), *_replicated_modules(found)])
+    return "\n".join([title, *_aligned(rows), *_replicated_modules(partition)])
 
 
 def describe_sequence_parallel(layout: ParallelLayout, plans: Plans) -> str:

@@ -75,10 +75,10 @@ class HookWatch:
         for path, module in uncompiled(self._module):
             for kind, (attribute, _) in _KINDS.items():
                 hooks = getattr(module, attribute).items()
-                new = {n for n, hook in hooks if n not in self._seen and not is_library(hook)}
-                if new:
-                    self._seen |= new
-                    self._watch(path, module, kind, new)
+                new_hooks = {n for n, hook in hooks if n not in self._seen and not is_library(hook)}
+                if new_hooks:
+                    self._seen |= new_hooks
+                    self._watch(path, module, kind, new_hooks)
 
     def _watch(self, path: str, module: Any, kind: str, numbers: set[int]) -> None:
         """Add the tensors seen by hooks of ``kind`` on ``module``, before the hooks run."""

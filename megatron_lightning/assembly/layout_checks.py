@@ -103,8 +103,8 @@ def find_stages(module: nn.Module, placement: Placement, options: PipelineOption
     check_units(pipelined, names)
     outside = Outside(pipelined)
     if placement.num_stages > 1:
-        kept = options.replicated_modules or ()
-        outside = find_outside(pipelined, names, example.calls(path), kept)
+        kept_patterns = options.replicated_modules or ()
+        outside = find_outside(pipelined, names, example.calls(path), kept_patterns)
     # A prelude runs on the first stage alone. A prelude called later, or with state that reaches
     # other stages, is replicated instead. Uses, weights and stages then change, and are computed
     # again.
@@ -153,8 +153,8 @@ def _costs(
     """Return the share of every pipeline rank in the weights of the units."""
     weights = dict(zip(unit_names(units), unit_weights(units), strict=True))
     ranks = [0.0] * placement.num_ranks
-    for pp_rank, own in zip(placement.pp_ranks, stages, strict=True):
-        ranks[pp_rank] += sum(weights[name] for name in own)
+    for pp_rank, stage in zip(placement.pp_ranks, stages, strict=True):
+        ranks[pp_rank] += sum(weights[name] for name in stage)
     return tuple(cost / sum(ranks) for cost in ranks)
 
 

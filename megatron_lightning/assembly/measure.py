@@ -176,7 +176,7 @@ class MeasuredModule:
         except (ConfigError, ShardingError):
             return None
         specs = named_shard_specs(shell)
-        copies = {name for _, *others in shared_names(shell) for name in others}
+        copies = {name for _, *further_names in shared_names(shell) for name in further_names}
         counts = dict.fromkeys([*self.units, ""], 0)
         for name, spec in specs.items():
             if name in copies:
@@ -210,8 +210,8 @@ class _MeasuringRun:
     """
 
     def __init__(self, root: nn.Module, path: str, units: Sequence[str], *, half: bool) -> None:
-        given = example_inputs(root, path)
-        if given is None:
+        example = example_inputs(root, path)
+        if example is None:
             raise ConfigError(
                 f"{type(root).__name__} has no example inputs, which a plan runs the model on "
                 "without values. Set self.example_input_array in __init__ to inputs of a "
@@ -221,7 +221,7 @@ class _MeasuringRun:
         self._kept: dict[int, Tensor] = {}  # by storage, so that no identity is used twice
         self._inside = [""]
         self._widths = {"": 0}
-        caller, args, kwargs = given
+        caller, args, kwargs = example
         prefix = "" if caller is root else f"{path}."
         failure: Exception | None = None
         # A model may cast to a dtype of its own. Sizes in the other dtype are scaled.
@@ -242,9 +242,9 @@ class _MeasuringRun:
             (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)), None
         )
         self.samples = max(1, len(first)) if first is not None and first.dim() else 1
-        each = [1.0, scale, scale, scale]
+        scales = [1.0, scale, scale, scale]
         self.measures = {
-            unit: UnitMeasure(*(v * s / self.samples for v, s in zip(values, each, strict=True)))
+            unit: UnitMeasure(*(v * s / self.samples for v, s in zip(values, scales, strict=True)))
             for unit, values in self._found.items()
         }
 
@@ -287,10 +287,10 @@ class _MeasuringRun:
             total = counter.get_total_flops()
         # Everything not inside a unit belongs to the code around, plus copies of the output for a
         # loss.
-        outside = self._found[""]
-        outside[0] = total - sum(values[0] for unit, values in self._found.items() if unit)
+        outside_values = self._found[""]
+        outside_values[0] = total - sum(values[0] for unit, values in self._found.items() if unit)
         size = sum(leaf.numel() for leaf in tree_leaves(output) if isinstance(leaf, Tensor))
-        outside[3] += 4.0 * _LOSS_COPIES * size
+        outside_values[3] += 4.0 * _LOSS_COPIES * size
 
     def _enter(
         self, unit: str, counter: FlopCounterMode, module: nn.Module, args: Any, kwargs: Any

@@ -57,8 +57,8 @@ class Part:
         stage.
         """
         stages = sorted(set(self.stage_of_unit.values()))
-        own = [item for item in self.stage_of_unit.items() if item[0] not in self.preludes]
-        return {number: [unit for unit, stage in own if stage == number] for number in stages}
+        own_units = [item for item in self.stage_of_unit.items() if item[0] not in self.preludes]
+        return {number: [unit for unit, stage in own_units if stage == number] for number in stages}
 
     def in_unit(self, name: str) -> bool:
         """Return whether a parameter or buffer belongs to a pipeline unit or prelude, so that only

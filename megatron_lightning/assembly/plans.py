@@ -142,10 +142,10 @@ def _why_nothing(
     if plan is not None:
         return "the table of sharding_plan has no row that splits one"
     texts = []
-    for path, own in plans.items():
+    for path, own_plan in plans.items():
         model = module.get_submodule(path)
         name = f"{type(model).__name__}{f' ({path})' if path else ''}"
-        if own.modules or not getattr(model, "_tp_plan", None):
+        if own_plan.modules or not getattr(model, "_tp_plan", None):
             texts.append(f"the sharding plan of {name} has no row that splits one")
         else:
             texts.append(f"no entry of the tensor-parallel plan of {name} matches one")

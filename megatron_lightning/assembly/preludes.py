@@ -58,8 +58,8 @@ class Outside:
 
     def without(self, obstacles: Mapping[str, str]) -> Outside:
         """Return the modules with some preludes on every stage instead."""
-        left = tuple(path for path in self.preludes if path not in obstacles)
-        return replace(self, preludes=left, replicated={**self.replicated, **obstacles})
+        remaining = tuple(path for path in self.preludes if path not in obstacles)
+        return replace(self, preludes=remaining, replicated={**self.replicated, **obstacles})
 
     def handing_on(self, uses: Uses) -> dict[str, str]:
         """Return the preludes whose state, beside the output, reaches units of other stages."""
@@ -107,13 +107,13 @@ class Outside:
         total = sum(_size(self.module.get_submodule(name)) for name in weighing)
         if not any(sizes.values()) or not total:
             return tuple(units)
-        counted = operations() or {}
-        worked = sum(counted.get(name, 0.0) for name in weighing)
+        operation_counts = operations() or {}
+        worked = sum(operation_counts.get(name, 0.0) for name in weighing)
         cost = 0.0
         for name, size in sizes.items():
             share = size / total
-            if worked and counted.get(name):
-                share = (share + counted[name] / worked) / 2
+            if worked and operation_counts.get(name):
+                share = (share + operation_counts[name] / worked) / 2
             is_frozen = not any(
                 p.requires_grad for p in self.module.get_submodule(name).parameters()
             )
@@ -178,21 +178,23 @@ def find_outside(
 def _matched(
     modules: Mapping[str, nn.Module], units: Sequence[str], patterns: Sequence[str]
 ) -> list[str]:
-    found = []
+    paths = []
     for pattern in patterns:
         rules = compile_pattern(pattern), compile_pattern(f"**.{pattern}")
         matches = next(
             (m for rule in rules if (m := [p for p in modules if rule.fullmatch(p)])), []
         )
-        outside = [p for p in matches if not f"{p}.".startswith(tuple(f"{u}." for u in units))]
-        if not outside:
+        paths_outside = [
+            p for p in matches if not f"{p}.".startswith(tuple(f"{u}." for u in units))
+        ]
+        if not paths_outside:
             raise ConfigError(
                 f"{pattern!r} in replicated_modules of pipeline_options matches no module outside "
                 f"of the units {units[0]!r}, …, {units[-1]!r}. Give paths in the pipelined module "
                 "as named_modules() does; * matches one segment."
             )
-        found += outside
-    return found
+        paths += paths_outside
+    return paths
 
 
 def _outside(
@@ -219,8 +221,8 @@ def _is_divided(path: str, module: nn.Module, units: Sequence[str], calls: Calls
         return True
     if type(module).forward is nn.Module.forward:
         return True
-    inside = [name for name in calls or () if name.startswith(f"{path}.")]
-    return calls is not None and path not in calls and bool(inside)
+    calls_inside = [name for name in calls or () if name.startswith(f"{path}.")]
+    return calls is not None and path not in calls and bool(calls_inside)
 
 
 def _is_lookup(module: nn.Module) -> bool:
@@ -249,8 +251,8 @@ def _other_use(modules: Mapping[str, nn.Module], path: str) -> str | None:
     inside, instead of the module itself. None: no such class.
     """
     segments = path.split(".")
-    around = [".".join(segments[:end]) for end in range(len(segments))]
-    for owner in {type(modules[name]) for name in around}:
+    paths_around = [".".join(segments[:end]) for end in range(len(segments))]
+    for owner in {type(modules[name]) for name in paths_around}:
         for kind in owner.__mro__:
             if f"{kind.__module__}.".startswith(_LIBRARIES):
                 continue
@@ -266,7 +268,7 @@ def _called_inside(code: CodeType) -> set[str]:
     """Return the attributes x of calls ``….x.y(…)`` in a function, where y is no method of every
     module.
     """
-    found: set[str] = set()
+    paths: set[str] = set()
     chain: list[str] = []
     for instruction in dis.get_instructions(code):
         if instruction.opname not in ("LOAD_ATTR", "LOAD_METHOD"):
@@ -274,11 +276,11 @@ def _called_inside(code: CodeType) -> set[str]:
             continue
         chain.append(str(instruction.argval))
         if _is_method(instruction) and not hasattr(nn.Module, chain[-1]):
-            found.update(chain[:-1])
+            paths.update(chain[:-1])
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
-            found |= _called_inside(constant)
-    return found
+            paths |= _called_inside(constant)
+    return paths
 
 
 def _is_method(instruction: dis.Instruction) -> bool:

@@ -27,8 +27,8 @@ _FINGERPRINT_BYTES = 8 << 20  # three times as much memory for a moment
 def fingerprint(tensor: Tensor) -> Tensor:
     """Return an int64 that depends on every bit of ``tensor`` and on the order of the bits."""
     if isinstance(tensor, StoredWeight):
-        inside = [fingerprint(own) for own in plain_tensors(tensor.detach())]
-        return torch.stack([own * (2 * n + 1) for n, own in enumerate(inside)]).sum()
+        parts = [fingerprint(plain_part) for plain_part in plain_tensors(tensor.detach())]
+        return torch.stack([plain_part * (2 * n + 1) for n, plain_part in enumerate(parts)]).sum()
     raw = tensor.detach().contiguous().view(-1).view(torch.uint8)
     total = torch.zeros((), dtype=torch.int64, device=raw.device)
     for start in range(0, raw.numel(), _FINGERPRINT_BYTES):
@@ -64,8 +64,8 @@ def equalize(module: nn.Module, world: AxisGroup) -> None:
     ):
         return
     for tensor in tensors:
-        for own in plain_tensors(tensor.detach()):
-            dist.broadcast(own, src=world.ranks[0], group=world.process_group)
+        for plain_part in plain_tensors(tensor.detach()):
+            dist.broadcast(plain_part, src=world.ranks[0], group=world.process_group)
 
 
 def check_replicas(

@@ -294,22 +294,22 @@ def remove_checkpoint(path: str | os.PathLike[str]) -> None:
         folder.remove([MANIFEST])
         folder.remove(name for name in folder.sizes() if OUR_FILES.fullmatch(name))
         return
-    local = local_path(path)
-    if local.is_symlink() or local.is_file():
-        local.unlink(missing_ok=True)
-    elif local.is_dir():
-        to_delete = beside(local, f".tmp-{new_identifier()}")
+    path_here = local_path(path)
+    if path_here.is_symlink() or path_here.is_file():
+        path_here.unlink(missing_ok=True)
+    elif path_here.is_dir():
+        to_delete = beside(path_here, f".tmp-{new_identifier()}")
         with suppress(FileNotFoundError):
-            if not _TEMPORARY.fullmatch(local.name) and _is_foreign(os.listdir(local)):
+            if not _TEMPORARY.fullmatch(path_here.name) and _is_foreign(os.listdir(path_here)):
                 warnings.warn(
-                    f"{local} is not deleted: it is a directory with other files, and no "
+                    f"{path_here} is not deleted: it is a directory with other files, and no "
                     "checkpoint.",
                     stacklevel=2,
                 )
                 return
             # Deleting takes time. A rename makes it disappear at once, and a killed process leaves
             # a folder that prune recognizes.
-            os.rename(local, to_delete)
+            os.rename(path_here, to_delete)
         shutil.rmtree(to_delete, ignore_errors=True)
 
 

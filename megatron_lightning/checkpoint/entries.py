@@ -97,10 +97,10 @@ def without(value: Any, entries: Sequence[Entry]) -> Any:
         for key, entry in value.items():
             place = (*path, key)
             if place not in tensors:
-                left = copy(entry, place)
+                remaining = copy(entry, place)
                 # Levels used only to spell names go with the tensors.
-                if place not in inner or left != {}:
-                    result[key] = left
+                if place not in inner or remaining != {}:
+                    result[key] = remaining
         return result
 
     return copy(value, ())

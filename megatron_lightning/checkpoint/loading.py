@@ -56,13 +56,13 @@ def load_sharded(
     request = together(group, "loading the checkpoint", lambda: _request(tensors, stored))
     # One bit for each tensor, because thousands of ranks exchange requests.
     replies = group.all_gather_object(request._replace(wanted=[]))
-    missing = sorted({name for reply in replies for name in reply.missing})
+    missing_names = sorted({name for reply in replies for name in reply.missing})
     misfits = sorted({text for reply in replies for text in reply.misfits})
-    asked = reduce(or_, (reply.asked for reply in replies))
+    num_asked = reduce(or_, (reply.asked for reply in replies))
     unexpected = [
-        name for i, name in enumerate(stored) if name.startswith(prefix) and not asked >> i & 1
+        name for i, name in enumerate(stored) if name.startswith(prefix) and not num_asked >> i & 1
     ]
-    report = LoadReport(tuple(missing), tuple(unexpected))
+    report = LoadReport(tuple(missing_names), tuple(unexpected))
     _refuse_misfits(misfits, report, strict, prefix)
     together(group, "loading the checkpoint", lambda: source.read(_own_reads(request.wanted)))
     for shards in request.wanted:  # in the same order on all replicas
@@ -78,12 +78,12 @@ class _Request(NamedTuple):
 
 
 def _request(tensors: Iterable[TensorShards], stored: Mapping[str, TensorInfo]) -> _Request:
-    wanted = list(tensors)
+    requested = list(tensors)
     index = {name: i for i, name in enumerate(stored)}
-    stored_shards = [shards for shards in wanted if shards.name in stored]
+    stored_shards = [shards for shards in requested if shards.name in stored]
     return _Request(
         wanted=stored_shards,
-        missing=[shards.name for shards in wanted if shards.name not in stored],
+        missing=[shards.name for shards in requested if shards.name not in stored],
         misfits=[
             text for shards in stored_shards if (text := _misfit(shards, stored[shards.name]))
         ],

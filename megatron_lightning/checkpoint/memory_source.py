@@ -62,6 +62,6 @@ class MemorySource:
                 shard.data.copy_(value.detach()[shard.box.slices])
                 continue
             stored.setdefault(id(source), (source, []))[1].append((place, shard))
-        for source, wanted in stored.values():
+        for source, requests in stored.values():
             if source is not None:
-                source.read(wanted)
+                source.read(requests)

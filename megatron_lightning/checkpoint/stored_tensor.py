@@ -46,11 +46,11 @@ class StoredTensor(Tensor):
         """Represent the tensor named ``stored``."""
         info = source.tensors()[stored]
         cpu = torch.device("cpu")
-        made: StoredTensor = Tensor._make_wrapper_subclass(
+        tensor: StoredTensor = Tensor._make_wrapper_subclass(
             cls, info.shape, dtype=info.dtype, device=cpu
         )
-        made.source, made.stored, made.value = source, stored, None
-        return made
+        tensor.source, tensor.stored, tensor.value = source, stored, None
+        return tensor
 
     def full(self) -> Tensor:
         """Return the full tensor. No collective."""

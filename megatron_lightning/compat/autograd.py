@@ -40,9 +40,9 @@ def set_gather_hooks(
     patch after init", torch 2.11 to 2.13). Public methods of DTensor return only a view of the
     local tensor.
     """
-    local: Any = shard._local_tensor
-    local.fsdp_pre_all_gather = pre_all_gather
-    local.fsdp_post_all_gather = post_all_gather
+    local_tensor: Any = shard._local_tensor
+    local_tensor.fsdp_pre_all_gather = pre_all_gather
+    local_tensor.fsdp_post_all_gather = post_all_gather
 
 
 def run_backward(roots: Sequence[Tensor | GradientEdge], gradients: Sequence[Tensor]) -> None:

@@ -24,12 +24,19 @@ def takes_grouped_mm(x: Tensor) -> bool:
     On GPUs only bf16 has a kernel. For other dtypes ``F.grouped_mm`` loops on GPUs, too.
     """
     if x.device.type == "cuda":
-        known = x.dtype is torch.bfloat16 and torch.cuda.get_device_capability(x.device) >= (8, 0)
+        is_supported = x.dtype is torch.bfloat16 and torch.cuda.get_device_capability(x.device) >= (
+            8,
+            0,
+        )
     else:
-        known = x.device.type == "cpu" and x.dtype in {torch.float32, torch.bfloat16, torch.float16}
+        is_supported = x.device.type == "cpu" and x.dtype in {
+            torch.float32,
+            torch.bfloat16,
+            torch.float16,
+        }
     row, column = x.stride()[-2:]
     pitch_bytes = (row if column == 1 else column if row == 1 else 1) * x.element_size()
-    return known and pitch_bytes % 16 == 0 and x.data_ptr() % 16 == 0
+    return is_supported and pitch_bytes % 16 == 0 and x.data_ptr() % 16 == 0
 
 
 def scaled_mm(
@@ -79,8 +86,12 @@ def takes_scaled_grouped_mm(a: Tensor, b: Tensor) -> bool:
     """Return whether :func:`scaled_grouped_mm` has a kernel for a and b: e4m3, on Hopper (torch
     2.11 to 2.13).
     """
-    known = a.dtype is torch.float8_e4m3fn and b.dtype is torch.float8_e4m3fn
-    return known and a.device.type == "cuda" and torch.cuda.get_device_capability(a.device)[0] == 9
+    is_supported = a.dtype is torch.float8_e4m3fn and b.dtype is torch.float8_e4m3fn
+    return (
+        is_supported
+        and a.device.type == "cuda"
+        and torch.cuda.get_device_capability(a.device)[0] == 9
+    )
 
 
 def scaled_grouped_mm(

@@ -45,11 +45,11 @@ def unlogged_fake_tensors() -> Iterator[None]:
     before raising.
     """
     logger = logging.getLogger("torch._subclasses.fake_tensor")
-    before, logger.disabled = logger.disabled, True
+    disabled_before, logger.disabled = logger.disabled, True
     try:
         yield
     finally:
-        logger.disabled = before
+        logger.disabled = disabled_before
 
 
 def record_allocations(max_entries: int | None) -> None:

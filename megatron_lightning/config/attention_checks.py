@@ -31,7 +31,7 @@ def check_latent_attention(config: TransformerConfig) -> None:
             f"qk_pos_emb_head_dim={config.mla.qk_pos_emb_head_dim} channels are for rotary "
             "positions. Set position_embedding_type to rope."
         )
-    unused = {
+    unused_options = {
         "kv_channels": (None, "mla has sizes for heads, qk_head_dim and v_head_dim"),
         "rotary_percent": (1.0, "mla.qk_pos_emb_head_dim channels of a head are rotated"),
         "add_qkv_bias": (False, "there is no linear_qkv"),
@@ -46,7 +46,7 @@ def check_latent_attention(config: TransformerConfig) -> None:
             "may have one",
         ),
     }
-    for name, (expected, reason) in unused.items():
+    for name, (expected, reason) in unused_options.items():
         if getattr(config, name) != expected:
             raise ConfigError(
                 f"{name}={getattr(config, name)} with mla: {reason}. Leave {name} out."

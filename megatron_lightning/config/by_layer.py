@@ -142,8 +142,8 @@ def _check_layers(config: TransformerConfig, name: str, meaning: str) -> None:
     if frequency is None or is_count(frequency):
         return
     entries = list(frequency) if isinstance(frequency, Sequence) else []
-    known = all(type(entry) is int and entry in (0, 1) for entry in entries)
-    if not known or len(entries) != config.num_layers:
+    are_flags = all(type(entry) is int and entry in (0, 1) for entry in entries)
+    if not are_flags or len(entries) != config.num_layers:
         raise ConfigError(
             f"{name} is {frequency!r}, and num_layers is {config.num_layers}. Set it to a positive "
             f"integer n, for every n-th layer, or to a list with 1 {meaning} for each layer."

@@ -64,8 +64,8 @@ class StepSize:
         is_user = (self.batch_size, self.accumulated) != (before.batch_size, before.accumulated)
         if is_user or self.num_replicas == before.num_replicas:
             return None
-        batches, rest = divmod(before.samples, self.num_replicas * self.batch_size)
-        if rest:
+        batches, remainder = divmod(before.samples, self.num_replicas * self.batch_size)
+        if remainder:
             raise ConfigError(
                 f"a step of the checkpoint's run had {before.describe()}, and "
                 f"{self.num_replicas} ranks x batch_size {self.batch_size} do not divide them. Set "

@@ -71,8 +71,8 @@ class HybridPattern:
 
     def counts(self) -> dict[str, int]:
         """Return the number of layers of each letter, layers of all depths included."""
-        every = self.letters + (self.mtp or "") * self.depths
-        return {letter: every.count(letter) for letter in _LETTERS}
+        all_letters = self.letters + (self.mtp or "") * self.depths
+        return {letter: all_letters.count(letter) for letter in _LETTERS}
 
 
 @lru_cache(maxsize=64)  # the kinds of a config's layers are asked for again and again
@@ -214,13 +214,13 @@ def pattern_from_ratios(num_layers: int, attention_ratio: float, mlp_ratio: floa
 
 def _spread(pattern: str, letter: str, gap: float) -> str:
     """Replace an M by ``letter`` after every ``gap`` letters M."""
-    letters, left = list(pattern), gap
-    for index, old in enumerate(letters):
-        if old != "M":
+    letters, num_left = list(pattern), gap
+    for index, letter_before in enumerate(letters):
+        if letter_before != "M":
             continue
-        if left < 0.5:
+        if num_left < 0.5:
             letters[index] = letter
-            left += gap
+            num_left += gap
         else:
-            left -= 1
+            num_left -= 1
     return "".join(letters)

@@ -67,11 +67,11 @@ def check_layer_kinds(config: TransformerConfig) -> None:
                 "layer_pattern, such as M-M*-, or leave mamba out."
             )
         return
-    shown = repr(pattern) if isinstance(pattern, str) else str(list(pattern))
+    pattern_text = repr(pattern) if isinstance(pattern, str) else str(list(pattern))
     if moe is not None and moe.layer_freq != 1:
         raise ConfigError(
-            f"layer_pattern is {shown} and moe.layer_freq is {moe.layer_freq}; both say which "
-            "layers have experts. Leave one of them out."
+            f"layer_pattern is {pattern_text} and moe.layer_freq is {moe.layer_freq}; both say "
+            "which layers have experts. Leave one of them out."
         )
     if not isinstance(pattern, str):
         check_pattern(pattern, config.num_layers)
@@ -81,8 +81,8 @@ def check_layer_kinds(config: TransformerConfig) -> None:
         if is_set is present.isdisjoint(kinds):
             fault = f"{group} describes" if is_set else f"no {group} describes"
             raise ConfigError(
-                f"layer_pattern is {shown}, and {fault} {_NAMES[group]}. Set {group} together with "
-                f"layers of the kind {' or '.join(kinds)}."
+                f"layer_pattern is {pattern_text}, and {fault} {_NAMES[group]}. Set {group} "
+                f"together with layers of the kind {' or '.join(kinds)}."
             )
     single = present.intersection(SINGLE_MIXER_KINDS)
     if single and config.norm_placement != "pre":
@@ -119,11 +119,11 @@ def _load(kind: str) -> Any:
             f"layer_pattern names {kind!r}, which cannot be imported ({error}). Set the class path "
             "of a kind of layer."
         ) from error
-    missing = [method for method in _METHODS if not callable(getattr(layer, method, None))]
-    if missing:
+    missing_methods = [method for method in _METHODS if not callable(getattr(layer, method, None))]
+    if missing_methods:
         raise ConfigError(
             f"layer_pattern names {kind!r}, which is neither {' nor '.join(LAYER_KINDS)} nor the "
             f"class path of a class with the static methods {', '.join(_METHODS)} (missing: "
-            f"{', '.join(missing)}). Set one of these."
+            f"{', '.join(missing_methods)}). Set one of these."
         )
     return layer

@@ -91,10 +91,10 @@ class MambaConfig:
         Raises:
             ConfigError: If heads and groups do not divide the channels.
         """
-        heads, rest = divmod(self.expand * hidden_size, self.head_dim)
+        heads, remainder = divmod(self.expand * hidden_size, self.head_dim)
         if self.num_heads is not None:
-            heads, rest = self.num_heads, 0
-        if rest:
+            heads, remainder = self.num_heads, 0
+        if remainder:
             raise ConfigError(
                 f"mamba.head_dim is {self.head_dim}, which does not divide mamba.expand x "
                 f"hidden_size = {self.expand} x {hidden_size}. Set head_dim to a divisor, or "

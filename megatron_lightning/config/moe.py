@@ -238,10 +238,10 @@ class MoEConfig:
                 "losses. Name each of aux_loss, seq_aux_loss and global_aux_loss once at most, or "
                 "set none."
             )
-        named = [("aux_loss_coeff", value) for value in coefficients]
+        coefficients_by_name = [("aux_loss_coeff", value) for value in coefficients]
         if self.z_loss_coeff is not None:
-            named.append(("z_loss_coeff", self.z_loss_coeff))
-        for name, value in named:
+            coefficients_by_name.append(("z_loss_coeff", self.z_loss_coeff))
+        for name, value in coefficients_by_name:
             if not _is_number(value):
                 raise ConfigError(f"moe.{name} is {value!r}; it must be 0 or a positive number.")
         single = isinstance(self.aux_loss_coeff, (int, float))

@@ -90,8 +90,8 @@ class ContextOptions:
     @property
     def cp_comm_types(self) -> tuple[CPCommType, ...]:
         """The types in use, each once."""
-        given = self.cp_comm_type
-        return tuple(dict.fromkeys(given if isinstance(given, list) else [given]))
+        types = self.cp_comm_type
+        return tuple(dict.fromkeys(types if isinstance(types, list) else [types]))
 
     @property
     def exchanges(self) -> tuple[CPCommType, ...]:
@@ -159,11 +159,11 @@ class PipelineOptions:
             "account_for_embedding_in_pipeline_split": self.account_for_embedding_in_pipeline_split,
             "account_for_loss_in_pipeline_split": self.account_for_loss_in_pipeline_split,
         }
-        found = [name for name, is_set in ways.items() if is_set]
-        kinds = {name.split("_")[0] for name in found}  # pipeline, num or account
+        ways_set = [name for name, is_set in ways.items() if is_set]
+        kinds = {name.split("_")[0] for name in ways_set}  # pipeline, num or account
         if len(kinds) > 1:
             raise ConfigError(
-                f"{' and '.join(found)} are set; each is a way of its own to partition the model. "
-                "Set a layout, or the layers of the first and last stage, or count embedding and "
-                "loss."
+                f"{' and '.join(ways_set)} are set; each is a way of its own to partition the "
+                "model. Set a layout, or the layers of the first and last stage, or count "
+                "embedding and loss."
             )

@@ -66,12 +66,13 @@ class RopeScaling:
                 "longer sequences fit. Set it to 1 or more."
             )
         defaults = {field.name: field.default for field in fields(self)}
-        for other in _FIELDS.keys() - {self.rope_type}:
-            for name in _FIELDS[other]:
+        for other_type in _FIELDS.keys() - {self.rope_type}:
+            for name in _FIELDS[other_type]:
                 if getattr(self, name) != defaults[name]:
                     raise ConfigError(
-                        f"rope_scaling.{name}={getattr(self, name)} is an option of {other}, and "
-                        f"rope_type is {self.rope_type}. Leave it out, or set rope_type to {other}."
+                        f"rope_scaling.{name}={getattr(self, name)} is an option of {other_type}, "
+                        f"and rope_type is {self.rope_type}. Leave it out, or set rope_type to "
+                        f"{other_type}."
                     )
         if self.rope_type == "linear":
             return

@@ -89,10 +89,12 @@ def restore_group(config: TransformerConfig, name: str, kind: type[Any]) -> None
     """
     group = getattr(config, name)
     if isinstance(group, Mapping):
-        known = [field.name for field in fields(kind)]
+        known_names = [field.name for field in fields(kind)]
         for option in group:
-            if option not in known:
-                raise ConfigError(f"{name}.{option} is unknown. Set one of {', '.join(known)}.")
+            if option not in known_names:
+                raise ConfigError(
+                    f"{name}.{option} is unknown. Set one of {', '.join(known_names)}."
+                )
         object.__setattr__(config, name, kind(**group))
     elif group is not None and not isinstance(group, kind):
         raise ConfigError(

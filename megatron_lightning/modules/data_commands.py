@@ -129,8 +129,8 @@ def _show_masked(console: Any, data: MaskedDataModule, samples: int) -> None:
         for text, mask in _INPUTS:
             if text in sample:
                 ids = sample[text][: int(sample[mask].nonzero().max()) + 1].tolist()
-                counted = int(sample["loss_mask"].sum())
-                title = f"sample {number + 1} of {len(dataset)}: {text}, {counted} labels"
+                num_counted = int(sample["loss_mask"].sum())
+                title = f"sample {number + 1} of {len(dataset)}: {text}, {num_counted} labels"
                 console.rule(title, align="left")
                 console.print(decode(ids), markup=False)
     _show_lengths(console, data)
@@ -191,8 +191,8 @@ def index(*, config: list[str], overrides: list[str] | None = None) -> None:
 def _sizes(data: LightningDataModule) -> list[tuple[str, int]]:
     """Return the sizes of the parts with a loader."""
     loaders: dict[str, Any] = {"train": data.train_dataloader(), "val": data.val_dataloader()}
-    made = [(name, one) for name, one in loaders.items() if not isinstance(one, list)]
-    return [(name, len(loader.sampler)) for name, loader in made]
+    loaders_made = [(name, one) for name, one in loaders.items() if not isinstance(one, list)]
+    return [(name, len(loader.sampler)) for name, loader in loaders_made]
 
 
 def data_of(
@@ -213,8 +213,8 @@ def data_of(
         merged = _merged(merged, _read(path))
     # Options of the Trainer and the optimizer are not parsed, so that files with other classes work
     # as well.
-    named = [option for option in overrides if option.partition(".")[0] in ("data", "model")]
-    if "data" not in merged and not any(option.startswith("data") for option in named):
+    options = [option for option in overrides if option.partition(".")[0] in ("data", "model")]
+    if "data" not in merged and not any(option.startswith("data") for option in options):
         raise ConfigError(
             f"{', '.join(config)}: there is no section data; add one, as `fit` takes it"
         )
@@ -223,8 +223,8 @@ def data_of(
     parser.add_subclass_arguments(LightningModule, "model", required=False)
     words = [f"--{name}={json.dumps(merged[name])}" for name in ("data", "model") if name in merged]
     instantiate = getattr(parser, "instantiate", None) or parser.instantiate_classes
-    made = instantiate(parser.parse_args([*words, *(f"--{option}" for option in named)]))
-    return made.data, made.get("model")
+    instances = instantiate(parser.parse_args([*words, *(f"--{option}" for option in options)]))
+    return instances.data, instances.get("model")
 
 
 def _read(path: str) -> Mapping[str, Any]:
@@ -242,8 +242,8 @@ def _read(path: str) -> Mapping[str, Any]:
 def _merged(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:
     merged = dict(first)
     for key, value in second.items():
-        both = isinstance(value, Mapping) and isinstance(merged.get(key), Mapping)
-        merged[key] = _merged(merged[key], value) if both else value
+        are_mappings = isinstance(value, Mapping) and isinstance(merged.get(key), Mapping)
+        merged[key] = _merged(merged[key], value) if are_mappings else value
     return merged
 
 

@@ -108,12 +108,12 @@ class DistillationModule(ObjectiveModule):
         tokenizers = []
         for template in self.templates():
             try:
-                found = folder_tokenizer(template)
+                tokenizer = folder_tokenizer(template)
             except DataError:  # a folder without a tokenizer
                 return
-            if found is None:
+            if tokenizer is None:
                 return
-            tokenizers.append(found)
+            tokenizers.append(tokenizer)
         student, teacher = (one.vocabulary for one in tokenizers)
         differing = {
             token

@@ -151,8 +151,8 @@ class DPOModule(ObjectiveModule):
             # A pipelined model is called once, so the reference is in the first half of the rows.
             batch_dim = 1 if isinstance(self.model, GPTModel) else 0
             with adapters_for_second_half(self.model, batch_dim):
-                both = token_losses_of(self.model, tokens.repeat(2, 1), labels.repeat(2, 1))
-            before, losses = both.chunk(2)
+                both_losses = token_losses_of(self.model, tokens.repeat(2, 1), labels.repeat(2, 1))
+            before, losses = both_losses.chunk(2)
             reference = self._answers(before.detach(), labels).log_probs
         else:
             if self.reference == "adapters":
@@ -175,8 +175,8 @@ class DPOModule(ObjectiveModule):
 
     def _answers(self, losses: Tensor, labels: Tensor) -> AnswerScores:
         """Return the log-probabilities of answers, from token losses [2 b, s]."""
-        counted = labels != IGNORED_LABEL
-        sums = torch.stack([-(losses * counted).sum(-1), counted.sum(-1).to(losses.dtype)])
+        is_counted = labels != IGNORED_LABEL
+        sums = torch.stack([-(losses * is_counted).sum(-1), is_counted.sum(-1).to(losses.dtype)])
         context = self.context
         if context is not None and context.cp.size > 1:
             # Ranks share sequences. Every rank computes the same loss, and gradients are means.
@@ -314,6 +314,6 @@ def _reference(
 
 def _without_adapters(template: Template) -> Template:
     """Return a template of the same model before training."""
-    made = copy.copy(template)
-    made.peft = None
-    return made
+    copied = copy.copy(template)
+    copied.peft = None
+    return copied

@@ -155,12 +155,14 @@ class FinetuneDataModule(RunDataModule):
         ):
             if value < least:
                 raise ConfigError(f"{name}={value}: set it to {least} or more")
-        for name, given, values in (
+        for name, choice, values in (
             ("packing", self.packing, Packing),
             ("on_changed_data", self.on_changed_data, OnChangedData),
         ):
-            if given not in get_args(values):
-                raise ConfigError(f"{name}={given!r}; must be one of {', '.join(get_args(values))}")
+            if choice not in get_args(values):
+                raise ConfigError(
+                    f"{name}={choice!r}; must be one of {', '.join(get_args(values))}"
+                )
         if self.on_changed_data in ("continue", "restart"):
             raise ConfigError(
                 f"on_changed_data={self.on_changed_data!r} is an option of PretrainDataModule: "
@@ -213,8 +215,8 @@ class FinetuneDataModule(RunDataModule):
         values, options = self.tokenizer.special_tokens, self._template_options
         if self._template is not None:
             return ChatTemplate.load(self._template, values, options)
-        own = self.tokenizer.chat_template
-        return None if own is None else ChatTemplate(own, values, options)
+        template_text = self.tokenizer.chat_template
+        return None if template_text is None else ChatTemplate(template_text, values, options)
 
     def check_files(self, stage: str, module: pl.LightningModule) -> None:
         """Check files, tokenizer and ids before the strategy starts a process, without reading
@@ -290,10 +292,10 @@ class FinetuneDataModule(RunDataModule):
             describe_documents(path, self._documents(path))
             for path in (*self.paths, *self.val_paths)
         ]
-        full = efficiency(self.lengths, rows, self.sequence_length)
+        fill = efficiency(self.lengths, rows, self.sequence_length)
         lines.append(
             f"packing={self.packing}: {len(self.lengths)} documents in {len(rows)} rows of "
-            f"{self.sequence_length} tokens, {full:.1%} full"
+            f"{self.sequence_length} tokens, {fill:.1%} full"
         )
         if self.packing == "online":
             lines.append(

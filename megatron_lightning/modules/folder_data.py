@@ -79,8 +79,8 @@ def _without_weights(module: FolderModule) -> Iterator[Path]:
     """Yield a folder with the complete model except weights."""
     source = dict(module._source or {})
     path = module._checkpoint or str(source["path"])
-    if (kept := _kept_files(path)) is not None:
-        with kept.unpacked() as folder:
+    if (kept_files := _kept_files(path)) is not None:
+        with kept_files.unpacked() as folder:
             yield folder
     else:
         yield local_folder(path, revision=source["revision"], weights=False)

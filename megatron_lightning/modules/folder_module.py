@@ -45,11 +45,11 @@ class FolderModule(LanguageModule):
         """Attach the adapters, and draw the rows of new tokens."""
         model = super()._adapt(model)
         if self.new_tokens and self._source is not None and not self._checkpoint:
-            kept = draw_new_rows(model, self.new_tokens, _initial_std(model))
-            if kept:
+            frozen_names = draw_new_rows(model, self.new_tokens, _initial_std(model))
+            if frozen_names:
                 rank_zero_warn(
-                    f"new_tokens adds {len(self.new_tokens)} tokens, and {', '.join(kept)} is "
-                    "frozen: their rows keep the values of the folder, which mean nothing. Name "
+                    f"new_tokens adds {len(self.new_tokens)} tokens, and {', '.join(frozen_names)} "
+                    "is frozen: their rows keep the values of the folder, which mean nothing. Name "
                     "the layer in modules_to_save of LoRA."
                 )
         return model
@@ -77,9 +77,9 @@ class FolderModule(LanguageModule):
         """
         path = self.loads_from
         try:
-            found = None if path is None else read_kept(path)
+            entry = None if path is None else read_kept(path)
             # Adapters alone are loaded into the weights of the folder.
-            return path if found is not None and not is_adapters_only(found[0]) else None
+            return path if entry is not None and not is_adapters_only(entry[0]) else None
         except CheckpointError:  # copies on local disks, or damage: loading tells more
             return None
 

@@ -116,8 +116,10 @@ class HuggingFaceModule(FolderModule):
             self.configure_model()
         if document_ids is not None:
             mesh = self.device_mesh
-            shared = mesh is not None and "cp" in (mesh.mesh_dim_names or ()) and mesh["cp"].size()
-            if position_ids is None and shared and shared > 1:
+            num_sharing = (
+                mesh is not None and "cp" in (mesh.mesh_dim_names or ()) and mesh["cp"].size()
+            )
+            if position_ids is None and num_sharing and num_sharing > 1:
                 raise ConfigError(
                     "the batch has document_ids and no position_ids, and a rank that has a part of "
                     "a sequence does not see where its documents begin. Add position_ids that "

@@ -201,12 +201,12 @@ class IndexedDataModule(RunDataModule):
     @cached_property
     def _kept_tokenizer(self) -> dict[str, Any]:
         """The tokenizer for a checkpoint, so that text needs no other file."""
-        named = self._named
-        if named is None:
+        tokenizer = self._named
+        if tokenizer is None:
             return {}
-        files = tokenizer_files(named.tokenizer, named.model)
-        kept = {"type": named.type, "model": named.model}
-        return {TOKENIZER: {**kept, "files": KeptFiles(files).to_state()}}
+        files = tokenizer_files(tokenizer.tokenizer, tokenizer.model)
+        settings = {"type": tokenizer.type, "model": tokenizer.model}
+        return {TOKENIZER: {**settings, "files": KeptFiles(files).to_state()}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Check that a resumed fit reads the samples in the checkpoint's order.
@@ -217,13 +217,13 @@ class IndexedDataModule(RunDataModule):
         """
         if self.trainer is not None and self.trainer.state.fn != "fit":
             return
-        order, there = self._order(), state_dict["order"]
+        order, saved_order = self._order(), state_dict["order"]
         if state_dict.get("phase") is not None:
             self._begin(Phase(**state_dict["phase"]))
         restarts = self.on_changed_data == "restart"
         # Three answers to changed data: continue each data set, start over, or read on at the
         # position.
-        if goes_on(self.on_changed_data, order, there):
+        if goes_on(self.on_changed_data, order, saved_order):
             blend = self._begin(
                 next_phase(state_dict, state_dict["consumed_samples"], restarts=restarts)
             )
@@ -233,15 +233,15 @@ class IndexedDataModule(RunDataModule):
         else:
             warning = describe_changes(
                 order,
-                there,
+                saved_order,
                 on_changed_data=self.on_changed_data,
                 consumed_samples=state_dict["consumed_samples"],
             )
         if warning is not None:
             rank_zero_warn(warning)
         # Ranges skipped by the run and ranges named now both stay skipped.
-        both = SkippedSamples([*self.skip_samples, *state_dict.get("skip_samples", [])])
-        self.skip_samples = [list(r) for r in both.ranges]
+        all_skipped = SkippedSamples([*self.skip_samples, *state_dict.get("skip_samples", [])])
+        self.skip_samples = [list(r) for r in all_skipped.ranges]
 
     def _begin(self, phase: Phase) -> ContinuedBlend:
         """Read the current training data from a position of the run on."""
@@ -299,8 +299,8 @@ class IndexedDataModule(RunDataModule):
 
     def _split_of(self, name: IndexSplit) -> Any:
         """Return the options of a part. A part with separate data has all documents."""
-        whole = {"train": "1,0,0", "valid": "0,1,0", "test": "0,0,1"}[name]
-        return self.config if self.data.is_split else replace(self.config, split=whole)
+        split = {"train": "1,0,0", "valid": "0,1,0", "test": "0,0,1"}[name]
+        return self.config if self.data.is_split else replace(self.config, split=split)
 
     def _parts(self, stage: str) -> dict[IndexSplit, int | None]:
         """Return the requested samples of the parts read by ``stage``. Other parts may be too
@@ -339,13 +339,13 @@ class IndexedDataModule(RunDataModule):
             for prefix in {prefix for spec in self._blends(name) for prefix in spec.prefixes}:
                 self._check_tokenizer(prefix)
             make, short = self._make(name), "val" if name == "valid" else name
-            made = [
+            datasets = [
                 make(spec.prefixes[0], count)
                 if spec.is_single
                 else BlendedDataset(spec, count, make, short)
                 for spec in self._blends(name)
             ]
-            return NamedDatasets(made) if name == "valid" and self.data.names else made[0]
+            return NamedDatasets(datasets) if name == "valid" and self.data.names else datasets[0]
 
         return {name: opened(name, count) for name, count in self._parts(stage).items()}
 

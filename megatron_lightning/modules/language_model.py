@@ -159,13 +159,15 @@ class LanguageModule(LightningModule):
             CheckpointError: If the adapters belong to another base.
         """
         left_out = {n for record in self._records for n in (*record.left_out, *record.beside)}
-        missing = {n: t for n, t in self.state_dict().items() if n in left_out - state_dict.keys()}
-        for record in self._records if missing else ():
+        frozen_tensors = {
+            n: t for n, t in self.state_dict().items() if n in left_out - state_dict.keys()
+        }
+        for record in self._records if frozen_tensors else ():
             model = self.get_submodule(record.path)
             prefix = f"{record.path}." if record.path else ""
             names = {name.removeprefix(prefix) for name in record.left_out}
             record.base.check(digest_of_base(model, names=names), type(model).__name__)
-        return super().load_state_dict({**missing, **state_dict}, *args, **kwargs)
+        return super().load_state_dict({**frozen_tensors, **state_dict}, *args, **kwargs)
 
     def num_items(self, batch: Batch) -> Tensor:
         """Return the sum of the tokens' weights. Without a floating ``loss_mask`` this is the
@@ -275,12 +277,12 @@ def token_weights(batch: Batch) -> Tensor:
     """Return the weight [b, s] of every token in the loss: 0 for ignored labels. The dtype is fp32
     for a floating ``loss_mask``.
     """
-    counted = batch["labels"] != IGNORED_LABEL
+    is_counted = batch["labels"] != IGNORED_LABEL
     mask = batch.get("loss_mask")
     if mask is None:
-        return counted
+        return is_counted
     mask = mask.float() if mask.is_floating_point() else mask
-    return mask.masked_fill(~counted, 0)
+    return mask.masked_fill(~is_counted, 0)
 
 
 def _weighed_by(num_items: Tensor) -> dict[str, Any]:

@@ -134,13 +134,13 @@ class MaskedDataModule(IndexedDataModule):
             "masking_use_geometric_distribution": masking_use_geometric_distribution,
             "split": split,
         }
-        named = NamedTokenizer.load(tokenizer_model, tokenizer_type)
+        named_tokenizer = NamedTokenizer.load(tokenizer_model, tokenizer_type)
         dataset, config = _KINDS[kind]
         self._dataset_class = dataset
         super().__init__(
             config(
                 sequence_length=sequence_length,
-                tokenizer=None if named is None else named.tokenizer,
+                tokenizer=None if named_tokenizer is None else named_tokenizer.tokenizer,
                 random_seed=seed,
                 vocab_size=vocab_size,
                 cache_dir=cache_dir,
@@ -162,7 +162,7 @@ class MaskedDataModule(IndexedDataModule):
                 num_val_samples=num_val_samples,
                 num_test_samples=num_test_samples,
             ),
-            tokenizer=named,
+            tokenizer=named_tokenizer,
             num_workers=num_workers,
             skip_samples=skip_samples,
             on_changed_data=on_changed_data,

@@ -80,8 +80,8 @@ class MaskedLanguageModule(FolderModule):
             "attn_implementation": attn_implementation,
             "architecture": architecture,
         }
-        rest = {"config": config, "calculate_per_token_loss": calculate_per_token_loss}
-        self.save_hyperparameters({**source, **rest, **self._settings})
+        settings = {"config": config, "calculate_per_token_loss": calculate_per_token_loss}
+        self.save_hyperparameters({**source, **settings, **self._settings})
         self._source = None if path is None else source
         self._new_config = config
         self.calculate_per_token_loss = calculate_per_token_loss
@@ -187,14 +187,14 @@ class MaskedLanguageModule(FolderModule):
         tokens.
         """
         logits, classes = self(batch)
-        counted = batch["loss_mask"].bool()
-        losses = self.loss(logits, batch["labels"].masked_fill(~counted, IGNORED_LABEL))
+        is_counted = batch["loss_mask"].bool()
+        losses = self.loss(logits, batch["labels"].masked_fill(~is_counted, IGNORED_LABEL))
         if "validation_set" in batch:
-            self._log_sets(batch["validation_set"], losses * counted, counted)
+            self._log_sets(batch["validation_set"], losses * is_counted, is_counted)
         of_class = None
         if classes is not None:
             of_class = F.cross_entropy(classes.float(), batch["is_random"], reduction="sum")
-        return losses.sum(), of_class, counted.sum()
+        return losses.sum(), of_class, is_counted.sum()
 
     def _loss(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return the loss of a micro-batch and its weight.
@@ -248,8 +248,8 @@ class MaskedLanguageModule(FolderModule):
 
     def _log_sum(self, prefix: str) -> None:
         if self.has_class:
-            found = self.trainer.callback_metrics
-            total = found[f"{prefix}lm_loss"] + found[f"{prefix}class_loss"]
+            metrics = self.trainer.callback_metrics
+            total = metrics[f"{prefix}lm_loss"] + metrics[f"{prefix}class_loss"]
             self.log(f"{prefix}loss", total, prog_bar=True)
 
     def predict_step(self, batch: Batch, batch_idx: int) -> Any:

@@ -86,10 +86,10 @@ class ObjectiveModule(FolderModule):
 
     def with_models(self, built: Sequence[LightningModule]) -> ObjectiveModule:
         """Return a copy with the models of ``built``, which are copies of :meth:`templates`."""
-        made = copy.copy(self)
-        made._modules = dict(self._modules)
-        made.model = self.joined([cast(Any, each).model for each in built])
-        return made
+        copied = copy.copy(self)
+        copied._modules = dict(self._modules)
+        copied.model = self.joined([cast(Any, module).model for module in built])
+        return copied
 
     def configure_model(self) -> None:
         """Make the model, or both models. Under ``MegatronStrategy`` each rank reads only local
@@ -97,21 +97,21 @@ class ObjectiveModule(FolderModule):
         """
         if self.model is not None:
             return
-        built = [self._built(template) for template in self.templates()]
-        for template in built:
+        modules = [self._built(template) for template in self.templates()]
+        for template in modules:
             if not hasattr(self, "config") and hasattr(template, "config"):
                 self.config = template.config
-        self.model = self.joined([template.model for template in built])
+        self.model = self.joined([template.model for template in modules])
 
     def _built(self, template: Template) -> Any:
         """Return a copy of a template with its model."""
-        built = copy.copy(template)
-        built._modules = dict(template._modules)
-        built.given_mesh = self.device_mesh
+        copied = copy.copy(template)
+        copied._modules = dict(template._modules)
+        copied.given_mesh = self.device_mesh
         if not self._frozen:  # a pair of models reads its folders, and then the checkpoint
-            built.loads_from = self.loads_from
-        built.configure_model()
-        return built
+            copied.loads_from = self.loads_from
+        copied.configure_model()
+        return copied
 
     def prepare_data(self) -> None:
         """Download the folders, once a node."""
@@ -126,8 +126,8 @@ class ObjectiveModule(FolderModule):
     def context(self) -> ParallelContext | None:
         """Groups of this rank. None: there is one process, or another strategy."""
         strategy = None if self._trainer is None else self._trainer.strategy
-        found = getattr(strategy, "context", None)
-        return found if isinstance(found, ParallelContext) else None
+        context = getattr(strategy, "context", None)
+        return context if isinstance(context, ParallelContext) else None
 
     @property
     def num_pipeline_ranks(self) -> int:

@@ -129,8 +129,8 @@ class PretrainDataModule(IndexedDataModule):
             )
         self.mock = mock
         self._fim = fim
-        named = NamedTokenizer.load(tokenizer_model, tokenizer_type)
-        if fim is not None and named is None:
+        named_tokenizer = NamedTokenizer.load(tokenizer_model, tokenizer_type)
+        if fim is not None and named_tokenizer is None:
             raise ConfigError(
                 "fim cuts texts at characters, and tokenizer_model is left out. Set it to the "
                 "tokenizer of the data."
@@ -147,7 +147,7 @@ class PretrainDataModule(IndexedDataModule):
             sequence_length=sequence_length,
             random_seed=seed,
             split=split or _SPLIT,
-            tokenizer=None if named is None else named.tokenizer,
+            tokenizer=None if named_tokenizer is None else named_tokenizer.tokenizer,
             vocab_size=vocab_size,
             cache_dir=cache_dir,
             cache_bytes=cache_bytes,
@@ -161,7 +161,7 @@ class PretrainDataModule(IndexedDataModule):
             data_prefix or "mock",
             split=split,
             sizes=sizes,
-            tokenizer=named,
+            tokenizer=named_tokenizer,
             num_workers=num_workers,
             skip_samples=skip_samples,
             on_changed_data=on_changed_data,

@@ -87,14 +87,14 @@ def unscale_(gradients: Iterable[Tensor], scale: float, device: torch.device) ->
     Returns:
         A float tensor of shape [1] on ``device``: 1 if a gradient is not finite, else 0.
     """
-    found = torch.zeros(1, device=device)
+    found_inf = torch.zeros(1, device=device)
     by_kind: dict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
     for gradient in gradients:
         by_kind[gradient.device, gradient.dtype].append(gradient)
     for (where, _), tensors in by_kind.items():
-        overflow = found.to(where)
+        overflow = found_inf.to(where)
         # 1 / scale in fp32 is exact: the scale is a power of two with the usual factors.
         inverse = torch.full((1,), 1.0 / scale, device=where)
         torch._amp_foreach_non_finite_check_and_unscale_(tensors, overflow, inverse)
-        found = torch.maximum(found, overflow.to(device))
-    return found
+        found_inf = torch.maximum(found_inf, overflow.to(device))
+    return found_inf

@@ -158,15 +158,17 @@ def check_tied_copies(
     }
     ranks = pp.all_gather_object(holders)
     for owner in sorted(tied):
-        found = {
+        copies_by_rank = {
             rank: copies_of_rank[owner]
             for rank, copies_of_rank in enumerate(ranks)
             if owner in copies_of_rank
         }
         # Equal values stay equal only under equal options of the same optimizer.
-        ways = {(copy.optimizer, frozenset(copy.options.items())) for copy in found.values()}
+        ways = {
+            (copy.optimizer, frozenset(copy.options.items())) for copy in copies_by_rank.values()
+        }
         if len(ways) > 1:
-            listed = "; ".join(f"rank {rank}: {holder}" for rank, holder in found.items())
+            listed = "; ".join(f"rank {rank}: {holder}" for rank, holder in copies_by_rank.items())
             raise ConfigError(
                 f"{owner} is one parameter with copies on pipeline ranks, whose optimizers would "
                 f"part them ({listed}). Choose parameter groups by the owner's name, as "

@@ -106,10 +106,10 @@ class AbsentTensor(Tensor):
         if func in _LIKE and isinstance(args[0], cls):
             like = torch.empty(args[0].shape, dtype=args[0].dtype, device="meta")
             return func(like, *args[1:], **(kwargs or {}))
-        found = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, cls)]
+        absent_leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, cls)]
         raise ShardingError(
-            f"{', '.join(leaf.path for leaf in found)} belongs to a unit on another pipeline rank, "
-            f"and is read outside of that unit. {found[0].advice}"
+            f"{', '.join(leaf.path for leaf in absent_leaves)} belongs to a unit on another "
+            f"pipeline rank, and is read outside of that unit. {absent_leaves[0].advice}"
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> AbsentTensor:
@@ -205,12 +205,12 @@ def is_absent(module: nn.Module) -> bool:
 
 def present_modules(root: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
     """Yield the same as ``root.named_modules()``, without absent modules and the modules inside."""
-    seen: set[nn.Module] = set()
+    seen_modules: set[nn.Module] = set()
 
     def walk(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
-        if module in seen or is_absent(module):
+        if module in seen_modules or is_absent(module):
             return
-        seen.add(module)
+        seen_modules.add(module)
         yield path, module
         for name, child in module._modules.items():
             if child is not None:
@@ -282,7 +282,7 @@ def _named_parameters(
     module: nn.Module, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
 ) -> Iterator[tuple[str, Any]]:
     """Take the place of ``Module.named_parameters``, in the order of the full model."""
-    seen = set[int]()
+    seen_ids = set[int]()
     # A tied parameter may be absent by the first name and present by another.
     parameters = {id(p): p for _, p in nn.Module.named_parameters(module, recurse=recurse)}
     modules = module.named_modules(prefix=prefix) if recurse else [(prefix, module)]
@@ -290,9 +290,9 @@ def _named_parameters(
         absent = [(n, value) for n, value in child.__dict__.items() if _is_absent_parameter(value)]
         for name, value in [*child._parameters.items(), *absent]:
             identity = _identity(value)
-            if value is None or (remove_duplicate and identity in seen):
+            if value is None or (remove_duplicate and identity in seen_ids):
                 continue
-            seen.add(identity)
+            seen_ids.add(identity)
             listed = parameters.get(identity, value)
             if isinstance(listed, AbsentTensor):
                 listed = AbsentTensor.of(value, value.path, is_parameter=True, advice=_LISTED)

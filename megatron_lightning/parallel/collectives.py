@@ -89,9 +89,9 @@ def finish(started: Tensor, group: AxisGroup, dim: int = 0) -> Tensor:
     """
     if group.size == 1:
         return started
-    done: Tensor = _ops.wait_tensor(started)
+    result: Tensor = _ops.wait_tensor(started)
     # Not a view if avoidable: autograd refuses writes into views that a Function returns.
-    return done if dim == 0 else done.movedim(0, dim)
+    return result if dim == 0 else result.movedim(0, dim)
 
 
 def all_reduce(x: Tensor, group: AxisGroup, op: str = "sum") -> Tensor:

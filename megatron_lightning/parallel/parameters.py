@@ -52,9 +52,9 @@ def rebind(parameter: nn.Parameter, data: Tensor) -> None:
     if isinstance(data, StoredWeight):  # the memory is not the parameter's own
         attributes = dict(vars(parameter))
         replacement = nn.Parameter(data, requires_grad=False)
-        inside = vars(replacement).keys()
+        names_inside = vars(replacement).keys()
         torch.utils.swap_tensors(parameter, replacement)  # type: ignore[no-untyped-call]
-        copy_attributes({n: v for n, v in attributes.items() if n not in inside}, parameter)
+        copy_attributes({n: v for n, v in attributes.items() if n not in names_inside}, parameter)
         return
     # A graph still alive keeps torch's record of the parameter's shape. Another dtype makes torch
     # forget the record.

@@ -163,8 +163,8 @@ class RngStreams:
             p: Probability of False.
             name: Of the stream.
         """
-        kept: torch.Tensor = torch.ops.megatron_lightning.draw_kept(like, p, name, self._number)
-        return kept
+        mask: torch.Tensor = torch.ops.megatron_lightning.draw_kept(like, p, name, self._number)
+        return mask
 
     def draw_seed(self, name: str) -> int:
         """Return the next seed of stream ``name``."""

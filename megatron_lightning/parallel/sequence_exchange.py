@@ -89,5 +89,5 @@ def _all_to_all(blocks: Tensor, group: AxisGroup) -> Tensor:
     started = torch.ops._c10d_functional.all_to_all_single(
         blocks.contiguous(), sizes, sizes, group.process_group.group_name
     )
-    received: Tensor = torch.ops._c10d_functional.wait_tensor(started)
-    return received
+    result: Tensor = torch.ops._c10d_functional.wait_tensor(started)
+    return result

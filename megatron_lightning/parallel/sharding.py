@@ -63,9 +63,9 @@ def take_shards(module: nn.Module, source: nn.Module, specs: Mapping[str, ShardS
         elif parameter is None or shard is None:
             module.register_parameter(name, None)
         else:
-            new = nn.Parameter(shard, requires_grad=parameter.requires_grad)
-            copy_attributes(vars(parameter), new)
-            module.register_parameter(name, new)
+            new_parameter = nn.Parameter(shard, requires_grad=parameter.requires_grad)
+            copy_attributes(vars(parameter), new_parameter)
+            module.register_parameter(name, new_parameter)
     module.shard_specs = dict(specs)  # type: ignore[assignment]
     if module is not source and hasattr(source, "fused_rows"):
         module.fused_rows = source.fused_rows
@@ -81,15 +81,15 @@ def named_shard_specs(model: nn.Module) -> dict[str, ShardSpec]:
         ShardingError: If a declared spec does not fit the local tensor.
     """
     specs: dict[str, ShardSpec] = {}
-    seen: set[int] = set()
+    seen_ids: set[int] = set()
     for path, module in model.named_modules():
         prefix = f"{path}." if path else ""
         declared: Mapping[str, ShardSpec] = getattr(module, "shard_specs", None) or {}
         for name, parameter in module.named_parameters(recurse=False):
             # The same tensor under a second name: named_parameters() lists the tensor once, too.
-            if id(parameter) in seen:
+            if id(parameter) in seen_ids:
                 continue
-            seen.add(id(parameter))
+            seen_ids.add(id(parameter))
             spec = declared.get(name) or ShardSpec.replicated(parameter.shape)
             if tuple(parameter.shape) != spec.local_shape:
                 raise ShardingError(

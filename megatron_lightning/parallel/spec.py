@@ -369,10 +369,10 @@ def _boxes_of_range(shape: Shape, start: int, stop: int) -> Iterator[tuple[Box, 
     while start < stop:
         # The largest box that begins at `start`: full trailing dims, then as many of the next dim
         # as fit.
-        index, rest = [], start
+        index, remainder = [], start
         for n in reversed(shape):
-            index.append(rest % n)
-            rest //= n
+            index.append(remainder % n)
+            remainder //= n
         index.reverse()
         inner, dim = 1, len(shape)
         # Extend over whole trailing dims while the range begins at their start and covers them.

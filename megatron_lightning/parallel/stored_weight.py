@@ -99,5 +99,5 @@ def stored_weights(module: nn.Module) -> dict[str, StoredWeight]:
     """Return the weights of a module in another form than values, by name. With FSDP2 the weights
     are this rank's shards.
     """
-    found = ((name, stored_part(parameter)) for name, parameter in module.named_parameters())
-    return {name: weight for name, weight in found if weight is not None}
+    parts = ((name, stored_part(parameter)) for name, parameter in module.named_parameters())
+    return {name: weight for name, weight in parts if weight is not None}

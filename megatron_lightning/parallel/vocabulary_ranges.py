@@ -46,8 +46,8 @@ def align_vocabulary(
     if source_ranges == target_ranges:
         return logits[..., : end - start]
     own_start, own_end = source_ranges[group.rank]
-    sent_ranges = [_overlap((own_start, own_end), other) for other in target_ranges]
-    received_ranges = [_overlap((start, end), other) for other in source_ranges]
+    sent_ranges = [_overlap((own_start, own_end), other_range) for other_range in target_ranges]
+    received_ranges = [_overlap((start, end), other_range) for other_range in source_ranges]
     # Ranges of ranks ascend, so that the pieces of a rank are in order.
     rows = logits[..., : own_end - own_start].movedim(-1, 0).contiguous()
     return exchange_rows(rows, sent_ranges, received_ranges, group).movedim(0, -1)

@@ -127,15 +127,15 @@ def apart(one: Record, other: Record) -> tuple[Mark, Mark] | None:
     as far as both reach.
     """
     differences = [
-        (own, its)
-        for own in one.marks
-        if (not own.ranks or other.rank in own.ranks)
-        if (its := _instead(own, other)) is not None
+        (mark, its)
+        for mark in one.marks
+        if (not mark.ranks or other.rank in mark.ranks)
+        if (its := _instead(mark, other)) is not None
     ] + [
-        (own, its)
+        (mark, its)
         for its in other.marks
         if its.ranks and one.rank in its.ranks
-        if (own := _instead(its, one)) is not None
+        if (mark := _instead(its, one)) is not None
     ]
     return min(differences, key=lambda pair: pair[0].num_of_all + pair[1].num_of_all, default=None)
 
@@ -144,8 +144,8 @@ def _instead(mark: Mark, other: Record) -> Mark | None:
     """Return the call of another rank in the place of ``mark``, if the call is another."""
     its = other.find(mark.ranks, mark.number)
     if its is not None:
-        same = (its.what, its.num_of_all) == (mark.what, mark.num_of_all)
-        return None if same else its
+        is_same = (its.what, its.num_of_all) == (mark.what, mark.num_of_all)
+        return None if is_same else its
     if other.last_of(mark.ranks) > mark.number or not other.reaches_back_to(mark.num_of_all):
         return None  # made long ago
     # A call of all ranks that follows ``mark``.

@@ -242,10 +242,10 @@ class FailureWatch:
         and no rank reports a cause.
         """
         deadline = time.monotonic() + self._liveness_s
-        own = str(self._rank).encode()
+        own_rank = str(self._rank).encode()
         try:
             self._store.set(_ALARM, "1")
-            is_first = self._store.compare_set("caller", "", str(self._rank)) == own
+            is_first = self._store.compare_set("caller", "", str(self._rank)) == own_rank
             while (failure := self._poll()) is None:
                 time.sleep(self._poll_s)
                 if self._store.add("alive", 0) == self._world_size:
@@ -269,11 +269,11 @@ class FailureWatch:
             return None
         key = f"host/{absent[0]}"
         host = self._store.get(key).decode() if self._store.check([key]) else "an unknown host"
-        others = f", nor do ranks {', '.join(map(str, absent[1:9]))}" if absent[1:] else ""
+        other_ranks = f", nor do ranks {', '.join(map(str, absent[1:9]))}" if absent[1:] else ""
         return Failure(
             absent[0],
             host,
-            f"it no longer answers{others}: its process was killed, or its node is gone",
+            f"it no longer answers{other_ranks}: its process was killed, or its node is gone",
             gone=True,
         )
 
@@ -345,12 +345,12 @@ class FailureWatch:
         """
         if not self._announced.acquire(blocking=False):
             return
-        here = failure.host == socket.gethostname()
-        if here and failure.printed and not shows_own:
+        is_here = failure.host == socket.gethostname()
+        if is_here and failure.printed and not shows_own:
             return
         # The failing rank prints the traceback on the rank's node.
         prints = self._rank == (1 if failure.rank == 0 else 0)
-        details = failure.details if prints and not here else ""
+        details = failure.details if prints and not is_here else ""
         print_message(f"{failure.headline}; {consequence}\n{details}".rstrip())
 
 

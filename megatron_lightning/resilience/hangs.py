@@ -133,11 +133,11 @@ class HangMonitor:
     def _answer(self, late_s: float) -> None:
         """Publish this rank's position. A single rank reads all positions."""
         number = self._alarms
-        own = Position(
+        position = Position(
             self._rank, self._step, self._activity or "its first batch", late_s, main_stack(),
             last_collectives(),
         )  # fmt: skip
-        self._store.set(f"position/{number}/{self._rank}", json.dumps(own.as_dict()))
+        self._store.set(f"position/{number}/{self._rank}", json.dumps(position.as_dict()))
         self._alarms += 1
         self._patience *= 2
         if self._store.compare_set(f"reader/{number}", "", str(self._rank)) != (
@@ -157,9 +157,9 @@ class HangMonitor:
         deadline = time.monotonic() + _ANSWER_S
         while not self._store.check(list(keys.values())) and time.monotonic() < deadline:
             time.sleep(0.1)
-        there = [key for key in keys.values() if self._store.check([key])]
-        positions = [Position.of(json.loads(self._store.get(key))) for key in there]
-        silent = [rank for rank, key in keys.items() if key not in there]
+        keys_there = [key for key in keys.values() if self._store.check([key])]
+        positions = [Position.of(json.loads(self._store.get(key))) for key in keys_there]
+        silent = [rank for rank, key in keys.items() if key not in keys_there]
         if any(position.compiles for position in positions):
             return None
         alarm = self._store.get(f"alarm/{number}").decode()

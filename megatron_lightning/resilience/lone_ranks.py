@@ -122,14 +122,14 @@ class LoneRanks:
         records = list(self._read())
         by_rank = {record.rank: record for record in records}
         first = records[0]
-        for before, record in pairwise(records):
-            for one in {first.rank: first, before.rank: before}.values():
+        for previous, record in pairwise(records):
+            for one in {first.rank: first, previous.rank: previous}.values():
                 marks = apart(one, record)
                 if marks is not None:
                     return _failure(_explain_calls(one, record, *marks))
-                for waiting, other in ((one, record), (record, one)):
-                    if (mark := passed(waiting, other, by_rank)) and self._stays(waiting):
-                        return _failure(_explain_collective(waiting, other, mark))
+                for waiting, other_record in ((one, record), (record, one)):
+                    if (mark := passed(waiting, other_record, by_rank)) and self._stays(waiting):
+                        return _failure(_explain_collective(waiting, other_record, mark))
                 if crosses(one, record, by_rank) and self._stays(one) and self._stays(record):
                     return _failure(_explain_crossed(one, record))
         return None
@@ -201,8 +201,8 @@ def _text(before: str, sides: Sequence[str], calls: Sequence[str]) -> str:
 
 def _before(record: Record, mark: Mark) -> str:
     """Return the last training batch before a call."""
-    earlier = record.marks[: record.marks.index(mark)]
-    last = next((m.what for m in reversed(earlier) if m.what.startswith(f"{BATCH} ")), "")
+    marks_before = record.marks[: record.marks.index(mark)]
+    last = next((m.what for m in reversed(marks_before) if m.what.startswith(f"{BATCH} ")), "")
     return f"after {last}, " if last else ""
 
 
@@ -234,27 +234,27 @@ def _collective(frames: Sequence[FrameType]) -> tuple[str, str, tuple[int, ...]]
 
 def _loop(frames: Sequence[FrameType]) -> str:
     """Return what a rank has come to in the innermost of Lightning's loops. Empty: no loop."""
-    found = (
+    loops = (
         what
         for frame in frames
         for path, what in _LOOPS.items()
         if frame.f_code.co_filename.endswith(path)
     )
-    return next(found, "")
+    return next(loops, "")
 
 
 def _where(frames: Sequence[FrameType]) -> str:
     """Return the line of the user's hook, to follow a call. Empty: no code of the user runs."""
-    found = None
+    place = None
     for frame in frames:
         if frame.f_code.co_filename.endswith(_CALLS_HOOKS):
             break
         name = str(frame.f_globals.get("__name__", ""))
         is_library = is_library_module(name) or "site-packages" in frame.f_code.co_filename
         if not is_library and name.partition(".")[0] not in sys.stdlib_module_names:
-            found = frame
-    if found is None or found.f_code.co_name == "<module>":
+            place = frame
+    if place is None or place.f_code.co_name == "<module>":
         return ""
-    path, line = found.f_code.co_filename, found.f_lineno
+    path, line = place.f_code.co_filename, place.f_lineno
     text = linecache.getline(path, line).strip()
-    return f", called in {found.f_code.co_name} ({path}:{line}: {text})"
+    return f", called in {place.f_code.co_name} ({path}:{line}: {text})"

@@ -171,5 +171,5 @@ def _behind(positions: Sequence[Position]) -> list[str]:
 
 
 def _ranks(ranks: Sequence[int]) -> str:
-    shown = ", ".join(map(str, ranks[:8])) + (", …" if len(ranks) > 8 else "")
-    return f"rank{'s' * (len(ranks) > 1)} {shown}"
+    listed = ", ".join(map(str, ranks[:8])) + (", …" if len(ranks) > 8 else "")
+    return f"rank{'s' * (len(ranks) > 1)} {listed}"

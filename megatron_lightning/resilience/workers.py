@@ -71,7 +71,7 @@ def watched_workers(
             if process.pid
         ]
 
-    others = set(multiprocessing.active_children())
+    other_children = set(multiprocessing.active_children())
     watch = ChildWatch(children, on_failure)
     watch.start()
     try:
@@ -85,7 +85,7 @@ def watched_workers(
         if isinstance(error, KeyboardInterrupt):
             wait_for(children(), GRACE_S)  # Ctrl-C reached the workers, too
         # Processes() is empty before all are started.
-        for child in set(multiprocessing.active_children()) - others:
+        for child in set(multiprocessing.active_children()) - other_children:
             child.kill()
             child.join()
         raise

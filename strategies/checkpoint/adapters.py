@@ -58,14 +58,16 @@ class AdapterCheckpoints:
             return tensors
         frozen, beside = set(frozen_names(state.module)), set(_beside(state.module))
         everywhere = state.context.pp.all_gather_object(sorted(frozen))
-        others = {name for rank in state.context.pp.all_gather_object(beside) for name in rank}
+        other_names = {name for rank in state.context.pp.all_gather_object(beside) for name in rank}
         for path, entry in checkpoint[PEFT].items():
             prefix = f"{path}." if path else ""
             names = {name for rank in everywhere for name in rank if name.startswith(prefix)}
             digest = self._digest(state, path, names)
             base = replace(base_of(state.module.get_submodule(path)), digest=digest)
             own = [
-                name for name in others if prefix.startswith(f"{name.partition('.frozen.')[0]}.")
+                name
+                for name in other_names
+                if prefix.startswith(f"{name.partition('.frozen.')[0]}.")
             ]
             entry |= {"left_out": sorted(names), "beside": sorted(own), "base": asdict(base)}
         left_out = frozen | beside

@@ -16,8 +16,8 @@ from megatron_lightning.strategies.options import StrategyOptions
 def base_formats(module: nn.Module) -> set[str]:
     """Return the formats of the frozen bases in a module, built or still to be built."""
     loras = [applied.lora for applied in applied_to(module).values()]
-    own = getattr(module, "peft", None)
-    loras += [own] if isinstance(own, LoRA) else []
+    own_lora = getattr(module, "peft", None)
+    loras += [own_lora] if isinstance(own_lora, LoRA) else []
     return {lora.base for lora in loras if lora.base is not None}
 
 

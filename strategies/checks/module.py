@@ -35,8 +35,8 @@ def planned_module(module: pl.LightningModule) -> pl.LightningModule | None:
         return module
     if isinstance(module, ObjectiveModule):
         parts = [planned_module(template) for template in module.templates()]
-        built = [part for part in parts if part is not None]
-        return module.with_models(built) if len(built) == len(parts) else None
+        modules = [part for part in parts if part is not None]
+        return module.with_models(modules) if len(modules) == len(parts) else None
     sets_up = type(module).setup is not HuggingFaceModule.setup  # builds nothing
     if is_overridden("setup", module) and sets_up:
         return None

@@ -131,9 +131,11 @@ class PipelinedStepRunner(StepRunner):
         """Split a batch, with the ``split_batch`` of the module or data module if available."""
         size = self._scope.options.micro_batch_size
         for owner in (self._scope.module, getattr(self._scope.module.trainer, "datamodule", None)):
-            own: Callable[[Any, int], Sequence[Any]] | None = getattr(owner, "split_batch", None)
-            if size is not None and own is not None:
-                return list(own(batch, size))
+            own_split: Callable[[Any, int], Sequence[Any]] | None = getattr(
+                owner, "split_batch", None
+            )
+            if size is not None and own_split is not None:
+                return list(own_split(batch, size))
         return split_batch(batch, size)
 
     def _run(

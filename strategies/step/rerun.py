@@ -61,10 +61,10 @@ class RerunResult:
 
     def __str__(self) -> str:
         if self.reproducible:
-            same = f"the same loss {self.loss:.6g}"
+            same_loss = f"the same loss {self.loss:.6g}"
             if self.compares_gradients:
-                same += " and the same gradients"
-            return f"the step gave {same} again, so that the data or the model are the cause"
+                same_loss += " and the same gradients"
+            return f"the step gave {same_loss} again, so that the data or the model are the cause"
         listed = "; ".join(self.differences)
         return (
             f"the step gave other values again (loss {self.loss:.6g}, then {self.loss_again:.6g}; "
@@ -131,9 +131,9 @@ class StepInputs(StepParticipant):
             self.clear()
         if not self._scope.module.automatic_optimization:
             return
-        held = sum(inputs.nbytes for inputs in self.batches)
-        if held > HELD_BYTES:
-            self.dropped_bytes = max(self.dropped_bytes, held)
+        num_bytes = sum(inputs.nbytes for inputs in self.batches)
+        if num_bytes > HELD_BYTES:
+            self.dropped_bytes = max(self.dropped_bytes, num_bytes)
             self.batches.clear()
         if not self.dropped_bytes:
             self.batches.append(_Inputs(batch, self.states(), self._buffers()))
@@ -142,14 +142,16 @@ class StepInputs(StepParticipant):
         """Return copies of the buffers that steps write. Before the first step: of all buffers."""
         self._num_batches += 1
         if self._num_batches & (self._num_batches - 1) == 0:
-            found = set(self._watch.written(self._places.current()))
+            written_names = set(self._watch.written(self._places.current()))
             if self._num_batches == 2:
-                self._written = found
+                self._written = written_names
             elif self._num_batches > 2:
-                self._written |= found
+                self._written |= written_names
         current = self._places.current()
-        kept = {name: buffer for name in self._written if (buffer := current.get(name)) is not None}
-        return {name: buffer.clone() for name, buffer in kept.items()}
+        buffers = {
+            name: buffer for name in self._written if (buffer := current.get(name)) is not None
+        }
+        return {name: buffer.clone() for name, buffer in buffers.items()}
 
     def late_buffers(self) -> list[str]:
         """Return the buffers without a copy from before the step, written since the last look. The
@@ -249,8 +251,8 @@ class Rerun:
         """Refuse the rerun on all ranks if a rank cannot run the step again. A collective."""
         self._refuse_settings()
         refusals = self._scope.context.axis("world").all_gather_object(self._refusal())
-        if found := next(filter(None, refusals), ""):
-            raise ConfigError(f"strategy.rerun_step(): {found}")
+        if refusal := next(filter(None, refusals), ""):
+            raise ConfigError(f"strategy.rerun_step(): {refusal}")
 
     def _refuse_settings(self) -> None:
         if not self._scope.module.automatic_optimization:
@@ -325,8 +327,8 @@ class Rerun:
                 *self._gradients_apart(first, again),
             ]
             self._restore(first)
-        for batch, before in zip(self.batches, losses, strict=True):
-            batch.losses[:] = before
+        for batch, losses_before in zip(self.batches, losses, strict=True):
+            batch.losses[:] = losses_before
         inputs.batches[:] = self.batches
         # A second rerun of the same step is possible.
         inputs.is_complete = True
@@ -367,8 +369,8 @@ class Rerun:
         first, again = (sum(means[i] for means, _, _ in ranks) / count for i in range(2))
         listed = [
             f"rank {rank}: {difference}"
-            for rank, (_, _, found) in enumerate(ranks)
-            for difference in found
+            for rank, (_, _, differences_of_rank) in enumerate(ranks)
+            for difference in differences_of_rank
         ]
         return RerunResult(not listed, first, again, tuple(listed), self._compares_gradients)
 

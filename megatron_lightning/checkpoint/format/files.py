@@ -25,9 +25,9 @@ def write_file(path: Path, chunks: Iterable[bytes | memoryview]) -> int:
     with open(path, "xb", buffering=0) as file:
         begun = 0
         for chunk in chunks:
-            rest = memoryview(chunk)
-            while rest:
-                rest = rest[file.write(rest) :]
+            remaining = memoryview(chunk)
+            while remaining:
+                remaining = remaining[file.write(remaining) :]
             # The disk writes while the next chunk is computed.
             if file.tell() - begun >= _AHEAD_BYTES:
                 _begin_writing(file.fileno(), begun, file.tell() - begun)

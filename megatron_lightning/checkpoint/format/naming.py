@@ -76,10 +76,10 @@ def join_tensors(tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> dic
             for entry in state[_OPTIMIZERS]
         ]
     for name, tensor in tensors.items():
-        key, _, rest = name.partition(".")
+        key, _, name_inside = name.partition(".")
         if key == _OPTIMIZERS:
             # A parameter's name has dots, and a key of a state has none: split at the last.
-            index, _, path = rest.partition(".state.")
+            index, _, path = name_inside.partition(".state.")
             fqn, _, entry = path.rpartition(".")
             if not index.isdecimal() or int(index) >= len(checkpoint.get(key, ())):
                 raise CheckpointError(
@@ -88,7 +88,7 @@ def join_tensors(tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> dic
                 )
             checkpoint[key][int(index)]["state"].setdefault(fqn, {})[entry] = tensor
         else:
-            checkpoint.setdefault(key, {})[rest] = tensor
+            checkpoint.setdefault(key, {})[name_inside] = tensor
     return checkpoint
 
 

@@ -206,8 +206,8 @@ class RangeRead(NamedTuple):
     @property
     def is_direct(self) -> bool:
         """Whether the bytes go straight into the target: full blocks, contiguous, in CPU memory."""
-        full = (self.begin, self.end) == (self.start, self.stop) and self.strides == (1,)
-        return full and self.target.is_cpu and self.target.dtype == self.dtype
+        is_full = (self.begin, self.end) == (self.start, self.stop) and self.strides == (1,)
+        return is_full and self.target.is_cpu and self.target.dtype == self.dtype
 
 
 def plan_reads(
@@ -229,9 +229,14 @@ def plan_reads(
         flat = target.view(-1)
         while start < stop:
             end = min(stop, (start // BLOCK_BYTES * BLOCK_BYTES) + _CHUNK_BYTES)
-            done = start // dtype.itemsize - first
+            num_done = start // dtype.itemsize - first
             yield RangeRead(
-                shard, start, end, flat[done : done + (end - start) // dtype.itemsize], (1,), dtype
+                shard,
+                start,
+                end,
+                flat[num_done : num_done + (end - start) // dtype.itemsize],
+                (1,),
+                dtype,
             )
             start = end
     # Too large to read with its gaps: halve along the outermost dim, so that gaps shrink to those
@@ -269,24 +274,26 @@ class ReadQueue:
             # The file has one position: reads take turns, and checksums and copies run beside the
             # next read.
             with self._turn:
-                read = next(self._reads, None)
-                if read is None:
+                range_read = next(self._reads, None)
+                if range_read is None:
                     return
-                if read.is_direct:
-                    data = read.target.detach().view(torch.uint8)
+                if range_read.is_direct:
+                    data = range_read.target.detach().view(torch.uint8)
                 else:
                     buffer = (
                         buffer
-                        if len(buffer) >= read.num_bytes
-                        else torch.empty(read.num_bytes, dtype=torch.uint8)
+                        if len(buffer) >= range_read.num_bytes
+                        else torch.empty(range_read.num_bytes, dtype=torch.uint8)
                     )
-                    data = buffer[: read.num_bytes]
-                self._reader.read_into(read.shard.start + read.begin, data.numpy().data)
-            _verify(self._file, read, data.numpy().data)
-            if not read.is_direct:
-                values = data[read.start - read.begin : read.stop - read.begin].view(read.dtype)
-                read.target.detach().copy_(
-                    values.as_strided(tuple(read.target.shape), read.strides)
+                    data = buffer[: range_read.num_bytes]
+                self._reader.read_into(range_read.shard.start + range_read.begin, data.numpy().data)
+            _verify(self._file, range_read, data.numpy().data)
+            if not range_read.is_direct:
+                values = data[
+                    range_read.start - range_read.begin : range_read.stop - range_read.begin
+                ].view(range_read.dtype)
+                range_read.target.detach().copy_(
+                    values.as_strided(tuple(range_read.target.shape), range_read.strides)
                 )
 
     def stop(self) -> None:

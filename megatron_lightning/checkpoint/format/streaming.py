@@ -40,11 +40,11 @@ def slabs(info: TensorInfo, max_bytes: int) -> Iterator[Box]:
     inner = [prod(shape[dim + 1 :]) for dim in range(len(shape))]
     # The first dim with a small enough index. Earlier dims are taken index by index.
     split = next(dim for dim, count in enumerate(inner) if count <= max_elements)
-    step, rest = max_elements // inner[split], shape[split + 1 :]
+    step, inner_shape = max_elements // inner[split], shape[split + 1 :]
     for index in product(*map(range, shape[:split])):
         for start in range(0, shape[split], step):
-            offset = (*index, start, *(0 for _ in rest))
-            yield Box(offset, (*(1 for _ in index), min(step, shape[split] - start), *rest))
+            offset = (*index, start, *(0 for _ in inner_shape))
+            yield Box(offset, (*(1 for _ in index), min(step, shape[split] - start), *inner_shape))
 
 
 def read_box(source: CheckpointSource, name: str, dtype: torch.dtype, box: Box) -> Tensor:

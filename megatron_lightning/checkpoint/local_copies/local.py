@@ -171,7 +171,7 @@ class LocalCopies:
             same_layout: Whether each rank of this run needs exactly the part written by the rank of
                 the same number.
         """
-        group, wanted = self._group, set(range(num_ranks))
+        group, all_ranks = self._group, set(range(num_ranks))
         copies_of_ranks = group.all_gather_object(self._held())
         # With the same layout a part may come from any node, since each rank reads one part,
         # fetched if needed. Otherwise every rank may read from all parts, so each node needs them
@@ -180,7 +180,10 @@ class LocalCopies:
         complete = [
             name
             for name in names
-            if all({rank for found, rank in parts if found == name} >= wanted for parts in places)
+            if all(
+                {rank for part_name, rank in parts if part_name == name} >= all_ranks
+                for parts in places
+            )
         ]
         if not complete:
             return None
@@ -202,8 +205,8 @@ class LocalCopies:
             for tensors in described:
                 shapes.update(tensors)
         state = on_first_rank(group, lambda: opened[0].state)
-        others = [self._part(name, rank) for rank in range(num_ranks) if rank not in first]
-        return PartsSource(opened, others, shapes, state)
+        other_parts = [self._part(name, rank) for rank in range(num_ranks) if rank not in first]
+        return PartsSource(opened, other_parts, shapes, state)
 
     def _part(self, name: str, rank: int) -> Path:
         return self._folder / name / f"rank-{rank:05d}"

@@ -101,26 +101,26 @@ class PartsSource:
         Raises:
             CheckpointError: If the parts on this node do not cover a shard.
         """
-        wanted: dict[int, list[tuple[str, Shard]]] = {}
+        requests: dict[int, list[tuple[str, Shard]]] = {}
         for name, shard in shards:
-            for number, found in self._found(name, shard):
-                wanted.setdefault(number, []).append(found)
-        for number, reads in wanted.items():
+            for number, part in self._found(name, shard):
+                requests.setdefault(number, []).append(part)
+        for number, reads in requests.items():
             self._opened[number].source.read(reads)
 
     def _found(self, name: str, shard: Shard) -> Iterator[tuple[int, tuple[str, Shard]]]:
         """Yield (number of a part, read from the part) until every element of the shard is
         covered.
         """
-        num_missing, seen = shard.data.numel(), set()
+        num_missing, seen_parts = shard.data.numel(), set()
         for number, part in enumerate(self._parts()):
             if not num_missing:
                 return
             for stored, box in part.boxes.get(name, ()):
                 common = box.overlap(shard.box)
-                if common is None or box in seen:  # replicas hold the same boxes
+                if common is None or box in seen_parts:  # replicas hold the same boxes
                     continue
-                seen.add(box)
+                seen_parts.add(box)
                 num_missing -= prod(common.shape)
                 target = shard.data[common.relative_to(shard.offset).slices]
                 yield number, (stored, Shard(common.relative_to(box.offset).offset, target))

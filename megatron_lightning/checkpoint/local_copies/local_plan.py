@@ -78,7 +78,7 @@ def open_copy(
         )
     # One rank lists: file systems of other nodes may see a new folder later.
     paths = on_first_rank(
-        group, lambda: [str(found.path) for found in list_checkpoints(Path(path).parent)]
+        group, lambda: [str(checkpoint.path) for checkpoint in list_checkpoints(Path(path).parent)]
     )
     if not paths:
         raise CheckpointError(

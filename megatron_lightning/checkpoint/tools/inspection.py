@@ -76,9 +76,9 @@ def _groups(stored: Mapping[str, TensorInfo]) -> list[list[str]]:
     """
     groups: dict[str, list[TensorInfo]] = {}
     for name, entry in stored.items():
-        key, _, rest = name.partition(".")
+        key, _, name_inside = name.partition(".")
         if key == "optimizer_states":
-            key = f"{key}.{rest.partition('.')[0]}: {name.rpartition('.')[2]}"
+            key = f"{key}.{name_inside.partition('.')[0]}: {name.rpartition('.')[2]}"
         groups.setdefault(key, []).append(entry)
     return [_row(name, entries) for name, entries in groups.items()] + [
         _row("all", list(stored.values()))

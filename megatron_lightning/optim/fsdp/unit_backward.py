@@ -99,8 +99,8 @@ class StageBackward:
             self._begin()
             self._running = True
             at_end_of_backward(self._end)
-        for other in self._ahead.get(unit, ()):
-            self._pass(other, is_gathered=True)
+        for other_unit in self._ahead.get(unit, ()):
+            self._pass(other_unit, is_gathered=True)
         self._arrive(unit)
 
     def _begin(self) -> None:

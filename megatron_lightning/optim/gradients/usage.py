@@ -71,9 +71,9 @@ class UsageAgreement:
             # First over the further axes, a slice of the flags each, then all flags at once over
             # data ranks.
             for usage in mine:
-                own = flags[first : first + len(usage.names)]
+                own_flags = flags[first : first + len(usage.names)]
                 for sum_group in usage.sum_groups:
-                    self._reduce(own, sum_group, dist.ReduceOp.MAX)
+                    self._reduce(own_flags, sum_group, dist.ReduceOp.MAX)
                 first += len(usage.names)
             if group.size > 1:
                 self._reduce(flags, group, dist.ReduceOp.MAX)
@@ -81,8 +81,8 @@ class UsageAgreement:
                 beside.receive(flags[len(touched) :])
             if not all(touched):  # reading the flags synchronizes with the device
                 names = [name for usage in mine for name in usage.names]
-                found = zip(names, flags.tolist(), strict=False)
-                unused_names.update(name for name, used in found if not used)
+                flags_of_names = zip(names, flags.tolist(), strict=False)
+                unused_names.update(name for name, used in flags_of_names if not used)
         return unused_names
 
     def _flags(self, group: AxisGroup, values: list[int]) -> Tensor:

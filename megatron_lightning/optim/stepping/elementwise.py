@@ -182,19 +182,21 @@ def require_elementwise(
             continue
         tried = partial(probe, optimizer, group, shapes=sizes, device=target.device, dtype=dtype)
         try:
-            found = next((kind for kind in tried(_in_order(divisions)) if not kind.is_equal), None)
+            difference = next(
+                (kind for kind in tried(_in_order(divisions)) if not kind.is_equal), None
+            )
             # Tells whether only the group as a whole matters (a global norm), as the advice
             # differs.
-            reads_group = found is not None and not all(s.is_equal for s in tried(["tensors"]))
+            reads_group = difference is not None and not all(s.is_equal for s in tried(["tensors"]))
         except Exception as error:
             raise ConfigError(
                 f"{type(optimizer).__name__} could not be tried on small tensors "
                 f"({type(error).__name__}: {error}). An unknown optimizer is tried, since "
                 f"{_PARTS[divisions[0]]}. {_advice(reads_group=True)}"
             ) from error
-        if found is not None:
-            part = found.division if found.division in divisions else "flat"
-            raise ConfigError(_refusal(optimizer, part, _found(found), reads_group))
+        if difference is not None:
+            part = difference.division if difference.division in divisions else "flat"
+            raise ConfigError(_refusal(optimizer, part, _found(difference), reads_group))
         passed.add(trial)
 
 

@@ -126,20 +126,24 @@ class MatrixExchange:
             _Matrix(index, box)
             for index, spec in enumerate(self._own)
             for box in _matrices_of(spec.global_shape)
-            if any(_overlaps(other[index], box) for other in specs)
+            if any(_overlaps(other_specs[index], box) for other_specs in specs)
         ]
         self._owner = _assign_owners(
             [prod(matrix.box.shape) for matrix in self._matrices],
             # Only holders know the gradient of a matrix.
             [
-                [rank for rank, other in enumerate(specs) if _overlaps(other[index], box)]
+                [
+                    rank
+                    for rank, other_specs in enumerate(specs)
+                    if _overlaps(other_specs[index], box)
+                ]
                 for index, box in self._matrices
             ],
             group.size,
         )
         me = group.rank
         self._mine = self._owned_by(me)
-        self._received = [self._pieces(other, self._mine) for other in specs]
+        self._received = [self._pieces(other_specs, self._mine) for other_specs in specs]
         """Rank -> the rank's pieces of this rank's matrices."""
         self._held = [self._pieces(specs[me], self._owned_by(rank)) for rank in range(group.size)]
         """Rank -> this rank's pieces of the rank's matrices."""

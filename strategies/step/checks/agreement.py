@@ -167,16 +167,16 @@ def _random_digest(devices: Sequence[torch.device]) -> int:
     version, words, gauss = random.getstate()
     # The hash of a tuple of integers is the same in all processes, and quicker than their text.
     gaussian = of_numpy["state"]["pos"], of_numpy["has_gauss"], of_numpy["gauss"]
-    own = hash(words), version, gauss, *gaussian
-    return zlib.crc32(repr(own).encode(), digest)
+    own_state = hash(words), version, gauss, *gaussian
+    return zlib.crc32(repr(own_state).encode(), digest)
 
 
 def _other_options(where: str, *found: dict[str, float]) -> ShardingError:
     first, values = found[0], ""
     for key in first:
-        seen = list(dict.fromkeys(options.get(key) for options in found))
-        if len(seen) > 1:
-            values = f" ({key}: {', '.join(map(str, seen))})"
+        values_seen = list(dict.fromkeys(options.get(key) for options in found))
+        if len(values_seen) > 1:
+            values = f" ({key}: {', '.join(map(str, values_seen))})"
             break
     else:
         key = next((key for key in first if key.endswith("lr")), "")

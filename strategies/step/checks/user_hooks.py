@@ -88,8 +88,8 @@ class UserHooks(StepParticipant):
         # parameters' shapes, to be added.
         filled = {names[address] for address in draws.filled if address in names}
         shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
-        left = list(draws.shapes)
-        drawn = {name for name, shape in shapes.items() if _take(shape, left)}
+        shapes_left = list(draws.shapes)
+        drawn = {name for name, shape in shapes.items() if _take(shape, shapes_left)}
         # A few equal shapes may be chance (a mask of a batch). Addresses are no chance.
         if len(drawn) < max(_MIN_TENSORS, len(shapes)):
             drawn = filled if self._fills_layers(filled) else filled & sharded

@@ -45,8 +45,8 @@ class LeftGradients:
         """Find the stepped gradients that are added to the next gradients."""
         if not self._marks:  # several backward passes before a step
             return
-        now = self._current(self._marks)
-        self._left = {name for name, mark in self._marks.items() if _is_same(mark, now.get(name))}
+        marks = self._current(self._marks)
+        self._left = {name for name, mark in self._marks.items() if _is_same(mark, marks.get(name))}
         self._marks = {}
 
     def end_backward(self) -> None:
@@ -83,12 +83,12 @@ class LeftGradients:
     def _current(self, names: Any) -> dict[str, _Mark]:
         """Return the gradients that ``p.grad = None`` does not reach."""
         parameters = {id(parameter) for parameter in self._module.parameters()}
-        found = {}
+        marks = {}
         for name, target in self._accumulation.reducer.targets().items():
             gradient = gradient_of(target)
             if name in names and gradient is not None and id(target) not in parameters:
-                found[name] = _Mark(gradient, gradient._version)
-        return found
+                marks[name] = _Mark(gradient, gradient._version)
+        return marks
 
 
 def _is_same(mark: _Mark, now: _Mark | None) -> bool:

@@ -106,10 +106,10 @@ class EvaluationCounts:
         Raises:
             ConfigError: If the numbers differ, and ranks cannot repeat the last batch.
         """
-        own = evaluation_batches(trainer)
-        ranks = self._world.all_gather_object(own)
+        own_counts = evaluation_batches(trainer)
+        ranks = self._world.all_gather_object(own_counts)
         self._ends, self._num_run, self.difference = [], 0, ""
-        if all(counts == own for counts in ranks):
+        if all(counts == own_counts for counts in ranks):
             return
         self.difference = by_rank([", ".join(map(str, counts)) for counts in ranks])
         if not self._together:
@@ -127,8 +127,8 @@ class EvaluationCounts:
                 f"Trainer(limit_{prefix}_batches={min(map(min, ranks))}), or give each rank as "
                 "many."
             )
-        ends = accumulate(int(count) for count in own)
-        num_missing = [int(needed - count) for needed, count in zip(most, own, strict=True)]
+        ends = accumulate(int(count) for count in own_counts)
+        num_missing = [int(needed - count) for needed, count in zip(most, own_counts, strict=True)]
         self._ends = list(zip(ends, num_missing, strict=True))
 
     def next(self) -> int:

@@ -73,12 +73,12 @@ def unpacked(value: Any, packages: Set[str]) -> Any:
     if isinstance(value, dict) and _CLASS in value:
         kind = _class(value[_CLASS], packages)
         # A ``__new__`` of the class would be code that a checkpoint calls.
-        made: Any = (dict if issubclass(kind, dict) else object).__new__(kind)
+        instance: Any = (dict if issubclass(kind, dict) else object).__new__(kind)
         if _ITEMS in value:
-            dict.update(made, unpacked(value[_ITEMS], packages))
+            dict.update(instance, unpacked(value[_ITEMS], packages))
         for name, field in value[_FIELDS].items():
-            object.__setattr__(made, name, unpacked(field, packages))
-        return made
+            object.__setattr__(instance, name, unpacked(field, packages))
+        return instance
     if isinstance(value, dict):
         return {key: unpacked(item, packages) for key, item in value.items()}
     if type(value) in (list, tuple):
@@ -89,8 +89,8 @@ def unpacked(value: Any, packages: Set[str]) -> Any:
 def equal_values(first: Any, second: Any) -> bool:
     """Return whether two states of plain values are equal."""
     if isinstance(first, torch.Tensor) or isinstance(second, torch.Tensor):
-        both = isinstance(first, torch.Tensor) and isinstance(second, torch.Tensor)
-        return both and torch.equal(first, second)
+        are_tensors = isinstance(first, torch.Tensor) and isinstance(second, torch.Tensor)
+        return are_tensors and torch.equal(first, second)
     if isinstance(first, dict) and isinstance(second, dict):
         same = first.keys() == second.keys()
         return same and all(equal_values(value, second[key]) for key, value in first.items())
@@ -122,26 +122,26 @@ def _class(name: str, packages: Set[str]) -> Any:
     module, _, path = name.partition(":")
     _check_package(name, module, packages)
     # An import would run a module that the checkpoint names.
-    found: Any = sys.modules.get(module)
-    if found is None:
+    value: Any = sys.modules.get(module)
+    if value is None:
         raise CheckpointError(
             f"the loader's state is a {name}, and the program has not imported {module}. Import it "
             "before the fit, if the package has the module."
         )
     try:
         for part in path.split("."):
-            found = getattr(found, part)
+            value = getattr(value, part)
     except AttributeError as error:
         raise CheckpointError(
             f"the loader's state is a {name}, and {module} has no such class. Install the version "
             "that saved it, or move a class inside of a function to its module."
         ) from error
-    is_class = isinstance(found, type)
-    if not is_class or not (dataclasses.is_dataclass(found) or issubclass(found, dict)):
+    is_class = isinstance(value, type)
+    if not is_class or not (dataclasses.is_dataclass(value) or issubclass(value, dict)):
         raise CheckpointError(f"the checkpoint's loader state is a {name}, which holds no state.")
     # A module of the package holds what it imports as well.
-    _check_package(name, found.__module__, packages)
-    return found
+    _check_package(name, value.__module__, packages)
+    return value
 
 
 def _check_package(name: str, module: str, packages: Set[str]) -> None:

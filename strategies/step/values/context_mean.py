@@ -47,7 +47,7 @@ def check_alike(facts: Sequence[str], hook: str, group: AxisGroup, device: torch
         return
     all_facts = group.all_gather_object(list(facts))
     common = set.intersection(*map(set, all_facts))
-    differ = sorted({fact for own in all_facts for fact in own} - common)
+    differ = sorted({fact for rank_facts in all_facts for fact in rank_facts} - common)
     raise ConfigError(
         f"{hook} did not do the same on the {group.size} ranks that share a sequence. On some of "
         f"them only, it {'; it '.join(differ[:5])}. Every rank runs the step on its own part: do "

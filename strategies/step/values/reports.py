@@ -127,12 +127,12 @@ class StepReports(StepParticipant):
     @contextmanager
     def repeated(self) -> Iterator[None]:
         """Record nothing in the block."""
-        before = self._is_repeated, self._microbatch.records
+        state_before = self._is_repeated, self._microbatch.records
         self._is_repeated, self._microbatch.records = True, False
         try:
             yield
         finally:
-            self._is_repeated, self._microbatch.records = before
+            self._is_repeated, self._microbatch.records = state_before
 
     def _begin(self, microbatch: int) -> None:
         self._microbatch.index = microbatch
@@ -216,8 +216,10 @@ class StepReports(StepParticipant):
             summed, *sums = torch.split(table, [len(section) for section in sections])
             has_new, *are_reported = torch.stack([row[-1] for row in (summed, *sums)]).tolist()
             if not has_new:
-                found = zip(keys, sums, are_reported, strict=True)
-                return {key: total for key, total, is_reported in found if is_reported}, summed[0]
+                totals_of_keys = zip(keys, sums, are_reported, strict=True)
+                return {
+                    key: total for key, total, is_reported in totals_of_keys if is_reported
+                }, summed[0]
             names = {*keys, *totals}
             for group in groups:
                 names = set[Key]().union(*group.all_gather_object(names))

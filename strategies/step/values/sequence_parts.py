@@ -117,8 +117,8 @@ class SequenceParts(StepParticipant):
         if hook == "training_step":  # an evaluation may do without the model
             watch.check()
         for path, plan in self._plans.items():
-            inside = f"{path}." if path else ""
-            ran = any(called.startswith(inside) for called in watch.called)
+            prefix = f"{path}." if path else ""
+            ran = any(called.startswith(prefix) for called in watch.called)
             if plan.positions and ran and not self._calls[path].was_called:
                 model: nn.Module = self._module.get_submodule(path)
                 raise ConfigError(
@@ -215,8 +215,8 @@ def join_outputs(output: Any, dims: Mapping[Any, int], part_length: int, group: 
         ConfigError: If another tensor differs between the ranks.
     """
     leaves, spec = tree_flatten_with_path(output)
-    plain = [(path, leaf) for path, leaf in leaves if not isinstance(leaf, Tensor)]
-    _check_equal_values(plain, group)
+    plain_leaves = [(path, leaf) for path, leaf in leaves if not isinstance(leaf, Tensor)]
+    _check_equal_values(plain_leaves, group)
     usual = next(iter(dims.values()))
     joined: list[Any] = []
     for path, leaf in leaves:
@@ -236,9 +236,9 @@ def join_outputs(output: Any, dims: Mapping[Any, int], part_length: int, group: 
 
 def _check_equal_values(leaves: Sequence[tuple[Any, Any]], group: AxisGroup) -> None:
     """Check that values other than tensors are the same on all ranks."""
-    own = [pickle.dumps(leaf) for _, leaf in leaves]
-    for other in group.all_gather_object(own) if own else ():
-        for (path, leaf), mine, theirs in zip(leaves, own, other, strict=True):
+    pickled = [pickle.dumps(leaf) for _, leaf in leaves]
+    for pickled_there in group.all_gather_object(pickled) if pickled else ():
+        for (path, leaf), mine, theirs in zip(leaves, pickled, pickled_there, strict=True):
             if mine != theirs:
                 raise ConfigError(
                     f"predict_step returned at {''.join(map(str, path)) or 'its top'} a "
