@@ -53,7 +53,9 @@ _ASKED = {
 _READ_ELSEWHERE = (
     "A parameter that the forward reads stays on every rank if that is known before the model is "
     "partitioned: give the LightningModule an example_input_array (transformers models have "
-    "dummy_inputs). A buffer does not: name units without it in PipelineOptions(units=[...])."
+    "dummy_inputs). A buffer does not: name units without it in PipelineOptions(units=[...]). A "
+    "hook reads full weights by strategy.full_tensors(), and writes full weights by "
+    "load_state_dict(..., strict=False) of the LightningModule."
 )
 _LISTED = (
     "A pipeline rank has the parameters of its own stages, and a step that computes with all "

@@ -32,6 +32,7 @@ class NativeStepRunner(StepRunner):
         """Run the forward of a training batch. Return the step's output."""
         module = self._scope.module
         run = self._last_run = self._new_run("training_step", batch, indices)
+        self.training.follow_clearing()
         output = self._forward(run)
         self.training.guard.leave()
         sums = module.trainer.accumulate_grad_batches > 1 or self._scope.context.dp_cp.size > 1

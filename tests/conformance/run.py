@@ -68,7 +68,9 @@ def run(suite: Path, file: str, mode: str, limit_s: float) -> Mapping[str, tuple
         process = subprocess.Popen(
             command,
             cwd=suite.parent,
-            env=os.environ | {"PYTHONPATH": str(_ROOT)},
+            # What the caller's own PYTHONPATH adds, packages the suite needs, comes behind.
+            env=os.environ
+            | {"PYTHONPATH": os.pathsep.join(filter(None, [str(_ROOT), os.getenv("PYTHONPATH")]))},
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             start_new_session=True,  # so that all it starts can be ended

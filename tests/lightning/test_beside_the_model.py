@@ -50,7 +50,11 @@ class _Beside(pl.LightningModule):
         self.kept: dict[str, Any] = {}
         self.scale = 0.0
         self.register_buffer("smooth", torch.zeros(()))
+        # Hooks change outputs that are sent, by value and in place.
+        self.blocks[0].register_forward_hook(lambda _, given, output: output.mul_(0.7))
+        self.blocks[1].register_forward_hook(lambda _, given, output: output + 0.1 * given[0])
         self.blocks[1].register_forward_hook(self._keep)
+        self.blocks[2].register_forward_hook(lambda _, given, output: output * 0.5)
 
     def _keep(self, block: nn.Module, given: Any, output: Tensor) -> None:
         self.hooked = output

@@ -62,6 +62,27 @@ class _ClearsByNone(_Manual):
         self.manual_backward(loss)
 
 
+class _ClearsByNoneBehind(_Manual):
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        super().training_step(batch, batch_idx)
+        for parameter in self.net.parameters():
+            parameter.grad = None
+
+
+class _ClearsSomeByNone(_Manual):
+    """The others pile up, and are seen as such on one device as well."""
+
+    def _compute(self, loss: Tensor) -> None:
+        self.net[0].weight.grad = None
+        self.manual_backward(loss)
+
+
+class _ClearsInHook(_Manual):
+    def on_train_batch_start(self, batch: list[Tensor], batch_idx: int) -> None:
+        for parameter in self.parameters():
+            parameter.grad = None
+
+
 class _ClearsByZeros(_Manual):
     def _compute(self, loss: Tensor) -> None:
         self.optimizers().zero_grad(set_to_none=False)
@@ -106,7 +127,13 @@ def _weights(layout: Layout, folder: str, kind: type[_Manual]) -> dict[str, Any]
     return {name: parameter.detach() for name, parameter in module.named_parameters()}
 
 
-@pytest.mark.parametrize("kind", [_Manual, _ClearsByModule, _ClearsBySubModule])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *(_Manual, _ClearsByModule, _ClearsBySubModule),
+        *(_ClearsByNone, _ClearsByNoneBehind, _ClearsSomeByNone),
+    ],
+)
 @layouts(DP2, slow=[DDP2])
 def test_gradients_are_cleared_when_the_module_clears_them(
     layout: Layout, kind: type[_Manual], tmp_path: Path
@@ -149,6 +176,7 @@ def _warnings(layout: Layout, folder: str, *kinds: type[_Manual]) -> list[bool]:
 @layouts(DP2)
 def test_a_step_by_gradients_of_earlier_steps_is_named(layout: Layout, tmp_path: Path) -> None:
     """Only on the first rank, as all warnings."""
-    kinds = [_ClearsByNone, _Manual, _ClearsByZeros, _ClearsByModule, _TwoOptimizers]
-    [first, *_] = run(layout, _warnings, tmp_path, *kinds)
-    assert first == [True, True, False, False, False]
+    named = [_ClearsInHook, _Manual]
+    clear = [_ClearsByNone, _ClearsByZeros, _ClearsByModule, _TwoOptimizers]
+    [first, *_] = run(layout, _warnings, tmp_path, *named, *clear)
+    assert first == [*[True] * len(named), *[False] * len(clear)]

@@ -120,13 +120,13 @@ class StandIns:
         parameter.grad = stand_in
         self._placed.append((parameter, stand_in))
 
-    def remove(self) -> list[StandIn]:
-        """Restore the gradients. Return the stand-ins that other code has cleared."""
+    def remove(self) -> list[tuple[nn.Parameter, StandIn]]:
+        """Restore the gradients. Return the parameters whose stand-in other code has cleared."""
         cleared = []
         for parameter, stand_in in self._placed:
             if parameter.grad is stand_in:
                 parameter.grad = stand_in.gradient
             elif parameter.grad is None:
-                cleared.append(stand_in)
+                cleared.append((parameter, stand_in))
         self._placed.clear()
         return cleared

@@ -177,15 +177,22 @@ def _module_of(hook: Any) -> str:
     return str(getattr(getattr(hook, "func", hook), "__module__", None) or "")
 
 
-def with_hooks(unit: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-    """Run the user's forward hooks of a unit that does not run, since hooks may record outputs."""
+def show_to_hooks(
+    unit: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+) -> None:
+    """Run the user's forward hooks of a unit that does not run, since hooks may record outputs.
+
+    The stage of the unit has run the hooks too, and ``output`` already holds the changes by hooks.
+    What the hooks return here is dropped.
+    """
     for key, hook in unit._forward_hooks.items():
         if _module_of(hook).startswith(_NOT_ON_STUBS):
             continue
         with_kwargs = key in unit._forward_hooks_with_kwargs
-        result = hook(unit, args, kwargs, output) if with_kwargs else hook(unit, args, output)
-        output = output if result is None else result
-    return output
+        if with_kwargs:
+            hook(unit, args, kwargs, output)
+        else:
+            hook(unit, args, output)
 
 
 def sizes(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[int]:

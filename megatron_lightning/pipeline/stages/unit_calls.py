@@ -34,7 +34,7 @@ from megatron_lightning.pipeline.stages.structure import (
     dump,
     flatten,
     num_writes,
-    with_hooks,
+    show_to_hooks,
 )
 from megatron_lightning.pipeline.stages.unit_values import AbsentValues
 
@@ -203,7 +203,11 @@ class UnitCalls:
             output = self._hand_out(index, output, tensors)
         elif index in self._facts.written:
             output = map_tensors(torch.clone, output)
-        return output if index < 0 else with_hooks(unit, args, kwargs, output)
+        if index >= 0 and unit._forward_hooks:
+            is_written = index in self._facts.written  # by a hook, perhaps
+            shown = map_tensors(torch.clone, output) if is_written else output
+            show_to_hooks(unit, args, kwargs, shown)
+        return output
 
     def _hand_out(self, index: int, output: Any, tensors: tuple[Tensor, ...]) -> Any:
         """Return the output for the model's code. A sent or received output is returned as a copy

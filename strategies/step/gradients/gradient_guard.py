@@ -5,6 +5,9 @@ At this point the user's code runs in hooks, in an ``optimizer_step`` of the use
 step hooks and, with manual optimization, in ``training_step``. Changes are detected by identity and
 version of each ``p.grad``. Changes through ``grad.data`` are missed. Reads are seen by stand-ins in
 the place of each ``p.grad`` while the code runs (``stand_ins.py``).
+
+With manual optimization, stand-ins also show ``p.grad = None`` in the rest of ``training_step``, a
+loop that clears gradients of an earlier step. Sharded gradients are then cleared as well.
 """
 
 from __future__ import annotations
@@ -79,6 +82,7 @@ class GradientGuard:
         self._before: list[_Gradient] = []
         self._stand_ins = StandIns(self._use)
         self._warned: set[str] = set()
+        self._may_clear = False  # before the next backward pass
 
     def _parameters(self) -> list[tuple[str, nn.Parameter]]:
         """Return all holders of gradients: the module's parameters, and substitutes stepped by
@@ -115,7 +119,13 @@ class GradientGuard:
 
     def leave(self) -> None:
         """Watch reads no longer: the user's ``training_step`` is over."""
-        self._stand_ins.remove()
+        self._remove_stand_ins()
+
+    def follow_clearing(self) -> None:
+        """Follow the user's own code from here to the next backward pass: a gradient set to None is
+        cleared on all ranks. For manual optimization with sharded gradients.
+        """
+        self._begin(self._own_code(), may_clear=True)
 
     def pause(self) -> None:
         """Accept changes until the next :meth:`record`: the precision plugin unscales."""
@@ -145,9 +155,9 @@ class GradientGuard:
         steps = [] if module.automatic_optimization else [f"{type(module).__name__}.training_step"]
         return [*self._hooks("optimizer_step"), *steps]
 
-    def _begin(self, code: list[str], *, are_read: bool = True) -> None:
-        self._stand_ins.remove()
-        self._running = code
+    def _begin(self, code: list[str], *, are_read: bool = True, may_clear: bool = False) -> None:
+        self._remove_stand_ins()
+        self._running, self._may_clear = code, may_clear
         self.record()
         if code and are_read:
             self._watch_reads()
@@ -166,9 +176,10 @@ class GradientGuard:
         """Refuse, or warn of, the use of a gradient by code of the user's."""
         code = " or ".join(self._running)
         if stand_in.gradient is None:
+            clear = "Clear gradients by optimizer.zero_grad(). " if self._may_clear else ""
             raise ConfigError(
                 f"{code} uses p.grad, which is None on every parameter ({self._parts}): a norm "
-                f"would be 0, and a change would be lost. {_ADVICE}"
+                f"would be 0, and a change would be lost. {clear}{_ADVICE}"
             )
         if not self._stand_ins:  # kept by the code for later
             return
@@ -182,6 +193,20 @@ class GradientGuard:
             rank_zero_warn(
                 f"{code} reads p.grad, which is a part on each rank ({self._parts}). {_ADVICE}"
             )
+
+    def _remove_stand_ins(self) -> bool:
+        """Restore the gradients. Return whether the user's code has set sharded gradients to None
+        where they cannot be cleared.
+        """
+        cleared = [at for at, stand_in in self._stand_ins.remove() if stand_in.gradient is None]
+        if not cleared or not self._may_clear:
+            return bool(cleared)
+        ids = {id(parameter) for parameter in cleared}
+        targets = self._accumulation.reducer.targets()
+        for name, parameter in self._module.named_parameters():
+            if id(parameter) in ids and name in targets:
+                targets[name].grad = None
+        return False
 
     def record(self) -> None:
         """Record the current gradients."""
@@ -199,7 +224,7 @@ class GradientGuard:
         Raises:
             ConfigError: If a gradient has changed.
         """
-        if any(stand_in.gradient is None for stand_in in self._stand_ins.remove()):
+        if self._remove_stand_ins():
             raise ConfigError(
                 f"{' or '.join(self._running)} sets p.grad to None, which it is on every parameter "
                 f"({self._parts}), so that the parameter would be stepped. Clear gradients by "

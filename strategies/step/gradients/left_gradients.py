@@ -1,9 +1,10 @@
 """Gradients that a manual optimizer step sees a second time, since nothing has cleared them.
 
 On one device ``p.grad = None`` clears gradients. With sharded gradients ``p.grad`` is None on every
-parameter already, and the loop reaches nothing: gradients of earlier steps are added to the next
-gradients. Assigning None to None leaves no trace, so the result is looked at. Code that means to
-accumulate beyond a step looks the same, and is right: the run goes on, with a warning.
+parameter already. The guard follows such a loop in ``training_step`` alone. A loop in a hook
+reaches nothing, and gradients of earlier steps are added to the next gradients. Assigning None to
+None leaves no trace, so the result is looked at. Code that means to accumulate beyond a step looks
+the same, and is right: the run goes on, with a warning.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ class LeftGradients:
             f"{type(self._module).__name__} steps {type(optimizer).__name__} by gradients that it "
             f"has stepped before ({names[0]} is the first of {len(names)}): nothing has cleared "
             "them, so that the gradients of all steps add up, as on one device without zero_grad. "
-            "p.grad = None does not clear gradients that are sharded over ranks. Call "
+            "p.grad = None in a hook does not clear gradients that are sharded over ranks. Call "
             "optimizer.zero_grad() before each backward pass of a new step."
         )
 

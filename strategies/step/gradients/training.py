@@ -92,7 +92,7 @@ class Training:
         undo.callback(self.accumulation.detach)
         self.norms = GradientNorms(self.accumulation, context)
         self._parts = describe_parts(context, data_parallel)
-        is_sharded = data_parallel != "ddp" and has_replicas(context)
+        is_sharded = self._is_sharded = data_parallel != "ddp" and has_replicas(context)
         self.guard = GradientGuard(module, self.accumulation, self._parts, sharded=is_sharded)
         """Compares gradients around the user's code."""
         self._last_hooks: dict[Optimizer, RemovableHandle] = {}
@@ -212,6 +212,13 @@ class Training:
         self.accumulation.end_backwards()
         self.participants.after_backward()
 
+    def follow_clearing(self) -> None:
+        """Follow the user's training step to the next backward pass, if it optimizes manually and
+        gradients are sharded.
+        """
+        if self._left is not None and self._is_sharded:
+            self.guard.follow_clearing()
+
     def watch_gradients(self) -> None:
         """Watch the user's code for changes of the gradients from now until the step."""
         optimizers = self._optimizers
@@ -277,4 +284,5 @@ class Training:
             self._left.end_step(unwrapped(optimizer))
         self.guard.record()  # another optimizer may step gradients of the same backward pass
         self.participants.after_update(stepped=not self.step_skipped)
+        self.follow_clearing()
         return output
