@@ -30,7 +30,8 @@ $(INSTALLED): setup.cfg pyproject.toml constraints.txt
 	    fi; \
 	  done; \
 	  echo "no Python >= 3.10 with the venv module found; install one or name it: make test PYTHON=/path/to/python" >&2; exit 1; }
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test]'
+	# Python compiles each module when it is first imported; pip would compile all of torch's.
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt -e '.[test]'
 	@touch $@
 
 lint: $(INSTALLED)  ## ruff, mypy and the import contracts

@@ -3,6 +3,9 @@ working directory."""
 
 from __future__ import annotations
 
+import contextlib
+import gc
+import glob
 import multiprocessing.forkserver
 import multiprocessing.resource_tracker
 import os
@@ -61,6 +64,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar="K/N",
         help="of the tests chosen, run every N-th, from the K-th on (0 <= K < N)",
     )
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[object]:
+    """Keep the tests and their modules, which live to the end, out of every garbage collection."""
+    gc.disable()
+    result = yield
+    gc.freeze()
+    gc.enable()
+    return result
 
 
 @pytest.hookimpl(wrapper=True)
@@ -140,13 +153,9 @@ def no_leaked_threads() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def no_leaked_processes() -> Iterator[None]:
     """Fail a test that leaves child processes running, and end them."""
-    before = set(psutil.Process().children(recursive=True))
+    before = set(_descendants())
     yield
-    leaked = _remaining(
-        lambda: [
-            child for child in psutil.Process().children(recursive=True) if _is_leak(child, before)
-        ]
-    )
+    leaked = _remaining(lambda: [child for child in _descendants() if _is_leak(child, before)])
     for child in leaked:
         child.kill()
     assert not leaked, f"the test left processes running: {leaked}"
@@ -180,6 +189,23 @@ def no_leaked_files() -> Iterator[None]:
         if not name.startswith((".", "__pycache__"))
     }
     assert not leaked, f"the test left files in {folder}: {sorted(leaked)}; use tmp_path"
+
+
+def _descendants() -> list[psutil.Process]:
+    """Return all processes below this one."""
+    pid = os.getpid()
+    if not Path(f"/proc/{pid}/task/{pid}/children").exists():
+        return psutil.Process().children(recursive=True)
+    # The kernel's lists: psutil would read the state of every process of the machine.
+    return list(_below(pid))
+
+
+def _below(pid: int) -> Iterator[psutil.Process]:
+    for children in glob.glob(f"/proc/{pid}/task/*/children"):
+        with contextlib.suppress(OSError, psutil.NoSuchProcess):  # ended meanwhile
+            for child in map(int, Path(children).read_text().split()):
+                yield psutil.Process(child)
+                yield from _below(child)
 
 
 def _is_leak(child: psutil.Process, before: set[psutil.Process]) -> bool:

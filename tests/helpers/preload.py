@@ -1,15 +1,60 @@
 """Imported once by the fork server, so that every rank starts with the package and what tests use
 of Lightning loaded."""
 
+import contextlib
 import gc
+import io
+import logging
+import os
+import tempfile
+import warnings
 
 import rich.progress  # noqa: F401
 import torch
 import torch.utils.tensorboard
+import transformers
 
-import megatron_lightning.strategies.megatron  # noqa: F401
-import tests.helpers.toy  # noqa: F401
+import megatron_lightning.strategies.megatron
+from tests.helpers.toy import ToyData, ToyModule
+from tests.helpers.trainers import trainer
 
+with contextlib.suppress(ImportError):
+    import peft  # noqa: F401
+
+
+def _import_models() -> None:
+    """Import what transformers imports on first use; a rank would need as long as for training."""
+    for family in ("Bert", "Llama", "Mixtral", "Qwen3"):
+        getattr(transformers, f"{family}Model")
+    transformers.GPT2LMHeadModel  # noqa: B018
+    transformers.AutoModelForCausalLM  # noqa: B018
+    transformers.AutoTokenizer  # noqa: B018
+
+
+def _validate_once() -> None:
+    """Fill the caches that every run of a Trainer fills: of abstract base classes, of versions of
+    packages and of regular expressions. Nothing is trained: no thread of autograd may exist before
+    a fork."""
+    variables = dict(os.environ)
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        warnings.catch_warnings(),  # a rank shows its first warning, as any process
+        contextlib.redirect_stdout(io.StringIO()),
+        contextlib.redirect_stderr(io.StringIO()),
+        torch.random.fork_rng([]),
+    ):
+        warnings.simplefilter("ignore")
+        strategy = megatron_lightning.strategies.megatron.MegatronStrategy()
+        logging.disable(logging.INFO)
+        once = trainer(strategy, default_root_dir=folder, limit_val_batches=1)
+        once.validate(ToyModule(), datamodule=ToyData(), verbose=False)
+        logging.disable(logging.NOTSET)
+    os.environ.clear()
+    os.environ.update(variables)
+
+
+_import_models()
+_validate_once()
 torch.set_num_threads(1)
 gc.collect()
 gc.freeze()  # a rank's collections neither walk nor copy what it shares with the server
