@@ -9,7 +9,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from lightning.pytorch import LightningModule
+import torch
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from typing_extensions import override
 
@@ -66,6 +67,22 @@ class MegatronCLI(LightningCLI):
         strategy_options = tuple(inspect.signature(MegatronStrategy).parameters)
         for one_parser in (self.parser, parser):
             one_parser.strategy_options = strategy_options
+
+    @override
+    def instantiate_trainer(self, **settings: Any) -> Trainer:
+        """Make the Trainer.
+
+        Raises:
+            ConfigError: If a GPU is asked for and torch finds none.
+        """
+        asked = self._get(self.config_init, "trainer.accelerator", default="auto")
+        if asked in ("gpu", "cuda") and not torch.accelerator.is_available():
+            raise ConfigError(
+                f"trainer.accelerator={asked}, and torch {torch.__version__} finds no GPU on this "
+                "machine. Set --trainer.accelerator=cpu and --trainer.devices to the number of "
+                "processes; megatron-lightning doctor says what torch finds."
+            )
+        return super().instantiate_trainer(**settings)
 
     def add_closing_summary(self) -> None:
         """Print the layout on request. Otherwise print at the end of the fit how to continue."""

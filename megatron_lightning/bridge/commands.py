@@ -25,7 +25,7 @@ from megatron_lightning.bridge.megatron import MegatronBridge
 from megatron_lightning.bridge.pieces import assembled
 from megatron_lightning.bridge.torch_dist import is_megatron
 from megatron_lightning.checkpoint.tools.progress import progress_bar
-from megatron_lightning.errors import CheckpointError, ConfigError
+from megatron_lightning.errors import CheckpointError, ConfigError, MissingCheckpointError
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 _LISTED = 10
@@ -139,6 +139,8 @@ def import_(  # noqa: PLR0917  # every argument is an option of the command line
         )
         return
     if like is not None:
+        if not Path(path).exists():
+            raise MissingCheckpointError.at(path)
         raise ConfigError(
             f"like is {like!r}, and {path} is no checkpoint of Megatron: a Hugging Face folder "
             "says its configuration itself. Leave like out."
@@ -169,6 +171,9 @@ def _import_megatron(
         f"{checkpoint} holds {count} tensors of {megatron.folder.path}, {states}, and the files of "
         f"{bridge.origin} that hold none."
     )
+    model = "--model.init_from_hf" if to == "gpt" else "--model=HuggingFaceModule --model.path"
+    state = f" --ckpt_path={checkpoint}" if optimizer else ""
+    print(f"  next: megatron-lightning fit {model}={checkpoint}{state}, with data and layout")
 
 
 def verify(

@@ -58,7 +58,8 @@ class GPTLightningModule(FolderModule):
         if config is None and self._source is None:
             raise ConfigError(
                 "config and init_from_hf are left out, so that the model is unknown. Set config "
-                "to a TransformerConfig, or init_from_hf to a Hugging Face folder."
+                "to a TransformerConfig, or init_from_hf to a Hugging Face folder or to a "
+                "checkpoint of convert import (beside ckpt_path, if its state of Adam goes on)."
             )
         self._started = {} if init_from_hf is None else {"init_from_hf": init_from_hf, **origin}
         if config is not None:

@@ -272,6 +272,18 @@ def test_what_stays_whole() -> None:
     assert split == ["words", "encoder.linear1", "encoder.linear2", "head"]
 
 
+class Initialized(Block):
+    """Reads a weight to initialize the layer alone, as timm's models do."""
+
+    def fix_init_weight(self) -> None:
+        nn.init.zeros_(self.attn.c_proj.weight)
+
+
+def test_a_weight_that_initialization_reads_is_split() -> None:
+    (plan,) = find_plans(Tokens(Initialized), "auto", 2).values()
+    assert plan.style_of("model.attn.c_proj") is not None
+
+
 def test_the_command_line_takes_it() -> None:
     parser = ArgumentParser(exit_on_error=False)
     parser.add_class_arguments(MegatronStrategy, "strategy")

@@ -3,15 +3,24 @@ lists what the packages export. ``make docs`` builds it, and stops at warnings."
 
 from __future__ import annotations
 
+import inspect
 import re
+import shlex
+import sys
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import yaml
 
+from megatron_lightning.cli import main
+from megatron_lightning.config import TransformerConfig
+from megatron_lightning.modules import PretrainDataModule
+from megatron_lightning.modules.language_model import LanguageModule
+from megatron_lightning.strategies import MegatronStrategy
 from tests.project.test_readme import COMMANDS, ROOT, blocks, commands_of
 
 DOCS = ROOT / "docs"
@@ -60,6 +69,35 @@ def test_commands_of_the_tutorial_are_those_of_the_readme() -> None:
     for page in (DOCS / "tutorial").glob("*.md"):
         for command in commands_of(page.read_text()):
             assert command in COMMANDS or "--index-url" in command, f"{page.name}: {command}"
+
+
+def test_options_for_users_of_megatron_exist() -> None:
+    """The right column names options of the classes, and the commands are parsed."""
+    page = (DOCS / "from_megatron.md").read_text()
+    kinds: dict[str, Any] = {
+        "trainer.strategy": MegatronStrategy,
+        "trainer": pl.Trainer,
+        "model.config": TransformerConfig,
+        "model": LanguageModule,
+        "data": PretrainDataModule,
+    }
+    options = re.findall(r"`((?:trainer|model|data)\.[\w.]+)`", page.partition("## Options")[2])
+    assert len(options) >= 45
+    for option in options:
+        group, _, name = option.rpartition(".")
+        assert name in inspect.signature(kinds[group]).parameters, option
+
+
+@pytest.mark.parametrize("index", [0, 2])
+def test_fits_for_users_of_megatron_are_parsed(
+    index: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    commands = commands_of((DOCS / "from_megatron.md").read_text())
+    assert [command.split()[1] for command in commands] == ["fit", "convert", "fit"]
+    monkeypatch.setattr(sys, "argv", ["megatron-lightning"])
+    with pytest.raises(SystemExit) as exit_:
+        main([*shlex.split(commands[index])[1:], "--print_config"])
+    assert not exit_.value.code, capsys.readouterr().err
 
 
 def test_the_first_module_is_described() -> None:

@@ -157,6 +157,8 @@ def test_without_a_configuration_the_way_out_is_named(checkpoints: Path) -> None
         export("checkpoint", "unwritten", format="torch_dist")
     with pytest.raises(ConfigError, match="Leave like out"):
         import_(str(checkpoints / "like-dense"), "unwritten", like="another")
+    with pytest.raises(MissingCheckpointError, match="not found: missing"):
+        import_("missing", "unwritten", like="another")
 
 
 class _Hostile:

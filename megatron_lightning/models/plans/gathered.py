@@ -32,6 +32,7 @@ _TENSORS = ("weight", "bias")
 _HARMLESS = ("dtype", "device")
 """Attributes of a weight that stay correct on a shard."""
 _NOT_IN_FORWARD = ("_init", "__init__", "tie_", "resize_", "get_", "set_", "configure_")
+_INITIALIZES = ("init_weight", "init_param", "reset_param")  # also timm's fix_init_weight
 _LIBRARIES = ("torch.", "lightning.", "pytorch_lightning.", "peft.")
 BY_INDEX = "[]"
 """Name of layers read by index."""
@@ -168,7 +169,8 @@ def weights_read(kinds: Iterable[type[Any]]) -> set[str]:
 def _codes(kind: type[Any]) -> Iterator[CodeType]:
     for name, value in vars(kind).items():
         function = unwrap(value) if callable(value) else None
-        if isfunction(function) and not name.startswith(_NOT_IN_FORWARD):
+        initializes = any(part in name for part in _INITIALIZES)
+        if isfunction(function) and not (initializes or name.startswith(_NOT_IN_FORWARD)):
             yield from _nested(function.__code__)
 
 
