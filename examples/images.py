@@ -1,15 +1,15 @@
 """A vision-language model on a folder of images, its tower frozen: ``python examples/images.py``.
 
 Tensor parallel 2 x pipeline parallel 2 on 4 processes; the tower and its projector lie and run on
-the first stage alone. Needs ``pip install transformers pillow``. Images are in a folder for each
-caption, as ``demo/images/red square/7.png``. ``python examples/images.py MODEL FOLDER`` takes a
-LLaVA of the Hub or of a folder, and your images; alone, the script draws images and makes a tiny
-model in demo/.
+the first stage alone. ``--context-parallel-size 2``: two processes share every row instead. Needs
+``pip install transformers pillow``. Images are in a folder for each caption, as
+``demo/images/red square/7.png``. ``python examples/images.py MODEL FOLDER`` takes a LLaVA of the
+Hub or of a folder, and your images; alone, the script draws images and makes a tiny model in demo/.
 """
 
-import sys
+from argparse import ArgumentParser
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import lightning.pytorch as pl
 import torch
@@ -40,6 +40,9 @@ class Captioned(Dataset[tuple[Image.Image, str]]):
 class Captions(pl.LightningModule):
     """Learns to write the caption of an image. The vision tower stays as it is."""
 
+    # Ranks that share rows divide the labels. The model divides its input behind the images.
+    sequence_dims: ClassVar[dict[str, int]] = {"labels": 1}
+
     def __init__(self, path: str) -> None:
         super().__init__()
         self.path = path
@@ -51,10 +54,10 @@ class Captions(pl.LightningModule):
 
     def num_items(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         """Return the number of tokens in the loss: captions differ in length."""
-        return (batch["labels"][:, 1:] != -100).sum()
+        return (batch["labels"] != -100).sum()
 
     def training_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> torch.Tensor:
-        loss: torch.Tensor = self.model(**batch).loss
+        loss: torch.Tensor = self.model(**batch, shift_labels=batch["labels"], use_cache=False).loss
         self.log("loss", loss, prog_bar=True)
         return loss
 
@@ -64,7 +67,10 @@ class Captions(pl.LightningModule):
 
 
 class Collate:
-    """Makes batches by the model's processor. Padding and places of images have no loss."""
+    """Makes batches by the model's processor. Padding and places of images have no loss.
+
+    No token sees the padding, which lies at the ends of rows. So there is no mask.
+    """
 
     def __init__(self, path: str) -> None:
         self.processor: Any = AutoProcessor.from_pretrained(path)
@@ -76,12 +82,15 @@ class Collate:
             images=list(images),
             text=[f"{text} {end}" for text in texts],
             padding=True,
+            padding_side="right",
+            pad_to_multiple_of=8,  # twice the ranks that share a row divide it
             return_tensors="pt",
         )
-        ignored = (batch["attention_mask"] == 0) | (
+        ignored = (batch.pop("attention_mask") == 0) | (
             batch["input_ids"] == self.processor.image_token_id
         )
-        return {**batch, "labels": batch["input_ids"].masked_fill(ignored, -100)}
+        tokens = batch["input_ids"].masked_fill(ignored, -100)
+        return {**batch, "labels": torch.nn.functional.pad(tokens[:, 1:], (0, 1), value=-100)}
 
 
 def draw(folder: Path) -> None:
@@ -145,14 +154,27 @@ def make_model(folder: str) -> None:
 
 if __name__ == "__main__":
     pl.seed_everything(0)
-    model, images = sys.argv[1:3] if len(sys.argv) > 2 else ("demo/llava", "demo/images")
-    strategy = MegatronStrategy(
-        tensor_model_parallel_size=2, pipeline_model_parallel_size=2, micro_batch_size=4
+    parser = ArgumentParser()
+    parser.add_argument("model", nargs="?", default="demo/llava")
+    parser.add_argument("images", nargs="?", default="demo/images")
+    parser.add_argument("--context-parallel-size", type=int, default=1)
+    options = parser.parse_args()
+    model, images, shared = options.model, options.images, options.context_parallel_size
+    strategy = (
+        MegatronStrategy(
+            tensor_model_parallel_size=2, pipeline_model_parallel_size=2, micro_batch_size=4
+        )
+        if shared == 1
+        else MegatronStrategy(context_parallel_size=shared)
     )
     trainer = pl.Trainer(
-        strategy=strategy, accelerator="cpu", devices=4, max_epochs=4, logger=False
+        strategy=strategy,
+        accelerator="cpu",
+        devices=4 if shared == 1 else shared,
+        max_epochs=4,
+        logger=False,
     )
-    if len(sys.argv) <= 2 and not Path(model).exists():
+    if model == parser.get_default("model") and not Path(model).exists():
         make_model(model)
         draw(Path(images))
     loader = DataLoader(Captioned(images), batch_size=16, shuffle=True, collate_fn=Collate(model))

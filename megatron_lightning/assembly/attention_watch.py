@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.layers.sequence_mixer import SequenceMixer
+from megatron_lightning.layers.styles.divided_embeddings import divides_embeddings
 from megatron_lightning.parallel.absent import present_modules
 
 _FOREIGN = (
@@ -70,6 +71,15 @@ class AttentionWatch(TorchFunctionMode):
         super().__init__()
         self._uncalled: dict[str, nn.Module] = dict(bound_attention(module))
         self._undo = ExitStack()
+        present = list(present_modules(module))
+        self._entries = {path: child for path, child in present if divides_embeddings(child)}
+        self._outer = [
+            child
+            for path, child in present
+            if any(entry.startswith(f"{path}." if path else "") for entry in self._entries)
+        ]
+        # Before a text model divides its rows, towers attend to full images.
+        self._is_divided = not self._entries
         self.called: set[str] = set()
         """Paths of the bound modules called so far."""
 
@@ -77,6 +87,11 @@ class AttentionWatch(TorchFunctionMode):
         for path, child in self._uncalled.items():  # called modules are removed later
             hook = child.register_forward_pre_hook(self._called(path))
             self._undo.callback(hook.remove)
+        # Calls around begin before the division, and a stage of a pipeline may not return from one.
+        for outer in self._outer:
+            self._undo.callback(outer.register_forward_pre_hook(self._begun).remove)
+        for entry in self._entries.values():
+            self._undo.callback(entry.register_forward_pre_hook(self._entered).remove)
         self._undo.enter_context(torch.compiler.set_stance("force_eager"))  # hooks see the calls
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
@@ -88,7 +103,7 @@ class AttentionWatch(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:  # called by torch
-        if func in _FOREIGN:
+        if func in _FOREIGN and self._is_divided:
             raise ConfigError(
                 f"the model calls {func.__name__} in a module that its sharding plan "
                 "does not bind to the context-parallel ranks, so that a token would see those of "
@@ -109,6 +124,12 @@ class AttentionWatch(TorchFunctionMode):
                 "forward did not call it: its attention is computed elsewhere. Call it with "
                 "queries, keys and values, or set context_parallel_size to 1."
             )
+
+    def _entered(self, *_: Any) -> None:
+        self._is_divided = True
+
+    def _begun(self, *_: Any) -> None:
+        self._is_divided = False
 
     def _called(self, path: str) -> Any:
         def called(*_: Any) -> None:

@@ -1,4 +1,4 @@
-"""The example of images: LLaVA with a frozen tower on TP 2 x PP 2 equals one process."""
+"""The example of images: LLaVA with a frozen tower on TP 2 x PP 2 and CP 2 equals one process."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def train(folder: str, options: dict[str, Any] | None) -> tuple[list[float], dic
 
 
 @pytest.mark.slow
-def test_a_frozen_tower_on_tensor_and_pipeline_ranks(tmp_path: Path) -> None:
+def test_a_frozen_tower_on_several_ranks(tmp_path: Path) -> None:
     names = runpy.run_path(str(EXAMPLE))
     torch.manual_seed(0)
     names["make_model"](str(tmp_path / "llava"))
@@ -48,5 +48,7 @@ def test_a_frozen_tower_on_tensor_and_pipeline_ranks(tmp_path: Path) -> None:
     for found, _ in ranks:
         assert found == pytest.approx(losses, rel=1e-5)  # fp32, sums in another order
     held = [sum(weight.numel() for weight in mine.values()) for _, mine in ranks]
+    for found, _ in run_ranks(2, train, str(tmp_path), {"context_parallel_size": 2}):
+        assert found == pytest.approx(losses, rel=1e-5)
     assert sorted(count > 0 for count in held) == [False, False, True, True]  # the first stage
     assert losses[-1] < losses[0] and tower

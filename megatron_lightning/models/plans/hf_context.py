@@ -9,15 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 from torch import nn
 
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.layers.styles import ContextAttention
+from megatron_lightning.layers.styles.divided_embeddings import DividedEmbeddings
 from megatron_lightning.layers.styles.transformers_attention import looks_attention_up
 from megatron_lightning.models.plans.hf_rows import as_patterns
-from megatron_lightning.parallel.sharding import ShardingPlan
+from megatron_lightning.parallel.sharding import ShardingPlan, Style
 
 FAMILIES = frozenset({
     "afmoe", "apertus", "arcee", "aria_text", "axk1", "bitnet", "cohere", "cohere2",
@@ -32,6 +34,13 @@ FAMILIES = frozenset({
 })  # fmt: skip
 """``model_type`` of the configurations."""
 
+IMAGE_FAMILIES: Mapping[str, frozenset[str]] = MappingProxyType(
+    {"llava": FAMILIES, "qwen2_5_vl": frozenset({"qwen2_5_vl_text"})}
+)
+"""``model_type`` of models that merge images with the embeddings of text -> of their text models,
+which are called with embeddings."""
+_TEXT_MODEL = "language_model"
+
 _DOCUMENTS = "documents"
 """Keyword that reaches our attention through the layers' calls."""
 
@@ -44,6 +53,8 @@ def with_context(model: nn.Module, plan: ShardingPlan) -> ShardingPlan:
     """
     config: Any = model.config
     name = type(model).__name__
+    if takes_images(model):
+        return _with_divided_embeddings(model, plan)
     if config.model_type not in FAMILIES or not _is_language_model(model):
         raise ConfigError(
             f"{name} is not known to work on ranks that share sequences: its layers may mix tokens "
@@ -67,6 +78,31 @@ def with_context(model: nn.Module, plan: ShardingPlan) -> ShardingPlan:
         documents=_DOCUMENTS,
         packed_positions=True,
     )
+
+
+def takes_images(model: nn.Module) -> bool:
+    """Return whether a model of ``transformers`` merges images with text in a known way."""
+    config: Any = getattr(model, "config", None)
+    known = IMAGE_FAMILIES.get(getattr(config, "model_type", ""), frozenset())
+    return bool(known) and config.get_text_config().model_type in known
+
+
+def _with_divided_embeddings(model: nn.Module, plan: ShardingPlan) -> ShardingPlan:
+    """Return ``plan`` with rows for the text model of a model with images. Its tower sees all
+    images on every rank.
+    """
+    paths = dict(model.named_modules())
+    text = next(path for path in paths if path.rpartition(".")[2] == _TEXT_MODEL)
+    _check_positions(model.config.get_text_config(), type(model).__name__)  # type: ignore[union-attr,operator]
+    rows: dict[str, Style] = {
+        path: ContextAttention(also=plan.style_of(path))
+        for path, child in paths.items()
+        if path.startswith(f"{text}.") and looks_attention_up(child)
+    }
+    rows[text] = DividedEmbeddings(also=plan.style_of(text))
+    bound = as_patterns(rows, paths)
+    others = {path: row for path, row in plan.modules.items() if path not in bound}
+    return replace(plan, modules={**bound, **others}, positions="")
 
 
 def _is_language_model(model: nn.Module) -> bool:
@@ -94,19 +130,24 @@ def _check_positions(config: Any, name: str) -> None:
         )
 
 
-def check_call(model: nn.Module, given: Mapping[str, Any], added: Mapping[str, Any]) -> None:
+def check_call(
+    model: nn.Module, given: Mapping[str, Any], added: Mapping[str, Any], length: int
+) -> None:
     """Check that a call of a model of ``transformers`` means the same on a sequence shard.
 
     Args:
         model: The model.
         given: Arguments of the call, by name.
         added: Arguments added to the call.
+        length: Positions of the full rows.
 
     Raises:
         ConfigError: If the call would shift labels within the shard, or let documents see each
             other.
     """
     name = type(model).__name__
+    if takes_images(model):
+        _check_full_rows(name, given, length)
     if given.get("labels") is not None and given.get("shift_labels") is None:
         raise ConfigError(
             f"{name} was given labels, which it shifts within the part of the sequence that a rank "
@@ -131,4 +172,27 @@ def check_call(model: nn.Module, given: Mapping[str, Any], added: Mapping[str, A
             f"{name} was asked for router logits, whose balancing loss would be that of a rank's "
             "part of each sequence. Set output_router_logits to False, or context_parallel_size "
             "to 1."
+        )
+
+
+def _check_full_rows(name: str, given: Mapping[str, Any], length: int) -> None:
+    """Check that a model with images is called with full rows, without positions.
+
+    Raises:
+        ConfigError: If rows are divided already, or positions may begin documents.
+    """
+    tokens = given.get("input_ids")
+    if tokens is None or tokens.shape[1] != length:
+        found = "no input_ids" if tokens is None else f"input_ids of {tokens.shape[1]} columns"
+        raise ConfigError(
+            f"{name} was called with {found}, and the full rows have {length} positions. A model "
+            "with images gets full rows and divides them behind the merge: declare only the "
+            "entries that are compared with logits in sequence_dims, such as labels, and pass "
+            "input_ids in full."
+        )
+    if given.get("position_ids") is not None:
+        raise ConfigError(
+            f"{name} was given position_ids, which may begin documents within a row, and ranks "
+            "that share sequences of a model with images have one document a row. Leave "
+            "position_ids out, or set context_parallel_size to 1."
         )

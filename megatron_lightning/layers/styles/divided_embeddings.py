@@ -1,0 +1,87 @@
+"""Sequences that a model divides behind its merge of images and text (context parallelism).
+
+Every rank runs the tower on all images, and merges the features with the embeddings of the full
+rows. The first layers receive the rank's part. Gradients of tower and embeddings are therefore
+sums over the ranks, as all gradients of ranks that share sequences, and a rank whose part has no
+token of an image takes part with zeros.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from megatron_lightning.errors import ConfigError
+from megatron_lightning.parallel.context import ParallelContext
+from megatron_lightning.parallel.sequence import SequencePart
+from megatron_lightning.parallel.sharding import ShardingPlan, Style
+
+_EMBEDDINGS, _POSITIONS = "inputs_embeds", "position_ids"
+_KNOWN = (_EMBEDDINGS, _POSITIONS, "attention_mask", "labels", "shift_labels")
+"""Tensors in a text model's call. The text model does not read labels."""
+
+
+@dataclass(frozen=True)
+class DivideEmbeddings:
+    """Forward pre-hook of a text model of ``transformers``: the rank's part of the embeddings
+    [b, s, h] and of the positions [b, s], or [n, b, s] for positions of images.
+    """
+
+    part: SequencePart
+
+    def __call__(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the arguments of the part.
+
+        Raises:
+            ConfigError: If the call has no embeddings, or further tensors of unknown meaning.
+        """
+        embeddings = kwargs.get(_EMBEDDINGS)
+        others = [k for k, v in kwargs.items() if isinstance(v, Tensor | list) and k not in _KNOWN]
+        if args or not isinstance(embeddings, Tensor) or others:
+            found = others[0] if others else "no inputs_embeds"
+            raise ConfigError(
+                f"{type(module).__name__} was called with {found}, and ranks that share sequences "
+                "divide embeddings and positions alone. Set context_parallel_size to 1."
+            )
+        positions = kwargs.get(_POSITIONS)
+        if positions is None:
+            own = self.part.positions(embeddings.shape[1], embeddings.device)[None]
+        else:
+            own = self.part.split(positions, positions.ndim - 1)
+        return args, kwargs | {_EMBEDDINGS: self.part.split(embeddings, 1), _POSITIONS: own}
+
+
+@dataclass(frozen=True)
+class DividedEmbeddings:
+    """A text model of ``transformers`` called with embeddings of full rows."""
+
+    also: Style | None = None
+    """Another style of the same module, applied first."""
+
+    @property
+    def splits(self) -> bool:
+        """See :class:`~megatron_lightning.parallel.sharding.ShardingPlan`."""
+        return self.also is not None and bool(getattr(self.also, "splits", True))
+
+    @property
+    def shards_sequence(self) -> bool:
+        """See :class:`~megatron_lightning.parallel.sharding.ShardingPlan`."""
+        return bool(getattr(self.also, "shards_sequence", False))
+
+    def apply(self, module: nn.Module, context: ParallelContext, plan: ShardingPlan) -> nn.Module:
+        """Divide the rows of every call."""
+        if self.also is not None:
+            module = self.also.apply(module, context, plan)
+        if context.cp.size > 1:
+            hook = DivideEmbeddings(SequencePart(context.cp.rank, context.cp.size))
+            module.register_forward_pre_hook(hook, with_kwargs=True)
+        return module
+
+
+def divides_embeddings(module: nn.Module) -> bool:
+    """Return whether calls of a module are divided over the ranks that share sequences."""
+    return any(isinstance(hook, DivideEmbeddings) for hook in module._forward_pre_hooks.values())
