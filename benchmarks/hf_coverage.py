@@ -78,6 +78,8 @@ SEQUENCE = "sp"
 KINDS = ("equal", "refused", "sensitive", "wrong", "failed")
 
 TABLE = Path("docs/hf_coverage.md")
+OTHERS = "## Encoders, encoder-decoders and images"
+"""Heading of the section of ``--others``."""
 FOLDERS = "## Folders"
 """Heading of the section that ``benchmarks.hf_bridge`` writes."""
 
@@ -92,6 +94,8 @@ class CausalLM(pl.LightningModule):
         self.family = family
         self.model_config = config
         self.rounding = rounding
+        if family.kind == "images and text":  # full rows of tokens go into the model
+            self.sequence_dims = {"targets": 1}  # type: ignore[misc]
 
     def configure_model(self) -> None:
         """Build the model; every rank keeps its part."""
@@ -150,7 +154,7 @@ def train(
         callbacks=[losses],
     )
     module = CausalLM(family, config, rounding)
-    trainer.fit(module, DataLoader(hf_families.rows(STEPS * BATCH), BATCH // replicas))  # type: ignore[arg-type]
+    trainer.fit(module, DataLoader(hf_families.rows(STEPS * BATCH, family.kind), BATCH // replicas))  # type: ignore[arg-type]
     trainer.save_checkpoint(path)
     return losses.values
 
@@ -381,8 +385,39 @@ def write_table(results: Mapping[str, Mapping[str, str]], path: Path) -> None:
     lines += ["", *(f"{number}. {note}" for number, note in enumerate(notes, 1))]
     missing = sorted(results.keys() - trained.keys())
     lines += ["", f"Not built from a shrunk configuration: {', '.join(missing) or 'none'}.", ""]
-    _, heading, folders = path.read_text().partition(FOLDERS) if path.exists() else ("",) * 3
-    path.write_text("\n".join(lines) + (f"\n{heading}{folders}" if heading else ""))
+    _, heading, rest = path.read_text().partition(OTHERS) if path.exists() else ("",) * 3
+    path.write_text("\n".join(lines) + (f"\n{heading}{rest}" if heading else ""))
+
+
+def write_others(results: Mapping[str, Mapping[str, str]], path: Path) -> None:
+    """Write the section of encoders, encoder-decoders and models with images."""
+    lines = [
+        OTHERS,
+        "",
+        "`python -m benchmarks.hf_coverage --others` does the same with models that predict masked",
+        "tokens, translate, classify images, or read an image beside the text.",
+        "",
+        f"| family | predicts | {' | '.join(LAYOUTS)} |",
+        "|---" * (len(LAYOUTS) + 2) + "|",
+    ]
+    notes: list[str] = []
+    for family in hf_families.other_families():
+        row = results.get(family.name, {})
+        if row.get("plain") != "trained":
+            continue
+        cells = []
+        for layout in LAYOUTS:
+            kind, _, why = row.get(layout, "").partition(": ")
+            why = why.replace(family.model_class, "the model")
+            if why and why not in notes:
+                notes.append(why)
+            cells.append(f"{kind} [{notes.index(why) + 1}]" if why else kind)
+        lines.append(f"| {family.name} | {family.kind} | {' | '.join(cells)} |")
+    lines += ["", *(f"{number}. {note}" for number, note in enumerate(notes, 1)), ""]
+    text = path.read_text()
+    before = text.partition(OTHERS)[0].partition(FOLDERS)[0]
+    _, heading, folders = text.partition(FOLDERS)
+    path.write_text(f"{before}{chr(10).join(lines)}\n{heading}{folders}")
 
 
 def main() -> None:
@@ -393,12 +428,14 @@ def main() -> None:
     parser.add_argument("--families", nargs="+", help="only these; default: all")
     parser.add_argument("--limit-s", type=float, default=60.0, help="of one run of one family")
     parser.add_argument("--table", type=Path, default=TABLE)
+    parser.add_argument("--others", action="store_true", help="encoders, translation, images")
     options = parser.parse_args()
     results = read_results(options.work)
-    for family in hf_families.families():
+    chosen = hf_families.other_families() if options.others else hf_families.families()
+    for family in chosen:
         done = results.get(family.name, {})
         missing = [layout for layout in options.layouts if layout not in done]
-        missing += [SEQUENCE] if SEQUENCE not in done else []
+        missing += [SEQUENCE] if SEQUENCE not in done and not options.others else []
         if (options.families and family.name not in options.families) or not missing:
             continue
         if done.get("plain", "trained") != "trained":
@@ -411,7 +448,7 @@ def main() -> None:
         with options.work.open("a") as file:
             file.write(json.dumps({"family": family.name, **row}) + "\n")
         print(family.name, row, flush=True)
-    write_table(results, options.table)
+    (write_others if options.others else write_table)(results, options.table)
 
 
 if __name__ == "__main__":

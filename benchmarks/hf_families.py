@@ -98,8 +98,29 @@ _ATTEMPTS: tuple[dict[str, Any], ...] = (
 """Changes to the generic values; None: the family's own value."""
 
 
+_IMAGE, _PATCH, _CLASSES = 8, 4, 4
+_PICTURES: dict[str, Any] = {
+    "image_size": _IMAGE, "patch_size": _PATCH,
+    "id2label": {index: str(index) for index in range(_CLASSES)},
+}  # fmt: skip
+_LLAVA: dict[str, Any] = {
+    "vision_config": {
+        "model_type": "clip_vision_model", "hidden_size": 16, "intermediate_size": 24,
+        "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": _IMAGE,
+        "patch_size": _PATCH, "projection_dim": 16,
+    },
+    "text_config": {
+        "model_type": "llama", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
+        "vocab_size": VOCABULARY, "max_position_embeddings": 64, "pad_token_id": 0,
+        "bos_token_id": 1, "eos_token_id": 2,
+    },
+    "image_token_index": VOCABULARY - 1, "vision_feature_layer": -1, "image_seq_length": 4,
+}  # fmt: skip
 _ROTARY = {"rope_type": "default", "rope_theta": 10000.0}
 _OWN: dict[str, dict[str, Any]] = {
+    **dict.fromkeys(("deit", "dinov2", "vit"), _PICTURES),
+    "llava": _LLAVA,
     "codegen": {"rotary_dim": 4},
     "cohere_compass_text": {
         "rope_parameters": {"full_attention": _ROTARY, "sliding_attention": _ROTARY}
@@ -130,10 +151,12 @@ _OWN: dict[str, dict[str, Any]] = {
 
 
 class Family(NamedTuple):
-    """A causal-LM family."""
+    """A family of models."""
 
     name: str
     model_class: str
+    kind: str = "causal"
+    """causal, masked, translating, "images and text", or images: what the model predicts."""
 
 
 class NotBuiltError(RuntimeError):
@@ -145,6 +168,30 @@ def families() -> list[Family]:
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     return sorted(Family(*item) for item in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items())
+
+
+def other_families() -> list[Family]:
+    """Return encoders, encoder-decoders and models with images."""
+    masked, translating = "ForMaskedLM", "ForConditionalGeneration"
+    names = {
+        "masked": {
+            "albert": "Albert", "bert": "Bert", "deberta-v2": "DebertaV2",
+            "distilbert": "DistilBert", "electra": "Electra", "esm": "Esm",
+            "modernbert": "ModernBert", "roberta": "Roberta",
+        },
+        "translating": {
+            "bart": "Bart", "mbart": "MBart", "mt5": "MT5", "pegasus": "Pegasus", "t5": "T5",
+            "umt5": "UMT5",
+        },
+        "images and text": {"llava": "Llava"},
+        "images": {"deit": "DeiT", "dinov2": "Dinov2", "vit": "ViT"},
+    }  # fmt: skip
+    heads = {"masked": masked, "images": "ForImageClassification"}
+    return [
+        Family(name, prefix + heads.get(kind, translating), kind)
+        for kind, prefixes in names.items()
+        for name, prefix in prefixes.items()
+    ]
 
 
 def load(family: Family) -> type[nn.Module]:
@@ -166,7 +213,7 @@ def small_config(family: Family) -> Any:
         try:
             config = _config_class(family)(**options)
             model = build(family, config)
-            loss = loss_of(model, default_collate(rows(2)))
+            loss = loss_of(model, default_collate(rows(2, family.kind)))
             loss.backward()  # type: ignore[no-untyped-call]
             if bool(loss.isfinite()):
                 return config
@@ -189,17 +236,39 @@ def build(family: Family, config: Any) -> nn.Module:
     return model.train()
 
 
-def rows(count: int) -> list[dict[str, Tensor]]:
-    """Return ``count`` rows of random tokens, none of them special, and of those that follow."""
+def rows(count: int, kind: str = "causal") -> list[dict[str, Tensor]]:
+    """Return ``count`` rows of random tokens, none of them special, and of those that follow, or of
+    images with a class or beside the tokens.
+    """
     generator = torch.Generator().manual_seed(2)
-    text = torch.randint(3, VOCABULARY, (count, LENGTH + 1), generator=generator)
-    return [{"inputs": row[:-1], "targets": row[1:]} for row in text]
+    highest = VOCABULARY - (kind == "images and text")  # the last token stands for an image
+    text = torch.randint(3, highest, (count, LENGTH + 1), generator=generator)
+    found = [{"inputs": row[:-1].clone(), "targets": row[1:]} for row in text]
+    if not kind.startswith("images"):
+        return found
+    pictures = torch.randn(count, 3, _IMAGE, _IMAGE, generator=generator)
+    if kind == "images":
+        return [
+            {"images": picture, "targets": row["targets"][:1] % _CLASSES}
+            for row, picture in zip(found, pictures, strict=True)
+        ]
+    for row in found:
+        row["inputs"][1 : 1 + (_IMAGE // _PATCH) ** 2] = VOCABULARY - 1
+    return [row | {"images": p} for row, p in zip(found, pictures, strict=True)]
 
 
 def loss_of(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
-    """Return the mean loss of predicting the next token."""
-    logits = model(input_ids=batch["inputs"], use_cache=False).logits
-    return nn.functional.cross_entropy(logits.float().flatten(0, 1), batch["targets"].flatten())
+    """Return the mean loss of predicting the next token, or the class of an image."""
+    images, config = batch.get("images"), model.config
+    given: dict[str, Any] = {} if images is None else {"pixel_values": images}
+    if "inputs" in batch:
+        given["input_ids"] = batch["inputs"]
+    if getattr(config, "is_encoder_decoder", False):
+        given["decoder_input_ids"] = batch["inputs"].flip(1)
+    if "inputs" in batch and not type(model).__name__.endswith("MaskedLM"):
+        given["use_cache"] = False
+    logits = model(**given).logits
+    return nn.functional.cross_entropy(logits.float().flatten(0, -2), batch["targets"].flatten())
 
 
 def _config_class(family: Family) -> type[Any]:
@@ -213,6 +282,8 @@ def _candidates(family: Family) -> Iterator[Mapping[str, Any]]:
     """Yield the keywords of configurations, the likeliest first."""
     default = _config_class(family)()
     known = {name: value for name, value in _SMALL.items() if _has(default, name)}
+    if family.kind != "causal" and "is_decoder" in known:
+        known["is_decoder"] = False
     known |= _OWN.get(family.name, {})
     lists = {n: value for n, value in _short_lists(default).items() if n not in known}
     for change in _ATTEMPTS:

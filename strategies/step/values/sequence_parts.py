@@ -95,7 +95,7 @@ class SequenceParts(StepParticipant):
         arguments = SequenceArguments(context.cp, self._plans[path], length, context.device)
         added = arguments(given)
         if is_transformers_model(model):
-            check_call(model, given, added)
+            check_call(model, given, added, length)
         return added
 
     @contextmanager
