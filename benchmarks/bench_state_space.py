@@ -6,9 +6,9 @@ two ranks that share sequences.
 
 Forward and backward, fp32, one thread a process. Times of scan and mixer are processor times of one
 process, and ours and theirs take turns. *Kept* is what autograd saves for backward, weights left
-out. *Hybrid*: four layers, ``M-M*``, with twice the sequence on two ranks, beside one process with
-the single sequence: each rank has as many tokens as the process. Attention has more to do, since
-its work grows with the square.
+out. *Hybrid*: four layers, ``M-M*`` and ``M-M-``, with twice the sequence on two ranks, beside one
+process with the single sequence: each rank has as many tokens as the process. Attention has twice
+the work on a rank, since work grows with the square; the second pattern shows the other layers.
 """
 
 from __future__ import annotations
@@ -40,6 +40,8 @@ from megatron_lightning.parallel.sequence import SequencePart
 
 HEADS, HEAD_DIM, GROUPS, STATE, HIDDEN = 16, 64, 2, 128, 512
 CHUNKS = (64, 128, 256)
+PATTERNS = ("M-M*", "M-M-")
+"""With attention, of which a rank has twice the work of the single length, and without."""
 LIMIT = 1.1
 """Longest step of two ranks with twice the sequence, in steps of one process."""
 
@@ -126,10 +128,12 @@ def measure_mixer(length: int, rounds: int, *, recompute: bool) -> Pair:
     return _pair(partial(ours, leaf.transpose(0, 1)), partial(theirs, leaf), rounds)
 
 
-def _measure_hybrid(ranks: int, length: int, rounds: int) -> list[tuple[float, float]]:
+def _measure_hybrid(
+    ranks: int, length: int, rounds: int, pattern: str
+) -> list[tuple[float, float]]:
     """Return wall and processor seconds of steps of a hybrid, on each of ``ranks``."""
     config = TransformerConfig(
-        layer_pattern="M-M*", hidden_size=HIDDEN, num_attention_heads=8, vocab_size=512,
+        layer_pattern=pattern, hidden_size=HIDDEN, num_attention_heads=8, vocab_size=512,
         max_sequence_length=length * ranks,
         mamba=MambaConfig(
             num_heads=HEADS, head_dim=HEAD_DIM, num_groups=GROUPS, state_dim=STATE
@@ -183,9 +187,19 @@ def measure(length: int, rounds: int, folder: Path | None) -> str:
     for recompute in (True, False):
         name = "mixer, scan recomputed" if recompute else "mixer"
         pairs[name] = measure_mixer(length, rounds, recompute=recompute)
-    alone = run(1, _measure_hybrid, 1, length, rounds, limit_s=900.0)[0]
-    shared = run(2, _measure_hybrid, 2, length, rounds, limit_s=900.0)[0]
-    wall, busy = (ratio_of_medians([s[i] for s in shared], [s[i] for s in alone]) for i in (0, 1))
+    hybrids, lines = {}, []
+    for pattern in PATTERNS:
+        alone = run(1, _measure_hybrid, 1, length, rounds, pattern, limit_s=900.0)[0]
+        shared = run(2, _measure_hybrid, 2, length, rounds, pattern, limit_s=900.0)[0]
+        wall, busy = (
+            ratio_of_medians([s[i] for s in shared], [s[i] for s in alone]) for i in (0, 1)
+        )
+        hybrids[pattern] = {"alone": alone, "shared": shared}
+        lines.append(
+            f"A hybrid {pattern} of {2 * length} tokens on two ranks, in steps of one process with "
+            f"{length}: {wall} by the clock, {busy} by processor time of a rank (goal: at most "
+            f"{LIMIT}, where each rank has a core)."
+        )
     facts["load_average_at_end"] = machine.describe()["load_average"]
     page = "\n".join(
         [
@@ -196,16 +210,14 @@ def measure(length: int, rounds: int, folder: Path | None) -> str:
             f"Sequence {length}, {HEADS} heads of {HEAD_DIM}, {GROUPS} groups, state {STATE}, "
             f"hidden {HIDDEN}, batch 1, {rounds} rounds in turns, one thread; processor time.",
             *_rows(pairs),
-            f"A hybrid M-M* of {2 * length} tokens on two ranks, in steps of one process with "
-            f"{length}: {wall} by the clock, {busy} by processor time of a rank (goal: at most "
-            f"{LIMIT}, where each rank has a core).",
+            "\n\n".join(lines),
             "",
         ]
     )
     if folder is not None:
         numbers = {
             "pairs": {name: pair._asdict() for name, pair in pairs.items()},
-            "hybrid": {"alone": alone, "shared": shared},
+            "hybrids": hybrids,
         }
         machine.keep(folder, "state_space_cpu", facts, page, numbers)
     return page

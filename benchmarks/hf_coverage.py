@@ -391,14 +391,15 @@ def write_table(results: Mapping[str, Mapping[str, str]], path: Path) -> None:
 
 def write_others(results: Mapping[str, Mapping[str, str]], path: Path) -> None:
     """Write the section of encoders, encoder-decoders and models with images."""
+    columns = [name for name in LAYOUTS if any(name in row for row in results.values())]
     lines = [
         OTHERS,
         "",
         "`python -m benchmarks.hf_coverage --others` does the same with models that predict masked",
         "tokens, translate, classify images, or read an image beside the text.",
         "",
-        f"| family | predicts | {' | '.join(LAYOUTS)} |",
-        "|---" * (len(LAYOUTS) + 2) + "|",
+        f"| family | predicts | {' | '.join(columns)} |",
+        "|---" * (len(columns) + 2) + "|",
     ]
     notes: list[str] = []
     for family in hf_families.other_families():
@@ -406,7 +407,7 @@ def write_others(results: Mapping[str, Mapping[str, str]], path: Path) -> None:
         if row.get("plain") != "trained":
             continue
         cells = []
-        for layout in LAYOUTS:
+        for layout in columns:
             kind, _, why = row.get(layout, "").partition(": ")
             why = why.replace(family.model_class, "the model")
             if why and why not in notes:

@@ -72,6 +72,7 @@ _SMALL: dict[str, Any] = {
             "residual_dropout_prob",
             "embd_dropout",
             "ffn_dropout",
+            "dropout_rate",
             "router_jitter_noise",
             "input_jitter_noise",
         ),
