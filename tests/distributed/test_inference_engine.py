@@ -186,13 +186,23 @@ def check(
     )
 
 
-def test_one_process_gives_the_text_of_the_uncached_forward(tmp_path: Path) -> None:
-    check(found_texts(saved(tmp_path), {"1": {}}, SMALL))
+@pytest.mark.parametrize(
+    "samplings",
+    [
+        pytest.param((DRAWN,), id="drawn"),
+        pytest.param((GREEDY,), id="greedy", marks=pytest.mark.slow),
+    ],
+)
+def test_one_process_gives_the_text_of_the_uncached_forward(
+    samplings: tuple[Sampling, ...], tmp_path: Path
+) -> None:
+    check(found_texts(saved(tmp_path), {"1": {}}, SMALL, samplings), CONFIGS, samplings)
 
 
 def test_two_ranks_give_the_same_text(tmp_path: Path) -> None:
     names, options = ("grouped", "experts"), {"chunks": {"max_tokens": 20, "max_requests": 4}}
-    for found in run_ranks(2, found_texts, saved(tmp_path, names), LAYOUTS, options, [DRAWN]):
+    usual = {name: LAYOUTS[name] for name in ("tp2 sp", "pp2 vpp2", "tp2 ep2")}
+    for found in run_ranks(2, found_texts, saved(tmp_path, names), usual, options, [DRAWN]):
         check(found, names, [DRAWN])
 
 

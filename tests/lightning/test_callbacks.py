@@ -148,7 +148,7 @@ def _swa_and_resume(layout: Layout, folder: str) -> list[dict[str, Any]]:
     return [_swa(layout, folder), _swa(layout, folder, f"{folder}/epoch=1.ckpt")]
 
 
-@layouts(TP2_TOY, PP2, slow=[DP2, PP2_DP2, MICRO])
+@layouts(TP2_TOY, slow=[PP2, DP2, PP2_DP2, MICRO])
 def test_stochastic_weight_averaging(layout: Layout, tmp_path: Path) -> None:
     expected = single(_swa)
     for whole, resumed in run(layout, _swa_and_resume, tmp_path):
@@ -246,7 +246,7 @@ def _predict(layout: Layout, folder: str) -> dict[str, Any]:
     return {"batches": writer.batches, "all": writer.all, "returned": returned}
 
 
-@layouts(PP2, PP2_DP2, slow=[DP2, MICRO])
+@layouts(PP2_DP2, slow=[PP2, DP2, MICRO])
 def test_predictions_and_their_indices(layout: Layout, tmp_path: Path) -> None:
     """Every sample once, under its own index; each replica returns its share (as Lightning's DDP),
     all its stages the same."""

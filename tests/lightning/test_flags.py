@@ -140,7 +140,6 @@ SPREAD = [
     ("clip-norm", PP2_DP2),
     ("clip-value", PP2),
     ("accumulate", PP2_DDP2),
-    ("accumulate", DP2),
     ("val-interval", PP2),
     ("limits", DP2),
     ("max-steps", PP2),
@@ -151,8 +150,6 @@ SPREAD = [
     ("bf16", PP2),
     ("accumulation-scheduler", PP2),
     ("early-stopping-train", PP2),
-    ("swa", PP2),
-    ("timer", DDP2),
 ]
 MATRIX = [
     (case, layout)

@@ -149,7 +149,7 @@ def test_loss_scale_and_skipped_steps_on_every_rank(layout: Layout, tmp_path: Pa
         assert max(finite) < 100.0  # unscaled before the hooks and the clipping
 
 
-@layouts(PP2_DP2, slow=[MICRO, PP2, DP2, DDP2])
+@layouts(PP2, slow=[MICRO, DP2, DDP2, PP2_DP2])
 def test_loss_scale_resumes_bit_equal(layout: Layout, tmp_path: Path) -> None:
     """Stopped between two overflows, when the hysteresis is half used up."""
     whole = run(layout, _scripted, tmp_path / "whole")
@@ -185,7 +185,7 @@ def test_fp16_equals_torchs_scaler_on_one_device() -> None:
     assert single(_fp16, True) == single(_fp16, False)
 
 
-@layouts(PP2, DP2, slow=[MICRO, DDP2, PP2_DP2])
+@layouts(PP2, slow=[MICRO, DP2, DDP2, PP2_DP2])
 def test_fp16_on_layouts(layout: Layout, tmp_path: Path) -> None:
     """fp16 has 11 bits; sums in another order may differ in the last, so 2^-9 after eight steps."""
     expected, ranks = single(_fp16, False), run(layout, _fp16, tmp_path, True)
@@ -236,7 +236,7 @@ def test_precision_strings(layout: Layout, precision: str, tmp_path: Path) -> No
         assert_close(rank["norms"], exact["norms"], tolerance)
 
 
-@layouts(PP2_DP2, slow=[MICRO, PP2, DP2, DDP2])
+@layouts(DP2, slow=[MICRO, PP2, DDP2, PP2_DP2])
 def test_fp16_weights_on_layouts(layout: Layout, tmp_path: Path) -> None:
     """With fp32 masters on every layout, one rank included; Lightning's own fp16 steps lose Adam's
     eps of 1e-8.

@@ -266,6 +266,7 @@ def _refused(name: str) -> None:
     _fit({kind.__name__: kind for kind in REFUSED}[name], 2)
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("kind", REFUSED)
 def test_calls_that_a_first_stage_cannot_run_are_refused(kind: type[Model]) -> None:
     with pytest.raises(AssertionError, match=REFUSED[kind]):

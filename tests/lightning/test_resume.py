@@ -346,7 +346,7 @@ def _streamed(layout: Layout, folder: str, stateful: Any, part: str) -> Any:
     return record.losses, seen.ids
 
 
-@layouts(PP2_DP2, slow=[DP2, PP2, MICRO])
+@layouts(DP2, slow=[PP2_DP2, PP2, MICRO])
 def test_stateful_loaders_keep_a_state_for_each_replica(layout: Layout, tmp_path: Path) -> None:
     whole = run(layout, _streamed, tmp_path, True, "whole")
     assert len(whole[0][1]) == 8

@@ -121,7 +121,7 @@ def _in_the_background(layout: Layout, folder: str) -> dict[str, Any]:
     }
 
 
-@layouts(PP2_DP2, slow=[ONE, MICRO, PP2, DP2, DDP2])
+@layouts(DP2, slow=[ONE, MICRO, PP2, PP2_DP2, DDP2])
 def test_saves_in_the_background(layout: Layout, tmp_path: Path) -> None:
     for rank, result in enumerate(run(layout, _in_the_background, tmp_path)):
         assert result["left"] == ["step=8.ckpt"] or rank > 0  # rank 0 deletes, and waits for that

@@ -328,6 +328,7 @@ def _swap(
     return module.losses, _sums(module)
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("clamps", [False, True], ids=["swaps", "clamps-groups"])
 @layouts(DP2, slow=[ONE, DDP2, FSDP2, OFFLOAD2])
 def test_weights_that_an_optimizer_writes_outside_of_steps_are_those_of_one_device(

@@ -54,6 +54,7 @@ def _logits(model: Any) -> torch.Tensor:
     return out if isinstance(out, torch.Tensor) else out.logits
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("kind", ["gpt", "llama"])
 def test_folders_and_merges_are_those_of_peft(kind: str, tmp_path: Path) -> None:
     from peft import PeftModel

@@ -90,7 +90,7 @@ def test_the_example_is_the_file_and_runs(tmp_path: Path) -> None:
         text=True,
         timeout=290,
     )
-    assert run.returncode == 0, run.stderr
+    assert run.returncode == 0 and "terminate called" not in run.stderr, run.stderr
     assert float(run.stdout.split("loss ")[-1]) < 0.1  # ln 2 = 0.69 before training
 
 
