@@ -238,7 +238,11 @@ def _expert_bytes(options: dict[str, Any]) -> list[tuple[int, int, int]]:
     ("ranks", "options"),
     [
         (4, {EP: 2}),  # one of two experts
-        (4, {TP: 2, ETP: 2, "data_parallel_options": RESHARD, "micro_batch_size": 1}),
+        pytest.param(
+            4,
+            {TP: 2, ETP: 2, "data_parallel_options": RESHARD, "micro_batch_size": 1},
+            marks=pytest.mark.slow,
+        ),
         pytest.param(4, {EP: 2, "micro_batch_size": 1}, marks=pytest.mark.slow),
         pytest.param(4, {TP: 4, ETP: 1, EP: 2}, marks=pytest.mark.slow),
         pytest.param(8, {EP: 4}, marks=pytest.mark.slow),  # half of one expert

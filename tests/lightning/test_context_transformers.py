@@ -239,7 +239,7 @@ def test_llama_trains_as_in_one_process(layout: Layout, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=[] if name in ("qwen3", "mistral, window") else pytest.mark.slow)
+        pytest.param(name, marks=[] if name == "mistral, window" else pytest.mark.slow)
         for name in MODELS
         if name != "llama"
     ],

@@ -58,7 +58,7 @@ def _hangs(layout: Layout, folder: str, where: str) -> dict[str, Any]:
     }
 
 
-@layouts(ONE, TP2_PP2, slow=[DP2])
+@layouts(ONE, DP2, slow=[TP2_PP2])
 def test_a_sleeping_rank_is_named(layout: Layout, tmp_path: Path) -> None:
     ranks = run(layout, _hangs, tmp_path, "batch 3")
     last, hangs = layout.ranks - 1, [hang for rank in ranks for hang in rank["hangs"]]

@@ -106,7 +106,7 @@ def _one(dispatcher: str) -> Any:
 @pytest.mark.parametrize(
     "dispatcher", ["alltoall", pytest.param("allgather", marks=pytest.mark.slow)]
 )
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_evaluation_equals_one_process(world: int, dispatcher: str) -> None:
     """Losses over all unmasked tokens, and logits; fp32, sums in another order: 1e-5. The last
     batches are smaller than the others.
