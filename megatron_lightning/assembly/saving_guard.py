@@ -1,5 +1,5 @@
-"""Guard a module's part from looking like the full model: ``save_pretrained`` of a part is an
-error, and ``state_dict`` warns.
+"""Guard a module's part from looking like the full model: ``save_pretrained`` and Lightning's
+exports of a part are errors, and ``state_dict`` warns.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from megatron_lightning.assembly.module_shards import ModuleState
 from megatron_lightning.errors import ShardingError
 
 _MARK = "_megatron_saving_guard"
+_EXPORTS = ("to_onnx", "to_torchscript", "to_tensorrt")
+"""Methods of a LightningModule."""
 
 
 class SavingGuard:
@@ -43,6 +45,8 @@ class SavingGuard:
             module.register_state_dict_pre_hook(partial(guard.asked, path))  # type: ignore[no-untyped-call]
             if callable(getattr(module, "save_pretrained", None)):
                 vars(module)["save_pretrained"] = PartSaving(module, path)
+            for name in _EXPORTS if module is state.module else ():
+                vars(module)[name] = PartExport(type(module).__name__, name)
 
     def asked(self, path: str, module: nn.Module, prefix: str, keep_vars: bool) -> None:
         """Warn about a state dict of ``module``, unless the state dict of a parent calls for the
@@ -89,6 +93,33 @@ class PartSaving:
             return None
         kind: Any = type(self._module)
         return kind.save_pretrained(self._module, save_directory, *args, **kwargs)
+
+
+class PartExport:
+    """An export of a LightningModule with a part on this rank.
+
+    Args:
+        kind: Class of the module, for the message.
+        method: Name of the export.
+    """
+
+    def __init__(self, kind: str, method: str) -> None:
+        self._kind = kind
+        self._method = method
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Refuse.
+
+        Raises:
+            ShardingError: Always.
+        """
+        raise ShardingError(
+            f"{self._kind}.{self._method} would export the part of the model that this rank holds, "
+            "with the collectives of all ranks in the forward. Write, on every rank: state = "
+            f"trainer.strategy.full_state_dict(); then, if trainer.is_global_zero: full = "
+            f"{self._kind}(...); full.load_state_dict(state); full.{self._method}(...). Or export "
+            f"{self._kind}.load_from_checkpoint(...) in another program."
+        )
 
 
 def _partial_paths(state: ModuleState) -> set[str]:

@@ -160,7 +160,7 @@ class FailureWatch:
         Returns:
             Whether the exception is only the loss of the connection to an earlier failed rank.
         """
-        lost = self._follows = _is_lost_connection(exception)
+        lost = self._follows = is_lost_connection(exception)
         if self._course is not None:
             self._course.end()
         self._leaving.set()
@@ -354,7 +354,7 @@ class FailureWatch:
         print_message(f"{failure.headline}; {consequence}\n{details}".rstrip())
 
 
-def _is_lost_connection(exception: BaseException | None) -> bool:
+def is_lost_connection(exception: BaseException | None) -> bool:
     """Return whether an exception or a cause of the exception means the loss of another rank, by
     the backends' messages.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from megatron_lightning.strategies.checkpoint.io import ShardedCheckpointIO, com
 from megatron_lightning.strategies.checkpoint.optimizers import OptimizerHandle
 from megatron_lightning.strategies.checks.plugins import check_storage_options
 from megatron_lightning.strategies.hooks.rank_hooks import RankHooks
-from megatron_lightning.strategies.outputs.after_fit import path_of
+from megatron_lightning.strategies.outputs.after_fit import called_by_all, path_of
 from megatron_lightning.strategies.outputs.weight_stream import WeightStream, check_format
 from megatron_lightning.strategies.step.gradients.manual import unwrapped
 
@@ -207,8 +208,8 @@ class CheckpointHooks(RankHooks):
             prefix = f"{path_of(root, module)}." if module not in {None, root} else ""
             state = {n: t for n, t in root.state_dict().items() if isinstance(t, Tensor)}
             return ((n[len(prefix) :], t) for n, t in state.items() if n.startswith(prefix))
-        self.ranks.course.mark("strategy.full_tensors()")
-        return self.run.full_state(module).tensors()
+        with self._together("strategy.full_tensors()"):
+            return self.run.full_state(module).tensors()
 
     def full_state_dict(self, module: nn.Module | None = None) -> dict[str, Any]:
         """Return the module's full state, as on one device, on the CPU of rank 0, and an empty dict
@@ -220,8 +221,13 @@ class CheckpointHooks(RankHooks):
             root = self.module if module is None else module
             path_of(self.module, root)
             return dict(root.state_dict())
-        self.ranks.course.mark("strategy.full_state_dict()")
-        return self.run.full_state(module).collect(keeps=self.is_global_zero)
+        with self._together("strategy.full_state_dict()"):
+            return self.run.full_state(module).collect(keeps=self.is_global_zero)
+
+    def _together(self, call: str) -> AbstractContextManager[None]:
+        """Enter around a call that all ranks make."""
+        self.ranks.course.mark(call)
+        return nullcontext() if self.ranks.failure_watch is not None else called_by_all(call)
 
     def export_hf_weights(
         self, module: nn.Module | None = None, *, dtype: torch.dtype | None = None

@@ -4,7 +4,8 @@ model.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from lightning_utilities.core.rank_zero import rank_zero_warn
@@ -13,6 +14,7 @@ from torch import nn
 from megatron_lightning.assembly.full_state import FullState
 from megatron_lightning.assembly.module_shards import ModuleState
 from megatron_lightning.errors import ConfigError
+from megatron_lightning.resilience.failure_watch import is_lost_connection
 from megatron_lightning.strategies.lightning_internals import saves_or_loads
 
 
@@ -36,6 +38,26 @@ class PartWarning:
             "torch.save(state, path).",
             stacklevel=2,
         )
+
+
+@contextmanager
+def called_by_all(call: str) -> Iterator[None]:
+    """Explain the loss of another rank during ``call``, a collective, when no watch for failures
+    runs any more.
+
+    Raises:
+        ConfigError: If another rank's program has ended.
+    """
+    try:
+        yield
+    except Exception as error:
+        if not is_lost_connection(error):
+            raise
+        raise ConfigError(
+            f"{call} waits for all ranks, and the program of another rank has ended or has failed. "
+            "If nothing is printed there, it did not make the call: call it on all ranks, outside "
+            "of `if trainer.is_global_zero:`, and use the result on rank 0."
+        ) from error
 
 
 def full_state(state: ModuleState, local: Mapping[str, Any], module: nn.Module | None) -> FullState:

@@ -116,6 +116,53 @@ def test_a_state_dict_of_a_part_is_told_once(layout: Layout, tmp_path: Path) -> 
         assert len(after) == 1 and "strategy.full_state_dict(module.model)" in after[0]
 
 
+def _alone(layout: Layout, folder: str) -> str:
+    """Ask for the model on rank 0 alone, while the other rank's program ends."""
+    trainer = layout.trainer(folder, max_steps=1)
+    trainer.fit(ToyModule(num_layers=2), datamodule=layout.data_module())
+    if not trainer.is_global_zero:
+        torch.distributed.destroy_process_group()
+        return ""
+    with pytest.raises(ConfigError) as caught:
+        trainer.strategy.full_state_dict()
+    return str(caught.value)
+
+
+@layouts(TP2_TOY, slow=[FSDP2, PP2])
+def test_one_rank_that_asks_for_the_model_is_told(layout: Layout, tmp_path: Path) -> None:
+    text = run(layout, _alone, tmp_path)[0]
+    assert text.startswith("strategy.full_state_dict() waits for all ranks")
+
+
+class _Called(ToyModule):
+    def forward(self, tokens: Tensor) -> Any:
+        return self.model(tokens)
+
+
+def _export(layout: Layout, folder: str) -> list[str]:
+    """Return the refusals of exports of a part, after the export that they show."""
+    trainer, module, refusals = layout.trainer(folder, max_steps=1), _Called(num_layers=2), []
+    trainer.fit(module, datamodule=layout.data_module())
+    for method in ("to_torchscript", "to_onnx"):
+        with pytest.raises(ShardingError) as caught:
+            getattr(module, method)(f"{folder}/model")
+        refusals.append(str(caught.value))
+    state = trainer.strategy.full_state_dict()
+    if trainer.is_global_zero:
+        full, tokens = _Called(num_layers=2), torch.zeros(1, 4, dtype=torch.long)
+        full.configure_model()
+        full.load_state_dict(state)
+        traced = full.to_torchscript(method="trace", example_inputs=tokens)
+        torch.testing.assert_close(traced(tokens), full(tokens))
+    return refusals
+
+
+@layouts(TP2_TOY, slow=[PP2, FSDP2])
+def test_exports_of_a_part_are_refused(layout: Layout, tmp_path: Path) -> None:
+    for refusals in run(layout, _export, tmp_path):
+        assert all("full.load_state_dict(state); full.to_" in text for text in refusals)
+
+
 class _Llama(pl.LightningModule):
     def __init__(self) -> None:
         super().__init__()
