@@ -334,7 +334,7 @@ def page(facts: dict[str, Any], rows: dict[str, tuple[Ratio, str]], merged: floa
     ]
     for name, (ratio, memory) in rows.items():
         goal = GOALS.get(name)
-        kept = "" if goal is None else f"≤ {goal}: {'met' if ratio.keeps(goal) else 'missed'}"
+        kept = "" if goal is None else f"≤ {goal:.2f}: {'met' if ratio.keeps(goal) else 'missed'}"
         lines.append(f"| {name} | {ratio} | {kept} | {memory} |")
     lines += ["", f"A merge of 8 million documents takes {merged:.0f} MiB (goal: 64).", ""]
     return "\n".join(lines)
