@@ -46,7 +46,7 @@ class DequantizedFolder(FolderTensors):
         settings: ``quantization_config`` of the folder's config.json.
 
     Raises:
-        ConfigError: If the method is not read.
+        ConfigError: If the method of quantization is unknown here.
         CheckpointError: If quantized data and scales do not fit.
     """
 

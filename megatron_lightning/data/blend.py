@@ -70,8 +70,8 @@ def blend_index(weights: _Floats, size: int, *, num_stretches: int | None = None
 
 
 def exhaustive_index(sizes: Sequence[int]) -> Index:
-    """Return the data set of every sample of a blend with all samples of every data set once, equal
-    to Megatron's ``build_exhaustive_blending_indices``.
+    """Return for every sample of a blend the index of its data set, with all samples of every data
+    set once. Equal to Megatron's ``build_exhaustive_blending_indices``.
 
     Args:
         sizes: Samples of every data set [N].

@@ -68,5 +68,5 @@ class UnitOrder(StepParticipant):
     def around_forward(
         self, run: StepRun, stage: int, microbatch: int
     ) -> AbstractContextManager[None]:
-        """Return the context for following the order."""
+        """Return a context that compares the order of the calls of units between the ranks."""
         return nullcontext() if self._units is None else self._units.in_order(run.hook)

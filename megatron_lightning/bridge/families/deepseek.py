@@ -21,7 +21,7 @@ EXPERT_BIAS: Mapping[str, str] = {
 
 
 class DeepseekV2(Family):
-    """``DeepseekV2ForCausalLM``."""
+    """Family of ``DeepseekV2ForCausalLM``."""
 
     architecture = "DeepseekV2ForCausalLM"
     settings = (
@@ -34,7 +34,7 @@ class DeepseekV2(Family):
 
 
 class DeepseekV3(Family):
-    """``DeepseekV3ForCausalLM``."""
+    """Family of ``DeepseekV3ForCausalLM``."""
 
     architecture = "DeepseekV3ForCausalLM"
     settings = (

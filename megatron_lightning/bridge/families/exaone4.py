@@ -8,7 +8,7 @@ from megatron_lightning.bridge.rules import Family, table
 
 
 class Exaone4(Family):
-    """``Exaone4ForCausalLM``."""
+    """Family of ``Exaone4ForCausalLM``."""
 
     architecture = "Exaone4ForCausalLM"
     settings = (*POST, Rope(), Window(by_layer=True), RotatedWindows())

@@ -36,7 +36,7 @@ NORMS: Mapping[str, str] = {
 
 
 class Gemma(Family):
-    """``GemmaForCausalLM``."""
+    """Family of ``GemmaForCausalLM``."""
 
     architecture = "GemmaForCausalLM"
     settings = (
@@ -46,7 +46,7 @@ class Gemma(Family):
 
 
 class Gemma2(Family):
-    """``Gemma2ForCausalLM``."""
+    """Family of ``Gemma2ForCausalLM``."""
 
     architecture = "Gemma2ForCausalLM"
     settings = (*SANDWICH, Rope(), Same("attn_logit_softcapping", none=None))
@@ -54,7 +54,7 @@ class Gemma2(Family):
 
 
 class VaultGemma(Family):
-    """``VaultGemmaForCausalLM``: Gemma 2 without norms of outputs."""
+    """Family of ``VaultGemmaForCausalLM``: Gemma 2 without norms of outputs."""
 
     architecture = "VaultGemmaForCausalLM"
     settings = (*CAPPED, Rope(), Same("attn_logit_softcapping", none=None))
@@ -62,7 +62,7 @@ class VaultGemma(Family):
 
 
 class Gemma3(Family):
-    """``Gemma3ForCausalLM``, text alone. The class reads no cap of scores."""
+    """Family of ``Gemma3ForCausalLM``, text alone. The class reads no cap of scores."""
 
     architecture = "Gemma3ForCausalLM"
     settings = (

@@ -22,7 +22,7 @@ TABLE = table(WEIGHTS, HEAD_NORMS, latent.SHARED_WEIGHTS, EXPERTS, EXPERT_BIAS)
 
 
 class Glm4Moe(Family):
-    """``Glm4MoeForCausalLM``, GLM-4.5 and 4.6."""
+    """Family of ``Glm4MoeForCausalLM``, GLM-4.5 and 4.6."""
 
     architecture = "Glm4MoeForCausalLM"
     settings = (
@@ -35,7 +35,7 @@ class Glm4Moe(Family):
 
 
 class Dots1(Family):
-    """``Dots1ForCausalLM``."""
+    """Family of ``Dots1ForCausalLM``."""
 
     architecture = "Dots1ForCausalLM"
     settings = (*SIGMOID, Rope(), Window(by_layer=True), Constant("qk_layernorm", True))

@@ -22,7 +22,7 @@ WEIGHTS = table(
 
 
 class GPT2(Family):
-    """``GPT2LMHeadModel``."""
+    """Family of ``GPT2LMHeadModel``."""
 
     architecture = "GPT2LMHeadModel"
     settings = (

@@ -11,7 +11,7 @@ EXPERTS, THEIR_EXPERTS = f"{OURS}.mlp.experts", f"{THEIRS}.mlp.experts"
 
 
 class GptOss(Family):
-    """``GptOssForCausalLM``."""
+    """Family of ``GptOssForCausalLM``."""
 
     architecture = "GptOssForCausalLM"
     settings = (

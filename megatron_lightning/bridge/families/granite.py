@@ -16,7 +16,7 @@ MOE = f"{THEIRS}.block_sparse_moe"
 
 
 class Granite(Family):
-    """``GraniteForCausalLM``."""
+    """Family of ``GraniteForCausalLM``."""
 
     architecture = "GraniteForCausalLM"
     settings = (*SETTINGS, Rope(), *MULTIPLIERS, Biases(("attention_bias", "mlp_bias")))
@@ -24,7 +24,7 @@ class Granite(Family):
 
 
 class GraniteMoe(Family):
-    """``GraniteMoeForCausalLM``."""
+    """Family of ``GraniteMoeForCausalLM``."""
 
     architecture = "GraniteMoeForCausalLM"
     settings = (

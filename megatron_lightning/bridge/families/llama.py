@@ -38,7 +38,7 @@ WEIGHTS = table({
 
 
 class Llama(Family):
-    """``LlamaForCausalLM``."""
+    """Family of ``LlamaForCausalLM``."""
 
     architecture = "LlamaForCausalLM"
     settings = (

@@ -31,7 +31,7 @@ CONSTANTS: tuple[Any, ...] = (
 
 
 class Mamba2(Family):
-    """``Mamba2ForCausalLM``."""
+    """Family of ``Mamba2ForCausalLM``."""
 
     architecture = "Mamba2ForCausalLM"
     settings = (

@@ -7,7 +7,7 @@ from megatron_lightning.bridge.settings import Same
 
 
 class Mistral(Family):
-    """``MistralForCausalLM``."""
+    """Family of ``MistralForCausalLM``."""
 
     architecture = "MistralForCausalLM"
     settings = (*SETTINGS, Rope(), Same("kv_channels", "head_dim"), Window())
@@ -15,7 +15,7 @@ class Mistral(Family):
 
 
 class Ministral(Family):
-    """``MinistralForCausalLM``."""
+    """Family of ``MinistralForCausalLM``."""
 
     architecture = "MinistralForCausalLM"
     settings = (*SETTINGS, Rope(), Same("kv_channels", "head_dim"), Window(by_layer=True))
@@ -23,7 +23,7 @@ class Ministral(Family):
 
 
 class Cwm(Family):
-    """``CwmForCausalLM`` (Code World Model)."""
+    """Family of ``CwmForCausalLM`` (Code World Model)."""
 
     architecture = "CwmForCausalLM"
     settings = Ministral.settings

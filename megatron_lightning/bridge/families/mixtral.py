@@ -10,7 +10,7 @@ MOE = f"{THEIRS}.block_sparse_moe"
 
 
 class Mixtral(Family):
-    """``MixtralForCausalLM``."""
+    """Family of ``MixtralForCausalLM``."""
 
     architecture = "MixtralForCausalLM"
     settings = (

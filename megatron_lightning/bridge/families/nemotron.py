@@ -15,7 +15,7 @@ UP: Mapping[str, str] = {f"{OURS}.mlp.linear_fc1.*": f"{THEIRS}.mlp.up_proj.*"}
 
 
 class Arcee(Family):
-    """``ArceeForCausalLM``."""
+    """Family of ``ArceeForCausalLM``."""
 
     architecture = "ArceeForCausalLM"
     settings = (*SQUARED, EPSILON, Rope())
@@ -23,7 +23,7 @@ class Arcee(Family):
 
 
 class Nemotron(Family):
-    """``NemotronForCausalLM``."""
+    """Family of ``NemotronForCausalLM``."""
 
     architecture = "NemotronForCausalLM"
     settings = (

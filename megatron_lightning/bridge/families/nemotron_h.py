@@ -21,7 +21,7 @@ EXPERTS: tuple[Any, ...] = (
 
 
 class NemotronH(Family):
-    """``NemotronHForCausalLM``."""
+    """Family of ``NemotronHForCausalLM``."""
 
     architecture = "NemotronHForCausalLM"
     prefix = "backbone"  # in transformers' class: model

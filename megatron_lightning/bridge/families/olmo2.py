@@ -16,7 +16,7 @@ NORMS: Mapping[str, str] = {
 
 
 class Olmo2(Family):
-    """``Olmo2ForCausalLM``."""
+    """Family of ``Olmo2ForCausalLM``."""
 
     architecture = "Olmo2ForCausalLM"
     settings = (*POST, Rope(), Constant("qk_layernorm_per_head", False))
@@ -24,7 +24,7 @@ class Olmo2(Family):
 
 
 class Olmo3(Family):
-    """``Olmo3ForCausalLM``: windows in most layers."""
+    """Family of ``Olmo3ForCausalLM``: windows in most layers."""
 
     architecture = "Olmo3ForCausalLM"
     settings = (

@@ -8,7 +8,7 @@ from megatron_lightning.bridge.settings import Dropouts
 
 
 class Phi3(Family):
-    """``Phi3ForCausalLM``, Phi-4 as well."""
+    """Family of ``Phi3ForCausalLM``, Phi-4 as well."""
 
     architecture = "Phi3ForCausalLM"
     settings = (

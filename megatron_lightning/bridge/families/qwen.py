@@ -15,7 +15,7 @@ WINDOW = Window(switch="use_sliding_window", by_layer=True)
 
 
 class Qwen2(Family):
-    """``Qwen2ForCausalLM``, Qwen 2.5 as well."""
+    """Family of ``Qwen2ForCausalLM``, Qwen 2.5 as well."""
 
     architecture = "Qwen2ForCausalLM"
     settings = (*SETTINGS, Rope(), WINDOW, Constant("add_qkv_bias", True))
@@ -23,7 +23,7 @@ class Qwen2(Family):
 
 
 class Qwen3(Family):
-    """``Qwen3ForCausalLM``."""
+    """Family of ``Qwen3ForCausalLM``."""
 
     architecture = "Qwen3ForCausalLM"
     settings = (

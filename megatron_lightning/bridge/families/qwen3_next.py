@@ -31,7 +31,7 @@ NAMES = ("A_log", "dt_bias", "conv1d.weight", "out_proj.weight")
 
 
 class Qwen3Next(Family):
-    """``Qwen3NextForCausalLM``."""
+    """Family of ``Qwen3NextForCausalLM``."""
 
     architecture = "Qwen3NextForCausalLM"
     settings = (

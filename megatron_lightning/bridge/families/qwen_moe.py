@@ -41,7 +41,7 @@ GATED_WEIGHTS = table({
 
 
 class Qwen3Moe(Family):
-    """``Qwen3MoeForCausalLM``."""
+    """Family of ``Qwen3MoeForCausalLM``."""
 
     architecture = "Qwen3MoeForCausalLM"
     settings = (
@@ -52,7 +52,7 @@ class Qwen3Moe(Family):
 
 
 class Qwen2Moe(Family):
-    """``Qwen2MoeForCausalLM``."""
+    """Family of ``Qwen2MoeForCausalLM``."""
 
     architecture = "Qwen2MoeForCausalLM"
     settings = (
@@ -62,7 +62,7 @@ class Qwen2Moe(Family):
 
 
 class Olmoe(Family):
-    """``OlmoeForCausalLM``."""
+    """Family of ``OlmoeForCausalLM``."""
 
     architecture = "OlmoeForCausalLM"
     settings = (

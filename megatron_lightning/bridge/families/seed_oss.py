@@ -7,7 +7,7 @@ from megatron_lightning.bridge.settings import Constant, Dropouts, Same
 
 
 class SeedOss(Family):
-    """``SeedOssForCausalLM``."""
+    """Family of ``SeedOssForCausalLM``."""
 
     architecture = "SeedOssForCausalLM"
     settings = (

@@ -8,7 +8,7 @@ from megatron_lightning.bridge.settings import Biases
 
 
 class SmolLM3(Family):
-    """``SmolLM3ForCausalLM``."""
+    """Family of ``SmolLM3ForCausalLM``."""
 
     architecture = "SmolLM3ForCausalLM"
     settings = (

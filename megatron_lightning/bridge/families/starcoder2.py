@@ -7,7 +7,7 @@ from megatron_lightning.bridge.settings import Choice, Constant, Dropouts, Same
 
 
 class Starcoder2(Family):
-    """``Starcoder2ForCausalLM``."""
+    """Family of ``Starcoder2ForCausalLM``."""
 
     architecture = "Starcoder2ForCausalLM"
     settings = (

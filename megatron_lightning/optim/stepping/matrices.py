@@ -152,7 +152,9 @@ class MatrixExchange:
         self.record()
 
     def record(self) -> None:
-        """Record the parameters, equal to the rounded matrices of the owners."""
+        """Record the parameters as they are now, equal to the rounded matrices of the owners, to
+        find later writes.
+        """
         if not self.is_local:
             self._watch.record(self._values())
 

@@ -131,8 +131,8 @@ class SequenceParts(StepParticipant):
 
     @contextmanager
     def around_forward(self, run: StepRun, stage: int, microbatch: int) -> Iterator[None]:
-        """Enter around the first forward of a hook, to find a step that selects positions of its
-        part, or reduces over its part.
+        """Watch the first forward of a hook, to find steps that select positions of a rank's part
+        of the sequence, or reduce over the part.
 
         Raises:
             ConfigError: If the step selects positions.
