@@ -77,6 +77,7 @@ def _averaged(layout: Layout, folder: str, kind: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("kind", ["ema", pytest.param("average", marks=pytest.mark.slow)])
 @layouts(PP2, DP2, slow=[MICRO, DDP2, PP2_DP2])
+@pytest.mark.spread(1)
 def test_averaged_weights_and_their_resume(layout: Layout, kind: str, tmp_path: Path) -> None:
     expected = single(_averaged, kind)["whole"]
     for rank in run(layout, _averaged, tmp_path, kind):

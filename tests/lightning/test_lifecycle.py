@@ -58,7 +58,7 @@ def _in_turn(layout: Layout, folder: str) -> dict[str, Any]:
     return {**results, "norms": record.norms}
 
 
-@layouts(PP2, DP2, slow=[MICRO, DDP2, PP2_DP2])
+@layouts(DP2, slow=[PP2, MICRO, DDP2, PP2_DP2])
 def test_one_module_in_several_trainers(layout: Layout, tmp_path: Path) -> None:
     expected = single(_in_turn)
     for rank in run(layout, _in_turn, tmp_path):

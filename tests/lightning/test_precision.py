@@ -214,7 +214,8 @@ TOLERANCES = {"32-true": 1e-5, "bf16-mixed": 2e-2, "bf16-true": 2e-2, "64-true":
 
 
 @pytest.mark.parametrize(
-    "precision", ["bf16-mixed", "bf16-true", pytest.param("64-true", marks=pytest.mark.slow)]
+    "precision",
+    ["bf16-true", *(pytest.param(p, marks=pytest.mark.slow) for p in ("bf16-mixed", "64-true"))],
 )
 @layouts(PP2_DP2, slow=[MICRO, PP2, DP2, DDP2])
 def test_precision_strings(layout: Layout, precision: str, tmp_path: Path) -> None:
