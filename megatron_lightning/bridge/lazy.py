@@ -18,6 +18,7 @@ Three rules for all operations other than moves:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from math import prod
@@ -67,7 +68,9 @@ class Lazy(Tensor):
 
     def read(self, box: Box | None = None) -> Tensor:
         """Return the values of a box. None: all."""
-        with torch.device("cpu"):  # also while models are made on meta
+        # Entering the CPU's mode slows every call of torch: only while models are made on meta.
+        on_cpu = torch.get_default_device().type == "cpu"
+        with nullcontext() if on_cpu else torch.device("cpu"):
             values = torch.empty(self.shape if box is None else box.shape, dtype=self.dtype)
             self.fill(box or Box.full(self.shape), values)
         return values

@@ -210,7 +210,7 @@ class Pages:
         return self._rows[request]
 
     def share(self, source: Hashable, target: Hashable, length: int) -> tuple[int, Copies]:
-        """Share the full pages. The tokens behind the full pages are computed again."""
+        """Share the full pages, and copy the tokens behind the full pages."""
         if self._has_states:
             return 0, ()
         num_shared = length // self.block_size
@@ -221,4 +221,9 @@ class Pages:
             self._users[replaced] = 0
             self._free.append(replaced)
         own_pages[:num_shared] = shared_pages
-        return num_shared * self.block_size, ()
+        rest = length % self.block_size
+        if not rest:
+            return length, ()
+        pages = (self._pages[source][num_shared], own_pages[num_shared])
+        here, there = (slice(p * self.block_size, p * self.block_size + rest) for p in pages)
+        return length, ((here, there),)

@@ -11,6 +11,7 @@ import json
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -103,11 +104,29 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[Any, list[int], list[int]]], **_: Any
     ) -> list[tuple[float, bool]]:
-        def score(own: Sequence[tuple[Any, list[int], list[int]]]) -> list[tuple[float, bool]]:
-            scores = self.engine.score([own[1] for own in own], [own[2] for own in own])
-            return [(score.logprob, score.is_greedy) for score in scores]
+        """Return each continuation's log-likelihood, and whether the continuation is greedy.
+        Requests with the same context go to the same replica, which computes the context once.
+        """
+        groups: dict[tuple[int, ...], list[int]] = {}
+        for index, (_, context, _) in enumerate(requests):
+            # A single token, as before a text without context, is no work to share.
+            key = tuple(context) if len(context) > 1 else (-1 - index,)
+            groups.setdefault(key, []).append(index)
 
-        return self._shared(requests, score)
+        def score(own: Sequence[list[int]]) -> list[list[tuple[float, bool]]]:
+            indices = [index for group in own for index in group]
+            scores = self.engine.score(
+                [requests[index][1] for index in indices],
+                [requests[index][2] for index in indices],
+            )
+            values = ((score.logprob, score.is_greedy) for score in scores)
+            return [list(islice(values, len(group))) for group in own]
+
+        results = self._shared(list(groups.values()), score)
+        found = dict[int, tuple[float, bool]]()
+        for group, values in zip(groups.values(), results, strict=True):
+            found.update(zip(group, values, strict=True))
+        return [found[index] for index in range(len(requests))]
 
     def loglikelihood_rolling(
         self, requests: Sequence[Any], disable_tqdm: bool = False

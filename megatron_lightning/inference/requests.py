@@ -101,13 +101,14 @@ class RequestMaker:
         for further_requests in rows[1:]:
             for leader, request in zip(rows[0], further_requests, strict=True):
                 # The prompt is computed once, by the leader, and the others share its keys.
-                request.leader = leader
+                request.leader, request.num_common = leader, leader.prompt_length
         return rows
 
     def scored(
         self, contexts: Sequence[Sequence[int]], continuations: Sequence[Sequence[int]]
     ) -> list[Request]:
-        """Return a request for the log-probabilities of each continuation.
+        """Return a request for the log-probabilities of each continuation. Requests with the same
+        context share the keys of the context.
 
         Raises:
             ConfigError: If a context or continuation is empty, or too long.
@@ -117,7 +118,8 @@ class RequestMaker:
                 f"score was given {len(contexts)} contexts and {len(continuations)} continuations. "
                 "Pass as many of both."
             )
-        requests = []
+        requests = list[Request]()
+        leaders: dict[tuple[int, ...], Request] = {}
         for context, continuation in zip(contexts, continuations, strict=True):
             if not continuation or len(continuation) > self.longest:
                 raise ConfigError(
@@ -125,7 +127,14 @@ class RequestMaker:
                     f"{self.longest}. Score longer texts in windows."
                 )
             num_scored = len(continuation)
-            requests.append(self.one(context, continuation, num_scored=num_scored))
+            request = self.one(context, continuation, num_scored=num_scored)
+            requests.append(request)
+            if request.offset:
+                continue  # the context begins at another token
+            leader = leaders.setdefault(tuple(context), request)
+            if leader is not request:
+                request.leader = leader
+                request.num_common = leader.num_common = len(context)
         return requests
 
     def _ends(self, stop: tuple[str, ...]) -> Callable[[Sequence[int]], bool]:

@@ -69,7 +69,11 @@ class Request:
     num_scored: int = 0
     """Number of last tokens to score. 0: new tokens are wanted."""
     leader: Request | None = None
-    """Request with the same prompt and reusable keys. None: there is none."""
+    """Request with the same first tokens and reusable keys. None: there is none."""
+    num_common: int = 0
+    """Number of first tokens equal to the leader's, or to the followers' of a leader."""
+    successor: Request | None = None
+    """Request that computed the common tokens again after the end of this leader."""
     done: int = 0
     """Number of tokens with keys in the cache."""
     offset: int = 0
@@ -116,6 +120,20 @@ class Request:
     def is_behind(self) -> bool:
         """Whether more than a single token has to be computed."""
         return self.num_inputs - self.done > 1
+
+    @property
+    def living_leader(self) -> Request | None:
+        """The leader, or the last successor of an ended leader."""
+        leader = self.leader
+        while leader is not None and leader.reason is not None and leader.successor is not None:
+            leader = leader.successor
+        return leader
+
+    def succeed(self) -> None:
+        """Compute the common tokens in place of the leader, for further followers."""
+        leader = self.living_leader
+        if leader is not None and leader is not self:
+            leader.successor = self
 
     def kept(self, first: int, end: int) -> range:
         """Return the places in the window with wanted logits, of inputs ``first`` to
@@ -305,10 +323,22 @@ class Scheduler:
         """Return the place behind the last token of the request's next step, without drafts.
 
         Layers that predict D tokens ahead need D known tokens behind each token, unless they draft.
+        A scored request computes the common tokens first, and lives on until requests with the
+        same context can share the keys.
         """
         total = request.num_inputs
         end = min(total, request.done + budget)
-        return end if end == total or request.num_scored else min(end, total - self._num_drafts)
+        if request.num_scored:
+            shared = self._num_shared(request)
+            return min(end, shared) if request.done < shared else end
+        return end if end == total else min(end, total - self._num_drafts)
+
+    def _num_shared(self, request: Request) -> int:
+        """Return the number of first tokens with the same keys in a leader and its followers.
+
+        The last common token is computed by every request, for the logits of the next token.
+        """
+        return max(0, request.num_common - max(1, self._num_drafts))
 
     def _drafts_of(self, request: Request, most: int) -> tuple[int, ...]:
         """Return the request's drafts for the next step. No request gives way to drafts."""
@@ -343,31 +373,39 @@ class Scheduler:
         # Requests are spread evenly over the groups that pass the stages in turn.
         share = -(-self.num_requests // len(self._running))
         most = min(share, -(-self._max_requests // len(self._running)))
-        while self._waiting and len(running) < most and budget > 0:
-            request = self._waiting[0]
-            leader = request.leader
-            # At least one token of the prompt is computed by each request, as its logits start the
-            # text.
-            num_shared = max(
-                0, min(request.prompt_length, request.longest) - max(1, self._num_drafts)
-            )
-            shares = leader is not None and leader.offset == request.offset == 0
-            shares = shares and leader is not None and leader.reason is None
-            if shares and leader is not None and leader.done < num_shared:
-                if leader not in self._waiting:
-                    break  # until the leader's prompt is computed
-                shares = False  # the leader has given way
+        for request in tuple(self._waiting):
+            if len(running) >= most or budget <= 0:
+                break
+            leader, num_shared = self._leader_of(request)
+            if leader is not None and leader.done < num_shared:
+                continue  # until the leader has computed the common tokens
             if not self.allocator.reserve(request, request.num_inputs, request.at_most):
                 break
-            running.append(self._waiting.popleft())
-            if shares and leader is not None:
+            self._waiting.remove(request)
+            running.append(request)
+            if leader is not None:
                 request.done, own_copies = self.allocator.share(leader, request, num_shared)
                 copies += own_copies
+            else:
+                request.succeed()
             end = self._end_of(request, budget)
             if end > request.done:
                 portions.append(Portion(request, request.done, end))
                 budget -= end - request.done
         return copies
+
+    def _leader_of(self, request: Request) -> tuple[Request | None, int]:
+        """Return the running request with the first keys of a waiting request, and the number of
+        keys. None: the waiting request computes all tokens.
+        """
+        leader, shared = request.living_leader, self._num_shared(request)
+        if leader is None or leader.reason is not None or not shared:
+            return None, 0
+        if leader.offset or request.offset:
+            return None, 0  # other first tokens
+        if leader.done < shared and leader in self._waiting:
+            return None, 0  # the leader has given way
+        return leader, shared
 
     def finish(
         self,

@@ -25,6 +25,7 @@ from megatron_lightning.config import (
 )
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.inference import Engine, EngineOptions, Sampling, sample
+from megatron_lightning.inference.scheduler import Batch, Scheduler
 from megatron_lightning.layers.key_cache import CacheStep, KeyStore
 from megatron_lightning.models.transformer import GPTModel
 from megatron_lightning.parallel.layout import ParallelLayout
@@ -329,6 +330,50 @@ def test_samples_of_a_prompt_share_its_keys(storage: Any, tmp_path: Path) -> Non
     assert [one.tokens for samples in found for one in samples] == apart
     assert len({tuple(one.tokens) for one in found[0]}) == 3
     assert steps == GREEDY.max_new_tokens + 1  # the others wait until the prompts are computed
+
+
+SHARING: dict[str, dict[str, Any]] = {
+    "runs": {"storage": "runs"},
+    "pages": {"storage": "pages", "block_size": 4},
+    "chunks": {"max_tokens": 5, "max_requests": 3},
+    "few": {"max_requests": 2},
+    "giving way": {
+        "storage": "pages", "block_size": 4, "max_tokens": 16, "max_requests": 6,
+        "cache_gib": 80 * 4 * 2 * 2 * 8 * 4 / 2**30,  # slots of one long text
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", SHARING)
+def test_scores_after_one_context_share_its_keys(
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """fp32, sums in another order: 1e-5 of log-probabilities of up to 10."""
+    path = save_plain(tmp_path / "grouped", CONFIGS["grouped"])
+    engine = Engine.load(path, options=EngineOptions(**SHARING[case]))
+    context = [3, 1, 4, 1, 5, 9, 2, 6, 5, 35]
+    pairs = [(context, [i, 2 * i, 7][: 1 + i % 3]) for i in range(5)]
+    pairs += [([8], [9, 7]), (context[:9], [35, 4]), ([8], [3])]
+    pairs += [(context * 7, [1]), (context * 7, [2])]
+    computed, plan = list[int](), Scheduler.plan
+
+    def counting(self: Scheduler, group: int) -> Batch:
+        batch = plan(self, group)
+        computed.extend(portion.count for portion in batch.portions)
+        return batch
+
+    apart = [engine.score([one], [other])[0] for one, other in pairs]
+    monkeypatch.setattr(Scheduler, "plan", counting)
+    together = engine.score(*map(list, zip(*pairs, strict=True)))
+    for own, other in zip(apart, together, strict=True):
+        assert own.logprobs == pytest.approx(other.logprobs, rel=1e-5, abs=1e-5)
+        assert [token for token, _ in own.best] == [token for token, _ in other.best]
+    longest = CONFIGS["grouped"].max_sequence_length
+    all_tokens = sum(min(longest, len(one) + len(other) - 1) for one, other in pairs)
+    most_shared = 4 * (len(context) - 1) + len(context * 7) - 1
+    assert all_tokens - most_shared <= sum(computed)
+    if case in ("runs", "pages"):
+        assert sum(computed) == all_tokens - most_shared
 
 
 @pytest.mark.parametrize("name", ["grouped", "scaled"])

@@ -24,6 +24,7 @@ from megatron_lightning.inference.load import find_codec
 from megatron_lightning.modules import GPTLightningModule
 from megatron_lightning.parallel.layout import ParallelLayout
 from megatron_lightning.strategies import MegatronStrategy
+from tests.distributed.test_draft_commands import make_drafting
 from tests.helpers.ranks import run_ranks
 from tests.helpers.spoken import TEXT, make_spoken
 from tests.helpers.trainers import Losses, trainer
@@ -207,3 +208,40 @@ def test_tasks_in_a_fit(layout: dict[str, Any], expected: Any) -> None:
     for values in run_ranks(2, _fit, folder, tasks, layout, timeout_s=110):
         for (step, own), (at, others) in zip(values, alone, strict=True):
             assert step == at and own == pytest.approx(others, rel=1e-3)
+
+
+def _draft(model: tuple[str, str], tasks: str, output: str, options: dict[str, Any]) -> None:
+    _alone()
+    evaluate(
+        model[0],
+        ["lines_choice", "lines_text"],
+        include_path=tasks,
+        output=output,
+        tokenizer_model=model[1],
+        tokenizer_type="huggingface",
+        device="cpu",
+        **options,
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("layout", [{}, {TP: 2}])
+def test_drafts_change_no_value(layout: dict[str, Any], tmp_path: Path) -> None:
+    """fp32, sums of some log-probabilities: 1e-6."""
+    model = make_drafting(tmp_path)
+    tasks = write_tasks(tmp_path / "tasks")
+    found = []
+    for name, options in (("plain", {}), ("drafts", {"draft_tokens": 2, **layout})):
+        output = tmp_path / f"{name}.json"
+        run_ranks(1, _draft, model, tasks, str(output), options, timeout_s=250)
+        results = json.loads(output.read_text())["results"]
+        values = {
+            (task, key): value
+            for task, own in results.items()
+            for key, value in own.items()
+            if isinstance(value, float)
+        }
+        found.append(values)
+    assert len(found[0]) > 2
+    assert found[1] == pytest.approx(found[0], rel=1e-6)

@@ -31,7 +31,8 @@ from megatron_lightning.errors import ConfigError
 from megatron_lightning.inference import Sampling, load_engine
 from megatron_lightning.inference.load import find_codec
 from megatron_lightning.inference.serve import serve
-from tests.helpers.spoken import make_spoken
+from tests.distributed.test_draft_commands import make_drafting
+from tests.helpers.spoken import TEXT, make_spoken
 
 PROMPT = "def f(x):"
 
@@ -286,3 +287,29 @@ def test_what_cannot_be_served_is_refused(
     monkeypatch.setitem(sys.modules, "uvicorn", None)
     with pytest.raises(ConfigError, match=r"pip install 'megatron_lightning\[serve\]'"):
         serve(str(folder))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_drafts_change_no_answer(tmp_path: Path) -> None:
+    """Greedy and drawn texts."""
+    model = make_drafting(tmp_path)
+    options = ("--tokenizer-model", model[1], "--tokenizer-type", "huggingface")
+    answers: list[list[Any]] = []
+    for drafts in ("0", "2"):
+        with served(Path(model[0]), *options, "--draft-tokens", drafts) as server:
+            client = server.client()
+            [name] = [own.id for own in client.models.list()]
+            answers.append([])
+            for start, temperature in ((0, 0.0), (9, 0.0), (9, 0.8)):
+                answer = client.completions.create(
+                    model=name,
+                    prompt=TEXT[start : start + 12],
+                    max_tokens=32,
+                    temperature=temperature,
+                    seed=5,
+                )
+                answers[-1].append((answer.choices[0].text, answer.choices[0].finish_reason))
+            assert server.end() == 0
+    assert answers[0] == answers[1]
+    assert len(set("".join(text for text, _ in answers[0]))) > 20
