@@ -37,7 +37,7 @@ def local_folder(path: str | Path, *, revision: str | None = None, weights: bool
         return Path(path)
     if Path(path).suffix == ".ckpt":  # of a checkpoint: no request of the Hub could help
         raise MissingCheckpointError.at(path)
-    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
     try:
         cached = _cached(path, revision, weights=weights)
@@ -55,11 +55,16 @@ def local_folder(path: str | Path, *, revision: str | None = None, weights: bool
                 snapshot = _snapshot(path, revision, (PICKLE,))
         return snapshot
     except Exception as error:
+        reason = (
+            f"{type(error).__name__}: {str(error).splitlines()[0]}" if str(error) else repr(error)
+        )
+        if isinstance(error, LocalEntryNotFoundError):
+            reason = "the Hub does not answer"
         raise MissingCheckpointError(
-            f"There is neither a file nor a folder {path}: check the path. The Hub gives no such "
-            f"model either ({type(error).__name__}: {error}). If {path} is an id of the Hub, check "
-            f"the id, the revision {revision or 'main'}, and the access of this machine; "
-            "HF_HUB_OFFLINE=1 reads the cache only."
+            f"There is neither a file nor a folder {path}: check the path. It cannot be downloaded "
+            f"as an id of the Hub either ({reason}): check the id, the revision "
+            f"{revision or 'main'}, and the access of this machine; HF_HUB_OFFLINE=1 reads the "
+            "cache only."
         ) from error
 
 

@@ -71,7 +71,7 @@ def test_a_hub_model_is_downloaded_once_and_then_read_from_the_cache(tmp_path: P
         assert sorted(server.downloads) == sorted(wanted)
         missing = _run(script, tmp_path / "other", "http://127.0.0.1:9")
         assert "There is neither a file nor a folder org/tiny: check the path." in missing.stderr
-        assert "The Hub gives no such model either" in missing.stderr
+        assert "It cannot be downloaded as an id of the Hub either" in missing.stderr
     again = _run(script, home, "http://127.0.0.1:9", HF_HUB_OFFLINE="1")
     assert again.stdout.count("trained") == 2, again.stderr[-3000:]
 

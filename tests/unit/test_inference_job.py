@@ -35,11 +35,13 @@ def test_a_missing_path_is_named_before_the_answer_of_the_hub(
         mock.patch("huggingface_hub.snapshot_download", side_effect=_no_hub) as asked,
         pytest.raises(
             MissingCheckpointError, match=r"^There is neither .* folder checkpoints/last"
-        ),
+        ) as caught,
     ):
         generate("checkpoints/last", "x")
     assert asked.called
+    assert "(the Hub does not answer)" in str(caught.value)
+    assert len(str(caught.value)) < 300
 
 
 def _no_hub(*_: object, **__: object) -> None:
-    raise LocalEntryNotFoundError("nobody answers")
+    raise LocalEntryNotFoundError("nobody answers" * 30)
