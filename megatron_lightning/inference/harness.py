@@ -108,7 +108,8 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
         Requests with the same context go to the same replica, which computes the context once.
         """
         groups: dict[tuple[int, ...], list[int]] = {}
-        for index, (_, context, _) in enumerate(requests):
+        for index, request in enumerate(requests):
+            context = request[1]
             # A single token, as before a text without context, is no work to share.
             key = tuple(context) if len(context) > 1 else (-1 - index,)
             groups.setdefault(key, []).append(index)
