@@ -104,9 +104,15 @@ class KeptFolder(FolderTensors):
             config: Plain values of the model's configuration.
             family: Name or class path of the rules. None: the rules of the architecture.
         """
-        folder = _of_entry(
-            {**self.entry, "gpt": {"config": config, "family": family}}, str(self.path)
-        )
+        return self._changed(gpt={"config": config, "family": family})
+
+    def with_files(self, contents: Mapping[str, bytes]) -> KeptFolder:
+        """Return the folder with other contents of some files, such as a tokenizer's."""
+        return self._changed(files=KeptFiles({**self.files.contents, **contents}).to_state())
+
+    def _changed(self, **entries: Any) -> KeptFolder:
+        """Return the folder with other entries. Values come from the same source as before."""
+        folder = _of_entry({**self.entry, **entries}, str(self.path))
         folder.read_from(self._fills)
         return folder
 

@@ -29,7 +29,7 @@ from megatron_lightning.data.supervised import (
     held_out,
 )
 from megatron_lightning.errors import ConfigError, DataError
-from megatron_lightning.modules.folder_data import check_model, folder_tokenizer
+from megatron_lightning.modules.folder_data import check_model, files_of, folder_tokenizer
 from megatron_lightning.modules.folder_module import FolderModule
 from megatron_lightning.modules.run_data import Batch, RunDataModule
 
@@ -249,6 +249,7 @@ class FinetuneDataModule(RunDataModule):
         module = self._run_module()
         if self.new_tokens and isinstance(module, FolderModule):
             module.new_tokens = self.tokenizer.added
+            module.tokenizer_files = files_of(self.tokenizer)
         self._known.clear()
         # Training files come first, and validation files behind them.
         parts = self._parts()[: len(self.paths)]

@@ -4,9 +4,10 @@ configuration, before the model is built.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from megatron_lightning.bridge.auto import AutoBridge
 from megatron_lightning.bridge.hub import local_folder
@@ -36,6 +37,13 @@ def folder_tokenizer(module: object, new_tokens: Sequence[str] = ()) -> ChatToke
     with _without_weights(module) as folder:
         trusts = bool(module._source.get("trust_remote_code"))
         return ChatTokenizer.load(folder, new_tokens=new_tokens, trust_remote_code=trusts)
+
+
+def files_of(tokenizer: ChatTokenizer) -> Mapping[str, bytes]:
+    """Return the files that ``save_pretrained`` of a tokenizer writes, by name."""
+    with TemporaryDirectory(prefix="tokenizer-") as folder:
+        tokenizer.tokenizer.save_pretrained(folder)
+        return KeptFiles.of_folder(Path(folder)).contents
 
 
 def check_model(module: object, num_ids: int, *, packed: bool) -> None:

@@ -26,7 +26,7 @@ from megatron_lightning.checkpoint.format.streaming import (
     spread_evenly,
     write_checkpoint,
 )
-from megatron_lightning.checkpoint.kept_files import kept_entry
+from megatron_lightning.checkpoint.kept_files import KeptFiles, kept_entry
 from megatron_lightning.checkpoint.source import CheckpointSource, open_checkpoint
 from megatron_lightning.checkpoint.tools.progress import progress_bar
 from megatron_lightning.config import TransformerConfig
@@ -111,7 +111,8 @@ def merge(  # noqa: PLR0917  # every argument is an option of the command line
     else:
         options: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
         base_found = _base(adapters, source, base, **options)
-        texts = stops(base_found.plan.folder.files.contents, chat_template)
+        texts = _tokenizer_files(source)
+        texts |= stops({**base_found.plan.folder.files.contents, **texts}, chat_template)
         texts |= card(adapters, Path(target).name, merged=True)
         _merge_folder(adapters, base_found, target, dtype, files=texts, overwrite=overwrite)
     print(f"{target} holds the base with the adapters of {len(adapters.layers)} layers added.")
@@ -371,9 +372,9 @@ def _check_free(target: str, *, overwrite: bool) -> None:
 
 
 def _tokenizer_files(source: str) -> dict[str, bytes]:
-    """Return the files of the tokenizer in a checkpoint."""
+    """Return the files of the tokenizer in a checkpoint or a folder of peft."""
     if folder.is_folder(source):
-        return {}
+        return _of_tokenizer(KeptFiles.of_folder(Path(source)).contents)
     opened = open_checkpoint(source)
     record = record_of(opened, source)
     if kept_entry(opened.state(), record.path) is None:
@@ -381,7 +382,10 @@ def _tokenizer_files(source: str) -> dict[str, bytes]:
     from megatron_lightning.bridge.kept import read_kept
 
     entry = read_kept(source, record.path)
-    contents = {} if entry is None else entry[2].files.contents
+    return {} if entry is None else _of_tokenizer(entry[2].files.contents)
+
+
+def _of_tokenizer(contents: Mapping[str, bytes]) -> dict[str, bytes]:
     return {name: text for name, text in contents.items() if name.startswith(_OF_TOKENIZER)}
 
 

@@ -5,18 +5,23 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader
 
 pytest.importorskip("transformers", "5")
 
-from transformers import LlamaForCausalLM
+from transformers import AutoTokenizer, LlamaForCausalLM
 
-from megatron_lightning.modules import GPTLightningModule, HuggingFaceModule
+from megatron_lightning.bridge.commands import export as export_model
+from megatron_lightning.modules import FinetuneDataModule, GPTLightningModule, HuggingFaceModule
 from megatron_lightning.peft import LoRA
+from megatron_lightning.peft.commands import export, merge
 from megatron_lightning.strategies import MegatronStrategy
 from tests.helpers.adapted import BATCH, TEXT, llama
+from tests.helpers.chats import chats, make_tokenizer, turn, write_rows
 from tests.helpers.ranks import run_ranks
 from tests.helpers.trainers import Losses, trainer
 
@@ -94,3 +99,63 @@ def test_a_trained_embedding_beside_adapters_has_drawn_rows(folder: str, tmp_pat
     assert module.model.config.tie_word_embeddings == (
         module.model.get_output_embeddings().weight is module.model.get_input_embeddings().weight
     )
+
+
+def _fine_tune(
+    folder: str, rows: str, target: str, steps: int, options: dict[str, Any], peft: LoRA | None
+) -> tuple[int, list[float]]:
+    """Train up to a step, and write the model if there are no adapters. Return the first step."""
+    record = Losses()
+    first: list[int] = []
+    begun = pl.callbacks.LambdaCallback(on_train_start=lambda t, _: first.append(t.global_step))
+    keep = ModelCheckpoint(f"{target}-run", save_last=True, every_n_train_steps=1)
+    fit = trainer(
+        MegatronStrategy(**options),
+        max_steps=steps,
+        callbacks=[record, begun, keep],
+        enable_checkpointing=True,
+        default_root_dir=f"{target}-run",
+    )
+    module = HuggingFaceModule(folder, learning_rate=1e-3, peft=peft)
+    data = FinetuneDataModule(
+        rows, sequence_length=64, batch_size=2, new_tokens=["<new>"], cache_dir=f"{target}-cache"
+    )
+    fit.fit(module, datamodule=data, ckpt_path="last")
+    if peft is None:
+        module.save_hf_pretrained(target, overwrite=True)
+    return first[0], record.losses
+
+
+@pytest.mark.parametrize("adapters", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_an_exported_folder_has_the_tokenizer_with_new_tokens(
+    adapters: bool, tmp_path: Path
+) -> None:
+    """Also after a resume, which reads the tokenizer from the checkpoint."""
+    folder, target = str(tmp_path / "base"), str(tmp_path / "target")
+    llama(vocab_size=336).save_pretrained(folder)
+    make_tokenizer().save_pretrained(folder)
+    conversation = {"messages": [turn("user", "what is <new>"), turn("assistant", "a <new>")]}
+    rows = write_rows(tmp_path / "rows.jsonl", [*chats(6), *[conversation] * 6])
+    saved = ["embed_tokens", "lm_head"]
+    peft = LoRA(r=2, modules_to_save=saved) if adapters else None
+    for steps in (1, 2):
+        ranks = run_ranks(2, _fine_tune, folder, rows, target, steps, {TP: 2}, peft)
+        assert all(rank[0] == steps - 1 for rank in ranks)
+    checkpoint = f"{target}-run/last.ckpt"
+    written = [target]
+    if adapters:
+        written = [f"{target}-adapters", f"{target}-merged", f"{target}-merged-too"]
+        export(checkpoint, written[0])
+        merge(checkpoint, written[1], base=folder)
+        merge(written[0], written[2], base=folder)
+    else:
+        written.append(f"{target}-converted")
+        export_model(checkpoint, written[1])
+    known = make_tokenizer()
+    assert known.convert_tokens_to_ids("<new>") == known.unk_token_id
+    for path in written:
+        tokenizer = AutoTokenizer.from_pretrained(path)
+        assert tokenizer("what<new>").input_ids == [*known("what").input_ids, len(known)], path
+        assert tokenizer.chat_template == known.chat_template and tokenizer.eos_token_id == (
+            known.eos_token_id
+        )
