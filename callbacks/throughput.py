@@ -94,7 +94,8 @@ class ThroughputMonitor(pl.Callback):
         flops_per_token: FLOPs of a token, forward and backward. None: by the model.
         peak_tflops: Peak of a device in TFLOP/s. None: by the table, or measured.
         progress_bar: Values shown by the progress bar, under keys without ``throughput/``, since
-            the prefix would fill the bar.
+            the prefix would fill the bar. None: step time, speed, MFU and time to finish. MFU is
+            left out on a CPU, whose measured peak depends on what else is running.
 
     Raises:
         ConfigError: If a number is not positive, or the progress bar is to show an unknown value.
@@ -107,11 +108,11 @@ class ThroughputMonitor(pl.Callback):
         tokens: str | None = None,
         flops_per_token: float | None = None,
         peak_tflops: float | None = None,
-        progress_bar: Sequence[str] = _IN_PROGRESS_BAR,
+        progress_bar: Sequence[str] | None = None,
     ) -> None:
         if not is_count(window):
             raise ConfigError(f"window is {window!r}; it must be a positive integer.")
-        unknown = [name for name in progress_bar if name not in _NAMES]
+        unknown = [name for name in progress_bar or () if name not in _NAMES]
         if isinstance(progress_bar, str) or unknown:
             raise ConfigError(
                 f"progress_bar is {progress_bar!r}; it must be a list of some of "
@@ -125,7 +126,7 @@ class ThroughputMonitor(pl.Callback):
         self.tokens = tokens
         self.flops_per_token = flops_per_token
         self.peak_tflops = peak_tflops
-        self.progress_bar = tuple(progress_bar)
+        self.progress_bar = None if progress_bar is None else tuple(progress_bar)
         self._config: TransformerConfig | None = None
         self._flops_of_length: dict[int, float] = {}  # of a sample
         self._data_ranks = 1
@@ -232,7 +233,11 @@ class ThroughputMonitor(pl.Callback):
         if is_logging_step(trainer):
             with self._own.waiting():
                 self._clock.wait(end)
-            log_values(trainer, self._values(trainer), "throughput/", self.progress_bar)
+            shown = self.progress_bar
+            if shown is None:
+                is_cpu = trainer.strategy.root_device.type == "cpu"
+                shown = tuple(n for n in _IN_PROGRESS_BAR if n != "mfu" or not is_cpu)
+            log_values(trainer, self._values(trainer), "throughput/", shown)
 
     # --------------------------------------------------------------------------------------- counts
 

@@ -15,6 +15,7 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from typing_extensions import override
 
 from megatron_lightning.callbacks.closing_summary import ClosingSummary
+from megatron_lightning.callbacks.progress_bars import count_to_max_steps
 from megatron_lightning.cli_parser import OneLineParser
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.modules.gpt import GPTLightningModule
@@ -84,12 +85,15 @@ class MegatronCLI(LightningCLI):
             )
         return super().instantiate_trainer(**settings)
 
-    def add_closing_summary(self) -> None:
-        """Print the layout on request. Otherwise print at the end of the fit how to continue."""
+    def prepare_screen(self) -> None:
+        """Print the layout on request. Otherwise make the bar count to the last step, and print at
+        the end of the fit how to continue.
+        """
         self.print_layout()
         callbacks: list[Any] = vars(self.trainer)["callbacks"]
         if not any(isinstance(callback, ClosingSummary) for callback in callbacks):
             callbacks.append(ClosingSummary())
+        count_to_max_steps(self.trainer.progress_bar_callback)
 
     def print_layout(self) -> None:
         """Print how the strategy divides the model, before anything is started."""
@@ -104,7 +108,7 @@ class MegatronCLI(LightningCLI):
         print(self.trainer.strategy.describe(self.model))
         raise SystemExit(0)
 
-    before_fit = add_closing_summary
+    before_fit = prepare_screen
     before_validate = before_test = before_predict = print_layout
 
     @override

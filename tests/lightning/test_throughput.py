@@ -417,8 +417,9 @@ def test_progress_bar_metrics_csv_and_overhead(
     assert float(rows[0]["throughput/time_to_finish_s"]) == pytest.approx(
         8 * float(rows[0]["throughput/step_time"])
     )
-    shown = {"step_time", "tokens_per_second", "tflops_per_device", "mfu", "time_to_finish_s"}
+    shown = {"step_time", "tokens_per_second", "tflops_per_device", "time_to_finish_s"}
     assert shown <= fit.progress_bar_metrics.keys()
+    assert "mfu" not in fit.progress_bar_metrics, "it depends on what else the CPU does"
     assert "tokens_per_second" in "".join(capsys.readouterr())
     assert 0 < monitor.overhead < 0.01, monitor.overhead
     assert 0 < memory.overhead < 0.01, memory.overhead

@@ -1,0 +1,58 @@
+"""Bars of the command line end with the last step of the run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+from lightning.pytorch.callbacks import ProgressBar, RichProgressBar, TQDMProgressBar
+
+from megatron_lightning.callbacks.progress_bars import count_to_max_steps
+from megatron_lightning.strategies import MegatronStrategy
+from tests.helpers.toy import ToyData, ToyModule
+from tests.helpers.trainers import trainer
+
+
+class _Totals(pl.Callback):
+    """Totals of the bar, which it takes when epochs begin."""
+
+    def __init__(self, bar: ProgressBar) -> None:
+        self.bar = bar
+        self.of_epochs: list[float] = []
+
+    def on_train_epoch_start(self, *_: Any) -> None:
+        self.of_epochs.append(self.bar.total_train_batches)
+
+
+@pytest.mark.parametrize("kind", [TQDMProgressBar, RichProgressBar])
+def test_bars_end_at_max_steps(kind: type[ProgressBar], tmp_path: Path) -> None:
+    """Four batches an epoch: the run ends in the middle of the third, and resumes there."""
+
+    def fit(max_steps: int, path: str | None, **options: Any) -> _Totals:
+        bar = kind()
+        count_to_max_steps(bar)
+        totals = _Totals(bar)
+        run = trainer(
+            MegatronStrategy(), max_steps=max_steps, max_epochs=-1, enable_progress_bar=True,
+            limit_train_batches=4, callbacks=[bar, totals], default_root_dir=tmp_path, **options,
+        )  # fmt: skip
+        run.fit(ToyModule(), datamodule=ToyData(batch_size=4), ckpt_path=path)
+        if path is None:
+            run.save_checkpoint(tmp_path / "mid.ckpt")
+        return totals
+
+    assert fit(10, None).of_epochs == [4, 4, 2]
+    assert fit(11, str(tmp_path / "mid.ckpt")).of_epochs == [3]
+    assert fit(3, None, accumulate_grad_batches=2).of_epochs == [4, 2]
+
+
+def test_other_bars_are_left_alone() -> None:
+    class Own(TQDMProgressBar):
+        pass
+
+    bar = Own()
+    count_to_max_steps(bar)
+    count_to_max_steps(None)
+    assert type(bar) is Own
