@@ -276,6 +276,15 @@ def ignore_after_run(trainer: pl.Trainer, signum: int) -> None:
     trainer._signal_connector._original_handlers[signum] = signal.SIG_IGN
 
 
+def name_of_log(logger: Logger) -> str | None:
+    """Return the name chosen for a log, without beginning a run.
+
+    The ``name`` of MLflow's logger is the id of the experiment, and asking for it begins a run.
+    """
+    attributes = vars(logger)
+    return attributes["_experiment_name"] if "_mlflow_client" in attributes else logger.name
+
+
 def set_version(logger: Logger, version: Any) -> bool:
     """Make a logger continue the log of an earlier run. Return whether the logger can continue and
     had no version set.

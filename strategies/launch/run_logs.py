@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch.loggers import CSVLogger, Logger, MLFlowLogger
+from lightning.pytorch.loggers import CSVLogger, Logger
 
 from megatron_lightning.parallel.replica_rng import ReplicaRng
-from megatron_lightning.strategies.lightning_internals import set_version
+from megatron_lightning.strategies.lightning_internals import name_of_log, set_version
 
 _KEPT = "metrics.csv.before"  # rows logged before this start, until training starts
 
@@ -29,7 +29,7 @@ def describe_loggers(loggers: Sequence[Logger]) -> list[dict[str, Any]]:
         version = logger.version
         if isinstance(version, int | str):
             descriptions.append(
-                {"kind": type(logger).__name__, "name": logger.name, "version": version}
+                {"kind": type(logger).__name__, "name": name_of_log(logger), "version": version}
             )
     return descriptions
 
@@ -49,8 +49,8 @@ def resume_logs(
         match = next((r for r in loggers_left if r["kind"] == type(logger).__name__), None)
         if match is not None:
             loggers_left.remove(match)
-            # The name of MLflow's logger is the id of the experiment, and asking would begin a run.
-            if isinstance(logger, MLFlowLogger) or match["name"] in (None, logger.name):
+            # A new name begins a new log.
+            if match["name"] in (None, name_of_log(logger)):
                 set_version(logger, match["version"])
         if is_first_rank and isinstance(logger, CSVLogger):
             _keep_rows(Path(logger.log_dir))

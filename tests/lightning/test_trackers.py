@@ -61,12 +61,13 @@ def test_wandb_has_one_offline_run_over_restarts(tmp_path: Path) -> None:
     assert all(list(folder.glob("run-*.wandb")) for folder in folders)
 
 
-def _to_mlflow(layout: Layout, folder: str, max_epochs: int) -> list[float]:
+def _to_mlflow(
+    layout: Layout, folder: str, max_epochs: int, name: str = "lightning_logs"
+) -> list[float]:
     from lightning.pytorch.loggers import MLFlowLogger
 
-    return _fit(
-        layout, folder, MLFlowLogger(tracking_uri=f"sqlite:///{folder}/runs.db"), max_epochs
-    )
+    logger = MLFlowLogger(name, tracking_uri=f"sqlite:///{folder}/runs.db")
+    return _fit(layout, folder, logger, max_epochs)
 
 
 @pytest.mark.slow
@@ -85,3 +86,9 @@ def test_mlflow_has_one_run_over_restarts(tmp_path: Path) -> None:
     history = client.get_metric_history(found.info.run_id, "train_loss_step")
     values = {metric.step: metric.value for metric in history}
     assert [values[step] for step in range(2 * STEPS)] == [loss for part in losses for loss in part]
+    run(TP2_PP2, _to_mlflow, tmp_path, 3, "renamed", timeout_s=TIMEOUT_S)
+    [renamed] = [e for e in client.search_experiments() if e.name == "renamed"]
+    [other] = client.search_runs([renamed.experiment_id])
+    history = client.get_metric_history(other.info.run_id, "train_loss_step")
+    assert [metric.step for metric in history] == list(range(2 * STEPS, 3 * STEPS))
+    assert len(client.search_runs([experiment.experiment_id])) == 1
