@@ -5,10 +5,10 @@ killed save.
 from __future__ import annotations
 
 import re
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 
 from megatron_lightning.checkpoint.commit import is_committed
-from megatron_lightning.checkpoint.format.storage import is_plain_file, list_folders
+from megatron_lightning.checkpoint.format.storage import is_plain_file, is_remote, list_folders
 
 _REQUEUED = re.compile(r"hpc_ckpt_(\d+)\.ckpt")
 
@@ -20,20 +20,24 @@ def committed_requeue(path: str) -> str:
     folder, _, name = path.rpartition("/")
     if not _REQUEUED.fullmatch(name) or is_committed(path) or is_plain_file(path):
         return path
+    return newest_requeue(folder or ".") or path
+
+
+def newest_requeue(folder: str) -> str | None:
+    """Return the ``hpc_ckpt_<n>.ckpt`` in ``folder`` with the largest number, committed or a plain
+    file. None: there is none.
+    """
     try:
-        numbered = [
-            (_numbered(folder_path), folder_path) for folder_path in list_folders(folder or ".")
-        ]
+        paths = list_folders(folder)
     except FileNotFoundError:
-        return path
-    return max(
-        (
-            (int(number[1]), folder_path)
-            for number, folder_path in numbered
-            if number and is_committed(folder_path)
-        ),
-        default=(0, path),
-    )[1]
+        return None
+    numbers = {path: int(number[1]) for path in paths if (number := _numbered(path))}
+    committed = [path for path in numbers if is_committed(path)]
+    if not is_remote(folder):
+        files = [str(path) for path in Path(folder).glob("hpc_ckpt_*.ckpt") if path.is_file()]
+        numbers |= {path: int(number[1]) for path in files if (number := _numbered(path))}
+        committed += [path for path in files if path in numbers]
+    return max(committed, key=lambda path: numbers[path], default=None)
 
 
 def _numbered(path: str) -> re.Match[str] | None:

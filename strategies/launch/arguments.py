@@ -1,8 +1,9 @@
 """The arguments of ``fit``, ``validate``, ``test`` and ``predict`` in the launcher, before
 Lightning reads the arguments.
 
-``ckpt_path="last"``: Lightning looks for local files only, so the URL of a checkpoint in an object
-store replaces "last". A local path is checked before any process is started.
+``ckpt_path="last"``: Lightning looks for local files of callbacks only, so the URL of a checkpoint
+in an object store replaces "last", and so does a newer checkpoint of a job queued again by Slurm. A
+local path is checked before any process is started.
 """
 
 from __future__ import annotations
@@ -15,13 +16,14 @@ from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.trainer.states import TrainerFn
 
 from megatron_lightning.checkpoint.commit import MANIFEST, is_committed
 from megatron_lightning.checkpoint.format.storage import folder_of, is_remote, list_folders
-from megatron_lightning.checkpoint.requeue import committed_requeue
+from megatron_lightning.checkpoint.requeue import committed_requeue, newest_requeue
 from megatron_lightning.errors import MissingCheckpointError
 from megatron_lightning.strategies.launch.hooks import LaunchHooks
-from megatron_lightning.strategies.lightning_internals import checkpoint_folder
+from megatron_lightning.strategies.lightning_internals import checkpoint_folder, chosen_checkpoint
 
 
 def checked_arguments(
@@ -45,15 +47,23 @@ def checked_arguments(
 def with_last_checkpoint(
     trainer: pl.Trainer | None, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments with the newest URL instead of "last", if a callback of the Trainer has
-    saved to a URL.
+    """Return the arguments with a path instead of "last", if Lightning would find an older
+    checkpoint or none: the newest URL of a callback, or ``hpc_ckpt_<n>.ckpt``.
     """
     values = (*args, *kwargs.values())
     if trainer is None or not any(isinstance(value, str) and value == "last" for value in values):
         return args, dict(kwargs)
     checkpoints = dict(_found(trainer))
+    requeue = None
+    if trainer.state.fn == TrainerFn.FITTING:
+        requeue = newest_requeue(str(trainer.default_root_dir))
     if not any(map(is_remote, checkpoints)):
-        return args, dict(kwargs)
+        if requeue is None:
+            return args, dict(kwargs)
+        chosen = chosen_checkpoint(trainer, "last")  # plain files and copies on local disks, too
+        checkpoints = {} if chosen is None else {chosen: _saved_at(chosen)}
+    if requeue is not None:
+        checkpoints[requeue] = _saved_at(requeue)
     newest = max(checkpoints, key=lambda path: checkpoints[path])
 
     def replaced(value: Any) -> Any:
@@ -104,4 +114,11 @@ def _found(trainer: pl.Trainer) -> Iterator[tuple[str, float]]:
         )
         for path in folders:
             if pattern.fullmatch(PurePosixPath(path).name) and is_committed(path):
-                yield path, folder_of(path).modified(MANIFEST) or 0.0
+                yield path, _saved_at(path)
+
+
+def _saved_at(path: str) -> float:
+    """Return the time of a save."""
+    if not is_remote(path) and not is_committed(path):
+        return Path(path).stat().st_mtime
+    return folder_of(path).modified(MANIFEST) or 0.0

@@ -260,7 +260,8 @@ def _share(output: str) -> float:
     return min([1.0, *(float(computed) / float(passed) for passed, computed in shares)])
 
 
-def _values(output: str) -> dict[tuple[str, int, int], set[str]]:
+def values(output: str) -> dict[tuple[str, int, int], set[str]]:
+    """Return losses and samples of a job's output, by kind, rank and step."""
     found: dict[tuple[str, int, int], set[str]] = {}
     for name, rank, step, value in re.findall(r"(LOSS|SAMPLES) (\d) (\d+) (\S+)", output):
         found.setdefault((name, int(rank), int(step)), set()).add(value)
@@ -269,7 +270,7 @@ def _values(output: str) -> dict[tuple[str, int, int], set[str]]:
 
 def _assert_equal(output: str, expected: str, told: str) -> None:
     """Every rank had all steps and samples of an undisturbed run, once or again with equal bits."""
-    found, wanted = _values(output), _values(expected)
+    found, wanted = values(output), values(expected)
     assert len(wanted) == 2 * 4 * STEPS, expected
     different = {
         key: (found.get(key), value) for key, value in wanted.items() if found.get(key) != value

@@ -248,9 +248,15 @@ def test_slurms_requeue_signal_saves_where_lightning_looks(
     assert (tmp_path / "calls").read_text() == ("requeue 16_3\n" if array else "requeue 17\n")
     # Of a save that was killed: Lightning sees number 20123456789.
     (tmp_path / "hpc_ckpt_2.ckpt.tmp-0123456789ab").mkdir()
-    # Without ckpt_path.
-    _, rest = _fit(ONE, str(tmp_path), RescueCheckpoint(str(tmp_path)), **options)
-    assert len(rest) == 6
+    # Without ckpt_path, and as "last", which no callback has saved.
+    for path in (None, "last"):
+        rescue, keep = RescueCheckpoint(str(tmp_path)), ModelCheckpoint(tmp_path, save_last=True)
+        callbacks = [rescue] if path is None else [rescue, keep]
+        _, rest = _fit(ONE, str(tmp_path), *callbacks, ckpt_path=path, **options)
+        assert len(rest) == 6
+    # Newer than the job's save.
+    _, rest = _fit(ONE, str(tmp_path), keep, ckpt_path="last", **options)
+    assert not rest
 
 
 @pytest.mark.slow
