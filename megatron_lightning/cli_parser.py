@@ -101,15 +101,18 @@ def suggestion(name: str, names: Collection[str]) -> str:
     return f". Did you mean {path!r}?" if path != name else ""
 
 
+_OF_A_TREE = ("Errors:", "Subtypes:", "Given value", "Parser key", "Problem with")
+
+
 def in_one_line(message: str) -> str:
     """Return the key and the most specific words of a message of jsonargparse.
 
     For a Union the message is an indented tree with a branch for each type. The deepest lines of
     the tree are the most specific.
     """
-    lines = message.splitlines()
-    if "Errors:" not in map(str.strip, lines):
+    if "Errors:" not in map(str.strip, message.splitlines()):
         return " ".join(message.split())
+    lines = _with_whole_sentences(message.splitlines())
     depths = [len(line) - len(line.lstrip(" ")) for line in lines]
     deepest = [index for index, depth in enumerate(depths) if depth == max(depths)]
     words = [line.strip(" -") for line in lines]
@@ -133,6 +136,28 @@ def in_one_line(message: str) -> str:
         else ""
     )
     return f"{key}{of_class}{words[first]}{_hint(key, words[first])}"
+
+
+def _with_whole_sentences(lines: list[str]) -> list[str]:
+    """Return the lines of a tree with the further lines of an error appended to the first one.
+
+    A branch begins with a dash. The further lines of a branch's text are two columns deeper, as are
+    the lines of a tree inside the branch, which begin after a colon or with words of jsonargparse.
+    """
+    joined: list[str] = []
+    depth = -1  # of the text of the branch that is open
+    for line in lines:
+        text = line.strip()
+        own_depth = len(line) - len(line.lstrip(" "))
+        if text.startswith("- "):
+            depth = -1 if text.endswith(":") else own_depth + 2
+        elif own_depth == depth and text and not text.startswith(_OF_A_TREE):
+            joined[-1] += f" {text}"
+            continue
+        else:
+            depth = -1
+        joined.append(line)
+    return joined
 
 
 def _yaml_of_python(argument: str) -> str:

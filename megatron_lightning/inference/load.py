@@ -118,7 +118,9 @@ def _find_model(checkpoint: str | os.PathLike[str], context: ParallelContext | N
     if isinstance(saved.get("config"), Mapping):
         return _of_checkpoint(source, saved)
     if read_kept(checkpoint) is not None:
-        return _of_bridge(AutoBridge.from_checkpoint(checkpoint))
+        model = _of_bridge(AutoBridge.from_checkpoint(checkpoint))
+        has_adapters = bool(list(read_records(source.state(), str(checkpoint))))
+        return _with_adapters(model, checkpoint) if has_adapters else model
     raise CheckpointError(
         f"{checkpoint} has no hyper_parameters.config that describes a model: it was not saved by "
         "GPTLightningModule or HuggingFaceModule. Give the checkpoint of one, or call "

@@ -18,6 +18,7 @@ from megatron_lightning.checkpoint import consolidate, open_checkpoint
 from megatron_lightning.cli import main
 from megatron_lightning.config import CheckpointOptions
 from megatron_lightning.errors import CheckpointError
+from megatron_lightning.inference import Engine
 from megatron_lightning.modules import GPTLightningModule, HuggingFaceModule
 from megatron_lightning.peft import LoRA, load_adapters
 from megatron_lightning.peft.folder import read_folder
@@ -282,3 +283,22 @@ def test_adapters_wait_for_their_base(base: Path, trained: Path, tmp_path: Path)
     other.save_pretrained(tmp_path / "base")
     for found in run_ranks(2, _continue, str(tmp_path), str(tmp_path / "peft")):
         assert "trained on other weights" in str(found)
+
+
+def test_text_of_a_full_checkpoint_has_its_adapters(base: Path, tmp_path: Path) -> None:
+    """They stand beside the base, in the checkpoint of an untouched model."""
+    path = tmp_path / "full.ckpt"
+    run_ranks(1, _fit, str(base), None, 2, None, str(path), timeout_s=110)
+    plain = LlamaForCausalLM.from_pretrained(base / "base")
+    adapted = load_adapters(LlamaForCausalLM.from_pretrained(base / "base"), path)
+    tokens = TEXT[0].tolist()
+    with torch.no_grad():
+        before, after = (
+            torch.log_softmax(model(TEXT[:1]).logits[0, :-1], dim=-1)
+            .gather(1, TEXT[0, 1:, None])
+            .sum()
+            for model in (plain, adapted)
+        )
+    assert abs(float(before - after)) > 1e-2
+    (score,) = Engine.load(path).score([tokens[:1]], [tokens[1:]])
+    assert score.logprob == pytest.approx(float(after), rel=1e-5)  # fp32 in another order

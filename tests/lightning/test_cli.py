@@ -20,6 +20,7 @@ from lightning.pytorch.cli import LightningCLI
 
 import megatron_lightning
 from megatron_lightning.cli import main, trainer_cli
+from megatron_lightning.cli_parser import in_one_line
 from megatron_lightning.data.indexed import IndexedDatasetWriter
 from megatron_lightning.data.preprocess import preprocess
 from megatron_lightning.models import RopeScaling
@@ -755,3 +756,12 @@ def test_nothing_is_near_an_option_of_another_world(
     assert _fails(["fit", "--config", config, "--zzz=1"], capsys).endswith(
         "unrecognized arguments: --zzz=1"
     )
+
+
+def test_the_lines_of_an_error_in_a_configuration_stay_together() -> None:
+    message = (
+        "Does not validate against any of the Union subtypes\nErrors:\n"
+        "  - tokens: there is no such folder\n    Check the path.\n  - Expected a NoneType\n"
+        "Given value: Namespace()"
+    )
+    assert in_one_line(message) == "tokens: there is no such folder Check the path."
