@@ -214,7 +214,8 @@ def message(name: str) -> str:
 
 def measured() -> dict[str, dict[str, str]]:
     """Return the cells of ``docs/hf_coverage.md`` by family and layout, notes in full."""
-    lines = MEASURED.read_text().splitlines()
+    # The page has a second table, with numbers of its own, under the next heading.
+    lines = MEASURED.read_text().partition("\n## Encoders")[0].splitlines()
     notes = dict(line.split(". ", 1) for line in lines if line[:1].isdigit())
     table = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
     start = next(number for number, row in enumerate(table) if row[0] == "family")
