@@ -309,6 +309,10 @@ class Scheduler:
             end = self._end_of(request, budget)
             if request not in running or end <= request.done:
                 continue  # given way to an older request, or waiting for the next step
+            if not request.done:
+                # A text that slid behind its first tokens is computed again. Other requests may
+                # still read the old keys, in shared pages.
+                self.allocator.release(request)
             if not self._reserve(request, end, running, portions):
                 continue
             most = min(spare, budget - (end - request.done))
@@ -403,7 +407,7 @@ class Scheduler:
             return None, 0
         if leader.offset or request.offset:
             return None, 0  # other first tokens
-        if leader.done < shared and leader in self._waiting:
+        if leader.done < shared and not any(leader in group for group in self._running):
             return None, 0  # the leader has given way
         return leader, shared
 

@@ -8,7 +8,7 @@ distinct tokens.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -330,6 +330,17 @@ def test_samples_of_a_prompt_share_its_keys(storage: Any, tmp_path: Path) -> Non
     assert [one.tokens for samples in found for one in samples] == apart
     assert len({tuple(one.tokens) for one in found[0]}) == 3
     assert steps == GREEDY.max_new_tokens + 1  # the others wait until the prompts are computed
+
+
+@pytest.mark.parametrize("storage", ["runs", "pages"])
+def test_samples_slide_behind_shared_keys(storage: Any) -> None:
+    """A sample beyond the longest input is computed again, apart from the keys of the others."""
+    model = model_of(replace(CONFIGS["grouped"], max_sequence_length=16))
+    prompts, sampling = [[3, 1, 4, 1, 5, 9, 2, 6, 5, 35], [7, 7, 2, 1, 8, 2]], DRAWN
+    engine = Engine.of(model, options=EngineOptions(storage=storage, block_size=4))
+    found = engine.generate(prompts, sampling, num_samples=3)
+    apart = uncached(model, sampling, [prompt for prompt in prompts for _ in range(3)])
+    assert [one.tokens for samples in found for one in samples] == apart
 
 
 SHARING: dict[str, dict[str, Any]] = {
