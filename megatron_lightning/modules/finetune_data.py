@@ -79,6 +79,8 @@ class FinetuneDataModule(RunDataModule):
             tokens.
         seed: Seed of the order, and of the choice of validation rows.
         num_workers: Worker processes of each loader on each rank. 0 reads in the training process.
+        reading_thread: Whether a thread of the training process reads the next two batches while
+            a step waits for its device. Replaces ``num_workers``, and is faster for small samples.
         cache_dir: Folder of the tokenized documents. Default: ``~/.cache/megatron_lightning``.
         on_changed_data: Reaction of a resumed run if the order of training rows has changed since
             the checkpoint. ``refuse`` raises an error. ``reorder`` reads on at the same position of
@@ -117,10 +119,11 @@ class FinetuneDataModule(RunDataModule):
         new_tokens: Sequence[str] = (),
         seed: int = 1234,
         num_workers: int = 0,
+        reading_thread: bool = False,
         cache_dir: str | None = None,
         on_changed_data: OnChangedData = "refuse",
     ) -> None:
-        super().__init__(num_workers)
+        super().__init__(num_workers, reading_thread=reading_thread)
         self.paths, self.weights = parse_sources(path)
         self.val_paths = [] if val_path is None else parse_sources(val_path)[0]
         self.options = SupervisedOptions(

@@ -49,6 +49,7 @@ class IndexedDataModule(RunDataModule):
         sizes: Batch sizes and numbers of samples.
         tokenizer: The tokenizer with its file or name, and type. None: unknown.
         num_workers: Worker processes of each loader on each rank.
+        reading_thread: Whether a thread reads the next batches.
         skip_samples: Ranges [first, end] of ``consumed_samples`` skipped by training.
         on_changed_data: Reaction of a resumed run to another order.
 
@@ -65,10 +66,11 @@ class IndexedDataModule(RunDataModule):
         sizes: RunSizes,
         tokenizer: NamedTokenizer | None,
         num_workers: int,
+        reading_thread: bool,
         skip_samples: list[list[int]] | None,
         on_changed_data: OnChangedData,
     ) -> None:
-        super().__init__(num_workers)
+        super().__init__(num_workers, reading_thread=reading_thread)
         if num_workers < 0:
             raise ConfigError(
                 f"num_workers={num_workers}: set it to 0 to read in the training process, or to 1 "

@@ -67,6 +67,8 @@ class MaskedDataModule(IndexedDataModule):
         vocab_size: Size of the model's vocabulary. A larger id in the data is an error. Default:
             the tokenizer's size.
         num_workers: Worker processes of each loader on each rank. 0 reads in the training process.
+        reading_thread: Whether a thread of the training process reads the next two batches.
+            Replaces ``num_workers``.
         cache_dir: Folder of the index cache. Default: ``{data_prefix}/cache``.
         cache_bytes: Size of the blocks kept of data at a URL. Default: no limit.
         skip_samples: Ranges [first, end] of ``consumed_samples`` skipped by training.
@@ -105,6 +107,7 @@ class MaskedDataModule(IndexedDataModule):
         num_test_samples: int | None = None,
         vocab_size: int | None = None,
         num_workers: int = 0,
+        reading_thread: bool = False,
         cache_dir: str | None = None,
         cache_bytes: int | None = None,
         skip_samples: list[list[int]] | None = None,
@@ -164,6 +167,7 @@ class MaskedDataModule(IndexedDataModule):
             ),
             tokenizer=named_tokenizer,
             num_workers=num_workers,
+            reading_thread=reading_thread,
             skip_samples=skip_samples,
             on_changed_data=on_changed_data,
         )

@@ -52,6 +52,8 @@ class PreferenceDataModule(FinetuneDataModule):
         new_tokens: Texts to add as new tokens.
         seed: Seed of the order, and of the choice of validation rows.
         num_workers: Worker processes of each loader on each rank.
+        reading_thread: Whether a thread of the training process reads the next two batches.
+            Replaces ``num_workers``.
         cache_dir: Folder of the tokenized documents.
         on_changed_data: Reaction of a resumed run if the order of training rows has changed.
 
@@ -84,6 +86,7 @@ class PreferenceDataModule(FinetuneDataModule):
         new_tokens: Sequence[str] = (),
         seed: int = 1234,
         num_workers: int = 0,
+        reading_thread: bool = False,
         cache_dir: str | None = None,
         on_changed_data: OnChangedData = "refuse",
     ) -> None:
@@ -103,6 +106,7 @@ class PreferenceDataModule(FinetuneDataModule):
             new_tokens=new_tokens,
             seed=seed,
             num_workers=num_workers,
+            reading_thread=reading_thread,
             cache_dir=cache_dir,
             on_changed_data=on_changed_data,
         )

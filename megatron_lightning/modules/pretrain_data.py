@@ -59,6 +59,8 @@ class PretrainDataModule(IndexedDataModule):
             document belongs to the ended document. The batch numbers the documents of each row, and
             the model compares the numbers: there is no dense mask.
         num_workers: Worker processes of each loader on each rank. 0 reads in the training process.
+        reading_thread: Whether a thread of the training process reads the next two batches while
+            a step waits for its device. Replaces ``num_workers``, and is faster for small samples.
         cache_dir: Folder of the index cache. Default: ``{data_prefix}/cache``. Without a shared
             file system each node builds a local cache. Data at a URL need the folder: blocks that
             are read are kept there.
@@ -105,6 +107,7 @@ class PretrainDataModule(IndexedDataModule):
         reset_position_ids: bool = False,
         reset_attention_mask: bool = False,
         num_workers: int = 0,
+        reading_thread: bool = False,
         cache_dir: str | None = None,
         cache_bytes: int | None = None,
         skip_samples: list[list[int]] | None = None,
@@ -163,6 +166,7 @@ class PretrainDataModule(IndexedDataModule):
             sizes=sizes,
             tokenizer=named_tokenizer,
             num_workers=num_workers,
+            reading_thread=reading_thread,
             skip_samples=skip_samples,
             on_changed_data=on_changed_data,
         )

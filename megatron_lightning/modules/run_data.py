@@ -10,6 +10,9 @@ import lightning.pytorch as pl
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+from megatron_lightning.data.reading_thread import ReadingThreadLoader
+from megatron_lightning.errors import ConfigError
+
 Batch = dict[str, torch.Tensor]
 
 
@@ -18,11 +21,21 @@ class RunDataModule(pl.LightningDataModule):
 
     Args:
         num_workers: Worker processes of each loader on each rank. 0 reads in the training process.
+        reading_thread: Whether a thread of the training process reads the next batches.
+
+    Raises:
+        ConfigError: For a reading thread beside worker processes.
     """
 
-    def __init__(self, num_workers: int) -> None:
+    def __init__(self, num_workers: int, *, reading_thread: bool = False) -> None:
         super().__init__()
+        if reading_thread and num_workers:
+            raise ConfigError(
+                f"reading_thread=True beside num_workers={num_workers}: the thread reads in the "
+                "place of worker processes. Set one of the two."
+            )
         self.num_workers = num_workers
+        self.reading_thread = reading_thread
         self._module: pl.LightningModule | None = None
 
     def use_model(self, module: pl.LightningModule | None) -> None:
@@ -41,7 +54,8 @@ class RunDataModule(pl.LightningDataModule):
         return getattr(strategy, "consumed_samples", None)
 
     def _loader_of(self, dataset: Dataset[Any], **options: Any) -> DataLoader[Batch]:
-        return DataLoader(
+        kind = ReadingThreadLoader if self.reading_thread else DataLoader
+        return kind(
             dataset,
             num_workers=self.num_workers,
             persistent_workers=self.num_workers > 0,

@@ -1,5 +1,5 @@
 """A job that starts again in its processes: ``python -m tests.faults.restarting FOLDER FAULTS
-DEVICES [WORKERS]``.
+DEVICES [WORKERS]``. ``WORKERS`` is a number, or ``thread``.
 
 ``FAULTS`` is ``attempt:rank:step,…``. It prints the loss of every step, the samples of every batch,
 and how long a restart takes.
@@ -62,7 +62,7 @@ def _say(text: str) -> None:
 
 def main() -> None:
     folder, faults, devices = sys.argv[1], sys.argv[2], int(sys.argv[3])
-    workers = int(sys.argv[4]) if len(sys.argv) > 4 else 0
+    workers = sys.argv[4] if len(sys.argv) > 4 else "0"
     attempts, raised = iter(range(10)), list[float]()
 
     def make_run() -> Any:
@@ -90,7 +90,8 @@ def main() -> None:
             num_sanity_val_steps=0,
             limit_val_batches=0,
         )
-        data = ToyData(batch_size=8, num_samples=96, shuffle=True, num_workers=workers)
+        options = {"reading_thread": True} if workers == "thread" else {"num_workers": int(workers)}
+        data = ToyData(batch_size=8, num_samples=96, shuffle=True, **options)
         return partial(trainer.fit, ToyModule(mask=True), datamodule=data, ckpt_path="last")
 
     run_with_restarts(make_run, Restarts(in_process=3))

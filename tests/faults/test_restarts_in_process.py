@@ -17,12 +17,12 @@ pytestmark = pytest.mark.timeout(240)
 Values = dict[tuple[int, int], set[str]]
 
 
-def _run(launcher: str, folder: Path, faults: str, devices: int, workers: int = 0) -> Ended:
+def _run(launcher: str, folder: Path, faults: str, devices: int, workers: str = "0") -> Ended:
     first = ["-m"]
     if launcher == "torchrun":
         first = ["-m", "torch.distributed.run", "--standalone", "--max-restarts=1"]
         first += [f"--nproc-per-node={devices}", "-m"]
-    job = ["tests.faults.restarting", str(folder), faults, str(devices), str(workers)]
+    job = ["tests.faults.restarting", str(folder), faults, str(devices), workers]
     return run_to_the_end([*first, *job])
 
 
@@ -53,9 +53,12 @@ def test_a_run_starts_again_after_an_exception_of_any_rank(tmp_path: Path) -> No
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("launcher", "workers"), [("popen", 2), ("torchrun", 0), ("torchrun", 2)])
+@pytest.mark.parametrize(
+    ("launcher", "workers"),
+    [("popen", "2"), ("popen", "thread"), ("torchrun", "0"), ("torchrun", "2")],
+)
 def test_losses_and_samples_are_those_of_an_undisturbed_run(
-    launcher: str, workers: int, tmp_path: Path
+    launcher: str, workers: str, tmp_path: Path
 ) -> None:
     whole = _run(launcher, tmp_path / "whole", "", 4, workers)
     failed = _run(launcher, tmp_path / "failed", "0:3:5,1:0:7,2:1:9", 4, workers)

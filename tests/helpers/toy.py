@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric
 from torchmetrics.classification import MulticlassAccuracy
 
+from megatron_lightning.data.reading_thread import ReadingThreadLoader
 from tests.helpers.toy_decoder import SEQUENCE, VOCABULARY, ToyDecoder
 
 
@@ -95,12 +96,14 @@ class ToyData(pl.LightningDataModule):
         num_samples: int = 64,
         shuffle: bool = False,
         num_workers: int = 0,
+        reading_thread: bool = False,
     ) -> None:
         super().__init__()
         self.save_hyperparameters()
 
     def _loader(self, num: int, seed: int, **options: Any) -> DataLoader[Any]:
-        return DataLoader(samples(num, seed), batch_size=self.hparams.batch_size, **options)
+        kind = ReadingThreadLoader if self.hparams.reading_thread else DataLoader
+        return kind(samples(num, seed), batch_size=self.hparams.batch_size, **options)
 
     def train_dataloader(self) -> DataLoader[Any]:
         options = {"shuffle": self.hparams.shuffle, "num_workers": self.hparams.num_workers}

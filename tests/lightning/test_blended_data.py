@@ -16,7 +16,7 @@ import yaml
 
 from megatron_lightning.cli import main
 from megatron_lightning.config import TransformerConfig
-from megatron_lightning.data import IndexedDatasetWriter
+from megatron_lightning.data import BatchSizeSchedule, IndexedDatasetWriter
 from megatron_lightning.errors import CheckpointError, DataError
 from megatron_lightning.modules import GPTLightningModule, PretrainDataModule
 from megatron_lightning.strategies import MegatronStrategy
@@ -44,8 +44,11 @@ def _data(
         "train": [[weights[0], f"{folder}/a"], [weights[1], f"{folder}/b"]],
         "validation": {"code": f"{folder}/c", "web": [f"{folder}/d"]},
     }
-    settings = {"num_train_samples": 64, "cache_dir": f"{folder}/cache", **options}
-    return PretrainDataModule(prefix, SEQUENCE, 8 // replicas, **settings)
+    settings = {
+        "batch_size": 8 // replicas, "num_train_samples": 64, "cache_dir": f"{folder}/cache",
+        **options,
+    }  # fmt: skip
+    return PretrainDataModule(prefix, SEQUENCE, **settings)
 
 
 def _module() -> GPTLightningModule:
@@ -145,6 +148,59 @@ def test_resume_on_another_number_of_ranks(tmp_path: Path) -> None:
     assert [sorted(batch) for batch in joined] == [sorted(batch) for batch in whole]
     counts = np.bincount([row[0] for batch in whole for row in batch])
     assert counts.tolist() == [16, 16]
+
+
+def _read(folder: str, case: dict[str, Any], steps: int, begin: str, end: str) -> list[Any]:
+    """Return the samples and losses of a fit."""
+    seen, losses = Seen(), Losses()
+    run = trainer(
+        MegatronStrategy(micro_batch_size=2, **case["layout"]),
+        max_steps=steps, callbacks=[seen, losses], limit_val_batches=2, val_check_interval=2,
+        max_epochs=-1, check_val_every_n_epoch=None,
+    )  # fmt: skip
+    data = _data(folder, case["replicas"], **case["options"])
+    run.fit(_module(), datamodule=data, ckpt_path=f"{folder}/{begin}" if begin else None)
+    run.save_checkpoint(f"{folder}/{end}")
+    return [seen.batches, losses.values]
+
+
+def _read_all(folder: str, cases: list[dict[str, Any]]) -> list[list[Any]]:
+    """Return samples and losses of every case, without and with a reading thread, which resumes."""
+    results = []
+    for case in cases:
+        threaded = {**case, "options": {**case["options"], "reading_thread": True}}
+        whole = _read(folder, case, 7, "", "whole.ckpt")
+        first = _read(folder, threaded, 4, "", "first.ckpt")
+        rest = _read(folder, threaded, 7, "first.ckpt", "rest.ckpt")
+        results.append([whole, [one + two for one, two in zip(first, rest, strict=True)]])
+    return results
+
+
+class Losses(pl.Callback):
+    """Losses of all steps."""
+
+    def __init__(self) -> None:
+        self.values: list[float] = []
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, *_: Any) -> None:
+        self.values.append(float(outputs["loss"]))
+
+
+def test_a_reading_thread_changes_nothing(tmp_path: Path) -> None:
+    """Samples and losses of a run that resumes, also of a loader without a length, on which the
+    ranks agree batch by batch.
+    """
+    _write(tmp_path)
+    ramp = BatchSizeSchedule(global_batch_size=8, rampup_batch_size=(4, 4, 8))
+    cases: list[dict[str, Any]] = [
+        {"layout": {}, "replicas": 2, "options": {}},
+        {"layout": {"tensor_model_parallel_size": 2}, "replicas": 1, "options": {}},
+        {"layout": {}, "replicas": 2, "options": {"batch_size": None, "batch_size_schedule": ramp}},
+    ]
+    for rank in run_ranks(2, _read_all, str(tmp_path), cases, timeout_s=100):
+        for whole, resumed in rank:
+            assert len(whole[1]) == 7
+            assert whole == resumed
 
 
 def test_changed_data_go_on_where_they_were_left(tmp_path: Path) -> None:

@@ -65,16 +65,16 @@ def trainer(**settings: Any) -> pl.Trainer:
     )
 
 
-@pytest.mark.parametrize("num_workers", [0, 1])
-def test_fit_and_test(prefix: str, num_workers: int) -> None:
+@pytest.mark.parametrize("reader", [{}, {"num_workers": 1}, {"reading_thread": True}])
+def test_fit_and_test(prefix: str, reader: dict[str, Any]) -> None:
     data = PretrainDataModule(
         prefix,
         16,
         4,
         split="80,10,10",
         num_train_samples=10,
-        num_workers=num_workers,
         vocab_size=100,
+        **reader,
     )
     module, runner = Recorder(), trainer(limit_train_batches=5, limit_val_batches=2)
     runner.fit(module, datamodule=data)
@@ -163,8 +163,9 @@ def test_errors_reach_the_user(prefix: str, tmp_path: Path) -> None:
         PretrainDataModule(prefix, 16, 0)
     with pytest.raises(DataError, match=r"missing\.idx: cannot be read"):
         trainer().fit(Recorder(), datamodule=PretrainDataModule(str(tmp_path / "missing"), 16, 2))
-    for num_workers in (0, 1):
-        data = PretrainDataModule(prefix, 16, 2, split="1", vocab_size=50, num_workers=num_workers)
+    readers: list[dict[str, Any]] = [{}, {"num_workers": 1}, {"reading_thread": True}]
+    for reader in readers:
+        data = PretrainDataModule(prefix, 16, 2, split="1", vocab_size=50, **reader)
         with pytest.raises(
             DataError,
             match=r"data\.bin: token \d+ of sequence \d+ is id \d+, but the vocabulary has 50 ids",
@@ -183,6 +184,10 @@ def test_errors_reach_the_user(prefix: str, tmp_path: Path) -> None:
         ({"num_train_samples": 0}, "num_train_samples=0: must be a positive integer"),
         ({"num_val_samples": -1}, "num_val_samples=-1: must be a positive integer"),
         ({"num_workers": -1}, "num_workers=-1: set it to 0"),
+        (
+            {"num_workers": 2, "reading_thread": True},
+            r"reading_thread=True beside num_workers=2: .* Set one of the two",
+        ),
         ({"seed": -1}, "seed=-1 is not a seed"),
     ],
 )

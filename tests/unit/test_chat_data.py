@@ -475,7 +475,7 @@ def test_the_cache_of_an_earlier_parser_is_not_read(
         _rows(data)
 
 
-def test_workers_read_the_same_rows(tmp_path: Path) -> None:
+def test_workers_and_a_reading_thread_read_the_same_rows(tmp_path: Path) -> None:
     options: dict[str, Any] = {
         "sequence_length": 60, "batch_size": 2, "tokenizer": make_tokenizer(),
         "cache_dir": str(tmp_path / "cache"), "packing": "online", "packing_window": 8,
@@ -483,12 +483,12 @@ def test_workers_read_the_same_rows(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     write_rows(path, chats(20))
     found = []
-    for workers in (0, 2):
-        data = FinetuneDataModule(path, num_workers=workers, **options)  # type: ignore[arg-type]
+    for reader in ({}, {"num_workers": 2}, {"reading_thread": True}):
+        data = FinetuneDataModule(path, **reader, **options)  # type: ignore[arg-type]
         data.prepare_data()
         data.setup("fit")
         found.append(torch.cat([batch["tokens"] for batch in data.train_dataloader()]))
-    assert torch.equal(*found)
+    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
 
 
 def test_a_file_that_changes_in_a_fit_changes_nothing(tmp_path: Path) -> None:
