@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -24,42 +23,14 @@ from torch.utils._pytree import tree_map_only
 
 from megatron_lightning.layers.styles import ColumnParallel, RowParallel, VocabParallel
 from megatron_lightning.parallel import ShardingPlan
-from megatron_lightning.strategies.megatron import MegatronStrategy
+from tests.helpers.layouts import GLOBAL_BATCH as GLOBAL_BATCH
+from tests.helpers.layouts import Layout as Layout
+from tests.helpers.layouts import make_layout as make_layout
 from tests.helpers.ranks import run_ranks
-from tests.helpers.toy import ToyData
-from tests.helpers.trainers import trainer
 
-GLOBAL_BATCH = 8
 # fp32 on other partial sums; AdamW divides by the square root of the second moment, which amplifies
 # the last bits of small gradients in the first steps.
 TOLERANCE = 1e-5
-
-
-@dataclass(frozen=True)
-class Layout:
-    """How many ranks, and how MegatronStrategy uses them; ``options`` None represents Lightning's
-    own strategy."""
-
-    name: str
-    ranks: int
-    data: int
-    options: tuple[tuple[str, Any], ...] | None
-
-    def strategy(self, **more: Any) -> MegatronStrategy | str:
-        return (
-            "auto" if self.options is None else MegatronStrategy(**{**dict(self.options), **more})
-        )
-
-    def trainer(self, folder: str, **options: Any) -> pl.Trainer:
-        return trainer(self.strategy(), default_root_dir=folder, **options)
-
-    def data_module(self, **options: Any) -> ToyData:
-        """Return data whose global batches are those of one device."""
-        return ToyData(**{"batch_size": GLOBAL_BATCH // self.data, "num_samples": 32, **options})
-
-
-def make_layout(name: str, ranks: int, data: int, **options: Any) -> Layout:
-    return Layout(name, ranks, data, tuple(options.items()))
 
 
 # torch's own attention cannot be split; everything else of the toy's layers is.
@@ -74,31 +45,27 @@ TOY_TABLE = ShardingPlan(
 )
 SINGLE = Layout("single", 1, 1, None)
 ONE = make_layout("one", 1, 1)
-MICRO = make_layout("micro", 1, 1, micro_batch_size=2)
-PP2 = make_layout("pp2", 2, 1, pipeline_model_parallel_size=2, micro_batch_size=2)
-PP2_WHOLE = make_layout("pp2-whole", 2, 1, pipeline_model_parallel_size=2)
-TP2 = make_layout("tp2", 2, 1, tensor_model_parallel_size=2)
-TP2_DP2 = make_layout("tp2-dp2", 4, 2, tensor_model_parallel_size=2)
-TP2_TOY = make_layout(
-    "tp2-toy", 2, 1, tensor_model_parallel_size=2, sequence_parallel=False, sharding_plan=TOY_TABLE
-)
+MICRO = make_layout("micro", 1, 1, mbs=2)
+PP2 = make_layout("pp2", 2, 1, pp=2, mbs=2)
+PP2_WHOLE = make_layout("pp2-whole", 2, 1, pp=2)
+TP2 = make_layout("tp2", 2, 1, tp=2)
+TP2_DP2 = make_layout("tp2-dp2", 4, 2, tp=2)
+TP2_TOY = make_layout("tp2-toy", 2, 1, tp=2, sp=False, sharding_plan=TOY_TABLE)
 DP2 = make_layout("dp2", 2, 2)
 DP4 = make_layout("dp4", 4, 4)
-DDP2 = make_layout("ddp2", 2, 2, data_parallel="ddp")
-PP2_DP2 = make_layout("pp2-dp2", 4, 2, pipeline_model_parallel_size=2, micro_batch_size=2)
+DDP2 = make_layout("ddp2", 2, 2, dp="ddp")
+PP2_DP2 = make_layout("pp2-dp2", 4, 2, pp=2, mbs=2)
 TP2_PP2 = make_layout(
     "tp2-pp2",
     4,
     1,
-    tensor_model_parallel_size=2,
-    pipeline_model_parallel_size=2,
-    micro_batch_size=2,
-    sequence_parallel=False,
+    tp=2,
+    pp=2,
+    mbs=2,
+    sp=False,
     sharding_plan=TOY_TABLE,
 )
-PP2_DDP2 = make_layout(
-    "pp2-ddp2", 4, 2, pipeline_model_parallel_size=2, micro_batch_size=2, data_parallel="ddp"
-)
+PP2_DDP2 = make_layout("pp2-ddp2", 4, 2, pp=2, mbs=2, dp="ddp")
 
 
 def layouts(*usual: Layout, slow: Sequence[Layout] = ()) -> Any:

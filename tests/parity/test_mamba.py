@@ -4,7 +4,7 @@ with documents in the rows, and resume in another layout."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import cache, partial
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -23,11 +23,9 @@ from megatron_lightning.layers.styles import GroupedHeads
 from megatron_lightning.models import GPTModel
 from megatron_lightning.parallel.layout import ParallelLayout
 from megatron_lightning.parallel.sharding import ShardingPlan
-from megatron_lightning.strategies import MegatronStrategy
-from tests.helpers.hybrids import LAYOUTS as HYBRID_LAYOUTS
-from tests.helpers.hybrids import Layout
+from tests.helpers.layouts import LAYOUTS as NAMED
+from tests.helpers.layouts import Fit, Layout, fit, make_layout
 from tests.helpers.ranks import run_ranks
-from tests.helpers.trainers import Losses, trainer
 
 transformers = pytest.importorskip("transformers")
 
@@ -42,16 +40,20 @@ FULL = RecomputeOptions(
     recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1
 )
 LAYOUTS: dict[str, Layout] = {
-    **{name: layout for name, layout in HYBRID_LAYOUTS.items() if name != "ep2"},
-    "cp3": (3, 1, {"context_parallel_size": 3}),
-    "tp4": (4, 1, {"tensor_model_parallel_size": 4}),
-    "tp2 without sp": (2, 1, {"tensor_model_parallel_size": 2, "sequence_parallel": False}),
-    "zb-h1": (
-        2, 1,
-        {"pipeline_model_parallel_size": 2, "micro_batch_size": 2, "pipeline_schedule": "zb-h1"},
-    ),
-    "cp2, recomputed": (2, 1, {"context_parallel_size": 2, "recompute": FULL}),
-}  # fmt: skip
+    "tp2, sp": NAMED["tp2"],
+    "pp2": NAMED["pp2"],
+    "cp2": NAMED["cp2"],
+    "fsdp2": NAMED["fsdp2"],
+    "zero1": NAMED["dp2-zero1"],
+    "tp2 x pp2": NAMED["tp2-pp2"],
+    "tp2 x cp2": NAMED["tp2-cp2"],
+    "pp2 x vpp2": NAMED["pp2-vpp2"],
+    "cp3": make_layout("cp3", 3, cp=3),
+    "tp4": make_layout("tp4", 4, tp=4),
+    "tp2 without sp": make_layout("tp2-without-sp", 2, tp=2, sp=False),
+    "zb-h1": make_layout("zb-h1", 2, pp=2, mbs=2, pipeline_schedule="zb-h1"),
+    "cp2, recomputed": make_layout("cp2-recomputed", 2, cp=2, recompute=FULL),
+}
 USUAL = (("tp2, sp", 1), ("cp2", 2))
 CASES = [(layout, groups) for layout in LAYOUTS for groups in (1, 2)]
 
@@ -163,22 +165,15 @@ def _train(
     layout: Layout,
     checkpoint: str | None = None,
     **options: Any,
-) -> tuple[list[float], list[float], pl.Trainer]:
-    _, replicas, of_strategy = layout
-    record = Losses()
-    fit = trainer(
-        MegatronStrategy(**of_strategy), callbacks=[record], gradient_clip_val=1.0,
-        **{"max_steps": STEPS} | options,
-    )  # fmt: skip
-    loader = DataLoader(_samples(), batch_size=BATCH // replicas)
-    fit.fit(_Module(groups, weights), loader, ckpt_path=checkpoint)
-    return record.losses, record.norms, fit
+) -> Fit:
+    loader = DataLoader(_samples(), batch_size=BATCH // layout.data)
+    options = {"steps": STEPS, "gradient_clip_val": 1.0, "ckpt_path": checkpoint} | options
+    return fit(layout, _Module(groups, weights), loader, **options)
 
 
-def _run(
-    groups: int, weights: dict[str, Tensor], layout: Layout, options: dict[str, Any]
-) -> tuple[list[float], list[float]]:
-    return _train(groups, weights, layout, **options)[:2]
+def _run(groups: int, weights: dict[str, Tensor], layout: Layout) -> list[list[float]]:
+    run = _train(groups, weights, layout)
+    return [run.losses, run.norms]
 
 
 def _mark(case: tuple[str, int]) -> Any:
@@ -190,19 +185,19 @@ def test_a_layout_trains_as_transformers_do(name: str, groups: int) -> None:
     """One group is shared by tensor-parallel ranks; nothing is divided by context parallelism."""
     weights, expected, norms = _trained_by_transformers(groups)
     layout = LAYOUTS[name]
-    results = run_ranks(layout[0], _run, groups, weights, layout, {}, timeout_s=300.0)
+    results = run_ranks(layout.ranks, _run, groups, weights, layout, timeout_s=300.0)
     losses = [sum(step) / len(results) for step in zip(*(own for own, _ in results), strict=True)]
     assert losses == pytest.approx(expected, rel=RTOL)
     assert results[0][1] == pytest.approx(norms, rel=RTOL)
 
 
-def _resume(groups: int, weights: dict[str, Tensor], folder: str) -> list[tuple[Any, ...]]:
+def _resume(groups: int, weights: dict[str, Tensor], folder: str) -> list[list[list[float]]]:
     """Save after a step under tensor parallelism, and resume with context parallelism and fsdp."""
     path = f"{folder}/first"
-    first = _train(groups, weights, LAYOUTS["tp2, sp"], max_steps=1)
-    first[2].save_checkpoint(path)
-    resumed = partial(_train, groups, None, checkpoint=path)
-    return [first[:2], *(resumed(LAYOUTS[name])[:2] for name in ("cp2", "fsdp2"))]
+    first = _train(groups, weights, LAYOUTS["tp2, sp"], steps=1)
+    first.trainer.save_checkpoint(path)
+    resumed = [_train(groups, None, LAYOUTS[name], path) for name in ("cp2", "fsdp2")]
+    return [[run.losses, run.norms] for run in (first, *resumed)]
 
 
 @pytest.mark.parametrize("groups", [1, pytest.param(2, marks=pytest.mark.slow)])
@@ -226,18 +221,18 @@ def _dtypes(groups: int, layout: Layout) -> tuple[list[float], dict[str, set[str
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(MambaMixer, "forward", forward)
-        losses, _, fit = _train(groups, None, layout, precision="bf16-true")
+        run = _train(groups, None, layout, precision="bf16-true")
     assert seen == {"torch.float32 torch.bfloat16"}
     found: dict[str, set[str]] = {}
-    for name, parameter in fit.lightning_module.named_parameters():
+    for name, parameter in run.module.named_parameters():
         found.setdefault(name.rpartition(".")[2], set()).add(str(parameter.dtype))
-    return losses, found
+    return run.losses, found
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["tp2, sp", "cp2", "fsdp2", "zero1"])
 def test_decays_stay_in_fp32_in_a_bf16_model(name: str) -> None:
-    ((expected, _),) = run_ranks(1, _dtypes, 2, (1, 1, {}))
+    ((expected, _),) = run_ranks(1, _dtypes, 2, NAMED["one"])
     results = run_ranks(2, _dtypes, 2, LAYOUTS[name])
     for _, dtypes in results:
         assert dtypes["A_log"] == dtypes["D"] == dtypes["dt_bias"] == {"torch.float32"}
