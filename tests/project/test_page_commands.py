@@ -1,0 +1,83 @@
+"""Commands of the pages are parsed by the programs that would run them, and nothing is run."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import sys
+from typing import NoReturn
+
+import pytest
+
+from megatron_lightning import cli
+from tests.project.test_readme import COMMANDS, ROOT, commands_of
+
+OTHERS = ("python", "pip", "sbatch", "export", "torchrun", "srun")
+"""Programs of others. What they start of ours is parsed."""
+
+
+class _ParsedError(Exception):
+    """The options are those of the function."""
+
+
+def _parsed(*_: object) -> NoReturn:
+    raise _ParsedError
+
+
+def _commands() -> list[str]:
+    """Return every command of the pages that the README does not have, without its starter."""
+    found = []
+    for page in sorted((ROOT / "docs").rglob("*.md")):
+        for command in commands_of(page.read_text()):
+            own = re.search(r"megatron[-_]lightning (?=fit|predict|doctor|plan)", command)
+            if command in COMMANDS or not command:
+                continue
+            if own:
+                found.append(f"megatron-lightning {command[own.end() :]}")
+            else:
+                assert command.startswith(("megatron-lightning ", *OTHERS)), (page.name, command)
+                if not command.startswith(OTHERS):
+                    found.append(command)
+    return list(dict.fromkeys(found))
+
+
+def _words(command: str) -> list[str]:
+    return shlex.split(command, comments=True)[1:]
+
+
+def _files(words: list[str]) -> list[str]:
+    """Return the configuration files that a command names."""
+    return [after for word, after in zip(words, words[1:], strict=False) if word == "--config"]
+
+
+FITS = [
+    command
+    for command in _commands()
+    if _words(command)[0] in ("fit", "predict")
+    and all((ROOT / file).is_file() for file in _files(_words(command)))
+]
+TOOLS = [command for command in _commands() if _words(command)[0] not in ("fit", "predict")]
+
+
+def test_all_pages_are_read() -> None:
+    assert len(FITS) >= 14 and len(TOOLS) >= 30
+
+
+@pytest.mark.parametrize("command", TOOLS)
+def test_a_tool_takes_the_options(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(cli, "_arguments", _parsed)
+    with pytest.raises(_ParsedError):
+        cli.main(_words(command))
+
+
+@pytest.mark.spread(4)
+@pytest.mark.parametrize("command", FITS)
+def test_a_fit_takes_the_options(
+    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(sys, "argv", ["megatron-lightning"])
+    with pytest.raises(SystemExit) as exit_:
+        cli.main([*_words(command), "--print_config"])
+    assert not exit_.value.code, capsys.readouterr().err
