@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import shlex
 import sys
@@ -47,7 +48,7 @@ def _words(command: str) -> list[str]:
 
 def _files(words: list[str]) -> list[str]:
     """Return the configuration files that a command names."""
-    return [after for word, after in zip(words, words[1:], strict=False) if word == "--config"]
+    return [after for word, after in itertools.pairwise(words) if word == "--config"]
 
 
 FITS = [
