@@ -15,11 +15,11 @@ import torch
 import yaml
 
 from megatron_lightning.cli import main
-from megatron_lightning.config import TransformerConfig
 from megatron_lightning.data import BatchSizeSchedule, IndexedDatasetWriter
 from megatron_lightning.errors import CheckpointError, DataError
 from megatron_lightning.modules import GPTLightningModule, PretrainDataModule
 from megatron_lightning.strategies import MegatronStrategy
+from tests.helpers.layouts import tiny_config
 from tests.helpers.ranks import run_ranks
 from tests.helpers.trainers import trainer
 
@@ -52,10 +52,7 @@ def _data(
 
 
 def _module() -> GPTLightningModule:
-    config = TransformerConfig(
-        num_layers=2, hidden_size=32, num_attention_heads=4, vocab_size=VOCABULARY,
-        max_sequence_length=SEQUENCE, init_method_std=0.1,
-    )  # fmt: skip
+    config = tiny_config(vocab_size=VOCABULARY)
     return GPTLightningModule(config, learning_rate=1e-3)
 
 

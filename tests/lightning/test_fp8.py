@@ -15,7 +15,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from megatron_lightning.config import MoEConfig, RecomputeOptions, TransformerConfig
+from megatron_lightning.config import MoEConfig, RecomputeOptions
 from megatron_lightning.errors import CheckpointError, ConfigError, NonFiniteError
 from megatron_lightning.modules import GPTLightningModule
 from megatron_lightning.parallel import ParallelContext, ParallelLayout
@@ -25,6 +25,7 @@ from megatron_lightning.precision.quantized_layers import RecipeLayers
 from megatron_lightning.strategies import MegatronFP8Precision, MegatronStrategy
 from megatron_lightning.strategies.checks.plugins import check_precision, check_recipe_of
 from tests.helpers import hf_models
+from tests.helpers.layouts import tiny_config
 from tests.helpers.ranks import run_ranks
 from tests.helpers.recipe_matrix import recipe_matrix
 from tests.helpers.trainers import Losses, trainer
@@ -44,11 +45,14 @@ RECOMPUTE = RecomputeOptions(
 
 def _module(num_layers: int = 2, **options: Any) -> GPTLightningModule:
     pl.seed_everything(1)
-    config = TransformerConfig(
-        num_layers=num_layers, hidden_size=64, num_attention_heads=4, vocab_size=VOCABULARY,
-        max_sequence_length=SEQUENCE, init_method_std=0.1, hidden_dropout=0.0,
-        attention_dropout=0.0, **options,
-    )  # fmt: skip
+    config = tiny_config(
+        num_layers=num_layers,
+        hidden_size=64,
+        vocab_size=VOCABULARY,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        **options,
+    )
     return GPTLightningModule(config, learning_rate=3e-3)
 
 

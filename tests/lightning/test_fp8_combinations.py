@@ -22,7 +22,6 @@ from megatron_lightning.config import (
     LatentAttentionConfig,
     MoEConfig,
     RecomputeOptions,
-    TransformerConfig,
 )
 from megatron_lightning.layers.moe.experts import GroupedLinear
 from megatron_lightning.layers.splittable import Splittable
@@ -33,6 +32,7 @@ from megatron_lightning.precision.assignment import apply_recipe
 from megatron_lightning.strategies import MegatronFP8Precision, MegatronStrategy
 from tests.helpers import hf_models
 from tests.helpers.language_model import RECOMPUTE
+from tests.helpers.layouts import tiny_config
 from tests.helpers.quantized import counted_products, dithered_casts
 from tests.helpers.ranks import run_ranks
 from tests.helpers.recipe_matrix import recipe_matrix
@@ -159,11 +159,15 @@ class Case:
 
     def module(self) -> _Module:
         pl.seed_everything(1, verbose=False)
-        config = TransformerConfig(
-            num_layers=4, hidden_size=64, num_attention_heads=4, vocab_size=VOCABULARY,
-            max_sequence_length=SEQUENCE, init_method_std=0.1, hidden_dropout=0.0,
-            attention_dropout=0.0, **MODELS[self.model],
-        )  # fmt: skip
+        config = tiny_config(
+            num_layers=4,
+            hidden_size=64,
+            vocab_size=VOCABULARY,
+            max_sequence_length=SEQUENCE,
+            hidden_dropout=0.0,
+            attention_dropout=0.0,
+            **MODELS[self.model],
+        )
         module = _Module(config, learning_rate=3e-3)
         module.compiled = self.compiled
         return module

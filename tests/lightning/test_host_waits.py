@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader
 from megatron_lightning.config import TransformerConfig
 from megatron_lightning.modules import GPTLightningModule
 from megatron_lightning.strategies import MegatronStrategy
+from tests.helpers.layouts import tiny_config
 from tests.helpers.ranks import run_ranks
 from tests.helpers.trainers import trainer
 
@@ -76,14 +77,7 @@ class _Watched(GPTLightningModule):
 
 
 def _config() -> TransformerConfig:
-    return TransformerConfig(
-        num_layers=2,
-        hidden_size=32,
-        num_attention_heads=4,
-        ffn_hidden_size=64,
-        vocab_size=96,
-        max_sequence_length=16,
-    )
+    return tiny_config(ffn_hidden_size=64, vocab_size=96, init_method_std=0.02)
 
 
 def _reads(precision: str, options: Mapping[str, Any]) -> list[str]:

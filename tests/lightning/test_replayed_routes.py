@@ -9,18 +9,17 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from megatron_lightning.config import MoEConfig, TransformerConfig
+from megatron_lightning.config import MoEConfig
 from megatron_lightning.modules import GPTLightningModule
+from tests.helpers.layouts import tiny_config
 from tests.lightning.support import Layout, assert_close, layouts, make_layout, run, single
 
-CONFIG = TransformerConfig(
-    num_layers=2,
-    hidden_size=32,
-    num_attention_heads=4,
+CONFIG = tiny_config(
     vocab_size=20,
     max_sequence_length=8,
     mtp_num_layers=1,
     moe=MoEConfig(num_experts=4, router_topk=2),
+    init_method_std=0.02,
 )
 TP, CP = "tensor_model_parallel_size", "context_parallel_size"
 TP2 = make_layout("tp2", 2, 1, **{TP: 2})

@@ -21,15 +21,14 @@ from megatron_lightning.inference import EngineOptions, Sampling
 from megatron_lightning.modules import GPTLightningModule
 from megatron_lightning.strategies import MegatronStrategy
 from megatron_lightning.strategies.fp8 import MegatronFP8Precision
+from tests.helpers.layouts import tiny_config
 from tests.helpers.ranks import run_ranks
 from tests.helpers.trainers import Losses, trainer
 
 VOCABULARY = 290
 PROMPTS = ["def f(x):", "import", "", "return x, sys"]
-DENSE = TransformerConfig(
+DENSE = tiny_config(
     num_layers=4,
-    hidden_size=32,
-    num_attention_heads=4,
     num_query_groups=2,
     vocab_size=VOCABULARY,
     max_sequence_length=64,

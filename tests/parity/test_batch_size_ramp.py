@@ -20,6 +20,7 @@ from megatron_lightning.data import BatchSizeSchedule, ScheduledBatchSampler
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.modules import GPTLightningModule
 from megatron_lightning.strategies import MegatronStrategy
+from tests.helpers.layouts import tiny_config
 from tests.helpers.ranks import run_ranks
 from tests.helpers.trainers import Losses, trainer
 
@@ -60,11 +61,9 @@ def _fit(
     layout: str, folder: str, checkpoint: str | None = None
 ) -> tuple[list[float], list[int], int]:
     pl.seed_everything(5)
-    config = TransformerConfig(
-        num_layers=2, hidden_size=16, num_attention_heads=2, vocab_size=VOCABULARY,
-        max_sequence_length=SEQUENCE,
-        init_method_std=0.1,
-    )  # fmt: skip
+    config = tiny_config(
+        hidden_size=16, num_attention_heads=2, vocab_size=VOCABULARY, max_sequence_length=SEQUENCE
+    )
     record, consumed = Losses(), _Consumed()
     fit = trainer(
         "auto" if layout == "plain" else MegatronStrategy(**LAYOUTS[layout][1]),

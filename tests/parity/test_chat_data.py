@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_lightning.config import TransformerConfig
 from megatron_lightning.modules import FinetuneDataModule, GPTLightningModule, HuggingFaceModule
 from megatron_lightning.strategies import MegatronStrategy
 from tests.helpers.chats import chats, make_tokenizer, write_rows
+from tests.helpers.layouts import tiny_config
 from tests.helpers.ranks import run_ranks
 from tests.helpers.trainers import Losses, trainer
 
@@ -50,10 +50,7 @@ def make_folder() -> str:
 def make_module(kind: str, folder: str) -> Any:
     if kind == "hf":
         return HuggingFaceModule(folder, learning_rate=1e-3)
-    config = TransformerConfig(
-        num_layers=2, hidden_size=32, num_attention_heads=4, num_query_groups=2,
-        vocab_size=VOCABULARY, max_sequence_length=SEQUENCE, init_method_std=0.1,
-    )  # fmt: skip
+    config = tiny_config(num_query_groups=2, vocab_size=VOCABULARY, max_sequence_length=SEQUENCE)
     return GPTLightningModule(config, learning_rate=1e-3)
 
 

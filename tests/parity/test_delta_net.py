@@ -34,6 +34,7 @@ from megatron_lightning.parallel.sequence import SequencePart, join
 from megatron_lightning.parallel.sharding import named_shard_specs
 from megatron_lightning.strategies import MegatronStrategy
 from tests.helpers.language_model import RECOMPUTE
+from tests.helpers.layouts import tiny_config
 from tests.helpers.ranks import run_ranks
 from tests.helpers.trainers import Losses, trainer
 
@@ -240,11 +241,14 @@ LENGTHS = ([5, 1, 26], [32], [16, 16], [1, 2, 13, 15, 1])
 
 
 def _config(model: str) -> TransformerConfig:
-    return TransformerConfig(
-        num_layers=4, hidden_size=32, num_attention_heads=4, vocab_size=VOCABULARY,
-        ffn_hidden_size=40, max_sequence_length=SEQUENCE, init_method_std=0.1, delta_net=SIZES,
+    return tiny_config(
+        num_layers=4,
+        vocab_size=VOCABULARY,
+        ffn_hidden_size=40,
+        max_sequence_length=SEQUENCE,
+        delta_net=SIZES,
         **MODELS[model],
-    )  # fmt: skip
+    )
 
 
 def _rows(packed: bool, seed: int = 3) -> Any:

@@ -21,6 +21,7 @@ from megatron_lightning.layers.step_report import find_reports
 from megatron_lightning.modules import GPTLightningModule
 from megatron_lightning.strategies import MegatronStrategy
 from tests.helpers.language_model import RECOMPUTE
+from tests.helpers.layouts import tiny_config
 from tests.helpers.ranks import run_ranks
 from tests.helpers.trainers import precision_options, trainer
 
@@ -68,11 +69,12 @@ NAMES = ("aux_loss", "z_loss", "expert_load", "drop_rate")
 
 
 def _config(moe: dict[str, Any]) -> TransformerConfig:
-    return TransformerConfig(
-        num_layers=4, hidden_size=32, num_attention_heads=4, vocab_size=VOCABULARY,
-        max_sequence_length=SEQUENCE, init_method_std=0.1, ffn_hidden_size=48,
+    return tiny_config(
+        num_layers=4,
+        vocab_size=VOCABULARY,
+        ffn_hidden_size=48,
         moe=MoEConfig(num_experts=4, router_topk=2, layer_freq=[0, 1, 1, 1], **moe),
-    )  # fmt: skip
+    )
 
 
 def _rows(replicas: int, accumulate: int) -> Any:

@@ -22,6 +22,7 @@ from megatron_lightning.config import MoEConfig, TransformerConfig
 from megatron_lightning.models import GPTModel
 from megatron_lightning.modules import GPTLightningModule
 from megatron_lightning.strategies import MegatronStrategy
+from tests.helpers.layouts import tiny_config
 from tests.helpers.ranks import run_ranks
 from tests.helpers.trainers import Losses, trainer
 
@@ -50,15 +51,19 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any] | None]] = {
 
 
 def _config(jitter: float | None = None) -> TransformerConfig:
-    return TransformerConfig(
-        num_layers=4, hidden_size=HIDDEN, num_attention_heads=4, vocab_size=VOCABULARY,
-        max_sequence_length=SEQUENCE, init_method_std=0.1, ffn_hidden_size=WIDTH,
+    return tiny_config(
+        num_layers=4,
+        vocab_size=VOCABULARY,
+        ffn_hidden_size=WIDTH,
         hidden_dropout=0.0 if jitter is None else 0.2,
         moe=MoEConfig(
-            num_experts=EXPERTS, z_loss_coeff=0.01, input_jitter_eps=jitter,
-            shared_expert_intermediate_size=24, layer_freq=(0, 1, 1, 1),
+            num_experts=EXPERTS,
+            z_loss_coeff=0.01,
+            input_jitter_eps=jitter,
+            shared_expert_intermediate_size=24,
+            layer_freq=(0, 1, 1, 1),
         ),
-    )  # fmt: skip
+    )
 
 
 class _First(pl.Callback):

@@ -14,6 +14,7 @@ from megatron_lightning.callbacks import ExpertLoadMonitor
 from megatron_lightning.config import MoEConfig, TransformerConfig
 from megatron_lightning.modules import GPTLightningModule
 from megatron_lightning.strategies import MegatronStrategy
+from tests.helpers.layouts import tiny_config
 from tests.helpers.ranks import run_ranks
 from tests.helpers.trainers import trainer
 
@@ -48,15 +49,21 @@ class _Module(GPTLightningModule):
 
 
 def _config(dispatcher: str) -> TransformerConfig:
-    return TransformerConfig(
-        num_layers=2, hidden_size=32, num_attention_heads=4, vocab_size=VOCABULARY,
-        max_sequence_length=SEQUENCE, init_method_std=0.3, ffn_hidden_size=48,
+    return tiny_config(
+        vocab_size=VOCABULARY,
+        max_sequence_length=SEQUENCE,
+        init_method_std=0.3,
+        ffn_hidden_size=48,
         moe=MoEConfig(
-            num_experts=4, router_topk=2, aux_loss_coeff=0.02, input_jitter_eps=0.1,
-            shared_expert_intermediate_size=24, shared_expert_gate=True,
+            num_experts=4,
+            router_topk=2,
+            aux_loss_coeff=0.02,
+            input_jitter_eps=0.1,
+            shared_expert_intermediate_size=24,
+            shared_expert_gate=True,
             token_dispatcher_type=dispatcher,
         ),
-    )  # fmt: skip
+    )
 
 
 def _samples() -> Any:

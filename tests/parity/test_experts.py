@@ -13,6 +13,7 @@ from megatron_lightning.config import DataParallelOptions, MoEConfig, Transforme
 from megatron_lightning.modules import GPTLightningModule
 from megatron_lightning.strategies import MegatronStrategy
 from tests.helpers.language_model import RECOMPUTE
+from tests.helpers.layouts import tiny_config
 from tests.helpers.ranks import run_ranks
 from tests.helpers.trainers import Losses, trainer
 
@@ -109,11 +110,13 @@ SPREAD = {
 
 
 def _config(model: str) -> TransformerConfig:
-    return TransformerConfig(
-        num_layers=4, hidden_size=32, num_attention_heads=4, vocab_size=VOCABULARY,
-        max_sequence_length=SEQUENCE, init_method_std=0.1, ffn_hidden_size=48,
-        moe=MoEConfig(num_experts=4, router_topk=2, **MODELS[model]), **BLOCKS.get(model, {}),
-    )  # fmt: skip
+    return tiny_config(
+        num_layers=4,
+        vocab_size=VOCABULARY,
+        ffn_hidden_size=48,
+        moe=MoEConfig(num_experts=4, router_topk=2, **MODELS[model]),
+        **BLOCKS.get(model, {}),
+    )
 
 
 def _rows(replicas: int, masked: bool) -> Any:

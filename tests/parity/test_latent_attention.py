@@ -27,6 +27,7 @@ from megatron_lightning.models import GPTModel
 from megatron_lightning.modules import GPTLightningModule
 from megatron_lightning.strategies import MegatronStrategy
 from tests.helpers.language_model import RECOMPUTE
+from tests.helpers.layouts import tiny_config
 from tests.helpers.ranks import run_ranks
 from tests.helpers.trainers import Losses, trainer
 
@@ -327,11 +328,14 @@ SPREAD = {
 
 
 def _config(model: str) -> TransformerConfig:
-    return TransformerConfig(
-        num_layers=4, hidden_size=30, num_attention_heads=4, vocab_size=VOCABULARY,
-        max_sequence_length=SEQUENCE, init_method_std=0.1, ffn_hidden_size=48,
-        mla=LATENTS.get(model, LATENTS["narrow"]), **MODELS[model],
-    )  # fmt: skip
+    return tiny_config(
+        num_layers=4,
+        hidden_size=30,
+        vocab_size=VOCABULARY,
+        ffn_hidden_size=48,
+        mla=LATENTS.get(model, LATENTS["narrow"]),
+        **MODELS[model],
+    )
 
 
 def _layouts(model: str) -> dict[str, tuple[int, dict[str, Any]]]:

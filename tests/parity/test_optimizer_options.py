@@ -16,10 +16,10 @@ import torch
 from lightning.pytorch.callbacks import LearningRateMonitor, ModelCheckpoint
 from torch.utils.data import DataLoader
 
-from megatron_lightning.config import TransformerConfig
 from megatron_lightning.modules import GPTLightningModule
 from megatron_lightning.optim import NO_DECAY, LRSchedule, ParamGroup
 from megatron_lightning.strategies import MegatronStrategy
+from tests.helpers.layouts import tiny_config
 from tests.helpers.ranks import run_ranks
 from tests.helpers.trainers import Losses, trainer
 
@@ -73,11 +73,12 @@ def _fit(
     layout: str, folder: str, checkpoint: str | None = None
 ) -> tuple[list[dict[str, float]], list[float]]:
     world, options = LAYOUTS[layout]
-    config = TransformerConfig(
-        num_layers=4, hidden_size=32, num_attention_heads=4, vocab_size=VOCABULARY,
+    config = tiny_config(
+        num_layers=4,
+        vocab_size=VOCABULARY,
         max_sequence_length=SEQUENCE,
-        init_method_std=0.1, share_embeddings_and_output_weights=True,
-    )  # fmt: skip
+        share_embeddings_and_output_weights=True,
+    )
     generator = torch.Generator().manual_seed(3)
     text = torch.randint(0, VOCABULARY, (STEPS * GLOBAL_BATCH, SEQUENCE + 1), generator=generator)
     rows: Any = [{"tokens": t[:-1], "labels": t[1:]} for t in text]

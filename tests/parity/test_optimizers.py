@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, AdamW, Muon, Optimizer, RMSprop
 from torch.utils.data import DataLoader
 
-from megatron_lightning.config import TransformerConfig
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.modules import GPTLightningModule
 from megatron_lightning.optim import ChainedOptimizer
 from megatron_lightning.strategies.megatron import MegatronStrategy
+from tests.helpers.layouts import tiny_config
 from tests.helpers.ranks import run_ranks
 from tests.helpers.trainers import Losses, trainer
 
@@ -42,16 +42,7 @@ class _Normalized(SGD):
 
 
 STEPS, GLOBAL_BATCH, SEQUENCE, VOCABULARY = 4, 8, 16, 50
-CONFIG = TransformerConfig(
-    num_layers=2,
-    hidden_size=16,
-    num_attention_heads=4,
-    num_query_groups=2,
-    ffn_hidden_size=24,
-    vocab_size=VOCABULARY,
-    max_sequence_length=SEQUENCE,
-    init_method_std=0.1,
-)
+CONFIG = tiny_config(hidden_size=16, num_query_groups=2, ffn_hidden_size=24, vocab_size=VOCABULARY)
 
 
 def _muon(model: nn.Module) -> Optimizer:

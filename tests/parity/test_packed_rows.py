@@ -18,6 +18,7 @@ from megatron_lightning.models import GPTModel
 from megatron_lightning.modules import GPTLightningModule
 from megatron_lightning.strategies import MegatronStrategy
 from tests.helpers.language_model import RECOMPUTE
+from tests.helpers.layouts import tiny_config
 from tests.helpers.ranks import run_ranks
 from tests.helpers.trainers import Losses, trainer
 
@@ -58,10 +59,7 @@ LENGTHS = ([5, 1, 10], [16], [8, 8], [1, 2, 3, 4, 5, 1], [15, 1])
 
 
 def _config(model: str = "rope", **more: Any) -> TransformerConfig:
-    return TransformerConfig(
-        num_layers=4, hidden_size=32, num_attention_heads=4, vocab_size=VOCABULARY,
-        max_sequence_length=SEQUENCE, init_method_std=0.1, **MODELS[model], **more,
-    )  # fmt: skip
+    return tiny_config(num_layers=4, vocab_size=VOCABULARY, **MODELS[model], **more)
 
 
 def _ids(lengths: list[int]) -> Tensor:

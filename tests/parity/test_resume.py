@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader
 
 from megatron_lightning.callbacks import GradientNormMonitor
 from megatron_lightning.checkpoint import consolidate, plain_file, read_full
-from megatron_lightning.config import PipelineOptions, TransformerConfig
+from megatron_lightning.config import PipelineOptions
 from megatron_lightning.modules import GPTLightningModule
 from megatron_lightning.optim.class_names import CLASSES
 from megatron_lightning.strategies import (
@@ -31,6 +31,7 @@ from megatron_lightning.strategies import (
     MegatronStrategy,
     ShardedCheckpointIO,
 )
+from tests.helpers.layouts import tiny_config
 from tests.helpers.ranks import run_ranks
 from tests.helpers.trainers import Losses, precision_options, trainer
 
@@ -87,15 +88,12 @@ Case = TypeVar("Case", bound=Hashable)
 
 
 def _module(tied: bool) -> GPTLightningModule:
-    config = TransformerConfig(
+    config = tiny_config(
         num_layers=4,
-        hidden_size=32,
-        num_attention_heads=4,
         num_query_groups=2,
         ffn_hidden_size=48,
         vocab_size=VOCABULARY,
         max_sequence_length=SEQUENCE,
-        init_method_std=0.1,
         share_embeddings_and_output_weights=tied,
     )
     return GPTLightningModule(config, learning_rate=3e-3, warmup_steps=2, decay_steps=20)

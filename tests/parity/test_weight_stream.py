@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from megatron_lightning.config import TransformerConfig
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.inference import Sampling
 from megatron_lightning.modules import GPTLightningModule
 from megatron_lightning.strategies import MegatronStrategy
+from tests.helpers.layouts import tiny_config
 from tests.helpers.ranks import run_ranks
 from tests.helpers.trainers import trainer
 
@@ -28,14 +28,8 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "fsdp": (2, {"data_parallel": "fsdp"}),
     "tp2 pp2": (4, {TP: 2, PP: 2, MICRO: 2}),
 }
-CONFIG = TransformerConfig(
-    num_layers=4,
-    hidden_size=32,
-    num_attention_heads=4,
-    num_query_groups=2,
-    vocab_size=67,
-    max_sequence_length=48,
-    init_method_std=0.4,
+CONFIG = tiny_config(
+    num_layers=4, num_query_groups=2, vocab_size=67, max_sequence_length=48, init_method_std=0.4
 )
 PROMPTS = [[1, 2, 3], [7, 8, 9, 10]]
 GREEDY = Sampling(max_new_tokens=12, temperature=0.0)

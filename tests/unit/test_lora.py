@@ -17,7 +17,7 @@ from megatron_lightning.layers.adapters import (
     adapters_for_all_rows,
     adapters_for_second_half,
 )
-from megatron_lightning.models import GPTModel, TransformerConfig
+from megatron_lightning.models import GPTModel
 from megatron_lightning.optim.param_groups import (
     NO_DECAY,
     ParamGroup,
@@ -29,16 +29,9 @@ from megatron_lightning.peft import LoRA, adapters_disabled
 from megatron_lightning.precision.assignment import apply_recipe, recipes_of_layers
 from megatron_lightning.precision.recipes import FP8Recipe
 from megatron_lightning.precision.transformer_engine.fusion import find_fusions
+from tests.helpers.layouts import tiny_config
 
-CONFIG = TransformerConfig(
-    num_layers=2,
-    hidden_size=32,
-    num_attention_heads=4,
-    num_query_groups=2,
-    ffn_hidden_size=48,
-    vocab_size=50,
-    max_sequence_length=16,
-)
+CONFIG = tiny_config(num_query_groups=2, ffn_hidden_size=48, vocab_size=50, init_method_std=0.02)
 _QKV = "self_attention.linear_qkv"
 TOKENS = torch.arange(16).view(2, 8)
 

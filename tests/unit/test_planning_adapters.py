@@ -18,16 +18,9 @@ from megatron_lightning.peft import LoRA
 from megatron_lightning.planning import memory
 from megatron_lightning.planning.adapters import AdapterSizes
 from megatron_lightning.planning.parameters import ParameterCount
+from tests.helpers.layouts import tiny_config
 
-CONFIG = TransformerConfig(
-    num_layers=2,
-    hidden_size=32,
-    num_attention_heads=4,
-    num_query_groups=2,
-    ffn_hidden_size=48,
-    vocab_size=50,
-    max_sequence_length=16,
-)
+CONFIG = tiny_config(num_query_groups=2, ffn_hidden_size=48, vocab_size=50, init_method_std=0.02)
 MOE = replace(CONFIG, moe=MoEConfig(num_experts=4, router_topk=2))
 
 

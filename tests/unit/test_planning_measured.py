@@ -17,18 +17,16 @@ from torch import Tensor, nn
 from megatron_lightning.assembly.measure import MeasuredModule
 from megatron_lightning.config import PipelineOptions
 from megatron_lightning.errors import ConfigError
-from megatron_lightning.models import GPTModel, TransformerConfig
+from megatron_lightning.models import GPTModel
 from megatron_lightning.planning import flops
 from megatron_lightning.planning.measured_layout import MeasuredLayout, check_measured
 from megatron_lightning.planning.plan_report import plan
 from megatron_lightning.planning.recipe import MeasuredRecipe, read_recipe
 from megatron_lightning.planning.sections import Errors
+from tests.helpers.layouts import tiny_config
 
 WIDTH, LENGTH, VOCABULARY = 32, 16, 64
-GPT = TransformerConfig(
-    num_layers=4, hidden_size=32, num_attention_heads=4, ffn_hidden_size=64, vocab_size=64,
-    max_sequence_length=16,
-)  # fmt: skip
+GPT = tiny_config(num_layers=4, ffn_hidden_size=64, init_method_std=0.02)
 
 
 class Mine(pl.LightningModule):
