@@ -2,7 +2,7 @@
 Lightning reads the arguments.
 
 ``ckpt_path="last"``: Lightning looks for local files of callbacks only, so the URL of a checkpoint
-in an object store replaces "last", and so does a newer checkpoint of a job queued again by Slurm. A
+in an object store replaces "last". Under Slurm a newer checkpoint of a requeued job does, too. A
 local path is checked before any process is started.
 """
 
@@ -16,6 +16,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.plugins.environments import SLURMEnvironment
 from lightning.pytorch.trainer.states import TrainerFn
 
 from megatron_lightning.checkpoint.commit import MANIFEST, is_committed
@@ -55,7 +56,8 @@ def with_last_checkpoint(
         return args, dict(kwargs)
     checkpoints = dict(_found(trainer))
     requeue = None
-    if trainer.state.fn == TrainerFn.FITTING:
+    # As Lightning without "last": elsewhere the file in a shared folder is another run's.
+    if trainer.state.fn == TrainerFn.FITTING and SLURMEnvironment.detect():
         requeue = newest_requeue(str(trainer.default_root_dir))
     if not any(map(is_remote, checkpoints)):
         if requeue is None:

@@ -254,6 +254,12 @@ def test_slurms_requeue_signal_saves_where_lightning_looks(
         callbacks = [rescue] if path is None else [rescue, keep]
         _, rest = _fit(ONE, str(tmp_path), *callbacks, ckpt_path=path, **options)
         assert len(rest) == 6
+    # Outside of Slurm the file may be another run's in the same folder.
+    with monkeypatch.context() as outside:
+        outside.delenv("SLURM_NTASKS")
+        own_folder = ModelCheckpoint(tmp_path / "own", save_last=True)
+        _, losses = _fit(ONE, str(tmp_path), own_folder, ckpt_path="last", **options)
+        assert len(losses) == 8
     # Newer than the job's save.
     _, rest = _fit(ONE, str(tmp_path), keep, ckpt_path="last", **options)
     assert not rest

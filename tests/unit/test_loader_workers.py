@@ -1,51 +1,106 @@
-"""DataLoader workers obey SIGTERM from their own rank alone."""
+"""DataLoader workers ignore signals to the job, and end with their rank."""
 
 from __future__ import annotations
 
-import os
-import signal
 import subprocess
+import sys
+import time
+from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
-from torch.utils.data import DataLoader, get_worker_info
+from torch.utils.data import DataLoader, Dataset, get_worker_info
 
-from megatron_lightning.resilience.loader_workers import OnlyOwnRank
+from megatron_lightning.resilience.loader_workers import EndWithRank
+from tests.faults.processes import ROOT
 
 
 def _told(worker: int) -> None:
     info: Any = get_worker_info()
-    info.dataset.append(100 + worker)
+    info.dataset[:] = [value + 100 for value in info.dataset]
 
 
-@pytest.mark.parametrize("context", ["fork", "spawn"])
-def test_a_signal_to_the_job_ends_no_worker(context: str) -> None:
+@pytest.mark.parametrize("context", ["fork", pytest.param("forkserver", marks=pytest.mark.slow)])
+def test_a_signal_to_the_job_ends_no_worker(context: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """torchrun and Slurm signal every process."""
+    monkeypatch.setenv("OPENBLAS_NUM_THREADS", "4")  # threads older than the worker's own code
     loader = DataLoader(
-        list(range(20)), batch_size=None, num_workers=1, worker_init_fn=OnlyOwnRank(_told),
+        list(range(20)), batch_size=None, num_workers=1, worker_init_fn=EndWithRank(_told),
         multiprocessing_context=context, prefetch_factor=1,
     )  # fmt: skip
     batches: Any = iter(loader)
-    assert next(batches) == 0
+    assert next(batches) == 100
     [worker] = batches._workers
-    for name in ("TERM", "USR1"):
+    for name in ("TERM", "USR1") * 3:
         subprocess.run(["kill", f"-{name}", str(worker.pid)], check=True)  # not by this process
-    assert list(batches) == list(range(1, 20))
+    assert list(batches) == list(range(101, 120))
 
 
-def test_the_rank_ends_its_workers() -> None:
-    """As multiprocessing does at the end of an interpreter."""
-    loader = DataLoader([0] * 20, batch_size=None, num_workers=1, worker_init_fn=OnlyOwnRank(None))
-    batches: Any = iter(loader)
+class _Programs(Dataset[int]):
+    """Samples made by another program, which is ended when its output is read."""
+
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, index: int) -> int:
+        program = subprocess.Popen(["sleep", "60"])
+        program.terminate()
+        return program.wait(10)
+
+
+def test_a_program_of_the_dataset_obeys() -> None:
+    loader = DataLoader(
+        _Programs(), batch_size=None, num_workers=1, worker_init_fn=EndWithRank(None)
+    )
+    assert list(loader) == [-15, -15]
+
+
+_RANK = """
+import os, sys, time, torch
+from torch.utils.data import DataLoader
+from megatron_lightning.resilience.loader_workers import EndWithRank
+
+class Slow(list):
+    def __getitem__(self, i):
+        time.sleep(60 if i else 0)
+        return i
+
+if __name__ == "__main__":
+    from torch.utils.data import dataloader
+    dataloader._utils.MP_STATUS_CHECK_INTERVAL = 0.1  # seconds that torch waits for a worker
+    loader = DataLoader(Slow(range(9)), None, num_workers=2, worker_init_fn=EndWithRank(None))
+    batches = iter(loader)
     next(batches)
-    [process] = batches._workers
-    worker = psutil.Process(process.pid)
-    handler = signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's raises for ended workers
+    print(*[worker.pid for worker in batches._workers], flush=True)
+    if sys.argv[1] == "killed":
+        os.kill(os.getpid(), 9)
+    if sys.argv[1] == "dropped":
+        del batches, loader
+        time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("end", ["exit", "killed", "dropped"])
+def test_workers_end_with_their_rank(end: str, tmp_path: Path) -> None:
+    """Even in the middle of a sample that takes long."""
+    script = tmp_path / "rank.py"
+    script.write_text(_RANK)
+    with subprocess.Popen(
+        [sys.executable, str(script), end], stdout=subprocess.PIPE, text=True, cwd=ROOT
+    ) as rank:
+        assert rank.stdout is not None
+        pids = [int(pid) for pid in rank.stdout.readline().split()]
+        assert len(pids) == 2
+        deadline = time.monotonic() + 10
+        while (left := [pid for pid in pids if _runs(pid)]) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert not left
+        rank.kill()
+
+
+def _runs(pid: int) -> bool:
     try:
-        os.kill(worker.pid, signal.SIGTERM)
-        process.join(10)
-        assert process.exitcode == 0
-    finally:
-        signal.signal(signal.SIGCHLD, handler)
-        batches._shutdown_workers()
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False

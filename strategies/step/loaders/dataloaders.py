@@ -27,7 +27,7 @@ from megatron_lightning.data.sampler import ResumableSampler, ShardedSampler
 from megatron_lightning.data.skipped import SkippedSamples
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.parallel.context import AxisGroup
-from megatron_lightning.resilience.loader_workers import OnlyOwnRank
+from megatron_lightning.resilience.loader_workers import EndWithRank
 from megatron_lightning.strategies.lightning_internals import (
     training_loaders,
     unwrapped_batch_sampler,
@@ -274,12 +274,13 @@ def prepared_loader(
         loader = sharded_for_evaluation(loader, replicas, trainer.state.stage)
     if loader.num_workers:
         init = loader.worker_init_fn
-        init = init.init if isinstance(init, OnlyOwnRank) else init
-        if init is None and int(os.environ.get("PL_SEED_WORKERS", "0")):
+        if not isinstance(init, EndWithRank):
+            init = EndWithRank(init)
+        if init.init is None and int(os.environ.get("PL_SEED_WORKERS", "0")):
             # Lightning would seed workers by global rank. Ranks of one replica must see the same
             # random transforms.
-            init = partial(pl_worker_init_function, rank=replicas.rank)
-        loader.worker_init_fn = OnlyOwnRank(init)
+            init.init = partial(pl_worker_init_function, rank=replicas.rank)
+        loader.worker_init_fn = init
     return loader
 
 
