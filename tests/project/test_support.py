@@ -18,11 +18,11 @@ from tests.project.test_readme import ROOT
 
 # Options of the strategy, or what ids and constants of tests call them.
 OF_COLUMN: Mapping[str, str] = {
-    "tp": r"tensor[_-]model[_-]parallel[_-]size|TP2|\"tensor\"",
-    "sp": r"sequence_parallel|-sp|, sp|sp2|\bTP\b",
-    "pp": r"pipeline[_-]model[_-]parallel[_-]size|PP2|\"pipeline\"",
-    "vpp": r"virtual_pipeline_model_parallel_size|\"virtual_pipeline\"",
-    "cp": r"context_parallel_size|CP2",
+    "tp": r"tensor[_-]model[_-]parallel[_-]size|TP2|\"tensor\"|\btp=",
+    "sp": r"sequence_parallel|-sp|, sp|sp2|\bTP\b|\bsp=",
+    "pp": r"pipeline[_-]model[_-]parallel[_-]size|PP2|\"pipeline\"|\bpp=",
+    "vpp": r"virtual_pipeline_model_parallel_size|\"virtual_pipeline\"|\bvpp=",
+    "cp": r"context_parallel_size|CP2|\bcp=",
     "ep": r"expert_model_parallel_size|expert_tensor_parallel_size|\bep=",
     "etp": r"expert_tensor_parallel_size|\betp=",
     "ddp": r"\bddp\b|DDP2",
@@ -32,6 +32,8 @@ OF_COLUMN: Mapping[str, str] = {
     "hub": r"hf_models|transformers|Llama|AutoModel|HuggingFaceModule|MaskedLanguageModule",
     "any": r"Module",
 }
+# The aliases of all axes, which every test with a named layout imports: they say nothing of a test.
+OF_ALL_TESTS = ("tests.helpers.layouts", "AXES")
 TESTS = sorted({test for row in rows() for test, _, _ in row.tests()})
 
 
@@ -80,7 +82,7 @@ def _source(module: str, name: str, seen: set[tuple[str, str]]) -> str:
 def source_of(test: str) -> str:
     """Return the source of ``lightning/test_a.py::test_b`` with what the test uses."""
     path, _, name = test.partition("::")
-    return _source(f"tests.{path.removesuffix('.py').replace('/', '.')}", name, set())
+    return _source(f"tests.{path.removesuffix('.py').replace('/', '.')}", name, {OF_ALL_TESTS})
 
 
 def test_the_page_is_the_table_and_what_the_strategy_prints() -> None:
