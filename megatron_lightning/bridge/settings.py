@@ -39,7 +39,7 @@ _GROUPS: Mapping[str, type] = {
 
 TRAINING = frozenset(
     (
-        "hidden_dropout", "attention_dropout", "fp32_residual_connection",
+        "hidden_dropout", "embedding_dropout", "attention_dropout", "fp32_residual_connection",
         "attention_softmax_in_fp32", "attention_backend", "logits_in_fp32", "label_smoothing",
         "z_loss", "mtp_loss_scaling_factor", "init_method_std", "init_seed", "moe.router_dtype",
         "moe.router_load_balancing_type", "moe.aux_loss_coeff", "moe.z_loss_coeff",
@@ -213,24 +213,6 @@ class KeyForEveryHead(Row):
 
 
 @dataclass(frozen=True)
-class Dropouts(Row):
-    """Dropout of the embedding's and the blocks' outputs, set by several keys."""
-
-    keys: tuple[str, ...]
-
-    def read(self, theirs: Settings) -> Values:
-        """Return the field. Different values are refused."""
-        values = {key: theirs.get(key) for key in self.keys}
-        if len(set(values.values())) > 1:
-            raise UnsupportedSettingError(values)
-        return {"hidden_dropout": next(iter(values.values()))}
-
-    def write(self, ours: Values) -> Values:
-        """Return the keys."""
-        return dict.fromkeys(self.keys, ours["hidden_dropout"])
-
-
-@dataclass(frozen=True)
 class RootOfWidth(Row):
     """Word embeddings times the root of the hidden size."""
 
@@ -271,6 +253,7 @@ def flat(config: TransformerConfig) -> Values:
     # Values that are None by default are resolved, so that equal models have equal fields.
     values["num_query_groups"] = config.query_groups
     values["ffn_hidden_size"] = config.ffn_size
+    values["embedding_dropout"] = config.embedding_dropout_p
     if config.mla is None:
         values["kv_channels"] = config.head_dim
         values["softmax_scale"] = config.softmax_scale or config.head_dim**-0.5

@@ -147,7 +147,10 @@ class TransformerConfig:
     share_embeddings_and_output_weights: bool = False
     """Whether the output layer uses the word embedding's weight (tied)."""
     hidden_dropout: float = 0.0
-    """Dropout of the embedding's and of each block's output before joining the residual stream."""
+    """Dropout of each block's output before joining the residual stream."""
+    embedding_dropout: float | None = None
+    """Dropout of the embedding's output. None: hidden_dropout (Megatron). Seed-OSS and Phi-3 have
+    0."""
     attention_dropout: float = 0.0
     """Dropout of the attention probabilities."""
     window_size: tuple[int, int] | None = None
@@ -269,6 +272,13 @@ class TransformerConfig:
             object.__setattr__(self, "layer_pattern", tuple(pattern))
         if self.position_embedding_type is None:
             object.__setattr__(self, "position_embedding_type", positions)
+
+    @property
+    def embedding_dropout_p(self) -> float:
+        """Probability of a zero in the embedding's output."""
+        if self.embedding_dropout is None:
+            return self.hidden_dropout
+        return self.embedding_dropout
 
     @property
     def num_residual_blocks(self) -> int:

@@ -17,6 +17,7 @@ _NOT_NEGATIVE = ("layernorm_epsilon", "init_method_std", "z_loss", "mtp_loss_sca
 _FACTORS = ("embedding_multiplier", "residual_multiplier", "logits_scaling")
 _OPTIONAL_FACTORS = ("softmax_scale", "attn_logit_softcapping", "final_logit_softcapping")
 _PROBABILITIES = ("hidden_dropout", "attention_dropout", "label_smoothing")
+_OPTIONAL_PROBABILITIES = ("embedding_dropout",)
 
 
 def check_numbers(config: TransformerConfig) -> None:
@@ -35,9 +36,9 @@ def check_numbers(config: TransformerConfig) -> None:
             raise ConfigError(
                 f"{name} is {value}; it multiplies or divides activations. Set it above 0."
             )
-    for name in _PROBABILITIES:
+    for name in (*_PROBABILITIES, *_OPTIONAL_PROBABILITIES):
         value = getattr(config, name)
-        if not 0.0 <= value < 1.0:
+        if not (value is None and name in _OPTIONAL_PROBABILITIES) and not 0.0 <= value < 1.0:
             raise ConfigError(
                 f"{name} is {value}; it is a probability. Set it to 0 or more and below 1."
             )

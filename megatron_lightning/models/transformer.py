@@ -51,7 +51,7 @@ class LanguageModelEmbedding(nn.Module):
         self.position_embeddings = (
             nn.Embedding(config.max_sequence_length, config.hidden_size) if learned else None
         )
-        self.dropout = Dropout(config.hidden_dropout)
+        self.dropout = Dropout(config.embedding_dropout_p)
         self.multiplier = config.embedding_multiplier
 
     def forward(self, tokens: Tensor, position_ids: Tensor | None = None) -> Tensor:

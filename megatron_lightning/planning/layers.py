@@ -319,7 +319,8 @@ def embedding(sizes: Sizes, output: str) -> list[Operation]:
         backward_bytes=2 * full_bytes + size,
         weight_gradient_bytes=table.features_in * table.features_out * sizes.precision.weight_bytes,
     )
-    drop = dropout(sizes, "embedding.dropout", sizes.config.hidden_dropout, "embedding dropout")
+    p = sizes.config.embedding_dropout_p
+    drop = dropout(sizes, "embedding.dropout", p, "embedding dropout")
     return [lookup, *drop]
 
 

@@ -226,6 +226,35 @@ def test_a_configuration_comes_back(folders: dict[str, Path], name: str) -> None
             assert is_same or found[key] == pytest.approx(value), key
 
 
+@pytest.mark.parametrize(
+    ("name", "keys", "p"),
+    [
+        ("seed-oss", {"residual_dropout": 0.3}, 0.0),
+        ("phi3", {"resid_pdrop": 0.3, "embd_pdrop": 0.2}, 0.0),
+        ("gpt2", {"resid_pdrop": 0.3, "embd_pdrop": 0.2}, 0.2),
+        ("gpt2", {"resid_pdrop": 0.0, "embd_pdrop": 0.2}, 0.2),
+        ("starcoder2", {"residual_dropout": 0.3, "embedding_dropout": 0.2}, 0.2),
+    ],
+)
+def test_dropout_acts_where_transformers_drops(
+    name: str, keys: dict[str, float], p: float, tmp_path: Path
+) -> None:
+    """Both draw equal masks from torch's generator, in the same order, for a single row."""
+    theirs, inputs = make_model(name, **keys).train(), tokens(1, LENGTH)
+    bridge = AutoBridge.from_hf_pretrained(make_folder(name, tmp_path, **keys))
+    config, ours = bridge.to_config(), bridge.to_model("gpt").train()
+    assert (config.embedding_dropout_p, ours.embedding.dropout.p) == (p, p)
+    torch.manual_seed(3)
+    expected = theirs(inputs).logits
+    torch.manual_seed(3)
+    _assert_close(ours(inputs), expected)
+    assert (theirs.eval()(inputs).logits - expected).abs().max() > 0.1  # something was dropped
+    written = to_theirs(bridge.family, config).to_dict()
+    without_effect = {"embd_pdrop"} if name == "phi3" else set()
+    for key in keys.keys() - without_effect:
+        assert written[key] == keys[key], key
+
+
 @pytest.mark.parametrize("name", ["deepseek-v3", "glm4-moe"])
 def test_layers_of_multi_token_prediction_are_those_behind_the_last(
     name: str, tmp_path: Path

@@ -34,6 +34,7 @@ ALL_HEADS = {"qk_layernorm": True, "qk_layernorm_per_head": False}
         ({"activation": "relu"}, "activation is 'relu'.*swiglu"),
         ({"position_embedding_type": "alibi"}, "position_embedding_type is 'alibi'.*rope"),
         ({"hidden_dropout": 1.0}, "hidden_dropout is 1.0.*below 1"),
+        ({"embedding_dropout": -0.1}, "embedding_dropout is -0.1.*below 1"),
         ({"init_method_std": -0.1}, "init_method_std is -0.1.*0 or more"),
         ({"layernorm_epsilon": float("nan")}, "layernorm_epsilon is nan.*0 or more"),
         ({"rotary_base": 0.0}, "rotary_base is 0.0.*above 0"),

@@ -2,7 +2,7 @@
 
 from megatron_lightning.bridge.moves import Copied, QueryKeyValue
 from megatron_lightning.bridge.rules import Family, table
-from megatron_lightning.bridge.settings import Choice, Constant, Dropouts, Same
+from megatron_lightning.bridge.settings import Choice, Constant, Same
 
 OURS, THEIRS = "decoder.layers.*", "transformer.h.*"
 WEIGHTS = table(
@@ -31,7 +31,8 @@ class GPT2(Family):
         Same("vocab_size", "vocab_size"), Same("max_sequence_length", "n_positions"),
         Same("layernorm_epsilon", "layer_norm_epsilon"),
         Same("share_embeddings_and_output_weights", "tie_word_embeddings"),
-        Same("attention_dropout", "attn_pdrop"), Dropouts(("resid_pdrop", "embd_pdrop")),
+        Same("attention_dropout", "attn_pdrop"), Same("hidden_dropout", "resid_pdrop"),
+        Same("embedding_dropout", "embd_pdrop"),
         Same("init_method_std", "initializer_range"),
         Choice("activation", "activation_function", {"gelu_tanh": "gelu_new", "gelu": "gelu"}),
         Constant("normalization", "LayerNorm"), Constant("add_bias_linear", True),

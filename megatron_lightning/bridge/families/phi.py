@@ -2,9 +2,10 @@
 
 from megatron_lightning.bridge.families.llama import OURS, SETTINGS, THEIRS, WEIGHTS
 from megatron_lightning.bridge.moves import QueryKeyValue
+from megatron_lightning.bridge.pattern_settings import WithoutEffect
 from megatron_lightning.bridge.position_settings import Rope, Window
 from megatron_lightning.bridge.rules import Family, table
-from megatron_lightning.bridge.settings import Dropouts
+from megatron_lightning.bridge.settings import Constant, Same
 
 
 class Phi3(Family):
@@ -13,7 +14,8 @@ class Phi3(Family):
     architecture = "Phi3ForCausalLM"
     settings = (
         *SETTINGS, Rope(partial=True, original="original_max_position_embeddings"), Window(),
-        Dropouts(("resid_pdrop", "embd_pdrop")),
+        Same("hidden_dropout", "resid_pdrop"), Constant("embedding_dropout", 0.0),
+        WithoutEffect("embd_pdrop"),
     )  # fmt: skip
     weights = table(
         WEIGHTS,

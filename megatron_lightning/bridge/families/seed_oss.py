@@ -3,7 +3,7 @@
 from megatron_lightning.bridge.families.llama import SETTINGS, WEIGHTS
 from megatron_lightning.bridge.position_settings import Rope
 from megatron_lightning.bridge.rules import Family
-from megatron_lightning.bridge.settings import Constant, Dropouts, Same
+from megatron_lightning.bridge.settings import Constant, Same
 
 
 class SeedOss(Family):
@@ -13,6 +13,6 @@ class SeedOss(Family):
     settings = (
         *SETTINGS, Rope(), Same("kv_channels", "head_dim"), Same("add_qkv_bias", "attention_bias"),
         Constant("add_bias_linear", False, {"attention_out_bias": False, "mlp_bias": False}),
-        Dropouts(("residual_dropout",)),
+        Same("hidden_dropout", "residual_dropout"), Constant("embedding_dropout", 0.0),
     )  # fmt: skip
     weights = WEIGHTS

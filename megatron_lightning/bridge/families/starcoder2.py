@@ -3,7 +3,7 @@
 from megatron_lightning.bridge.families.llama import OURS, SIZES, THEIRS, WEIGHTS
 from megatron_lightning.bridge.position_settings import Rope, Window
 from megatron_lightning.bridge.rules import Family, table
-from megatron_lightning.bridge.settings import Choice, Constant, Dropouts, Same
+from megatron_lightning.bridge.settings import Choice, Constant, Same
 
 
 class Starcoder2(Family):
@@ -14,7 +14,7 @@ class Starcoder2(Family):
         *SIZES, Rope(), Window(), Same("layernorm_epsilon", "norm_epsilon"),
         Choice("activation", "hidden_act", {"gelu_tanh": "gelu_pytorch_tanh", "gelu": "gelu"}),
         Same("add_bias_linear", "use_bias"), Constant("normalization", "LayerNorm"),
-        Dropouts(("residual_dropout", "embedding_dropout")),
+        Same("hidden_dropout", "residual_dropout"), Same("embedding_dropout"),
     )  # fmt: skip
     weights = table(WEIGHTS, {
         f"{OURS}.input_layernorm.*": f"{THEIRS}.input_layernorm.*",
