@@ -1,4 +1,4 @@
-"""Helpers of the styles of linear layers and embeddings."""
+"""Helpers of the styles."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import nn
 from megatron_lightning.layers.replaceable import check_replaceable
 from megatron_lightning.parallel.context import AxisGroup, ParallelContext
 from megatron_lightning.parallel.layout import ParallelLayout
-from megatron_lightning.parallel.sharding import ShardingPlan
+from megatron_lightning.parallel.sharding import ShardingPlan, Style
 from megatron_lightning.parallel.spec import ShardSpec
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
@@ -27,6 +27,29 @@ def keep(module: nn.Module, group: AxisGroup, *split: str) -> nn.Module:
     }
     module.shard_specs = specs  # type: ignore[assignment]
     return module
+
+
+class AdditionalStyle:
+    """A style of a module that may have another style."""
+
+    also: Style | None
+    """Another style of the same module, applied first."""
+
+    @property
+    def splits(self) -> bool:
+        """See :class:`~megatron_lightning.parallel.sharding.ShardingPlan`."""
+        return self.also is not None and bool(getattr(self.also, "splits", True))
+
+    @property
+    def shards_sequence(self) -> bool:
+        """See :class:`~megatron_lightning.parallel.sharding.ShardingPlan`."""
+        return bool(getattr(self.also, "shards_sequence", False))
+
+    def apply_also(
+        self, module: nn.Module, context: ParallelContext, plan: ShardingPlan
+    ) -> nn.Module:
+        """Return the module with the other style applied."""
+        return module if self.also is None else self.also.apply(module, context, plan)
 
 
 EMBEDDING: tuple[type[nn.Module], ...] = (nn.Embedding,)

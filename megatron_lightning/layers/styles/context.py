@@ -10,6 +10,7 @@ from megatron_lightning.config import CPCommType
 from megatron_lightning.errors import ShardingError
 from megatron_lightning.layers.attention import CoreAttention
 from megatron_lightning.layers.context.backends import BACKENDS
+from megatron_lightning.layers.styles.common import AdditionalStyle
 from megatron_lightning.layers.styles.transformers_attention import looks_attention_up, put_core
 from megatron_lightning.parallel.context import ParallelContext
 from megatron_lightning.parallel.sharding import ShardingPlan, Style
@@ -37,7 +38,7 @@ class ContextGroup:
 
 
 @dataclass(frozen=True)
-class ContextAttention:
+class ContextAttention(AdditionalStyle):
     """A :class:`CoreAttention`, or attention of ``transformers``, with keys from all
     context-parallel ranks.
     """
@@ -48,24 +49,13 @@ class ContextAttention:
     """Another style of the same module, applied first."""
     shares_sequences = True  # see GroupedHeads
 
-    @property
-    def splits(self) -> bool:
-        """See :class:`~megatron_lightning.parallel.sharding.ShardingPlan`."""
-        return self.also is not None and bool(getattr(self.also, "splits", True))
-
-    @property
-    def shards_sequence(self) -> bool:
-        """See :class:`~megatron_lightning.parallel.sharding.ShardingPlan`."""
-        return bool(getattr(self.also, "shards_sequence", False))
-
     def apply(self, module: nn.Module, context: ParallelContext, plan: ShardingPlan) -> nn.Module:
         """Bind the attention to the ranks.
 
         Raises:
             ShardingError: If the module is of another class, or drops attention weights.
         """
-        if self.also is not None:
-            module = self.also.apply(module, context, plan)
+        module = self.apply_also(module, context, plan)
         if context.cp.size == 1:
             return module
         if not isinstance(module, CoreAttention) and not looks_attention_up(module):

@@ -14,6 +14,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from megatron_lightning.errors import ConfigError
+from megatron_lightning.layers.styles.common import AdditionalStyle
 from megatron_lightning.parallel.context import ParallelContext
 from megatron_lightning.parallel.sequence import SequencePart
 from megatron_lightning.parallel.sharding import ShardingPlan, Style
@@ -42,40 +43,30 @@ class DivideEmbeddings:
         embeddings = kwargs.get(_EMBEDDINGS)
         others = [k for k, v in kwargs.items() if isinstance(v, Tensor | list) and k not in _KNOWN]
         if args or not isinstance(embeddings, Tensor) or others:
-            found = others[0] if others else "no inputs_embeds"
+            argument = others[0] if others else "no inputs_embeds"
             raise ConfigError(
-                f"{type(module).__name__} was called with {found}, and ranks that share sequences "
-                "divide embeddings and positions alone. Set context_parallel_size to 1."
+                f"{type(module).__name__} was called with {argument}, and ranks that share "
+                "sequences divide embeddings and positions alone. Set context_parallel_size to 1."
             )
         positions = kwargs.get(_POSITIONS)
         if positions is None:
-            own = self.part.positions(embeddings.shape[1], embeddings.device)[None]
+            local_positions = self.part.positions(embeddings.shape[1], embeddings.device)[None]
         else:
-            own = self.part.split(positions, positions.ndim - 1)
-        return args, kwargs | {_EMBEDDINGS: self.part.split(embeddings, 1), _POSITIONS: own}
+            local_positions = self.part.split(positions, positions.ndim - 1)
+        local_embeddings = self.part.split(embeddings, 1)
+        return args, kwargs | {_EMBEDDINGS: local_embeddings, _POSITIONS: local_positions}
 
 
 @dataclass(frozen=True)
-class DividedEmbeddings:
+class DividedEmbeddings(AdditionalStyle):
     """A text model of ``transformers`` called with embeddings of full rows."""
 
     also: Style | None = None
     """Another style of the same module, applied first."""
 
-    @property
-    def splits(self) -> bool:
-        """See :class:`~megatron_lightning.parallel.sharding.ShardingPlan`."""
-        return self.also is not None and bool(getattr(self.also, "splits", True))
-
-    @property
-    def shards_sequence(self) -> bool:
-        """See :class:`~megatron_lightning.parallel.sharding.ShardingPlan`."""
-        return bool(getattr(self.also, "shards_sequence", False))
-
     def apply(self, module: nn.Module, context: ParallelContext, plan: ShardingPlan) -> nn.Module:
         """Divide the rows of every call."""
-        if self.also is not None:
-            module = self.also.apply(module, context, plan)
+        module = self.apply_also(module, context, plan)
         if context.cp.size > 1:
             hook = DivideEmbeddings(SequencePart(context.cp.rank, context.cp.size))
             module.register_forward_pre_hook(hook, with_kwargs=True)

@@ -8,7 +8,6 @@ a window. Each family trains on ranks with shared sequences as in one process (d
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
@@ -64,16 +63,9 @@ def with_context(model: nn.Module, plan: ShardingPlan) -> ShardingPlan:
         )
     _check_positions(config, name)
     paths = dict(model.named_modules())
-    rows = {
-        path: ContextAttention(also=plan.style_of(path))
-        for path, child in paths.items()
-        if looks_attention_up(child)
-    }
-    bound = as_patterns(rows, paths)
-    return replace(
-        plan,
-        # Bound rows stand in front, since the first matching row decides.
-        modules={**bound, **{p: row for p, row in plan.modules.items() if p not in bound}},
+    return plan | ShardingPlan(
+        modules=as_patterns(_attention_rows(paths, plan), paths),
+        sequence_dim=plan.sequence_dim,
         positions="position_ids",
         documents=_DOCUMENTS,
         packed_positions=True,
@@ -94,15 +86,20 @@ def _with_divided_embeddings(model: nn.Module, plan: ShardingPlan) -> ShardingPl
     paths = dict(model.named_modules())
     text = next(path for path in paths if path.rpartition(".")[2] == _TEXT_MODEL)
     _check_positions(model.config.get_text_config(), type(model).__name__)  # type: ignore[union-attr,operator]
-    rows: dict[str, Style] = {
+    inner = {path: child for path, child in paths.items() if path.startswith(f"{text}.")}
+    rows = _attention_rows(inner, plan) | {text: DividedEmbeddings(also=plan.style_of(text))}
+    return plan | ShardingPlan(
+        modules=as_patterns(rows, paths), sequence_dim=plan.sequence_dim, positions=""
+    )
+
+
+def _attention_rows(modules: Mapping[str, nn.Module], plan: ShardingPlan) -> dict[str, Style]:
+    """Return the row of every attention among ``modules`` (path -> module)."""
+    return {
         path: ContextAttention(also=plan.style_of(path))
-        for path, child in paths.items()
-        if path.startswith(f"{text}.") and looks_attention_up(child)
+        for path, child in modules.items()
+        if looks_attention_up(child)
     }
-    rows[text] = DividedEmbeddings(also=plan.style_of(text))
-    bound = as_patterns(rows, paths)
-    others = {path: row for path, row in plan.modules.items() if path not in bound}
-    return replace(plan, modules={**bound, **others}, positions="")
 
 
 def _is_language_model(model: nn.Module) -> bool:
