@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megatron_lightning.config.moe import MoEConfig
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.layers.moe.layer import TOKENS_PER_EXPERT, MoELayer
-from megatron_lightning.layers.moe.router import updated_expert_bias
 from megatron_lightning.layers.step_report import is_bound
 from megatron_lightning.parallel.absent import present_modules
 
@@ -100,3 +100,18 @@ def balance_experts(module: Any, optimizer: Any) -> Iterator[None]:
             "Use MegatronStrategy, or set the type to aux_loss."
         )
     balance.end_step(stepped=bool(steps))
+
+
+@torch.no_grad()
+def updated_expert_bias(expert_bias: Tensor, tokens_per_expert: Tensor, moe: MoEConfig) -> Tensor:
+    """Return ``expert_bias`` [..., E] raised for experts with less than the mean number of tokens
+    and lowered for experts with more (https://arxiv.org/abs/2408.15664).
+
+    Args:
+        expert_bias: Biases of the last step. Not changed.
+        tokens_per_expert: [..., E] tokens of the whole optimizer step, over all ranks.
+        moe: The layer's configuration.
+    """
+    # Integers: the sign near the mean is exact for any number of tokens.
+    excess = tokens_per_expert * tokens_per_expert.shape[-1] - tokens_per_expert.sum(-1, True)
+    return expert_bias - moe.router_bias_update_rate * excess.sign().to(expert_bias.dtype)

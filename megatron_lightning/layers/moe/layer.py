@@ -28,7 +28,8 @@ from megatron_lightning.errors import ConfigError
 from megatron_lightning.layers.mlp import MLP
 from megatron_lightning.layers.moe.dispatch import Dispatcher, Exchange, LocalDispatch
 from megatron_lightning.layers.moe.experts import Experts
-from megatron_lightning.layers.moe.router import Router, RouterLoss, Routing
+from megatron_lightning.layers.moe.losses import RouterLoss
+from megatron_lightning.layers.moe.router import Router, Routing
 from megatron_lightning.layers.moe.routes import Routes
 from megatron_lightning.layers.step_report import LossScale, StepReport
 from megatron_lightning.parallel.collectives import (
