@@ -112,7 +112,11 @@ class Request:
 
     @property
     def most_drafts(self) -> int:
-        """Number of drafts for a step: with a further token the text has at most its length."""
+        """Number of drafts for a step: with a further token the text has at most its length. 0
+        for a scored text, whose tokens are known.
+        """
+        if self.num_scored:
+            return 0
         num_missing = self.prompt_length + self.sampling.max_new_tokens - len(self.tokens)
         return max(0, min(len(self.drafts), num_missing - 1, self.longest - self.num_inputs))
 

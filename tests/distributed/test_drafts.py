@@ -148,6 +148,19 @@ def test_four_ranks_give_the_same_text(tmp_path: Path) -> None:
         check(found)
 
 
+@pytest.mark.parametrize("storage", ["runs", "pages"])
+def test_scores_over_several_steps_are_those_without_drafts(storage: Any) -> None:
+    """fp32, sums in another order: 1e-5 of log-probabilities of up to 30."""
+    model = model_of(config_of("grouped"))
+    pairs = ([[3, 1, 4], [3, 1, 4], [7, 7]], [list(range(2, 32)), [5] * 12, [9, 8, 7]])
+    plain = Engine.of(model).score(*pairs)
+    options = EngineOptions(draft_tokens=2, max_tokens=7, max_requests=3, storage=storage)
+    engine = Engine.of(model, options=options)
+    for own, other in zip(engine.score(*pairs), plain, strict=True):
+        assert own.logprobs == pytest.approx(other.logprobs, rel=1e-5, abs=1e-5)
+    assert engine.draft_counts.proposed == 0
+
+
 def reference_drafts(model: GPTModel, text: list[int], depths: int) -> list[int]:
     """Return the drafts behind a text by the layers' training forward, without a cache."""
     text, drafts = list(text), list[int]()
