@@ -113,6 +113,7 @@ def test_images_equal_one_process(layout: str, models: list[tuple[str, bool]]) -
     found = run_ranks(world, _train_all, cases, timeout_s=280)
     alone = run_ranks(1, _train_all, [(name, None, 1, images) for name, images in models])[0]
     for index, (norms, weights) in enumerate(alone):
+        assert found[0][index][1].keys() == weights.keys()
         for rank in found:
             own_norms, own_weights = rank[index]
             assert own_norms == pytest.approx(norms, rel=1e-5), models[index]

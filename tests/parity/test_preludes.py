@@ -102,6 +102,7 @@ def test_towers_run_on_the_first_stage_only(cases: list[tuple[str, str, bool]]) 
     for index, (layout, name, images) in enumerate(cases):
         losses, norms, weights, num_calls, num_elements = alone[index]
         found = [rank[index] for rank in ranks]
+        assert found[0][2].keys() == weights.keys()
         assert np.mean([rank[0] for rank in found], axis=0) == pytest.approx(losses, rel=RTOL)
         for number, (_, own_norms, own_weights, own_calls, own_elements) in enumerate(found):
             assert own_norms == pytest.approx(norms, rel=RTOL), (layout, name)
