@@ -58,9 +58,9 @@ def load_sharded(
     replies = group.all_gather_object(request._replace(wanted=[]))
     missing_names = sorted({name for reply in replies for name in reply.missing})
     misfits = sorted({text for reply in replies for text in reply.misfits})
-    num_asked = reduce(or_, (reply.asked for reply in replies))
+    asked_bits = reduce(or_, (reply.asked for reply in replies))
     unexpected = [
-        name for i, name in enumerate(stored) if name.startswith(prefix) and not num_asked >> i & 1
+        name for i, name in enumerate(stored) if name.startswith(prefix) and not asked_bits >> i & 1
     ]
     report = LoadReport(tuple(missing_names), tuple(unexpected))
     _refuse_misfits(misfits, report, strict, prefix)

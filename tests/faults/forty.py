@@ -62,7 +62,7 @@ class Case(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """What became of a job."""
+    """Outcome of a job."""
 
     codes: list[int]
     """Exit code of each start."""
@@ -142,7 +142,7 @@ class _Start:
 
     @property
     def output(self) -> str:
-        """What all processes have printed."""
+        """Output of all processes."""
         return self._file.read_text(errors="replace")
 
     def wait(self) -> int:

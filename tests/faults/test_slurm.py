@@ -148,7 +148,7 @@ def test_a_time_limit_requeues(slurm: Cluster, tmp_path: Path) -> None:
 
 
 def shorten(job: Job) -> None:
-    """Let the job's limit be near, at which Slurm sends its signal."""
+    """Set the job's limit to a time that is near. Slurm sends its signal before the limit."""
     hours, minutes, _ = (int(part) for part in job.field("RunTime").split(":"))
     job.update(TimeLimit=str(hours * 60 + minutes + LIMIT_MINUTES))
 

@@ -93,7 +93,7 @@ class Job:
 
     @property
     def output(self) -> str:
-        """What all processes of all starts have printed."""
+        """Output of all processes of all starts."""
         return self._file.read_text(errors="replace") if self._file.exists() else ""
 
     def field(self, name: str) -> str:
@@ -108,7 +108,7 @@ class Job:
         self._wait(lambda: re.search(pattern, self.output) is not None, pattern, timeout_s)
 
     def wait_for_requeue(self, timeout_s: float) -> None:
-        """Wait until Slurm has queued the job again, and start it without Slurm's delay."""
+        """Wait until Slurm has queued the job again."""
         self._wait(
             lambda: self.field("JobState") == "PENDING" and self.field("Restarts") != "0",
             "queued again",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import signal
 import subprocess
 import sys
 import time
@@ -26,13 +28,14 @@ def test_a_signal_to_the_job_ends_no_worker(context: str, monkeypatch: pytest.Mo
     """torchrun and Slurm signal every process."""
     monkeypatch.setenv("OPENBLAS_NUM_THREADS", "4")  # threads older than the worker's own code
     loader = DataLoader(
-        list(range(20)), batch_size=None, num_workers=1, worker_init_fn=EndWithRank(_told),
-        multiprocessing_context=context, prefetch_factor=1,
+        list(range(20)), batch_size=None, num_workers=1, prefetch_factor=1,
+        worker_init_fn=copy.deepcopy(EndWithRank(_told, signal.SIGHUP)),
+        multiprocessing_context=context,
     )  # fmt: skip
     batches: Any = iter(loader)
     assert next(batches) == 100
     [worker] = batches._workers
-    for name in ("TERM", "USR1") * 3:
+    for name in ("TERM", "USR1", "HUP") * 3:
         subprocess.run(["kill", f"-{name}", str(worker.pid)], check=True)  # not by this process
     assert list(batches) == list(range(101, 120))
 

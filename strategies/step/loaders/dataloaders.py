@@ -28,6 +28,7 @@ from megatron_lightning.data.skipped import SkippedSamples
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.parallel.context import AxisGroup
 from megatron_lightning.resilience.loader_workers import EndWithRank
+from megatron_lightning.strategies.launch.stopping import requeue_signal
 from megatron_lightning.strategies.lightning_internals import (
     training_loaders,
     unwrapped_batch_sampler,
@@ -275,7 +276,7 @@ def prepared_loader(
     if loader.num_workers:
         init = loader.worker_init_fn
         if not isinstance(init, EndWithRank):
-            init = EndWithRank(init)
+            init = EndWithRank(init, requeue_signal(trainer))
         if init.init is None and int(os.environ.get("PL_SEED_WORKERS", "0")):
             # Lightning would seed workers by global rank. Ranks of one replica must see the same
             # random transforms.
