@@ -11,13 +11,16 @@ import pytest
 CLUSTER = Path(__file__).parents[2] / "examples" / "cluster"
 
 
-def _run(script: str, folder: Path, srun: str) -> tuple[int, list[str]]:
+def _run(script: str, folder: Path, srun: str, *, requeue_code: int = 0) -> tuple[int, list[str]]:
     """Run a script; ``srun`` is what its program does, with $n, the number of the call."""
     tools = folder / "bin"
     tools.mkdir()
     programs = {
         "srun": f'echo "srun $@" >> {folder}/calls\nn=$(grep -c ^srun {folder}/calls)\n{srun}',
-        "scontrol": f'[ "$1" = show ] && echo node1 || echo "scontrol $@" >> {folder}/calls',
+        "scontrol": (
+            f'[ "$1" = show ] && echo node1 && exit\n'
+            f'echo "scontrol $@" >> {folder}/calls; exit {requeue_code}'
+        ),
     }
     for name, text in programs.items():
         (tools / name).write_text(f"#!/bin/bash\n{text}\n")
@@ -60,7 +63,27 @@ def test_a_failure_is_started_again_while_steps_are_gained(tmp_path: Path) -> No
     assert (code, calls) == (1, ["srun"] * 5)  # three that gained steps, two that did not
 
 
-def test_torchruns_job_is_queued_again_by_what_stopped_json_says(tmp_path: Path) -> None:
-    done = _run("slurm_torchrun.sbatch", tmp_path, f"{_says(tmp_path, 'exit_after')}; exit 0")
-    assert done == (0, ["srun", "scontrol"])
+@pytest.mark.parametrize(
+    ("reason", "code", "expected"),
+    [
+        ("exit_after", 0, (0, ["srun", "scontrol"])),
+        ("sigterm", 1, (0, ["srun", "scontrol"])),  # torchrun's code after a signal
+        ("stop_file", 0, (0, ["srun"])),
+        (None, 1, (1, ["srun"])),
+    ],
+)
+def test_torchruns_job_is_queued_again_by_what_stopped_json_says(
+    reason: str | None, code: int, expected: tuple[int, list[str]], tmp_path: Path
+) -> None:
+    (tmp_path / "stopped.json").write_text('{"reason": "sigterm"}')  # of an earlier start
+    says = _says(tmp_path, reason) if reason else "true"
+    assert _run("slurm_torchrun.sbatch", tmp_path, f"{says}; exit {code}") == expected
     assert "--max-restarts=10" in (tmp_path / "calls").read_text()
+
+
+@pytest.mark.parametrize("script", ["slurm.sbatch", "slurm_torchrun.sbatch"])
+def test_a_job_that_cannot_be_queued_again_does_not_end_as_finished(
+    script: str, tmp_path: Path
+) -> None:
+    srun = f"{_says(tmp_path, 'sigterm')}; exit 75"
+    assert _run(script, tmp_path, srun, requeue_code=1) == (75, ["srun", "scontrol"])
