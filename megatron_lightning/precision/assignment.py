@@ -159,12 +159,12 @@ def _others(modules: Mapping[str, nn.Module], found: Collection[str]) -> list[st
 
     Embeddings do not multiply and are left out.
     """
-    adapter_ids = _adapters_in(modules)
+    prefixes = _adapters_in(modules)
     return [
         path
         for path, child in modules.items()
         if path not in found
-        and not path.startswith(adapter_ids)
+        and not path.startswith(prefixes)
         and not isinstance(child, nn.Embedding)
         and not hasattr(child, "gemm")
         and any(p.ndim > 1 for p in child.parameters(recurse=False))
@@ -197,8 +197,8 @@ def _without_adapters(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     The rank of a low-rank factor is too small for scales.
     """
     modules = dict(module.named_modules())
-    adapter_ids = _adapters_in(modules)
-    return (item for item in modules.items() if not item[0].startswith(adapter_ids))
+    prefixes = _adapters_in(modules)
+    return (item for item in modules.items() if not item[0].startswith(prefixes))
 
 
 def _adapters_in(modules: Mapping[str, nn.Module]) -> tuple[str, ...]:

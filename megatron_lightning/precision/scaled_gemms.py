@@ -97,12 +97,12 @@ def pad(x: Tensor, rows: int, columns: int) -> Tensor:
     """Return [..., R, C] contiguous and padded with zeros to multiples of ``rows`` and
     ``columns``.
     """
-    below, columns_right = -x.shape[-2] % rows, -x.shape[-1] % columns
-    if below or columns_right:
+    below, beside = -x.shape[-2] % rows, -x.shape[-1] % columns
+    if below or beside:
         # Quantized data is padded as bytes, because torch cannot pad FP8. The code 0 is the value
         # 0.
         kind = torch.uint8 if x.dtype.itemsize == 1 else x.dtype
-        x = F.pad(x.contiguous().view(kind), (0, columns_right, 0, below)).view(x.dtype)
+        x = F.pad(x.contiguous().view(kind), (0, beside, 0, below)).view(x.dtype)
     return _row_major(x)
 
 

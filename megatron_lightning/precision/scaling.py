@@ -42,10 +42,10 @@ def to_blocks(x: Tensor, block: Block) -> Tensor:
     """Return [..., R, C] as fp32 [..., ceil(R / r), r, ceil(C / c), c], padded with zeros."""
     num_rows, num_columns = x.shape[-2:]
     rows, below = _count_blocks(num_rows, block.rows)
-    columns, block_columns = _count_blocks(num_columns, block.columns)
+    columns, beside = _count_blocks(num_columns, block.columns)
     x = x.float()
-    if block_columns or below:
-        x = F.pad(x, (0, block_columns, 0, below))
+    if beside or below:
+        x = F.pad(x, (0, beside, 0, below))
     *stacked, height, width = x.shape
     return x.reshape(*stacked, height // rows, rows, width // columns, columns)
 
