@@ -12,10 +12,15 @@ from typing import Any
 
 import psutil
 import pytest
+from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
+from megatron_lightning.parallel.context import AxisGroup
 from megatron_lightning.resilience.loader_workers import EndWithRank
+from megatron_lightning.strategies import MegatronStrategy
+from megatron_lightning.strategies.step.loaders.dataloaders import prepared_loader
 from tests.faults.processes import ROOT
+from tests.helpers.trainers import trainer
 
 
 def _told(worker: int) -> None:
@@ -38,6 +43,22 @@ def test_a_signal_to_the_job_ends_no_worker(context: str, monkeypatch: pytest.Mo
     for name in ("TERM", "USR1", "HUP") * 3:
         subprocess.run(["kill", f"-{name}", str(worker.pid)], check=True)  # not by this process
     assert list(batches) == list(range(101, 120))
+
+
+def test_workers_of_a_run_ignore_the_requeue_signal_of_its_job() -> None:
+    """Lightning's own example requeues by SIGHUP."""
+    run = trainer(MegatronStrategy(), plugins=[SLURMEnvironment(requeue_signal=signal.SIGHUP)])
+    loader: Any = prepared_loader(
+        DataLoader(list(range(9)), batch_size=None, num_workers=1, worker_init_fn=_told),
+        run, AxisGroup("dp", (0,), 0, None), injects_samplers=False, consumed=0,
+        micro_batch_size=None,
+    )  # fmt: skip
+    batches = iter(loader)
+    assert next(batches) == 100
+    [worker] = batches._workers
+    subprocess.run(["kill", "-HUP", str(worker.pid)], check=True)
+    time.sleep(0.2)
+    assert worker.is_alive() and list(batches) == list(range(101, 109))
 
 
 class _Programs(Dataset[int]):
