@@ -27,7 +27,8 @@ class ReadingThreadLoader(DataLoader[Any]):
     """DataLoader without workers that reads two batches ahead in a thread.
 
     The thread ends with the pass, and when the iterator is dropped or a read fails. An error in the
-    thread is raised with its traceback in place of the batch.
+    thread is raised with its traceback in place of the batch. The end of the process waits for the
+    batch at hand.
     """
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
@@ -47,7 +48,8 @@ def _read_ahead(batches: Iterator[Any]) -> Iterator[Any]:
             batch = reads.popleft().result()
             reads.append(pool.submit(next, batches, _END))
     finally:
-        # Without waiting, so that a stuck store delays neither errors nor Ctrl-C.
+        # Without waiting, so that a stuck store delays no error. The end of the process joins the
+        # thread.
         pool.shutdown(wait=False, cancel_futures=True)
 
 

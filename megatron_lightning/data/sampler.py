@@ -150,10 +150,10 @@ class ResumableSampler(Sampler[int]):
             for position in range(self._consumed + self._group.rank, self._total, size):
                 yield indices[position % len(indices)]
             return
-        num_left = (
+        positions = (
             p for p in range(self._consumed, self._total) if self._before + p not in self._skipped
         )
-        for position in islice(num_left, self._group.rank, None, size):
+        for position in islice(positions, self._group.rank, None, size):
             yield indices[position % len(indices)]
 
 
