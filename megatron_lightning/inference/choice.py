@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron_lightning.errors import NonFiniteError
-from megatron_lightning.inference.scheduler import Batch, Portion
+from megatron_lightning.inference.batch import Batch, Portion
 
 NUM_RESULTS = 3
 """Numbers of a place: token, log-probability, log-probability of the best token."""

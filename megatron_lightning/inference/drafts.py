@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from megatron_lightning.assembly.stage_runner import StageCall
 from megatron_lightning.config import TransformerConfig
 from megatron_lightning.errors import ConfigError
+from megatron_lightning.inference.batch import Batch, Portion
 from megatron_lightning.inference.options import EngineOptions
-from megatron_lightning.inference.scheduler import Batch, Portion
 from megatron_lightning.models.transformer import GPTModel
 from megatron_lightning.pipeline.stages.stage import StagePartition
 

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from megatron_lightning.assembly.part import Part, describe_part
 from megatron_lightning.assembly.stage_runner import StageRunner
 from megatron_lightning.errors import ConfigError
+from megatron_lightning.inference.batch import Batch, Request
 from megatron_lightning.inference.cache import Allocator, Pages, Runs
 from megatron_lightning.inference.choice import NUM_RESULTS
 from megatron_lightning.inference.drafts import make_drafter
@@ -27,7 +28,7 @@ from megatron_lightning.inference.options import EngineOptions
 from megatron_lightning.inference.requests import Decode, RequestMaker
 from megatron_lightning.inference.rounds import Rounds
 from megatron_lightning.inference.routes import RouteRecorder, check_recorded
-from megatron_lightning.inference.scheduler import Batch, Request, Scheduler
+from megatron_lightning.inference.scheduler import Scheduler
 from megatron_lightning.inference.steps import Steps
 from megatron_lightning.inference.text_model import Observe, TextModel
 from megatron_lightning.layers.key_cache import KeyCache

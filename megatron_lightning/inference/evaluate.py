@@ -7,10 +7,10 @@ from typing import Any
 
 from megatron_lightning.data.tokenizers import TokenizerType
 from megatron_lightning.errors import ConfigError
+from megatron_lightning.inference.batch import DraftCounts
 from megatron_lightning.inference.job import ModelJob
 from megatron_lightning.inference.load import Dtype
 from megatron_lightning.inference.own_generate import OwnGenerate
-from megatron_lightning.inference.scheduler import DraftCounts
 from megatron_lightning.inference.text import Codec
 from megatron_lightning.inference.text_model import TextModel
 from megatron_lightning.parallel.context import ALONE, AxisGroup

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from megatron_lightning.errors import ConfigError
+from megatron_lightning.inference.batch import Batch, Portion, Request
 from megatron_lightning.inference.choice import choose
 from megatron_lightning.inference.requests import RequestMaker
-from megatron_lightning.inference.scheduler import Batch, Portion, Request
 from megatron_lightning.inference.text_model import Observe, TextModel
 from megatron_lightning.parallel.context import ParallelContext
 

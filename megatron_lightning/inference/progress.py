@@ -9,7 +9,7 @@ from types import TracebackType
 
 from tqdm import tqdm  # type: ignore[import-untyped]
 
-from megatron_lightning.inference.scheduler import DraftCounts, Request
+from megatron_lightning.inference.batch import DraftCounts, Request
 
 
 class Progress:

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 
 from megatron_lightning.errors import ConfigError
+from megatron_lightning.inference.batch import Request
 from megatron_lightning.inference.sampling import Sampling, check_num_samples
-from megatron_lightning.inference.scheduler import Request
 
 Decode = Callable[[Sequence[int]], str]
 """Returns the text of token ids."""

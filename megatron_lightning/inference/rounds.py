@@ -15,9 +15,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_lightning.assembly.stage_runner import StageCall
+from megatron_lightning.inference.batch import Batch
 from megatron_lightning.inference.choice import NUM_RESULTS, choose
 from megatron_lightning.inference.drafts import Drafter
-from megatron_lightning.inference.scheduler import Batch, Scheduler
+from megatron_lightning.inference.scheduler import Scheduler
 from megatron_lightning.inference.steps import Steps
 from megatron_lightning.parallel.context import ParallelContext
 

@@ -14,8 +14,8 @@ import torch
 from megatron_lightning.config import TransformerConfig
 from megatron_lightning.config.layer_kinds import LAYER_KINDS
 from megatron_lightning.errors import ConfigError
+from megatron_lightning.inference.batch import Batch, Request
 from megatron_lightning.inference.options import EngineOptions
-from megatron_lightning.inference.scheduler import Batch, Request
 from megatron_lightning.layers.moe.routes import TakenRoutes
 from megatron_lightning.parallel.collectives import all_reduce
 from megatron_lightning.parallel.context import ParallelContext

@@ -19,8 +19,7 @@ from fastapi.responses import JSONResponse, StreamingResponse
 from starlette.exceptions import HTTPException
 
 from megatron_lightning.errors import ConfigError
-from megatron_lightning.inference import page
-from megatron_lightning.inference import scheduler as scheduling
+from megatron_lightning.inference import batch, page
 from megatron_lightning.inference.api_answers import Answer, Written, text_so_far
 from megatron_lightning.inference.api_requests import ApiError, ApiRequest, parse
 from megatron_lightning.inference.sampling import Sampling
@@ -68,7 +67,7 @@ class Reader:
         except ConfigError as error:
             raise ApiError(503, str(error)) from error
 
-    def _tell(self, request: scheduling.Request | None) -> None:
+    def _tell(self, request: batch.Request | None) -> None:
         """Pass a copy of the request's state on. Called from the stepping thread."""
         state = None
         if request is not None:

@@ -14,9 +14,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_lightning.errors import ConfigError
+from megatron_lightning.inference.batch import Request
 from megatron_lightning.inference.engine import Engine
 from megatron_lightning.inference.sampling import Sampling
-from megatron_lightning.inference.scheduler import Request, Scheduler
+from megatron_lightning.inference.scheduler import Scheduler
 
 _HEARTBEAT_S = 10.0  # well below the timeout of idle collectives
 _STEPS = 4  # of a pipeline's run, before new requests are seen

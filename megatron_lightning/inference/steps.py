@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from megatron_lightning.assembly.stage_runner import StageCall
+from megatron_lightning.inference.batch import Batch, Portion
 from megatron_lightning.inference.cache import Allocator, Pages
 from megatron_lightning.inference.routes import RouteRecorder
-from megatron_lightning.inference.scheduler import Batch, Portion
 from megatron_lightning.layers import key_cache
 from megatron_lightning.layers.key_cache import CacheStep, KeyCache, Span, StepStates
 from megatron_lightning.parallel.context import ParallelContext

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from megatron_lightning.inference.batch import DraftCounts, Request
 from megatron_lightning.inference.requests import RequestMaker
 from megatron_lightning.inference.sampling import Sampling
-from megatron_lightning.inference.scheduler import DraftCounts, Request
 from megatron_lightning.layers.moe.router import Router
 from megatron_lightning.layers.step_report import CurrentMicrobatch, StepReport
 from megatron_lightning.parallel.context import ParallelContext

@@ -25,7 +25,8 @@ from megatron_lightning.config import (
 )
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.inference import Engine, EngineOptions, Sampling, sample
-from megatron_lightning.inference.scheduler import Batch, Scheduler
+from megatron_lightning.inference.batch import Batch
+from megatron_lightning.inference.scheduler import Scheduler
 from megatron_lightning.layers.key_cache import CacheStep, KeyStore
 from megatron_lightning.models.transformer import GPTModel
 from megatron_lightning.parallel.layout import ParallelLayout
@@ -348,7 +349,7 @@ SHARING: dict[str, dict[str, Any]] = {
     "pages": {"storage": "pages", "block_size": 4},
     "chunks": {"max_tokens": 5, "max_requests": 3},
     "few": {"max_requests": 2},
-    "giving way": {
+    "small cache": {
         "storage": "pages", "block_size": 4, "max_tokens": 16, "max_requests": 6,
         "cache_gib": 80 * 4 * 2 * 2 * 8 * 4 / 2**30,  # slots of one long text
     },
@@ -382,7 +383,7 @@ def test_scores_after_one_context_share_its_keys(
     longest = CONFIGS["grouped"].max_sequence_length
     all_tokens = sum(min(longest, len(one) + len(other) - 1) for one, other in pairs)
     most_shared = 4 * (len(context) - 1) + len(context * 7) - 1
-    assert all_tokens - most_shared <= sum(computed)
+    assert all_tokens - most_shared <= sum(computed) < all_tokens
     if case in ("runs", "pages"):
         assert sum(computed) == all_tokens - most_shared
 
