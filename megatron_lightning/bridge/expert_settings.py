@@ -15,7 +15,7 @@ class SparseSteps(Row):
     """Experts in every n-th layer (``decoder_sparse_step``), except in layers listed as dense."""
 
     def read(self, theirs: Settings) -> Values:
-        """Return the field. Models without experts are refused."""
+        """Return the field of ``TransformerConfig``. Models without experts are refused."""
         step, dense = theirs["decoder_sparse_step"], set(theirs.get("mlp_only_layers") or ())
         layers = range(theirs["num_hidden_layers"])
         kinds = tuple(int((i + 1) % step == 0 and i not in dense) for i in layers)
@@ -24,7 +24,7 @@ class SparseSteps(Row):
         return {"moe.layer_freq": kinds}
 
     def write(self, ours: Values) -> Values:
-        """Return the keys."""
+        """Return the keys of config.json."""
         kinds = ours.get("moe.layer_freq", ())
         dense = [index for index, kind in enumerate(kinds) if not kind]
         return {"decoder_sparse_step": 1, "mlp_only_layers": dense}
@@ -37,7 +37,9 @@ class LimitedGate(Row):
     """
 
     def read(self, theirs: Settings) -> Values:
-        """Return the field. Another slope of the gate's sigmoid is refused."""
+        """Return the field of ``TransformerConfig``. Another slope of the gate's sigmoid is
+        refused.
+        """
         slope = theirs.get("swiglu_alpha", QUICK_SLOPE)
         if slope != QUICK_SLOPE:
             raise UnsupportedSettingError({"swiglu_alpha": slope})
@@ -53,7 +55,7 @@ class FirstDense(Row):
     """Experts in all layers but the first n (``first_k_dense_replace``)."""
 
     def read(self, theirs: Settings) -> Values:
-        """Return the field. Models without experts are refused."""
+        """Return the field of ``TransformerConfig``. Models without experts are refused."""
         num_layers, num_dense = theirs["num_hidden_layers"], theirs["first_k_dense_replace"]
         if num_dense >= num_layers:
             raise UnsupportedSettingError({"first_k_dense_replace": num_dense})
@@ -69,7 +71,7 @@ class SharedExperts(Row):
     """Width of all shared experts together, a multiple of one expert's width."""
 
     def read(self, theirs: Settings) -> Values:
-        """Return the field."""
+        """Return the field of ``TransformerConfig``."""
         width = theirs["n_shared_experts"] * theirs["moe_intermediate_size"]
         return {"moe.shared_expert_intermediate_size": width}
 
@@ -89,7 +91,7 @@ class Groups(Row):
     """Whether ``topk_method`` says if there are groups."""
 
     def read(self, theirs: Settings) -> Values:
-        """Return the fields. Other methods of choice are refused."""
+        """Return the fields of ``TransformerConfig``. Other methods of choice are refused."""
         groups, chosen = theirs.get("n_group"), theirs.get("topk_group")
         method = theirs.get("topk_method") if self.switch else "group_limited_greedy"
         if method == "greedy" or (groups or 1) == 1:
@@ -103,7 +105,7 @@ class Groups(Row):
         }
 
     def write(self, ours: Values) -> Values:
-        """Return the keys."""
+        """Return the keys of config.json."""
         groups = ours.get("moe.router_num_groups")
         keys: Values = {
             "n_group": groups or 1,

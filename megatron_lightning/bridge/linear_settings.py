@@ -14,7 +14,9 @@ class LinearLayers(Row):
     """Layers with gated delta net in place of attention (``layer_types``)."""
 
     def read(self, theirs: Settings) -> Values:
-        """Return the field. Other types, and models without such layers, are refused."""
+        """Return the field of ``TransformerConfig``. Other types, and models without such layers,
+        are refused.
+        """
         kinds = list(theirs["layer_types"])
         if "linear_attention" not in kinds or set(kinds) - set(_KINDS):
             raise UnsupportedSettingError({"layer_types": kinds})

@@ -46,7 +46,7 @@ class LayerTypes(Row):
     """Rows of options of experts. Read if a layer has experts."""
 
     def read(self, theirs: Settings) -> Values:
-        """Return the fields."""
+        """Return the fields of ``TransformerConfig``."""
         letters = {kind: letter for letter, kind in _TYPES.items()}
         types = theirs["layers_block_type"]
         unknown = [kind for kind in types if kind not in letters]
@@ -60,7 +60,7 @@ class LayerTypes(Row):
         return ours
 
     def write(self, ours: Values) -> Values:
-        """Return the keys."""
+        """Return the keys of config.json."""
         pattern = parse_hybrid_pattern(ours["layer_pattern"])
         keys: Values = {"layers_block_type": [_TYPES[letter] for letter in pattern.letters]}
         if "E" in pattern.letters:
@@ -74,12 +74,12 @@ class AllMamba(Row):
     """Mamba-2 in every layer."""
 
     def read(self, theirs: Settings) -> Values:
-        """Return the fields. The channels of all heads are given twice."""
+        """Return the fields of ``TransformerConfig``. The channels of all heads are given twice."""
         theirs.get("expand")
         return {"layer_pattern": "M" * theirs["num_hidden_layers"]}
 
     def write(self, ours: Values) -> Values:
-        """Return the keys."""
+        """Return the keys of config.json."""
         inner = ours["mamba.num_heads"] * ours["mamba.head_dim"]
         pattern = parse_hybrid_pattern(ours["layer_pattern"])
         layers = pattern.letters if set(pattern.letters) == {"M"} else ""
@@ -93,7 +93,7 @@ class StepLimit(Row):
     key: str
 
     def read(self, theirs: Settings) -> Values:
-        """Return the field."""
+        """Return the field of ``TransformerConfig``."""
         value = theirs[self.key]
         limits = tuple(value) if isinstance(value, list | tuple) else (value, math.inf)
         return {"mamba.dt_limit": limits}

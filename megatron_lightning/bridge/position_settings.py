@@ -20,7 +20,9 @@ class Window(Row):
     """Whether ``layer_types`` names the layers with a window."""
 
     def read(self, theirs: Settings) -> Values:
-        """Return the fields. Layers of other types, and layers without a size, are refused."""
+        """Return the fields of ``TransformerConfig``. Layers of other types, and layers without a
+        size, are refused.
+        """
         size, kinds = theirs.get("sliding_window"), list(theirs.get("layer_types") or ())
         if self.switch is not None:
             theirs.get("max_window_layers")
@@ -34,7 +36,7 @@ class Window(Row):
         return {"window_size": (int(size or 0) - 1, 0), **flags}
 
     def write(self, ours: Values) -> Values:
-        """Return the keys."""
+        """Return the keys of config.json."""
         window, frequency = ours["window_size"], ours["window_attn_skip_freq"]
         keys: Values = {"sliding_window": None if window is None else window[0] + 1}
         if self.switch is not None:
@@ -51,7 +53,7 @@ class RotatedLayers(Row):
     """Layers with rotary positions, with 1 in ``no_rope_layers``."""
 
     def read(self, theirs: Settings) -> Values:
-        """Return the field."""
+        """Return the field of ``TransformerConfig``."""
         theirs.get("no_rope_layer_interval")
         rotated = theirs["no_rope_layers"]
         if all(rotated):
@@ -69,7 +71,7 @@ class RotatedWindows(Row):
     """Rotary positions only in layers with a window, if there is a window."""
 
     def read(self, theirs: Settings) -> Values:
-        """Return the field."""
+        """Return the field of ``TransformerConfig``."""
         theirs.get("sliding_window_pattern")
         kinds = theirs["layer_types"]
         if theirs.get("sliding_window") is None or "full_attention" not in kinds:
@@ -93,7 +95,9 @@ class Rope(Row):
     """Key of the longest sequence of the pretraining, if the family has a separate key."""
 
     def read(self, theirs: Settings) -> Values:
-        """Return the fields. Rules of scaling other than ``RopeScaling``'s are refused."""
+        """Return the fields of ``TransformerConfig``. Rules of scaling other than ``RopeScaling``'s
+        are refused.
+        """
         rope = dict(theirs.get("rope_parameters") or {})
         if self.by_window:
             local_rope, full_rope = rope["sliding_attention"], rope["full_attention"]
@@ -126,7 +130,7 @@ class Rope(Row):
         return ours | (_yarn_ours(rope, "kv_lora_rank" in theirs) if kind == "yarn" else {})
 
     def write(self, ours: Values) -> Values:
-        """Return the keys."""
+        """Return the keys of config.json."""
         rope: Values = {"rope_theta": ours["rotary_base"], "rope_type": "default"}
         if self.partial:
             rope["partial_rotary_factor"] = ours["rotary_percent"]

@@ -104,7 +104,7 @@ def parse_header(text: bytes, size: int | None, path: Path) -> Header:
 
 
 def unique_entries(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    """Return the entries of a JSON object.
+    """Return the entries of a JSON object: an ``object_pairs_hook`` that refuses repeated names.
 
     Raises:
         ValueError: If a name appears twice.

@@ -112,7 +112,7 @@ class Same(Row):
         return self.theirs or self.ours
 
     def read(self, theirs: Settings) -> Values:
-        """Return the field."""
+        """Return the field of ``TransformerConfig``."""
         value = theirs.get(self.key)
         if self.none is not _ABSENT and value == self.none:
             return {self.ours: None}
@@ -142,7 +142,7 @@ class Choice(Row):
     words: Mapping[Any, Any]
 
     def read(self, theirs: Settings) -> Values:
-        """Return the field."""
+        """Return the field of ``TransformerConfig``."""
         value = theirs.get(self.theirs)
         for word, our_value in self.words.items():
             if our_value == value:
@@ -164,14 +164,14 @@ class Constant(Row):
     theirs: Mapping[str, Any] = field(default_factory=dict)
 
     def read(self, theirs: Settings) -> Values:
-        """Return the field. Other values of the keys are refused."""
+        """Return the field of ``TransformerConfig``. Other values of the keys are refused."""
         for key, expected_value in self.theirs.items():
             if theirs.get(key) != expected_value:
                 raise UnsupportedSettingError({key: theirs.get(key)})
         return {self.ours: self.value}
 
     def write(self, ours: Values) -> Values:
-        """Return the keys."""
+        """Return the keys of config.json."""
         return dict(self.theirs)
 
 
@@ -182,14 +182,14 @@ class Biases(Row):
     keys: tuple[str, ...]
 
     def read(self, theirs: Settings) -> Values:
-        """Return the field."""
+        """Return the field of ``TransformerConfig``."""
         values = {key: bool(theirs.get(key)) for key in self.keys}
         if len(set(values.values())) > 1:
             raise UnsupportedSettingError(values)
         return {"add_bias_linear": any(values.values())}
 
     def write(self, ours: Values) -> Values:
-        """Return the keys."""
+        """Return the keys of config.json."""
         return dict.fromkeys(self.keys, ours["add_bias_linear"])
 
 
@@ -198,7 +198,7 @@ class KeyForEveryHead(Row):
     """Every query head has a separate key and value."""
 
     def read(self, theirs: Settings) -> Values:
-        """Return the field. Shared keys are refused."""
+        """Return the field of ``TransformerConfig``. Shared keys are refused."""
         groups = theirs.get("num_key_value_heads")
         if groups not in (None, theirs["num_attention_heads"]):
             heads = theirs["num_attention_heads"]
@@ -217,7 +217,7 @@ class RootOfWidth(Row):
     """Word embeddings times the root of the hidden size."""
 
     def read(self, theirs: Settings) -> Values:
-        """Return the field."""
+        """Return the field of ``TransformerConfig``."""
         return {"embedding_multiplier": float(theirs["hidden_size"]) ** 0.5}
 
     def write(self, ours: Values) -> Values:
@@ -233,7 +233,7 @@ class InverseRoot(Row):
     theirs: str
 
     def read(self, theirs: Settings) -> Values:
-        """Return the field."""
+        """Return the field of ``TransformerConfig``."""
         return {self.ours: float(theirs[self.theirs]) ** -0.5}
 
     def write(self, ours: Values) -> Values:

@@ -121,7 +121,7 @@ class KeyStore:
 
 
 class KeyCache:
-    """The stores of a model's layers, made when a layer first computes.
+    """Stores of keys and states of a model's layers, made when a layer first computes.
 
     A store belongs to the cache, not to the layer: copies of a model have none, and memory is free
     when the cache is.

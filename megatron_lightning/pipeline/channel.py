@@ -267,7 +267,9 @@ class Outbox:
         self._sent: dict[bool, deque[_Sent]] = {True: deque(), False: deque()}
 
     def send(self, message: Message, tensors: Iterable[Tensor]) -> None:
-        """Send the tensors of a message."""
+        """Send the tensors of a message. Wait for the oldest messages if more than
+        :attr:`Message.ahead` are in flight.
+        """
         queue, send = self._sent[message.forward], _Sent(message.peer_position, [], [])
         _drop_delivered(queue, 0, message.ahead)
         group = self._transport.group(message.forward, self._transport.pp_rank, self._peer)

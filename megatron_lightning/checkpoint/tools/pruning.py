@@ -51,14 +51,14 @@ class StoredCheckpoint(NamedTuple):
 
 
 class Prunable(NamedTuple):
-    """A deletable entry."""
+    """A deletable checkpoint, or leftovers of an interrupted save."""
 
     path: str
     """Path or URL."""
     size_bytes: int
     """Bytes freed by a deletion."""
     reason: str
-    """Why."""
+    """Why the entry may be deleted."""
     files: tuple[str, ...] = ()
     """Deletable files of the entry. Empty: the full entry."""
 
