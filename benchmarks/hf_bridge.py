@@ -26,8 +26,9 @@ from typing import Any
 import torch
 
 from benchmarks import hf_families
-from benchmarks.hf_coverage import FOLDER_COLUMNS, FOLDERS, TABLE, verdict
+from benchmarks.hf_coverage import FOLDER_COLUMNS, FOLDERS, TABLE
 from benchmarks.hf_families import Family, NotBuiltError
+from benchmarks.hf_training import verdict
 from megatron_lightning.bridge import AutoBridge, commands
 from megatron_lightning.bridge.export import write_folder
 from megatron_lightning.bridge.untouched import fill_weights, lazy_parameters

@@ -1,76 +1,28 @@
-"""Which causal-LM families of ``transformers`` train equally on several ranks, unchanged.
+"""Which families of ``transformers`` train equally on several ranks, unchanged.
 
     python -m benchmarks.hf_coverage --work coverage.jsonl --layouts tp2
 
 Every family becomes a tiny random model, which takes a few SGD steps under plain Lightning in one
-process, and under each layout. Losses and final weights are compared. A family gives one line of
-JSON in the work file; a run continues after the last one. The table goes to docs/hf_coverage.md.
+process, and under each layout (``benchmarks.hf_training``). Losses and final weights are compared.
+A family gives one line of JSON in the work file; a run continues after the last one. The tables go
+to docs/hf_coverage.md: causal LMs, and with ``--others`` encoders, encoder-decoders and images.
 
-A result is *equal*, *refused* (our error says why), *wrong*, *failed* (any other error), or
-*sensitive*: the results differ, but those of one process differ as much when its weights are
-changed by a rounding, so that nothing can be said. Column ``sp`` says whether the layouts with
-tensor parallelism shard activations over the sequence, and why not; ``benchmarks.hf_bridge`` adds
-columns to the same work file.
+Column ``sp`` says whether the layouts with tensor parallelism shard activations over the sequence,
+and why not; ``benchmarks.hf_bridge`` adds columns to the same work file.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import math
-import tempfile
-import warnings
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
 
-import lightning.pytorch as pl
 import torch
-import torch.distributed as dist
-from torch import Tensor
-from torch.utils.data import DataLoader
 
 from benchmarks import hf_families
-from benchmarks.hf_families import Family
-from benchmarks.ranks import run
-from megatron_lightning.checkpoint import consolidate
-from megatron_lightning.models.plans.hf_plans import transformers_plan
-from megatron_lightning.strategies import MegatronStrategy
-
-LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
-    "pp2": (2, {"pipeline_model_parallel_size": 2, "micro_batch_size": 2}),
-    "pp4": (4, {"pipeline_model_parallel_size": 4, "micro_batch_size": 2}),
-    "tp2": (2, {"tensor_model_parallel_size": 2}),
-    "tp2pp2": (
-        4,
-        {
-            "tensor_model_parallel_size": 2,
-            "pipeline_model_parallel_size": 2,
-            "micro_batch_size": 2,
-        },
-    ),
-    "fsdp": (2, {"data_parallel": "fsdp"}),
-    "cp2": (2, {"context_parallel_size": 2}),
-    "tp2ep2": (
-        2,
-        {
-            "tensor_model_parallel_size": 2,
-            "expert_model_parallel_size": 2,
-            "expert_tensor_parallel_size": 1,
-        },
-    ),
-}
-"""Name -> (ranks, arguments of the strategy)."""
-
-STEPS, BATCH = 4, 4
-LOSS_TOLERANCE = 1e-5
-WEIGHT_TOLERANCE = 1e-4
-"""Of the distance that a parameter has moved; beside it a few roundings of its own size."""
-
-ROUNDING = 1e-7
-SENSITIVITY = 10
-"""How much farther than a rounding leads, a result may be and still say nothing."""
+from benchmarks.hf_training import LAYOUTS, SENSITIVITY, measure, shards_sequence
 
 FOLDER_COLUMNS = ("load", "export")
 """Columns of ``benchmarks.hf_bridge``: folders."""
@@ -82,249 +34,6 @@ OTHERS = "## Encoders, encoder-decoders and images"
 """Heading of the section of ``--others``."""
 FOLDERS = "## Folders"
 """Heading of the section that ``benchmarks.hf_bridge`` writes."""
-
-
-class CausalLM(pl.LightningModule):
-    """An untouched model of a family, whose weights may be changed by a rounding."""
-
-    sequence_dims: ClassVar[Mapping[str, int]] = {"inputs": 1, "targets": 1}
-
-    def __init__(self, family: Family, config: Any, rounding: float = 0.0) -> None:
-        super().__init__()
-        self.family = family
-        self.model_config = config
-        self.rounding = rounding
-        if family.kind == "images and text":  # full rows of tokens go into the model
-            self.sequence_dims = {"targets": 1}  # type: ignore[misc]
-
-    def configure_model(self) -> None:
-        """Build the model; every rank keeps its part."""
-        self.built()
-
-    def built(self) -> CausalLM:
-        """Return this module with its model."""
-        self.model = hf_families.build(self.family, self.model_config)
-        noise = torch.Generator().manual_seed(3)
-        with torch.no_grad():
-            for parameter in self.model.parameters():
-                parameter.mul_(1 + self.rounding * torch.randn(parameter.shape, generator=noise))
-        return self
-
-    def training_step(self, batch: Mapping[str, Tensor], batch_idx: int) -> Tensor:
-        """Return the loss of the next tokens."""
-        return hf_families.loss_of(self.model, batch)
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        """Return SGD: its steps show the size of a gradient."""
-        return torch.optim.SGD(self.parameters(), lr=0.05)
-
-
-class _Losses(pl.Callback):
-    def __init__(self) -> None:
-        self.values: list[float] = []
-
-    def on_train_batch_end(self, *args: Any) -> None:
-        self.values.append(float(args[2]["loss"]))
-
-
-def train(
-    family: Family,
-    config: Any,
-    options: dict[str, Any] | None,
-    path: str,
-    rounding: float = 0.0,
-) -> list[float]:
-    """Train on this rank, save a checkpoint at ``path``, and return the losses.
-
-    ``options`` are those of the strategy; None: plain Lightning.
-    """
-    warnings.filterwarnings("ignore")
-    world = dist.get_world_size() if dist.is_initialized() else 1
-    losses = _Losses()
-    replicas = world if options is not None and options.get("data_parallel") == "fsdp" else 1
-    trainer = pl.Trainer(
-        strategy="auto" if options is None else MegatronStrategy(**options),
-        accelerator="cpu",
-        devices=world,
-        max_epochs=1,
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        enable_checkpointing=False,
-        callbacks=[losses],
-    )
-    module = CausalLM(family, config, rounding)
-    trainer.fit(module, DataLoader(hf_families.rows(STEPS * BATCH, family.kind), BATCH // replicas))  # type: ignore[arg-type]
-    trainer.save_checkpoint(path)
-    return losses.values
-
-
-class Trained(NamedTuple):
-    """The losses of a run, and its weights at the end."""
-
-    losses: list[float]
-    weights: Mapping[str, Tensor]
-
-
-class Reference(NamedTuple):
-    """One process: the shrunk configuration, the weights before training, and the results."""
-
-    config: Any
-    initial: Mapping[str, Tensor]
-    trained: Trained
-
-
-def _load(path: str) -> Mapping[str, Tensor]:
-    state: dict[str, Tensor] = torch.load(path, weights_only=True)["state_dict"]
-    return {name.removeprefix("model."): value for name, value in state.items()}
-
-
-def train_reference(family: Family, folder: str) -> tuple[Any, list[float]]:
-    """Return the shrunk configuration and the losses of one process; its weights before and after
-    are saved in ``folder``.
-    """
-    config = hf_families.small_config(family)
-    torch.save(
-        {"state_dict": CausalLM(family, config).built().state_dict()}, f"{folder}/initial.pt"
-    )
-    return config, train(family, config, None, f"{folder}/one.ckpt")
-
-
-def reference(family: Family, folder: str, limit_s: float) -> Reference:
-    """Return the results of one process."""
-    [(config, losses)] = run(1, train_reference, family, folder, limit_s=limit_s)
-    trained = Trained(losses, _load(f"{folder}/one.ckpt"))
-    return Reference(config, _load(f"{folder}/initial.pt"), trained)
-
-
-def train_layout(family: Family, config: Any, layout: str, folder: str, limit_s: float) -> Trained:
-    """Return the results of a layout: losses are means over the data-parallel ranks."""
-    size, options = LAYOUTS[layout]
-    losses = run(size, train, family, config, options, f"{folder}/parts.ckpt", limit_s=limit_s)
-    own = losses if layout == "fsdp" else losses[:1]
-    consolidate(Path(folder, "parts.ckpt"), Path(folder, "full.ckpt"))
-    means = [sum(step) / len(step) for step in zip(*own, strict=True)]
-    return Trained(means, _load(f"{folder}/full.ckpt"))
-
-
-# ------------------------------------------------------------------------------------------ compare
-
-
-class Difference(NamedTuple):
-    """How far a run is from the reference, in units of the tolerances."""
-
-    first_loss: float
-    loss: float
-    weight: float
-    name: str
-    """Of the weight."""
-
-    def within(self, factor: float, own: Difference | None = None) -> bool:
-        """Return whether nothing is more than ``factor`` times as far as ``own`` is, or the
-        tolerance.
-        """
-        loss, weight = (own.loss, own.weight) if own else (0.0, 0.0)
-        return (
-            self.first_loss <= 1  # NaN is not
-            and self.loss <= max(1.0, factor * loss)
-            and self.weight <= max(1.0, factor * weight)
-        )
-
-    def __str__(self) -> str:
-        if not self.loss <= 1:
-            return f"losses differ by {self.loss * LOSS_TOLERANCE:.1e}"
-        return f"{self.name} is off by {self.weight * WEIGHT_TOLERANCE:.1e} of its update"
-
-
-def difference(run: Trained, expected: Reference) -> Difference:
-    """Return how far a run is from the reference.
-
-    Raises:
-        ValueError: If the names of the weights differ.
-    """
-    one = expected.trained
-    if one.weights.keys() != run.weights.keys():
-        raise ValueError(f"{len(one.weights.keys() ^ run.weights.keys())} names differ")
-    losses = [
-        abs(a - b) / abs(b) / LOSS_TOLERANCE for a, b in zip(run.losses, one.losses, strict=True)
-    ]
-    farthest, place = 0.0, ""
-    for name, weight in one.weights.items():
-        if not weight.is_floating_point():
-            continue
-        moved = (weight - expected.initial[name]).norm()
-        allowed = WEIGHT_TOLERANCE * moved + 1e-6 * weight.norm()
-        error = float((run.weights[name] - weight).norm() / (allowed + 1e-12))
-        if not error <= farthest:  # NaN is the farthest
-            farthest, place = error, name
-    worst = max(losses) if all(map(math.isfinite, losses)) else math.inf
-    return Difference(losses[0], worst, farthest, place)
-
-
-def compare(run: Trained, expected: Reference, rounded: Callable[[], Trained]) -> str:
-    """Return "equal", or what differs; ``rounded`` trains one process whose weights are changed by
-    a rounding.
-    """
-    try:
-        found = difference(run, expected)
-    except ValueError as error:
-        return f"wrong: {error}"
-    if found.within(1):
-        return "equal"
-    own = difference(rounded(), expected)
-    if found.within(SENSITIVITY, own):
-        return f"sensitive: {found}; changed by a rounding, in one process {own}"
-    return f"wrong: {found}"
-
-
-def verdict(error: BaseException | str) -> str:
-    """Return the result that an error of the ranks means."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    ours = [line for line in lines if line.startswith("megatron_lightning.errors.")]
-    if ours:
-        return f"refused: {ours[0].partition(': ')[2]}"
-    return f"failed: {lines[-1][:300] if lines else 'no message'}"
-
-
-def measure(family: Family, layouts: Sequence[str], limit_s: float) -> dict[str, str]:
-    """Return the result of every layout for one family, or why there is no reference."""
-    with tempfile.TemporaryDirectory() as folder:
-        try:
-            hf_families.load(family)  # before the forks, which share it
-            expected = reference(family, folder, limit_s)
-        except Exception as error:
-            return {"plain": f"not built: {str(error).strip().splitlines()[-1][:300]}"}
-
-        def rounded() -> Trained:
-            path = f"{folder}/rounded.ckpt"
-            arguments = (family, expected.config, None, path, ROUNDING)
-            [losses] = run(1, train, *arguments, limit_s=limit_s)
-            return Trained(losses, _load(path))
-
-        results = {"plain": "trained"}
-        for layout in layouts:
-            try:
-                trained = train_layout(family, expected.config, layout, folder, limit_s)
-                results[layout] = compare(trained, expected, rounded)
-            except Exception as error:
-                results[layout] = verdict(error)
-        return results
-
-
-def shards_sequence(family: Family) -> str:
-    """Return whether a family's activations are shards of the sequence under tensor parallelism,
-    and why not.
-    """
-    try:
-        config = hf_families.small_config(family)
-        with torch.device("meta"):
-            plan = transformers_plan(hf_families.load(family)(config), 2)
-    except Exception as error:
-        return verdict(f"megatron_lightning.errors.{type(error).__name__}: {error}")
-    return "on" if plan.shards_sequence else f"off: {plan.why_full_sequence}"
-
-
-# ------------------------------------------------------------------------------------------- table
 
 
 def read_results(work: Path) -> dict[str, dict[str, str]]:
@@ -387,6 +96,23 @@ def write_table(results: Mapping[str, Mapping[str, str]], path: Path) -> None:
     lines += ["", f"Not built from a shrunk configuration: {', '.join(missing) or 'none'}.", ""]
     _, heading, rest = path.read_text().partition(OTHERS) if path.exists() else ("",) * 3
     path.write_text("\n".join(lines) + (f"\n{heading}{rest}" if heading else ""))
+
+
+def read_table(path: Path = TABLE) -> dict[str, dict[str, str]]:
+    """Return the cells of the table of causal LMs by family and column, with the notes in full."""
+    # The next heading begins other tables, with notes numbered from 1 again.
+    lines = path.read_text().partition("\n## ")[0].splitlines()
+    notes = dict(line.split(". ", 1) for line in lines if line[:1].isdigit())
+    table = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    start = next(number for number, row in enumerate(table) if row[0] == "family")
+    cells: dict[str, dict[str, str]] = {}
+    for name, *row in table[start + 2 :]:
+        if not row:
+            break
+        kinds = (cell.partition(" [") for cell in row)
+        full = [f"{kind}: {notes[note[:-1]]}" if note else kind for kind, _, note in kinds]
+        cells[name] = dict(zip(table[start][1:], full, strict=True))
+    return cells
 
 
 def write_others(results: Mapping[str, Mapping[str, str]], path: Path) -> None:

@@ -25,7 +25,7 @@ from lightning.pytorch.callbacks import EMAWeightAveraging
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from benchmarks import machine
+from benchmarks import hf_coverage, machine
 from benchmarks.optimizers import BEGIN, END, write
 from megatron_lightning.config import (
     ContextOptions,
@@ -41,7 +41,7 @@ from megatron_lightning.strategies.launch.script import ScriptLauncher
 
 TABLE = machine.ROOT / "docs" / "support.yaml"
 PAGE = machine.ROOT / "docs" / "support.md"
-MEASURED = machine.ROOT / "docs" / "hf_coverage.md"
+MEASURED = machine.ROOT / hf_coverage.TABLE
 LAYOUTS: Mapping[str, str] = {
     "tp": "TP",
     "sp": "TP + SP",
@@ -212,23 +212,6 @@ def message(name: str) -> str:
     raise RuntimeError(f"{name} is not refused")
 
 
-def measured() -> dict[str, dict[str, str]]:
-    """Return the cells of ``docs/hf_coverage.md`` by family and layout, notes in full."""
-    # The page has a second table, with numbers of its own, under the next heading.
-    lines = MEASURED.read_text().partition("\n## Encoders")[0].splitlines()
-    notes = dict(line.split(". ", 1) for line in lines if line[:1].isdigit())
-    table = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
-    start = next(number for number, row in enumerate(table) if row[0] == "family")
-    cells: dict[str, dict[str, str]] = {}
-    for name, *row in table[start + 2 :]:
-        if not row:
-            break
-        kinds = (cell.partition(" [") for cell in row)
-        full = [f"{kind}: {notes[note[:-1]]}" if note else kind for kind, _, note in kinds]
-        cells[name] = dict(zip(table[start][1:], full, strict=True))
-    return cells
-
-
 # -------------------------------------------------------------------------------------------- table
 
 
@@ -267,7 +250,7 @@ def page_lines(messages: Mapping[str, str]) -> list[str]:
     Args:
         messages: Key of :data:`REFUSALS` -> message.
     """
-    families, notes, table = measured(), Notes(), rows()
+    families, notes, table = hf_coverage.read_table(MEASURED), Notes(), rows()
 
     def line(row: Row, columns: Sequence[str]) -> str:
         cells = (cell(row, column, messages, families, notes) for column in columns)

@@ -11,8 +11,9 @@ import torch
 pytest.importorskip("transformers", "5")
 
 from benchmarks import hf_coverage
-from benchmarks.hf_coverage import Reference, Trained, compare, verdict, write_table
+from benchmarks.hf_coverage import OTHERS, read_table, write_table
 from benchmarks.hf_families import Family
+from benchmarks.hf_training import Reference, Trained, compare, verdict
 
 
 def test_an_error_of_ours_is_a_refusal() -> None:
@@ -67,6 +68,13 @@ def test_the_table_counts_and_explains(tmp_path: Path) -> None:
     assert "shards of the sequence in 1 of 2 families" in page
     assert "1. 3 heads. Set 1." in page
     assert "configuration: c." in page
+    (tmp_path / "page.md").write_text(
+        f"{page}\n{OTHERS}\n\n| family | tp2 |\n|---|---|\n| d | equal |\n\n1. other\n"
+    )
+    assert read_table(tmp_path / "page.md") == {
+        "a": {"tp2": "equal", "sp": "on", "load": "equal"},
+        "b": {"tp2": "refused: 3 heads. Set 1.", "sp": "", "load": ""},
+    }
 
 
 def test_a_reason_of_several_families_is_one_note(tmp_path: Path) -> None:
