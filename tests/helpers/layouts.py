@@ -22,15 +22,23 @@ from tests.helpers.toy import ToyData
 from tests.helpers.trainers import Losses, trainer
 
 STEPS, BATCH, GLOBAL_BATCH = 2, 4, 8
+TP = "tensor_model_parallel_size"
+PP = "pipeline_model_parallel_size"
+VPP = "virtual_pipeline_model_parallel_size"
+CP = "context_parallel_size"
+EP = "expert_model_parallel_size"
+ETP = "expert_tensor_parallel_size"
+SP = "sequence_parallel"
+MICRO = "micro_batch_size"
 AXES = {
-    "tp": "tensor_model_parallel_size",
-    "sp": "sequence_parallel",
-    "pp": "pipeline_model_parallel_size",
-    "vpp": "virtual_pipeline_model_parallel_size",
-    "cp": "context_parallel_size",
-    "ep": "expert_model_parallel_size",
-    "etp": "expert_tensor_parallel_size",
-    "mbs": "micro_batch_size",
+    "tp": TP,
+    "sp": SP,
+    "pp": PP,
+    "vpp": VPP,
+    "cp": CP,
+    "ep": EP,
+    "etp": ETP,
+    "mbs": MICRO,
     "dp": "data_parallel",
 }
 """Short names of the strategy's options."""

@@ -8,16 +8,16 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint, StochasticWeightAveraging
 from torch import Tensor
 from torch.utils.data import DataLoader
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 from megatron_lightning.checkpoint import read_full
 from megatron_lightning.errors import ConfigError, ShardingError
+from tests.helpers.hf_models import Untouched
 from tests.helpers.toy import ToyModule
 from tests.lightning.support import (
     DP2,
@@ -163,33 +163,9 @@ def test_exports_of_a_part_are_refused(layout: Layout, tmp_path: Path) -> None:
         assert all("full.load_state_dict(state); full.to_" in text for text in refusals)
 
 
-class _Llama(pl.LightningModule):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.model = LlamaForCausalLM(
-            LlamaConfig(
-                vocab_size=32,
-                hidden_size=16,
-                intermediate_size=32,
-                num_hidden_layers=2,
-                num_attention_heads=2,
-                use_cache=False,
-                tie_word_embeddings=True,
-            )
-        )
-
-    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        loss: Tensor = self.model(**batch).loss
-        return loss
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-
 def _pretrained(layout: Layout, folder: str) -> str:
     """Save a model of transformers by the line that the error shows."""
-    module = _Llama()
+    module = Untouched("llama-tied")
     trainer = layout.trainer(folder, max_steps=1)
     rows = torch.arange(32).view(4, 8)
     trainer.fit(module, DataLoader([{"input_ids": r, "labels": r} for r in rows], batch_size=4))
@@ -202,7 +178,7 @@ def _pretrained(layout: Layout, folder: str) -> str:
     loaded = LlamaForCausalLM.from_pretrained(folder)
     if trainer.is_global_zero:
         assert full["model.lm_head.weight"] is full["model.model.embed_tokens.weight"]
-        _Llama().load_state_dict(full, strict=True)
+        Untouched("llama-tied").load_state_dict(full, strict=True)
         state = loaded.state_dict()
         assert all(torch.equal(state[n.removeprefix("model.")], full[n]) for n in full)
     return text

@@ -32,6 +32,7 @@ from megatron_lightning.peft import LoRA
 from megatron_lightning.strategies import MegatronStrategy
 from tests.helpers.adapted import CONFIG
 from tests.helpers.chats import make_tokenizer, turn, write_rows
+from tests.helpers.layouts import PP, TP, VPP
 from tests.helpers.preferences import Preferred
 from tests.helpers.ranks import run_ranks
 from tests.helpers.trainers import Losses, trainer
@@ -45,11 +46,6 @@ ROWS = [
     }
     for number in range(8)
 ]
-TP, PP, VPP = (
-    "tensor_model_parallel_size",
-    "pipeline_model_parallel_size",
-    "virtual_pipeline_model_parallel_size",
-)
 
 
 def _data(folder: str, batch_size: int = 4, **options: Any) -> PreferenceDataModule:

@@ -15,18 +15,13 @@ from megatron_lightning.strategies import MegatronStrategy
 from tests.helpers import hf_models
 from tests.helpers.families import OWN, STACKS, Family, batches
 from tests.helpers.hf_models import BATCH, STEPS
+from tests.helpers.layouts import MICRO, PP, TP, VPP
 from tests.helpers.ranks import run_ranks
 from tests.helpers.trainers import Losses, trainer
 
 pytest.importorskip("transformers")
 
 RTOL = 1e-5  # fp32, 8 optimizer steps; micro-batches sum in another order than one batch
-TP, PP, VPP, MICRO = (
-    "tensor_model_parallel_size",
-    "pipeline_model_parallel_size",
-    "virtual_pipeline_model_parallel_size",
-    "micro_batch_size",
-)
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "pp2": (2, {PP: 2, MICRO: 1}),
     "pp2-vpp2": (2, {PP: 2, VPP: 2, MICRO: 1}),

@@ -14,19 +14,13 @@ import torch
 from megatron_lightning.modules import FinetuneDataModule, GPTLightningModule, HuggingFaceModule
 from megatron_lightning.strategies import MegatronStrategy
 from tests.helpers.chats import chats, make_tokenizer, write_rows
-from tests.helpers.layouts import tiny_config
+from tests.helpers.layouts import CP, MICRO, PP, TP, tiny_config
 from tests.helpers.ranks import run_ranks
 from tests.helpers.trainers import Losses, trainer
 
 transformers = pytest.importorskip("transformers")
 
 STEPS, BATCH, SEQUENCE, VOCABULARY = 3, 4, 64, 320
-TP, PP, CP, MICRO = (
-    "tensor_model_parallel_size",
-    "pipeline_model_parallel_size",
-    "context_parallel_size",
-    "micro_batch_size",
-)
 SIZES: dict[str, Any] = {
     "num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4,
     "num_key_value_heads": 2, "vocab_size": VOCABULARY, "bos_token_id": None, "eos_token_id": None,

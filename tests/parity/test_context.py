@@ -14,17 +14,11 @@ from megatron_lightning.config import ContextOptions, TransformerConfig
 from megatron_lightning.modules import GPTLightningModule
 from megatron_lightning.strategies import MegatronStrategy
 from tests.helpers.language_model import RECOMPUTE
+from tests.helpers.layouts import CP, MICRO, PP, TP, VPP
 from tests.helpers.ranks import run_ranks
 from tests.helpers.trainers import Losses, trainer
 
 STEPS, BATCH, SEQUENCE, VOCABULARY = 4, 4, 16, 30
-TP, PP, VPP, CP, MICRO = (
-    "tensor_model_parallel_size",
-    "pipeline_model_parallel_size",
-    "virtual_pipeline_model_parallel_size",
-    "context_parallel_size",
-    "micro_batch_size",
-)
 MIXED = ContextOptions(cp_comm_type=["p2p", "a2a", "all_gather", "a2a"])
 LEVELS = ContextOptions(cp_comm_type="a2a+p2p", hierarchical_context_parallel_sizes=[2, 2])
 MIXED_LEVELS = ContextOptions(

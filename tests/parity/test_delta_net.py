@@ -34,7 +34,7 @@ from megatron_lightning.parallel.sequence import SequencePart, join
 from megatron_lightning.parallel.sharding import named_shard_specs
 from megatron_lightning.strategies import MegatronStrategy
 from tests.helpers.language_model import RECOMPUTE
-from tests.helpers.layouts import tiny_config
+from tests.helpers.layouts import CP, MICRO, PP, TP, VPP, tiny_config
 from tests.helpers.ranks import run_ranks
 from tests.helpers.trainers import Losses, trainer
 
@@ -163,13 +163,6 @@ def _joined(ranks: list[Any], expected: Values) -> Values:
     return values
 
 
-TP, PP, VPP, CP, MICRO = (
-    "tensor_model_parallel_size",
-    "pipeline_model_parallel_size",
-    "virtual_pipeline_model_parallel_size",
-    "context_parallel_size",
-    "micro_batch_size",
-)
 MIXER_CASES = {
     "one": {}, "tp2": {TP: 2}, "cp2": {CP: 2}, "tp2-cp2": {TP: 2, CP: 2}, "cp4": {CP: 4},
     "tp2-cp4": {TP: 2, CP: 4},

@@ -21,20 +21,11 @@ from megatron_lightning.layers.step_report import find_reports
 from megatron_lightning.modules import GPTLightningModule
 from megatron_lightning.strategies import MegatronStrategy
 from tests.helpers.language_model import RECOMPUTE
-from tests.helpers.layouts import tiny_config
+from tests.helpers.layouts import CP, EP, ETP, MICRO, PP, TP, VPP, tiny_config
 from tests.helpers.ranks import run_ranks
 from tests.helpers.trainers import precision_options, trainer
 
 STEPS, BATCH, SEQUENCE, VOCABULARY = 5, 8, 16, 30
-TP, PP, VPP, CP, EP, ETP, MICRO = (
-    "tensor_model_parallel_size",
-    "pipeline_model_parallel_size",
-    "virtual_pipeline_model_parallel_size",
-    "context_parallel_size",
-    "expert_model_parallel_size",
-    "expert_tensor_parallel_size",
-    "micro_batch_size",
-)
 # name: ranks, replicas, strategy (None: plain Lightning), accumulated batches
 LAYOUTS: dict[str, tuple[int, int, Any, int]] = {
     "plain": (1, 1, None, 1),

@@ -22,19 +22,12 @@ from megatron_lightning.config import MoEConfig, TransformerConfig
 from megatron_lightning.models import GPTModel
 from megatron_lightning.modules import GPTLightningModule
 from megatron_lightning.strategies import MegatronStrategy
-from tests.helpers.layouts import tiny_config
+from tests.helpers.layouts import EP, ETP, MICRO, PP, TP, tiny_config
 from tests.helpers.ranks import run_ranks
 from tests.helpers.trainers import Losses, trainer
 
 STEPS, STOP, BATCH, SEQUENCE, VOCABULARY = 4, 2, 8, 16, 30
 EXPERTS, WIDTH, HIDDEN = 4, 48, 32
-TP, PP, EP, ETP, MICRO = (
-    "tensor_model_parallel_size",
-    "pipeline_model_parallel_size",
-    "expert_model_parallel_size",
-    "expert_tensor_parallel_size",
-    "micro_batch_size",
-)
 LAYOUTS: dict[str, tuple[int, dict[str, Any] | None]] = {
     "plain": (1, None),
     "one": (1, {}),

@@ -14,20 +14,11 @@ from megatron_lightning.callbacks import ExpertLoadMonitor
 from megatron_lightning.config import MoEConfig, TransformerConfig
 from megatron_lightning.modules import GPTLightningModule
 from megatron_lightning.strategies import MegatronStrategy
-from tests.helpers.layouts import tiny_config
+from tests.helpers.layouts import CP, EP, ETP, MICRO, PP, SP, TP, tiny_config
 from tests.helpers.ranks import run_ranks
 from tests.helpers.trainers import trainer
 
 VOCABULARY, SEQUENCE, SAMPLES = 30, 8, 12
-TP, PP, CP, EP, ETP, SP, MICRO = (
-    "tensor_model_parallel_size",
-    "pipeline_model_parallel_size",
-    "context_parallel_size",
-    "expert_model_parallel_size",
-    "expert_tensor_parallel_size",
-    "sequence_parallel",
-    "micro_batch_size",
-)
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "ep2": (2, {EP: 2}),
     "tp2-ep2-etp1": (2, {TP: 2, EP: 2, ETP: 1}),

@@ -13,20 +13,11 @@ from megatron_lightning.config import DataParallelOptions, MoEConfig, Transforme
 from megatron_lightning.modules import GPTLightningModule
 from megatron_lightning.strategies import MegatronStrategy
 from tests.helpers.language_model import RECOMPUTE
-from tests.helpers.layouts import tiny_config
+from tests.helpers.layouts import CP, EP, ETP, MICRO, PP, TP, VPP, tiny_config
 from tests.helpers.ranks import run_ranks
 from tests.helpers.trainers import Losses, trainer
 
 STEPS, BATCH, SEQUENCE, VOCABULARY = 4, 8, 16, 30
-TP, PP, VPP, CP, EP, ETP, MICRO = (
-    "tensor_model_parallel_size",
-    "pipeline_model_parallel_size",
-    "virtual_pipeline_model_parallel_size",
-    "context_parallel_size",
-    "expert_model_parallel_size",
-    "expert_tensor_parallel_size",
-    "micro_batch_size",
-)
 DATA = "data_parallel"
 FSDP = {DATA: "fsdp"}
 HYBRID = {"data_parallel_options": DataParallelOptions(num_distributed_optimizer_instances=2)}

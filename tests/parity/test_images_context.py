@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.strategies import MegatronStrategy
+from tests.helpers.layouts import CP, MICRO, PP, TP
 from tests.helpers.ranks import run_ranks
 from tests.helpers.trainers import Losses, trainer
 
@@ -23,12 +24,6 @@ pytest.importorskip("transformers")
 from tests.helpers.image_models import IMAGE_TOKEN, MERGED, PATCH, SIZE, ImageModel
 
 BATCH, STEPS, LENGTH = 2, 3, 16
-CP, TP, PP, MICRO = (
-    "context_parallel_size",
-    "tensor_model_parallel_size",
-    "pipeline_model_parallel_size",
-    "micro_batch_size",
-)
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "cp2": (2, {CP: 2}),
     "cp2-zero1": (4, {CP: 2}),

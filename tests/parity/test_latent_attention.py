@@ -27,7 +27,7 @@ from megatron_lightning.models import GPTModel
 from megatron_lightning.modules import GPTLightningModule
 from megatron_lightning.strategies import MegatronStrategy
 from tests.helpers.language_model import RECOMPUTE
-from tests.helpers.layouts import tiny_config
+from tests.helpers.layouts import CP, EP, ETP, MICRO, PP, TP, VPP, tiny_config
 from tests.helpers.ranks import run_ranks
 from tests.helpers.trainers import Losses, trainer
 
@@ -250,15 +250,6 @@ def test_a_routers_choice_can_be_that_of_deepseek_v2() -> None:
 
 
 STEPS, BATCH, SEQUENCE = 3, 4, 16
-TP, PP, VPP, CP, EP, ETP, MICRO = (
-    "tensor_model_parallel_size",
-    "pipeline_model_parallel_size",
-    "virtual_pipeline_model_parallel_size",
-    "context_parallel_size",
-    "expert_model_parallel_size",
-    "expert_tensor_parallel_size",
-    "micro_batch_size",
-)
 ZB = {"pipeline_schedule": "zb-h1"}
 NO_SP = {"sequence_parallel": False}
 GATHER = {"context_options": ContextOptions(cp_comm_type="all_gather")}

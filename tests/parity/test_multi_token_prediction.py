@@ -26,19 +26,11 @@ from megatron_lightning.layers import log_reports
 from megatron_lightning.modules import GPTLightningModule
 from megatron_lightning.strategies import MegatronStrategy
 from tests.helpers.language_model import RECOMPUTE
+from tests.helpers.layouts import CP, EP, ETP, MICRO, PP, TP, VPP
 from tests.helpers.ranks import run_ranks
 from tests.helpers.trainers import Losses, trainer
 
 STEPS, BATCH, SEQUENCE, VOCABULARY = 3, 4, 16, 67
-TP, PP, VPP, CP, EP, ETP, MICRO = (
-    "tensor_model_parallel_size",
-    "pipeline_model_parallel_size",
-    "virtual_pipeline_model_parallel_size",
-    "context_parallel_size",
-    "expert_model_parallel_size",
-    "expert_tensor_parallel_size",
-    "micro_batch_size",
-)
 FSDP = {"data_parallel": "fsdp"}
 ZB, V = {"pipeline_schedule": "zb-h1"}, {"pipeline_schedule": "zbv"}
 SIZES = {

@@ -18,18 +18,11 @@ from megatron_lightning.models import GPTModel
 from megatron_lightning.modules import GPTLightningModule
 from megatron_lightning.strategies import MegatronStrategy
 from tests.helpers.language_model import RECOMPUTE
-from tests.helpers.layouts import tiny_config
+from tests.helpers.layouts import CP, MICRO, PP, TP, VPP, tiny_config
 from tests.helpers.ranks import run_ranks
 from tests.helpers.trainers import Losses, trainer
 
 STEPS, BATCH, SEQUENCE, VOCABULARY = 3, 4, 16, 30
-TP, PP, VPP, CP, MICRO = (
-    "tensor_model_parallel_size",
-    "pipeline_model_parallel_size",
-    "virtual_pipeline_model_parallel_size",
-    "context_parallel_size",
-    "micro_batch_size",
-)
 GATHER = {"context_options": ContextOptions(cp_comm_type="all_gather")}
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "cp2": (2, {CP: 2}),

@@ -12,6 +12,7 @@ import pytest
 pytest.importorskip("transformers", "5")
 
 
+from tests.helpers.layouts import PP, TP, VPP
 from tests.helpers.preferences import (
     distill_alone,
     make_folders,
@@ -21,11 +22,6 @@ from tests.helpers.preferences import (
 )
 from tests.helpers.ranks import run_ranks
 
-TP, PP, VPP = (
-    "tensor_model_parallel_size",
-    "pipeline_model_parallel_size",
-    "virtual_pipeline_model_parallel_size",
-)
 MICRO, CP, DATA = "micro_batch_size", "context_parallel_size", "data_parallel"
 LAYOUTS: dict[str, tuple[int, int, dict[str, Any]]] = {
     "one": (1, 1, {}),

@@ -13,6 +13,7 @@ import torch
 from megatron_lightning.bridge import commands
 from megatron_lightning.strategies import MegatronStrategy
 from tests.helpers.hf_models import BATCH, STEPS
+from tests.helpers.layouts import MICRO, PP, TP, VPP
 from tests.helpers.ranks import run_ranks
 from tests.helpers.trainers import Losses, trainer
 
@@ -24,12 +25,6 @@ from tests.helpers.image_models import MODELS, TOWERS, ImageModel, loader
 
 RTOL = 1e-5  # fp32, 8 optimizer steps; micro-batches sum in another order than one batch
 ATOL = 1e-5  # weights, of the order of 1
-TP, PP, VPP, MICRO = (
-    "tensor_model_parallel_size",
-    "pipeline_model_parallel_size",
-    "virtual_pipeline_model_parallel_size",
-    "micro_batch_size",
-)
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "pp2": (2, {PP: 2, MICRO: 1}),
     "zbv": (2, {PP: 2, VPP: 2, MICRO: 1, "pipeline_schedule": "zbv"}),

@@ -26,6 +26,7 @@ from megatron_lightning.optim import ChainedOptimizer, Muon
 from megatron_lightning.parallel.sharding import named_shard_specs
 from megatron_lightning.parallel.ties import tied_names
 from megatron_lightning.strategies import MegatronStrategy
+from tests.helpers.layouts import EP, ETP, PP, TP
 from tests.helpers.ranks import run_ranks
 from tests.helpers.trainers import Losses, trainer
 from tests.parity.test_layouts import _config, _samples
@@ -36,12 +37,6 @@ RTOL = 1e-5  # as in test_layouts
 # iterations amplify that by up to 3.4^5, about 500. Updates have singular values about 1: a matrix
 # that is stepped in pieces is wrong by LR.
 TOLERANCE = LR * 1e-6 * 500
-TP, PP, EP, ETP = (
-    "tensor_model_parallel_size",
-    "pipeline_model_parallel_size",
-    "expert_model_parallel_size",
-    "expert_tensor_parallel_size",
-)
 FSDP = {"data_parallel": "fsdp"}
 OPTIONS: dict[str, Any] = {
     # Rows of matrices that do not divide; the last rank has none of the small ones.
