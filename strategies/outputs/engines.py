@@ -22,7 +22,7 @@ from megatron_lightning.inference.routes import refuse_routes
 from megatron_lightning.models.transformer import GPTModel
 from megatron_lightning.parallel.context import ParallelContext
 from megatron_lightning.pipeline.executor import PipelineExecutor
-from megatron_lightning.strategies.fp8 import MegatronFP8Precision
+from megatron_lightning.strategies.fp8 import quantizing
 
 
 def live_engine(
@@ -136,5 +136,5 @@ def _forward_context(precision: Precision) -> Iterator[None]:
         try:
             yield
         finally:
-            if isinstance(precision, MegatronFP8Precision):
-                precision.forget_weights()
+            if (fp8 := quantizing(precision)) is not None:
+                fp8.forget_weights()
