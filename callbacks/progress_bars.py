@@ -26,7 +26,11 @@ class _ToMaxSteps(ProgressBar):
             return total
         progress = trainer.fit_loop.epoch_loop.batch_progress
         # Before the first batch Lightning still knows those of the epoch before.
-        done = 0 if progress.is_last_batch else progress.current.completed
+        # A bar resumed inside of an epoch asks first when a batch ends: ready, and its step is
+        # counted, but not yet completed.
+        current = progress.current
+        is_between = current.ready == current.completed
+        done = 0 if progress.is_last_batch and is_between else current.ready
         accumulated = trainer.accumulate_grad_batches
         left = (trainer.max_steps - trainer.global_step) * accumulated - done % accumulated
         return min(total, done + max(0, left))

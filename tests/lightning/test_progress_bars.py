@@ -16,14 +16,22 @@ from tests.helpers.trainers import trainer
 
 
 class _Totals(pl.Callback):
-    """Totals of the bar, which it takes when epochs begin."""
+    """Totals of the bar, which it takes when epochs begin, or, in an epoch resumed in the middle,
+    when the first batch ends.
+    """
 
     def __init__(self, bar: ProgressBar) -> None:
         self.bar = bar
         self.of_epochs: list[float] = []
+        self.of_batches: list[float] = []
 
     def on_train_epoch_start(self, *_: Any) -> None:
         self.of_epochs.append(self.bar.total_train_batches)
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        self.of_batches.append(self.bar.total_train_batches)
+        if trainer.global_step == 10:
+            trainer.save_checkpoint(Path(trainer.default_root_dir) / "inside.ckpt")
 
 
 @pytest.mark.parametrize("kind", [TQDMProgressBar, RichProgressBar])
@@ -43,9 +51,14 @@ def test_bars_end_at_max_steps(kind: type[ProgressBar], tmp_path: Path) -> None:
             run.save_checkpoint(tmp_path / "mid.ckpt")
         return totals
 
-    assert fit(10, None).of_epochs == [4, 4, 2]
+    whole = fit(10, None)
+    assert whole.of_epochs == [4, 4, 2]
+    assert whole.of_batches == [4] * 8 + [2] * 2
     assert fit(11, str(tmp_path / "mid.ckpt")).of_epochs == [3]
-    assert fit(3, None, accumulate_grad_batches=2).of_epochs == [4, 2]
+    assert fit(12, str(tmp_path / "inside.ckpt")).of_batches == [4, 4]
+    accumulated = fit(3, None, accumulate_grad_batches=2)
+    assert accumulated.of_epochs == [4, 2]
+    assert accumulated.of_batches == [4] * 4 + [2] * 2
 
 
 def test_other_bars_are_left_alone() -> None:
