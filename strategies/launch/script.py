@@ -78,6 +78,22 @@ class ScriptLauncher(SubprocessScriptLauncher):
         """Whether a notebook may use this launcher: only with a single process."""
         return self.num_processes * self.num_nodes == 1
 
+    def _check_world(self) -> None:
+        """Check that the launcher at hand has started as many processes as the Trainer expects.
+
+        Raises:
+            ConfigError: If it has not.
+        """
+        devices, nodes = self.num_processes, self.num_nodes
+        try:
+            self.cluster_environment.validate_settings(num_devices=devices, num_nodes=nodes)
+        except ValueError as error:
+            raise ConfigError(
+                f"{error} The launcher has started its processes already. Set devices to the "
+                "processes of a node (--nproc-per-node of torchrun, --ntasks-per-node of Slurm) "
+                "and num_nodes to the nodes, or leave both out."
+            ) from error
+
     def launch(
         self,
         function: Callable[..., Any],
@@ -93,9 +109,7 @@ class ScriptLauncher(SubprocessScriptLauncher):
                 process is started.
         """
         args, kwargs = checked_arguments(trainer, args, kwargs, self._hooks)
-        self.cluster_environment.validate_settings(
-            num_devices=self.num_processes, num_nodes=self.num_nodes
-        )
+        self._check_world()
         # Popped, so that processes started by the user's code do not believe to be ranks.
         starter = os.environ.pop(_STARTER_VARIABLE, None)
         if starter is not None:

@@ -151,6 +151,17 @@ def test_torchrun_with_two_agents_as_two_nodes() -> None:
 
 
 @pytest.mark.slow  # four processes import torch
+def test_a_launcher_with_another_number_of_processes_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "3"}
+    for name, value in {**ranks, "GROUP_RANK": "0", "TORCHELASTIC_RUN_ID": "run"}.items():
+        monkeypatch.setenv(name, value)
+    trainer = pl.Trainer(strategy=MegatronStrategy(), accelerator="cpu", devices=2, logger=False)
+    with pytest.raises(ConfigError, match=r"world size \(3\).* Set devices to .*--nproc-per-node"):
+        trainer.fit(ToyModule(), ToyData())
+
+
 def test_slurm_variables() -> None:
     output = _run_all([[*JOB, "popen", "none", "0", "1", "2"]] * 2, two_tasks())
     assert re.search("DONE 0 16", output) and re.search("DONE 1 16", output), output
