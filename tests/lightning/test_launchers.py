@@ -150,7 +150,6 @@ def test_torchrun_with_two_agents_as_two_nodes() -> None:
     assert re.search("DONE 0 16", output) and re.search("DONE 1 16", output), output
 
 
-@pytest.mark.slow  # four processes import torch
 def test_a_launcher_with_another_number_of_processes_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -162,6 +161,7 @@ def test_a_launcher_with_another_number_of_processes_is_refused(
         trainer.fit(ToyModule(), ToyData())
 
 
+@pytest.mark.slow  # four processes import torch
 def test_slurm_variables() -> None:
     output = _run_all([[*JOB, "popen", "none", "0", "1", "2"]] * 2, two_tasks())
     assert re.search("DONE 0 16", output) and re.search("DONE 1 16", output), output
