@@ -55,6 +55,9 @@ LIBRARY_THREADS = (
     "pydevd",
     "tqdm",
 )
+# Open MPI's daemon: Lightning's detection of MPI starts one where mpi4py is installed. Killing the
+# daemon ends the process.
+LIBRARY_PROCESSES = ("orted",)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -217,6 +220,7 @@ def _is_leak(child: psutil.Process, before: set[psutil.Process]) -> bool:
         return (
             child not in before
             and child.pid not in servers
+            and child.name() not in LIBRARY_PROCESSES
             and child.status() != psutil.STATUS_ZOMBIE
         )
     except psutil.NoSuchProcess:
