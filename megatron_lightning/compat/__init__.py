@@ -53,6 +53,11 @@ from megatron_lightning.compat.process_groups import (
     takes_cpu_tensors,
     watched_default_group,
 )
+from megatron_lightning.compat.ragged_attention import (
+    attend_pages,
+    attend_ragged,
+    reads_pages,
+)
 
 __all__ = [
     "GradientHooks",
@@ -63,6 +68,8 @@ __all__ = [
     "all_gather",
     "at_end_of_backward",
     "at_end_of_main_thread",
+    "attend_pages",
+    "attend_ragged",
     "attention_choice",
     "avoid_fused_inference",
     "compiled",
@@ -80,6 +87,7 @@ __all__ = [
     "operation_counter",
     "pop_function_mode",
     "push_function_mode",
+    "reads_pages",
     "record_allocations",
     "reduce_scatter",
     "run_backward",

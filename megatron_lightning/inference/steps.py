@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from megatron_lightning.assembly.stage_runner import StageCall
-from megatron_lightning.inference.batch import Batch, Portion
+from megatron_lightning.inference.batch import Batch
 from megatron_lightning.inference.cache import Allocator, Pages
 from megatron_lightning.inference.routes import RouteRecorder
 from megatron_lightning.layers import key_cache
-from megatron_lightning.layers.key_cache import CacheStep, KeyCache, Span, StepStates
+from megatron_lightning.layers.key_cache import (
+    CacheStep,
+    KeyCache,
+    Span,
+    StepStates,
+    takes_pages,
+)
 from megatron_lightning.parallel.context import ParallelContext
 
 
@@ -50,30 +58,37 @@ class Steps:
         tokens: list[int] = []
         positions: list[int] = []
         kept_places: list[int] = []
+        paged = self._pages(batch)
+        keys = self._keys(batch, paged)
         slots, spans = [], []
         # All requests' tokens lie in one row, without padding between: spans say which tokens
         # belong together.
-        for portion in batch.portions:
+        for portion, own_keys in zip(batch.portions, keys, strict=True):
             request, first, end = portion.request, portion.first, portion.end
             start = len(tokens)
             tokens += request.tokens[request.offset + first : request.offset + end]
             tokens += portion.drafts
             positions += range(first, end)
             kept_places += [start + place - first for place in portion.kept]
-            slots.append(self._allocator.slots(request, first, end))
+            if paged is None or isinstance(own_keys, slice):
+                slots.append(self._allocator.slots(request, first, end))
+            else:
+                slots.append(own_keys[first:])
             state_row = self._allocator.row(request)
-            spans.append(Span(start, portion.count, self._keys(portion), end, state_row))
+            spans.append(Span(start, portion.count, own_keys, end, state_row))
         # Padded to few different lengths, and to equal shards: every length is a signature of
         # messages.
         padding = _padded(len(tokens), self._multiple, self._device) - len(tokens)
-        pages = self._pages(batch, spans)
+        unused = torch.zeros(
+            padding, dtype=torch.int64, device=None if paged is None else self._device
+        )
         step = CacheStep(
             self._cache,
-            self._on_device(torch.cat([*slots, torch.zeros(padding, dtype=torch.int64)])),
+            self._on_device(torch.cat([*slots, unused])),
             tuple(spans),
             self._on_device(torch.tensor(kept_places or [0])),
             batch.copies,
-            pages,
+            paged,
             StepStates() if self._keeps_states else None,
         )
         row = self._on_device(torch.tensor([tokens + [0] * padding]))
@@ -83,28 +98,34 @@ class Steps:
             inputs["routes"] = self._recorder.begin(batch)
         return StageCall((row,), inputs, row.shape[1])
 
-    def _keys(self, portion: Portion) -> key_cache.Slots:
-        keys = self._allocator.keys(portion.request, portion.end)
-        return keys if isinstance(keys, slice) else self._on_device(keys)
+    def _keys(self, batch: Batch, paged: key_cache.Pages | None) -> Sequence[key_cache.Slots]:
+        """Return the slots of each request's keys."""
+        portions = batch.portions
+        if paged is not None:
+            return torch.split(paged.slots, [portion.end for portion in portions])
+        keys = [self._allocator.keys(portion.request, portion.end) for portion in portions]
+        return [own if isinstance(own, slice) else self._on_device(own) for own in keys]
 
     def _on_device(self, x: Tensor) -> Tensor:
         return x.to(self._device, non_blocking=True)
 
-    def _pages(self, batch: Batch, spans: list[Span]) -> key_cache.Pages | None:
-        """Return the spans as pages, for the kernel of GPUs. None: attention reads slots."""
-        if self._device.type != "cuda" or not isinstance(self._allocator, Pages) or not spans:
+    def _pages(self, batch: Batch) -> key_cache.Pages | None:
+        """Return the requests as pages, for the kernel of GPUs. None: attention reads slots."""
+        allocator, portions = self._allocator, batch.portions
+        if not (takes_pages(self._device) and isinstance(allocator, Pages) and portions):
             return None
-        tables = [
-            torch.tensor(self._allocator.pages(portion.request), dtype=torch.int32)
-            for portion in batch.portions
-        ]
-        ends = [0, *(span.first + span.length for span in spans)]
-        return key_cache.Pages(
-            self._allocator.block_size,
+        tables = [torch.tensor(allocator.pages(p.request), dtype=torch.int32) for p in portions]
+        numbers = torch.tensor(
+            [[portion.count, portion.end] for portion in portions], dtype=torch.int32
+        ).T
+        ends = torch.nn.functional.pad(numbers.cumsum(1, dtype=torch.int32), (1, 0))
+        return key_cache.paged(
+            allocator.block_size,
             self._on_device(torch.nn.utils.rnn.pad_sequence(tables, batch_first=True)),
-            self._on_device(torch.tensor([span.num_keys for span in spans], dtype=torch.int32)),
-            self._on_device(torch.tensor(ends, dtype=torch.int32)),
-            max(span.length for span in spans),
+            self._on_device(torch.cat((numbers, ends), 1)),
+            longest=max(portion.count for portion in portions),
+            most_keys=max(portion.end for portion in portions),
+            num_slots=sum(portion.end for portion in portions),
         )
 
 

@@ -11,16 +11,19 @@ of one request.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from megatron_lightning import compat
 from megatron_lightning.layers.attention_backend import KeyMask, attend_masked, attend_unfused
 from megatron_lightning.layers.state_store import StateStore
 
+_LARGEST_HEAD, _HEAD_MULTIPLE = 256, 8  # channels of a head, of flash attention
+_PAGE_MULTIPLE = 256  # slots of a page, of flash attention 2
 Slots = slice | Tensor
 """Slots of a request's keys, in order: neighbors, or [L] numbers."""
 
@@ -46,7 +49,7 @@ class Span(NamedTuple):
 
 
 class Pages(NamedTuple):
-    """The spans of a step in the words of paged attention kernels."""
+    """The spans of a step in the words of attention kernels over pages and over ragged rows."""
 
     block_size: int
     """Slots of a page."""
@@ -56,8 +59,42 @@ class Pages(NamedTuple):
     """[r] int32 keys of each request."""
     boundaries: Tensor
     """[r + 1] int32 first token of each request, and the end."""
+    key_boundaries: Tensor
+    """[r + 1] int32 first key of each request in ``slots``, and the end."""
+    slots: Tensor
+    """[all keys] slots of the keys of all requests, one request after the other."""
     longest: int
     """New tokens of the request with the most."""
+    most_keys: int
+    """Keys of the request with the most."""
+
+
+def takes_pages(device: torch.device) -> bool:
+    """Return whether a kernel of the device computes attention of all requests at once."""
+    return device.type == "cuda"
+
+
+def paged(
+    block_size: int, table: Tensor, numbers: Tensor, *, longest: int, most_keys: int, num_slots: int
+) -> Pages:
+    """Return pages, with slots computed on the device of the table.
+
+    Args:
+        block_size: Slots of a page.
+        table: [r, most pages] int32 pages of each request.
+        numbers: [2, 2 r + 1] int32. First row: new tokens of each request, then their boundaries.
+            Second row: the same of keys.
+        longest: New tokens of the request with the most.
+        most_keys: Keys of the request with the most.
+        num_slots: Keys of all requests.
+    """
+    count = len(table)
+    num_keys, ends = numbers[1, :count].contiguous(), numbers[:, count:].contiguous()
+    requests = torch.arange(count, device=table.device)
+    owners = requests.repeat_interleave(num_keys, output_size=num_slots)
+    places = torch.arange(num_slots, device=table.device) - ends[1][owners]
+    slots = table[owners, places // block_size].long() * block_size + places % block_size
+    return Pages(block_size, table, num_keys, ends[0], ends[1], slots, longest, most_keys)
 
 
 class AttentionForm(NamedTuple):
@@ -203,8 +240,8 @@ class CacheStep:
         for source, target in self.copies:
             store.copy(source, target)
         store.write(self.slots, keys, values)
-        takes_pages = self.pages is not None and form.has_kernel and not form.in_fp32
-        attend = _by_pages if takes_pages else _by_spans
+        has_kernel = self.pages is not None and _has_kernel(store, q, form)
+        attend = _by_pages if has_kernel else _by_spans
         out = attend(self, store, q[:, 0], form)
         padding = out.new_zeros(len(q) - len(out), *out.shape[1:])
         return torch.cat((out, padding)).unsqueeze(1).to(q.dtype)
@@ -259,33 +296,45 @@ def _mask(count: int, num_keys: int, window: int | None, device: torch.device) -
     return visible if window is None else visible & (back <= window)
 
 
-def _by_pages(step: CacheStep, store: KeyStore, q: Tensor, form: AttentionForm) -> Tensor:
-    """Return contexts of queries [T, n, d] by flash attention over pages.
-
-    ``num_splits=1`` makes a request independent of other requests.
+def _has_kernel(store: KeyStore, q: Tensor, form: AttentionForm) -> bool:
+    """Return whether flash attention computes such contexts: half precision, equal heads of keys
+    and values, up to 256 channels in multiples of 8, and plain scores.
     """
-    from torch.nn.attention.varlen import varlen_attn
-
-    if step.pages is None or not step.spans:
-        return _by_spans(step, store, q, form)
-    block_size, table, num_keys, boundaries, longest = step.pages
-    keys, values = (x.unflatten(0, (-1, block_size)) for x in (store.keys, store.values))  # type: ignore[no-untyped-call]
-    # Tokens behind the last request are padding, and belong to no boundary.
-    total = step.spans[-1].first + step.spans[-1].length
-    attend: Callable[..., Any] = varlen_attn
-    out: Tensor = attend(
-        q[:total].contiguous(),
-        keys,
-        values,
-        boundaries,
-        None,
-        longest,
-        max(span.num_keys for span in step.spans),
-        scale=form.scale,
-        window_size=(-1 if form.window is None else form.window, 0),
-        enable_gqa=q.shape[1] != keys.shape[2],
-        seqused_k=num_keys,
-        block_table=table,
-        num_splits=1,
+    size = q.shape[-1]
+    return (
+        form.has_kernel
+        and not form.in_fp32
+        and q.dtype in (torch.bfloat16, torch.float16)
+        and q.dtype == store.keys.dtype == store.values.dtype
+        and store.values.shape[-1] == size
+        and size <= _LARGEST_HEAD
+        and size % _HEAD_MULTIPLE == 0
     )
-    return out
+
+
+def _by_pages(step: CacheStep, store: KeyStore, q: Tensor, form: AttentionForm) -> Tensor:
+    """Return contexts of queries [T, n, d] by one kernel for all requests. No split of the keys
+    depends on other requests.
+    """
+    pages = step.pages
+    if pages is None:
+        return _by_spans(step, store, q, form)
+    total = step.spans[-1].first + step.spans[-1].length
+    # Tokens behind the last request are padding, and belong to no boundary.
+    arguments: dict[str, Any] = {
+        "boundaries": pages.boundaries,
+        "longest": pages.longest,
+        "most_keys": pages.most_keys,
+        "scale": form.scale,
+        "window": -1 if form.window is None else form.window,
+    }
+    rows = q[:total].contiguous()
+    if pages.block_size % _PAGE_MULTIPLE == 0 and compat.reads_pages():
+        keys, values = (x.unflatten(0, (-1, pages.block_size)) for x in (store.keys, store.values))  # type: ignore[no-untyped-call]
+        return compat.attend_pages(
+            rows, keys, values, table=pages.table, num_keys=pages.num_keys, **arguments
+        )
+    keys, values = store.read(pages.slots)
+    return compat.attend_ragged(
+        rows, keys, values, key_boundaries=pages.key_boundaries, **arguments
+    )
