@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from benchmarks import bench_gpu, gpu_cases, gpu_moe, gpu_precision, machine
+from benchmarks import bench_gpu, gpu_cases, gpu_inference, gpu_moe, gpu_precision, machine
 from benchmarks.gpu_cases import Item
 
 BUDGET_S = 7.5 * 60
@@ -32,8 +32,13 @@ CASES: Mapping[str, Mapping[str, Item]] = {
     **gpu_precision.CASES,
     **bench_gpu.CASES,
     **gpu_moe.CASES,
+    **gpu_inference.CASES,
 }
-HEADLINE: Mapping[str, Item] = {**gpu_cases.HEADLINE, **bench_gpu.HEADLINE}
+HEADLINE: Mapping[str, Item] = {
+    **gpu_cases.HEADLINE,
+    **bench_gpu.HEADLINE,
+    **gpu_inference.HEADLINE,
+}
 
 
 class Record:
