@@ -6,7 +6,8 @@ units of a class. Compilation replaces ``forward`` on the block's instance, insi
 graphs, and parameters keep their names. Recomputation of a full block wraps ``forward`` earlier and
 is traced as a part of the graph. With experts or named random streams inside, recomputation cannot
 be traced: the recomputation stays outside, and runs the compiled forward again. Blocks of a kind
-share graphs, since the compiler's cache belongs to the shared code.
+share graphs, since the compiler's cache belongs to the shared code. Output layers get compiled
+kernels for the logits of their losses.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from megatron_lightning.assembly.part import Part
 from megatron_lightning.compat import compiled
 from megatron_lightning.config import CompileOptions, PipelineOptions
 from megatron_lightning.errors import ConfigError
+from megatron_lightning.layers.linear_loss import TakesLoss
 from megatron_lightning.layers.moe.layer import MoELayer
 from megatron_lightning.layers.recompute import (
     draws_from_streams,
@@ -86,6 +88,9 @@ def compile_blocks(
         if not is_absent(block) and not is_compiled(block):
             _compile(block, options)
             paths.append(f"{path}.{name}" if path else name)
+    for child in module.modules():
+        if isinstance(child, TakesLoss):
+            child.compiles_loss = True
     return paths
 
 
@@ -107,6 +112,8 @@ def _is_untraceable(recomputed: nn.Module) -> bool:
 def uncompile_blocks(module: nn.Module) -> None:
     """Undo :func:`compile_blocks`."""
     for child in module.modules():
+        if isinstance(child, TakesLoss):
+            child.compiles_loss = False
         recomputed = recomputed_forward(child)
         if isinstance(recomputed, CompiledForward):
             replace_recomputed(child, recomputed.original)

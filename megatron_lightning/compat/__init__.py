@@ -16,6 +16,7 @@ from megatron_lightning.compat.autograd import (
     step_pre_hooks,
 )
 from megatron_lightning.compat.kernels import (
+    adds_in_fp32,
     attention_choice,
     avoid_fused_inference,
     compiled,
@@ -65,6 +66,7 @@ __all__ = [
     "PrefixStore",
     "Store",
     "abort_process_groups",
+    "adds_in_fp32",
     "all_gather",
     "at_end_of_backward",
     "at_end_of_main_thread",

@@ -39,6 +39,13 @@ def takes_grouped_mm(x: Tensor) -> bool:
     return is_supported and pitch_bytes % 16 == 0 and x.data_ptr() % 16 == 0
 
 
+def adds_in_fp32(x: Tensor) -> bool:
+    """Return whether ``torch.mm`` and ``torch.addmm`` take ``x`` with an fp32 result (torch 2.11 to
+    2.13): 16 bits, on a GPU.
+    """
+    return x.is_cuda and x.dtype in {torch.bfloat16, torch.float16}
+
+
 def scaled_mm(
     a: Tensor,
     b: Tensor,

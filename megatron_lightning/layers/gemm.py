@@ -34,12 +34,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron_lightning.compat import takes_grouped_mm
+from megatron_lightning.compat import adds_in_fp32, takes_grouped_mm
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.parallel.collectives import all_gather_start, finish, reduce_scatter_start
 from megatron_lightning.parallel.context import AxisGroup
 from megatron_lightning.parallel.stored_weight import StoredWeight
 
+FP32 = torch.float32
 Role = Literal["input", "weight", "output_grad"]
 
 
@@ -174,11 +175,16 @@ class Gemm:
 
         The sum is in fp32 or wider.
         """
+        left, right = rows(grad.data).t(), rows(x.data)
+        if self.differentiable and adds_in_fp32(left) and (total is None or total.dtype == FP32):
+            if total is None:
+                return torch.mm(left, right, out_dtype=FP32)
+            return torch.addmm(total, left, right, out_dtype=FP32, out=total)
         if total is None:
             total = self.weight_grad(grad, x)
-            return total.to(torch.promote_types(total.dtype, torch.float32))
+            return total.to(torch.promote_types(total.dtype, FP32))
         if self.differentiable and total.dtype == grad.data.dtype:
-            return total.addmm_(rows(grad.data).t(), rows(x.data))
+            return total.addmm_(left, right)
         return total.add_(self.weight_grad(grad, x))
 
 

@@ -319,7 +319,13 @@ class VocabParallelLinear(ColumnParallelLinear, OutputLinear):
             out: Tensor = loss(super().forward(x), targets)
             return out
         vocabulary = loss.vocabulary(self.out_features)
-        head = Head(self.gemm, vocabulary, self.sequence_axis, self.copy_input)
+        head = Head(
+            self.gemm,
+            vocabulary,
+            self.sequence_axis,
+            self.copy_input,
+            compiles=self.compiles_loss,
+        )
         return linear_losses(x, self.weight, self.bias, targets, head)
 
     def _split(self, shape: tuple[int, ...]) -> ShardSpec:

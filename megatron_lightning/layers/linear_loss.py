@@ -27,6 +27,7 @@ from torch.autograd.function import once_differentiable
 
 from megatron_lightning.layers.gemm import Gemm, Operand, SequenceAxis, autocast, rows
 from megatron_lightning.layers.loss import CrossEntropy, Targets, Vocabulary
+from megatron_lightning.layers.loss_kernels import kernel, loss_gradient, loss_terms
 from megatron_lightning.layers.splittable import Splittable, linear
 from megatron_lightning.parallel.collectives import (
     all_reduce_start,
@@ -72,6 +73,8 @@ class Head:
     """Tokens of a chunk. None: see :func:`chunk_tokens`."""
     keep_logits: bool | None = None
     """Whether backward reuses the logits of forward. None: if the vocabulary is small."""
+    compiles: bool = False
+    """Whether compiled kernels of ``layers.loss_kernels`` read the logits, on a GPU."""
 
     def chunks(self, x: Tensor) -> list[slice]:
         """Return the chunks of the tokens of ``x`` [n, h]."""
@@ -84,6 +87,27 @@ class Head:
         if self.keep_logits is None:
             return self.vocabulary.size <= _MOST_KEPT * hidden_size
         return self.keep_logits
+
+    def terms(self, logits: Tensor, ids: Tensor) -> Tensor:
+        """Return the terms of the loss of a chunk's ``logits`` [n, r] for ``ids`` [n]."""
+        vocabulary = self.vocabulary
+        if not self._runs_kernel(logits):
+            return vocabulary.terms(logits, ids)
+        smoothed = bool(vocabulary.label_smoothing)
+        return kernel(loss_terms)(logits, ids, smoothed, vocabulary.softcap)
+
+    def logits_grad(
+        self, grad: Tensor, logits: Tensor, targets: Targets, own: Tensor, normalizer: Tensor
+    ) -> Tensor:
+        """Return the gradient of a chunk's logits, like :meth:`Vocabulary.logits_grad`."""
+        vocabulary = self.vocabulary
+        if not self._runs_kernel(logits):
+            return vocabulary.logits_grad(grad, logits, targets, own, normalizer)
+        factors = vocabulary.factors(grad, targets, own, normalizer)
+        return kernel(loss_gradient)(logits, targets.ids, own, factors, vocabulary.softcap)
+
+    def _runs_kernel(self, logits: Tensor) -> bool:
+        return self.compiles and logits.is_cuda
 
     def reduce(self, grad: Tensor) -> Tensor:
         """Reduce the gradient of the full input to the gradient of the layer's input."""
@@ -118,7 +142,7 @@ class _LinearLoss(torch.autograd.Function):
         # reduced to a few numbers a token before the next chunk exists.
         for chunk in head.chunks(tokens):
             logits = gemm.forward(gemm.operand(tokens[chunk], "input"), w, bias)
-            terms.append(vocabulary.terms(logits, local_targets.ids[chunk]))
+            terms.append(head.terms(logits, local_targets.ids[chunk]))
             if keep:
                 saved_logits.append(logits)
             del logits  # free the memory before the next chunk
@@ -164,12 +188,13 @@ class _LinearLoss(torch.autograd.Function):
         for index, chunk in enumerate(head.chunks(tokens)):
             part = gemm.operand(tokens[chunk], "input")
             logits = saved_logits[index] if saved_logits else gemm.forward(part, w, bias)
-            dy = head.vocabulary.logits_grad(
+            dy = head.logits_grad(
                 grad[chunk], logits, local_targets.part(chunk), local_sum[chunk], normalizer[chunk]
             )
             del logits
             if need[2]:
-                grad_bias = _add(grad_bias, dy.sum(0))
+                wide = torch.promote_types(dy.dtype, torch.float32)
+                grad_bias = _add(grad_bias, dy.sum(0, dtype=wide))
             dy = dy.to(tokens.dtype)
             operand = gemm.operand(dy, "output_grad")
             if grad_x is not None:
@@ -225,6 +250,8 @@ class TakesLoss:
     """
 
     gemm: Gemm
+    compiles_loss: bool = False
+    """Whether compiled kernels read the logits of losses, on a GPU."""
 
 
 class OutputLinear(TakesLoss, Splittable, nn.Linear):
@@ -243,7 +270,8 @@ class OutputLinear(TakesLoss, Splittable, nn.Linear):
         """
         if targets is None or loss is None:
             return linear(x, self, self.bias)
-        head = Head(self.gemm, loss.vocabulary(self.out_features), None, False)
+        vocabulary = loss.vocabulary(self.out_features)
+        head = Head(self.gemm, vocabulary, None, False, compiles=self.compiles_loss)
         return linear_losses(x, self.weight, self.bias, targets, head)
 
 

@@ -168,6 +168,17 @@ class Targets(NamedTuple):
         return Targets(*(tensor[tokens] for tensor in self))
 
 
+class Factors(NamedTuple):
+    """Numbers of the gradient of n tokens' logits, beside the softmax of the rank's logits."""
+
+    softmax: Tensor
+    """[n], factor of the softmax."""
+    target: Tensor
+    """[n], added to the gradient of the target's entry."""
+    every: Tensor | None
+    """[n], subtracted from the gradient of every entry. None: nothing."""
+
+
 @dataclass(frozen=True)
 class Vocabulary:
     """A vocabulary with rows split over ranks, and the loss over the vocabulary. n tokens, r rows
@@ -240,23 +251,36 @@ class Vocabulary:
             own: Log-sum-exp of the rank's logits [n].
             normalizer: Log-sum-exp over the full vocabulary [n].
         """
-        grad = grad.masked_fill(targets.ignored, 0.0)
-        # softmax over the full vocabulary = softmax over this rank's logits, times exp(own -
-        # normalizer).
-        factor = grad * (own - normalizer).exp()
-        if self.z_loss:
-            factor = factor * (1.0 + 2.0 * self.z_loss * normalizer)
+        factors = self.factors(grad, targets, own, normalizer)
         slope = None
         if self.softcap is not None:
             logits = capped(logits.to(_wide(logits.dtype)), self.softcap)
             slope = 1.0 - (logits / self.softcap).square_()
         # In place from here on: a temporary would be as large as the logits.
-        grad_logits = logits.softmax(-1, dtype=_wide(logits.dtype)).mul_(factor[:, None])
-        onehot = ((self.label_smoothing - 1.0) * grad).masked_fill(targets.elsewhere, 0.0)
-        grad_logits.scatter_add_(-1, targets.ids[:, None], onehot[:, None])
-        if self.label_smoothing:
-            grad_logits.sub_((self.label_smoothing / self.size * grad)[:, None])
+        grad_logits = logits.softmax(-1, dtype=_wide(logits.dtype)).mul_(factors.softmax[:, None])
+        grad_logits.scatter_add_(-1, targets.ids[:, None], factors.target[:, None])
+        if factors.every is not None:
+            grad_logits.sub_(factors.every[:, None])
         return grad_logits if slope is None else grad_logits.mul_(slope)
+
+    def factors(self, grad: Tensor, targets: Targets, own: Tensor, normalizer: Tensor) -> Factors:
+        """Return the numbers of the gradient of the tokens' logits.
+
+        Args:
+            grad: Gradient of the losses [n].
+            targets: Of the same tokens.
+            own: Log-sum-exp of the rank's logits [n].
+            normalizer: Log-sum-exp over the full vocabulary [n].
+        """
+        grad = grad.masked_fill(targets.ignored, 0.0)
+        # softmax over the full vocabulary = softmax over this rank's logits, times exp(own -
+        # normalizer).
+        softmax = grad * (own - normalizer).exp()
+        if self.z_loss:
+            softmax = softmax * (1.0 + 2.0 * self.z_loss * normalizer)
+        target = ((self.label_smoothing - 1.0) * grad).masked_fill(targets.elsewhere, 0.0)
+        every = self.label_smoothing / self.size * grad if self.label_smoothing else None
+        return Factors(softmax, target, every)
 
 
 def capped(x: Tensor, softcap: float | None) -> Tensor:

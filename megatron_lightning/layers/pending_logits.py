@@ -128,7 +128,9 @@ def _head_of(layer: Any, awaited: AwaitedLoss) -> Head:
     group = getattr(layer, "group", ALONE)
     axis = getattr(layer, "sequence_axis", None)
     vocabulary = Vocabulary(group, layer.out_features, *loss)
-    return Head(layer.gemm, vocabulary, axis, getattr(layer, "copy_input", False))
+    copies = getattr(layer, "copy_input", False)
+    compiles = getattr(layer, "compiles_loss", False)
+    return Head(layer.gemm, vocabulary, axis, copies, compiles=compiles)
 
 
 @dataclass

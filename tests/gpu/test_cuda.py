@@ -20,6 +20,9 @@ from megatron_lightning.layers import (
     SequenceInfo,
     vocab_parallel_cross_entropy,
 )
+from megatron_lightning.layers.gemm import Gemm
+from megatron_lightning.layers.linear_loss import Head, linear_losses
+from megatron_lightning.layers.loss import CrossEntropy
 from megatron_lightning.layers.recompute import apply_recompute
 from megatron_lightning.models import GPTModel
 from megatron_lightning.modules import GPTLightningModule
@@ -106,6 +109,21 @@ def test_bf16_parameters_with_fp32_masters_follow_fp32() -> None:
     assert _losses("gpu", "bf16-true", num_microbatches=2) == pytest.approx(
         _losses("cpu"), rel=2e-2
     )
+
+
+def test_compiled_kernels_of_the_loss_equal_the_uncompiled() -> None:
+    """fp32: 1e-5, sums in another order. bf16: one rounding of the gradient, as uncompiled."""
+    for dtype, limit in ((torch.float32, 1e-5), (torch.bfloat16, 1e-2)):
+        x = torch.randn(96, 64, device=CUDA, dtype=dtype, requires_grad=True)
+        weight = torch.randn(1000, 64, device=CUDA, dtype=dtype, requires_grad=True)
+        targets, found = torch.randint(1000, (96,), device=CUDA), []
+        for compiles in (False, True):
+            vocabulary = CrossEntropy().vocabulary(1000)
+            head = Head(Gemm(), vocabulary, None, False, chunk_tokens=40, compiles=compiles)
+            losses = linear_losses(x, weight, None, targets, head)
+            found.append((losses, *torch.autograd.grad(losses.sum(), (x, weight))))
+        for one, other in zip(*found, strict=True):
+            assert (one - other).norm() <= limit * one.norm()
 
 
 @pytest.fixture

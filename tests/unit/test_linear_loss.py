@@ -16,6 +16,7 @@ from megatron_lightning.config import TransformerConfig
 from megatron_lightning.layers.gemm import Gemm
 from megatron_lightning.layers.linear_loss import Head, OutputLinear, chunk_tokens, linear_losses
 from megatron_lightning.layers.loss import CrossEntropy
+from megatron_lightning.layers.loss_kernels import loss_gradient, loss_terms
 from megatron_lightning.models.transformer import GPTModel
 
 TOKENS, HIDDEN, VOCABULARY = 23, 12, 301
@@ -226,3 +227,25 @@ def test_the_peak_of_a_large_vocabulary_falls_by_more_than_the_logits(tokens: in
     # A chunk's logits and the softmax of them, beside the weight's gradient.
     chunk = chunk_tokens(tokens, hidden)
     assert after <= 2.1 * 4 * chunk * vocabulary + 2 * 4 * vocabulary * hidden
+
+
+@pytest.mark.parametrize("softcap", [None, 3.0])
+@pytest.mark.parametrize(("smoothing", "z"), [(0.0, 0.0), (0.1, 1e-2)], ids=["plain", "smoothed"])
+def test_kernels_to_compile_equal_the_uncompiled_arithmetic(
+    smoothing: float, z: float, softcap: float | None
+) -> None:
+    """As written: inductor makes one kernel of each on a GPU."""
+    loss = CrossEntropy(label_smoothing=smoothing, z_loss=z, softcap=softcap)
+    vocabulary = loss.vocabulary(VOCABULARY)
+    logits = 3.0 * torch.randn(TOKENS, VOCABULARY)
+    targets = torch.randint(VOCABULARY, (TOKENS,))
+    targets[5] = -100
+    local, grad = vocabulary.targets(targets, VOCABULARY), torch.rand(TOKENS)
+    terms = vocabulary.terms(logits, local.ids)
+    torch.testing.assert_close(loss_terms(logits, local.ids, bool(smoothing), softcap), terms)
+    normalizer = vocabulary.combine(terms, local, VOCABULARY)[1]
+    factors = vocabulary.factors(grad, local, terms[0], normalizer)
+    torch.testing.assert_close(
+        loss_gradient(logits, local.ids, terms[0], factors, softcap),
+        vocabulary.logits_grad(grad, logits, local, terms[0], normalizer),
+    )
