@@ -59,6 +59,8 @@ class Rendered:
     """Start and end of every trained piece, in characters."""
     has_special_tokens: bool = True
     """Whether the text contains the special tokens, as written by templates."""
+    ends: Sequence[int] = ()
+    """End of every answer, in characters. Empty if the template marks the trained characters."""
 
 
 class ChatTemplate:
@@ -142,17 +144,18 @@ class ChatTemplate:
         Raises:
             DataError: If the template writes neither form.
         """
-        rendered = self.render(chat, messages)
-        unwritten = _unwritten(messages, rendered[0])
-        if unwritten is None:
-            return messages, rendered
-        parts = [_in_parts(message) for message in messages]
-        try:
-            rendered = self.render(chat, parts)
-        except DataError:
-            rendered = "", []
-        if _unwritten(messages, rendered[0]) is None:
-            return parts, rendered
+        refusal = None
+        for form in (messages, [_in_parts(message) for message in messages]):
+            try:
+                rendered = self.render(chat, form)
+            except DataError as error:
+                refusal = refusal or error
+                continue
+            unwritten = _unwritten(messages, rendered[0])
+            if unwritten is None:
+                return form, rendered
+        if refusal is not None:
+            raise refusal
         raise DataError(
             f"{chat.where}: the chat template does not write the content of message {unwritten}, "
             "so that it would not be trained; set another chat_template"
@@ -323,6 +326,7 @@ class _View:
         Raises:
             DataError: If no character is trained.
         """
+        ends = [] if self._template.marks(self._chat) else [end for _, end in spans]
         if reasoning == "mask":
             spans = _without(spans, self._reasoning(text, spans))
         spans = [span for span in spans if span[0] < span[1]]
@@ -331,7 +335,7 @@ class _View:
                 f"{self._chat.where}: the chat template leaves no character of the answers to "
                 "train; mend the row, or set another chat_template"
             )
-        return Rendered(self._chat.where, text, spans)
+        return Rendered(self._chat.where, text, spans, ends=ends)
 
     def _reasoning(self, text: str, spans: Sequence[Span]) -> list[Span]:
         """Return the spans of the reasoning in the answers of ``spans``."""

@@ -7,7 +7,7 @@ and never read others.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
 from megatron_lightning.errors import CheckpointError
@@ -66,3 +66,39 @@ def describe_changes(
         f"{finding}. Training reads on at the same position of the new order: of {what_was_read} "
         "that were read, those that stand behind it come again, and as many others are never read."
     )
+
+
+def check_new_tokens(
+    there: Mapping[str, int], *, vocabulary: Mapping[str, int], added: Iterable[str]
+) -> None:
+    """Check that a resumed run has the new tokens of the checkpoint's run.
+
+    Args:
+        there: Text -> id of the new tokens in the checkpoint's run.
+        vocabulary: Text -> id of all tokens in this run.
+        added: Texts of the tokens that this run adds to the model's tokenizer.
+
+    Raises:
+        CheckpointError: If a token is missing, has another id, or is new in this run.
+    """
+    changed = [text for text, token in there.items() if vocabulary.get(text) != token]
+    if changed:
+        ids = {text: vocabulary.get(text) for text in changed}
+        raise CheckpointError(
+            f"the checkpoint was written with new_tokens {list(there)}, and this run has "
+            f"{', '.join(_described(text, token, there[text]) for text, token in ids.items())}: "
+            "the rows trained for these tokens would be read for other text. Set new_tokens to "
+            f"{list(there)}, in this order."
+        )
+    later = [text for text in added if text not in there]
+    if later:
+        raise CheckpointError(
+            f"new_tokens has {later}, and the run of the checkpoint had {list(there)}: a resumed "
+            "run draws no rows for further tokens, and rows without training mean nothing. Set "
+            f"new_tokens to {list(there)}, or export the model and start a fit from the folder."
+        )
+
+
+def _described(text: str, token: int | None, expected: int) -> str:
+    found = "no such token" if token is None else f"id {token}"
+    return f"{found} in the place of {text!r} with id {expected}"

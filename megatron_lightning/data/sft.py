@@ -27,7 +27,7 @@ from megatron_lightning.data.sources import Row
 from megatron_lightning.errors import ConfigError, DataError
 
 Truncation = Literal["drop", "left", "middle", "right"]
-_VERSION = 1
+_VERSION = 2
 _ROWS_AT_ONCE = 512
 _IDS, _TRAINED, _REPORT = "ids.bin", "trained.bin", "report.json"
 _BOUNDS, _ROWS = "bounds.npy", "rows.npy"
@@ -169,20 +169,30 @@ class Encoder:
     ) -> Document:
         """Return the document of a text. A token is trained if the token begins in a trained
         character.
+
+        Templates such as GLM's write no end of a turn: generation stops at the next turn's header.
+        A header right behind such an answer is trained, too.
         """
         trained = np.zeros(len(ids), np.bool_)
         for begin, end in text.spans:
             trained |= (begins >= begin) & (begins < end)
+        for end in text.ends:
+            following = int(np.searchsorted(begins, end))
+            is_adjacent = following < len(ids) and begins[following] == end
+            if is_adjacent and not self._has_end(ids[:following][trained[:following]]):
+                trained[following] = self._tokenizer.is_added(int(ids[following]))
         if not text.has_special_tokens:
             begin_ids, end_id = self._tokenizer.begin, self._tokenizer.end
             ids = np.concatenate([begin_ids, ids, [end_id]]).astype(np.int32)
             trained = np.concatenate([np.zeros(len(begin_ids), np.bool_), trained, [True]])
         elif trained.any():
-            # A line break may follow the end of a turn.
-            last = ids[trained][-2:].tolist()
-            if not any(map(self._tokenizer.is_added, last)):
-                self.counts[UNENDED] += 1
+            self.counts[UNENDED] += not self._has_end(ids[trained])
         return Document(ids, trained)
+
+    def _has_end(self, trained_ids: npt.NDArray[np.int32]) -> bool:
+        """Return whether trained ids end in an added token, such as an end of turn."""
+        # A line break may follow the end of a turn.
+        return any(map(self._tokenizer.is_added, trained_ids[-2:].tolist()))
 
     def _cut(self, document: Document) -> Document | None:
         """Return a document within the length limit, or None if the document is left out."""

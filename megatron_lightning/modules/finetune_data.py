@@ -16,7 +16,7 @@ from megatron_lightning.data.chat_tokenizer import ChatTokenizer
 from megatron_lightning.data.document_cache import DocumentCache
 from megatron_lightning.data.packing import Numbers, Rows, efficiency, pack
 from megatron_lightning.data.report import describe_documents
-from megatron_lightning.data.resume import OnChangedData, describe_changes
+from megatron_lightning.data.resume import OnChangedData, check_new_tokens, describe_changes
 from megatron_lightning.data.sft import Documents, Encoder, SupervisedOptions, Truncation
 from megatron_lightning.data.source_list import parse_sources
 from megatron_lightning.data.sources import source_files
@@ -139,6 +139,7 @@ class FinetuneDataModule(RunDataModule):
         self.seed = seed
         self.on_changed_data: OnChangedData = on_changed_data
         self.new_tokens = tuple(new_tokens)
+        self._tokens_of_checkpoint: dict[str, int] = {}
         self._tokenizer = tokenizer
         self._template = chat_template
         self._template_options = template_options
@@ -330,16 +331,26 @@ class FinetuneDataModule(RunDataModule):
         return self._known[path]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the settings of the order of training rows, as plain values."""
-        return {"order": self._order(), "consumed_samples": self._consumed_samples()}
+        """Return the settings of the order of training rows and the new tokens, as plain values."""
+        return {
+            "order": self._order(),
+            "consumed_samples": self._consumed_samples(),
+            "new_tokens": self._new_token_ids(),
+        }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Check that a resumed fit reads the rows in the checkpoint's order.
+        """Check that a run from a checkpoint has the checkpoint's new tokens, and that a resumed
+        fit reads the rows in the checkpoint's order.
 
         Raises:
-            CheckpointError: If the order has changed, unless ``on_changed_data`` accepts the
-                change.
+            CheckpointError: If the new tokens differ, or the order has changed, unless
+                ``on_changed_data`` accepts the change.
         """
+        tokens: dict[str, int] | None = state_dict.get("new_tokens")
+        if tokens is not None:
+            vocabulary, added = self.tokenizer.vocabulary, self.tokenizer.added
+            check_new_tokens(tokens, vocabulary=vocabulary, added=added)
+            self._tokens_of_checkpoint = tokens
         if self.trainer is not None and self.trainer.state.fn != "fit":
             return
         warning = describe_changes(
@@ -350,6 +361,11 @@ class FinetuneDataModule(RunDataModule):
         )
         if warning is not None:
             rank_zero_warn(warning)
+
+    def _new_token_ids(self) -> dict[str, int]:
+        """Return text -> id of the new tokens, of a run before this run as well."""
+        vocabulary = self.tokenizer.vocabulary if self.new_tokens else {}
+        return self._tokens_of_checkpoint | {text: vocabulary[text] for text in self.new_tokens}
 
     def _order(self) -> dict[str, Any]:
         return {

@@ -90,3 +90,26 @@ def test_another_order_is_refused(tmp_path: Path) -> None:
         _data(folder, 1, {}).load_state_dict(state)
     with pytest.warns(UserWarning, match="Training reads on at the same position"):
         _data(folder, 1, {"on_changed_data": "reorder"}).load_state_dict(state)
+
+
+def test_other_new_tokens_are_refused(tmp_path: Path) -> None:
+    """Also where no document has the tokens, so that the order is the checkpoint's."""
+    folder = str(tmp_path)
+    make_tokenizer().save_pretrained(tmp_path / "tokenizer")
+    for name in "ab":
+        write_rows(tmp_path / f"{name}.jsonl", chats(6))
+    first = _data(folder, 1, {"new_tokens": ["<a>", "<b>"]})
+    state = first.state_dict()
+    _data(folder, 1, {"new_tokens": ["<a>", "<b>"]}).load_state_dict(state)
+    missing = r"with new_tokens \['<a>', '<b>'\], and this run has no such token in the place of"
+    with pytest.raises(CheckpointError, match=missing):
+        _data(folder, 1, {}).load_state_dict(state)
+    with pytest.raises(CheckpointError, match=r"id 321 in the place of '<a>' with id 320"):
+        _data(folder, 1, {"new_tokens": ["<b>", "<a>"]}).load_state_dict(state)
+    with pytest.raises(CheckpointError, match=r"new_tokens has \['<c>'\], and the run of the chec"):
+        _data(folder, 1, {"new_tokens": ["<a>", "<b>", "<c>"]}).load_state_dict(state)
+    # The tokenizer of a full checkpoint has the tokens, and the next checkpoint names them again.
+    first.tokenizer.tokenizer.save_pretrained(tmp_path / "tokenizer")
+    resumed = _data(folder, 1, {})
+    resumed.load_state_dict({"new_tokens": state["new_tokens"], "order": {}, "consumed_samples": 0})
+    assert resumed.state_dict()["new_tokens"] == {"<a>": 320, "<b>": 321}

@@ -54,6 +54,15 @@ DEEPSEEK = (  # the prompt opens a thought, which answers do not have
     "{% else %}<Assistant>{{ m.content }}{{ eos_token }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<Assistant><think>\n{% endif %}"
 )
+GLM = (  # no end of a turn: generation stops at the next header
+    "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+PARTS = (  # takes parts alone, as templates of models with images do
+    "{% for m in messages %}{{ m.role | upper }}: {{ m.content[0].text + '' }}"
+    "{{ eos_token if m.role == 'assistant' }} {% endfor %}"
+    "{% if add_generation_prompt %}ASSISTANT:{% endif %}"
+)
 MARKED = CHATML.replace(
     "<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n",
     "<|im_start|>{{ message.role }}\n{% if message.role == 'assistant' %}{% generation %}"
@@ -133,6 +142,13 @@ HAND: dict[str, tuple[str, tuple[str, ...], dict[str, str], list[Any], list[str]
         MARKED, CHATML_TOKENS, {"eos_token": "<|im_end|>"},
         TWO, ["the sky<|im_end|>", "blue<|im_end|>"],
     ),
+    "glm, the header of the next turn is trained behind an answer": (
+        GLM, ("<|user|>", "<|assistant|>", "<|endoftext|>"), {"eos_token": "<|endoftext|>"},
+        TWO, ["\nthe sky<|user|>", "\nblue"],
+    ),
+    "parts alone, in the place of text": (
+        PARTS, ("</s>",), {"eos_token": "</s>"}, TWO, [" the sky</s> ", " blue</s> "],
+    ),
     "tools: the call is trained, its result is not": (
         TOOLS, CHATML_TOKENS, {"eos_token": "<|im_end|>"},
         [
@@ -169,7 +185,7 @@ def test_trained_text_is_what_a_reader_marks(tmp_path: Path, name: str) -> None:
     # What the tokenizer itself makes of the text, once: no second begin of text.
     rendered = (
         tokenizer.apply_chat_template([dict(m) for m in messages], tokenize=False)
-        if name[:5] != "tools"
+        if name[:5] not in ("tools", "parts")
         else None
     )
     if rendered is not None:
