@@ -36,6 +36,11 @@ def device() -> torch.device:
     return torch.device("cuda:0" if ACCELERATOR == "gpu" else "cpu")
 
 
+def accelerators() -> tuple[str, str]:
+    """Return the Trainer's accelerators: of the CPU and of the GPU."""
+    return "cpu", ACCELERATOR
+
+
 def train(
     accelerator: str,
     make: Make,

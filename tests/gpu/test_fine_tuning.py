@@ -16,16 +16,17 @@ from megatron_lightning.config import CheckpointOptions
 from megatron_lightning.modules import FinetuneDataModule, GPTLightningModule, HuggingFaceModule
 from megatron_lightning.peft import LoRA
 from tests.gpu.against_cpu import (
-    ACCELERATOR,
     BF16_RTOL,
     NEEDS_GPU,
     NORM_RTOL,
+    accelerators,
     assert_equals_cpu,
     on_gpu,
     train,
 )
 from tests.helpers import hf_models, image_models
-from tests.helpers.adapted import BATCH, CONFIG, TEXT, VOCABULARY, Tuned, llama
+from tests.helpers.adapted import BATCH, TEXT, Tuned, llama
+from tests.helpers.layouts import token_rows
 from tests.helpers.preferences import (
     PAIRS,
     Distilled,
@@ -121,12 +122,17 @@ def test_adapters(kind: str, adapters: str) -> None:
 
 
 def test_adapters_of_experts() -> None:
-    def make() -> pl.LightningModule:
-        return GPTLightningModule(experts(), **OF_MODULE, peft=LoRA(r=8))
+    config = experts()
+    rows = token_rows(3 * BATCH, 16, config.vocab_size)
 
-    assert_equals_cpu(make, None, text)
-    run = on_gpu(make, None, text(), precision="bf16-mixed")
-    expected = on_gpu(make, None, text())
+    def data() -> DataLoader[Any]:
+        return DataLoader(rows, batch_size=BATCH)
+
+    def make() -> pl.LightningModule:
+        return GPTLightningModule(config, **OF_MODULE, peft=LoRA(r=8))
+
+    expected = assert_equals_cpu(make, None, data)
+    run = on_gpu(make, None, data(), precision="bf16-mixed")
     assert run.losses == pytest.approx(expected.losses, rel=2 * BF16_RTOL)
 
 
@@ -153,7 +159,7 @@ def test_checkpoints_of_adapters_alone(folder: str, tmp_path: Path) -> None:
     run = on_gpu(make, only, text(), built=False, steps=2)
     run.trainer.save_checkpoint(tmp_path / "adapters.ckpt")
     whole = train("cpu", make, only, text(), built=False, steps=4)
-    for accelerator in ("cpu", ACCELERATOR):
+    for accelerator in accelerators():
         resumed = train(
             accelerator, make, only, text(), built=False, steps=4,
             ckpt_path=str(tmp_path / "adapters.ckpt"),
@@ -164,11 +170,16 @@ def test_checkpoints_of_adapters_alone(folder: str, tmp_path: Path) -> None:
 def test_new_tokens(folder: str) -> None:
     """New rows of the embedding are drawn alike."""
     for kind in ("gpt", "hub"):
-        make = _of_folder(kind, folder, peft=LoRA(r=4), new_tokens=3)
+
+        def make(kind: str = kind) -> pl.LightningModule:
+            module: Any = _of_folder(kind, folder)()
+            module.new_tokens = {"<a>": 126, "<b>": 127}
+            return module
+
         assert_equals_cpu(make, None, text, built=False)
 
 
-@pytest.mark.parametrize("packing", ["none", "packed"])
+@pytest.mark.parametrize("packing", ["none", "offline"])
 @pytest.mark.parametrize("kind", ["gpt", "hf"])
 def test_conversations(kind: str, packing: Any) -> None:
     path = make_folder()
@@ -209,8 +220,3 @@ def test_distillation(folder: str, of_loss: dict[str, Any]) -> None:
         return Distilled(student, HuggingFaceModule(f"{folder}/teacher"), **of_loss)
 
     assert_equals_cpu(make, None, lambda: DataLoader(rows, batch_size=4), built=False)
-
-
-def test_sizes() -> None:
-    """The folders' models and ours have the same sizes."""
-    assert CONFIG.vocab_size == VOCABULARY
