@@ -18,6 +18,8 @@ from pathlib import Path
 
 # Before torch is imported; the fork server's ranks inherit it.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# torch's compiler would keep worker processes for kernels of GPUs, which are no leak of a test.
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 import psutil
 import pytest
@@ -42,6 +44,7 @@ LIBRARY_VARIABLES = frozenset(
         "TORCHINDUCTOR_CACHE_DIR",
         "TORCH_NCCL_ASYNC_ERROR_HANDLING",
         "TRITON_CACHE_DIR",
+        "TRITON_PTXAS_PATH",
         "WORLD_SIZE",
     }
 )

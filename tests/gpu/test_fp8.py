@@ -124,10 +124,11 @@ def test_the_host_waits_for_nothing(recipe: FP8Recipe, grouped: bool) -> None:
         _products(inputs, native, counts)
 
 
-def _layer(recipe: FP8Recipe) -> nn.Module:
+def _layer(recipe: FP8Recipe | None) -> nn.Module:
     torch.manual_seed(0)
     block = nn.Sequential(nn.LayerNorm(1024), nn.Linear(1024, 2048), nn.GELU()).cuda()
-    apply_recipe(block, recipe, backend="native")
+    if recipe is not None:
+        apply_recipe(block, recipe, backend="native")
     return block
 
 
@@ -145,15 +146,16 @@ def _num_kernels(layer: nn.Module, x: Tensor) -> int:
 
 
 def test_casts_are_fused_when_compiled(recipe: FP8Recipe) -> None:
-    """Into kernels of norm and activation: fewer than half as many as uncompiled."""
+    """Into kernels of norm and activation: fewer than half as many as uncompiled, and as near to
+    fp32. Fused norms are not rounded to bf16 before the cast, so that a code may be the neighbor.
+    """
     x = torch.randn(4096, 1024, device="cuda", requires_grad=True)
-    plain, compiled = _layer(recipe), _layer(recipe)
+    plain, compiled, exact = _layer(recipe), _layer(recipe), _layer(None)
     compiled.compile()
-    expected, actual = _gradients(plain, x), _gradients(compiled, x)
-    for own, other in zip(actual, expected, strict=True):
-        # Fused norms are not rounded to bf16 before the cast, so that a code may be the neighbor:
-        # 1/16 apart, in few places.
-        assert (own.float() - other.float()).norm() <= 3e-2 * other.float().norm()
+    found = zip(*(_gradients(layer, x) for layer in (compiled, plain, exact)), strict=True)
+    for own, other, full in found:
+        error = (own.float() - full.float()).norm()
+        assert error <= 1.1 * (other.float() - full.float()).norm() <= 0.1 * full.float().norm()
     assert _num_kernels(compiled, x) * 2 < _num_kernels(plain, x)
 
 
