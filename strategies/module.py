@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import lightning.pytorch as pl
 from lightning.pytorch.plugins.layer_sync import LayerSync, TorchSyncBatchNorm
@@ -106,6 +106,10 @@ def assemble_module(
         part = reattach(module, context, placement, options.pipeline)
     if options.data_parallel != "fsdp" or context.dp_cp.size == 1:
         read_weights(module, part, context)
+    if context.tp.size > 1 and context.pp.size == 1:
+        # Continuous batching of ``transformers`` sizes its cache by the mesh's local KV heads.
+        for model in transformers_models(module).values():
+            cast(Any, model)._device_mesh = module.device_mesh
     # Last: recomputation wraps the forwards of the classes that layers have now.
     apply_recompute(module, options.recompute, stages=list(part.units_of_stage.values()))
     return part if before is None else replace(part, units=before.units)

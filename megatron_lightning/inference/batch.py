@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from megatron_lightning.inference.cache import Copies
+from megatron_lightning.inference.cache import NOTHING, Copies
 from megatron_lightning.inference.sampling import Sampling
 
 Ends = Callable[[Sequence[int]], bool]
@@ -62,7 +62,7 @@ class Request:
     num_common: int = 0
     """Number of first tokens equal to the leader's, or to the followers' of a leader."""
     successor: Request | None = None
-    """Request that computed the common tokens again after the end of this leader."""
+    """Request that computed the common tokens of this leader again, last. None: there is none."""
     done: int = 0
     """Number of tokens with keys in the cache."""
     offset: int = 0
@@ -115,18 +115,14 @@ class Request:
         return self.num_inputs - self.done > 1
 
     @property
-    def living_leader(self) -> Request | None:
-        """The leader, or the last successor of an ended leader."""
-        leader = self.leader
-        while leader is not None and leader.reason is not None and leader.successor is not None:
-            leader = leader.successor
-        return leader
+    def source(self) -> Request | None:
+        """Request that computed the common tokens last: the leader, or the leader's successor."""
+        return None if self.leader is None else self.leader.successor or self.leader
 
     def succeed(self) -> None:
         """Compute the common tokens in place of the leader, for further followers."""
-        leader = self.living_leader
-        if leader is not None and leader is not self:
-            leader.successor = self
+        if self.leader is not None:
+            self.leader.successor = self
 
     def kept(self, first: int, end: int) -> range:
         """Return the places in the window with wanted logits, of inputs ``first`` to
@@ -209,8 +205,8 @@ class Batch:
     """The tokens of a step. Empty in a step for the sake of other ranks."""
 
     portions: tuple[Portion, ...] = ()
-    copies: Copies = ()
-    """Slots to copy first."""
+    copies: Copies = NOTHING
+    """Slots and states to copy first."""
 
     @property
     def num_kept(self) -> int:

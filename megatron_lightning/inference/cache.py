@@ -4,8 +4,8 @@ A *run* is reserved once, for the longest possible text of a request: attention 
 without a gather, and no request ever gives way. *Pages* are reserved as a text grows, and given
 back when memory is short. GPUs hold more requests with pages, and GPU kernels read pages.
 
-Layers that carry a state have a row for each request. The state of a shorter text is not kept, so
-that no text begins with the states of another.
+Layers that carry a state have a row for each request. The state of a shorter text is not kept: a
+request shares the state of another request only while that request is at the last shared token.
 
 Slot 0 belongs to no request. Every rank runs the same allocator on the same requests.
 """
@@ -16,15 +16,28 @@ from bisect import insort
 from collections import deque
 from collections.abc import Hashable
 from heapq import heappop, heappush
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from megatron_lightning.layers.key_cache import Slots
 
-Copies = tuple[tuple[slice, slice], ...]
-"""Slots to copy to other slots."""
+
+class Copies(NamedTuple):
+    """What a step copies before anything is read."""
+
+    slots: tuple[tuple[slice, slice], ...] = ()
+    """Slots to copy to other slots."""
+    rows: tuple[tuple[int, int], ...] = ()
+    """Rows of states to copy to other rows."""
+
+    def and_(self, further: Copies) -> Copies:
+        """Return these copies, and further copies behind."""
+        return Copies(self.slots + further.slots, self.rows + further.rows)
+
+
+NOTHING = Copies()
 
 
 class Allocator(Protocol):
@@ -32,6 +45,8 @@ class Allocator(Protocol):
 
     capacity: int
     """Tokens of the longest text without other texts."""
+    has_states: bool
+    """Whether layers carry states."""
 
     def reserve(self, request: Hashable, now: int, at_most: int) -> bool:
         """Reserve slots for ``now`` tokens of a text growing to ``at_most``. Return whether there
@@ -57,7 +72,7 @@ class Allocator(Protocol):
 
     def share(self, source: Hashable, target: Hashable, length: int) -> tuple[int, Copies]:
         """Give a request without slots, or with unused slots, the first ``length`` tokens of
-        another request.
+        another request. If layers carry states, the other request has no further token yet.
 
         Returns:
             Number of tokens in ``target``, and the copies to make before reading the tokens.
@@ -96,7 +111,7 @@ class Runs:
 
     def __init__(self, num_slots: int, *, has_states: bool = False) -> None:
         self.capacity = num_slots - 1
-        self._has_states = has_states
+        self.has_states = has_states
         self._rows = StateRows()
         self._gaps = [(1, num_slots)]
         self._runs: dict[Hashable, tuple[int, int]] = {}
@@ -144,11 +159,10 @@ class Runs:
 
     def share(self, source: Hashable, target: Hashable, length: int) -> tuple[int, Copies]:
         """Copy: runs have no slot in common."""
-        if self._has_states:
-            return 0, ()
         runs = (self._runs[source][0], self._runs[target][0])
         source_slots, target_slots = (slice(start, start + length) for start in runs)
-        return length, ((source_slots, target_slots),) if length else ()
+        slots = ((source_slots, target_slots),) if length else ()
+        return length, Copies(slots, _rows_to_copy(self, source, target))
 
 
 class Pages:
@@ -161,7 +175,7 @@ class Pages:
     """
 
     def __init__(self, num_slots: int, block_size: int, *, has_states: bool = False) -> None:
-        self._has_states = has_states
+        self.has_states = has_states
         self._rows = StateRows()
         num_pages = num_slots // block_size
         self.block_size = block_size
@@ -211,8 +225,6 @@ class Pages:
 
     def share(self, source: Hashable, target: Hashable, length: int) -> tuple[int, Copies]:
         """Share the full pages, and copy the tokens behind the full pages."""
-        if self._has_states:
-            return 0, ()
         num_shared = length // self.block_size
         shared_pages = self._pages[source][:num_shared]
         own_pages = self._pages[target]
@@ -222,8 +234,16 @@ class Pages:
             self._free.append(replaced)
         own_pages[:num_shared] = shared_pages
         rest = length % self.block_size
-        if not rest:
-            return length, ()
-        pages = (self._pages[source][num_shared], own_pages[num_shared])
-        here, there = (slice(p * self.block_size, p * self.block_size + rest) for p in pages)
-        return length, ((here, there),)
+        slots: tuple[tuple[slice, slice], ...] = ()
+        if rest:
+            pages = (self._pages[source][num_shared], own_pages[num_shared])
+            here, there = (slice(p * self.block_size, p * self.block_size + rest) for p in pages)
+            slots = ((here, there),)
+        return length, Copies(slots, _rows_to_copy(self, source, target))
+
+
+def _rows_to_copy(
+    allocator: Allocator, source: Hashable, target: Hashable
+) -> tuple[tuple[int, int], ...]:
+    """Return the rows of the states that ``target`` takes from ``source``."""
+    return ((allocator.row(source), allocator.row(target)),) if allocator.has_states else ()

@@ -101,7 +101,8 @@ class RequestMaker:
         for further_requests in rows[1:]:
             for leader, request in zip(rows[0], further_requests, strict=True):
                 # The prompt is computed once, by the leader, and the others share its keys.
-                request.leader, request.num_common = leader, leader.prompt_length
+                request.leader = leader
+                request.num_common = leader.num_common = leader.prompt_length
         return rows
 
     def scored(

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.inference.batch import Batch, DraftCounts, Portion, Request
-from megatron_lightning.inference.cache import Allocator, Copies
+from megatron_lightning.inference.cache import NOTHING, Allocator, Copies
 
 
 class Scheduler:
@@ -98,8 +98,15 @@ class Scheduler:
         """
         running, budget = self._running[group], self._max_tokens
         spare = budget - len(running)  # drafts take no other request's token
+        ordered = sorted(running, key=lambda r: r.is_behind)  # stable
         portions: list[Portion] = []
-        for request in sorted(running, key=lambda r: r.is_behind):  # stable
+        copies = NOTHING
+        if self.allocator.has_states:
+            # First, while leaders have the states behind the common tokens.
+            ready = [r for r in self._waiting if self._is_ready(r, running)]
+            copies = self._admit(group, spare, portions, ready)
+            budget -= sum(portion.count for portion in portions)
+        for request in ordered:
             end = self._end_of(request, budget)
             if request not in running or end <= request.done:
                 continue  # given way to an older request, or waiting for the next step
@@ -114,22 +121,24 @@ class Scheduler:
             portions.append(Portion(request, request.done, end + len(drafts), drafts))
             budget -= end + len(drafts) - request.done
             spare -= len(drafts)
-        copies = self._admit(group, budget, portions)
-        return Batch(tuple(portions), copies)
+        further_copies = self._admit(group, budget, portions, tuple(self._waiting))
+        return Batch(tuple(portions), copies.and_(further_copies))
 
     def _end_of(self, request: Request, budget: int) -> int:
         """Return the place behind the last token of the request's next step, without drafts.
 
         Layers that predict D tokens ahead need D known tokens behind each token, unless they draft.
         A scored request computes the common tokens first, and lives on until requests with the
-        same context can share the keys.
+        same context can share the keys. States can be shared behind the last common token alone.
         """
         total = request.num_inputs
         end = min(total, request.done + budget)
-        if request.num_scored:
-            shared = self._num_shared(request)
-            return min(end, shared) if request.done < shared else end
-        return end if end == total else min(end, total - self._num_drafts)
+        shared = self._num_shared(request)
+        if request.done < shared and (request.num_scored or self.allocator.has_states):
+            return min(end, shared)
+        if request.num_scored or end == total:
+            return end
+        return min(end, total - self._num_drafts)
 
     def _num_shared(self, request: Request) -> int:
         """Return the number of first tokens with the same keys in a leader and its followers.
@@ -164,18 +173,20 @@ class Scheduler:
         request.done, request.drafts = 0, ()
         self._waiting.appendleft(request)
 
-    def _admit(self, group: int, budget: int, portions: list[Portion]) -> Copies:
+    def _admit(
+        self, group: int, budget: int, portions: list[Portion], candidates: Sequence[Request]
+    ) -> Copies:
         """Start waiting requests."""
         running = self._running[group]
-        copies: Copies = ()
+        copies = NOTHING
         # Requests are spread evenly over the groups that pass the stages in turn.
         share = -(-self.num_requests // len(self._running))
         most = min(share, -(-self._max_requests // len(self._running)))
-        for request in tuple(self._waiting):
+        for request in candidates:
             if len(running) >= most or budget <= 0:
                 break
             leader, num_shared = self._leader_of(request)
-            if leader is not None and leader.done < num_shared:
+            if leader is not None and not self._is_ready(request, running):
                 continue  # until the leader has computed the common tokens
             if not self.allocator.reserve(request, request.num_inputs, request.at_most):
                 break
@@ -183,7 +194,7 @@ class Scheduler:
             running.append(request)
             if leader is not None:
                 request.done, own_copies = self.allocator.share(leader, request, num_shared)
-                copies += own_copies
+                copies = copies.and_(own_copies)
             else:
                 request.succeed()
             end = self._end_of(request, budget)
@@ -196,14 +207,26 @@ class Scheduler:
         """Return the running request with the first keys of a waiting request, and the number of
         keys. None: the waiting request computes all tokens.
         """
-        leader, shared = request.living_leader, self._num_shared(request)
+        leader, shared = request.source, self._num_shared(request)
         if leader is None or leader.reason is not None or not shared:
             return None, 0
         if leader.offset or request.offset:
             return None, 0  # other first tokens
         if leader.done < shared and not any(leader in group for group in self._running):
             return None, 0  # the leader has given way
+        if self.allocator.has_states and leader.done > shared:
+            return None, 0  # states behind further tokens
         return leader, shared
+
+    def _is_ready(self, request: Request, running: Sequence[Request]) -> bool:
+        """Return whether a waiting request can share the first keys of its leader now.
+
+        Steps of other groups are on their way, and states may already be behind further tokens.
+        """
+        leader, shared = self._leader_of(request)
+        if leader is None or leader.done < shared:
+            return False
+        return not self.allocator.has_states or leader in running
 
     def finish(
         self,

@@ -87,9 +87,10 @@ class Steps:
             self._on_device(torch.cat([*slots, unused])),
             tuple(spans),
             self._on_device(torch.tensor(kept_places or [0])),
-            batch.copies,
+            batch.copies.slots,
             paged,
             StepStates() if self._keeps_states else None,
+            batch.copies.rows,
         )
         row = self._on_device(torch.tensor([tokens + [0] * padding]))
         places = self._on_device(torch.tensor([positions + [0] * padding]))

@@ -222,6 +222,8 @@ class CacheStep:
     """The spans as pages, for a paged kernel. None: no kernel takes pages."""
     states: StepStates | None = None
     """Receives the hidden states. None: nothing continues from them."""
+    row_copies: Sequence[tuple[int, int]] = ()
+    """Rows of states to copy to other rows before anything is read."""
 
     def attend(
         self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor | None, form: AttentionForm

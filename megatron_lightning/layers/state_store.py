@@ -1,7 +1,8 @@
 """States of layers that carry a state along the sequence, kept while text is generated.
 
 A request has a row in the store of each layer, from its first token to its end. A state cannot be
-rolled back: a request whose first tokens are computed again begins with empty states.
+rolled back: a request whose first tokens are computed again begins with empty states. Requests with
+the same first tokens copy the states behind the last common token.
 
 Shapes: ``T`` tokens of a step, ``r`` requests with equally many tokens, ``l`` tokens of each, ``w``
 channels of the inputs, ``d`` channels of the outputs.
@@ -56,6 +57,12 @@ class StateStore:
         for pool, state in zip(self._pools, states, strict=True):
             pool.index_copy_(0, rows, state.to(pool.dtype))
 
+    def copy(self, source: int, target: int) -> None:
+        """Copy the states of a row to another row."""
+        self._grow(max(source, target) + 1)
+        for pool in self._pools:
+            pool[target] = pool[source]
+
     def _grow(self, num_rows: int) -> None:
         """Make room for ``num_rows`` rows."""
         for index, pool in enumerate(self._pools):
@@ -81,6 +88,8 @@ def mix_requests(
         [T, 1, d] outputs, zero for padding.
     """
     store = step.cache.states_of(module, empty)
+    for source, target in step.row_copies:
+        store.copy(source, target)
     # Requests of equal length are one batch for the mixer. In decoding, all requests have one
     # token.
     groups: dict[int, list[Span]] = {}

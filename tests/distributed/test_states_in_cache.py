@@ -3,23 +3,31 @@ need more memory than there is."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.inference import Engine, EngineOptions
+from megatron_lightning.inference.batch import Batch
 from megatron_lightning.inference.cache import StateRows
+from megatron_lightning.inference.scheduler import Scheduler
+from megatron_lightning.layers.state_store import StateStore
 from tests.distributed.test_generate import save_plain
 from tests.distributed.test_inference_engine import (
     CONFIGS,
     DRAWN,
     GREEDY,
+    LAYOUTS,
     PROMPTS,
+    engines_of,
     model_of,
+    saved,
     texts_of,
     uncached,
 )
+from tests.helpers.ranks import run_ranks
 
 
 @pytest.fixture(scope="module")
@@ -45,13 +53,87 @@ def test_the_lowest_free_row_is_taken_first() -> None:
     assert [rows[request] for request in "cdef"] == [2, 0, 1, 3]
 
 
-@pytest.mark.parametrize("storage", ["runs", "pages"])
-def test_samples_of_a_prompt_have_states_of_their_own(storage: Any, path: str) -> None:
-    engine = _engine(path, storage=storage, block_size=4)
-    found = engine.generate(PROMPTS[:3], DRAWN, num_samples=2)
-    apart = texts_of(engine, DRAWN, [prompt for prompt in PROMPTS[:3] for _ in range(2)])
+SMALL: dict[str, dict[str, Any]] = {
+    "runs": {"storage": "runs"},
+    "pages": {"storage": "pages", "block_size": 4},
+    "chunks": {"max_tokens": 7, "max_requests": 6},
+    "few": {"max_requests": 2},
+}
+
+
+@pytest.fixture
+def computed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Numbers of tokens of all portions so far."""
+    numbers, plan = list[int](), Scheduler.plan
+
+    def counting(self: Scheduler, group: int) -> Batch:
+        batch = plan(self, group)
+        numbers.extend(portion.count for portion in batch.portions)
+        return batch
+
+    monkeypatch.setattr(Scheduler, "plan", counting)
+    return numbers
+
+
+@pytest.mark.parametrize("case", SMALL)
+def test_samples_of_a_prompt_copy_its_states(case: str, path: str, computed: list[int]) -> None:
+    engine, prompts = _engine(path, **SMALL[case]), PROMPTS[:5]
+    found = engine.generate(prompts, DRAWN, num_samples=3)
+    num_together = sum(computed)
+    computed.clear()
+    apart = texts_of(engine, DRAWN, [prompt for prompt in prompts for _ in range(3)])
     assert [one.tokens for samples in found for one in samples] == apart
-    assert len({tuple(one.tokens) for one in found[0]}) == 2
+    assert len({tuple(one.tokens) for one in found[0]}) == 3
+    num_shared = sum(computed) - num_together
+    most_shared = sum(2 * (len(prompt) - 1) for prompt in prompts)
+    # A few rows leave no room beside the leaders.
+    assert num_shared == most_shared if case in ("runs", "pages") else num_shared >= 0
+
+
+def test_texts_without_copied_states_are_others(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = _engine(path)
+    expected = engine.generate(PROMPTS[:3], DRAWN, num_samples=2)
+    monkeypatch.setattr(StateStore, "copy", lambda *_: None)
+    assert engine.generate(PROMPTS[:3], DRAWN, num_samples=2) != expected
+
+
+@pytest.mark.parametrize("case", SMALL)
+def test_scores_after_one_context_copy_its_states(
+    case: str, path: str, computed: list[int]
+) -> None:
+    """fp32, sums in another order: 1e-5 of log-probabilities of up to 10."""
+    engine = _engine(path, **SMALL[case])
+    context = [3, 1, 4, 1, 5, 9, 2, 6, 5, 35]
+    pairs = [(context, [i, 2 * i, 7][: 1 + i % 3]) for i in range(5)]
+    pairs += [([8], [9, 7]), (context[:9], [35, 4]), ([8], [3]), (context * 7, [1])]
+    apart = [engine.score([one], [other])[0] for one, other in pairs]
+    num_apart = sum(computed)
+    computed.clear()
+    together = engine.score(*map(list, zip(*pairs, strict=True)))
+    for own, other in zip(apart, together, strict=True):
+        assert own.logprobs == pytest.approx(other.logprobs, rel=1e-5, abs=1e-5)
+    num_shared, most_shared = num_apart - sum(computed), 4 * (len(context) - 1)
+    assert num_shared == most_shared if case in ("runs", "pages") else num_shared >= 0
+
+
+def _samples(paths: dict[str, str], layouts: dict[str, dict[str, Any]]) -> Any:
+    found = {}
+    for key, engine in engines_of(paths, layouts, SMALL):
+        together = engine.generate(PROMPTS, DRAWN, num_samples=3)
+        apart = texts_of(engine, DRAWN, [prompt for prompt in PROMPTS for _ in range(3)])
+        found[key] = [one.tokens for samples in together for one in samples], apart
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["tp2 sp", "pp2", "pp2 vpp2"])
+def test_samples_on_two_ranks(layout: str, tmp_path: Path) -> None:
+    paths = saved(tmp_path, ("states", "delta net"))
+    prompts = [prompt for prompt in PROMPTS for _ in range(3)]
+    expected = {name: uncached(model_of(CONFIGS[name]), DRAWN, prompts) for name in paths}
+    for found in run_ranks(2, _samples, paths, {layout: LAYOUTS[layout]}, timeout_s=110):
+        for (name, _, _), (together, apart) in found.items():
+            assert together == apart == expected[name]
 
 
 def test_requests_that_give_way_begin_with_empty_states(path: str) -> None:

@@ -1,4 +1,4 @@
-"""Random requests on small caches: steps read the keys of their own texts, and lose no slot."""
+"""Random requests on small caches: steps read keys and states of their own texts, lose no slot."""
 
 from __future__ import annotations
 
@@ -24,12 +24,16 @@ class Run:
         self.random, self.events = random.Random(seed), events
         draw = self.random
         self.longest = draw.choice([8, 12, 24])
-        self.num_drafts = draw.choice([0, 0, 1, 2])
+        has_states = draw.random() < 0.4
+        self.num_drafts = 0 if has_states else draw.choice([0, 0, 1, 2])
         self.num_groups = draw.choice([1, 1, 2, 3])
         block = draw.choice([2, 3, 4])
         num_slots = draw.choice([1, 2, 6]) * self.longest + 2 * block
         self.allocator: Pages | Runs
-        self.allocator = Pages(num_slots, block) if storage == "pages" else Runs(num_slots)
+        if storage == "pages":
+            self.allocator = Pages(num_slots, block, has_states=has_states)
+        else:
+            self.allocator = Runs(num_slots, has_states=has_states)
         self.scheduler = Scheduler(
             self.allocator,
             max_tokens=draw.choice([5, 8, 20]),
@@ -37,6 +41,8 @@ class Run:
             num_drafts=self.num_drafts,
         )
         self.keys: dict[int, tuple[int, int]] = {}
+        self.states: dict[int, list[int]] = {}
+        """Row -> tokens read so far."""
         self.requests = [request for _ in range(draw.randint(1, 4)) for request in self.made()]
 
     def tokens(self, most: int) -> list[int]:
@@ -72,12 +78,15 @@ class Run:
         raise AssertionError("the requests do not end")
 
     def compute(self, batch: Batch) -> None:
-        for source, target in batch.copies:
+        for source, target in batch.copies.slots:
             self.events["copies"] += 1
             for old, new in zip(
                 range(source.start, source.stop), range(target.start, target.stop), strict=True
             ):
                 self.keys[new] = self.keys[old]
+        for before, behind in batch.copies.rows:
+            self.events["state copies"] += 1
+            self.states[behind] = self.states[before]
         texts = [
             (p.request.tokens[p.request.offset :] + list(p.drafts))[: p.end] for p in batch.portions
         ]
@@ -93,6 +102,10 @@ class Run:
             slots = self.allocator.slots(portion.request, 0, portion.end).tolist()
             read = [self.keys[slot] for slot in slots]
             assert read == [(token, place) for place, token in enumerate(text)]
+            row = self.allocator.row(portion.request)
+            if portion.first and self.allocator.has_states:
+                assert self.states[row] == text[: portion.first]
+            self.states[row] = text
 
     def finish(self, batch: Batch) -> None:
         results, drafts = list[Result](), list[list[int]]()
@@ -137,5 +150,5 @@ def test_steps_read_the_keys_of_their_texts(storage: str, monkeypatch: pytest.Mo
                 assert len(request.logprobs) == request.num_scored
         # All slots are free: a text of any length fits again.
         assert run.allocator.reserve("next", run.allocator.capacity, run.allocator.capacity)
-    assert events["copies"] > 20 and events["slides"] > 100
+    assert events["copies"] > 20 and events["state copies"] > 20 and events["slides"] > 100
     assert (events["pauses"] > 20) == (storage == "pages")
