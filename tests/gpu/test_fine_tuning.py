@@ -8,17 +8,19 @@ from typing import Any
 
 import lightning.pytorch as pl
 import pytest
+import torch
 from torch.utils.data import DataLoader
 
 pytest.importorskip("transformers", "5")
 
 from megatron_lightning.config import CheckpointOptions
 from megatron_lightning.modules import FinetuneDataModule, GPTLightningModule, HuggingFaceModule
+from megatron_lightning.parallel.stored_weight import plain_tensors, stored_weights
 from megatron_lightning.peft import LoRA
 from tests.gpu.against_cpu import (
     BF16_RTOL,
     NEEDS_GPU,
-    NORM_RTOL,
+    RTOL,
     accelerators,
     assert_equals_cpu,
     on_gpu,
@@ -136,35 +138,48 @@ def test_adapters_of_experts() -> None:
     assert run.losses == pytest.approx(expected.losses, rel=2 * BF16_RTOL)
 
 
-@pytest.mark.parametrize("base", ["mxfp8", "nvfp4", "blockwise"])
+BASES = ("mxfp8", "nvfp4", "blockwise")
+
+
+@pytest.mark.parametrize("base", BASES)
 @pytest.mark.parametrize("kind", ["gpt", "hub"])
 def test_adapters_beside_a_base_of_few_bits(wide: str, kind: str, base: Any) -> None:
-    """The base is rounded by the GPU to the codes that the CPU gives it."""
+    """Adapters are drawn, and the base is rounded, on the CPU."""
+    assert_equals_cpu(_of_folder(kind, wide, peft=LoRA(r=4, base=base)), None, text)
+
+
+@pytest.mark.parametrize("base", BASES)
+@pytest.mark.parametrize("kind", ["gpt", "hub"])
+def test_the_gpu_rounds_a_base_as_the_cpu_does(wide: str, kind: str, base: Any) -> None:
+    """To the same codes. B of adapters begins with zeros, so that A does not change the first
+    loss."""
     make = _of_folder(kind, wide, peft=LoRA(r=4, base=base))
-    assert_equals_cpu(make, None, text, built=False)
+    runs = [train(each, make, None, text(), built=False, steps=1) for each in accelerators()]
+    assert runs[1].losses == pytest.approx(runs[0].losses, rel=RTOL)
+    expected, found = (stored_weights(run.module) for run in runs)
+    assert found.keys() == expected.keys() and found
+    for name, weight in found.items():
+        for own, other in zip(plain_tensors(weight), plain_tensors(expected[name]), strict=True):
+            assert torch.equal(own.cpu(), other.cpu()), name
 
 
-@pytest.mark.parametrize("base", ["mxfp8", "nvfp4"])
+@pytest.mark.parametrize("base", BASES)
 def test_adapters_beside_a_base_of_few_bits_in_bf16(wide: str, base: Any) -> None:
     make = _of_folder("gpt", wide, peft=LoRA(r=4, base=base))
-    run = on_gpu(make, None, text(), built=False, precision="bf16-mixed")
-    expected = on_gpu(make, None, text(), built=False)
+    run = on_gpu(make, None, text(), precision="bf16-mixed")
+    expected = on_gpu(make, None, text())
     assert run.losses == pytest.approx(expected.losses, rel=BF16_RTOL)
 
 
 def test_checkpoints_of_adapters_alone(folder: str, tmp_path: Path) -> None:
     """Saved on the GPU, resumed on the CPU."""
     only = {"checkpoint_options": CheckpointOptions(adapters_only=True)}
-    make = _of_folder("gpt", folder, peft=LoRA(r=4))
-    run = on_gpu(make, only, text(), built=False, steps=2)
-    run.trainer.save_checkpoint(tmp_path / "adapters.ckpt")
-    whole = train("cpu", make, only, text(), built=False, steps=4)
+    make, path = _of_folder("gpt", folder, peft=LoRA(r=4)), str(tmp_path / "adapters.ckpt")
+    whole = on_gpu(make, only, text(), steps=4)
+    on_gpu(make, only, text(), steps=2).trainer.save_checkpoint(path)
     for accelerator in accelerators():
-        resumed = train(
-            accelerator, make, only, text(), built=False, steps=4,
-            ckpt_path=str(tmp_path / "adapters.ckpt"),
-        )  # fmt: skip
-        assert resumed.losses == pytest.approx(whole.losses[2:], rel=NORM_RTOL)
+        resumed = train(accelerator, make, only, text(), built=False, steps=4, ckpt_path=path)
+        assert resumed.losses == pytest.approx(whole.losses[2:], rel=RTOL)
 
 
 def test_new_tokens(folder: str) -> None:
@@ -206,7 +221,9 @@ def test_dpo(folder: str, kind: str, reference: str) -> None:
         inner = template(kind, folder, adapters=reference == "adapters")
         return Preferred(inner, reference=reference)
 
-    assert_equals_cpu(make, None, lambda: DataLoader(rows, batch_size=4), built=False)
+    # Adapters are drawn on the CPU.
+    built = reference == "adapters"
+    assert_equals_cpu(make, None, lambda: DataLoader(rows, batch_size=4), built=built)
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,10 @@ NCCL gives a communicator two ranks on one GPU since 2.30, where ``NCCL_MULTI_RA
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -17,7 +20,7 @@ from torch.utils.data import DataLoader
 
 from megatron_lightning.modules import GPTLightningModule
 from megatron_lightning.strategies import MegatronStrategy
-from tests.gpu.against_cpu import NEEDS_GPU, NORM_RTOL, RTOL, STEPS, accelerators
+from tests.gpu.against_cpu import NEEDS_GPU, NORM_RTOL, RTOL, STEPS, accelerators, device
 from tests.helpers.layouts import tiny_config, token_rows
 from tests.helpers.ranks import run_ranks
 from tests.helpers.trainers import Losses
@@ -25,21 +28,17 @@ from tests.helpers.trainers import Losses
 pytestmark = [*NEEDS_GPU, pytest.mark.timeout(180)]
 
 BATCH, SEQUENCE, VOCABULARY = 4, 16, 64
-TP, PP, CP, EP = (
-    "tensor_model_parallel_size",
-    "pipeline_model_parallel_size",
-    "context_parallel_size",
-    "expert_model_parallel_size",
-)
-LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
-    "tp2": (1, {TP: 2}),
-    "dp2-zero1": (2, {"data_parallel": "zero1"}),
-    "dp2-ddp": (2, {"data_parallel": "ddp"}),
-    "dp2-fsdp": (2, {"data_parallel": "fsdp"}),
-    "pp2": (1, {PP: 2, "micro_batch_size": 2}),
-    "cp2": (1, {CP: 2}),
+TP, PP = "tensor_model_parallel_size", "pipeline_model_parallel_size"
+CP = "context_parallel_size"
+LAYOUTS: dict[str, tuple[int, dict[str, Any], tuple[str, ...]]] = {
+    "tp2": (1, {TP: 2}, ("all_gather", "reduce_scatter")),
+    "dp2-zero1": (2, {"data_parallel": "zero1"}, ("all_gather", "reduce_scatter")),
+    "dp2-ddp": (2, {"data_parallel": "ddp"}, ("all_reduce",)),
+    "dp2-fsdp": (2, {"data_parallel": "fsdp"}, ("all_gather", "reduce_scatter")),
+    "pp2": (1, {PP: 2, "micro_batch_size": 2}, ("send",)),
+    "cp2": (1, {CP: 2}, ("send",)),
 }
-"""Data-parallel ranks and options of the strategy."""
+"""Data-parallel ranks, options of the strategy, and communication of tensors on the GPU."""
 Result = tuple[list[float], list[float]]
 
 
@@ -62,10 +61,8 @@ def _train(accelerator: str, replicas: int, options: dict[str, Any], num_nodes: 
     return record.losses, record.norms
 
 
-def _on_a_shared_gpu(
-    backend: str, store: str, accelerator: str, replicas: int, options: dict[str, Any]
-) -> Result:
-    """Train as one of two nodes, of which each has the same GPU."""
+def _connect(backend: str, store: str) -> tuple[int, int]:
+    """Connect the ranks by ``backend``; return rank and number of ranks."""
     rank, size = dist.get_rank(), dist.get_world_size()
     if backend != "gloo":
         dist.destroy_process_group()
@@ -73,6 +70,14 @@ def _on_a_shared_gpu(
         torch.cuda.set_device(0)
         shared = dist.FileStore(store, size)
         dist.init_process_group(backend, store=shared, rank=rank, world_size=size)
+    return rank, size
+
+
+def _on_a_shared_gpu(
+    backend: str, store: str, accelerator: str, replicas: int, options: dict[str, Any]
+) -> Result:
+    """Train as one of two nodes, of which each has the same GPU."""
+    rank, size = _connect(backend, store)
     os.environ.update(
         TORCHELASTIC_RUN_ID="test", MASTER_ADDR="127.0.0.1", MASTER_PORT="29511",
         GROUP_RANK=str(rank), RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK="0",
@@ -81,47 +86,65 @@ def _on_a_shared_gpu(
     return _train(accelerator, replicas, options, num_nodes=size)
 
 
-def _nccl_shares() -> bool:
+def _communicate(backend: str, store: str, device: str, notes: str) -> None:
+    """Try the kinds of communication one after another; note what each says."""
+    rank, _ = _connect(backend, store)
+    x, both = torch.ones(4, device=device), torch.ones(8, device=device)
+
+    def send() -> None:
+        if rank == 0:
+            dist.send(x, 1)
+        else:
+            dist.recv(x, 0)
+
+    kinds: dict[str, Callable[[], Any]] = {
+        "all_reduce": lambda: dist.all_reduce(x),
+        "all_gather": lambda: dist.all_gather_into_tensor(both, x),
+        "reduce_scatter": lambda: dist.reduce_scatter_tensor(x, both),
+        "send": send,
+    }
+    for name, call in kinds.items():
+        try:
+            call()
+            fault = ""
+        except (RuntimeError, ValueError, NotImplementedError) as error:
+            fault = str(error).splitlines()[0]
+        if rank == 0:
+            with Path(notes).open("a") as file:
+                file.write(f"{name}\t{fault}\n")
+
+
+def _backend() -> str:
     version = torch.cuda.nccl.version() if torch.cuda.is_available() else (0,)  # type: ignore[no-untyped-call]
-    return tuple(version) >= (2, 30)
+    return "cpu:gloo,cuda:nccl" if tuple(version) >= (2, 30) else "gloo"
+
+
+@pytest.fixture(scope="module")
+def faults(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Return the kinds of communication that work, and what others say. A kind that is missing
+    ended the process."""
+    folder = tmp_path_factory.mktemp("communication")
+    notes = folder / "notes"
+    notes.touch()
+    store, where = str(folder / "store"), str(device())
+    with contextlib.suppress(AssertionError):
+        run_ranks(2, _communicate, _backend(), store, where, str(notes), timeout_s=60)
+    lines = (line.partition("\t") for line in notes.read_text().splitlines())
+    return {name: fault for name, _, fault in lines}
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_two_ranks_on_one_gpu(name: str, tmp_path: Any) -> None:
-    replicas, options = LAYOUTS[name]
-    backend = "cpu:gloo,cuda:nccl" if _nccl_shares() else "gloo"
+def test_two_ranks_on_one_gpu(name: str, faults: dict[str, str], tmp_path: Path) -> None:
+    replicas, options, needed = LAYOUTS[name]
+    for kind in needed:
+        if fault := faults.get(kind, "the process ended"):
+            pytest.skip(f"{_backend()} of torch {torch.__version__}, {kind} on one GPU: {fault}")
     losses, norms = _train("cpu", 1, {})
-    store = str(tmp_path / "store")
-    try:
-        ranks = run_ranks(
-            2,
-            _on_a_shared_gpu,
-            backend,
-            store,
-            accelerators()[1],
-            replicas,
-            options,
-            timeout_s=120,
-        )
-    except AssertionError as error:
-        reason = next((line for line in UNSUPPORTED if line in str(error)), None)
-        if reason is None:
-            raise
-        pytest.skip(f"{backend} of torch {torch.__version__} on one GPU: {reason}")
+    ranks = run_ranks(
+        2, _on_a_shared_gpu, _backend(), str(tmp_path / "store"), accelerators()[1], replicas,
+        options, timeout_s=60,
+    )  # fmt: skip
     own = [sum(step) / len(step) for step in zip(*(rank[0] for rank in ranks), strict=True)]
     assert own == pytest.approx(losses, rel=RTOL)
     for rank in ranks:
         assert rank[1] == pytest.approx(norms, rel=NORM_RTOL)
-
-
-UNSUPPORTED = (
-    "Duplicate GPU detected",
-    "using the same GPU",
-    "ProcessGroupGloo::send",
-    "only supports CPU",
-    "unsupported device type cuda",
-    "Invalid device type: cuda",
-    "does not support CUDA",
-    "No backend type associated with device type cuda",
-)
-"""What gloo and NCCL say where they cannot."""
