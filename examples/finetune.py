@@ -3,7 +3,8 @@
 MODEL is a folder or a Hub id, and every line of CHATS.jsonl is a conversation in OpenAI's form.
 Without them, a tiny Llama and chats about sums are made in ``demo/``, and nothing is downloaded.
 Adapters (LoRA) are trained on 2 processes, tensor parallel, several conversations to a row, with
-the loss on answers alone. ``pip install 'megatron_lightning[finetune]'`` has what it needs.
+the loss on answers alone. ``my-adapter`` (or ``demo/adapter``) is a folder of Hugging Face's peft.
+``pip install 'megatron_lightning[finetune]'`` has what it needs.
 """
 
 import json
@@ -16,8 +17,10 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from megatron_lightning.config import CheckpointOptions
 from megatron_lightning.modules import FinetuneDataModule, HuggingFaceModule
 from megatron_lightning.peft import LoRA
+from megatron_lightning.peft.commands import export
 from megatron_lightning.strategies import MegatronStrategy
 
 TEMPLATE = (
@@ -75,11 +78,16 @@ def make_demo(folder: Path) -> tuple[str, str]:
 
 
 if __name__ == "__main__":
-    model, chats = sys.argv[1:3] if len(sys.argv) > 2 else make_demo(Path("demo"))
+    is_demo = len(sys.argv) < 3
+    model, chats = make_demo(Path("demo")) if is_demo else sys.argv[1:3]
+    target = "demo/adapter" if is_demo else "my-adapter"
     pl.seed_everything(0)
     on_gpu = torch.cuda.is_available()
     trainer = pl.Trainer(
-        strategy=MegatronStrategy(tensor_model_parallel_size=2),
+        strategy=MegatronStrategy(
+            tensor_model_parallel_size=2,
+            checkpoint_options=CheckpointOptions(adapters_only=True),
+        ),
         accelerator="gpu" if on_gpu else "cpu",
         precision="bf16-true" if on_gpu else "32-true",
         devices=2,
@@ -89,8 +97,14 @@ if __name__ == "__main__":
     )
     module = HuggingFaceModule(model, learning_rate=3e-3, warmup_steps=0.1, peft=LoRA(r=16))
     data = FinetuneDataModule(
-        chats, sequence_length=256, batch_size=8, packing="offline", val_fraction=0.05
+        chats,
+        sequence_length=256 if is_demo else 2048,
+        batch_size=8,
+        packing="offline",
+        val_fraction=0.05,
     )
     trainer.fit(module, datamodule=data)
+    trainer.save_checkpoint(f"{target}.ckpt")
     if trainer.is_global_zero:
+        export(f"{target}.ckpt", target, overwrite=True)
         print(f"loss on answers that were held out: {trainer.callback_metrics['val_loss']:.3f}")

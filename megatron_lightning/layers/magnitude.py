@@ -5,7 +5,8 @@ With the weight W, the adapters' scale B A, and m a trained length for each row:
     y = c (W x + scale B A x) + bias,    c = m / ||W + scale B A||
 
 with the norm of each row, a constant to autograd as in the paper and in ``peft``. m begins as the
-norms of W. A row-parallel layer holds a part of each row, and sums squares over the ranks.
+norms of W. A row-parallel layer holds a part of each row, and sums squares over the ranks. Norms of
+a frozen weight in few bits are those of its values.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from megatron_lightning.parallel.attachments import Attachment
 from megatron_lightning.parallel.collectives import all_reduce, gather
+from megatron_lightning.parallel.stored_weight import StoredWeight
 
 if TYPE_CHECKING:
     from megatron_lightning.layers.adapters import Adapters
@@ -68,13 +70,31 @@ def _lengths(part: nn.Module) -> Tensor:
 
 def _norms(layer: nn.Module, adapters: Adapters) -> Tensor:
     """Return the norms of the rows of W + scale B A that this rank computes, in fp32."""
-    weight: Any = layer.weight
     products = [
         # [in, out], so that parts are joined along the last dim, as their outputs are
         part.scale * (_matrix(part.lora_A).t() @ _matrix(part.lora_B).t())
         for part in adapters.parts.values()
     ]
-    return _row_norms(layer, weight.float() + adapters.joined(products).t())
+    return _row_norms(layer, _values(layer.weight) + adapters.joined(products).t())
+
+
+def _values(weight: Any) -> Tensor:
+    """Return the values of a weight in fp32."""
+    if isinstance(weight, StoredWeight):
+        return weight.dequantized(torch.float32)
+    values: Tensor = weight.float()
+    return values
+
+
+def _full_values(weight: Any) -> Tensor:
+    """Return the values of a weight in fp32, of all shards of FSDP2."""
+    if not isinstance(weight, DTensor):
+        return _values(weight)
+    local = _values(weight.to_local())
+    shards = DTensor.from_local(
+        local, weight.device_mesh, weight.placements, shape=weight.shape, stride=weight.stride()
+    )
+    return shards.full_tensor()
 
 
 def _matrix(factor: Any) -> Tensor:
@@ -114,8 +134,7 @@ def fill_magnitudes(module: nn.Module) -> None:
             continue
         vars(adapters)[_FILLED] = True
         # Norms are of full rows, which FSDP2's shards cut.
-        full_weight = weight.full_tensor() if isinstance(weight, DTensor) else weight
-        norms = _parts_of(adapters, _row_norms(layer, full_weight.float()), [*parts.values()])
+        norms = _parts_of(adapters, _row_norms(layer, _full_values(weight)), [*parts.values()])
         for (name, part), norm in zip(parts.items(), norms, strict=True):
             if f"{name}.{_CHILD}.weight" in cast(Any, adapters).initial:
                 continue

@@ -135,11 +135,6 @@ class LoRA:
         if self.fused not in ("parts", "one"):
             raise ConfigError(f'fused of LoRA is {self.fused!r}. Set "parts" or "one".')
         check_format(self.base)
-        if self.base is not None and self.use_dora:
-            raise ConfigError(
-                f"use_dora is True beside base={self.base!r}, and the lengths of rows are those of "
-                "the model's own values. Set one of them to its default."
-            )
         if isinstance(self.modules_to_save, str):
             raise ConfigError(
                 f"modules_to_save is the text {self.modules_to_save!r}. Set a list of names."
@@ -176,18 +171,18 @@ class LoRA:
             )
         if self.use_dora:
             _check_rows(targets)
-        # Everything is frozen first. Adapters and saved modules are then trained, and the base
-        # quantized last, when all lengths of rows are known.
+        # Everything is frozen first. Adapters and saved modules are then trained, and the rest of
+        # the base is quantized. Lengths of rows are those of the values that layers compute with.
         module.requires_grad_(False)
         for path, layer in targets.items():
             attach(layer, self._adapters(path, layer))
         for path, layer in _owners(module, stacks).items():
             attach_stacked(layer, self._stacked(path, layer, stacks))
-        fill_magnitudes(module)
         for child in saved.values():
             child.requires_grad_(True)
         if self.base is not None:
             quantize_base(module, self.base)
+        fill_magnitudes(module)
         avoid_fused_inference(module)
         module.__dict__["expects_gradients"] = True  # unused adapters are an error
         module.__dict__[APPLIED] = AppliedLoRA(

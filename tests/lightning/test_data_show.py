@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 import yaml
 
 from megatron_lightning.cli import main
@@ -91,6 +92,21 @@ def test_the_recipe_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     losses = [float(row) for row in _column(rows, "val_loss")]
     assert len(losses) == 2
     assert losses[1] < losses[0]
+    peft = pytest.importorskip("peft")
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    main(["adapters", "export", "demo/finetune/checkpoints/last.ckpt", "demo/adapter"])
+    base: Any = AutoModelForCausalLM.from_pretrained("demo/chat_model")
+    tokenizer = AutoTokenizer.from_pretrained("demo/chat_model")
+    turns = [
+        {"role": "user", "content": "What is 1 + 2?"},
+        {"role": "assistant", "content": "1 + 2 = 3."},
+    ]
+    ids = torch.tensor([tokenizer(tokenizer.apply_chat_template(turns, tokenize=False)).input_ids])
+    with torch.no_grad():
+        before = float(base(ids, labels=ids).loss)
+        tuned = peft.PeftModel.from_pretrained(base, "demo/adapter")
+        assert float(tuned(ids, labels=ids).loss) < 0.9 * before
 
 
 def _column(rows: list[str], name: str) -> list[str]:

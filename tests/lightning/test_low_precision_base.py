@@ -94,8 +94,6 @@ def test_what_needs_values_is_refused(folder: str, tmp_path: Path) -> None:
         module.model.layers[0].mlp.up_proj.weight.mul_(2)
     with pytest.raises(ConfigError, match="a format of bitsandbytes"):
         LoRA(base="nf4")  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="use_dora"):
-        LoRA(base="nvfp4", use_dora=True)
     tuned = HuggingFaceModule(f"{folder}/llama", peft=LoRA(base="nvfp4"))
     folders = CheckpointOptions(also_save_hf="end")
     with pytest.raises(ConfigError, match="also_save_hf"):

@@ -102,10 +102,11 @@ def fit(
     record = Losses()
     strategy: Any = "auto" if options is None else MegatronStrategy(**options)
     trained = trainer(strategy, max_steps=steps, callbacks=[record], precision=precision)
-    lora = LoRA(r=4, base=None if rounds else base)  # type: ignore[arg-type]
+    bits: Any = None if rounds else base
+    lora = LoRA(r=4, base=bits, use_dora=kind == "dora")
     of_module: dict[str, Any] = {"learning_rate": 1e-2, "eps": 1e-3, "peft": lora}
     module: Any
-    if kind == "llama":
+    if kind in ("llama", "dora"):
         module = _Model(f"{folder}/llama", **of_module)
     elif kind == "gpt":
         module = _GPT(init_from_hf=f"{folder}/llama", **of_module)
@@ -142,6 +143,7 @@ _USUAL = [
     ("llama", "fsdp", "nvfp4"),
     ("gpt", "pp", "nvfp4"),
     ("experts", "ep", "nvfp4"),
+    ("dora", "fsdp", "nvfp4"),
 ]
 _ALL = [
     (kind, layout, base)
@@ -155,6 +157,7 @@ _ALL += [
     for layout in ("one", "ep", "etp", "fsdp", "ep-fsdp", "tp-pp")
     for base in ("mxfp8", "nvfp4")
 ]
+_ALL += [("dora", name, "nvfp4") for name in ("one", "tp", "pp", "zero1", "fsdp", "tp-fsdp")]
 _ALL += [("llama", layout, "blockwise") for layout in ("one", "pp", "zero1", "fsdp")]
 
 
