@@ -6,14 +6,16 @@
 *Load*: processor seconds until every parameter is written once, in a process of its own, with the
 files in the page cache. Stock parameters are views of mapped files, and are written by a copy.
 *Memory*: the largest anonymous memory of a rank of tensor parallel 2 above what it had before the
-model, beside its part of the parameters. *Export*: wall time of a folder beside ``dd`` of the same
-bytes, both flushed to the disk.
+model, beside its part of the parameters. *Disk*: bytes that eight ranks of tensor parallel 8 read
+from the disk, with the files out of the page cache, beside the bytes of the folder. *Export*: wall
+time of a folder beside ``dd`` of the same bytes, both flushed to the disk.
 """
 
 from __future__ import annotations
 
 import argparse
 import multiprocessing
+import os
 import shutil
 import subprocess
 import tempfile
@@ -41,6 +43,8 @@ MIB = 1 << 20
 LOAD_GOAL = 0.9
 MEMORY_GOAL_BYTES = 100 * MIB
 """Beside the rank's part and its largest parameter."""
+DISK_GOAL = 1.2
+DISK_RANKS = 8
 
 
 def make_folder(path: Path, num_bytes: int) -> int:
@@ -120,21 +124,55 @@ class PeakMemory(pl.Callback):
         self._thread.join()
 
 
+def read_part(path: str, num_ranks: int, **options: Any) -> HuggingFaceModule:
+    """Read this rank's part of the model under tensor parallelism."""
+    module = HuggingFaceModule(path)
+    trainer = pl.Trainer(
+        strategy=MegatronStrategy(tensor_model_parallel_size=num_ranks),
+        accelerator="cpu", devices=num_ranks, logger=False, enable_progress_bar=False,
+        precision="bf16-true", enable_checkpointing=False, enable_model_summary=False,
+        limit_predict_batches=0, **options,
+    )  # fmt: skip
+    trainer.predict(module, DataLoader(torch.zeros(2, 4, dtype=torch.long)))  # type: ignore[arg-type]
+    return module
+
+
 def memory_of_a_rank(path: str) -> tuple[int, int, int]:
     """Return peak above the memory before, bytes of the part, and of its largest parameter."""
     warnings.filterwarnings("ignore")
     AutoBridge.from_hf_pretrained(path).lazy_model(dtype="auto")  # imports
     before, peak = machine.status_bytes("RssAnon"), PeakMemory()
-    module = HuggingFaceModule(path)
-    trainer = pl.Trainer(
-        strategy=MegatronStrategy(tensor_model_parallel_size=2),
-        accelerator="cpu", devices=2, logger=False, enable_progress_bar=False, callbacks=[peak],
-        precision="bf16-true", enable_checkpointing=False, enable_model_summary=False,
-        limit_predict_batches=0,
-    )  # fmt: skip
-    trainer.predict(module, DataLoader(torch.zeros(2, 4, dtype=torch.long)))  # type: ignore[arg-type]
+    module = read_part(path, 2, callbacks=[peak])
     sizes = [p.nbytes for p in module.parameters()]
     return peak.peak - before, sum(sizes), max(sizes)
+
+
+# -------------------------------------------------------------------------------------------- disk
+
+
+def leave_page_cache(path: Path) -> None:
+    """Drop the pages of a folder's files, so that the next read is from the disk."""
+    for file in path.iterdir():
+        with file.open("rb") as stream:
+            os.fsync(stream.fileno())
+            os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def disk_bytes_of_a_rank(path: str) -> tuple[int, int]:
+    """Return the bytes that this process read from the disk, and the bytes of its part."""
+    warnings.filterwarnings("ignore")
+    before = disk_bytes()
+    module = read_part(path, DISK_RANKS)
+    return disk_bytes() - before, sum(p.nbytes for p in module.parameters())
+
+
+def disk_bytes() -> int:
+    """Return the bytes that this process has read from the disk, by Linux' count. 0: unknown."""
+    try:
+        lines = Path("/proc/self/io").read_text().splitlines()
+    except OSError:
+        return 0
+    return next(int(line.split()[1]) for line in lines if line.startswith("read_bytes:"))
 
 
 # ------------------------------------------------------------------------------------------ export
@@ -170,6 +208,8 @@ def page(facts: dict[str, Any], rows: dict[str, Any]) -> str:
     export: Ratio = rows["export"]
     peak, part, largest = rows["memory"]
     limit = part + largest + MEMORY_GOAL_BYTES
+    read, owned = (sum(column) for column in zip(*rows["disk"], strict=True))
+    disk_verdict = "met" if read <= DISK_GOAL * rows["bytes"] else "missed"
     return "\n".join(
         [
             "# Reading and writing a Hugging Face folder",
@@ -186,6 +226,13 @@ def page(facts: dict[str, Any], rows: dict[str, Any]) -> str:
             f"| peak memory of a rank of TP 2 | {peak / MIB:,.0f} MiB of a part of "
             f"{part / MIB:,.0f} MiB | at most part + one parameter + 100 MiB = "
             f"{limit / MIB:,.0f} MiB | {'met' if peak <= limit else 'missed'} |",
+            f"| read from the disk by {DISK_RANKS} ranks of TP {DISK_RANKS}, cold | "
+            + (
+                f"{read / rows['bytes']:.3f} of the folder (parts together "
+                f"{owned / rows['bytes']:.3f}) | at most {DISK_GOAL} | {disk_verdict} |"
+                if read
+                else "no counter here | | |"
+            ),
             f"| export, wall time, ours ÷ dd with fsync | {export} | reported | |",
             "",
         ]
@@ -216,6 +263,8 @@ def main() -> None:
             for name, write in writes if index % 2 else reversed(writes):
                 series[name].append(apart(write, path, Path(parent) / "target"))
         memory = max(ranks.run(2, memory_of_a_rank, str(path), limit_s=300.0))
+        leave_page_cache(path)
+        disk = ranks.run(DISK_RANKS, disk_bytes_of_a_rank, str(path), limit_s=600.0)
     facts["load_average_at_end"] = machine.describe()["load_average"]
     rows = {
         "bytes": num_bytes,
@@ -223,6 +272,7 @@ def main() -> None:
         "load": ratio_of_medians(series["ours"], series["stock"]),
         "export": ratio_of_medians(series["export"], series["dd"]),
         "memory": memory,
+        "disk": disk,
     }
     text = page(facts, rows)
     print(text)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from megatron_lightning.assembly.replicas import diverged, fingerprint
+from megatron_lightning.assembly.replicas import diverged, fingerprints
 from megatron_lightning.errors import ShardingError
 from megatron_lightning.layers.gemm import is_quantized
 from megatron_lightning.parallel.context import AxisGroup, ParallelContext
@@ -90,7 +90,7 @@ def _first_rows(parameter: DTensor) -> Tensor:
 def _equal(shards: Mapping[str, Tensor], group: AxisGroup) -> list[tuple[str, str]]:
     if not shards or group.process_group is None:
         return []
-    apart = set(diverged(torch.stack([fingerprint(shard) for shard in shards.values()]), group))
+    apart = set(diverged(fingerprints(list(shards.values())), group))
     equal_names = [name for index, name in enumerate(shards) if index not in apart]
     return [(name, group.name) for name in equal_names if _varies(shards[name])]
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Mapping, Sequence
+from itertools import chain
 
 import torch
 import torch.distributed as dist
@@ -17,36 +18,67 @@ from megatron_lightning.errors import ShardingError
 from megatron_lightning.layers.gemm import is_quantized
 from megatron_lightning.parallel.context import AxisGroup, ParallelContext
 from megatron_lightning.parallel.spec import ShardSpec
-from megatron_lightning.parallel.stored_weight import StoredWeight, plain_tensors
+from megatron_lightning.parallel.stored_weight import plain_tensors
 from megatron_lightning.pipeline.batch.microbatches import tensors_of
 
-_FINGERPRINT_BYTES = 8 << 20  # three times as much memory for a moment
-"""Bytes to copy at a time. A multiple of 8."""
+_FINGERPRINT_BYTES = 2 << 20
+"""Bytes multiplied at a time, and half of the working memory. A multiple of 8."""
 
 
 def fingerprint(tensor: Tensor) -> Tensor:
     """Return an int64 that depends on every bit of ``tensor`` and on the order of the bits."""
-    if isinstance(tensor, StoredWeight):
-        parts = [fingerprint(plain_part) for plain_part in plain_tensors(tensor.detach())]
-        return torch.stack([plain_part * (2 * n + 1) for n, plain_part in enumerate(parts)]).sum()
-    raw = tensor.detach().contiguous().view(-1).view(torch.uint8)
-    total = torch.zeros((), dtype=torch.int64, device=raw.device)
-    for start in range(0, raw.numel(), _FINGERPRINT_BYTES):
-        some = raw[start : start + _FINGERPRINT_BYTES]
-        words = torch.nn.functional.pad(some, (0, -some.numel() % 8)).view(torch.int64)
-        places = torch.arange(words.numel(), device=raw.device) + start // 8
+    return fingerprints([tensor])[0]
+
+
+def fingerprints(tensors: Sequence[Tensor]) -> Tensor:
+    """Return the :func:`fingerprint` of every tensor, on the first tensor's device.
+
+    All tensors share one working memory. New memory for each tensor, freed between the results,
+    leaves holes in the C library's heap: a rank once grew by half of its weights.
+    """
+    device = tensors[0].device if tensors else None
+    results = torch.zeros(len(tensors), dtype=torch.int64, device=device)
+    work = _Work(max((_largest(tensor) for tensor in tensors), default=0), device)
+    for index, tensor in enumerate(tensors):
+        for part, plain_part in enumerate(plain_tensors(tensor.detach())):
+            mark = work.fingerprint(plain_part) * (2 * part + 1)
+            results[index] += mark.to(results.device)
+    return results
+
+
+def _largest(tensor: Tensor) -> int:
+    return max(part.nbytes for part in plain_tensors(tensor.detach()))
+
+
+class _Work:
+    """Working memory of fingerprints."""
+
+    def __init__(self, num_bytes: int, device: torch.device | None) -> None:
+        size = -(-min(num_bytes, _FINGERPRINT_BYTES) // 8)
+        self._products = torch.empty(size, dtype=torch.int64, device=device)
         # Odd factors keep every bit.
-        total += words.mul_(places.mul_(2).add_(1)).sum()
-    return total
+        self._factors = torch.arange(size, device=device) * 2 + 1
+
+    def fingerprint(self, tensor: Tensor) -> Tensor:
+        raw = tensor.contiguous().view(-1).view(torch.uint8)
+        total = torch.zeros((), dtype=torch.int64, device=raw.device)
+        for start in range(0, raw.numel(), _FINGERPRINT_BYTES):
+            some = raw[start : start + _FINGERPRINT_BYTES]
+            words = self._products.to(raw.device)[: -(-some.numel() // 8)]
+            words[-1:] = 0  # of an incomplete word
+            words.view(torch.uint8)[: some.numel()] = some
+            sums = words.sum() * (start // 8 * 2)
+            total += words.mul_(self._factors.to(words)[: words.numel()]).sum() + sums
+        return total
 
 
-def diverged(fingerprints: Tensor, group: AxisGroup) -> list[int]:
+def diverged(marks: Tensor, group: AxisGroup) -> list[int]:
     """Return the indices of fingerprints that differ between the ranks of ``group``. A
     collective.
     """
     if group.process_group is None:
         return []
-    low, high = fingerprints.clone(), fingerprints.clone()
+    low, high = marks.clone(), marks.clone()
     dist.all_reduce(low, dist.ReduceOp.MIN, group=group.process_group)
     dist.all_reduce(high, dist.ReduceOp.MAX, group=group.process_group)
     return [int(index) for index in (low != high).nonzero()]
@@ -57,11 +89,7 @@ def equalize(module: nn.Module, world: AxisGroup) -> None:
     DistributedDataParallel does.
     """
     tensors = [t for t in (*module.parameters(), *module.buffers()) if not t.is_meta]
-    if (
-        world.size == 1
-        or not tensors
-        or not diverged(torch.stack([fingerprint(t) for t in tensors]), world)
-    ):
+    if world.size == 1 or not tensors or not diverged(fingerprints(tensors), world):
         return
     for tensor in tensors:
         for plain_part in plain_tensors(tensor.detach()):
@@ -76,23 +104,23 @@ def check_replicas(
     Raises:
         ShardingError: Naming the differing parameters and the axis.
     """
-    names = list(parameters)
-    if context.world_size == 1 or not names:
-        return
-    # Fingerprints instead of values: one number for each parameter crosses the network.
-    fingerprints = torch.stack([fingerprint(parameters[name]) for name in names])
+    names_by_axis: dict[str, list[str]] = {}
     for axis in ("dp-cp", "tp", "edp", "etp", "ep"):
+        if context.axis(axis).process_group is not None:
+            names_by_axis[axis] = [
+                name
+                for name in parameters
+                if axis in (specs[name].data_axes, *specs[name].replica_axes)
+            ]
+    names = list(dict.fromkeys(chain.from_iterable(names_by_axis.values())))
+    # Fingerprints instead of values: one number for each parameter crosses the network.
+    marks = dict(zip(names, fingerprints([parameters[name] for name in names]), strict=True))
+    for axis, equal_names in names_by_axis.items():
+        if not equal_names:
+            continue
         group = context.axis(axis)
-        equal_names = [
-            i
-            for i, name in enumerate(names)
-            if axis in (specs[name].data_axes, *specs[name].replica_axes)
-        ]
-        differing = (
-            [names[equal_names[i]] for i in diverged(fingerprints[equal_names], group)]
-            if equal_names
-            else []
-        )
+        rows = diverged(torch.stack([marks[name] for name in equal_names]), group)
+        differing = [equal_names[row] for row in rows]
         if differing:
             raise ShardingError(
                 f"{len(differing)} parameter(s) differ between the {axis} ranks "
@@ -209,7 +237,8 @@ def _sketch(tensor: Tensor) -> Tensor:
             for size in (_ROW, rows.shape[0])
         )
         values.append((rows @ signs).double() @ weights.double())
-    return torch.nan_to_num(torch.stack([*values, flat.double().norm()]))
+    norm = torch.linalg.vector_norm(flat, dtype=torch.float64)
+    return torch.nan_to_num(torch.stack([*values, norm]))
 
 
 def _spread(values: Sequence[Tensor], group: AxisGroup, context: ParallelContext) -> Tensor:
@@ -240,10 +269,7 @@ def check_same_batch(batch: object, context: ParallelContext) -> None:
         ShardingError: If the batches differ, so that stages and tensor ranks would work on
             different samples.
     """
-    fingerprints = [fingerprint(tensor).to(context.device) for tensor in tensors_of(batch)]
-    total = torch.stack(
-        fingerprints or [torch.zeros((), dtype=torch.int64, device=context.device)]
-    ).sum()
+    total = fingerprints(list(tensors_of(batch))).sum().to(context.device)
     for replica in (context.axis("tp-pp"), context.cp):
         if not diverged(total.view(1), replica):
             continue

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from megatron_lightning.assembly.part import Part
-from megatron_lightning.assembly.replicas import fingerprint
+from megatron_lightning.assembly.replicas import fingerprints
 from megatron_lightning.errors import ShardingError
 from megatron_lightning.layers.gemm import is_quantized
 from megatron_lightning.parallel.context import ParallelContext
@@ -73,7 +73,7 @@ class StageDraws:
         varies = torch.stack(
             [(tensor != tensor.flatten()[0]).any() for tensor in own_parameters.values()]
         )
-        marks = torch.stack([fingerprint(tensor) for tensor in own_parameters.values()])
+        marks = fingerprints(list(own_parameters.values()))
         pairs = zip(own_parameters, varies.tolist(), marks.tolist(), strict=True)
         return {name: mark for name, is_varied, mark in pairs if is_varied}
 
