@@ -24,7 +24,7 @@ Index = npt.NDArray[np.int16]
 _Floats = npt.NDArray[np.float64]
 _LONGEST_STRETCH = 4096
 _GUESSED_AHEAD = 128
-_BLOCK = 4096
+_BLOCK, _SMALLEST_BLOCK = 4096, 512
 MOST_DATASETS = 32766
 """Most data sets of a blend: the index has 16 bits, as Megatron's."""
 
@@ -172,9 +172,11 @@ class Blend:
 
     def __init__(self, index: Index, num_datasets: int) -> None:
         self.index = index
+        # Counts of blocks take an eighth of a byte a sample. A look-up counts in half a block.
+        self._block = min(max(64 * num_datasets, _SMALLEST_BLOCK), _BLOCK)
         blocks = [
-            np.bincount(index[begin : begin + _BLOCK], minlength=num_datasets)
-            for begin in range(0, len(index), _BLOCK)
+            np.bincount(index[begin : begin + self._block], minlength=num_datasets)
+            for begin in range(0, len(index), self._block)
         ]
         self._counts = np.zeros((len(blocks) + 1, num_datasets), np.int64)
         if blocks:
@@ -187,13 +189,13 @@ class Blend:
         """Return the data set of a sample, and the number of earlier samples from the same data
         set.
         """
-        dataset, block = int(self.index[position]), position // _BLOCK
-        within = self.index[block * _BLOCK : position]
-        return dataset, int(self._counts[block, dataset]) + int(np.count_nonzero(within == dataset))
+        dataset, block = self.index.item(position), position // self._block
+        within = self.index[block * self._block : position]
+        return dataset, self._counts.item(block, dataset) + int(np.count_nonzero(within == dataset))
 
     def consumed(self, position: int) -> npt.NDArray[np.int64]:
         """Return how many samples of every data set come before ``position`` [N]."""
-        block = position // _BLOCK
-        within = self.index[block * _BLOCK : position]
+        block = position // self._block
+        within = self.index[block * self._block : position]
         counts = np.bincount(within, minlength=self._counts.shape[1])
         return np.asarray(self._counts[block] + counts)

@@ -265,9 +265,10 @@ class BlendedDataset(Dataset[Sample]):
         Raises:
             IndexError: If there is no such sample.
         """
-        if not 0 <= index < len(self):
+        blend = self.blend
+        if not 0 <= index < len(blend.index):
             raise IndexError(f"sample {index} of {len(self)}")
-        dataset, number = self.blend[index]
+        dataset, number = blend[index]
         sample = self.children[dataset][number]
         sample["dataset_id"] = self._ids[dataset]
         return sample

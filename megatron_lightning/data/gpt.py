@@ -283,16 +283,21 @@ class GPTDataset(Dataset[dict[str, torch.Tensor]]):
         # Without an extra token, the last label is padding.
         text = self._read(index, config.sequence_length + 1)
         tokens, labels = text[:-1].copy(), text[1:]
-        loss_mask = (labels != self._pad).astype(np.float32)
+        is_padding = text == self._pad
+        has_padding = bool(is_padding.any())
+        loss_mask = np.ones(config.sequence_length, np.float32)
+        if has_padding:
+            loss_mask[is_padding[1:]] = 0.0
         if config.fim is not None:
             loss_mask[labels == config.fim.pad_id] = 0.0
         # Before the padding gets an id, possibly the id of the end of document.
         documents = self._documents(tokens)
         if config.eod_mask_loss and config.tokenizer is not None:
             loss_mask[tokens == config.tokenizer.eod] = 0.0
-        for ids in (tokens, labels):
+        if has_padding:
             # An embedding needs a valid id. These positions are masked already.
-            ids[ids == self._pad] = 0
+            tokens[is_padding[:-1]] = 0
+            labels[is_padding[1:]] = 0
         sample = {"tokens": tokens, "labels": labels, "loss_mask": loss_mask, **documents}
         return {name: torch.from_numpy(array) for name, array in sample.items()}
 
@@ -327,7 +332,10 @@ class GPTDataset(Dataset[dict[str, torch.Tensor]]):
             seeds = [self.config.random_seed, row % 2**32, row // 2**32]
             num_tokens = self.config.sequence_length + self.config.extra_tokens
             text = fim(text, np.random.RandomState(seeds), num_tokens)
-        return np.concatenate([text, np.full(length - len(text), self._pad, np.int64)])
+        num_missing = length - len(text)
+        if not num_missing:
+            return text
+        return np.concatenate([text, np.full(num_missing, self._pad, np.int64)])
 
     def _row(self, index: int) -> int:
         """Return the row of the sample index served as sample ``index``."""

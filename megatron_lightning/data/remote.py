@@ -130,6 +130,10 @@ class RemoteFile:
         parts = [self._part(block, begin, end) for block in _blocks_of(begin, end)]
         return np.frombuffer(b"".join(parts), np.uint8)
 
+    def view(self, dtype: npt.DTypeLike) -> RemoteArray:
+        """Return the file as an array."""
+        return RemoteArray(self, np.dtype(dtype))
+
     def ahead(self, ranges: Sequence[tuple[int, int]]) -> None:
         """Fetch the blocks of byte ranges in the background, for reads to come."""
         blocks = {block for begin, end in ranges for block in _blocks_of(begin, end)}
@@ -237,6 +241,27 @@ class RemoteFile:
                     ) from error
                 time.sleep(_FIRST_PAUSE_S * 2**number)
         return None
+
+
+class RemoteArray:
+    """The numbers of a file at a URL. A slice gives an array.
+
+    Args:
+        file: The file.
+        dtype: Kind of the numbers.
+    """
+
+    def __init__(self, file: RemoteFile, dtype: np.dtype[np.generic]) -> None:
+        self._file = file
+        self._dtype = dtype
+
+    def __len__(self) -> int:
+        return len(self._file) // self._dtype.itemsize
+
+    def __getitem__(self, place: slice) -> npt.NDArray[np.generic]:
+        begin, end, _ = place.indices(len(self))
+        size = self._dtype.itemsize
+        return self._file[begin * size : end * size].view(self._dtype)
 
 
 def _blocks_of(begin: int, end: int) -> range:
