@@ -10,6 +10,7 @@ number of samples.
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil
@@ -22,6 +23,7 @@ from torch.utils.data import Dataset
 
 from megatron_lightning.data.blend import Blend, blend_index, exhaustive_index, normalized
 from megatron_lightning.data.gpt import GPTDataset
+from megatron_lightning.data.remote import canonical_path
 from megatron_lightning.errors import ConfigError, DataError
 
 PARTS = ("train", "validation", "test")
@@ -61,6 +63,11 @@ class BlendSpec:
         # Megatron's flat lists start with a weight.
         entries: list[Any] = _pairs(given) if _is_number(given[0]) else list(given)
         if all(isinstance(entry, str) for entry in entries):
+            if any(map(_is_number, entries)):
+                raise ConfigError(
+                    f"{name}={list(given)!r} has numbers among prefixes. Write pairs of a weight "
+                    "and a prefix, such as [[0.3, data/code], [0.7, data/web]]."
+                )
             spec = cls(tuple(entries))
         else:
             for entry in entries:
@@ -73,7 +80,8 @@ class BlendSpec:
             weights = tuple(float(entry[0]) for entry in entries)
             normalized(weights)
             spec = cls(tuple(str(entry[1]) for entry in entries), weights)
-        twice = sorted({one for one in spec.prefixes if spec.prefixes.count(one) > 1})
+        names = Counter(map(canonical_path, spec.prefixes))
+        twice = sorted({one for one in spec.prefixes if names[canonical_path(one)] > 1})
         if twice:
             raise ConfigError(
                 f"{name} names {', '.join(twice)} twice, and a blend would give every sample of it "
@@ -276,7 +284,8 @@ class BlendedDataset(Dataset[Sample]):
 
 class NamedDatasets(Dataset[Sample]):
     """Validation sets as a single data set, mixed by size, so that the first samples cover all
-    sets. Each sample has ``"validation_set"``, the position of the set.
+    sets. Each sample has ``"validation_set"``, the position of the set, and ``"dataset_id"``, the
+    position of the data set within the set: 0 if the set is a single data set.
 
     Args:
         datasets: The sets, each with a length.
@@ -295,4 +304,6 @@ class NamedDatasets(Dataset[Sample]):
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
         number, sample = self._blend[index]
-        return {"validation_set": torch.tensor(number), **self.datasets[number][sample]}
+        # A batch mixes single data sets and blends, so that all samples need the same entries.
+        entries = {"validation_set": torch.tensor(number), "dataset_id": torch.tensor(0)}
+        return {**entries, **self.datasets[number][sample]}

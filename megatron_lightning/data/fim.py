@@ -95,7 +95,7 @@ class FillInTheMiddle:
         Raises:
             ConfigError: If an id is outside of the vocabulary.
         """
-        largest = max(self._special.hidden)
+        largest = self._special.largest
         if largest >= num_ids:
             raise ConfigError(
                 f"a token of fim has id {largest}, and vocab_size={num_ids}. Set vocab_size to "
@@ -168,10 +168,13 @@ class _SpecialIds:
         self.eod = tokenizer.eod
         if fim.fim_eod_token is not None:
             self.eod = _id_of(tokenizer, "fim_eod_token", fim.fim_eod_token)
+        self.largest = max(self.pre, self.mid, self.suf, self.pad, self.eod)
+        """Largest id written into samples."""
         self.split: int | None = None
         if fim.fim_split_sample is not None:
             self.split = _id_of(tokenizer, "fim_split_sample", fim.fim_split_sample)
-        self.hidden = frozenset((self.pre, self.mid, self.suf, self.pad, self.eod))
+        specials = getattr(tokenizer, "special_ids", ())
+        self.hidden = frozenset((self.pre, self.mid, self.suf, self.pad, self.eod, *specials))
         """Ids without a text."""
 
 

@@ -121,7 +121,7 @@ def plan_part(
     config: GPTDatasetConfig,
     index_split: IndexSplit,
     num_samples: int | None,
-) -> tuple[npt.NDArray[np.int32], EpochPlan]:
+) -> tuple[range, EpochPlan]:
     """Return the sequences [D] of a part of the split, and the epochs. Reads only the sequences'
     lengths.
 
@@ -136,11 +136,7 @@ def plan_part(
         )
     sequences, extra = split_sequences(bounds, len(indexed)), config.extra_tokens
     # Only lengths are read: this check also runs before processes start.
-    lengths = (
-        indexed.sequence_lengths[sequences[0] : sequences[-1] + 1]
-        if len(sequences)
-        else np.empty(0, np.int32)
-    )
+    lengths = indexed.sequence_lengths[sequences.start : sequences.stop]
     num_tokens = int(lengths.sum(dtype=np.int64))
     if num_tokens == 0:
         raise DataError(

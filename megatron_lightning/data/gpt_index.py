@@ -45,10 +45,10 @@ def split_matrix(split: str) -> list[Bounds | None]:
     return [(begin, end) if end > begin else None for begin, end in pairwise(edges)]
 
 
-def split_sequences(bounds: Bounds, num_sequences: int) -> npt.NDArray[np.int32]:
+def split_sequences(bounds: Bounds, num_sequences: int) -> range:
     """Return the sequences [D] in ``bounds``."""
     begin, end = (round(bound * float(num_sequences)) for bound in bounds)
-    return np.arange(begin, end, dtype=np.int32)
+    return range(begin, end)
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ class SampleIndices:
 
 def build_indices(
     sequence_lengths: npt.NDArray[np.int32],
-    sequences: npt.NDArray[np.int32],
+    sequences: range,
     plan: EpochPlan,
     *,
     sequence_length: int,
@@ -126,17 +126,31 @@ def build_indices(
     # bit.
     random = np.random.RandomState(seed)
     num_final = len(sequences) if plan.num_samples_before_final > 0 else 0
-    document_index = np.tile(sequences, plan.num_epochs)
+    document_index = _repeated(sequences, plan.num_epochs)
     _shuffle_parts(random, document_index, len(document_index) - num_final)
     sample_index = sample_starts(
         sequence_lengths, document_index, plan.num_samples, sequence_length, extra
     )
-    fits = plan.num_samples < np.iinfo(np.uint32).max - 1
     shuffle_index: npt.NDArray[np.uint32 | np.int64] = np.arange(
-        plan.num_samples, dtype=np.uint32 if fits else np.int64
+        plan.num_samples, dtype=shuffle_dtype(plan.num_samples)
     )
     _shuffle_parts(random, shuffle_index, plan.num_samples_before_final)
     return SampleIndices(document_index, sample_index, shuffle_index)
+
+
+def shuffle_dtype(num_samples: int) -> type[np.uint32 | np.int64]:
+    """Return the type of a shuffle index: Megatron's, with 64 bits where 32 do not suffice."""
+    return np.uint32 if num_samples < np.iinfo(np.uint32).max - 1 else np.int64
+
+
+def _repeated(sequences: range, num_epochs: int) -> npt.NDArray[np.int32]:
+    """Return the sequences of all epochs [E * D]."""
+    num = len(sequences)
+    documents = np.empty((num_epochs, num), np.int32)
+    for begin in range(0, num, _BLOCK):  # without a second array of all documents
+        end = min(begin + _BLOCK, num)
+        documents[:, begin:end] = np.arange(sequences.start + begin, sequences.start + end)
+    return documents.reshape(-1)
 
 
 def _shuffle_parts(

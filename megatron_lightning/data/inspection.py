@@ -6,14 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from megatron_lightning.data.indexed import IndexedDataset
-from megatron_lightning.data.show import NOTE, histogram, new_console
+from megatron_lightning.data.lengths import Lengths
+from megatron_lightning.data.show import NOTE, histogram_text, new_console
 from megatron_lightning.errors import DataError
 
 _BLOCK = 1 << 24  # tokens
-_MOST_SHOWN = 0.99  # of the documents, by length
 
 
 def inspect(prefixes: list[str], *, vocab_size: int | None = None) -> None:
@@ -46,9 +45,7 @@ def inspect(prefixes: list[str], *, vocab_size: int | None = None) -> None:
 
 def length_picture(indexed: IndexedDataset) -> Any:
     """Return the number of documents of each length, as bars. The longest hundredth is counted."""
-    lengths = document_lengths(indexed)
-    most_shown = max(1, int(np.quantile(lengths, _MOST_SHOWN))) if len(lengths) else 1
-    return histogram(lengths, most_shown)
+    return histogram_text(Lengths.of(indexed).histogram())
 
 
 def _summary(indexed: IndexedDataset, smallest: int, largest: int) -> Any:
@@ -62,14 +59,6 @@ def _summary(indexed: IndexedDataset, smallest: int, largest: int) -> Any:
         f"{smallest:,} to {largest:,}",
         style=NOTE,
     )
-
-
-def document_lengths(indexed: IndexedDataset) -> npt.NDArray[np.int64]:
-    """Return the tokens of each document."""
-    if not indexed.num_documents:
-        return np.zeros(0, np.int64)
-    ends = np.concatenate([[0], np.cumsum(indexed.sequence_lengths, dtype=np.int64)])
-    return np.diff(ends[indexed.document_indices])
 
 
 def id_range(indexed: IndexedDataset) -> tuple[int, int]:

@@ -22,6 +22,7 @@ from megatron_lightning.data.encoding import FORMAT, EncodingJob, encoded
 from megatron_lightning.data.fast_backend import TokenizerBackend, check_backend
 from megatron_lightning.data.indexed import IndexedDataset, idx_path
 from megatron_lightning.data.interrupts import termination_as_exit
+from megatron_lightning.data.lengths import Lengths
 from megatron_lightning.data.merge import merged_files
 from megatron_lightning.data.pieces import Piece, cut
 from megatron_lightning.data.sentences import SentenceRule, SentenceSplitter
@@ -130,6 +131,8 @@ def preprocess(  # noqa: PLR0917  # every argument is an option of the command l
             trained.replace(f"{output_prefix}_tokenizer.model")
         shutil.rmtree(folder)
     seconds, num_tokens = time.monotonic() - begin, sum(data.num_tokens for data in sizes)
+    for prefix, indexed in zip(prefixes.values(), sizes, strict=True):
+        print(f"{prefix}, tokens of a document:\n{Lengths.of(indexed).histogram()}")
     print(
         f"{num_tokens} tokens of {tokenizer.vocab_size} ids in {', '.join(prefixes.values())}\n"
         f"{sum(data.num_documents for data in sizes)} documents of {len(files)} files, "

@@ -10,6 +10,7 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import os
+import posixpath
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -41,6 +42,14 @@ def is_remote(path: str) -> bool:
 def local_path(path: str) -> str:
     """Return a local path without the name of its file system."""
     return path.removeprefix("file://")
+
+
+def canonical_path(path: str) -> str:
+    """Return the common name of all spellings of a path or URL."""
+    if not is_remote(path):
+        return os.path.realpath(local_path(path))
+    protocol, _, name = path.partition("://")
+    return f"{protocol}://{posixpath.normpath(name.lstrip('/'))}"
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ and never read others.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 from megatron_lightning.errors import CheckpointError
@@ -26,12 +26,76 @@ def differences(here: Mapping[str, Any], there: Mapping[str, Any]) -> list[str]:
     ]
 
 
+_OF_DATASETS = ("documents", "tokens", "content", "weights")
+"""Settings with a value for each data set."""
+
+
+def changed_rows(
+    here: Mapping[str, Any],
+    there: Mapping[str, Any],
+    names_here: Sequence[str],
+    names_there: Sequence[str],
+) -> list[str]:
+    """Return the differences between settings of blends: a row for each setting, and for each data
+    set that differs.
+
+    Args:
+        here: Settings of the order in this run.
+        there: Settings of the order in the checkpoint's run.
+        names_here: Names of the data sets in this run.
+        names_there: Names of the data sets in the checkpoint's run, in the same order as the
+            settings.
+    """
+    common = {name: value for name, value in here.items() if name not in _OF_DATASETS}
+    rows, before, now = differences(common, there), _by_content(there), _by_content(here)
+    if not before or len(names_there) != len(before) or len(names_here) != len(now):
+        return differences(here, there)
+    titles_before = dict(zip(before, names_there, strict=True))
+    titles = {**titles_before, **dict(zip(now, names_here, strict=True))}
+    lost = {titles[content]: content for content in before if content not in now}
+    for content, found in now.items():
+        # A file of the same name and other content is the same data set, written again.
+        saved = before.get(content) or before.get(lost.pop(titles[content], ""), "absent")
+        if content not in before and found == saved:
+            rows.append(f"{titles[content]}: {found}, of other content here than there")
+        elif found != saved:
+            rows.append(f"{titles[content]}: {found} here, {saved} there")
+    rows += [f"{name}: absent here, {before[content]} there" for name, content in lost.items()]
+    kept = [content for content in now if content in before]
+    if kept != [content for content in before if content in now]:
+        order = ", ".join(titles[content] for content in now)
+        order_before = ", ".join(titles_before[content] for content in before)
+        rows.append(f"order of data sets: {order} here, {order_before} there")
+    return rows or differences(here, there)
+
+
+def _by_content(order: Mapping[str, Any]) -> dict[str, str]:
+    """Return documents, tokens and weight of each data set by the digest of its content."""
+    contents = order.get("content")
+    if contents is None:
+        return {}
+    is_single = isinstance(contents, str)
+    columns = {
+        name: [order[name]] if is_single else order[name] for name in ("documents", "tokens")
+    }
+    contents = [contents] if is_single else contents
+    weights = order.get("weights") or [None] * len(contents)
+    rows = zip(columns["documents"], columns["tokens"], weights, strict=True)
+    texts = [
+        f"{documents} documents, {tokens} tokens"
+        + ("" if weight is None else f", weight {weight:g}")
+        for documents, tokens, weight in rows
+    ]
+    return dict(zip(contents, texts, strict=True))
+
+
 def describe_changes(
     here: Mapping[str, Any],
     there: Mapping[str, Any],
     *,
     on_changed_data: OnChangedData,
     consumed_samples: int | None,
+    rows: Sequence[str] | None = None,
 ) -> str | None:
     """Return a warning about a changed order of the samples. None: the order is the checkpoint's.
 
@@ -41,6 +105,7 @@ def describe_changes(
             compared.
         on_changed_data: ``reorder`` accepts another order.
         consumed_samples: Samples read by the checkpoint's run, if known.
+        rows: The differences in words. None: those of the settings.
 
     Raises:
         CheckpointError: If the order has changed, and ``on_changed_data`` does not accept a change.
@@ -49,12 +114,11 @@ def describe_changes(
     if not differing:
         return None
     what_was_read = "the samples" if consumed_samples is None else f"the {consumed_samples} samples"
-    finding = (
-        f"the checkpoint was written on training data in another order ({'; '.join(differing)})"
-    )
+    table = "\n".join(f"  {row}" for row in rows or differing)
+    finding = f"the checkpoint was written on training data in another order:\n{table}\n"
     if on_changed_data != "reorder":
         raise CheckpointError(
-            f"{finding}: at its position in this order, {what_was_read} that were read would come "
+            f"{finding}At its position in this order, {what_was_read} that were read would come "
             "again in part, and others never. Set these options as they were, or on_changed_data "
             "to "
             '"reorder" to read on at this position of the new order all the same, or start a run '
@@ -63,7 +127,7 @@ def describe_changes(
             'was left, or with "restart".'
         )
     return (
-        f"{finding}. Training reads on at the same position of the new order: of {what_was_read} "
+        f"{finding}Training reads on at the same position of the new order: of {what_was_read} "
         "that were read, those that stand behind it come again, and as many others are never read."
     )
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from megatron_lightning.data.lengths import Histogram, Lengths
 from megatron_lightning.data.packing import Numbers
 from megatron_lightning.data.supervised import IGNORED
 from megatron_lightning.errors import ConfigError
@@ -17,9 +18,6 @@ if TYPE_CHECKING:
 
 Decode = Callable[[Sequence[int]], str]
 """Token ids -> text."""
-_BARS = 16
-_WIDTH = 48
-_EIGHTHS = " ▏▎▍▌▋▊▉"
 TRAINED, PROMPT, NOTE = "bold green", "dim", "cyan"
 _SPACES = str.maketrans({"\n": "⏎\n", "\t": "⇥"})
 
@@ -87,27 +85,21 @@ def sample_note(sample: Mapping[str, npt.NDArray[np.int64]]) -> str:
 
 def histogram(lengths: Numbers, longest: int) -> Text:
     """Return the number of documents of each length up to ``longest`` tokens, as bars."""
+    found = Lengths()
+    found.add(lengths)
+    return histogram_text(found.histogram(longest))
+
+
+def histogram_text(found: Histogram) -> Text:
+    """Return bars in colors."""
     from rich.text import Text
 
-    edges = np.unique(np.linspace(0, longest, _BARS + 1).astype(int))
-    counts, _ = np.histogram(lengths - 1, edges)
-    num_longer = int((lengths > longest).sum())
-    most, text = max(1, int(counts.max())), Text()
-    digits = len(str(longest))
-    for number, count in enumerate(counts.tolist()):
-        cells, eighths = divmod(round(8 * _WIDTH * count / most), 8)
-        bar = "█" * cells + (_EIGHTHS[eighths] if eighths else "")
-        bar = bar or ("▏" if count else "")
-        label = f"{edges[number] + 1:>{digits}} to {edges[number + 1]:>{digits}} "
-        text.append(label, style=PROMPT)
-        text.append(bar, style=TRAINED)
-        text.append(f" {count}\n" if count else "\n", style=PROMPT)
-    median = int(np.median(lengths)) if len(lengths) else 0
-    longer = f", {num_longer} longer than {longest}" if num_longer else ""
-    text.append(
-        f"{len(lengths)} documents, {int(lengths.sum())} tokens, median {median}{longer}",
-        style=NOTE,
-    )
+    text = Text()
+    for one in found.bars:
+        text.append(f"{one.label} ", style=PROMPT)
+        text.append(one.bar, style=TRAINED)
+        text.append(f" {one.num_documents}\n" if one.num_documents else "\n", style=PROMPT)
+    text.append(found.note, style=NOTE)
     return text
 
 

@@ -127,6 +127,12 @@ class JsonTokenizer(PlainTokenizer):
         token_id: int | None = self._tokenizer.token_to_id(token)
         return token_id
 
+    @property
+    def special_ids(self) -> frozenset[int]:
+        """Ids without a text."""
+        added = self._tokenizer.get_added_tokens_decoder()
+        return frozenset(number for number, token in added.items() if token.special)
+
     def pieces(self) -> list[str]:
         """Return the piece of each id."""
         return [self._tokenizer.id_to_token(number) or "" for number in range(self.vocab_size)]
@@ -167,6 +173,14 @@ class TiktokenTokenizer(PlainTokenizer):
                 f"eod={eod!r} is none of the special tokens {sorted(self._special)}. Add it to "
                 "special_tokens with its id."
             )
+        numbers = list(self._special.values())
+        used = {*ranks.values()} & {*numbers}
+        if used or len(set(numbers)) < len(numbers):
+            raise ConfigError(
+                f"special_tokens={self._special}: "
+                + (f"{sorted(used)} are ranks of {path}" if used else "two tokens share an id")
+                + f", so that an id would have two texts. Set ids from {len(ranks)} on."
+            )
         self._encoding: Any = tiktoken.Encoding(
             Path(path).name,
             pat_str=pattern,
@@ -181,6 +195,11 @@ class TiktokenTokenizer(PlainTokenizer):
     def identity(self) -> str:
         """Digest of ranks, pattern and special tokens."""
         return _digest(self._content.encode())
+
+    @property
+    def special_ids(self) -> frozenset[int]:
+        """Ids without a text."""
+        return frozenset(self._special.values())
 
     @property
     def unique_identifiers(self) -> Mapping[str, object]:

@@ -191,6 +191,11 @@ class HuggingFaceTokenizer:
         token_id: int | None = self.backend.get_vocab().get(token)
         return token_id
 
+    @property
+    def special_ids(self) -> frozenset[int]:
+        """Ids without a text."""
+        return frozenset(self.backend.all_special_ids)
+
     def pieces(self) -> list[str]:
         """Return the piece of each id."""
         pieces: list[str] = self.backend.convert_ids_to_tokens(list(range(self.vocab_size)))

@@ -28,7 +28,7 @@ from megatron_lightning.data.gpt import IndexSplit
 from megatron_lightning.data.gpt_index import split_matrix
 from megatron_lightning.data.identity import content_digest
 from megatron_lightning.data.indexed import IndexedDataset
-from megatron_lightning.data.resume import OnChangedData, describe_changes
+from megatron_lightning.data.resume import OnChangedData, changed_rows, describe_changes
 from megatron_lightning.data.sidecar import check_tokenizer
 from megatron_lightning.data.skipped import SkippedSamples
 from megatron_lightning.data.tokenizers import tokenizer_files
@@ -160,6 +160,7 @@ class IndexedDataModule(RunDataModule):
             ConfigError: If there is no part to train on.
             DataError: If the data cannot be read, or a part of the split has too few tokens.
         """
+        self._check_special_ids()
         # A subclass may create the files in prepare_data.
         if type(self).prepare_data is IndexedDataModule.prepare_data:
             for name, num_samples in self._parts(stage).items():
@@ -190,6 +191,7 @@ class IndexedDataModule(RunDataModule):
         consumed = self._consumed_samples()
         return {
             "order": self._order(),
+            "files": self.train_prefixes(),
             "consumed_samples": consumed,
             **self._positions(consumed),
             "skip_samples": self.skip_samples,
@@ -199,6 +201,11 @@ class IndexedDataModule(RunDataModule):
     def _positions(self, consumed: int | None) -> dict[str, Any]:
         """Return the samples read from each data set."""
         return train_state(self._datasets.get("train"), self._contents(), consumed)
+
+    @cached_property
+    def _tokenizer_digest(self) -> str | None:
+        """Digest of the tokenizer. Made once, since the rules of a large vocabulary take long."""
+        return None if self.tokenizer is None else self.tokenizer.identity[:16]
 
     @cached_property
     def _kept_tokenizer(self) -> dict[str, Any]:
@@ -238,12 +245,22 @@ class IndexedDataModule(RunDataModule):
                 saved_order,
                 on_changed_data=self.on_changed_data,
                 consumed_samples=state_dict["consumed_samples"],
+                rows=self._changed_rows(order, state_dict),
             )
         if warning is not None:
             rank_zero_warn(warning)
         # Ranges skipped by the run and ranges named now both stay skipped.
         all_skipped = SkippedSamples([*self.skip_samples, *state_dict.get("skip_samples", [])])
         self.skip_samples = [list(r) for r in all_skipped.ranges]
+
+    def _changed_rows(
+        self, order: Mapping[str, Any], state_dict: Mapping[str, Any]
+    ) -> list[str] | None:
+        """Return the differences to the checkpoint's order, data set by data set."""
+        if "content" not in order:  # random samples
+            return None
+        names_there = state_dict.get("files", [])
+        return changed_rows(order, state_dict["order"], self.train_prefixes(), names_there)
 
     def _begin(self, phase: Phase) -> ContinuedBlend:
         """Read the current training data from a position of the run on."""
@@ -265,12 +282,15 @@ class IndexedDataModule(RunDataModule):
             counts = {name: values[0] for name, values in counts.items()}
         else:
             counts["weights"] = None if spec.weights is None else list(spec.weights)
+        # Ends of documents, padding and texts depend on the tokenizer, if there is one.
+        tokenizer = {} if self.tokenizer is None else {"tokenizer": self._tokenizer_digest}
         return {
             "sequence_length": self.sequence_length,
             "seed": self.config.random_seed,
             "split": self._split_of("train").split,
             "num_train_samples": self._num_samples["train"],
             **self.order_settings(),
+            **tokenizer,
             **counts,
         }
 
@@ -325,9 +345,9 @@ class IndexedDataModule(RunDataModule):
     def _make(self, name: IndexSplit) -> Make:
         """Return the factory of a part's data sets."""
         vocab_size = self.config.vocab_size
-        if self.vocab_size is None:  # the model's size, if stored as in GPTLightningModule
-            size = getattr(getattr(self._run_module(), "config", None), "vocab_size", None)
-            vocab_size = size if isinstance(size, int) else None
+        if self.vocab_size is None:
+            vocab_size = self._model_vocabulary()
+        self._check_special_ids()
         config = replace(self._split_of(name), vocab_size=vocab_size)
 
         def make(prefix: str, num_samples: int | None, pass_number: int = 0) -> Any:
@@ -335,6 +355,29 @@ class IndexedDataModule(RunDataModule):
             return self.make_dataset(prefix, replace(config, random_seed=seed), name, num_samples)
 
         return make
+
+    def _model_vocabulary(self) -> int | None:
+        """Return the vocabulary of the model, if stored as in GPTLightningModule."""
+        size = getattr(getattr(self._run_module(), "config", None), "vocab_size", None)
+        return size if isinstance(size, int) else None
+
+    def _check_special_ids(self) -> None:
+        """Check that the model has the special ids of the tokenizer.
+
+        Raises:
+            ConfigError: If an id is outside of the vocabulary.
+        """
+        sizes = [size for size in (self.config.vocab_size, self._model_vocabulary()) if size]
+        if self.tokenizer is None or not sizes:
+            return
+        for name in ("eod", "pad"):
+            number = getattr(self.tokenizer, name)
+            if number >= min(sizes):
+                raise ConfigError(
+                    f"the tokenizer's {name} has id {number}, and the vocabulary of the model has "
+                    f"{min(sizes)} ids. Set vocab_size to {number + 1} or more, or tokenizer_model "
+                    "to the tokenizer of the data."
+                )
 
     def _open(self, stage: str) -> dict[IndexSplit, Any]:
         def opened(name: IndexSplit, count: int | None) -> Any:

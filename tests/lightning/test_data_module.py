@@ -163,6 +163,11 @@ def test_errors_reach_the_user(prefix: str, tmp_path: Path) -> None:
         PretrainDataModule(prefix, 16, 0)
     with pytest.raises(DataError, match=r"missing\.idx: cannot be read"):
         trainer().fit(Recorder(), datamodule=PretrainDataModule(str(tmp_path / "missing"), 16, 2))
+    with pytest.raises(ConfigError, match=r"tokenizer's eod has id 256, and the vocabulary .* 200"):
+        data = PretrainDataModule(
+            prefix, 16, 2, tokenizer_type="bytes", tokenizer_model="x", vocab_size=200
+        )
+        trainer().fit(Recorder(), datamodule=data)
     readers: list[dict[str, Any]] = [{}, {"num_workers": 1}, {"reading_thread": True}]
     for reader in readers:
         data = PretrainDataModule(prefix, 16, 2, split="1", vocab_size=50, **reader)

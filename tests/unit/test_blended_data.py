@@ -137,6 +137,10 @@ def test_forms_of_a_blend(tmp_path: Path) -> None:
     [
         ([], "must be a prefix, a list of prefixes"),
         (["a", "b", "a"], "names a twice"),
+        (["data/a", "data/./a"], "names data/./a, data/a twice"),
+        (["/data/a", "file:///data/a"], "names /data/a, file:///data/a twice"),
+        (["memory://x/a", "memory:///x/a"], "names memory:///x/a, memory://x/a twice"),
+        (["a", "0.3", "b", "0.7"], "has numbers among prefixes"),
         ([[0.5, "a"], "b"], "the entry 'b' among pairs"),
         ([[0.0, "a"], [1.0, "b"]], "each must be a number above 0"),
         (["0.3", "a", "0.7"], "a flat list has a weight before every prefix"),
@@ -178,9 +182,25 @@ def test_named_validation_sets_are_mixed(folder: Path) -> None:
     data.setup("fit")
     assert data.validation_names == ("b", "c")
     rows = list(data.val_dataloader())
+    assert all((batch["dataset_id"] == 0).all() for batch in rows)
     sets = torch.cat([batch["validation_set"] for batch in rows])
     inside = data._datasets["valid"]
     assert isinstance(inside, NamedDatasets)
     assert torch.bincount(sets).tolist() == [len(one) for one in inside.datasets]
     assert set(sets[:4].tolist()) == {0, 1}
     assert "dataset_id" in next(iter(data.train_dataloader()))
+
+
+def test_named_validation_sets_may_be_blends(folder: Path) -> None:
+    """A batch mixes samples of a blend and of a single data set."""
+    pairs = [[0.5, str(folder / "corp")], [0.5, str(folder / "corpB")]]
+    data = PretrainDataModule(
+        {"train": str(folder / "corp"), "validation": {"b": pairs, "c": str(folder / "corpC")}},
+        16, 4, num_val_samples=20, cache_dir=str(folder / "cache"),
+    )  # fmt: skip
+    data.setup("fit")
+    rows: Any = list(data.val_dataloader())
+    ids = torch.cat([batch["dataset_id"] for batch in rows])
+    sets = torch.cat([batch["validation_set"] for batch in rows])
+    assert torch.bincount(ids[sets == 0]).tolist() == [10, 10]
+    assert not ids[sets == 1].any()

@@ -21,7 +21,7 @@ import torch
 from megatron_lightning.data import gpt_index
 from megatron_lightning.data.gpt import GPTDataset, GPTDatasetConfig, IndexSplit
 from megatron_lightning.data.gpt_index import build_indices, plan_epochs, split_matrix
-from megatron_lightning.data.indexed import IndexedDatasetWriter
+from megatron_lightning.data.indexed import IndexedDatasetWriter, index_header
 from megatron_lightning.data.tokenizers import NO_PAD
 from megatron_lightning.errors import ConfigError, DataError
 from tests.unit.test_indexed import document
@@ -283,7 +283,7 @@ def test_vectorised_sample_index_equals_the_walk(
     plan = plan_epochs(
         int(lengths.sum()), int(random.randint(1, 60)), sequence_length, extra, drop_last
     )
-    sequences = np.arange(len(lengths), dtype=np.int32)
+    sequences = range(len(lengths))
     indices = build_indices(
         lengths, sequences, plan, sequence_length=sequence_length, extra=extra, seed=seed
     )
@@ -293,12 +293,12 @@ def test_vectorised_sample_index_equals_the_walk(
             stream, plan.num_samples, sequence_length, extra
         )
     assert sorted(indices.shuffle_index.tolist()) == list(range(plan.num_samples))
-    assert sorted(indices.document_index.tolist()) == sorted(sequences.tolist() * plan.num_epochs)
+    assert sorted(indices.document_index.tolist()) == sorted([*sequences] * plan.num_epochs)
 
 
 def test_index_of_a_billion_tokens() -> None:
     lengths = np.full(1_000_000, 1000, np.int32)
-    sequences = np.arange(len(lengths), dtype=np.int32)
+    sequences = range(len(lengths))
     plan = plan_epochs(1_000_000_000, None, 2048, 1)
     indices = build_indices(lengths, sequences, plan, sequence_length=2048, extra=1, seed=1)
     position, offset = indices.sample_index[-1].tolist()
@@ -317,6 +317,37 @@ def test_index_of_a_trillion_tokens() -> None:
     # the start of a document is read by the sample before, whose last label it is
     assert (found[1:, 0] == expected[1:] // 500).all() and (found[:, 1] == expected % 500).all()
     assert gpt_index.sample_starts(lengths, stream[:9], 8, 500, 1).dtype == np.int32
+
+
+def test_a_shuffle_of_more_samples_than_32_bits_number() -> None:
+    assert gpt_index.shuffle_dtype(2**32 - 3) == np.uint32
+    assert gpt_index.shuffle_dtype(2**32 - 2) == np.int64
+
+
+def test_tokens_beyond_4_gib(tmp_path: Path) -> None:
+    """A sparse file of 12 GiB: sequences of the most tokens, the last with marks at both ends."""
+    length, size = 2**31 - 1, 2
+    with (tmp_path / "x.bin").open("wb") as file:
+        file.truncate(3 * length * size)
+        for place in (2 * length, 3 * length - 2):
+            file.seek(place * size)
+            file.write(np.array([7, 8], "<u2").tobytes())
+    (tmp_path / "x.idx").write_bytes(
+        index_header(np.dtype("<u2"), 3, 4)
+        + np.full(3, length, "<i4").tobytes()
+        + (np.arange(3) * length * size).astype("<i8").tobytes()
+        + np.arange(4, dtype="<i8").tobytes()
+    )
+    config = GPTDatasetConfig(sequence_length=1 << 20, split="1", cache_dir=str(tmp_path / "c"))
+    data = GPTDataset(str(tmp_path / "x"), config)
+    assert len(data) == (3 * length - 1) >> 20
+    assert data.indexed.get(2, 0, 3).tolist() == [7, 8, 0]
+    assert data.indexed.get(2, length - 2).tolist() == [7, 8]
+    order = data.indices.document_index.tolist()
+    row = (order.index(2) * length) >> 20  # the sample in which the marked sequence begins
+    sample = data[data.indices.shuffle_index.tolist().index(row)]
+    place = order.index(2) * length - (row << 20)
+    assert sample["tokens"][place : place + 2].tolist() == [7, 8]
 
 
 def test_samples_tile_the_stream(corp: str) -> None:

@@ -489,7 +489,9 @@ def test_the_same_bytes_whatever_is_stopped_and_how_many_workers(
     resumed = preprocess(str(tmp_path / "b" / "x"), str(lines), tokenizer_model=model, workers=2)
     num_pieces = len(pieces.cut([str(lines)]))
     assert num_pieces > 6
-    assert f"{num_pieces - 3} of {num_pieces} pieces tokenized now" in capsys.readouterr().out
+    summary = capsys.readouterr().out
+    assert f"{num_pieces - 3} of {num_pieces} pieces tokenized now" in summary
+    assert "_text_document, tokens of a document:\n" in summary and "█" in summary
     assert _bytes(resumed["text"]) == _bytes(whole)
     assert files_in(tmp_path / "b") == [f"x_text_document.{end}" for end in ("bin", "idx", "json")]
 

@@ -7,10 +7,12 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from megatron_lightning.data import ByteTokenizer, NullTokenizer, PlainTokenizer, load_tokenizer
+from megatron_lightning.data.fim import FillInTheMiddle
 from megatron_lightning.data.tokenizers import train_sentencepiece
 from megatron_lightning.errors import ConfigError, DataError
 
@@ -136,6 +138,39 @@ def test_tiktoken_with_its_pattern(tmp_path: Path) -> None:
     special = {"<x>": 300}
     with pytest.raises(ConfigError, match="is none of the special tokens"):
         TiktokenTokenizer(str(tmp_path / "r.tiktoken"), pattern=PATTERN, special_tokens=special)
+    for special, message in (
+        ({"<|endoftext|>": 258}, r"\[258\] are ranks of"),
+        ({"<|endoftext|>": 259, "<x>": 259}, "two tokens share an id.*from 259 on"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            TiktokenTokenizer(str(tmp_path / "r.tiktoken"), pattern=PATTERN, special_tokens=special)
+
+
+@pytest.mark.parametrize("kind", ["huggingface", "json"])
+def test_fill_in_the_middle_leaves_special_tokens_out(kind: Any, tmp_path: Path) -> None:
+    """As in Megatron: the text that is cut has no special token."""
+    folder = json_folder(tmp_path / "tokens")
+    rules = json.loads((folder / "tokenizer.json").read_text())
+    names = [f"<fim_{name}>" for name in ("prefix", "middle", "suffix", "pad")] + ["<repository>"]
+    for name in names:
+        token = {
+            "id": len(rules["model"]["vocab"]), "content": name, "special": True,
+            "single_word": False, "lstrip": False, "rstrip": False, "normalized": False,
+        }  # fmt: skip
+        rules["model"]["vocab"][name] = token["id"]
+        rules["added_tokens"].append(token)
+    (folder / "tokenizer.json").write_text(json.dumps(rules))
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps({**settings, "additional_special_tokens": names})
+    )
+    tokenizer: Any = load_tokenizer(folder, kind)
+    fim = FillInTheMiddle(fim_rate=1.0, fim_spm_rate=0.0, tokenizer=tokenizer)
+    found = fim(tokenizer.encode("abc<repository>def"), np.random.RandomState(0), 20).tolist()
+    assert tokenizer.token_id("<repository>") not in found
+    assert sorted(tokenizer.decode([i for i in found if i not in tokenizer.special_ids])) == [
+        *"abcdef"
+    ]
 
 
 @pytest.mark.parametrize("kind", ["sentencepiece", "huggingface", "json", "bytes", "class_path"])
