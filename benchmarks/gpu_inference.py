@@ -329,7 +329,7 @@ def load_untouched(folder: Path, device: str) -> Any:
     placement = resolve("auto", num_ranks=1, num_chunks=1).placement
     part = assemble(model, context, None, placement, PipelineOptions())
     read_weights(model, part, context)
-    return model
+    return model.to(device)  # buffers that no file has
 
 
 def load_ours(folder: Path, device: str) -> Any:

@@ -256,6 +256,7 @@ def load_engine(
         model = saved.build().eval()
         part = assemble(model, context, None, choice.placement, PipelineOptions())
     saved.fill(model, part, context)
+    model.to(context.device)  # buffers that no file has
     if not isinstance(model, GPTModel):
         refuse_routes(options)
         check_drafts(None, options or EngineOptions())

@@ -8,6 +8,7 @@ without a cache as the scale.
 
 from __future__ import annotations
 
+import gc
 import json
 import socket
 import subprocess
@@ -289,6 +290,7 @@ def _fit(tokenizer: str, precision: Any, *, writes: bool) -> tuple[list[float], 
     )  # fmt: skip
     module = GPTLightningModule(FIT, learning_rate=1e-2)
     run.fit(module, DataLoader(rows, batch_size=8))
+    gc.collect()  # of fits before
     allocated = torch.cuda.memory_allocated() if torch.cuda.is_available() else 0
     return losses.losses, texts, allocated
 
@@ -358,6 +360,8 @@ def test_untouched_models_write_by_their_own_generate(tmp_path: Path) -> None:
     for dtype in ("float32", "bfloat16"):
         engine: Any = load_engine(tmp_path / "neox", device=CUDA, dtype=dtype)
         assert type(engine).__name__ == "OwnGenerate"
+        tensors = [*engine.model.parameters(), *engine.model.buffers()]
+        assert {tensor.device for tensor in tensors} == {torch.device(CUDA)}
         texts = texts_of(engine, GREEDY, prompts)
         if dtype == "float32":
             assert texts == theirs(tmp_path / "neox", prompts, 16)

@@ -14,6 +14,8 @@ from megatron_lightning.config import TransformerConfig
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.layers import CoreAttention, SequenceInfo
 from megatron_lightning.layers.attention_backend import chosen_backend
+from megatron_lightning.layers.context import kernels
+from megatron_lightning.layers.context.blocks import Block
 from megatron_lightning.layers.context.kernels import kernel_for
 from megatron_lightning.precision.transformer_engine.engines import AttentionEngine
 from megatron_lightning.rules import check_attention_backend
@@ -163,3 +165,31 @@ def test_transformer_engine_leaves_named_kernels_to_torch() -> None:
     for backend, taken in (("auto", True), ("flash", False), ("math", False)):
         engine = AttentionEngine(CoreAttention(0.0, backend=backend), no_module)
         assert engine.takes(q, SequenceInfo()) is taken
+
+
+@pytest.mark.parametrize(("size", "value_size"), [(12, 12), (8, 5), (16, 16)])
+def test_heads_are_padded_for_kernels_of_cuda(size: int, value_size: int) -> None:
+    """Zeros change no sum, but its order: an output may be rounded the other way (2^-8)."""
+    q, k = torch.randn(2, 2, 4, 6, size, dtype=torch.bfloat16)
+    v = torch.randn(2, 4, 6, value_size, dtype=torch.bfloat16)
+    inputs, plain = kernels.Inputs(q, k, v), kernels._Math()
+    seen: list[int] = []
+
+    class Recorded:
+        name = "recorded"
+
+        def forward(self, inputs: Any, *rest: Any) -> Any:
+            seen.extend(x.shape[-1] for x in inputs)
+            return plain.forward(inputs, *rest)
+
+        def backward(self, grad: Tensor, inputs: Any, output: Any, *rest: Any) -> Any:
+            seen.extend(x.shape[-1] for x in (grad, *inputs, output.out))
+            return plain.backward(grad, inputs, output, *rest)
+
+    padded = kernels._Padded(Recorded())
+    block = Block(slice(0, 6), slice(0, 6), "band", 0, 3)
+    expected, found = (x.forward(inputs, block, 0.3) for x in (plain, padded))
+    torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-5)
+    grads = [x.backward(found.out, inputs, found, block, 0.3) for x in (plain, padded)]
+    torch.testing.assert_close(grads[1], grads[0], rtol=1e-4, atol=1e-5)
+    assert len(seen) == 8 and {x % 8 for x in seen} == {0}

@@ -343,9 +343,48 @@ def _pieces(block: Block, inputs: Inputs) -> Iterator[tuple[slice, slice, Block]
         yield at, to, piece if block.mask == "none" else replace(piece, mask="band")
 
 
+class _Padded:
+    """A kernel over heads padded with zeros, since fused kernels of CUDA in half precision take
+    heads of a multiple of 8 channels, and values as wide as keys. Zeros change no score.
+    """
+
+    def __init__(self, kernel: Kernel) -> None:
+        self._kernel = kernel
+        self.name = kernel.name
+
+    def forward(self, inputs: Inputs, block: Block, scale: float) -> Output:
+        found = self._kernel.forward(_padded(inputs), block, scale)
+        return Output(found.out[..., : inputs.v.shape[-1]], found.log_sum)
+
+    def backward(
+        self, grad: Tensor, inputs: Inputs, output: Output, block: Block, scale: float
+    ) -> Inputs:
+        padded = _padded(inputs)
+        size = padded.v.shape[-1]
+        final = Output(_pad(output.out, size), output.log_sum)
+        grads = self._kernel.backward(_pad(grad, size), padded, final, block, scale)
+        return Inputs(*(g[..., : x.shape[-1]] for g, x in zip(grads, inputs, strict=True)))
+
+
+def _padded(inputs: Inputs) -> Inputs:
+    """Return half-precision inputs with heads of equal sizes, a multiple of 8."""
+    if inputs.q.dtype not in (torch.bfloat16, torch.float16):
+        return inputs
+    size = max(x.shape[-1] for x in inputs)
+    return Inputs(*(_pad(x, size + -size % 8) for x in inputs))
+
+
+def _pad(x: Tensor, size: int) -> Tensor:
+    missing = size - x.shape[-1]
+    return torch.nn.functional.pad(x, (0, missing)) if missing else x
+
+
 _CUDA: Mapping[str, Callable[[], Kernel]] = {
-    "auto": _Cuda, "flash": _CudaFlash, "efficient": _MemoryEfficient, "math": _Math,
-}  # fmt: skip
+    "auto": lambda: _Padded(_Cuda()),
+    "flash": lambda: _Padded(_CudaFlash()),
+    "efficient": lambda: _Padded(_MemoryEfficient()),
+    "math": _Math,
+}
 _CPU: Mapping[str, Callable[[], Kernel]] = {"auto": _CpuFlash, "flash": _CpuFlash, "math": _Math}
 
 
