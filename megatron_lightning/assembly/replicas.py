@@ -233,7 +233,7 @@ def _sketch(tensor: Tensor) -> Tensor:
     generator, values = torch.Generator().manual_seed(0), []
     for _ in range(2):
         signs, weights = (
-            (torch.randint(0, 2, (size,), generator=generator) * 2 - 1).to(rows)
+            (torch.randint(0, 2, (size,), generator=generator, device="cpu") * 2 - 1).to(rows)
             for size in (_ROW, rows.shape[0])
         )
         values.append((rows @ signs).double() @ weights.double())

@@ -119,7 +119,7 @@ def _inputs(bridge: AutoBridge, model: Any) -> dict[str, Tensor]:
     model = model.model if isinstance(model, Streamed) else model
     vocabulary = model.get_input_embeddings().weight.shape[0]
     generator = torch.Generator().manual_seed(0)
-    tokens = torch.randint(0, vocabulary, (_ROWS, _LENGTH), generator=generator)
+    tokens = torch.randint(0, vocabulary, (_ROWS, _LENGTH), generator=generator, device="cpu")
     inputs = {"input_ids": tokens}
     if getattr(bridge.config, "is_encoder_decoder", False):
         inputs["decoder_input_ids"] = tokens

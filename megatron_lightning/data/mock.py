@@ -37,7 +37,9 @@ class MockGPTDataset(Dataset[dict[str, Tensor]]):
         if not 0 <= index < self._num_samples:
             raise IndexError(f"sample {index} of {self._num_samples}")
         generator = torch.Generator().manual_seed((self._seed * 1_000_003 + index) % _SEEDS)
-        text = torch.randint(self._vocab_size, (self._sequence_length + 1,), generator=generator)
+        text = torch.randint(
+            self._vocab_size, (self._sequence_length + 1,), generator=generator, device="cpu"
+        )
         return {
             "tokens": text[:-1].clone(),
             "labels": text[1:].clone(),

@@ -82,7 +82,8 @@ class Sampling:
         # In the vocabulary's order, not by probability: layouts round differently, and a swap of
         # two near-equal probabilities would give another token.
         cumulative = probabilities.cumsum(dim=-1)
-        point = torch.rand((), generator=generator, dtype=torch.float64) * cumulative[-1]
+        drawn = torch.rand((), generator=generator, dtype=torch.float64, device="cpu")
+        point = drawn * cumulative[-1]
         return int(torch.searchsorted(cumulative, point, right=True).clamp(max=len(cumulative) - 1))
 
     def _filtered(self, logits: Tensor) -> Tensor:

@@ -132,8 +132,8 @@ class Adapters(Attachment):
         digest = hashlib.sha256(f"{self._seed}/{name}".encode()).digest()
         draws = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
         bound = 1 / math.sqrt(tensor.shape[-1])
-        # Equal draws for all dtypes and devices.
-        values = torch.empty(tensor.shape, dtype=torch.float32)
+        # Equal draws for all dtypes and devices, also where new tensors are on a GPU or meta.
+        values = torch.empty(tensor.shape, dtype=torch.float32, device="cpu")
         tensor.copy_(values.uniform_(-bound, bound, generator=draws))
 
     def forward(self, x: Tensor, *counts: Tensor) -> Tensor:

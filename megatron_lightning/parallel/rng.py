@@ -170,7 +170,7 @@ class RngStreams:
         """Return the next seed of stream ``name``."""
         generator = torch.Generator()
         generator.set_state(self._states[name])
-        drawn = int(torch.randint(2**62, (), generator=generator))
+        drawn = int(torch.randint(2**62, (), generator=generator, device="cpu"))
         self._states[name] = generator.get_state()
         return drawn
 

@@ -1,4 +1,6 @@
-"""Check of ``CUDA_DEVICE_MAX_CONNECTIONS``, the number of queues from the host to a GPU.
+"""Checks of the ways between a host and its GPU, and between GPUs:
+``CUDA_DEVICE_MAX_CONNECTIONS``, the number of queues from the host to a GPU, and the backend of
+process groups.
 
 With one queue, kernels start in launch order. Tensor and context parallel layers need launch order
 to overlap: a collective launched before a GEMM also gets its thread blocks before the GEMM.
@@ -11,6 +13,7 @@ from __future__ import annotations
 import os
 
 import torch
+import torch.distributed as dist
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from megatron_lightning.errors import ConfigError
@@ -52,6 +55,27 @@ def check_connections(
             f"parallel {layout.cp} on a GPU of compute capability {capability[0]}.{capability[1]}. "
             "Below 10.0 collectives overlap with GEMMs only if kernels start in the order of "
             f"their launch. Set {VARIABLE}=1 before Python starts."
+        )
+
+
+def check_exchange(layout: ParallelLayout, device: torch.device) -> None:
+    """Check that process groups can exchange activations on GPUs.
+
+    Raises:
+        ConfigError: If gloo, which copies tensors of a GPU to the host in collectives alone, is to
+            send activations. A message from the memory of a GPU would end the process.
+    """
+    sizes = {"tensor": layout.tp, "pipeline": layout.pp, "context": layout.cp, "expert": layout.ep}
+    split = ", ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)
+    if device.type != "cuda" or not split or not dist.is_initialized():
+        return
+    backends = dict(part.split(":") for part in dist.get_backend_config().split(","))
+    if backends.get("cuda") == "gloo":
+        raise ConfigError(
+            f"the process group is of gloo, and ranks share a model on GPUs ({split}): gloo sends "
+            "nothing from the memory of a GPU. Leave process_group_backend unset, which is NCCL on "
+            "GPUs. For several ranks on one GPU, NCCL needs version 2.30 or above, and "
+            "NCCL_MULTI_RANK_GPU_ENABLE=1."
         )
 
 

@@ -28,7 +28,11 @@ from megatron_lightning.optim.stepping.chained import members
 from megatron_lightning.parallel.absent import AbsentListing, drop_absent
 from megatron_lightning.strategies import lightning_internals as internals
 from megatron_lightning.strategies.checks import preflight
-from megatron_lightning.strategies.checks.connections import check_connections, gpu_capability
+from megatron_lightning.strategies.checks.connections import (
+    check_connections,
+    check_exchange,
+    gpu_capability,
+)
 from megatron_lightning.strategies.hooks.rank_hooks import RankHooks
 from megatron_lightning.strategies.launch.run_logs import create_experiments
 from megatron_lightning.strategies.launch.stopping import handle_requeue
@@ -66,6 +70,7 @@ class SetupHooks(RankHooks):
         is_new = self.ranks.connect(
             self.cluster_environment, self._planned_world_size, self.root_device, self._write_logs
         )
+        check_exchange(self.layout, self.root_device)
         if is_new and self.run is not None:
             self.run.forget_part()
         trainer = internals.attached_trainer(self.module)

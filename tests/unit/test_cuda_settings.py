@@ -15,7 +15,11 @@ from megatron_lightning.parallel import ParallelContext, ParallelLayout
 from megatron_lightning.parallel.context import GROUPS
 from megatron_lightning.parallel.nccl import NcclOptions, options_by_ranks, read_nccl_options
 from megatron_lightning.strategies import MegatronStrategy
-from megatron_lightning.strategies.checks.connections import VARIABLE, check_connections
+from megatron_lightning.strategies.checks.connections import (
+    VARIABLE,
+    check_connections,
+    check_exchange,
+)
 from tests.helpers.ranks import run_ranks
 
 HOPPER, BLACKWELL = (9, 0), (10, 0)
@@ -133,3 +137,18 @@ def test_fsdp_refuses_one_queue(monkeypatch: pytest.MonkeyPatch) -> None:
     check_connections(ParallelLayout(), "fsdp", None)
     with pytest.raises(ConfigError, match=rf"{VARIABLE} is 1 and data_parallel is \"fsdp\""):
         check_connections(ParallelLayout(), "fsdp", HOPPER)
+
+
+def _exchange() -> str:
+    gpu = torch.device("cuda", 0)
+    check_exchange(ParallelLayout(), gpu)
+    check_exchange(ParallelLayout(tensor_model_parallel_size=2), torch.device("cpu"))
+    with pytest.raises(ConfigError) as caught:
+        check_exchange(ParallelLayout(pipeline_model_parallel_size=2), gpu)
+    return str(caught.value)
+
+
+def test_gloo_sends_no_activations_of_gpus() -> None:
+    for message in run_ranks(2, _exchange):
+        assert "(pipeline 2): gloo sends nothing from the memory of a GPU" in message
+        assert "Leave process_group_backend unset" in message

@@ -4,6 +4,7 @@ values."""
 from __future__ import annotations
 
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from megatron_lightning.config import DeltaNetConfig, TransformerConfig
 from megatron_lightning.layers import SequenceInfo
+from megatron_lightning.layers.state_space import delta_kernel
 from megatron_lightning.layers.state_space.delta_kernel import DeltaKernel, load_kernel
 from megatron_lightning.layers.state_space.delta_net import GatedDeltaNet
 from megatron_lightning.layers.state_space.delta_rule import delta_rule
@@ -74,8 +76,39 @@ def test_no_kernel_is_loaded_without_a_gpu() -> None:
     assert not DeltaKernel.takes(x)
 
 
+@pytest.mark.parametrize(
+    ("capability", "triton", "tilelang", "loads"),
+    [
+        ((9, 0), "3.6.0", None, False),
+        ((9, 0), "3.6.0", object(), True),
+        ((9, 0), "3.3.1", None, True),
+        ((9, 0), "3.7.1", None, True),
+        ((10, 0), "3.6.0", None, True),
+    ],
+)
+def test_kernels_without_gradients_are_not_loaded(
+    capability: tuple[int, int],
+    triton: str,
+    tilelang: object,
+    loads: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    recwarn: pytest.WarningsRecorder,
+) -> None:
+    """flash-linear-attention refuses backward on Hopper with some versions of Triton."""
+    function = lambda **_: None  # noqa: E731
+    package = SimpleNamespace(chunk_gated_delta_rule=function)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    monkeypatch.setattr(delta_kernel.importlib, "import_module", lambda _: package)
+    monkeypatch.setattr(delta_kernel, "version", lambda _: triton)
+    monkeypatch.setattr(delta_kernel, "find_spec", lambda _: tilelang)
+    assert (load_kernel() is not None) == loads
+    assert any("triton 3.7.1" in str(each.message) for each in recwarn) != loads
+
+
 def test_decays_stay_in_fp32_in_half_precision() -> None:
     """In bf16 and under autocast, outputs differ from fp32 by roundings of bf16 alone."""
+    torch.manual_seed(0)
     mixer = GatedDeltaNet(MODEL, SIZES)
     hidden = torch.randn(40, 2, 32, generator=torch.Generator().manual_seed(1))
     expected = mixer(hidden)

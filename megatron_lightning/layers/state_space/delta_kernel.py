@@ -1,20 +1,31 @@
 """The gated delta rule by the kernel of flash-linear-attention, where the package is installed.
 
 The package has Triton kernels for activations in 16 bits. It is never required.
+
+On Hopper, the kernels compiled by Triton 3.4.0 to 3.7.0 have wrong gradients, and the package
+refuses backward (https://github.com/fla-org/flash-linear-attention/issues/640), unless it finds
+kernels of tilelang. Layers then compute the rule in torch.
 """
 
 from __future__ import annotations
 
 import importlib
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.torch_version import TorchVersion
 
 _MODULE = "fla.ops.gated_delta_rule"
 _HALF = (torch.bfloat16, torch.float16)
+_HOPPER = 9
+_FIRST_WRONG, _FIRST_RIGHT = "3.4.0", "3.7.1"
+"""Versions of Triton with wrong gradients on Hopper."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +80,9 @@ def _boundaries(documents: Tensor) -> Tensor:
 
 
 def load_kernel() -> DeltaKernel | None:
-    """Return the kernel of flash-linear-attention. None: the package does not load."""
+    """Return the kernel of flash-linear-attention. None: the package does not load, or has no
+    gradients on this GPU, which a warning says.
+    """
     if not torch.cuda.is_available():
         return None
     try:
@@ -77,4 +90,30 @@ def load_kernel() -> DeltaKernel | None:
     except ImportError:
         return None
     function = getattr(module, "chunk_gated_delta_rule", None)
-    return None if function is None else DeltaKernel(function)
+    if function is None:
+        return None
+    fault = _fault()
+    if fault is not None:
+        warnings.warn(
+            f"{fault}. Layers of delta nets compute the rule in torch. Install triton 3.7.1 or "
+            "above, or tilelang, for kernels of flash-linear-attention. delta_net.kernel=torch "
+            "ends the warning.",
+            stacklevel=2,
+        )
+        return None
+    return DeltaKernel(function)
+
+
+def _fault() -> str | None:
+    """Return why flash-linear-attention has no gradients on this GPU. None: it has."""
+    major, minor = torch.cuda.get_device_capability()
+    try:
+        triton = TorchVersion(version("triton"))
+    except PackageNotFoundError:
+        return None
+    if major != _HOPPER or not _FIRST_WRONG <= triton < _FIRST_RIGHT or find_spec("tilelang"):
+        return None
+    return (
+        f"triton {triton} compiles wrong gradients of flash-linear-attention for GPUs of compute "
+        f"capability {major}.{minor}, and the package refuses them"
+    )

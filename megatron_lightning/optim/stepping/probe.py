@@ -170,7 +170,7 @@ class _Gradients:
         generator = torch.Generator().manual_seed(step)
         drawn = []
         for base, value in zip(self._base, values, strict=True):
-            noise = torch.randn(base.shape, generator=generator).to(base)
+            noise = torch.randn(base.shape, generator=generator, device="cpu").to(base)
             drawn.append(self._direction(scale * (base + 0.5 * noise), value))
         self.steps.append(drawn)
         return drawn
@@ -211,9 +211,11 @@ def _bounded(shape: Sequence[int], largest_size: int) -> tuple[int, ...]:
 
 def _random(shape: Sequence[int], generator: torch.Generator) -> Tensor:
     """Return numbers of several magnitudes, smaller along the dims, to make halves differ."""
-    tensor = torch.randn(*shape, generator=generator)
+    tensor = torch.randn(*shape, generator=generator, device="cpu")
     for dim, length in enumerate(shape):
-        tensor *= torch.linspace(1.5, 0.5, length).view(-1, *(1,) * (len(shape) - dim - 1))
+        tensor *= torch.linspace(1.5, 0.5, length, device="cpu").view(
+            -1, *(1,) * (len(shape) - dim - 1)
+        )
     return tensor
 
 
