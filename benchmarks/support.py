@@ -25,7 +25,7 @@ from lightning.pytorch.callbacks import EMAWeightAveraging
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from benchmarks import hf_coverage, machine
+from benchmarks import gpu_tests, hf_coverage, machine
 from benchmarks.optimizers import BEGIN, END, write
 from megatron_lightning.config import (
     ContextOptions,
@@ -74,7 +74,7 @@ class Row(NamedTuple):
     refused: Mapping[str, str] = {}
     """Column -> key of :data:`REFUSALS`."""
     gpu: str | None = None
-    """Test below ``tests/gpu``."""
+    """Test below ``tests/gpu``, with or without its case in brackets."""
 
     def tests(self) -> Iterator[tuple[str, str, str]]:
         """Yield test, column and case of every tested cell."""
@@ -251,6 +251,7 @@ def page_lines(messages: Mapping[str, str]) -> list[str]:
         messages: Key of :data:`REFUSALS` -> message.
     """
     families, notes, table = hf_coverage.read_table(MEASURED), Notes(), rows()
+    record = gpu_tests.read_record()
 
     def line(row: Row, columns: Sequence[str]) -> str:
         cells = (cell(row, column, messages, families, notes) for column in columns)
@@ -262,8 +263,7 @@ def page_lines(messages: Mapping[str, str]) -> list[str]:
     lines += ["", "### By kind of model, and on a GPU", ""]
     lines += [f"| feature | {' | '.join(KINDS.values())} | GPU |", "|---" * (len(KINDS) + 2) + "|"]
     for row in table:
-        gpu = f"written, not yet run: `{row.gpu}`" if row.gpu else "written, not yet run"
-        lines.append(f"{line(row, list(KINDS))} {gpu} |")
+        lines.append(f"{line(row, list(KINDS))} {gpu_tests.cell(row.gpu, record)} |")
     lines += ["", "### What is refused", ""]
     lines += [f"{number}. {note}" for number, note in enumerate(notes.lines, 1)]
     lines += ["", "### Tests", ""]

@@ -1,5 +1,5 @@
-"""What a run of the tests on a GPU says, also if it is cut off: ``benchmarks.gpu_tests`` reads
-it."""
+"""What a run of the tests on a GPU says: its GPU in the report, for ``benchmarks.gpu_tests``, and
+failures at once, since the run may be cut off."""
 
 from __future__ import annotations
 
@@ -10,12 +10,14 @@ import pytest
 import torch
 
 
-def pytest_report_header() -> str | None:
-    """Return the line of the GPU, the date and torch's version."""
-    if not torch.cuda.is_available():
-        return None
-    date = datetime.now(timezone.utc).date().isoformat()
-    return f"GPU: {torch.cuda.get_device_name()}; {date}; torch {torch.__version__}"
+@pytest.fixture(autouse=True)
+def facts(request: pytest.FixtureRequest) -> None:
+    """Note GPU, date and torch's version in the report."""
+    if torch.cuda.is_available():
+        date = datetime.now(timezone.utc).date().isoformat()
+        request.node.user_properties += [
+            ("gpu", torch.cuda.get_device_name()), ("date", date), ("torch", torch.__version__)
+        ]  # fmt: skip
 
 
 class _AtOnce:

@@ -57,6 +57,7 @@ def test_a_fused_kernel_gets_its_layout(documents: Documents | None) -> None:
         def takes(x: Tensor) -> bool:
             return True
 
+    torch.manual_seed(3)  # a gradient of other weights is a sum that all but cancels
     mixer = GatedDeltaNet(MODEL, SIZES)
     hidden = torch.randn(20, 2, 32, generator=torch.Generator().manual_seed(1))
     results = []
