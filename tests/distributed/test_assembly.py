@@ -16,15 +16,16 @@ from megatron_lightning.assembly.entries import StateEntries
 from megatron_lightning.assembly.module_shards import ModuleState
 from megatron_lightning.assembly.part import Part
 from megatron_lightning.checkpoint import open_checkpoint, read_full, save_sharded
-from megatron_lightning.config import PipelineOptions, TransformerConfig
+from megatron_lightning.config import PipelineOptions
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.models.transformer import GPTModel
 from megatron_lightning.parallel.context import ParallelContext
 from megatron_lightning.parallel.layout import ParallelLayout
 from megatron_lightning.pipeline.schedules.actions import Placement
+from tests.helpers.layouts import tiny_config
 from tests.helpers.ranks import run_ranks
 
-CONFIG = TransformerConfig(
+CONFIG = tiny_config(
     num_layers=2,
     hidden_size=16,
     num_attention_heads=4,

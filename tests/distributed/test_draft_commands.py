@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 pytest.importorskip("transformers")
-from megatron_lightning.config import TransformerConfig
 from megatron_lightning.inference.generate import generate
 from tests.distributed.test_drafts import save
+from tests.helpers.layouts import tiny_config
 from tests.helpers.spoken import make_spoken
 
 PROMPTS = ["def f(x):", "import"]
@@ -19,7 +19,7 @@ TP = "tensor_model_parallel_size"
 
 def make_drafting(parent: Path) -> tuple[str, str]:
     """Return a checkpoint with two layers of multi-token prediction, and a tokenizer."""
-    config = TransformerConfig(
+    config = tiny_config(
         num_layers=4,
         hidden_size=64,
         num_attention_heads=4,

@@ -17,7 +17,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_lightning.config import TransformerConfig
 from megatron_lightning.layers.moe import Routing, route
 from megatron_lightning.layers.moe.dispatch import DISPATCHERS, LocalDispatch, TokenOrder
 from megatron_lightning.layers.moe.layer import MoELayer
@@ -29,6 +28,7 @@ from megatron_lightning.parallel import (
     collectives,
     parallelize,
 )
+from tests.helpers.layouts import tiny_config
 from tests.helpers.moe import config
 from tests.helpers.ranks import run_ranks
 
@@ -113,7 +113,7 @@ def _expected(case: _Case, num_ranks: int, dtype: torch.dtype) -> list[Tensor]:
 
 
 def _layer(context: ParallelContext, dispatcher: str, dtype: torch.dtype) -> MoELayer:
-    sizes = TransformerConfig(
+    sizes = tiny_config(
         num_layers=1, hidden_size=HIDDEN, num_attention_heads=1, vocab_size=8, ffn_hidden_size=WIDTH
     )
     layer = MoELayer(sizes, config(num_experts=EXPERTS, token_dispatcher_type=dispatcher))

@@ -16,10 +16,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader
 
-from megatron_lightning.config import DataParallelOptions, MoEConfig, TransformerConfig
+from megatron_lightning.config import DataParallelOptions, MoEConfig
 from megatron_lightning.models import num_parameters
 from megatron_lightning.modules import GPTLightningModule
 from megatron_lightning.strategies import MegatronStrategy
+from tests.helpers.layouts import tiny_config
 from tests.helpers.ranks import run_ranks
 from tests.helpers.trainers import trainer
 from tests.parity.test_layouts import GLOBAL_BATCH, _config, _samples
@@ -153,13 +154,8 @@ def test_a_pipeline_gathers_and_reduces_each_unit_once_a_step() -> None:
 # ------------------------------------------------------------------------------------------- memory
 
 WORLD = 4
-LARGE = TransformerConfig(
-    num_layers=12,
-    hidden_size=512,
-    num_attention_heads=8,
-    ffn_hidden_size=1024,
-    vocab_size=1024,
-    max_sequence_length=16,
+LARGE = tiny_config(
+    num_layers=12, hidden_size=512, num_attention_heads=8, ffn_hidden_size=1024, vocab_size=1024
 )
 MIB = 2**20
 

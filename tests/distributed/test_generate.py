@@ -24,6 +24,7 @@ from megatron_lightning.models.transformer import GPTModel
 from megatron_lightning.modules import GPTLightningModule
 from megatron_lightning.parallel.layout import ParallelLayout
 from megatron_lightning.strategies.megatron import MegatronStrategy
+from tests.helpers.layouts import tiny_config
 from tests.helpers.ranks import run_ranks
 from tests.helpers.trainers import trainer
 
@@ -31,13 +32,11 @@ VOCABULARY = 67
 # A large deviation, so that probabilities differ much and a wrong layer or head changes the text.
 SIZES: dict[str, Any] = {
     "num_layers": 3,
-    "hidden_size": 32,
-    "num_attention_heads": 4,
     "num_query_groups": 2,
     "init_method_std": 0.5,
 }
-LLAMA = TransformerConfig(**SIZES, vocab_size=VOCABULARY, max_sequence_length=24)
-GPT2 = TransformerConfig(
+LLAMA = tiny_config(**SIZES, vocab_size=VOCABULARY, max_sequence_length=24)
+GPT2 = tiny_config(
     **SIZES,
     vocab_size=VOCABULARY,
     max_sequence_length=16,  # shorter than the texts: the window slides
@@ -47,7 +46,7 @@ GPT2 = TransformerConfig(
     add_bias_linear=True,
     share_embeddings_and_output_weights=True,
 )
-MOE = TransformerConfig(
+MOE = tiny_config(
     **SIZES,
     vocab_size=VOCABULARY,
     max_sequence_length=24,
@@ -250,9 +249,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> str:
 def save_for(tokenizer: str, path: Path, num_layers: int = 3) -> str:
     return save_plain(
         path,
-        TransformerConfig(
-            **{**SIZES, "num_layers": num_layers}, vocab_size=290, max_sequence_length=32
-        ),
+        tiny_config(**{**SIZES, "num_layers": num_layers}, vocab_size=290, max_sequence_length=32),
     )
 
 

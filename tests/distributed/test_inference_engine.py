@@ -32,6 +32,7 @@ from megatron_lightning.models.transformer import GPTModel
 from megatron_lightning.parallel.layout import ParallelLayout
 from tests.distributed.test_generate import save_plain
 from tests.helpers.hf_weights import from_llama
+from tests.helpers.layouts import tiny_config
 from tests.helpers.ranks import run_ranks
 
 SIZES: dict[str, Any] = {
@@ -49,17 +50,17 @@ LATENT = LatentAttentionConfig(
     q_lora_rank=12, kv_lora_rank=16, qk_head_dim=8, qk_pos_emb_head_dim=4, v_head_dim=6
 )
 CONFIGS = {
-    "grouped": TransformerConfig(**SIZES),
-    "window": TransformerConfig(**SIZES, window_size=(8, 0), window_attn_skip_freq=3),
-    "scaled": TransformerConfig(
+    "grouped": tiny_config(**SIZES),
+    "window": tiny_config(**SIZES, window_size=(8, 0), window_attn_skip_freq=3),
+    "scaled": tiny_config(
         **SIZES,
         logits_scaling=0.7,
         final_logit_softcapping=4.0,
         attn_logit_softcapping=2.0,
         softmax_type="learnable",
     ),
-    "sliding": TransformerConfig(**{**SIZES, "max_sequence_length": 30}),
-    "experts": TransformerConfig(
+    "sliding": tiny_config(**{**SIZES, "max_sequence_length": 30}),
+    "experts": tiny_config(
         **SIZES,
         # Neither drops tokens nor balances by force: a text would depend on its neighbors.
         moe=MoEConfig(
@@ -69,7 +70,7 @@ CONFIGS = {
             expert_capacity_factor=0.5,
         ),
     ),
-    "learned": TransformerConfig(
+    "learned": tiny_config(
         **SIZES,
         normalization="LayerNorm",
         position_embedding_type="learned_absolute",
@@ -78,21 +79,19 @@ CONFIGS = {
         share_embeddings_and_output_weights=True,
         attention_softmax_in_fp32=True,
     ),
-    "states": TransformerConfig(
+    "states": tiny_config(
         **SIZES,
         layer_pattern="M*M-",
         mamba=MambaConfig(head_dim=16, num_groups=2, state_dim=16, chunk_size=4),
     ),
-    "delta net": TransformerConfig(
+    "delta net": tiny_config(
         **SIZES,
         linear_attention_freq=(1, 0, 1, 0),
         delta_net=DeltaNetConfig(
             num_key_heads=2, num_value_heads=4, key_head_dim=8, value_head_dim=12, chunk_size=4
         ),
     ),
-    "latent": TransformerConfig(
-        **{**SIZES, "num_query_groups": None}, mla=LATENT, qk_layernorm=True
-    ),
+    "latent": tiny_config(**{**SIZES, "num_query_groups": None}, mla=LATENT, qk_layernorm=True),
 }
 GREEDY = Sampling(max_new_tokens=24, temperature=0.0)
 DRAWN = Sampling(max_new_tokens=24, temperature=0.9, top_k=20, top_p=0.9, seed=5)
@@ -247,7 +246,7 @@ def test_the_text_of_transformers(window: int | None, tmp_path: Path) -> None:
     else:
         config = transformers.MistralConfig(**sizes, sliding_window=window + 1)
         theirs = transformers.MistralForCausalLM(config).eval()
-    config = TransformerConfig(**SIZES, window_size=None if window is None else (window, 0))
+    config = tiny_config(**SIZES, window_size=None if window is None else (window, 0))
     model = GPTModel(config)
     model.load_state_dict(from_llama(theirs.state_dict(), config))
     state = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}

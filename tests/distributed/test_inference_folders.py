@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_lightning.config import TransformerConfig
 from megatron_lightning.errors import CheckpointError, ConfigError
 from megatron_lightning.inference import Engine, EngineOptions, Sampling, load_engine
 from megatron_lightning.inference.generate import generate
@@ -23,6 +22,7 @@ pytest.importorskip("transformers")
 import transformers
 
 from tests.helpers.gpt_folders import FOLDERS, make_folder, make_model
+from tests.helpers.layouts import tiny_config
 
 TP, PP = "tensor_model_parallel_size", "pipeline_model_parallel_size"
 PROMPTS = [[1, 2, 3], [7], list(range(1, 22)), [5, 4, 3, 2, 1, 0, 9]]
@@ -183,8 +183,8 @@ def test_adapters_of_a_checkpoint_are_part_of_the_model(tmp_path: Path) -> None:
         q_lora_rank=12, kv_lora_rank=16, qk_head_dim=8, qk_pos_emb_head_dim=4, v_head_dim=6
     )
     for config in (
-        TransformerConfig(**SIZES),
-        TransformerConfig(**{**SIZES, "num_query_groups": None}, mla=latent),
+        tiny_config(**SIZES),
+        tiny_config(**{**SIZES, "num_query_groups": None}, mla=latent),
     ):
         lora = LoRA(r=4)
         model = lora.apply(GPTModel(config)).eval()
@@ -252,7 +252,7 @@ def test_adapters_alone_and_twice_are_refused(tmp_path: Path) -> None:
     from megatron_lightning.peft import LoRA
     from tests.distributed.test_inference_engine import SIZES
 
-    config, lora = TransformerConfig(**SIZES), LoRA(r=4)
+    config, lora = tiny_config(**SIZES), LoRA(r=4)
     model = lora.apply(GPTModel(config))
     state = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
     saved = {"config": asdict(config), "peft": asdict(lora)}

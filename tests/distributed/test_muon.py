@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megatron_lightning.config import DataParallelOptions, MambaConfig, TransformerConfig
+from megatron_lightning.config import DataParallelOptions, MambaConfig
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.models import GPTModel
 from megatron_lightning.optim import (
@@ -29,6 +29,7 @@ from megatron_lightning.optim.stepping.matrices import names_of_matrices
 from megatron_lightning.parallel import ParallelContext, ParallelLayout, ShardSpec, parallelize
 from megatron_lightning.parallel.sharding import named_shard_specs
 from megatron_lightning.parallel.tensor_shards import TensorShards
+from tests.helpers.layouts import tiny_config
 from tests.helpers.ranks import run_ranks
 
 MUON: dict[str, Any] = {"lr": 0.1, "weight_decay": 0.1, "momentum": 0.9}
@@ -39,7 +40,7 @@ TOLERANCE = STEPS * MUON["lr"] * 2**-7
 EXPERTS = 4
 Sizes = tuple[int, int, int]  # tp, ep, etp
 
-MAMBA = TransformerConfig(
+MAMBA = tiny_config(
     layer_pattern="M",
     hidden_size=6,
     num_attention_heads=2,

@@ -18,6 +18,7 @@ from megatron_lightning.models.transformer import GPTModel
 from megatron_lightning.parallel.layout import ParallelLayout
 from tests.distributed.test_generate import save_plain
 from tests.distributed.test_inference_engine import EP, ETP, PP, SIZES, TP, VPP
+from tests.helpers.layouts import tiny_config
 from tests.helpers.ranks import run_ranks
 
 MOE: dict[str, Any] = {
@@ -26,7 +27,7 @@ MOE: dict[str, Any] = {
     "shared_expert_intermediate_size": 24,
     "layer_freq": (1, 0, 1, 1),
 }
-CONFIG = TransformerConfig(**SIZES, moe=MoEConfig(**MOE))
+CONFIG = tiny_config(**SIZES, moe=MoEConfig(**MOE))
 # Logits near 1, whose rounding is below 1e-5.
 MILD = replace(CONFIG, init_method_std=0.1)
 PROMPTS = [[1, 2, 3], [7], list(range(1, 38)), [5, 4, 3, 2, 1, 0, 9], [60, 61]]
@@ -132,7 +133,7 @@ def test_a_replay_has_the_probabilities_of_the_text_and_trains_the_router() -> N
 
 
 def test_what_cannot_be_recorded_or_replayed_is_refused() -> None:
-    dense = GPTModel(TransformerConfig(**SIZES))
+    dense = GPTModel(tiny_config(**SIZES))
     with pytest.raises(ConfigError, match="no layers of experts"):
         Engine.of(dense, options=OPTIONS)
     tokens, routes = torch.zeros(1, 4, dtype=torch.int64), torch.zeros(1, 4, 3, 2).int()
@@ -149,4 +150,4 @@ def test_what_cannot_be_recorded_or_replayed_is_refused() -> None:
     ):
         moe = MoEConfig(**{**MOE, option: value})
         with pytest.raises(ConfigError, match=option):
-            GPTModel(TransformerConfig(**SIZES, moe=moe))(tokens, routes=routes)
+            GPTModel(tiny_config(**SIZES, moe=moe))(tokens, routes=routes)

@@ -30,15 +30,11 @@ from megatron_lightning.parallel.materialize import materialize
 from megatron_lightning.parallel.sharding import ShardingPlan, named_shard_specs
 from megatron_lightning.pipeline.weight_gradients import WeightGradients
 from tests.helpers import oracle_model
+from tests.helpers.layouts import tiny_config
 from tests.helpers.ranks import run_ranks
 
-BASE = {
-    "num_layers": 2,
-    "hidden_size": 32,
-    "num_attention_heads": 4,
-    "vocab_size": 64,
-    "max_sequence_length": 16,
-}
+config_of = partial(tiny_config, init_method_std=0.02)
+"""Tolerances here are absolute, for weights of this size."""
 VARIANTS: dict[str, dict[str, Any]] = {
     "llama": {},
     "gpt2-tied": {
@@ -87,7 +83,7 @@ def global_norm(model: nn.Module, context: ParallelContext) -> Tensor:
 
 
 def several_steps(options: dict[str, Any], sequence_parallel: bool) -> None:
-    context, config = tensor_parallel(sequence_parallel), TransformerConfig(**(BASE | options))
+    context, config = tensor_parallel(sequence_parallel), config_of(**options)
     reference, model = GPTModel(config), sharded(config, context)
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.5, momentum=0.9) for m in (reference, model)]
     torch.manual_seed(0)
@@ -163,7 +159,7 @@ def test_a_layout_of_one_rank_equals_the_plain_model() -> None:
 
 
 def initial_weights(options: dict[str, Any], sequence_parallel: bool) -> None:
-    context, config = tensor_parallel(sequence_parallel), TransformerConfig(**(BASE | options))
+    context, config = tensor_parallel(sequence_parallel), config_of(**options)
     whole = dict(GPTModel(config).named_parameters())
     built = GPTModel(config)  # on a real device, then sliced
     for model in (sharded(config, context), parallelize(built, context, built.sharding_plan())):
@@ -179,7 +175,7 @@ def test_initial_weights_are_those_of_one_process(size: int) -> None:
 def user_step() -> None:
     """A user's own cross entropy and accuracy on the model's output, and the gradients through the
     gathered logits."""
-    context, config = tensor_parallel(True), TransformerConfig(**BASE)
+    context, config = tensor_parallel(True), config_of()
     reference, model = GPTModel(config), sharded(config, context)
     tokens = torch.arange(36).view(4, 9) % config.vocab_size
     inputs, labels = tokens[:, :-1], tokens[:, 1:]
@@ -252,7 +248,7 @@ def compiled_and_checkpointed(as_on_gpus: bool) -> None:
     """Compile and recompute a layer, on CPUs or with inputs that backward gathers again."""
     if as_on_gpus:
         linear.overlaps = lambda x: True  # of this process; a mock cannot be traced
-    context, config = tensor_parallel(True), TransformerConfig(**BASE)
+    context, config = tensor_parallel(True), config_of()
     model = sharded(config, context)
     layer = model.decoder.layers["0"]
     hidden = torch.randn(4, 2, 32, generator=torch.Generator().manual_seed(dist.get_rank()))
@@ -284,7 +280,7 @@ def test_a_layer_compiles_whole_and_recomputes(as_on_gpus: bool) -> None:
 def split_and_compiled() -> None:
     """Put off weight gradients, uncompiled and compiled; W gathers what the layer has a shard
     of."""
-    context, config = tensor_parallel(True), TransformerConfig(**BASE, add_bias_linear=True)
+    context, config = tensor_parallel(True), config_of(add_bias_linear=True)
     layer, store = sharded(config, context).decoder.layers["0"], WeightGradients()
     hidden = torch.randn(4, 2, 32, generator=torch.Generator().manual_seed(dist.get_rank()))
 
@@ -330,7 +326,7 @@ def test_a_compiled_layer_puts_off_and_communicates_once() -> None:
 
 
 def autocast_step() -> None:
-    context, config = tensor_parallel(True), TransformerConfig(**BASE, add_bias_linear=True)
+    context, config = tensor_parallel(True), config_of(add_bias_linear=True)
     reference, model = GPTModel(config), sharded(config, context)
     tokens = torch.arange(36).view(4, 9) % config.vocab_size
     losses = []
@@ -416,7 +412,7 @@ def refused() -> list[str]:
     model = nn.Sequential(nn.Linear(4, 6))
     with pytest.raises(ShardingError) as groups:
         parallelize(model, context, ShardingPlan(modules={"0": ColumnParallel(num_heads=1)}))
-    model = sharded(TransformerConfig(**BASE), context)
+    model = sharded(config_of(), context)
     with pytest.raises(ShardingError) as odd:
         model(torch.zeros(1, 5, dtype=torch.long))
     messages += [str(groups.value), str(odd.value)]
@@ -431,9 +427,7 @@ def test_what_cannot_be_shared_is_refused() -> None:
 
 def dropout_step(sequence_parallel: bool) -> None:
     context = tensor_parallel(sequence_parallel)
-    model = copy.deepcopy(
-        sharded(TransformerConfig(**BASE, hidden_dropout=0.2, attention_dropout=0.2), context)
-    )
+    model = copy.deepcopy(sharded(config_of(hidden_dropout=0.2, attention_dropout=0.2), context))
     tokens = torch.arange(36).view(4, 9) % 64
     torch.manual_seed(0)
     model(tokens[:, :-1], labels=tokens[:, 1:]).mean().backward()

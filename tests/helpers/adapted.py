@@ -12,12 +12,13 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from megatron_lightning.models import GPTModel, TransformerConfig
+from megatron_lightning.models import GPTModel
 from megatron_lightning.models.plans.gpt import llama_hf_plan
 from megatron_lightning.parallel import ShardingPlan
 from megatron_lightning.peft import LoRA
 from megatron_lightning.strategies import MegatronStrategy
 from tests.helpers.hf_weights import from_llama
+from tests.helpers.layouts import tiny_config
 from tests.helpers.trainers import Losses, trainer
 
 VOCABULARY, STEPS, BATCH = 128, 4, 4
@@ -26,10 +27,9 @@ _OURS = ["linear_qkv.adapters.q", "linear_qkv.adapters.k", "linear_qkv.adapters.
 _OURS += ["linear_proj.adapters.all"]
 _OURS += ["linear_fc1.adapters.gate", "linear_fc1.adapters.up", "linear_fc2.adapters.all"]
 TEXT = torch.randint(0, VOCABULARY, (STEPS * BATCH, 17), generator=torch.Generator().manual_seed(1))
-CONFIG = TransformerConfig(
+CONFIG = tiny_config(
     num_layers=4,
     hidden_size=64,
-    num_attention_heads=4,
     num_query_groups=2,
     ffn_hidden_size=96,
     vocab_size=VOCABULARY,

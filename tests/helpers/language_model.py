@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 from megatron_lightning.config import RecomputeOptions, TransformerConfig
 from megatron_lightning.modules import GPTLightningModule
 from megatron_lightning.strategies import MegatronStrategy
+from tests.helpers.layouts import tiny_config
 from tests.helpers.trainers import Losses, trainer
 
 STEPS, BATCH, SEQUENCE, VOCABULARY = 2, 4, 8, 30
@@ -41,7 +42,7 @@ def small_gpt(num_layers: int, dropout: float = 0.0, **options: Any) -> Transfor
         "hidden_dropout": dropout,
         "attention_dropout": dropout,
     }
-    return TransformerConfig(num_layers=num_layers, **{**defaults, **options})
+    return tiny_config(num_layers=num_layers, **{**defaults, **options})
 
 
 def losses_of(

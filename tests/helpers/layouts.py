@@ -107,7 +107,7 @@ def tiny_config(**changes: Any) -> TransformerConfig:
         "num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "vocab_size": 64,
         "max_sequence_length": 16, "init_method_std": 0.1,
     }  # fmt: skip
-    if "layer_pattern" in changes:  # it has the number of layers
+    if isinstance(changes.get("layer_pattern"), str):  # it has the number of layers
         del defaults["num_layers"]
     return TransformerConfig(**{**defaults, **changes})
 

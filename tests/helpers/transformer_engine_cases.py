@@ -19,6 +19,7 @@ from megatron_lightning.precision import FP8Recipe
 from megatron_lightning.precision.quantized_data import Range
 from megatron_lightning.precision.transformer_engine.backend import TransformerEngine
 from megatron_lightning.precision.transformer_engine.library import Library
+from tests.helpers.layouts import tiny_config
 
 LLAMA: dict[str, Any] = {"num_query_groups": 2, "add_bias_linear": False}
 GPT: dict[str, Any] = {
@@ -49,11 +50,11 @@ ATTRIBUTES = (
 def config(**options: Any) -> TransformerConfig:
     """Return a small model whose sizes have whole tiles on two ranks."""
     sizes: dict[str, Any] = {
-        "num_layers": 1, "hidden_size": 64, "num_attention_heads": 4, "ffn_hidden_size": 96,
+        "num_layers": 1, "hidden_size": 64, "ffn_hidden_size": 96,
         "vocab_size": 40, "max_sequence_length": 32, "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
     }  # fmt: skip
-    return TransformerConfig(**{**sizes, **options})
+    return tiny_config(**{**sizes, **options})
 
 
 def describe(module: Any) -> dict[str, Any]:

@@ -16,9 +16,10 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 from torchmetrics import SumMetric
 
-from megatron_lightning.config import MoEConfig, TransformerConfig
+from megatron_lightning.config import MoEConfig
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.modules import GPTLightningModule
+from tests.helpers.layouts import tiny_config
 from tests.helpers.toy import ToyModule, samples
 from tests.lightning.support import (
     DDP2,
@@ -40,10 +41,13 @@ FSDP2_PP2 = make_layout(
 )
 DP2_MICRO = make_layout("dp2-micro", 2, 2, micro_batch_size=2)
 EP2 = make_layout("ep2", 2, 2, expert_model_parallel_size=2)
-CONFIG = TransformerConfig(
-    num_layers=2, hidden_size=16, num_attention_heads=2, vocab_size=30, max_sequence_length=8,
+CONFIG = tiny_config(
+    hidden_size=16,
+    num_attention_heads=2,
+    vocab_size=30,
+    max_sequence_length=8,
     moe=MoEConfig(num_experts=4),
-)  # fmt: skip
+)
 
 
 class _Recording(pl.LightningModule):

@@ -8,11 +8,11 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 
-from megatron_lightning.config import TransformerConfig
 from megatron_lightning.errors import CheckpointError
 from megatron_lightning.modules import FinetuneDataModule, GPTLightningModule
 from megatron_lightning.strategies import MegatronStrategy
 from tests.helpers.chats import chats, make_tokenizer, write_rows
+from tests.helpers.layouts import tiny_config
 from tests.helpers.ranks import run_ranks
 from tests.helpers.trainers import trainer
 
@@ -43,7 +43,7 @@ def _data(folder: str, replicas: int, options: dict[str, Any]) -> FinetuneDataMo
 
 def _fit(folder: str, replicas: int, resume: bool, steps: int) -> Batches:
     seen = Seen()
-    config = TransformerConfig(
+    config = tiny_config(
         num_layers=1, hidden_size=16, num_attention_heads=2, vocab_size=320,
         max_sequence_length=SEQUENCE,
     )  # fmt: skip

@@ -22,7 +22,6 @@ from megatron_lightning.config import (
     ContextOptions,
     DeltaNetConfig,
     MambaConfig,
-    TransformerConfig,
 )
 from megatron_lightning.errors import ConfigError, MegatronLightningError, ShardingError
 from megatron_lightning.layers import CoreAttention
@@ -35,6 +34,7 @@ from megatron_lightning.parallel import ParallelContext, ParallelLayout, Shardin
 from megatron_lightning.parallel.absent import present_modules
 from megatron_lightning.resilience.failure import PeerFailure
 from megatron_lightning.strategies import MegatronStrategy
+from tests.helpers.layouts import tiny_config
 from tests.lightning.support import SINGLE, Layout, layouts, make_layout, run, thinned
 
 CP2 = make_layout("cp2", 2, 1, context_parallel_size=2)
@@ -258,27 +258,17 @@ class Bare(Net):
     sharding_plan = None  # type: ignore[assignment]
 
 
-GPT = TransformerConfig(
-    num_layers=2,
-    hidden_size=16,
-    num_attention_heads=4,
-    vocab_size=VOCABULARY,
-    attention_dropout=0.1,
-)
-SMALL = TransformerConfig(
-    num_layers=1, hidden_size=16, num_attention_heads=4, vocab_size=VOCABULARY
-)
-STATES = TransformerConfig(
+GPT = tiny_config(hidden_size=16, vocab_size=VOCABULARY, attention_dropout=0.1)
+SMALL = tiny_config(num_layers=1, hidden_size=16, vocab_size=VOCABULARY)
+STATES = tiny_config(
     layer_pattern="M-",
     hidden_size=16,
-    num_attention_heads=4,
     vocab_size=VOCABULARY,
     mamba=MambaConfig(head_dim=8, state_dim=8, num_groups=1),
 )
-DELTA_NET = TransformerConfig(
+DELTA_NET = tiny_config(
     layer_pattern="G-",
     hidden_size=16,
-    num_attention_heads=4,
     vocab_size=VOCABULARY,
     delta_net=DeltaNetConfig(num_key_heads=2, num_value_heads=2, key_head_dim=8, value_head_dim=8),
 )
@@ -562,7 +552,7 @@ def _rows() -> list[Any]:
 
 def _gpt(num_layers: int = 4, **sizes: Any) -> GPTLightningModule:
     given = {"hidden_size": 16, "num_attention_heads": 4, "vocab_size": VOCABULARY} | sizes
-    return GPTLightningModule(TransformerConfig(num_layers=num_layers, **given))
+    return GPTLightningModule(tiny_config(num_layers=num_layers, **given))
 
 
 def _bound(layout: Layout, folder: str) -> dict[int, str]:
@@ -638,18 +628,14 @@ def test_rows_name_one_type() -> None:
 
 
 def test_a_model_with_a_window_sees_no_further() -> None:
-    config = TransformerConfig(
-        num_layers=1, hidden_size=16, num_attention_heads=4, vocab_size=20, window_size=(3, 0)
-    )
+    config = tiny_config(num_layers=1, hidden_size=16, vocab_size=20, window_size=(3, 0))
     model, tokens = GPTModel(config), torch.arange(12)[None]
     changed = tokens.clone()
     changed[0, 4] = 19
     same = (model(tokens) == model(changed)).all(-1)[0]
     assert same.tolist() == [at not in range(4, 8) for at in range(12)]
     with pytest.raises(ConfigError, match="window_size"):
-        TransformerConfig(
-            num_layers=1, hidden_size=16, num_attention_heads=4, vocab_size=20, window_size=(3, 1)
-        )
+        tiny_config(num_layers=1, hidden_size=16, vocab_size=20, window_size=(3, 1))
 
 
 @pytest.mark.spread(1)

@@ -12,11 +12,11 @@ import pytest
 import torch
 from jsonargparse import ArgumentParser
 
-from megatron_lightning.config import TransformerConfig
 from megatron_lightning.data.indexed import IndexedDatasetWriter
 from megatron_lightning.data.tokenizers import train_sentencepiece
 from megatron_lightning.errors import ConfigError, DataError
 from megatron_lightning.modules import PretrainDataModule
+from tests.helpers.layouts import tiny_config
 
 
 @pytest.fixture
@@ -207,9 +207,7 @@ def test_settings_that_nothing_can_be_trained_with(
 
 def test_the_module_says_what_ids_it_knows(prefix: str) -> None:
     class Small(Recorder):
-        config = TransformerConfig(
-            num_layers=1, hidden_size=8, num_attention_heads=2, vocab_size=50
-        )
+        config = tiny_config(num_layers=1, hidden_size=8, num_attention_heads=2, vocab_size=50)
 
     with pytest.raises(DataError, match=r"is id \d+, but the vocabulary has 50 ids"):
         trainer().fit(Small(), datamodule=PretrainDataModule(prefix, 16, 2))

@@ -17,21 +17,17 @@ import torch
 from lightning.pytorch.callbacks import ModelSummary, RichModelSummary
 from torch import nn
 
-from megatron_lightning.config import TransformerConfig
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.layers.styles import ColumnParallel
 from megatron_lightning.modules import GPTLightningModule
 from megatron_lightning.parallel import ShardingPlan
 from megatron_lightning.strategies import MegatronStrategy
+from tests.helpers.layouts import tiny_config
 from tests.helpers.toy import ToyData, ToyModule
 from tests.lightning.support import DP2, ONE, PP2, TP2_TOY, Layout, layouts, run
 
-CONFIG = TransformerConfig(
-    num_layers=4,
-    hidden_size=16,
-    num_attention_heads=4,
-    vocab_size=67,
-    share_embeddings_and_output_weights=True,
+CONFIG = tiny_config(
+    num_layers=4, hidden_size=16, vocab_size=67, share_embeddings_and_output_weights=True
 )
 
 

@@ -14,11 +14,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from megatron_lightning.config import DataParallelOptions, LossScaleOptions, TransformerConfig
+from megatron_lightning.config import DataParallelOptions, LossScaleOptions
 from megatron_lightning.layers.styles import ColumnParallel, RowParallel
 from megatron_lightning.models import GPTModel
 from megatron_lightning.parallel import ShardingPlan
 from megatron_lightning.strategies import MegatronMixedPrecision, MegatronStrategy
+from tests.helpers.layouts import tiny_config
 from tests.helpers.ranks import run_ranks
 from tests.helpers.toy import VOCABULARY, ToyData
 from tests.helpers.toy_decoder import HIDDEN
@@ -206,7 +207,7 @@ class _Language(pl.LightningModule):
     def __init__(self) -> None:
         super().__init__()
         self.automatic_optimization = False
-        config = TransformerConfig(
+        config = tiny_config(
             num_layers=1,
             hidden_size=16,
             num_attention_heads=2,

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from benchmarks.live_bytes import LiveBytes
-from megatron_lightning.config import LatentAttentionConfig, MoEConfig, TransformerConfig
+from megatron_lightning.config import LatentAttentionConfig, MoEConfig
 from megatron_lightning.layers.gemm import is_quantized
 from megatron_lightning.modules import GPTLightningModule
 from megatron_lightning.parallel.layout import ParallelLayout
@@ -22,12 +22,13 @@ from megatron_lightning.planning.parameters import ParameterCount, count_rank, p
 from megatron_lightning.planning.quantized_weights import count_quantized
 from megatron_lightning.precision import FP8Recipe
 from megatron_lightning.strategies import MegatronFP8Precision, MegatronStrategy
+from tests.helpers.layouts import tiny_config
 from tests.helpers.ranks import run_ranks
 from tests.helpers.trainers import trainer
 from tests.parity.test_planned_memory import Rows
 
 MODEL: dict[str, Any] = {
-    "num_layers": 4, "hidden_size": 128, "num_attention_heads": 4, "num_query_groups": 2,
+    "num_layers": 4, "hidden_size": 128, "num_query_groups": 2,
     "vocab_size": 512, "ffn_hidden_size": 256, "max_sequence_length": 256,
 }  # fmt: skip
 TENSOR, PIPELINE = {"tensor_model_parallel_size": 2}, {"pipeline_model_parallel_size": 2}
@@ -98,7 +99,7 @@ def _train(case: Case) -> tuple[int, int]:
         plugins=[MegatronFP8Precision(recipe, backend="emulation")],
         callbacks=[held],
     )
-    config = TransformerConfig(**MODEL | case.model)
+    config = tiny_config(**MODEL | case.model)
     fit.fit(GPTLightningModule(config), DataLoader(Rows(config.vocab_size), batch_size=2))
     return held.num_codes, held.num_bytes
 
@@ -108,7 +109,7 @@ def _train(case: Case) -> tuple[int, int]:
 )
 def test_ranks_hold_the_planned_codes(name: str) -> None:
     case = CASES[name]
-    config, layout = TransformerConfig(**MODEL | case.model), ParallelLayout(**case.layout)
+    config, layout = tiny_config(**MODEL | case.model), ParallelLayout(**case.layout)
     recipe = FP8Recipe(fp8_param_gather=True, **case.recipe)
     planned = memory(
         config, layout, world_size=case.world_size, num_microbatches=2, precision="bf16-mixed",

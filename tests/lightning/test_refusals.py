@@ -22,7 +22,6 @@ from megatron_lightning.config import (
     DataParallelOptions,
     PipelineOptions,
     RecomputeOptions,
-    TransformerConfig,
 )
 from megatron_lightning.errors import ConfigError, MegatronLightningError, PipelineError
 from megatron_lightning.modules import GPTLightningModule
@@ -35,6 +34,7 @@ from megatron_lightning.resilience.failure import PeerFailure
 from megatron_lightning.strategies import MegatronStrategy
 from megatron_lightning.strategies.checks.module import check_fused_losses
 from megatron_lightning.strategies.launch.script import ScriptLauncher
+from tests.helpers.layouts import tiny_config
 from tests.helpers.toy import ToyData, ToyModule
 from tests.helpers.trainers import trainer
 from tests.lightning.support import DDP2, DP2, MICRO, ONE, PP2, PP2_DP2, Layout, make_layout, run
@@ -81,7 +81,7 @@ def test_data_with_more_ids_than_the_model() -> None:
     class Wide(ToyData):
         vocab_size = 17
 
-    config = TransformerConfig(num_layers=4, hidden_size=8, num_attention_heads=2, vocab_size=16)
+    config = tiny_config(num_layers=4, hidden_size=8, num_attention_heads=2, vocab_size=16)
     with pytest.raises(
         ConfigError,
         match=r"vocab_size=17 .* above the model's 16, .* Set the model's vocab_size to 17",
@@ -91,7 +91,7 @@ def test_data_with_more_ids_than_the_model() -> None:
 
 
 def test_a_cut_that_does_not_fit_the_model() -> None:
-    config = TransformerConfig(num_layers=4, hidden_size=8, num_attention_heads=2, vocab_size=16)
+    config = tiny_config(num_layers=4, hidden_size=8, num_attention_heads=2, vocab_size=16)
     cut = PipelineOptions(pipeline_model_parallel_layout="Et|ttttL")
     strategy = MegatronStrategy(pipeline_model_parallel_size=2, pipeline_options=cut)
     with pytest.raises(
@@ -439,14 +439,12 @@ def test_modules(case: str, tmp_path: Path) -> None:
 
 def _language_model() -> GPTLightningModule:
     """Its layers follow from its configuration."""
-    return GPTLightningModule(
-        TransformerConfig(num_layers=2, hidden_size=8, num_attention_heads=2, vocab_size=16)
-    )
+    return GPTLightningModule(tiny_config(hidden_size=8, num_attention_heads=2, vocab_size=16))
 
 
 def _with_groups(name: str, **settings: Any) -> Callable[[], pl.LightningModule]:
     """The same with a table of parameter groups."""
-    config = TransformerConfig(num_layers=2, hidden_size=8, num_attention_heads=2, vocab_size=16)
+    config = tiny_config(hidden_size=8, num_attention_heads=2, vocab_size=16)
     return lambda: GPTLightningModule(
         config, param_groups=[ParamGroup(name="own", params=[name])], **settings
     )

@@ -18,21 +18,21 @@ from torch.utils.data import DataLoader, Dataset, SequentialSampler
 
 from megatron_lightning.callbacks import MemoryMonitor, SpeedMonitor, ThroughputMonitor
 from megatron_lightning.callbacks.counting import num_tokens
-from megatron_lightning.config import TransformerConfig
 from megatron_lightning.data import BatchSizeSchedule, ScheduledBatchSampler
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.modules import GPTLightningModule
 from megatron_lightning.planning import flops
 from megatron_lightning.strategies import MegatronStrategy
 from tests.helpers.language_model import SEQUENCE, VOCABULARY, small_gpt
+from tests.helpers.layouts import tiny_config
 from tests.helpers.ranks import run_ranks
 from tests.helpers.toy import ToyData, ToyModule
 from tests.helpers.trainers import trainer
 from tests.lightning.support import Lines
 
 BATCH = {"tokens": torch.zeros(4, 16, dtype=torch.long)}
-SIZES = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "vocab_size": 30}
-CONFIG = TransformerConfig(**SIZES, max_sequence_length=16)
+SIZES = {"vocab_size": 30}
+CONFIG = tiny_config(**SIZES)
 KEYS = {
     "step_time", "samples_per_second", "tokens_per_second", "tokens_per_second_per_device",
     "tflops_per_device", "mfu", "consumed_samples", "consumed_tokens", "time_to_finish_s",

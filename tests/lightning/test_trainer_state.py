@@ -22,10 +22,10 @@ from lightning.pytorch.plugins.io import AsyncCheckpointIO, CheckpointIO
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler
 
-from megatron_lightning.config import TransformerConfig
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.models import GPTModel
 from megatron_lightning.strategies.megatron import MegatronStrategy
+from tests.helpers.layouts import tiny_config
 from tests.helpers.ranks import run_ranks
 from tests.helpers.toy import SEQUENCE, VOCABULARY, ToyData, ToyModule, samples
 from tests.helpers.trainers import Losses, trainer
@@ -210,13 +210,12 @@ class _Language(pl.LightningModule):
         super().__init__()
         torch.manual_seed(0)
         sizes = {
-            "num_layers": 2,
             "hidden_size": 16,
             "num_attention_heads": 2,
             "ffn_hidden_size": 32,
             "vocab_size": VOCABULARY,
         }
-        self.model = GPTModel(TransformerConfig(max_sequence_length=SEQUENCE, **sizes))
+        self.model = GPTModel(tiny_config(max_sequence_length=SEQUENCE, **sizes))
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         loss = self.model(batch["ids"], labels=batch["tgt"]).mean()

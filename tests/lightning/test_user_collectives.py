@@ -16,13 +16,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from megatron_lightning.config import MoEConfig, TransformerConfig
+from megatron_lightning.config import MoEConfig
 from megatron_lightning.errors import ConfigError, PipelineError
 from megatron_lightning.layers import CoreAttention
 from megatron_lightning.layers.styles import ColumnParallel, ContextAttention
 from megatron_lightning.modules import GPTLightningModule
 from megatron_lightning.parallel import ShardingPlan
 from megatron_lightning.resilience.failure import PeerFailure
+from tests.helpers.layouts import tiny_config
 from tests.lightning.support import (
     DDP2,
     DP2,
@@ -54,7 +55,7 @@ EXPERTS_EP2 = make_layout("experts-ep2", 2, 2, expert_model_parallel_size=2)
 EXPERTS_TP2_EP2 = make_layout(
     "experts-tp2-ep2", 4, 2, tensor_model_parallel_size=2, expert_model_parallel_size=2
 )
-CONFIG = TransformerConfig(
+CONFIG = tiny_config(
     num_layers=1, hidden_size=16, num_attention_heads=2, vocab_size=30, max_sequence_length=8,
     moe=MoEConfig(num_experts=4),
 )  # fmt: skip

@@ -13,10 +13,11 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from megatron_lightning.checkpoint import open_checkpoint
-from megatron_lightning.config import CheckpointOptions, TransformerConfig
+from megatron_lightning.config import CheckpointOptions
 from megatron_lightning.errors import CheckpointError
 from megatron_lightning.modules import GPTLightningModule
 from megatron_lightning.parallel.spec import Shard
+from tests.helpers.layouts import tiny_config
 from tests.lightning.support import ONE, TP2, Layout, run
 
 USED, SIZES = 19, {"small": 21, "large": 32}
@@ -34,7 +35,7 @@ def _fit(
 ) -> list[str]:
     """Train one step, or one more after ``folder/checkpoint``; return the warnings that name the
     vocabulary."""
-    config = TransformerConfig(
+    config = tiny_config(
         num_layers=1, hidden_size=hidden, num_attention_heads=2, ffn_hidden_size=32,
         vocab_size=SIZES[size],
         max_sequence_length=8, share_embeddings_and_output_weights=tied,

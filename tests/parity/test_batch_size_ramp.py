@@ -15,7 +15,6 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader, RandomSampler
 
-from megatron_lightning.config import TransformerConfig
 from megatron_lightning.data import BatchSizeSchedule, ScheduledBatchSampler
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.modules import GPTLightningModule
@@ -107,9 +106,7 @@ def test_batches_grow_alike_under_every_layout(tmp_path: Path) -> None:
 
 def test_sizes_that_the_ranks_cannot_share_are_refused_before_anything_starts() -> None:
     fit = trainer(MegatronStrategy(pipeline_model_parallel_size=2, micro_batch_size=3), devices=2)
-    config = TransformerConfig(
-        num_layers=2, hidden_size=16, num_attention_heads=2, vocab_size=VOCABULARY
-    )
+    config = tiny_config(hidden_size=16, num_attention_heads=2, vocab_size=VOCABULARY)
     with pytest.raises(
         ConfigError,
         match=r"global batch size \(4\) is not divisible by micro batch size \(3\) times data",

@@ -14,7 +14,7 @@ from megatron_lightning.config import ContextOptions, TransformerConfig
 from megatron_lightning.modules import GPTLightningModule
 from megatron_lightning.strategies import MegatronStrategy
 from tests.helpers.language_model import RECOMPUTE
-from tests.helpers.layouts import CP, MICRO, PP, TP, VPP
+from tests.helpers.layouts import CP, MICRO, PP, TP, VPP, tiny_config
 from tests.helpers.ranks import run_ranks
 from tests.helpers.trainers import Losses, trainer
 
@@ -91,10 +91,12 @@ SPREAD = {
 
 
 def _config(model: str) -> TransformerConfig:
-    return TransformerConfig(
-        num_layers=4, hidden_size=32, num_attention_heads=4, vocab_size=VOCABULARY,
-        max_sequence_length=SEQUENCE, **{"init_method_std": 0.1} | MODELS[model],
-    )  # fmt: skip
+    return tiny_config(
+        num_layers=4,
+        vocab_size=VOCABULARY,
+        max_sequence_length=SEQUENCE,
+        **{"init_method_std": 0.1} | MODELS[model],
+    )
 
 
 def _rows(masked: bool) -> Any:

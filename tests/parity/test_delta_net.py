@@ -42,10 +42,14 @@ HIDDEN, LENGTH = 24, 32
 SIZES = DeltaNetConfig(
     num_key_heads=2, num_value_heads=8, key_head_dim=16, value_head_dim=12, chunk_size=8
 )
-MODEL = TransformerConfig(
-    num_layers=1, hidden_size=HIDDEN, num_attention_heads=4, vocab_size=8, layernorm_epsilon=1e-6,
-    delta_net=SIZES, linear_attention_freq=[1],
-)  # fmt: skip
+MODEL = tiny_config(
+    num_layers=1,
+    hidden_size=HIDDEN,
+    vocab_size=8,
+    layernorm_epsilon=1e-6,
+    delta_net=SIZES,
+    linear_attention_freq=[1],
+)
 BOUNDARIES = ((0, 5, 6, 16, 29, 32), (0, 32))
 Values = dict[str, Tensor]
 
@@ -347,9 +351,7 @@ def test_calls_with_full_sequences_are_refused() -> None:
 )
 def test_contradicting_options_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        TransformerConfig(
-            num_layers=4, hidden_size=32, num_attention_heads=4, vocab_size=8, **options
-        )
+        tiny_config(num_layers=4, vocab_size=8, **options)
 
 
 def test_heads_that_do_not_divide_are_refused() -> None:

@@ -14,14 +14,12 @@ from torch import Tensor, nn
 from megatron_lightning.config import MoEConfig
 from megatron_lightning.models import GPTModel, TransformerConfig
 from tests.helpers.hf_weights import from_llama, perturb
+from tests.helpers.layouts import tiny_config
 
 transformers = pytest.importorskip("transformers")
 
 EXPERTS, CHOSEN, COEFFICIENT = 4, 2, 0.05
 OURS: dict[str, Any] = {
-    "num_layers": 2,
-    "hidden_size": 32,
-    "num_attention_heads": 4,
     "num_query_groups": 2,
     "ffn_hidden_size": 24,
     "vocab_size": 67,
@@ -50,7 +48,7 @@ def _pair(
     given = getattr(transformers, f"{name}Config")(**(THEIRS | theirs), rope_parameters=rope)
     model = getattr(transformers, f"{name}ForCausalLM")(given)
     experts = MoEConfig(num_experts=EXPERTS, router_topk=CHOSEN, **moe)
-    return model, TransformerConfig(**(OURS | ours), moe=experts)
+    return model, tiny_config(**(OURS | ours), moe=experts)
 
 
 def mixtral(theirs: Any = (), ours: Any = (), moe: Any = ()) -> Any:

@@ -14,13 +14,11 @@ from torch import nn
 
 from megatron_lightning.models import GPTModel, RopeScaling, TransformerConfig
 from tests.helpers.hf_weights import Weights, from_gpt2, from_llama, perturb
+from tests.helpers.layouts import tiny_config
 
 transformers = pytest.importorskip("transformers")
 
 SIZES = {
-    "num_layers": 2,
-    "hidden_size": 32,
-    "num_attention_heads": 4,
     "vocab_size": 67,
     "max_sequence_length": 24,
 }
@@ -43,7 +41,7 @@ def llama(**changes: Any) -> tuple[nn.Module, TransformerConfig]:
     model = transformers.LlamaForCausalLM(
         transformers.LlamaConfig(**HF_SIZES, **hf, tie_word_embeddings=False, **changes)
     )
-    return model, TransformerConfig(**SIZES, num_query_groups=2, ffn_hidden_size=48)
+    return model, tiny_config(**SIZES, num_query_groups=2, ffn_hidden_size=48)
 
 
 def scaled_llama(scaling: RopeScaling) -> tuple[nn.Module, TransformerConfig]:
@@ -87,7 +85,7 @@ def qwen2() -> tuple[nn.Module, TransformerConfig]:
         "layernorm_epsilon": 1e-6,
         "share_embeddings_and_output_weights": True,
     }
-    return model, TransformerConfig(**SIZES, **options, num_query_groups=2, ffn_hidden_size=48)
+    return model, tiny_config(**SIZES, **options, num_query_groups=2, ffn_hidden_size=48)
 
 
 def qwen3() -> tuple[nn.Module, TransformerConfig]:
@@ -109,7 +107,7 @@ def qwen3() -> tuple[nn.Module, TransformerConfig]:
         "kv_channels": 12,
         "rotary_base": 1e6,
     }
-    return model, TransformerConfig(**SIZES, **options, num_query_groups=1, ffn_hidden_size=48)
+    return model, tiny_config(**SIZES, **options, num_query_groups=1, ffn_hidden_size=48)
 
 
 def gpt2() -> tuple[nn.Module, TransformerConfig]:
@@ -129,7 +127,7 @@ def gpt2() -> tuple[nn.Module, TransformerConfig]:
         "position_embedding_type": "learned_absolute",
     }
     tied = {"add_bias_linear": True, "share_embeddings_and_output_weights": True}
-    return model, TransformerConfig(**SIZES, **options, **tied)
+    return model, tiny_config(**SIZES, **options, **tied)
 
 
 FAMILIES: list[

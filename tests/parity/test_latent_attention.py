@@ -137,7 +137,7 @@ def deepseek(
         theirs["topk_method"] = "group_limited_greedy"
     options = getattr(transformers, f"Deepseek{version}Config")(**HF_SIZES, **theirs)
     model = getattr(transformers, f"Deepseek{version}ForCausalLM")(options)
-    config = TransformerConfig(
+    config = tiny_config(
         **SIZES,
         rotary_base=500.0,
         rope_scaling=scaling,

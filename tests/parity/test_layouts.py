@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader
 from megatron_lightning.config import PipelineOptions, RecomputeOptions, TransformerConfig
 from megatron_lightning.modules import GPTLightningModule
 from megatron_lightning.strategies.megatron import MegatronStrategy
+from tests.helpers.layouts import tiny_config
 from tests.helpers.ranks import run_ranks
 from tests.helpers.trainers import Losses, trainer
 
@@ -32,17 +33,14 @@ RTOL = 1e-5
 def _config(**changes: Any) -> TransformerConfig:
     sizes: dict[str, Any] = {
         "num_layers": 5,
-        "hidden_size": 32,
-        "num_attention_heads": 4,
         "num_query_groups": 4,
     }
     sizes |= {
         "ffn_hidden_size": 48,
         "vocab_size": VOCABULARY,
         "max_sequence_length": SEQUENCE,
-        "init_method_std": 0.1,
     }
-    return TransformerConfig(**{**sizes, **changes})
+    return tiny_config(**{**sizes, **changes})
 
 
 def _samples(steps: int = STEPS) -> list[dict[str, Tensor]]:

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from megatron_lightning.config import MambaConfig, RecomputeOptions, TransformerConfig
+from megatron_lightning.config import MambaConfig, RecomputeOptions
 from megatron_lightning.errors import ShardingError
 from megatron_lightning.layers.state_space.mamba import MambaMixer
 from megatron_lightning.layers.styles import GroupedHeads
@@ -24,7 +24,7 @@ from megatron_lightning.models import GPTModel
 from megatron_lightning.parallel.layout import ParallelLayout
 from megatron_lightning.parallel.sharding import ShardingPlan
 from tests.helpers.layouts import LAYOUTS as NAMED
-from tests.helpers.layouts import Fit, Layout, fit, make_layout
+from tests.helpers.layouts import Fit, Layout, fit, make_layout, tiny_config
 from tests.helpers.ranks import run_ranks
 
 transformers = pytest.importorskip("transformers")
@@ -126,12 +126,10 @@ class _Module(pl.LightningModule):
 
     def __init__(self, groups: int, weights: dict[str, Tensor] | None) -> None:
         super().__init__()
-        self.config = TransformerConfig(
-            layer_pattern="M" * LAYERS, hidden_size=HIDDEN, num_attention_heads=4,
-            vocab_size=VOCABULARY, max_sequence_length=LENGTH,
-            mamba=MambaConfig(
-                head_dim=HEAD_DIM, num_groups=groups, state_dim=STATE, chunk_size=8
-            ),
+        mamba = MambaConfig(head_dim=HEAD_DIM, num_groups=groups, state_dim=STATE, chunk_size=8)
+        self.config = tiny_config(
+            layer_pattern="M" * LAYERS, hidden_size=HIDDEN, vocab_size=VOCABULARY,
+            max_sequence_length=LENGTH, mamba=mamba,
         )  # fmt: skip
         self.weights = weights
         self.model: GPTModel | None = None

@@ -26,7 +26,7 @@ from megatron_lightning.layers import log_reports
 from megatron_lightning.modules import GPTLightningModule
 from megatron_lightning.strategies import MegatronStrategy
 from tests.helpers.language_model import RECOMPUTE
-from tests.helpers.layouts import CP, EP, ETP, MICRO, PP, TP, VPP
+from tests.helpers.layouts import CP, EP, ETP, MICRO, PP, TP, VPP, tiny_config
 from tests.helpers.ranks import run_ranks
 from tests.helpers.trainers import Losses, trainer
 
@@ -35,11 +35,8 @@ FSDP = {"data_parallel": "fsdp"}
 ZB, V = {"pipeline_schedule": "zb-h1"}, {"pipeline_schedule": "zbv"}
 SIZES = {
     "num_layers": 4,
-    "hidden_size": 32,
-    "num_attention_heads": 4,
     "vocab_size": VOCABULARY,
     "max_sequence_length": SEQUENCE,
-    "init_method_std": 0.1,
     "mtp_num_layers": 2,
     "mtp_loss_scaling_factor": 0.7,  # large enough to be seen in a gradient norm
 }
@@ -123,7 +120,7 @@ def _layouts(model: str) -> dict[str, tuple[int, dict[str, Any]]]:
 
 
 def _config(model: str, **options: Any) -> TransformerConfig:
-    return TransformerConfig(**{**SIZES, **MODELS[model], **options})
+    return tiny_config(**{**SIZES, **MODELS[model], **options})
 
 
 def _rows() -> Any:

@@ -12,11 +12,11 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from megatron_lightning.config import TransformerConfig
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.modules import GPTLightningModule
 from megatron_lightning.pipeline import schedules
 from megatron_lightning.strategies.megatron import MegatronStrategy
+from tests.helpers.layouts import tiny_config
 from tests.helpers.ranks import run_ranks
 from tests.helpers.trainers import Losses, trainer
 
@@ -45,7 +45,7 @@ def _layout(table: str) -> dict[str, Any]:
 
 
 def _fit(table: str | None, **options: Any) -> tuple[Losses, pl.Trainer, GPTLightningModule]:
-    config = TransformerConfig(
+    config = tiny_config(
         num_layers=4, hidden_size=16, num_attention_heads=2, vocab_size=30, max_sequence_length=8
     )
     strategy = "auto" if table is None else MegatronStrategy(**_layout(table))

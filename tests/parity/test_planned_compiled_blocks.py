@@ -18,10 +18,11 @@ from megatron_lightning.parallel.layout import ParallelLayout
 from megatron_lightning.planning.activations import stage_profile
 from megatron_lightning.planning.layers import Sizes
 from megatron_lightning.planning.precision import precision_of
+from tests.helpers.layouts import tiny_config
 
 BATCH, SEQUENCE = 2, 64
 MODEL: dict[str, Any] = {
-    "num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "num_query_groups": 2,
+    "hidden_size": 64, "num_query_groups": 2,
     "vocab_size": 512, "ffn_hidden_size": 160, "max_sequence_length": SEQUENCE,
 }  # fmt: skip
 GPT2 = {
@@ -93,7 +94,7 @@ def saved_bytes(config: TransformerConfig, precision: str) -> int:
 )
 def test_a_compiled_layer_keeps_what_is_planned(name: str) -> None:
     precision, options = CASES[name]
-    config = TransformerConfig(**MODEL | options)
+    config = tiny_config(**MODEL | options)
     sizes = Sizes(
         config=config, layout=ParallelLayout(), precision=precision_of(precision), device="cpu",
         sequence_length=SEQUENCE, micro_batch_size=BATCH, split_backward=False, compiled=True,

@@ -9,18 +9,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_lightning.config import TransformerConfig
 from megatron_lightning.layers.attention import CoreAttention
 from megatron_lightning.models import GPTModel
+from tests.helpers.layouts import tiny_config
 from tests.helpers.ranks import run_ranks
 from tests.parity.test_fully_sharded import PP, TP, _train
 
 SIZES: dict[str, Any] = {
     "num_layers": 8,
     "hidden_size": 64,
-    "num_attention_heads": 4,
     "vocab_size": 50,
-    "init_method_std": 0.1,
 }
 PRECISE = {
     "fp32_residual_connection": True,
@@ -33,7 +31,7 @@ def _logits(dtype: torch.dtype, **options: Any) -> tuple[Tensor, set[torch.dtype
     """Return the logits of one batch, from weights that bf16 holds exactly, and the dtypes of what
     the layers hand on."""
     model, seen = (
-        GPTModel(TransformerConfig(**SIZES, **options)).bfloat16().to(dtype),
+        GPTModel(tiny_config(**SIZES, **options)).bfloat16().to(dtype),
         set[torch.dtype](),
     )
     for layer in model.decoder.layers.values():

@@ -16,6 +16,7 @@ from megatron_lightning.errors import CheckpointError, ConfigError
 from megatron_lightning.models.upcycling import upcycle
 from megatron_lightning.modules import GPTLightningModule
 from megatron_lightning.strategies import MegatronStrategy
+from tests.helpers.layouts import tiny_config
 from tests.helpers.ranks import run_ranks
 from tests.helpers.trainers import Losses, trainer
 
@@ -26,14 +27,9 @@ EXPERTS = MoEConfig(num_experts=4, router_topk=2, layer_freq=[0, 1])
 
 def _config(**options: Any) -> TransformerConfig:
     sizes: dict[str, Any] = {
-        "num_layers": 2,
-        "hidden_size": 32,
-        "num_attention_heads": 4,
         "ffn_hidden_size": 48,
-        "vocab_size": 64,
-        "max_sequence_length": 16,
     }
-    return TransformerConfig(**sizes | options)
+    return tiny_config(**sizes | options)
 
 
 def _batches() -> DataLoader[Any]:

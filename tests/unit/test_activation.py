@@ -10,11 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_lightning.config import TransformerConfig
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.layers.activation import build_activation
+from tests.helpers.layouts import tiny_config
 
-CONFIG = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1, vocab_size=5)
+CONFIG = tiny_config(num_layers=1, hidden_size=8, num_attention_heads=1, vocab_size=5)
 
 
 def _gelu_tanh(x: Tensor) -> Tensor:

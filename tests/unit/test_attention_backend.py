@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_lightning.config import TransformerConfig
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.layers import CoreAttention, SequenceInfo
 from megatron_lightning.layers.attention_backend import chosen_backend
@@ -19,11 +18,9 @@ from megatron_lightning.layers.context.blocks import Block
 from megatron_lightning.layers.context.kernels import kernel_for
 from megatron_lightning.precision.transformer_engine.engines import AttentionEngine
 from megatron_lightning.rules import check_attention_backend
+from tests.helpers.layouts import tiny_config
 
 CPU_KERNELS = {"flash": "_scaled_dot_product_flash_attention_for_cpu", "math": "softmax"}
-SIZES: dict[str, Any] = {
-    "num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "vocab_size": 64,
-}  # fmt: skip
 
 
 def _kernels(run: Callable[[], object]) -> set[str]:
@@ -141,7 +138,7 @@ def test_blocks_have_kernels_of_their_own() -> None:
 def test_what_options_tell_is_refused_before_a_process_group_exists(
     model: dict[str, Any], ranks: int, device: str, precision: str | None, message: str | None
 ) -> None:
-    config = TransformerConfig(**SIZES, **model)
+    config = tiny_config(**model)
     if message is None:
         check_attention_backend(config, ranks, device=device, precision=precision)
         return
@@ -154,7 +151,7 @@ def test_what_options_tell_is_refused_before_a_process_group_exists(
 def test_unknown_names_are_refused() -> None:
     names = re.escape("'fused', which is unknown. Set it to one of auto, flash, cudnn, efficient")
     with pytest.raises(ConfigError, match=names):
-        TransformerConfig(**SIZES, attention_backend="fused")
+        tiny_config(attention_backend="fused")
 
 
 def test_transformer_engine_leaves_named_kernels_to_torch() -> None:

@@ -13,7 +13,6 @@ from megatron_lightning.config import (
     MambaConfig,
     MoEConfig,
     RecomputeOptions,
-    TransformerConfig,
 )
 from megatron_lightning.config.layer_kinds import GROUPS, LAYER_KINDS, entry_of
 from megatron_lightning.errors import ConfigError
@@ -27,9 +26,10 @@ from megatron_lightning.planning.layers import Sizes
 from megatron_lightning.planning.parameters import local_size
 from megatron_lightning.planning.precision import precision_of
 from tests.helpers.kept_bytes import kept_bytes
+from tests.helpers.layouts import tiny_config
 
 SIZES: dict[str, Any] = {
-    "num_layers": 3, "hidden_size": 64, "num_attention_heads": 4, "num_query_groups": 2,
+    "num_layers": 3, "hidden_size": 64, "num_query_groups": 2,
     "vocab_size": 101, "max_sequence_length": 32, "ffn_hidden_size": 48,
 }  # fmt: skip
 OWN_KIND = "tests.helpers.squashed_layer.Squashed"
@@ -89,7 +89,7 @@ MODELS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", MODELS)
 def test_rows_are_the_parameters_of_the_model(name: str) -> None:
-    config = TransformerConfig(**SIZES | MODELS[name])
+    config = tiny_config(**SIZES | MODELS[name])
     with torch.device("meta"):
         model = GPTModel(config)
     parameters = {path: tuple(p.shape) for path, p in model.named_parameters()}
@@ -101,7 +101,7 @@ def test_rows_are_the_parameters_of_the_model(name: str) -> None:
 
 
 def test_a_layer_is_known_by_its_index() -> None:
-    config = TransformerConfig(**SIZES | MODELS["experts"])
+    config = tiny_config(**SIZES | MODELS["experts"])
     dense, expert = ({weight.module for weight in layer_weights(config, index)} for index in (0, 1))
     assert "mlp.linear_fc1" in dense - expert
     assert "mlp.router" in expert - dense
@@ -121,7 +121,7 @@ def test_the_ledger_has_every_matrix_of_a_layer_once(kind: str) -> None:
         more["mamba"] = MambaConfig(head_dim=16, num_groups=2, state_dim=16)
     if kind == "delta_net":
         more["delta_net"] = DELTA
-    config = TransformerConfig(**SIZES | more | {"layer_pattern": [kind] * 3})
+    config = tiny_config(**SIZES | more | {"layer_pattern": [kind] * 3})
     layout = ParallelLayout(
         tensor_model_parallel_size=2, expert_model_parallel_size=2, expert_tensor_parallel_size=1
     )
@@ -141,7 +141,7 @@ def test_the_ledger_has_every_matrix_of_a_layer_once(kind: str) -> None:
 
 def test_a_users_kind_of_layer() -> None:
     pattern = ["dense", OWN_KIND, "dense"]
-    config = TransformerConfig(**SIZES | {"layer_pattern": pattern})
+    config = tiny_config(**SIZES | {"layer_pattern": pattern})
     model = GPTModel(config)
     parameters = [path for path, _ in model.named_parameters()]
     assert [weight.path for weight in model_weights(config)] == parameters
@@ -151,7 +151,7 @@ def test_a_users_kind_of_layer() -> None:
     )  # fmt: skip
     planned = stage_profile(sizes, ["decoder.layers.1"], RecomputeOptions()).kept
     assert planned == kept_bytes(model.decoder.layers["1"], batch=2, sequence=32)
-    without = flops(TransformerConfig(**SIZES | {"num_layers": 2}), **FLOPS)
+    without = flops(tiny_config(**SIZES | {"num_layers": 2}), **FLOPS)
     gate_up_down = 6 * FLOPS["batch_size"] * FLOPS["sequence_length"] * 3 * 64 * 48
     assert flops(config, **FLOPS) == without + gate_up_down
 
@@ -181,12 +181,10 @@ def test_a_users_kind_of_layer() -> None:
 )
 def test_patterns_that_do_not_fit_are_errors(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        TransformerConfig(**SIZES | options)
+        tiny_config(**SIZES | options)
 
 
 def test_a_pattern_means_what_layer_freq_means() -> None:
     every = MoEConfig(num_experts=4, shared_expert_intermediate_size=24, shared_expert_gate=True)
-    pattern = TransformerConfig(
-        **SIZES | {"layer_pattern": ["dense", "expert", "expert"], "moe": every}
-    )
-    assert pattern.layer_kinds == TransformerConfig(**SIZES | {"moe": EXPERTS}).layer_kinds
+    pattern = tiny_config(**SIZES | {"layer_pattern": ["dense", "expert", "expert"], "moe": every})
+    assert pattern.layer_kinds == tiny_config(**SIZES | {"moe": EXPERTS}).layer_kinds

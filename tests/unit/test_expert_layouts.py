@@ -21,6 +21,7 @@ from megatron_lightning.parallel import ParallelLayout
 from megatron_lightning.parallel.context import AxisGroup
 from megatron_lightning.rules import check_model_layout, check_trained_experts
 from megatron_lightning.strategies import MegatronStrategy
+from tests.helpers.layouts import tiny_config
 from tests.helpers.trainers import trainer
 
 TP, PP, EP, ETP = (
@@ -33,10 +34,10 @@ TP, PP, EP, ETP = (
 
 def _config(model: dict[str, Any], moe: dict[str, Any]) -> TransformerConfig:
     sizes = {
-        "num_layers": 2, "hidden_size": 16, "num_attention_heads": 4, "vocab_size": 32,
+        "hidden_size": 16, "vocab_size": 32,
         "ffn_hidden_size": 24, "max_sequence_length": 8,
     }  # fmt: skip
-    return TransformerConfig(**{**sizes, **model}, moe=MoEConfig(**{"num_experts": 6, **moe}))
+    return tiny_config(**{**sizes, **model}, moe=MoEConfig(**{"num_experts": 6, **moe}))
 
 
 @pytest.mark.parametrize(

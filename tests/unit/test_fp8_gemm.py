@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from megatron_lightning.config import MoEConfig, TransformerConfig
+from megatron_lightning.config import MoEConfig
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.layers.gemm import Gemm, matmul
 from megatron_lightning.layers.linear import AdaptableLinear
@@ -29,6 +29,7 @@ from megatron_lightning.precision.emulation import EmulatedGemm
 from megatron_lightning.precision.hadamard import rotate, rotation
 from megatron_lightning.precision.history import advance
 from megatron_lightning.precision.recipes import Role
+from tests.helpers.layouts import tiny_config
 from tests.helpers.quantized import counted_products
 from tests.unit.test_fp8_quantize import RECIPES
 
@@ -103,10 +104,14 @@ def test_products_in_bf16_are_rounded_once(name: str) -> None:
 def _layers(kind: str) -> tuple[nn.Module, int]:
     """Return a model and how many of its layers a recipe quantizes."""
     options: dict[str, Any] = {"moe": MoEConfig(num_experts=4)} if kind == "experts" else {}
-    config = TransformerConfig(
-        num_layers=2, hidden_size=64, num_attention_heads=4, vocab_size=30, max_sequence_length=32,
-        hidden_dropout=0.0, attention_dropout=0.0, **options,
-    )  # fmt: skip
+    config = tiny_config(
+        hidden_size=64,
+        vocab_size=30,
+        max_sequence_length=32,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        **options,
+    )
     return GPTModel(config), 8
 
 

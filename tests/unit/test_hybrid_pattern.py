@@ -26,6 +26,7 @@ from megatron_lightning.parallel.layout import ParallelLayout
 from megatron_lightning.pipeline.schedules.actions import Placement
 from megatron_lightning.pipeline.schedules.stage_layouts import split_units
 from megatron_lightning.planning.parameters import count_rank, layer_of
+from tests.helpers.layouts import tiny_config
 
 FACTS = json.loads(
     (Path(__file__).parents[1] / "oracles/families/hybrid_patterns.json").read_text()
@@ -71,19 +72,19 @@ def test_a_pattern_may_end_with_a_separator() -> None:
 
 # ----------------------------------------------------------------------------------------- options
 
-SIZES: dict[str, Any] = {"hidden_size": 32, "num_attention_heads": 4, "vocab_size": 30}
+SIZES: dict[str, Any] = {"vocab_size": 30}
 LATENT = LatentAttentionConfig(kv_lora_rank=8, qk_head_dim=8, qk_pos_emb_head_dim=4, v_head_dim=8)
 
 
 def test_a_pattern_sets_layers_depths_and_positions() -> None:
-    config = TransformerConfig(layer_pattern="*-|*-/*/*", **SIZES)
+    config = tiny_config(layer_pattern="*-|*-/*/*", **SIZES)
     assert (config.num_layers, config.mtp_num_layers) == (4, 2)
     assert config.layer_kinds == ("attention", "mlp", "attention", "mlp")
     assert config.position_embedding_type == "none"
     assert TransformerConfig(**config.to_dict()) == config  # type: ignore[arg-type]
-    rotary = TransformerConfig(layer_pattern="*-", position_embedding_type="rope", **SIZES)
+    rotary = tiny_config(layer_pattern="*-", position_embedding_type="rope", **SIZES)
     assert rotary.position_embedding_type == "rope"
-    latent = TransformerConfig(layer_pattern="+-", mla=LATENT, **SIZES)
+    latent = tiny_config(layer_pattern="+-", mla=LATENT, **SIZES)
     assert latent.position_embedding_type == "rope"
 
 
@@ -107,13 +108,13 @@ def test_a_pattern_sets_layers_depths_and_positions() -> None:
             {"num_layers": 24, "hybrid_attention_ratio": 0.08, "hybrid_mlp_ratio": 0.5},
             "M-M-M--\\*M-M-M-M-\\*M--M-M-",
         ),
-        ({"hybrid_mlp_ratio": 0.5}, "shares of num_layers, which is not set"),
+        ({"num_layers": 0, "hybrid_mlp_ratio": 0.5}, "shares of num_layers, which is not set"),
         ({"num_layers": 8, "hybrid_mlp_ratio": 1.5}, "are shares of the layers"),
     ],
 )
 def test_options_that_do_not_fit_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        TransformerConfig(**SIZES | options)
+        tiny_config(**SIZES | options)
 
 
 # ------------------------------------------------------------------------------------------ stages
@@ -122,7 +123,7 @@ def test_options_that_do_not_fit_are_refused(options: dict[str, Any], message: s
 def _segments(fact: dict[str, Any]) -> list[str]:
     """Return the letters of the layers on each stage."""
     pattern = fact["pattern"].replace("M", "*")  # the kind of a mixer does not matter here
-    config = TransformerConfig(layer_pattern=pattern, **SIZES)
+    config = tiny_config(layer_pattern=pattern, **SIZES)
     options = PipelineOptions(
         num_layers_in_first_pipeline_stage=fact["first"],
         num_layers_in_last_pipeline_stage=fact["last"],
@@ -163,7 +164,7 @@ def test_segments_may_be_empty() -> None:
 def test_stages_of_a_pattern_are_divided_by_cost() -> None:
     """A feed-forward of 8 hidden sizes costs as much as 8 layers of attention at length 1."""
     pattern = "*" * 16 + "-" * 2
-    config = TransformerConfig(
+    config = tiny_config(
         layer_pattern=pattern,
         ffn_hidden_size=16 * 32,
         activation="gelu",
@@ -199,7 +200,7 @@ def test_cost_of_nemotron_h_is_balanced(pp: int, dearest: float, parameters: flo
 def test_pairs_keep_the_stages_of_both_patterns() -> None:
     """A pair has the frozen model's stages, then the trained model's stages."""
     frozen, trained = "*-|*-", "*|*-*"
-    models = [GPTModel(TransformerConfig(layer_pattern=p, **SIZES)) for p in (frozen, trained)]
+    models = [GPTModel(tiny_config(layer_pattern=p, **SIZES)) for p in (frozen, trained)]
     units = ReferencePair(*models).pipeline_units()
     ranks = frozen.count("|") + 1
     stages = split_units(units, Placement.loop(ranks, 2), PipelineOptions())
@@ -212,7 +213,7 @@ def test_pairs_keep_the_stages_of_both_patterns() -> None:
 
 
 def test_pairs_with_different_numbers_of_stages_are_refused() -> None:
-    models = [GPTModel(TransformerConfig(layer_pattern=p, **SIZES)) for p in ("*-", "*|-")]
+    models = [GPTModel(tiny_config(layer_pattern=p, **SIZES)) for p in ("*-", "*|-")]
     with pytest.raises(ConfigError, match=r"frozen model states 1 stages.* trained model 2.*Write"):
         FrozenPair(*models).pipeline_units()
 

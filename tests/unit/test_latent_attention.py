@@ -17,12 +17,13 @@ from megatron_lightning.layers.rotary import RotaryEmbedding, apply_rotary, scor
 from megatron_lightning.models import GPTModel, num_parameters
 from megatron_lightning.parallel import ParallelLayout
 from megatron_lightning.rules import check_model_layout
+from tests.helpers.layouts import tiny_config
 
 MLA = LatentAttentionConfig(
     q_lora_rank=14, kv_lora_rank=10, qk_head_dim=6, qk_pos_emb_head_dim=4, v_head_dim=8
 )
 SIZES: dict[str, Any] = {
-    "num_layers": 2, "hidden_size": 30, "num_attention_heads": 4, "vocab_size": 40,
+    "hidden_size": 30, "vocab_size": 40,
     "ffn_hidden_size": 48,
 }  # fmt: skip
 
@@ -60,11 +61,11 @@ def test_wrong_sizes_are_refused(options: dict[str, Any], message: str) -> None:
 )
 def test_options_of_other_attention_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        TransformerConfig(**SIZES | {"mla": MLA} | options)
+        tiny_config(**SIZES | {"mla": MLA} | options)
 
 
 def test_heads_that_ranks_cannot_divide_are_refused() -> None:
-    config = TransformerConfig(**SIZES, mla=MLA)
+    config = tiny_config(**SIZES, mla=MLA)
     layout = ParallelLayout(tensor_model_parallel_size=3)
     with pytest.raises(ConfigError, match=r"num_attention_heads=4 is not divisible by tensor.*=3"):
         check_model_layout(config, layout, 3)
@@ -81,7 +82,7 @@ def test_heads_that_ranks_cannot_divide_are_refused() -> None:
     ids=str,
 )
 def test_names_and_number_of_parameters(options: dict[str, Any]) -> None:
-    config = TransformerConfig(**SIZES | {"mla": MLA} | options)
+    config = tiny_config(**SIZES | {"mla": MLA} | options)
     model = GPTModel(config)
     assert num_parameters(config) == sum(p.numel() for p in model.parameters())
     assert TransformerConfig(**config.to_dict()) == config  # type: ignore[arg-type]
@@ -97,10 +98,14 @@ def test_names_and_number_of_parameters(options: dict[str, Any]) -> None:
 
 
 def test_initial_weights() -> None:
-    config = TransformerConfig(
-        num_layers=8, hidden_size=64, num_attention_heads=4, vocab_size=40, qk_layernorm=True,
+    config = tiny_config(
+        num_layers=8,
+        hidden_size=64,
+        vocab_size=40,
+        init_method_std=0.02,
+        qk_layernorm=True,
         mla=LatentAttentionConfig(q_lora_rank=64, kv_lora_rank=64),
-    )  # fmt: skip
+    )
     attention: Any = GPTModel(config).decoder.layers["3"].self_attention
     for name in ("q_down", "q_up", "kv_down", "kv_up"):
         weight = attention.get_parameter(f"linear_{name}_proj.weight")

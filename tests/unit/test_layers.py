@@ -20,8 +20,9 @@ from megatron_lightning.layers.rotary import (
     concentration_factor,
     inverse_frequencies,
 )
-from megatron_lightning.models import RopeScaling, TransformerConfig
+from megatron_lightning.models import RopeScaling
 from megatron_lightning.parallel.rng import RngStreams
+from tests.helpers.layouts import tiny_config
 
 ORACLES = Path(__file__).parent.parent / "oracles"
 ROPE = json.loads((ORACLES / "rope_cp.json").read_text())["facts"]
@@ -69,7 +70,7 @@ def test_frequencies_of_llama_3_1_equal_megatron_core() -> None:
 
 def test_rotated_attention_does_not_keep_the_projection_output() -> None:
     """Values are copied out of it, beside rotated queries and keys."""
-    config = TransformerConfig(
+    config = tiny_config(
         num_layers=1, hidden_size=64, num_attention_heads=8, num_query_groups=2, vocab_size=8
     )
     attention = SelfAttention(config, RotaryEmbedding(config.head_dim, 10000.0))
@@ -171,7 +172,7 @@ def test_a_rotary_table_from_inference_serves_training() -> None:
 @pytest.mark.parametrize("case", QKV, ids=lambda c: f"{c['heads']}x{c['groups']}")
 def test_fused_rows_are_grouped_as_in_megatron_core(case: dict[str, Any]) -> None:
     heads, groups, d = case["heads"], case["groups"], case["head_dim"]
-    config = TransformerConfig(
+    config = tiny_config(
         num_layers=1, hidden_size=8, num_attention_heads=heads, num_query_groups=groups,
         kv_channels=d, vocab_size=8,
         position_embedding_type="none",

@@ -12,12 +12,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks.live_bytes import LiveBytes
-from megatron_lightning.config import TransformerConfig
 from megatron_lightning.layers.gemm import Gemm
 from megatron_lightning.layers.linear_loss import Head, OutputLinear, chunk_tokens, linear_losses
 from megatron_lightning.layers.loss import CrossEntropy
 from megatron_lightning.layers.loss_kernels import loss_gradient, loss_terms
 from megatron_lightning.models.transformer import GPTModel
+from tests.helpers.layouts import tiny_config
 
 TOKENS, HIDDEN, VOCABULARY = 23, 12, 301
 
@@ -152,8 +152,8 @@ def test_chunks_cover_the_tokens_evenly(tokens: int, hidden: int) -> None:
 
 def _model(**options: Any) -> GPTModel:
     sizes: dict[str, Any] = {"num_layers": 1, "hidden_size": 16, "num_attention_heads": 2}
-    sizes |= {"max_sequence_length": 64, "init_method_std": 0.1}
-    return GPTModel(TransformerConfig(**sizes, **options))
+    sizes["max_sequence_length"] = 64
+    return GPTModel(tiny_config(**sizes, **options))
 
 
 def _grads(losses: Tensor, model: nn.Module) -> dict[str, Tensor]:

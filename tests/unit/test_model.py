@@ -20,10 +20,9 @@ from megatron_lightning.parallel.sharding import named_shard_specs
 from megatron_lightning.parallel.spec import ShardSpec
 from megatron_lightning.parallel.ties import record_ties
 from megatron_lightning.pipeline.stages.stage import StagePartition
+from tests.helpers.layouts import tiny_config
 
-CONFIG = TransformerConfig(
-    num_layers=2, hidden_size=16, num_attention_heads=2, vocab_size=20, max_sequence_length=12
-)
+CONFIG = tiny_config(hidden_size=16, num_attention_heads=2, vocab_size=20, max_sequence_length=12)
 TIED = TransformerConfig(**(CONFIG.to_dict() | {"share_embeddings_and_output_weights": True}))  # type: ignore[arg-type]
 
 
@@ -70,8 +69,8 @@ def test_the_configuration_counts_the_parameters(changes: dict[str, Any]) -> Non
 def test_initial_weights() -> None:
     torch.manual_seed(0)
     before = torch.get_rng_state()
-    config = TransformerConfig(
-        num_layers=8, hidden_size=64, num_attention_heads=4, vocab_size=200, add_bias_linear=True
+    config = tiny_config(
+        num_layers=8, hidden_size=64, vocab_size=200, add_bias_linear=True, init_method_std=0.02
     )
     model = GPTModel(config)
     assert torch.equal(torch.get_rng_state(), before)

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from megatron_lightning.config import TransformerConfig
 from megatron_lightning.errors import ConfigError
+from tests.helpers.layouts import tiny_config
 from tests.helpers.moe import config
 
 
@@ -124,4 +124,4 @@ def test_unknown_names_of_a_group_are_named(group: str) -> None:
         "num_layers": 1, "hidden_size": 8, "num_attention_heads": 2, "vocab_size": 8,
     }  # fmt: skip
     with pytest.raises(ConfigError, match=rf"{group}\.expert_count is unknown. Set one of "):
-        TransformerConfig(**sizes, **{group: {"expert_count": 8}})
+        tiny_config(**sizes, **{group: {"expert_count": 8}})

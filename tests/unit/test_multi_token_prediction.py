@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_lightning.assembly.layout_checks import check_partition
-from megatron_lightning.config import MoEConfig, PipelineOptions, TransformerConfig
+from megatron_lightning.config import MoEConfig, PipelineOptions
 from megatron_lightning.errors import ConfigError, ShardingError
 from megatron_lightning.layers.mtp import IGNORED, TokenShift
 from megatron_lightning.layers.sequence_info import Documents, SequenceInfo
@@ -24,16 +24,12 @@ from megatron_lightning.parallel.context import AxisGroup
 from megatron_lightning.parallel.sequence import SequencePart, join
 from megatron_lightning.pipeline.schedules.actions import Placement
 from megatron_lightning.pipeline.schedules.stage_layouts import split_units
+from tests.helpers.layouts import tiny_config
 from tests.helpers.ranks import run_ranks
 
 VOCABULARY, SEQUENCE, DEPTHS = 30, 12, 2
 SIZES: dict[str, Any] = {
-    "num_layers": 2,
-    "hidden_size": 32,
-    "num_attention_heads": 4,
     "vocab_size": VOCABULARY,
-    "max_sequence_length": 16,
-    "init_method_std": 0.1,
     "mtp_num_layers": DEPTHS,
     "mtp_loss_scaling_factor": 0.3,
 }
@@ -92,7 +88,7 @@ def _reference(model: GPTModel, tokens: Tensor, labels: Tensor) -> list[Tensor]:
 
 @pytest.mark.parametrize("kind", MODELS)
 def test_values_and_gradients_equal_the_paper(kind: str) -> None:
-    model = GPTModel(TransformerConfig(**SIZES, **MODELS[kind]))
+    model = GPTModel(tiny_config(**SIZES, **MODELS[kind]))
     tokens, labels = _batch()
     main, *depths = _reference(model, tokens, labels)
     weight = torch.rand(main.shape, generator=torch.manual_seed(5))
@@ -116,7 +112,7 @@ def test_values_and_gradients_equal_the_paper(kind: str) -> None:
 
 def test_without_labels_they_follow_from_the_tokens() -> None:
     """A step that computes its own loss from logits."""
-    model = GPTModel(TransformerConfig(**SIZES))
+    model = GPTModel(tiny_config(**SIZES))
     tokens, _ = _batch()
     labels = F.pad(tokens[:, 1:], (0, 1), value=IGNORED)
     model(tokens, labels=labels).sum().backward()
@@ -130,7 +126,7 @@ def test_without_labels_they_follow_from_the_tokens() -> None:
 
 
 def test_evaluation_is_that_of_the_model_without() -> None:
-    config = TransformerConfig(**SIZES)
+    config = tiny_config(**SIZES)
     model, plain = GPTModel(config), GPTModel(replace(config, mtp_num_layers=None))
     plain.load_state_dict({k: v for k, v in model.state_dict().items() if not k.startswith("mtp")})
     tokens, labels = _batch()
@@ -144,7 +140,7 @@ def test_evaluation_is_that_of_the_model_without() -> None:
 
 def test_documents_are_not_looked_beyond() -> None:
     """Rows of two documents each give the losses of the documents alone."""
-    model = GPTModel(TransformerConfig(**SIZES))
+    model = GPTModel(tiny_config(**SIZES))
     tokens, labels = _batch(masked=False)
     lengths = (5, 7)
     ids = torch.tensor([[0] * 5 + [1] * 7] * 3)
@@ -164,7 +160,7 @@ def test_documents_are_not_looked_beyond() -> None:
 
 
 def test_all_labels_may_be_masked() -> None:
-    model = GPTModel(TransformerConfig(**SIZES))
+    model = GPTModel(tiny_config(**SIZES))
     tokens, labels = _batch()
     model(tokens, labels=torch.full_like(labels, IGNORED)).sum().backward()
     assert all(torch.isfinite(p.grad).all() for p in model.parameters() if p.grad is not None)
@@ -219,11 +215,11 @@ def test_a_group_is_for_modules_that_have_one() -> None:
 )
 def test_options_are_checked(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        TransformerConfig(**{**SIZES, **options})
+        tiny_config(**{**SIZES, **options})
 
 
 def test_layouts_are_checked_before_the_model_is_built() -> None:
-    module = GPTLightningModule(TransformerConfig(**SIZES))
+    module = GPTLightningModule(tiny_config(**SIZES))
     placement = Placement.loop(3)
 
     def check(layout: str) -> None:
@@ -238,7 +234,7 @@ def test_layouts_are_checked_before_the_model_is_built() -> None:
 
 
 def test_all_depths_are_on_one_stage() -> None:
-    config = TransformerConfig(**{**SIZES, "num_layers": 5, "mtp_num_layers": 3})
+    config = tiny_config(**{**SIZES, "num_layers": 5, "mtp_num_layers": 3})
     with torch.device("meta"):
         units = GPTModel(config).pipeline_units()
     stages = split_units(units, Placement.loop(2), PipelineOptions())

@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import nn
 
-from megatron_lightning.config import TransformerConfig
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.models import GPTModel
 from megatron_lightning.optim import (
@@ -22,12 +21,15 @@ from megatron_lightning.optim import (
 from megatron_lightning.parallel.patterns import compile_pattern
 from megatron_lightning.parallel.ties import record_ties
 from megatron_lightning.pipeline.stages.stage import StagePartition
+from tests.helpers.layouts import tiny_config
 
-CONFIG = TransformerConfig(
-    num_layers=2, hidden_size=16, num_attention_heads=2, vocab_size=20,
+CONFIG = tiny_config(
+    hidden_size=16,
+    num_attention_heads=2,
+    vocab_size=20,
     share_embeddings_and_output_weights=True,
     add_bias_linear=True,
-)  # fmt: skip
+)
 EMBEDDINGS = ParamGroup(
     name="embeddings", params=["**word_embeddings.weight"], lr=1e-4, min_lr=1e-5
 )

@@ -23,6 +23,7 @@ from megatron_lightning.errors import ConfigError
 from megatron_lightning.models import GPTModel
 from megatron_lightning.models.costs import pair_channels, visible_pairs
 from megatron_lightning.parallel.layout import ParallelLayout
+from tests.helpers.layouts import tiny_config
 
 FACTS: dict[str, Any] = json.loads(
     (Path(__file__).parent.parent / "oracles" / "flops_and_memory.json").read_text()
@@ -31,7 +32,7 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
     row["model"]: row["args"] for row in FACTS["flops"] if row.get("args")
 }
 SIZES: dict[str, Any] = {
-    "num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 96,
+    "hidden_size": 64, "vocab_size": 96,
     "max_sequence_length": 64, "ffn_hidden_size": 160,
 }  # fmt: skip
 
@@ -144,7 +145,7 @@ COUNTED: dict[str, dict[str, Any]] = {
 def test_flops_equal_torchs_counter(name: str) -> None:
     """Products of attention are left out: torch counts those of a query with keys that it does not
     see as well."""
-    config = TransformerConfig(**SIZES | COUNTED[name])
+    config = tiny_config(**SIZES | COUNTED[name])
     model, length, batch = GPTModel(config), 32, 2
     tokens = torch.randint(0, config.vocab_size, (batch, length))
     grouped = torch.ops.megatron_lightning.grouped_mm
@@ -197,7 +198,7 @@ def test_visible_pairs_are_those_that_a_query_sees(window: int | None) -> None:
 
 
 def test_wrong_numbers_are_errors() -> None:
-    config = TransformerConfig(**SIZES)
+    config = tiny_config(**SIZES)
     with pytest.raises(ConfigError, match="batch_size is 0; it must be a positive integer"):
         planning.flops(config, batch_size=0, sequence_length=8)
     with pytest.raises(ConfigError, match=r"document_lengths are 9 tokens .* sequence_length is 8"):
@@ -213,8 +214,8 @@ def test_gated_delta_net_counts_four_products_of_a_state() -> None:
     """As Megatron-LM's formula: projections, convolution, and 4 x key x value for each state."""
     own = DeltaNetConfig(num_key_heads=2, num_value_heads=4, key_head_dim=16, value_head_dim=16)
     frequency = [1, 0]
-    config = TransformerConfig(**SIZES, delta_net=own, linear_attention_freq=frequency)
-    plain = TransformerConfig(**SIZES)
+    config = tiny_config(**SIZES, delta_net=own, linear_attention_freq=frequency)
+    plain = tiny_config(**SIZES)
     h, tokens = 64, 48
     mixer = h * (2 * 32 + 2 * 64 + 2 * 4) + 4 * (2 * 32 + 64) + 4 * 16 * 16 * 4 + h * 64
     attention = h * 4 * h + tokens / 2 * 2 * h

@@ -19,6 +19,7 @@ from megatron_lightning.planning.activations import stage_profile
 from megatron_lightning.planning.layers import Sizes
 from megatron_lightning.planning.precision import precision_of
 from tests.helpers.kept_bytes import kept_bytes
+from tests.helpers.layouts import tiny_config
 
 SEQUENCE, HEADS = 32, 4
 BATCHES, HEAD_DIMS = (1, 2, 4), (16, 32, 64, 128)
@@ -79,7 +80,7 @@ def model(head_dim: int, options: dict[str, Any]) -> TransformerConfig:
     """Return a model of two layers."""
     base = {"num_layers": 2, "num_attention_heads": HEADS, "num_query_groups": 2, "vocab_size": 64}
     sizes = {"hidden_size": HEADS * head_dim, "max_sequence_length": SEQUENCE}
-    return TransformerConfig(**base | sizes | options)
+    return tiny_config(**base | sizes | options)
 
 
 @pytest.mark.parametrize("name", MODELS)

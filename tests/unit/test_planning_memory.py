@@ -18,7 +18,6 @@ from megatron_lightning.config import (
     MambaConfig,
     MoEConfig,
     RecomputeOptions,
-    TransformerConfig,
 )
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.layers import linear_loss
@@ -31,10 +30,11 @@ from megatron_lightning.planning.layers import chunk_tokens
 from megatron_lightning.planning.memory import Memory
 from megatron_lightning.planning.parameters import count_rank
 from megatron_lightning.planning.tape import Operation, Segment, profile
+from tests.helpers.layouts import tiny_config
 
 SIZES: dict[str, Any] = {
     "num_layers": 4, "hidden_size": 64, "num_attention_heads": 8, "num_query_groups": 2,
-    "vocab_size": 1001, "ffn_hidden_size": 160,
+    "vocab_size": 1001, "ffn_hidden_size": 160, "max_sequence_length": 2048,
 }  # fmt: skip
 LATENT = LatentAttentionConfig(
     q_lora_rank=24, kv_lora_rank=16, qk_head_dim=8, qk_pos_emb_head_dim=4, v_head_dim=8
@@ -83,7 +83,7 @@ DIVIDED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 @pytest.mark.parametrize("name", DIVIDED)
 def test_parameters_are_those_of_the_divided_model(name: str) -> None:
     options, sizes = DIVIDED[name]
-    config, layout = TransformerConfig(**SIZES | options), ParallelLayout(**sizes)
+    config, layout = tiny_config(**SIZES | options), ParallelLayout(**sizes)
     with torch.device("meta"):
         model = GPTModel(config)
     context = ParallelContext(layout, planned_world_size=8)
@@ -97,7 +97,7 @@ def test_parameters_are_those_of_the_divided_model(name: str) -> None:
 
 
 def test_states_follow_the_table() -> None:
-    config, layout = TransformerConfig(**SIZES), ParallelLayout()
+    config, layout = tiny_config(**SIZES), ParallelLayout()
     n = num_parameters(config)
 
     def states(mode: Any, precision: str = "bf16-true", **options: Any) -> list[float]:
@@ -122,7 +122,7 @@ def test_states_follow_the_table() -> None:
 
 
 def test_experts_are_sharded_over_their_own_ranks() -> None:
-    config = TransformerConfig(**SIZES, moe=MoEConfig(num_experts=4))
+    config = tiny_config(**SIZES, moe=MoEConfig(num_experts=4))
     layout = ParallelLayout(expert_model_parallel_size=2)
     count = count_rank(config, layout, [pipeline_units(config)])
     found = planning.memory(config, layout, world_size=4)
@@ -133,7 +133,7 @@ def memory(**options: Any) -> Memory:
     names = [key for key in options if key in ParallelLayout.__dataclass_fields__]
     sizes = {name: options.pop(name) for name in names}
     return planning.memory(
-        TransformerConfig(**SIZES), ParallelLayout(**sizes), sequence_length=2048,
+        tiny_config(**SIZES), ParallelLayout(**sizes), sequence_length=2048,
         **{"world_size": 2, "num_microbatches": 8} | options,
     )  # fmt: skip
 
@@ -238,7 +238,7 @@ def test_chunks_of_the_loss_are_those_of_the_layer() -> None:
 
 def test_without_a_world_it_is_the_smallest() -> None:
     moe = MoEConfig(num_experts=8, ffn_hidden_size=96)
-    config = TransformerConfig(**SIZES, max_sequence_length=64, moe=moe)
+    config = tiny_config(**SIZES | {"max_sequence_length": 64, "moe": moe})
     for sizes, world in (
         ({}, 1),
         ({"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}, 4),

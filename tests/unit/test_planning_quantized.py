@@ -18,10 +18,11 @@ from megatron_lightning.planning.layers import Sizes
 from megatron_lightning.planning.precision import precision_of
 from megatron_lightning.precision import FP8Recipe
 from megatron_lightning.precision.assignment import apply_recipe
+from tests.helpers.layouts import tiny_config
 
 BATCH, SEQUENCE = 2, 256
 MODEL: dict[str, Any] = {
-    "num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "num_query_groups": 2,
+    "hidden_size": 64, "num_query_groups": 2,
     "vocab_size": 512, "ffn_hidden_size": 160, "max_sequence_length": SEQUENCE,
 }  # fmt: skip
 SCALINGS = ("delayed", "current", "rowwise", "blockwise", "mxfp8", "nvfp4")
@@ -54,7 +55,7 @@ def saved_bytes(config: TransformerConfig, recipe: FP8Recipe) -> int:
 
 @pytest.mark.parametrize("scaling", SCALINGS)
 def test_a_quantized_layer_keeps_what_is_planned(scaling: Any) -> None:
-    config, recipe = TransformerConfig(**MODEL), FP8Recipe(scaling=scaling)
+    config, recipe = tiny_config(**MODEL), FP8Recipe(scaling=scaling)
     sizes = Sizes(
         config=config, layout=ParallelLayout(), precision=precision_of("bf16-mixed"), device="cpu",
         sequence_length=SEQUENCE, micro_batch_size=BATCH, split_backward=False, fp8_recipe=recipe,
@@ -66,7 +67,7 @@ def test_a_quantized_layer_keeps_what_is_planned(scaling: Any) -> None:
 
 
 def test_codes_of_weights_are_kept_in_a_run() -> None:
-    config = TransformerConfig(**MODEL, moe=MoEConfig(num_experts=4, layer_freq=(0, 1)))
+    config = tiny_config(**MODEL, moe=MoEConfig(num_experts=4, layer_freq=(0, 1)))
     with torch.device("meta"):
         model = GPTModel(config)
 

@@ -21,6 +21,7 @@ from megatron_lightning.models import GPTModel
 from megatron_lightning.parallel.rng import RngStreams
 from megatron_lightning.precision import FP8Recipe
 from megatron_lightning.precision.assignment import apply_recipe, remove_recipe
+from tests.helpers.layouts import tiny_config
 from tests.helpers.toy_decoder import ToyDecoder
 
 S, B, H, F, LAYERS = 8, 2, 16, 24, 5
@@ -34,7 +35,7 @@ def _config(**changes: Any) -> TransformerConfig:
         "num_attention_heads": 2,
         "ffn_hidden_size": F,
     }
-    return TransformerConfig(**{**sizes, "vocab_size": 20, "init_method_std": 0.2, **changes})
+    return tiny_config(**{**sizes, "vocab_size": 20, "init_method_std": 0.2, **changes})
 
 
 def _options(kind: str) -> RecomputeOptions:

@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_lightning.config import TransformerConfig
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.layers.attention import CoreAttention
 from megatron_lightning.layers.attention_backend import attend_unfused
@@ -16,6 +15,7 @@ from megatron_lightning.layers.context import kernels
 from megatron_lightning.layers.context.kernels import kernel_for
 from megatron_lightning.layers.loss import CrossEntropy
 from megatron_lightning.layers.sequence_info import Documents, SequenceInfo
+from tests.helpers.layouts import tiny_config
 
 LENGTH, BATCH, HEADS, GROUPS, SIZE = 21, 2, 4, 2, 8
 CASES: dict[str, dict[str, Any]] = {
@@ -118,7 +118,7 @@ def test_losses_of_capped_logits(smoothing: float) -> None:
 
 
 SIZES: dict[str, Any] = {
-    "num_layers": 2, "hidden_size": 16, "num_attention_heads": 2, "vocab_size": 11
+    "hidden_size": 16, "num_attention_heads": 2, "vocab_size": 11
 }  # fmt: skip
 CAPPED = {"attn_logit_softcapping": 5.0}
 
@@ -136,7 +136,7 @@ CAPPED = {"attn_logit_softcapping": 5.0}
 )
 def test_what_has_no_kernel_is_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        TransformerConfig(**SIZES, **options)
+        tiny_config(**SIZES, **options)
 
 
 def test_kernels_without_caps_are_refused() -> None:

@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import nn
 
-from megatron_lightning.config import TransformerConfig
 from megatron_lightning.errors import ShardingError
 from megatron_lightning.layers.linear import ColumnParallelLinear
 from megatron_lightning.layers.styles import (
@@ -33,6 +32,7 @@ from megatron_lightning.parallel import (
 )
 from megatron_lightning.parallel.sharding import named_shard_specs
 from megatron_lightning.parallel.spec import Box, is_writer
+from tests.helpers.layouts import tiny_config
 
 DENSE = {"is_expert": False, "data_axes": "dp-cp", "model_axes": "tp-pp"}
 EXPERT = {"is_expert": True, "data_axes": "edp", "model_axes": "etp-ep-pp"}
@@ -203,7 +203,7 @@ def test_over_one_rank_modules_stay_and_specs_record_the_axis() -> None:
 
 
 def test_a_plan_records_the_same_axes_over_one_rank_and_over_two() -> None:
-    config = TransformerConfig(
+    config = tiny_config(
         num_layers=1, hidden_size=16, num_attention_heads=2, vocab_size=20, max_sequence_length=8
     )
     model = GPTModel(config)

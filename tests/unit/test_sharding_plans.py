@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import nn
 
-from megatron_lightning.config import TransformerConfig
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.layers import styles
 from megatron_lightning.layers.styles import ColumnParallel, RowParallel, SequenceParallel
@@ -20,6 +19,7 @@ from megatron_lightning.parallel import ParallelContext, ParallelLayout, Shardin
 from megatron_lightning.parallel.patterns import describe_unused
 from megatron_lightning.parallel.sharding import check_plan
 from megatron_lightning.strategies import MegatronStrategy
+from tests.helpers.layouts import tiny_config
 from tests.helpers.trainers import trainer
 
 PATHS = [
@@ -165,8 +165,7 @@ def test_rows_of_the_second_of_two_plans_go_first() -> None:
 @pytest.mark.parametrize("learned", [False, True])
 @pytest.mark.parametrize("qk_layernorm", [False, True])
 def test_every_row_of_our_own_plan_matches(learned: bool, qk_layernorm: bool) -> None:
-    config = TransformerConfig(
-        num_layers=2,
+    config = tiny_config(
         hidden_size=16,
         num_attention_heads=2,
         vocab_size=32,

@@ -21,6 +21,7 @@ from megatron_lightning.layers.state_space.scan import carried_states, chunked_s
 from megatron_lightning.models import GPTModel
 from megatron_lightning.optim.param_groups import make_param_groups
 from megatron_lightning.parallel.context import AxisGroup
+from tests.helpers.layouts import tiny_config
 
 LENGTH, SIZE, HEADS, CHANNELS, GROUPS, STATE = 150, 2, 4, 3, 2, 5
 EXACT = 1e-12  # fp64, sums in another order
@@ -30,10 +31,10 @@ MAMBA = MambaConfig(head_dim=8, num_groups=2, state_dim=8, chunk_size=16)
 
 def _config(**options: Any) -> TransformerConfig:
     sizes: dict[str, Any] = {
-        "num_layers": 2, "hidden_size": HIDDEN, "num_attention_heads": 4, "vocab_size": 50,
+        "hidden_size": HIDDEN, "vocab_size": 50,
         "layer_pattern": ["mamba", "mamba"], "mamba": MAMBA,
     }  # fmt: skip
-    return TransformerConfig(**sizes | options)
+    return tiny_config(**sizes | options)
 
 
 def _inputs(length: int = LENGTH) -> dict[str, Tensor]:
