@@ -10,6 +10,7 @@ from torch import Tensor
 
 from megatron_lightning.errors import NonFiniteError
 from megatron_lightning.inference.batch import Batch, Portion
+from megatron_lightning.inference.sampling import draw
 
 NUM_RESULTS = 3
 """Numbers of a place: token, log-probability, log-probability of the best token."""
@@ -40,9 +41,10 @@ def choose(batch: Batch, logits: Tensor) -> Tensor:
     scaled = logits.float() / torch.tensor(temperatures, device=logits.device)[:, None]
     normalizer = scaled.logsumexp(-1)
     best_logits, best = scaled.max(-1)
-    # One transfer for all greedy tokens. Only drawing requests read a row of logits.
+    # One transfer for all greedy tokens, and one for drawn tokens.
     tokens = best.tolist()
     judged = list(tokens)
+    drawn = _drawn(batch, logits)
     place = 0
     for portion in batch.portions:
         follows_text = True
@@ -53,8 +55,12 @@ def choose(batch: Batch, logits: Tensor) -> Tensor:
             elif not follows_text:
                 tokens[place] = -1
             elif portion.request.sampling.temperature:
-                row = logits[place]
-                tokens[place] = portion.request.sampling.choose(row, portion.request.generator)
+                request = portion.request
+                tokens[place] = (
+                    drawn[place]
+                    if place in drawn
+                    else request.sampling.choose(logits[place], request.generator)
+                )
                 judged[place] = tokens[place]
             follows_text = follows_text and portion.takes(offset + 1, tokens[place])
             place += 1
@@ -67,6 +73,24 @@ def choose(batch: Batch, logits: Tensor) -> Tensor:
             "bfloat16 does not."
         )
     return torch.cat((torch.tensor(tokens, dtype=torch.float64)[:, None], results), 1)
+
+
+def _drawn(batch: Batch, logits: Tensor) -> dict[int, int]:
+    """Return place -> drawn token, of requests with a single place. A draw behind a draft waits
+    for the draft's judgment.
+    """
+    places, requests, place = [], [], 0
+    for portion in batch.portions:
+        request, count = portion.request, len(portion.kept)
+        if count == 1 and request.sampling.temperature and not request.num_scored:
+            places.append(place)
+            requests.append(request)
+        place += count
+    if not places:
+        return {}
+    samplings = [request.sampling for request in requests]
+    generators = [request.generator for request in requests]
+    return dict(zip(places, draw(logits[places], samplings, generators), strict=True))
 
 
 def _next_token(portion: Portion, place: int) -> int:

@@ -18,6 +18,8 @@ from megatron_lightning.errors import ConfigError
 NextLogits = Callable[[Tensor, Tensor], Tensor]
 """Maps tokens [b, s], padded on the right, and the index of each row's last token [b] to the next
 token's logits [b, v]."""
+_ROWS = 16
+"""Rows of logits in fp64 at a time on GPUs. On CPUs one row, which stays in the cache."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,25 +78,65 @@ class Sampling:
         """
         if self.temperature == 0.0:
             return int(logits.argmax())
-        probabilities = self._filtered(logits.detach().cpu().double() / self.temperature).softmax(
-            dim=-1
-        )
+        return draw(logits[None], [self], [generator])[0]
+
+
+def draw(
+    logits: Tensor, samplings: Sequence[Sampling], generators: Sequence[torch.Generator]
+) -> list[int]:
+    """Return a token for each row of logits.
+
+    Args:
+        logits: [d, v] of any floating dtype and device.
+        samplings: Options of each row, with a temperature above 0.
+        generators: Generator of each row, on the CPU. Each gives one number.
+    """
+    if torch.are_deterministic_algorithms_enabled():
+        logits = logits.cpu()  # cumulative sums of GPUs are rounded in any order
+    tokens: list[int] = []
+    count = 1 if logits.device.type == "cpu" else _ROWS
+    for start in range(0, len(logits), count):
+        rows = slice(start, start + count)
+        own, most = samplings[rows], logits.shape[1] - 1
+        probabilities = _filtered(logits[rows].detach(), own).softmax(dim=-1)
         # In the vocabulary's order, not by probability: layouts round differently, and a swap of
         # two near-equal probabilities would give another token.
         cumulative = probabilities.cumsum(dim=-1)
-        drawn = torch.rand((), generator=generator, dtype=torch.float64, device="cpu")
-        point = drawn * cumulative[-1]
-        return int(torch.searchsorted(cumulative, point, right=True).clamp(max=len(cumulative) - 1))
+        shares = [
+            torch.rand((), generator=generator, dtype=torch.float64, device="cpu")
+            for generator in generators[rows]
+        ]
+        points = torch.stack(shares)[:, None].to(logits.device) * cumulative[:, -1:]
+        found = torch.searchsorted(cumulative, points, right=True).clamp(max=most)
+        tokens += found[:, 0].tolist()
+    return tokens
 
-    def _filtered(self, logits: Tensor) -> Tensor:
-        """Set the logits of tokens outside of top-k and top-p to minus infinity."""
-        if self.top_k is not None and self.top_k < len(logits):
-            logits = logits.masked_fill(logits < logits.topk(self.top_k).values[-1], -torch.inf)
-        if self.top_p < 1.0:
-            ordered, tokens = logits.softmax(dim=-1).sort(descending=True, stable=True)
-            sum_before = ordered.cumsum(dim=-1) - ordered  # the token crossing the threshold stays
-            logits = logits.index_fill(0, tokens[sum_before >= self.top_p], -torch.inf)
-        return logits
+
+def _filtered(logits: Tensor, samplings: Sequence[Sampling]) -> Tensor:
+    """Return logits [d, v] divided by the temperatures in fp64, with tokens outside of top-k and
+    top-p at minus infinity.
+    """
+    size = logits.shape[1]
+
+    def column(values: Sequence[float]) -> Tensor:
+        return torch.tensor(values, dtype=torch.float64, device=logits.device)[:, None]
+
+    scaled = logits.double() / column([own.temperature for own in samplings])
+    numbers = [size if own.top_k is None else min(own.top_k, size) for own in samplings]
+    if min(numbers) < size:
+        best = scaled.topk(max(number for number in numbers if number < size)).values
+        last = torch.tensor([[min(number, best.shape[1]) - 1] for number in numbers])
+        least = best.gather(1, last.to(logits.device))
+        least = least.masked_fill(column(numbers) == size, -torch.inf)
+        scaled = scaled.masked_fill(scaled < least, -torch.inf)
+    if min(own.top_p for own in samplings) < 1.0:
+        ordered, tokens = scaled.softmax(dim=-1).sort(descending=True, stable=True)
+        sum_before = ordered.cumsum(dim=-1) - ordered  # the token crossing the threshold stays
+        limits = column([own.top_p if own.top_p < 1.0 else math.inf for own in samplings])
+        behind = torch.zeros_like(tokens, dtype=torch.bool)
+        behind.scatter_(1, tokens, sum_before >= limits)
+        scaled = scaled.masked_fill(behind, -torch.inf)
+    return scaled
 
 
 def check_num_samples(num_samples: int) -> None:
