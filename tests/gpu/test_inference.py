@@ -30,6 +30,7 @@ from megatron_lightning.compat import ragged_attention
 from megatron_lightning.data.tokenizers import train_sentencepiece
 from megatron_lightning.inference import Engine, EngineOptions, Sampling, load_engine, sample
 from megatron_lightning.inference.load import find_codec
+from megatron_lightning.inference.sampling import draw
 from megatron_lightning.models.transformer import GPTModel
 from megatron_lightning.modules import GPTLightningModule
 from megatron_lightning.strategies import MegatronStrategy
@@ -252,6 +253,30 @@ def test_drafts_leave_the_text(tmp_path: Path) -> None:
     assert drafting.draft_counts.proposed > 0
     half = Engine.load(path, device=CUDA, dtype="bfloat16", options=options)
     assert all(len(text) == GREEDY.max_new_tokens for text in texts_of(half, GREEDY))
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_tokens_are_drawn_as_on_the_cpu(deterministic: bool) -> None:
+    draws = torch.Generator().manual_seed(0)
+    logits = 3 * torch.randn(40, 5000, generator=draws)
+    samplings = [
+        Sampling(
+            temperature=(0.3, 0.9, 2.0)[i % 3],
+            top_k=(None, 1, 20, 10**6)[i % 4],
+            top_p=(1.0, 0.9, 0.3)[i // 2 % 3],
+        )
+        for i in range(40)
+    ]
+    found = []
+    torch.use_deterministic_algorithms(deterministic)
+    try:
+        for device in ("cpu", CUDA):
+            generators = [torch.Generator().manual_seed(i) for i in range(40)]
+            found.append([draw(logits.to(device), samplings, generators) for _ in range(5)])
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert found[0] == found[1]
+    assert len({token for row in found[0] for token in row}) > 50
 
 
 # -------------------------------------------------------------------------------------- in the fit
