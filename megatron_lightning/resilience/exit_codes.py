@@ -22,6 +22,8 @@ STOPPED = 75
 """Stopped on request and saved: start the same command to resume (EX_TEMPFAIL of sysexits.h)."""
 INTERRUPTED = 130
 """Ctrl-C, with the code of shells."""
+TERMINATED = 143
+"""SIGTERM without a save, with the code of shells."""
 
 
 def under_torchrun() -> bool:

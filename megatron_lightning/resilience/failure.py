@@ -16,6 +16,7 @@ from types import TracebackType
 from typing import NoReturn
 
 from megatron_lightning.errors import EXPLAINED
+from megatron_lightning.resilience.exit_codes import TERMINATED
 
 _END_S = 2.0  # for logs and exit handlers, when the main thread hangs
 _NUMBERS = re.compile(r"\d+")
@@ -43,8 +44,8 @@ class Failure:
     message."""
     position: str = ""
     """Position in the pipeline schedule. Empty outside a schedule."""
-    interrupted: bool = False
-    """Whether Ctrl-C or SIGINT stopped the rank."""
+    interrupted_by: str = ""
+    """Names the signal that stopped the rank. Empty for a failure."""
     explained: bool = False
     """Whether the message suffices without a traceback."""
     printed: bool = False
@@ -63,8 +64,8 @@ class Failure:
         if self.rank < 0:
             return self.summary
         where = f" at {self.position}" if self.position else ""
-        if self.interrupted:
-            return f"rank {self.rank} on {self.host} was interrupted{where} (Ctrl-C or SIGINT)"
+        if self.interrupted_by:
+            return f"rank {self.rank} on {self.host} was interrupted{where} ({self.interrupted_by})"
         return f"rank {self.rank} on {self.host} failed{where}: {self.summary}"
 
     @property
@@ -88,14 +89,23 @@ class Failure:
         traceback.
         """
         summary = "".join(traceback.format_exception_only(exception)).strip()
-        interrupted = isinstance(exception, KeyboardInterrupt)
+        interrupted_by = _signal_of(exception)
         explained = explained or isinstance(exception, EXPLAINED)
         # The traceback has the other lines.
         line = " ".join(summary.split()) if explained else summary.splitlines()[0]
-        details = "" if interrupted or explained else "".join(traceback.format_exception(exception))
+        hides_details = bool(interrupted_by) or explained
+        details = "" if hides_details else "".join(traceback.format_exception(exception))
         position = str(getattr(exception, "pipeline_position", None) or "")
         host = socket.gethostname()
-        return cls(rank, host, line, details, position, interrupted, explained, printed=True)
+        return cls(rank, host, line, details, position, interrupted_by, explained, printed=True)
+
+
+def _signal_of(exception: BaseException) -> str:
+    """Name the signal behind an exception. Empty for any other exception."""
+    if isinstance(exception, KeyboardInterrupt):
+        return "Ctrl-C or SIGINT"
+    terminated = isinstance(exception, SystemExit) and exception.code == TERMINATED
+    return "SIGTERM" if terminated else ""
 
 
 def end_process(write_logs: Callable[[], object]) -> NoReturn:

@@ -185,7 +185,7 @@ class FailureWatch:
                 self._announced.acquire(blocking=False)
         elif self._announced.acquire(blocking=False):
             print_message(first.text if prints_traceback else first.headline)
-            if first.explained or (prints_traceback and not first.interrupted):
+            if first.explained or (prints_traceback and not first.interrupted_by):
                 replace_traceback(exception)
             # Time for other ranks to read the report before this process ends, perhaps with the
             # store.

@@ -4,16 +4,13 @@ ranks.
 
 from __future__ import annotations
 
-import signal
-
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from megatron_lightning.errors import EXPLAINED, SpikeError
+from megatron_lightning.resilience.exit_codes import TERMINATED
 from megatron_lightning.resilience.failure_watch import FailureWatch
 from megatron_lightning.strategies.launch.out_of_memory import explain_out_of_memory
 from megatron_lightning.strategies.lightning_internals import TunerExit, refuses_settings
-
-_TERMINATED = 128 + signal.SIGTERM  # exit code of shells
 
 
 class AgreedStop(SIGTERMException):
@@ -47,6 +44,6 @@ def report_failure(
         return False
     # Code None means success: an agent would wait for the other nodes.
     if isinstance(error, SIGTERMException):
-        error.code = _TERMINATED
+        error.code = TERMINATED
     follows = watch.report(error, explained=is_explained(error), prints_traceback=prints_traceback)
     return follows and not isinstance(error, KeyboardInterrupt)

@@ -31,6 +31,7 @@ from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 
 from megatron_lightning.checkpoint.format.storage import is_remote
 from megatron_lightning.resilience.exit_codes import STOPPED, code_of_stop
+from megatron_lightning.resilience.failure import print_message
 from megatron_lightning.strategies.launch.failures import AgreedStop
 from megatron_lightning.strategies.lightning_internals import (
     connector_of,
@@ -226,6 +227,7 @@ class StopOnRequest(pl.Callback):
                 finish_saving()
         code = code_of_stop(self._exit_code)
         if trainer.is_global_zero:
+            print_message(self._description(trainer, reason, checkpoint, code))
             _write_record(trainer, reason, checkpoint, code)
             if reason is Reason.STOP_FILE and self._stop_file is not None:
                 self._stop_file.unlink(missing_ok=True)
@@ -235,6 +237,23 @@ class StopOnRequest(pl.Callback):
         if requeue is not None:  # a second signal would kill the process too early
             ignore_after_run(trainer, requeue)
         raise AgreedStop(code)
+
+    def _description(
+        self, trainer: pl.Trainer, reason: Reason, checkpoint: str | None, code: int
+    ) -> str:
+        """Return a line with the request, the step and the checkpoint of a stop."""
+        requeue = requeue_signal(trainer) or signal.SIGUSR1
+        requests = {
+            Reason.EXIT_AFTER: "exit_after",
+            Reason.STOP_FILE: f"the file {self._stop_file}",
+            Reason.SIGTERM: "SIGTERM",
+            Reason.REQUEUE: f"{signal.Signals(requeue).name}, Slurm's signal to save and requeue",
+        }
+        saved = "without a checkpoint" if checkpoint is None else f"with {checkpoint}"
+        return (
+            f"{requests[reason]}: the run ends at step {trainer.global_step}, {saved}, "
+            f"with exit code {code}"
+        )
 
     def _own_request(self, trainer: pl.Trainer) -> Reason:
         reason = self._received

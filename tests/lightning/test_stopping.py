@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 from datetime import timedelta
 from pathlib import Path
@@ -21,9 +22,11 @@ from megatron_lightning.callbacks import RescueCheckpoint
 from megatron_lightning.checkpoint import is_committed
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.resilience import exit_codes
+from megatron_lightning.resilience.failure import Failure
+from megatron_lightning.strategies import MegatronStrategy
 from megatron_lightning.strategies.launch import stopping
-from tests.helpers.toy import ToyModule
-from tests.helpers.trainers import Losses
+from tests.helpers.toy import ToyData, ToyModule
+from tests.helpers.trainers import Losses, trainer
 from tests.lightning.support import DP2, ONE, PP2, TP2_PP2, Layout, layouts, run
 
 STOP = 3
@@ -184,3 +187,44 @@ def test_rank_0s_file_and_clock_stop_all_ranks(how: str, layout: Layout, tmp_pat
 def test_a_time_that_is_over_at_once_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"exit_after is 0:00:00\. Set it to a positive time"):
         RescueCheckpoint(exit_after=timedelta(0))
+
+
+class _Terminated(pl.Callback):
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.global_step == STOP:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_the_message_of_a_stop_names_the_request(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stop = tmp_path / "STOP"
+    for callback, request in ((_Terminated(), "SIGTERM"), (_Touch(stop), f"the file {stop}")):
+        folder = tmp_path / type(callback).__name__
+        rescue = RescueCheckpoint(dirpath=folder, stop_file=stop)
+        runner = trainer(
+            MegatronStrategy(),
+            callbacks=[callback, rescue],
+            max_epochs=2,
+            enable_checkpointing=True,
+            default_root_dir=folder,
+        )
+        with pytest.raises(SystemExit) as end:
+            runner.fit(ToyModule(), datamodule=ToyData())
+        assert end.value.code == exit_codes.STOPPED
+        # A stop file is looked for once a second.
+        step = STOP if request == "SIGTERM" else runner.global_step
+        assert (
+            f"megatron_lightning: {request}: the run ends at step {step}, with "
+            f"{rescue.last_model_path}, with exit code 75\n"
+        ) in capsys.readouterr().err
+
+
+def test_a_report_names_the_signal_behind_an_exception() -> None:
+    for exception, name in (
+        (KeyboardInterrupt(), "Ctrl-C or SIGINT"),
+        (SystemExit(exit_codes.TERMINATED), "SIGTERM"),
+    ):
+        report = Failure.of(1, exception)
+        assert re.fullmatch(rf"rank 1 on \S+ was interrupted \({name}\)", report.text)
+    assert "failed" in Failure.of(1, SystemExit(1)).headline
