@@ -6,8 +6,9 @@ from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import cached_property
-from typing import Any, get_args
+from typing import Any, NoReturn, get_args
 
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.utils.data import DataLoader, SequentialSampler
 
@@ -35,6 +36,14 @@ from megatron_lightning.data.tokenizers import tokenizer_files
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.modules.run_data import Batch, RunDataModule
 from megatron_lightning.modules.run_options import NamedTokenizer, RunSizes
+
+_PARTS_OF_STAGES: Mapping[str, tuple[IndexSplit, ...]] = {
+    "fit": ("train", "valid"),
+    "validate": ("valid",),
+    "test": ("test",),
+    "predict": ("test",),
+}
+"""Parts of the split read by each stage of the Trainer."""
 
 
 class IndexedDataModule(RunDataModule):
@@ -157,7 +166,8 @@ class IndexedDataModule(RunDataModule):
         building indices.
 
         Raises:
-            ConfigError: If there is no part to train on.
+            ConfigError: If there is no part to train on, or the only part read by ``stage`` is
+                empty.
             DataError: If the data cannot be read, or a part of the split has too few tokens.
         """
         self._check_special_ids()
@@ -327,20 +337,34 @@ class IndexedDataModule(RunDataModule):
     def _parts(self, stage: str) -> dict[IndexSplit, int | None]:
         """Return the requested samples of the parts read by ``stage``. Other parts may be too
         small.
+
+        Raises:
+            ConfigError: If ``stage`` reads a single part, and the part is empty.
         """
-        needed = {
-            "fit": ("train", "valid"),
-            "validate": ("valid",),
-            "test": ("test",),
-            "predict": ("test",),
-        }.get(stage, ())
+        needed = _PARTS_OF_STAGES.get(stage, ())
         parts = zip(self._num_samples.items(), split_matrix(self.config.split), strict=True)
-        return {
+        found: dict[IndexSplit, int | None] = {
             name: count
             for (name, count), bounds in parts
             if name in needed
             and (name == "train" or (self._blends(name) and (bounds or not self.data.is_split)))
         }
+        if needed and not found:
+            self._refuse_empty(TrainerFn(stage).value, needed[0])
+        return found
+
+    def _refuse_empty(self, stage: str, name: IndexSplit) -> NoReturn:
+        """Refuse a run without data. Lightning would end the run with a warning."""
+        part = "validation" if name == "valid" else name
+        if self.data.is_split:
+            raise ConfigError(
+                f"{stage} reads the {part} part, and split={self.config.split!r} gives it no "
+                "document. Give the part a weight, such as split=90,5,5, or name its data: "
+                "data_prefix={train: …, validation: …, test: …}."
+            )
+        raise ConfigError(
+            f"{stage} reads the {part} data, and data_prefix has none. Add data under {part}."
+        )
 
     def _make(self, name: IndexSplit) -> Make:
         """Return the factory of a part's data sets."""

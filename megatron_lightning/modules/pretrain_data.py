@@ -43,7 +43,8 @@ class PretrainDataModule(IndexedDataModule):
             of ranks. Replaces ``batch_size``.
         batch_size_schedule: Growing global batch sizes of training. Replaces ``batch_size``.
         split: Weights of train, validation and test, splitting the documents in file order. A part
-            of weight 0 has no loader. ``predict`` reads the test part. None: 969, 30 and 1.
+            of weight 0 has no loader in a fit, and is an error elsewhere. ``predict`` reads the
+            test part. None: 969, 30 and 1.
         seed: Seed of the order of documents and samples.
         num_train_samples: Training samples of the full run, over as many epochs as needed. Default:
             one epoch, repeated by Lightning in the same order.
@@ -185,7 +186,9 @@ class PretrainDataModule(IndexedDataModule):
 
     def check_files(self, stage: str) -> None:
         """Check that the data suffice for ``stage``, before the strategy starts a process."""
-        if not self.mock:
+        if self.mock:
+            self._parts(stage)
+        else:
             super().check_files(stage)
 
     def train_prefixes(self) -> list[str]:

@@ -227,3 +227,27 @@ def test_command_line_schema(prefix: str) -> None:
     data = parser.instantiate(found).data
     assert isinstance(data, PretrainDataModule)
     assert data.sequence_length == 8
+
+
+@pytest.mark.parametrize("stage", ["validate", "test", "predict"])
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            {"split": "100,0,0"},
+            r"the (validation|test) part, and split='100,0,0' gives it no document",
+        ),
+        ({"named": True}, r"the (validation|test) data, and data_prefix has none"),
+    ],
+)
+def test_a_run_over_an_empty_part_is_refused(
+    stage: str, settings: dict[str, Any], message: str, prefix: str
+) -> None:
+    options = {name: value for name, value in settings.items() if name != "named"}
+    source: Any = {"train": prefix} if "named" in settings else prefix
+    data = PretrainDataModule(source, 16, 2, **options)
+    with pytest.raises(ConfigError, match=f"{stage} reads {message}"):
+        getattr(trainer(), stage)(Recorder(), datamodule=data)
+    mock = PretrainDataModule(mock=True, sequence_length=16, batch_size=2, split="1,0,0")
+    with pytest.raises(ConfigError, match=f"{stage} reads"):
+        mock.setup(stage)
