@@ -14,6 +14,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from typing_extensions import override
 
+from megatron_lightning import callbacks, modules
 from megatron_lightning.callbacks.closing_summary import ClosingSummary
 from megatron_lightning.callbacks.progress_bars import count_to_max_steps
 from megatron_lightning.cli_parser import OneLineParser
@@ -53,6 +54,10 @@ class MegatronCLI(LightningCLI):
 
     def add_arguments_to_parser(self, parser: Any) -> None:
         """Add defaults and options to the parser of a command."""
+        # The parser finds the classes behind short names among the imported classes.
+        for package in (callbacks, modules):
+            for name in package.__all__:
+                getattr(package, name)
         defaults = {"model": GPTLightningModule, "data": PretrainDataModule}
         for name, kind in defaults.items():
             parser.set_defaults({name: {"class_path": f"{_MODULES}.{kind.__name__}"}})

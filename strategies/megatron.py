@@ -48,7 +48,6 @@ from megatron_lightning.config import (
     RecomputeOptions,
     StartMethod,
 )
-from megatron_lightning.modules.folder_module import FolderModule
 from megatron_lightning.parallel.context import GROUPS
 from megatron_lightning.parallel.layout import ParallelLayout
 from megatron_lightning.parallel.nccl import read_nccl_options
@@ -64,6 +63,7 @@ from megatron_lightning.strategies import lightning_internals as internals
 from megatron_lightning.strategies.checkpoint.io import users_io
 from megatron_lightning.strategies.checks import preflight
 from megatron_lightning.strategies.checks.folders import check_folder_saving
+from megatron_lightning.strategies.checks.kinds import is_folder_module
 from megatron_lightning.strategies.checks.namespaces import warn_of_other_namespace
 from megatron_lightning.strategies.checks.plugins import check_layer_sync
 from megatron_lightning.strategies.hooks.checkpoint_hooks import CheckpointHooks
@@ -258,9 +258,10 @@ class MegatronStrategy(SetupHooks, StepHooks, CheckpointHooks):
         )
 
     def _note_checkpoint(self, trainer: pl.Trainer | None, path: str) -> None:
-        if trainer is not None and isinstance(self.lightning_module, FolderModule):
+        module = self.lightning_module
+        if trainer is not None and is_folder_module(module):
             chosen = internals.chosen_checkpoint(trainer, path)
-            self.lightning_module.loads_from = chosen and committed_requeue(chosen)
+            module.loads_from = chosen and committed_requeue(chosen)
 
     def _take_sizes_of_torchrun(self) -> None:
         sizes = sizes_of_torchrun(self.cluster_environment)

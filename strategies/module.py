@@ -32,7 +32,7 @@ from megatron_lightning.assembly.fused_loss import fuse_losses
 from megatron_lightning.assembly.module_shards import ModuleState
 from megatron_lightning.assembly.part import Part
 from megatron_lightning.assembly.replicas import check_replicas
-from megatron_lightning.bridge.untouched import deferred_weights, read_weights
+from megatron_lightning.bridge.deferred import deferred_weights, has_pending
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.layers.magnitude import fill_magnitudes
 from megatron_lightning.layers.recompute import apply_recompute
@@ -105,7 +105,7 @@ def assemble_module(
     else:
         part = reattach(module, context, placement, options.pipeline)
     if options.data_parallel != "fsdp" or context.dp_cp.size == 1:
-        read_weights(module, part, context)
+        _read_weights(module, part, context)
     if context.tp.size > 1 and context.pp.size == 1:
         # Continuous batching of ``transformers`` sizes its cache by the mesh's local KV heads.
         for model in transformers_models(module).values():
@@ -113,6 +113,13 @@ def assemble_module(
     # Last: recomputation wraps the forwards of the classes that layers have now.
     apply_recompute(module, options.recompute, stages=list(part.units_of_stage.values()))
     return part if before is None else replace(part, units=before.units)
+
+
+def _read_weights(module: pl.LightningModule, part: Part, context: ParallelContext) -> None:
+    if has_pending(module):
+        from megatron_lightning.bridge.untouched import read_weights
+
+        read_weights(module, part, context)
 
 
 def place_module(
@@ -155,7 +162,7 @@ def place_module(
             keeps_frozen=not announces_unfreezing(module.trainer),
         )
         part = replace(part, units=units)
-        read_weights(module, part, context)
+        _read_weights(module, part, context)
     module.to(device)
     # FSDP2 makes new parameters, and so does torch when moving parameters sharded by FSDP2.
     for name, parameter in module.named_parameters():

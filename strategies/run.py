@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 import torch
@@ -27,8 +27,6 @@ from megatron_lightning.assembly.replicas import check_trained_replicas
 from megatron_lightning.assembly.saving_guard import SavingGuard
 from megatron_lightning.checkpoint.saver import Saver
 from megatron_lightning.errors import ConfigError
-from megatron_lightning.inference.engine import Engine
-from megatron_lightning.inference.own_generate import OwnGenerate
 from megatron_lightning.optim.gradients.parameter_shard import MainShard
 from megatron_lightning.pipeline.executor import PipelineExecutor
 from megatron_lightning.strategies.checkpoint.checkpoints import Checkpoints
@@ -44,9 +42,6 @@ from megatron_lightning.strategies.module import (
 )
 from megatron_lightning.strategies.options import StrategyOptions
 from megatron_lightning.strategies.outputs.after_fit import PartWarning, full_state
-from megatron_lightning.strategies.outputs.engines import live_engine
-from megatron_lightning.strategies.outputs.folders import LiveFolder
-from megatron_lightning.strategies.outputs.weight_stream import WeightStream, streamed_model
 from megatron_lightning.strategies.partitioned_module import PartitionedModule
 from megatron_lightning.strategies.progress import Progress
 from megatron_lightning.strategies.step.gradients.training import Training
@@ -58,6 +53,13 @@ from megatron_lightning.strategies.step.pipelined import PipelinedStepRunner
 from megatron_lightning.strategies.step.run_context import RunContext
 from megatron_lightning.strategies.step.step_runner import StepRunner
 from megatron_lightning.strategies.step.validation_clock import ValidationClock
+
+if TYPE_CHECKING:
+    # Text and folders are imported on first use: most runs write none.
+    from megatron_lightning.inference.engine import Engine
+    from megatron_lightning.inference.own_generate import OwnGenerate
+    from megatron_lightning.strategies.outputs.folders import LiveFolder
+    from megatron_lightning.strategies.outputs.weight_stream import WeightStream
 from megatron_lightning.strategies.summary import hidden_example
 
 
@@ -306,6 +308,7 @@ class Run:
 
     def engine(self, precision: Precision, **options: Any) -> Engine | OwnGenerate:
         """Return an engine for a model in the module. See the strategy's method."""
+        from megatron_lightning.strategies.outputs.engines import live_engine
 
         def prepare() -> None:
             self.refuse_in_step("text by an engine", "Write it in a hook after the step.")
@@ -414,11 +417,16 @@ class Run:
 
     def live_folder(self, module: nn.Module | None, dtype: torch.dtype | None) -> LiveFolder:
         """Return the Hugging Face folder of a model. A collective."""
+        from megatron_lightning.strategies.outputs.folders import LiveFolder
+
         context = self._ranks.context
         return LiveFolder(self.module, module, self.full_state, context, dtype=dtype)
 
     def weight_stream(self, module: nn.Module | None, dtype: torch.dtype | None) -> WeightStream:
         """Return the weights of a model as a stream. A collective."""
+        from megatron_lightning.strategies.outputs.folders import LiveFolder
+        from megatron_lightning.strategies.outputs.weight_stream import WeightStream, streamed_model
+
         model, plan = streamed_model(self.module, module)
         context = self._ranks.context
         return WeightStream(

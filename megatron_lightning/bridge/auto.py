@@ -12,6 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from megatron_lightning.bridge.deferred import is_deferred
 from megatron_lightning.bridge.export import write_folder
 from megatron_lightning.bridge.folder_model import FolderModel
 from megatron_lightning.bridge.from_config import new_folder
@@ -24,7 +25,6 @@ from megatron_lightning.bridge.untouched import (
     Change,
     defer_weights,
     fill_weights,
-    is_deferred,
     lazy_parameters,
 )
 from megatron_lightning.bridge.values import fills_of_checkpoint, fills_of_model, values_of

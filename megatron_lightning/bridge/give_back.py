@@ -15,10 +15,10 @@ from megatron_lightning.bridge.export import write_folder
 from megatron_lightning.bridge.folder import FolderTensors
 from megatron_lightning.bridge.folder_model import Plan
 from megatron_lightning.bridge.gpt import gpt_config
-from megatron_lightning.bridge.kept import kept_folders
 from megatron_lightning.bridge.lazy import Lazy
 from megatron_lightning.bridge.megatron import MegatronBridge
 from megatron_lightning.bridge.new_folder import new_gpt_folder
+from megatron_lightning.bridge.remembered import kept_folders
 from megatron_lightning.bridge.torch_dist import is_megatron
 from megatron_lightning.bridge.values import fills_of_checkpoint, fills_of_model
 from megatron_lightning.checkpoint.kept_files import kept_entry

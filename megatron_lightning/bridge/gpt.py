@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from megatron_lightning.bridge.deferred import is_deferred
 from megatron_lightning.bridge.folder import FolderTensors
 from megatron_lightning.bridge.lazy import Lazy
 from megatron_lightning.bridge.pieces import Piece, inverse
@@ -26,7 +27,7 @@ from megatron_lightning.bridge.rules import (
     to_config,
 )
 from megatron_lightning.bridge.settings import differing, flat
-from megatron_lightning.bridge.untouched import defer_values, is_deferred
+from megatron_lightning.bridge.untouched import defer_values
 from megatron_lightning.checkpoint.source import CheckpointSource
 from megatron_lightning.config import TransformerConfig
 from megatron_lightning.errors import ConfigError

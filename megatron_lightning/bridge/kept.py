@@ -23,16 +23,15 @@ from torch import Tensor, nn
 from megatron_lightning.bridge.folder import INDEX, FolderTensors, HuggingFaceFolder
 from megatron_lightning.bridge.lazy import Fill, Lazy, NoValuesError
 from megatron_lightning.bridge.new_files import new_files
+from megatron_lightning.bridge.remembered import ATTRIBUTE, kept_folders
 from megatron_lightning.bridge.safetensors_file import Header, StoredTensor, parse_header
 from megatron_lightning.checkpoint.kept_files import KEPT, KeptFiles, kept_entry
 from megatron_lightning.checkpoint.source import CheckpointSource, open_checkpoint
 from megatron_lightning.errors import CheckpointError
-from megatron_lightning.models.pair import FrozenPair
 from megatron_lightning.parallel.spec import Box, Shape
 
 _MAX_CARRIED_BYTES = 64 << 20
 _MAX_TABLE_BYTES = 1 << 30
-_ATTRIBUTE = "_kept_folder"
 
 
 class ChangedTable(NamedTuple):
@@ -253,30 +252,7 @@ def keep(
 
 def remember(model: nn.Module, folder: KeptFolder) -> None:
     """Make a model remember the folder of the model."""
-    model.__dict__[_ATTRIBUTE] = folder
-
-
-def kept_folders(module: nn.Module) -> dict[str, KeptFolder]:
-    """Return path -> folder of a module's models with remembered folders. Frozen models beside
-    trained ones are left out, since their folders hold what is trained nowhere.
-    """
-    frozen = tuple(
-        f"{path}.frozen." if path else "frozen."
-        for path, child in module.named_modules()
-        if isinstance(child, FrozenPair)
-    )
-    return {
-        path: child.__dict__[_ATTRIBUTE]
-        for path, child in module.named_modules()
-        if _ATTRIBUTE in child.__dict__ and not f"{path}.".startswith(frozen)
-    }
-
-
-def write_kept(module: nn.Module, checkpoint: dict[str, Any]) -> None:
-    """Add the folders of a module's models to a checkpoint."""
-    folders = kept_folders(module)
-    if folders and KEPT not in checkpoint:
-        checkpoint[KEPT] = {path: folder.entry for path, folder in folders.items()}
+    model.__dict__[ATTRIBUTE] = folder
 
 
 def recall(module: nn.Module, checkpoint: Mapping[str, Any]) -> None:
@@ -359,4 +335,4 @@ def _header(name: str, packed: bytes, path: str) -> Header:
     return parse_header(packer.decompress(packed, _MAX_TABLE_BYTES), None, Path(path) / name)
 
 
-__all__ = ["KeptFolder", "keep", "kept_folders", "read_kept", "recall", "remember", "write_kept"]
+__all__ = ["KeptFolder", "keep", "read_kept", "recall", "remember"]

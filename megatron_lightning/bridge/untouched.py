@@ -16,10 +16,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode, handle_torch_function
 
 from megatron_lightning.assembly.module_shards import ModuleState
 from megatron_lightning.assembly.part import Part
+from megatron_lightning.bridge.deferred import PENDING
 from megatron_lightning.bridge.folder import FolderTensors
 from megatron_lightning.bridge.lazy import Lazy
 from megatron_lightning.bridge.stored_weights import read_stored
@@ -28,8 +28,6 @@ from megatron_lightning.parallel.context import ParallelContext
 from megatron_lightning.parallel.materialize import leave_empty
 from megatron_lightning.parallel.spec import Shape
 from megatron_lightning.parallel.stored_weight import stored_part
-
-_PENDING = "_pending_weights"
 
 
 class Change(NamedTuple):
@@ -66,33 +64,6 @@ class PendingWeights:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return PendingWeights, ({},)
-
-
-# ------------------------------------------------------------------------------------------- defer
-
-
-class _Deferring(TorchFunctionMode):
-    """Answer :func:`is_deferred`. Every other function runs as always."""
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        return True if func is is_deferred else func(*args, **(kwargs or {}))
-
-
-@contextmanager
-def deferred_weights() -> Iterator[None]:
-    """Make models in the block without values. :func:`read_weights` reads the values later."""
-    with _Deferring():
-        yield
-
-
-def is_deferred() -> bool:
-    """Return whether models made now get their values later."""
-    try:
-        return bool(handle_torch_function(is_deferred, ()))
-    except TypeError:  # torch's answer without an active mode
-        return False
 
 
 # ------------------------------------------------------------------------------------------- models
@@ -167,14 +138,14 @@ def defer_values(model: nn.Module, tensors: Mapping[str, Lazy]) -> None:
         tensors: Name in the model, tied names included -> lazy tensor.
     """
     leave_empty(model)
-    model.__dict__[_PENDING] = PendingWeights(tensors)
+    model.__dict__[PENDING] = PendingWeights(tensors)
 
 
 def pending_tensors(model: nn.Module) -> dict[str, Lazy]:
     """Return the values that :func:`read_weights` reads later, by name. Changes of the dict
     count. Empty if there are none.
     """
-    pending: PendingWeights | None = model.__dict__.get(_PENDING)
+    pending: PendingWeights | None = model.__dict__.get(PENDING)
     return {} if pending is None else pending.tensors
 
 
@@ -286,7 +257,7 @@ def read_weights(module: nn.Module, part: Part, context: ParallelContext) -> int
     """
     state, num_bytes = ModuleState(module, part, context), 0
     for path, child in module.named_modules():
-        pending: PendingWeights | None = child.__dict__.pop(_PENDING, None)
+        pending: PendingWeights | None = child.__dict__.pop(PENDING, None)
         if pending is None:
             continue
         prefix = f"{path}." if path else ""

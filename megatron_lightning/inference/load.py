@@ -19,8 +19,9 @@ from megatron_lightning.assembly.assemble import assemble
 from megatron_lightning.assembly.module_shards import ModuleState
 from megatron_lightning.assembly.part import Part
 from megatron_lightning.bridge.auto import AutoBridge, is_checkpoint
+from megatron_lightning.bridge.deferred import deferred_weights
 from megatron_lightning.bridge.kept import read_kept
-from megatron_lightning.bridge.untouched import deferred_weights, read_weights
+from megatron_lightning.bridge.untouched import read_weights
 from megatron_lightning.checkpoint import CheckpointSource, open_checkpoint
 from megatron_lightning.checkpoint.kept_files import read_kept_files, read_kept_tokenizer
 from megatron_lightning.config import PipelineOptions, TransformerConfig

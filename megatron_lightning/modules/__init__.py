@@ -1,14 +1,19 @@
 """LightningModules and LightningDataModules ready for a configuration file."""
 
-from megatron_lightning.modules.distillation import DistillationModule
-from megatron_lightning.modules.dpo import DPOModule
-from megatron_lightning.modules.finetune_data import FinetuneDataModule
-from megatron_lightning.modules.gpt import GPTLightningModule
-from megatron_lightning.modules.hugging_face import HuggingFaceModule
-from megatron_lightning.modules.masked_data import MaskedDataModule
-from megatron_lightning.modules.masked_module import MaskedLanguageModule
-from megatron_lightning.modules.preference_data import PreferenceDataModule
-from megatron_lightning.modules.pretrain_data import PretrainDataModule
+from typing import TYPE_CHECKING
+
+from megatron_lightning._lazy import lazy_attributes
+
+if TYPE_CHECKING:
+    from megatron_lightning.modules.distillation import DistillationModule
+    from megatron_lightning.modules.dpo import DPOModule
+    from megatron_lightning.modules.finetune_data import FinetuneDataModule
+    from megatron_lightning.modules.gpt import GPTLightningModule
+    from megatron_lightning.modules.hugging_face import HuggingFaceModule
+    from megatron_lightning.modules.masked_data import MaskedDataModule
+    from megatron_lightning.modules.masked_module import MaskedLanguageModule
+    from megatron_lightning.modules.preference_data import PreferenceDataModule
+    from megatron_lightning.modules.pretrain_data import PretrainDataModule
 
 __all__ = [
     "DPOModule",
@@ -21,3 +26,18 @@ __all__ = [
     "PreferenceDataModule",
     "PretrainDataModule",
 ]
+
+__getattr__, __dir__ = lazy_attributes(
+    __name__,
+    {
+        "DistillationModule": "megatron_lightning.modules.distillation",
+        "DPOModule": "megatron_lightning.modules.dpo",
+        "FinetuneDataModule": "megatron_lightning.modules.finetune_data",
+        "GPTLightningModule": "megatron_lightning.modules.gpt",
+        "HuggingFaceModule": "megatron_lightning.modules.hugging_face",
+        "MaskedDataModule": "megatron_lightning.modules.masked_data",
+        "MaskedLanguageModule": "megatron_lightning.modules.masked_module",
+        "PreferenceDataModule": "megatron_lightning.modules.preference_data",
+        "PretrainDataModule": "megatron_lightning.modules.pretrain_data",
+    },
+)

@@ -11,8 +11,9 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from megatron_lightning.bridge.auto import AutoBridge
 from megatron_lightning.bridge.give_back import save_model
-from megatron_lightning.bridge.kept import kept_folders, read_kept, recall, remember, write_kept
+from megatron_lightning.bridge.kept import read_kept, recall, remember
 from megatron_lightning.bridge.new_rows import draw_new_rows
+from megatron_lightning.bridge.remembered import kept_folders, write_kept
 from megatron_lightning.errors import CheckpointError
 from megatron_lightning.models.pair import FrozenPair
 from megatron_lightning.modules.language_model import LanguageModule, ModuleT

@@ -11,8 +11,7 @@ from megatron_lightning.assembly.module_shards import ModuleState
 from megatron_lightning.layers.adapters import adapted_layers
 from megatron_lightning.parallel.digest import as_text, digest_of_shards
 from megatron_lightning.peft.lora import applied_to
-from megatron_lightning.peft.record import PEFT, write_record
-from megatron_lightning.peft.sources import take_expected_bases
+from megatron_lightning.peft.record import PEFT, take_expected_bases, write_record
 
 
 def check_loaded_base(state: ModuleState) -> None:

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from megatron_lightning.bridge.kept import kept_folders
+from megatron_lightning.bridge.remembered import kept_folders
 from megatron_lightning.checkpoint.source import CheckpointSource
 from megatron_lightning.errors import CheckpointError
 from megatron_lightning.models.transformer import GPTModel
@@ -28,6 +28,8 @@ from megatron_lightning.peft.lora import AppliedLoRA, FusedRows, LoRA, applied_t
 from megatron_lightning.peft.saved import Base
 
 PEFT = "peft"
+EXPECTED_BASE = "_megatron_expected_base"
+"""Attribute of a model with adapters loaded before its weights: the base of the adapters."""
 """Entry of a checkpoint's state."""
 _MODULE = "state_dict."
 _CACHED = re.compile(r"models--([^/]+)/snapshots/([0-9a-f]+)/?$")
@@ -57,6 +59,12 @@ def base_of(model: nn.Module) -> Base:
         return Base(origin=folder.origin, revision=folder.revision)
     # A path in the cache of the Hub means nothing elsewhere.
     return Base(origin=cached[1].replace("--", "/"), revision=folder.revision or cached[2])
+
+
+def take_expected_bases(module: nn.Module) -> dict[str, Base]:
+    """Return and forget path -> base of the models adapted before loading weights."""
+    bases = {path: vars(child).pop(EXPECTED_BASE, None) for path, child in module.named_modules()}
+    return {path: base for path, base in bases.items() if base is not None}
 
 
 def write_record(module: nn.Module, checkpoint: dict[str, Any]) -> None:

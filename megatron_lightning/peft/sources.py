@@ -26,11 +26,10 @@ from megatron_lightning.parallel.digest import as_text, digest_of_tensors
 from megatron_lightning.parallel.spec import Shard
 from megatron_lightning.peft import folder
 from megatron_lightning.peft.lora import LoRA, applied_to
-from megatron_lightning.peft.record import Record, base_of, read_records
-from megatron_lightning.peft.saved import Base, Factors, SavedAdapters, adapters_of_module, to_gpt
+from megatron_lightning.peft.record import EXPECTED_BASE, Record, base_of, read_records
+from megatron_lightning.peft.saved import Factors, SavedAdapters, adapters_of_module, to_gpt
 
 MODULE = "state_dict."
-_EXPECTED = "_megatron_expected_base"
 
 
 def read_saved(path: str | os.PathLike[str], model: str | None = None) -> SavedAdapters:
@@ -137,7 +136,9 @@ def load_adapters(module: nn.Module, path: str | os.PathLike[str]) -> nn.Module:
     if not any(p.is_meta for p in model.parameters()):
         adapters.base.check(digest_of_base(model, adapters), type(model).__name__)
     elif adapters.base.digest is not None:
-        model.__dict__[_EXPECTED] = adapters.base  # the strategy compares when the weights are read
+        model.__dict__[EXPECTED_BASE] = (
+            adapters.base
+        )  # the strategy compares when the weights are read
     if not adapted_layers(model):
         _exactly(adapters).apply(model)
     _fill(model, adapters, str(path))
@@ -160,12 +161,6 @@ def digest_of_base(
     )
     kind = "gpt" if isinstance(model, GPTModel) else "own"
     return as_text(digest_of_tensors(frozen), kind)
-
-
-def take_expected_bases(module: nn.Module) -> dict[str, Base]:
-    """Return and forget path -> base of the models adapted before loading weights."""
-    bases = {path: vars(child).pop(_EXPECTED, None) for path, child in module.named_modules()}
-    return {path: base for path, base in bases.items() if base is not None}
 
 
 def _place_of(module: nn.Module) -> str:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, is_dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.trainer.states import TrainerStatus
@@ -21,7 +21,7 @@ from torch import Tensor
 from megatron_lightning.assembly.entries import StateEntries
 from megatron_lightning.assembly.module_shards import ModuleState
 from megatron_lightning.assembly.part import Part
-from megatron_lightning.bridge.kept import write_kept
+from megatron_lightning.bridge.remembered import write_kept
 from megatron_lightning.checkpoint import TensorShards, open_checkpoint
 from megatron_lightning.checkpoint.agreement import together
 from megatron_lightning.checkpoint.local_copies.local import Pointer
@@ -55,9 +55,11 @@ from megatron_lightning.strategies.checkpoint.run_state import RunState
 from megatron_lightning.strategies.launch.ranks import ProcessGroups
 from megatron_lightning.strategies.lightning_internals import trainer_state
 from megatron_lightning.strategies.options import StrategyOptions
-from megatron_lightning.strategies.outputs.folders import FoldersOfCheckpoints
 from megatron_lightning.strategies.progress import Progress
 from megatron_lightning.strategies.step.loaders.dataloaders import training_samplers
+
+if TYPE_CHECKING:
+    from megatron_lightning.strategies.outputs.folders import FoldersOfCheckpoints
 
 
 class Checkpoints:
@@ -105,7 +107,7 @@ class Checkpoints:
         self._renamed: dict[str, str] = {}  # names in the checkpoint -> names now
         self.saver = saver
         """Writes the checkpoints."""
-        self._folders = FoldersOfCheckpoints(module)
+        self._folders = None if options.checkpoint.also_save_hf is None else _folders_of(module)
         self._adapters = AdapterCheckpoints(adapters_only=options.checkpoint.adapters_only)
         self.state = RunState(ranks.context, progress, lambda: ranks.streams)
         """Samples consumed, data positions and random states, in the form of a checkpoint."""
@@ -163,15 +165,16 @@ class Checkpoints:
 
         # Hugging Face folders are written after the shards, from the same snapshot, so that both
         # hold one step.
-        exports = self._exports()
-        if exports:
-            self._folders.prepare()
+        exports = self._folders if self._exports() else None
+        if exports is not None:
+            exports.prepare()
 
         def write(snapshot: Snapshot, group: AxisGroup) -> None:
             write_snapshot(snapshot, group)
-            self._folders.note(path)
-            if exports:
-                self._folders.write(path, group)
+            if self._folders is not None:
+                self._folders.note(path)
+            if exports is not None:
+                exports.write(path, group)
 
         self.saver.save(Save(path, take, write), self._context, background=background)
         if background:
@@ -183,12 +186,12 @@ class Checkpoints:
         Raises:
             ConfigError: If no model was loaded from a folder.
         """
-        if self._options.checkpoint.also_save_hf is not None:
+        if self._folders is not None:
             self._folders.prepare()
 
     def finish_fit(self) -> None:
         """Write the folder of the last checkpoint, if requested. All ranks call this."""
-        if self._options.checkpoint.also_save_hf == "end":
+        if self._folders is not None and self._options.checkpoint.also_save_hf == "end":
             self._folders.write_last(self._context.axis("world"))
 
     def _exports(self) -> bool:
@@ -387,3 +390,10 @@ class Checkpoints:
             load_optimizer(view, saved, source, state_prefix(index), world)
         self._source = None
         self.state.restore_random_state()
+
+
+def _folders_of(module: pl.LightningModule) -> FoldersOfCheckpoints:
+    """Make the writer of Hugging Face folders, imported by the runs that write folders."""
+    from megatron_lightning.strategies.outputs.folders import FoldersOfCheckpoints
+
+    return FoldersOfCheckpoints(module)

@@ -7,10 +7,10 @@ import lightning.pytorch as pl
 from megatron_lightning.config import PipelineOptions, TransformerConfig
 from megatron_lightning.data.batch_size import BatchSizeSchedule
 from megatron_lightning.models.transformer import GPTModel
-from megatron_lightning.modules.objective import ObjectiveModule
 from megatron_lightning.parallel.layout import ParallelLayout
 from megatron_lightning.pipeline.schedules import ScheduleChoice
 from megatron_lightning.rules import check_model_layout, check_vocabulary
+from megatron_lightning.strategies.checks.kinds import is_objective
 
 
 def model_config(module: pl.LightningModule) -> TransformerConfig | None:
@@ -41,7 +41,7 @@ def check_config(
     if config is not None:
         max_length = length if isinstance(length, int) else None
         # Two models in a pipeline have more layers than the configuration.
-        num_models = len(module.templates()) if isinstance(module, ObjectiveModule) else 1
+        num_models = len(module.templates()) if is_objective(module) else 1
         check_model_layout(
             config,
             layout,

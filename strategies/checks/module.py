@@ -16,13 +16,16 @@ import torch
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 
-from megatron_lightning.bridge.untouched import deferred_weights
+from megatron_lightning.bridge.deferred import deferred_weights
 from megatron_lightning.errors import ConfigError
-from megatron_lightning.modules.gpt import GPTLightningModule
-from megatron_lightning.modules.hugging_face import HuggingFaceModule
-from megatron_lightning.modules.objective import ObjectiveModule
 from megatron_lightning.optim.param_groups import check_rows
 from megatron_lightning.parallel.layout import ParallelLayout
+from megatron_lightning.strategies.checks.kinds import (
+    has_hook_of_gpt_module,
+    has_hook_of_hugging_face_module,
+    is_gpt_module,
+    is_objective,
+)
 
 _LIGER_MODELS = "liger_kernel.transformers.model."
 
@@ -33,17 +36,16 @@ def planned_module(module: pl.LightningModule) -> pl.LightningModule | None:
     """
     if not is_built_later(module):
         return module
-    if isinstance(module, ObjectiveModule):
+    if is_objective(module):
         parts = [planned_module(template) for template in module.templates()]
         modules = [part for part in parts if part is not None]
         return module.with_models(modules) if len(modules) == len(parts) else None
-    sets_up = type(module).setup is not HuggingFaceModule.setup  # builds nothing
-    if is_overridden("setup", module) and sets_up:
+    # The setup of HuggingFaceModule builds nothing.
+    if is_overridden("setup", module) and not has_hook_of_hugging_face_module(module, "setup"):
         return None
-    builds = type(module).configure_model
-    if builds is HuggingFaceModule.configure_model:
+    if has_hook_of_hugging_face_module(module, "configure_model"):
         return _configured(module)
-    if builds is not GPTLightningModule.configure_model:
+    if not has_hook_of_gpt_module(module, "configure_model"):
         return None
     with torch.device("meta"):
         return _configured(module)
@@ -191,7 +193,7 @@ def check_param_groups(module: pl.LightningModule) -> None:
     Raises:
         ConfigError: If the table or the schedule does not fit the module's layers.
     """
-    if isinstance(module, GPTLightningModule):
+    if is_gpt_module(module):
         check_rows(module, module.param_groups)
-        if not is_overridden("configure_optimizers", module, GPTLightningModule):
+        if has_hook_of_gpt_module(module, "configure_optimizers"):
             module.configure_optimizers()  # raises for contradicting rates

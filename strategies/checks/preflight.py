@@ -15,9 +15,6 @@ from megatron_lightning.assembly import layout_checks as checks
 from megatron_lightning.assembly.assemble import is_assembled
 from megatron_lightning.assembly.compile import check_blocks
 from megatron_lightning.errors import ConfigError
-from megatron_lightning.modules.distillation import DistillationModule
-from megatron_lightning.modules.finetune_data import FinetuneDataModule
-from megatron_lightning.modules.indexed_data import IndexedDataModule
 from megatron_lightning.parallel.grid import RankGrid
 from megatron_lightning.pipeline.batch.metrics import check_persistent_states
 from megatron_lightning.pipeline.schedules.advice import advice_on_full_batches
@@ -37,6 +34,11 @@ from megatron_lightning.strategies.checks.callbacks import (
 )
 from megatron_lightning.strategies.checks.compiler import check_compiler
 from megatron_lightning.strategies.checks.data import check_batches, check_config, model_config
+from megatron_lightning.strategies.checks.kinds import (
+    is_distillation,
+    is_finetune_data,
+    is_indexed_data,
+)
 from megatron_lightning.strategies.checks.low_precision_base import check_base
 from megatron_lightning.strategies.checks.module import (
     check_fused_losses,
@@ -121,15 +123,14 @@ def check_before_launch(
         _check_partition(options, planned or module, is_built=planned is not None)
         if planned is not None:
             check_layers(options, world_size, planned, trainer)
-    if isinstance(module, DistillationModule):
+    if is_distillation(module):
         module.check_tokenizers()
     # Files are looked for before any process starts, since each rank would fail alone otherwise.
     stage = None if trainer is None else trainer.state.fn
-    if stage is not None and stage != TrainerFn.PREDICTING:
-        if isinstance(data, IndexedDataModule):
-            data.check_files(stage)
-        elif isinstance(data, FinetuneDataModule):
-            data.check_files(stage, module)
+    if stage is not None and is_indexed_data(data):
+        data.check_files(stage)
+    if stage not in (None, TrainerFn.PREDICTING) and is_finetune_data(data):
+        data.check_files(stage, module)
     if stage == TrainerFn.FITTING:
         replicas = options.layout.data_parallel_size(world_size)
         check_batches(options.schedule, options.micro_batch_size, replicas, data)

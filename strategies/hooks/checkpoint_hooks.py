@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.pytorch.plugins.io import AsyncCheckpointIO, CheckpointIO
@@ -20,8 +20,10 @@ from megatron_lightning.strategies.checkpoint.optimizers import OptimizerHandle
 from megatron_lightning.strategies.checks.plugins import check_storage_options
 from megatron_lightning.strategies.hooks.rank_hooks import RankHooks
 from megatron_lightning.strategies.outputs.after_fit import called_by_all, path_of
-from megatron_lightning.strategies.outputs.weight_stream import WeightStream, check_format
 from megatron_lightning.strategies.step.gradients.manual import unwrapped
+
+if TYPE_CHECKING:
+    from megatron_lightning.strategies.outputs.weight_stream import WeightStream
 
 
 class CheckpointHooks(RankHooks):
@@ -272,6 +274,8 @@ class CheckpointHooks(RankHooks):
             ConfigError: If no family of ``transformers`` describes the model.
             PipelineError: In a step, over several pipeline ranks.
         """
+        from megatron_lightning.strategies.outputs.weight_stream import check_format
+
         check_format(weight_format)
         self.ranks.course.mark("strategy.weights()")
         return self._running.weight_stream(module, dtype)

@@ -6,7 +6,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 
-from megatron_lightning.bridge.kept import kept_folders
+from megatron_lightning.bridge.remembered import kept_folders
 from megatron_lightning.data.tokenizers import TokenizerType
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.inference.engine import Engine

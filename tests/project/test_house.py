@@ -198,6 +198,23 @@ for name in {PURE!r}:
     assert result.returncode == 0, result.stderr
 
 
+def test_a_run_of_ones_own_module_imports_neither_text_nor_folders_nor_data() -> None:
+    """At most 0.3 s beyond Lightning's import: ``benchmarks/bench_start.py`` measures."""
+    program = """
+import sys
+import megatron_lightning.callbacks, megatron_lightning.modules, megatron_lightning.strategies
+own = [name for name in sys.modules if name.startswith("megatron_lightning.")]
+allowed = {"bridge": 3, "inference": 0, "modules": 1, "callbacks": 1, "data": 6, "peft": 8}
+for room, most in allowed.items():
+    found = [name for name in own if name.split(".")[1] == room]
+    assert len(found) <= most, found
+"""
+    result = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 0, result.stderr
+
+
 def test_preprocess_needs_no_torch() -> None:
     code = "import sys, megatron_lightning.data.preprocess; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,0 +1,41 @@
+"""Folders remembered by models, and written into checkpoints. A run without folders imports this
+file alone of the package.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from megatron_lightning.checkpoint.kept_files import KEPT
+from megatron_lightning.models.pair import FrozenPair
+
+if TYPE_CHECKING:
+    from megatron_lightning.bridge.kept import KeptFolder
+
+ATTRIBUTE = "_kept_folder"
+"""Attribute of a model with the record of its folder."""
+
+
+def kept_folders(module: nn.Module) -> dict[str, KeptFolder]:
+    """Return path -> folder of a module's models with remembered folders. Frozen models beside
+    trained ones are left out, since their folders hold what is trained nowhere.
+    """
+    frozen = tuple(
+        f"{path}.frozen." if path else "frozen."
+        for path, child in module.named_modules()
+        if isinstance(child, FrozenPair)
+    )
+    return {
+        path: child.__dict__[ATTRIBUTE]
+        for path, child in module.named_modules()
+        if ATTRIBUTE in child.__dict__ and not f"{path}.".startswith(frozen)
+    }
+
+
+def write_kept(module: nn.Module, checkpoint: dict[str, Any]) -> None:
+    """Add the folders of a module's models to a checkpoint."""
+    folders = kept_folders(module)
+    if folders and KEPT not in checkpoint:
+        checkpoint[KEPT] = {path: folder.entry for path, folder in folders.items()}

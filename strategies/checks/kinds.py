@@ -1,0 +1,67 @@
+"""Kinds of this package's own modules, recognized without importing the modules.
+
+Nothing can be an object of a class that was never imported. So a run of a user's own module does
+not wait for the imports of language models, folders and their data.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any, TypeGuard
+
+if TYPE_CHECKING:
+    from megatron_lightning.modules.distillation import DistillationModule
+    from megatron_lightning.modules.finetune_data import FinetuneDataModule
+    from megatron_lightning.modules.folder_module import FolderModule
+    from megatron_lightning.modules.gpt import GPTLightningModule
+    from megatron_lightning.modules.indexed_data import IndexedDataModule
+    from megatron_lightning.modules.objective import ObjectiveModule
+
+
+def is_distillation(module: object) -> TypeGuard[DistillationModule]:
+    """Return whether the module trains a student on the outputs of a teacher."""
+    return isinstance(module, _imported("distillation", "DistillationModule"))
+
+
+def is_finetune_data(data: object) -> TypeGuard[FinetuneDataModule]:
+    """Return whether the data are chats or answers from files."""
+    return isinstance(data, _imported("finetune_data", "FinetuneDataModule"))
+
+
+def is_folder_module(module: object) -> TypeGuard[FolderModule]:
+    """Return whether the module can hold a model of a Hugging Face folder."""
+    return isinstance(module, _imported("folder_module", "FolderModule"))
+
+
+def is_gpt_module(module: object) -> TypeGuard[GPTLightningModule]:
+    """Return whether the module trains a ``GPTModel`` made from its configuration."""
+    return isinstance(module, _imported("gpt", "GPTLightningModule"))
+
+
+def is_indexed_data(data: object) -> TypeGuard[IndexedDataModule]:
+    """Return whether the data are indexed files."""
+    return isinstance(data, _imported("indexed_data", "IndexedDataModule"))
+
+
+def is_objective(module: object) -> TypeGuard[ObjectiveModule]:
+    """Return whether the module trains another module's model by a loss of its own."""
+    return isinstance(module, _imported("objective", "ObjectiveModule"))
+
+
+def has_hook_of_gpt_module(module: object, hook: str) -> bool:
+    """Return whether a hook is the one of :class:`GPTLightningModule`."""
+    return _has_hook(module, hook, _imported("gpt", "GPTLightningModule"))
+
+
+def has_hook_of_hugging_face_module(module: object, hook: str) -> bool:
+    """Return whether a hook is the one of :class:`HuggingFaceModule`."""
+    return _has_hook(module, hook, _imported("hugging_face", "HuggingFaceModule"))
+
+
+def _has_hook(module: object, hook: str, kind: Any) -> bool:
+    return kind != () and getattr(type(module), hook) is getattr(kind, hook)
+
+
+def _imported(name: str, kind: str) -> Any:
+    """Return a class. If its file was never imported, return a tuple of no classes."""
+    return getattr(sys.modules.get(f"megatron_lightning.modules.{name}"), kind, ())
