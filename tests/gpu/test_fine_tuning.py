@@ -123,6 +123,14 @@ def test_adapters(kind: str, adapters: str) -> None:
     assert_equals_cpu(lambda: Tuned(kind, lora=ADAPTERS[adapters]), None, text)
 
 
+@pytest.mark.parametrize("adapters", ADAPTERS)
+@pytest.mark.parametrize("kind", ["gpt", "hub"])
+def test_adapters_drawn_on_the_gpu(folder: str, kind: str, adapters: str) -> None:
+    """The strategy builds model and adapters on the GPU, with the values of the CPU."""
+    make = _of_folder(kind, folder, peft=ADAPTERS[adapters])
+    assert_equals_cpu(make, None, text, built=False)
+
+
 def test_adapters_of_experts() -> None:
     config = experts()
     rows = token_rows(3 * BATCH, 16, config.vocab_size)

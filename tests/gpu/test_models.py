@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import log
 from pathlib import Path
 from typing import Any
 
@@ -127,6 +128,15 @@ def test_delta_nets_in_bf16() -> None:
 @pytest.mark.parametrize("name", ["gpt", "latent", *STATES])
 def test_documents_that_share_rows(name: str) -> None:
     assert_equals_cpu(lambda: module_of(name), None, lambda: rows(packed=True))
+
+
+def test_models_are_drawn_on_the_gpu() -> None:
+    """By a generator of the GPU, as the strategy builds them: the first losses are those of random
+    logits."""
+    for name in MODELS:
+        run = on_gpu(lambda name=name: module_of(name), None, rows(), built=False, steps=1)
+        spread = 0.5 if name in ("delta", "hybrid", "mtp") else 0.2
+        assert run.losses[0] == pytest.approx(log(VOCABULARY), rel=spread), name
 
 
 @pytest.mark.parametrize("recompute", [name for name in RECOMPUTE if name != "none"])
