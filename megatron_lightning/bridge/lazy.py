@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from megatron_lightning.errors import CheckpointError
 from megatron_lightning.parallel.spec import Box
@@ -96,18 +96,19 @@ def _computed(func: Any, *args: Any, **kwargs: Any) -> Any:
     if func._schema.name.endswith("_like"):
         return func(*tree_map_only(Lazy, _empty_on("cpu"), args), **kwargs)
 
-    def fill(box: Box, out: Tensor) -> None:
+    def fill(index: int, box: Box, out: Tensor) -> None:
         if out.is_meta:
             raise CheckpointError(
                 f"{func} computes new values on the way from the folder's tensors to a parameter, "
                 "so no way back is known. Export to a folder in another format instead."
             )
         values, options = tree_map_only(Lazy, Lazy.read, (args, kwargs))
-        out.copy_(func(*values, **options)[box.slices])
+        out.copy_(tree_leaves(func(*values, **options))[index][box.slices])
 
     values, options = tree_map_only(Tensor, _empty_on("meta"), (args, kwargs))
-    like = func(*values, **options)
-    return Lazy(like.shape, like.dtype, fill)
+    likes, structure = tree_flatten(func(*values, **options))
+    results = [Lazy(x.shape, x.dtype, partial(fill, index)) for index, x in enumerate(likes)]
+    return tree_unflatten(results, structure)
 
 
 def _empty_on(device: str) -> Callable[[Tensor], Tensor]:

@@ -21,13 +21,13 @@ from torch import Tensor, nn
 
 from megatron_lightning.bridge.auto import AutoBridge
 from megatron_lightning.bridge.lazy import Lazy
+from megatron_lightning.bridge.sample_inputs import first_output, sample_inputs
 from megatron_lightning.bridge.untouched import fill_weights, lazy_parameters
 from megatron_lightning.errors import CheckpointError, ConfigError
 from megatron_lightning.models.transformer import GPTModel
 
 TOLERANCE = 1e-4
 """Of a difference, relative to the largest value: the same operations in fp32, in equal order."""
-_ROWS, _LENGTH = 2, 16
 
 Values = Mapping[str, Callable[[], Tensor]]
 """Name of a parameter -> function that reads the values in fp32."""
@@ -71,7 +71,7 @@ def compare_logits(bridge: AutoBridge, *, is_gpt: bool) -> Comparison:
 def _by_block(bridge: AutoBridge, *, is_gpt: bool) -> Comparison | None:
     """Return the comparison. None: a model does not run in parts."""
     theirs = _stock(bridge)
-    inputs = _inputs(bridge, theirs)
+    inputs = sample_inputs(bridge.config, theirs.model)
     ours = _gpt(bridge) if is_gpt else _untouched(bridge)
     try:
         their_logits, blocks = theirs.run(inputs)
@@ -96,34 +96,23 @@ def _any_width(model: Any) -> Any:
 def _whole(bridge: AutoBridge, *, is_gpt: bool) -> Comparison:
     """Compare models with all weights in memory."""
     theirs = _any_width(bridge.reference_model().eval())
-    inputs = _inputs(bridge, theirs)
+    inputs = sample_inputs(bridge.config, theirs)
     try:
-        their_logits = theirs(**inputs).logits
-    except RuntimeError as error:
+        their_logits = first_output(theirs(**inputs))
+    except (RuntimeError, NotImplementedError, ValueError, TypeError, AttributeError) as error:
+        reason = (str(error) or type(error).__name__).splitlines()[0]
         raise ConfigError(
-            f"transformers cannot run the model of {bridge.origin} here "
-            f"({str(error).splitlines()[0]}), so that there are no logits to compare with. All "
-            "tensors come back equal."
+            f"transformers cannot run the model of {bridge.origin} here ({reason}) with "
+            f"{', '.join(inputs)}, so that there are no logits to compare with. All tensors come "
+            "back equal."
         ) from error
     if is_gpt:
         ours = bridge.to_model("gpt", dtype=torch.float32).eval()
         our_logits = ours(inputs["input_ids"])
     else:
         ours = _any_width(fill_weights(bridge.lazy_model(dtype=torch.float32)).eval())
-        our_logits = ours(**inputs).logits
+        our_logits = first_output(ours(**inputs))
     return Comparison(_relative(our_logits, their_logits), None, by_block=False)
-
-
-def _inputs(bridge: AutoBridge, model: Any) -> dict[str, Tensor]:
-    """Return tokens for a call of a model of ``transformers``."""
-    model = model.model if isinstance(model, Streamed) else model
-    vocabulary = model.get_input_embeddings().weight.shape[0]
-    generator = torch.Generator().manual_seed(0)
-    tokens = torch.randint(0, vocabulary, (_ROWS, _LENGTH), generator=generator, device="cpu")
-    inputs = {"input_ids": tokens}
-    if getattr(bridge.config, "is_encoder_decoder", False):
-        inputs["decoder_input_ids"] = tokens
-    return inputs
 
 
 def _relative(found: Tensor, expected: Tensor) -> float:
@@ -247,7 +236,7 @@ class Streamed:
         """Return logits [b, s, v], and the outputs of every block in the order of the calls."""
         self._outputs.clear()
         out: Any = self.model(**inputs)
-        return (out if isinstance(out, Tensor) else out.logits), dict(self._outputs)
+        return first_output(out), dict(self._outputs)
 
     def _load(self, module: nn.Module, read: dict[str, nn.Parameter] | None = None) -> None:
         """Read the parameters of a module, without modules inside."""

@@ -147,3 +147,42 @@ def test_experts_of_any_width_are_compared(tmp_path: Path) -> None:
     folder = make_folder("qwen3-moe", tmp_path, moe_intermediate_size=14)
     commands.verify(str(folder), "hf")  # torch's grouped GEMM takes multiples of 4
     commands.verify(str(folder), "gpt")
+
+
+def _other_model(name: str) -> Any:
+    """Return a model of ``transformers`` that takes something other than tokens, or has no head."""
+    import transformers
+
+    sizes: dict[str, Any] = {
+        "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2,
+        "num_attention_heads": 3,
+    }  # fmt: skip
+    picture: dict[str, Any] = sizes | {"image_size": 28, "patch_size": 14}
+    text: dict[str, Any] = sizes | {"vocab_size": 67, "pad_token_id": 0, "eos_token_id": 2}
+    if name == "picture":
+        return transformers.ViTForImageClassification(transformers.ViTConfig(**picture))
+    if name == "towers":
+        towers = {"text_config": text, "vision_config": picture}
+        return transformers.CLIPModel(transformers.CLIPConfig(**towers, projection_dim=20))
+    if name == "no head":
+        return transformers.LlamaModel(transformers.LlamaConfig(**text))
+    # A weight computed from two tensors of the folder, by an operation with two results.
+    convolutions: Any = {"conv_dim": (16,), "conv_stride": (5,), "conv_kernel": (10,)}
+    positions: Any = {"num_conv_pos_embeddings": 8, "num_conv_pos_embedding_groups": 4}
+    config = transformers.Wav2Vec2Config(**sizes, **convolutions, **positions, vocab_size=40)
+    return transformers.Wav2Vec2ForCTC(config)
+
+
+@pytest.mark.parametrize(
+    "name", ["picture", *(pytest.param(n, marks=pytest.mark.slow) for n in ("towers", "no head")),
+             "sound"],
+)  # fmt: skip
+def test_models_that_take_no_tokens_alone_come_back_and_are_compared(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _other_model(name).save_pretrained(tmp_path / "folder")
+    commands.verify(str(tmp_path / "folder"))
+    assert "logits differ by" in capsys.readouterr().out
+    commands.import_(str(tmp_path / "folder"), str(tmp_path / "c.ckpt"))
+    commands.export(str(tmp_path / "c.ckpt"), str(tmp_path / "out"))
+    commands.compare(str(tmp_path / "folder"), str(tmp_path / "out"))

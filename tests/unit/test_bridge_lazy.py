@@ -37,6 +37,7 @@ MOVES: dict[str, Move] = {
     "cast": lambda x, y: x.to(torch.bfloat16),
     "arithmetic": lambda x, y: (x + 1) * y,
     "a part of a sum": lambda x, y: (x + y)[2:, 1],
+    "second of two results": lambda x, y: torch.std_mean(x, 0, correction=0)[1],
     "no padding": lambda x, y: nn.functional.pad(x, (0, 0)),
     "padding": lambda x, y: nn.functional.pad(x, (0, 1, 2, 0)),
 }  # fmt: skip
