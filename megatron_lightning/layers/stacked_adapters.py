@@ -22,6 +22,7 @@ from megatron_lightning.errors import ConfigError
 from megatron_lightning.layers.adapters import Adapters, adapters_of
 from megatron_lightning.layers.gemm import add_products
 from megatron_lightning.layers.moe.experts import GroupedLinear
+from megatron_lightning.parallel.stored_weight import StoredWeight
 
 
 class StackedAdapters(Adapters):
@@ -32,6 +33,8 @@ class StackedAdapters(Adapters):
         result = {}
         for name, part in self.parts.items():
             weight: Any = module._parameters[name]
+            if isinstance(weight, StoredWeight):
+                weight = weight.dequantized()
             second: Any = part.lora_B.weight
             first: Any = part.lora_A.weight
             result[name] = add_products(weight, second, first, part.scale)

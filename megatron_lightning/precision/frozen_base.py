@@ -4,8 +4,9 @@ https://arxiv.org/abs/2305.14314, with the formats of FP8 recipes).
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
-from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import nn
 
 from megatron_lightning.errors import ConfigError
@@ -20,7 +21,7 @@ from megatron_lightning.precision.frozen_weight import FrozenWeight
 @torch.no_grad()
 def quantize_base(module: nn.Module, name: BaseFormat) -> list[str]:
     """Keep the frozen weights of linear layers and experts as quantized data and scales, in place,
-    one layer at a time. Weights on ``meta`` are quantized when they get values.
+    one weight at a time. Weights on ``meta`` are quantized when they get values.
 
     Output layers, routers, embeddings, norms, trained layers and weights that two layers share keep
     their values.
@@ -30,38 +31,51 @@ def quantize_base(module: nn.Module, name: BaseFormat) -> list[str]:
         name: The format.
 
     Returns:
-        Paths of the quantized layers.
+        Names of the quantized weights.
 
     Raises:
         ConfigError: If there is nothing to quantize.
     """
     uses = num_names(module)
-    paths = []
-    for path in quantizable_layers(module):
-        weight = module.get_submodule(path)._parameters.get("weight")
+    layers = [f"{path}.weight" for path in quantizable_layers(module)]
+    stacks = _stacks(module)
+    names = []
+    for weight_name in (*layers, *stacks):
+        path, _, own_name = weight_name.rpartition(".")
+        weight = module.get_submodule(path)._parameters.get(own_name)
         # A weight of two layers would have two owners of one set of scales.
         if weight is None or weight.requires_grad or uses[id(weight)] > 1:
             continue
         rebind(weight, FrozenWeight.quantize(weight.detach(), name))
-        paths.append(path)
-    if not paths:
+        names.append(weight_name)
+    if not names:
         raise ConfigError(
             f"base of LoRA is {name!r}, and {type(module).__name__} has no frozen linear layer "
             "that can be quantized (output layers and routers are not). Set base to None."
         )
-    stacks = [
-        f"{path}.{own}"
-        for path, child in module.named_modules()
-        for own in child._parameters
-        if is_stack(child, own)
-    ]
     if stacks:
-        rank_zero_warn(
-            f"base={name!r} of LoRA leaves {len(stacks)} stacks of experts in their values "
-            f"({stacks[0]}), which are parameters and no layers. GPTLightningModule(init_from_hf="
-            "...) keeps experts in few bits."
-        )
-    return paths
+        _compute_one_by_one(module)
+    return names
+
+
+def _stacks(module: nn.Module) -> list[str]:
+    """Return the names of the stacked experts of untouched models."""
+    return [
+        f"{path}.{own_name}" if path else own_name
+        for path, child in module.named_modules()
+        for own_name in child._parameters
+        if is_stack(child, own_name)
+    ]
+
+
+def _compute_one_by_one(module: nn.Module) -> None:
+    """Let models of ``transformers`` compute one expert at a time, so that the values of a single
+    expert exist at a time, and backward keeps none.
+    """
+    for child in module.modules():
+        choose: Any = getattr(child, "set_experts_implementation", None)
+        if choose is not None:
+            choose("eager")
 
 
 def check_values(module: nn.Module, doing: str) -> None:

@@ -97,6 +97,11 @@ class FrozenMemory(NamedTuple):
             values: The values.
             amax: Amax of each matrix [..., 1, 1] with nvfp4, else None.
         """
+        if self.data.dim() > 2 and not self.data.is_contiguous():  # rows of several matrices
+            for index, matrix in enumerate(values):
+                own_amax = None if amax is None else amax[index]
+                self.map(lambda x, index=index: x[index]).write(name, matrix, own_amax)  # type: ignore[misc]
+            return
         recipe, block = FP8Recipe(scaling=name), Block(1, BLOCK_SIZES[name])
         per_row = None if amax is None else amax.expand(*values.shape[:-1], 1).reshape(-1, 1)
         rows = values.reshape(-1, values.shape[-1])

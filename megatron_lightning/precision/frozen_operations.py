@@ -67,6 +67,14 @@ def _slice(
     return weight.with_memory(weight.memory.columns(weight.format, first, last))
 
 
+def _select(weight: FrozenWeight, dim: int, index: int) -> Any:
+    """Return the matrix of one expert."""
+    memory = weight.memory
+    if dim % weight.dim() >= weight.dim() - 2 or memory.data.dim() != weight.dim():
+        return NotImplemented
+    return weight.with_memory(memory.map(lambda x: x.select(dim % weight.dim(), index)))
+
+
 def _split(weight: FrozenWeight, size: int, dim: int = 0) -> Any:
     steps = range(0, weight.shape[dim], size)
     slices = [_slice(weight, dim, start, start + size) for start in steps]
@@ -136,6 +144,7 @@ HANDLERS: Mapping[Any, Callable[..., Any]] = MappingProxyType(
         _aten.clone.default: _clone,
         _aten._to_copy.default: _to,
         _aten.slice.Tensor: _slice,
+        _aten.select.int: _select,
         _aten.split.Tensor: _split,
         _aten.view.default: _view,
         _aten.as_strided.default: _as_strided,

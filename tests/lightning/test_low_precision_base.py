@@ -12,7 +12,13 @@ import torch
 pytest.importorskip("transformers", "5")
 
 from lightning.pytorch.callbacks import BackboneFinetuning
-from transformers import LlamaForCausalLM
+from transformers import (
+    GptOssConfig,
+    GptOssForCausalLM,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+)
 
 from megatron_lightning.checkpoint import open_checkpoint
 from megatron_lightning.cli import main
@@ -20,13 +26,27 @@ from megatron_lightning.config import CheckpointOptions
 from megatron_lightning.errors import ConfigError, MegatronLightningError
 from megatron_lightning.layers.adapters import adapted_layers
 from megatron_lightning.modules import HuggingFaceModule
-from megatron_lightning.parallel.stored_weight import stored_weights
+from megatron_lightning.parallel.stored_weight import StoredWeight, stored_weights
 from megatron_lightning.peft import LoRA, load_adapters, merge_adapters
 from megatron_lightning.strategies import MegatronStrategy
 from tests.helpers.ranks import run_ranks
 from tests.parity.test_low_precision_base import PP, STEPS, TEXT, TP, fit, folder, llama
 
 __all__ = ["folder"]
+
+_SIZES: Any = {
+    "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "vocab_size": 67,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+}  # fmt: skip
+
+
+def mixtral() -> Any:
+    return MixtralForCausalLM(MixtralConfig(**_SIZES))
+
+
+def gpt_oss() -> Any:
+    return GptOssForCausalLM(GptOssConfig(**_SIZES, layer_types=["full_attention"]))
 
 
 def _fit(*args: Any) -> tuple[list[float], list[float]]:
@@ -128,6 +148,26 @@ def _blocks_of_16(folder: str) -> str:
 def test_a_rank_boundary_inside_a_block_is_refused(folder: str) -> None:
     for error in run_ranks(2, _blocks_of_16, folder):
         assert "keeps 128 columns with a common scale" in error and "o_proj" in error
+
+
+@pytest.mark.parametrize("family", [mixtral, gpt_oss])
+def test_backward_keeps_no_values_of_untouched_experts(family: Any) -> None:
+    """GPT-OSS stores matrices as [in, out]."""
+    torch.manual_seed(0)
+    model = LoRA(r=2, target_modules=["q_proj"], base="mxfp8").apply(family())
+    size = {p.numel() for n, p in model.named_parameters() if ".experts." in n and p.ndim > 2}
+    kept: list[int] = []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        kept.append(0 if isinstance(tensor, StoredWeight) else tensor.untyped_storage().nbytes())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        loss = model(TEXT[:2], use_cache=False).logits.square().mean()
+    experts = model.config.num_local_experts
+    assert 0 < max(kept) < 4 * min(size) // experts  # below one matrix in fp32
+    loss.backward()
+    assert all(p.grad is not None for p in model.parameters() if p.requires_grad)
 
 
 def test_trained_modules_keep_their_values() -> None:

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 pytest.importorskip("transformers", "5")
 
 from megatron_lightning.layers.moe.experts import GroupedLinear
+from megatron_lightning.layers.stacked_adapters import is_stack
 from megatron_lightning.models import TransformerConfig
 from megatron_lightning.modules import GPTLightningModule, HuggingFaceModule
 from megatron_lightning.peft import LoRA
@@ -74,6 +75,9 @@ class _Rounding:
             is_output = path.endswith(("lm_head", "output_layer", "router"))
             if isinstance(layer, nn.Linear | GroupedLinear) and not is_output:
                 layer.weight.data = rounded(layer.weight.detach(), self.rounds)
+            for own_name, weight in layer.named_parameters(recurse=False):
+                if is_stack(layer, own_name):
+                    weight.data = rounded(weight.detach(), self.rounds)
         return super()._adapt(model)  # type: ignore[misc,no-any-return]
 
 
@@ -103,11 +107,14 @@ def fit(
     strategy: Any = "auto" if options is None else MegatronStrategy(**options)
     trained = trainer(strategy, max_steps=steps, callbacks=[record], precision=precision)
     bits: Any = None if rounds else base
-    lora = LoRA(r=4, base=bits, use_dora=kind == "dora")
+    stacks = ("experts.gate_up_proj",) if kind == "adapted-stacks" else ()
+    lora = LoRA(r=4, base=bits, use_dora=kind == "dora", target_parameters=stacks)
     of_module: dict[str, Any] = {"learning_rate": 1e-2, "eps": 1e-3, "peft": lora}
     module: Any
     if kind in ("llama", "dora"):
         module = _Model(f"{folder}/llama", **of_module)
+    elif kind.endswith("stacks"):  # experts of an untouched model
+        module = _Model(f"{folder}/mixtral", **of_module)
     elif kind == "gpt":
         module = _GPT(init_from_hf=f"{folder}/llama", **of_module)
     else:  # initial weights, on meta under the strategy
@@ -124,6 +131,8 @@ def fit(
 def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     path = tmp_path_factory.mktemp("base")
     llama().save_pretrained(path / "llama")
+    torch.manual_seed(0)
+    mixtral({"hidden_size": 64, "intermediate_size": 64})[0].save_pretrained(path / "mixtral")
     return str(path)
 
 
@@ -144,6 +153,7 @@ _USUAL = [
     ("gpt", "pp", "nvfp4"),
     ("experts", "ep", "nvfp4"),
     ("dora", "fsdp", "nvfp4"),
+    ("stacks", "ep-fsdp", "nvfp4"),
 ]
 _ALL = [
     (kind, layout, base)
@@ -158,6 +168,12 @@ _ALL += [
     for base in ("mxfp8", "nvfp4")
 ]
 _ALL += [("dora", name, "nvfp4") for name in ("one", "tp", "pp", "zero1", "fsdp", "tp-fsdp")]
+_ALL += [
+    (kind, layout, base)
+    for kind in ("stacks", "adapted-stacks")
+    for layout in ("one", "tp", "pp", "ep", "zero1", "fsdp", "ep-fsdp", "tp-pp")
+    for base in ("mxfp8", "nvfp4")
+]
 _ALL += [("llama", layout, "blockwise") for layout in ("one", "pp", "zero1", "fsdp")]
 
 
