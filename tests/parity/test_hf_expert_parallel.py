@@ -17,7 +17,7 @@ import transformers
 
 from megatron_lightning.checkpoint import consolidate
 from megatron_lightning.errors import ConfigError, ShardingError
-from megatron_lightning.layers.styles import DispatchedExperts
+from megatron_lightning.layers.styles import DispatchedExperts, Split, TensorParallelExperts
 from megatron_lightning.parallel import ParallelContext, ParallelLayout, ShardingPlan, parallelize
 from megatron_lightning.parallel.sharding import named_shard_specs
 from megatron_lightning.strategies import MegatronStrategy
@@ -123,6 +123,22 @@ def _call(
     out = experts(tokens, top_k_index=index, top_k_weights=weights)
     out.square().sum().backward()
     return out.detach(), tokens.grad, weights.grad
+
+
+def _shards_are_too_narrow_for_torch() -> None:
+    """Split experts of 12 features: torch's grouped GEMM takes rows of 48 bytes, and not of 24."""
+    context = ParallelContext(ParallelLayout(tensor_model_parallel_size=2))
+    divided, full = nn.ModuleDict({"experts": _experts()}), _experts()
+    splits = {"gate_up_proj": Split(dim=1, blocks=2), "down_proj": Split(dim=2)}
+    plan = ShardingPlan(modules={"experts": TensorParallelExperts(splits)})
+    parallelize(divided, context, plan)
+    for actual, expected in zip(_call(divided.experts, 0), _call(full, 0), strict=True):
+        torch.testing.assert_close(actual, expected)
+    assert full.config._experts_implementation == "grouped_mm"  # type: ignore[union-attr]
+
+
+def test_shards_of_experts_may_be_of_any_width() -> None:
+    run_ranks(2, _shards_are_too_narrow_for_torch)
 
 
 def _one_rank_gets_no_token(implementation: str) -> None:

@@ -7,6 +7,7 @@ full model, unless the plan's ``attributes`` rewrite the attributes.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from copy import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +22,7 @@ from megatron_lightning.parallel.sharding import ShardingPlan, take_shards
 from megatron_lightning.parallel.spec import Shape, ShardSpec
 
 _STACK_DIMS = 3  # experts, outputs, inputs
+_ROW_BYTES = 16  # torch's grouped GEMM takes rows of a multiple
 
 
 @dataclass(frozen=True)
@@ -92,6 +94,7 @@ class TensorParallelExperts:
             )
         shard_parameters(module, self.splits, context.tp)
         if context.tp.size > 1:
+            _avoid_grouped_gemm(module)
             module.register_forward_pre_hook(CopyArguments(context.tp), with_kwargs=True)
             reduce_output(module, context.tp)
         return module
@@ -110,6 +113,20 @@ class TensorParallelExperts:
             shard_parameters(split, {"weight": rule}, context.tp)
             if context.tp.size > 1:
                 partial_over(full_factor, context.tp)
+
+
+def _avoid_grouped_gemm(module: nn.Module) -> None:
+    """Set experts of ``transformers`` to be computed one by one if torch's grouped GEMM refuses
+    shards of their width. The full experts may be of a width that it takes.
+    """
+    config: Any = getattr(module, "config", None)
+    if getattr(config, "_experts_implementation", None) != "grouped_mm":
+        return
+    stacks = [p for p in module.parameters(recurse=False) if p.ndim == _STACK_DIMS]
+    if any(size * p.dtype.itemsize % _ROW_BYTES for p in stacks for size in p.shape[1:]):
+        own = copy(config)  # modules of another width share the original
+        own._experts_implementation = "eager"
+        module.config = own
 
 
 @dataclass(frozen=True)
