@@ -27,7 +27,8 @@ import transformers
 from benchmarks.gpu_cases import Item, Numbers, gpu_times_ms
 from megatron_lightning.assembly.assemble import assemble
 from megatron_lightning.bridge import AutoBridge
-from megatron_lightning.bridge.untouched import deferred_weights, read_weights
+from megatron_lightning.bridge.deferred import deferred_weights
+from megatron_lightning.bridge.untouched import read_weights
 from megatron_lightning.config import PipelineOptions
 from megatron_lightning.inference import Engine, EngineOptions, Sampling
 from megatron_lightning.parallel.context import ParallelContext

@@ -84,8 +84,7 @@ def add(outcomes: Mapping[str, Outcome], path: Path = RECORD) -> dict[str, Outco
 
 
 def cell(test: str | None, record: Mapping[str, Outcome]) -> str:
-    """Return what the support matrix says of a test: it passed if no case failed, and a case
-    passed.
+    """Return what the support matrix says of a test: how many of the cases run last passed.
 
     Args:
         test: Below ``tests/gpu``, with or without a case. None: there is no test.
@@ -99,7 +98,9 @@ def cell(test: str | None, record: Mapping[str, Outcome]) -> str:
     if not ran:
         return f"written, not yet run: `{test}`"
     last = max(failed or ran, key=lambda each: each.date)
-    return f"{last.outcome} on {last.gpu}, {last.date}: `{test}`"
+    cases = f" ({len(ran) - len(failed)} of {len(ran)} cases)" if 0 < len(failed) < len(ran) else ""
+    outcome = "failed" if len(failed) == len(ran) else "passed"
+    return f"{outcome} on {last.gpu}, {last.date}{cases}: `{test}`"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -16,7 +16,7 @@ def facts(request: pytest.FixtureRequest) -> None:
     if torch.cuda.is_available():
         date = datetime.now(timezone.utc).date().isoformat()
         request.node.user_properties += [
-            ("gpu", torch.cuda.get_device_name()), ("date", date), ("torch", torch.__version__)
+            ("gpu", torch.cuda.get_device_name()), ("date", date), ("torch", str(torch.__version__))
         ]  # fmt: skip
 
 

@@ -15,7 +15,8 @@ from torch.utils.data import DataLoader
 
 from megatron_lightning.assembly.assemble import assemble
 from megatron_lightning.bridge import AutoBridge
-from megatron_lightning.bridge.untouched import deferred_weights, read_weights
+from megatron_lightning.bridge.deferred import deferred_weights
+from megatron_lightning.bridge.untouched import read_weights
 from megatron_lightning.config import PipelineOptions
 from megatron_lightning.modules import GPTLightningModule, HuggingFaceModule
 from megatron_lightning.parallel.context import ParallelContext

@@ -58,10 +58,11 @@ def test_a_report_names_its_gpu(tmp_path: Path) -> None:
     assert read_report(report, FACTS) == {TEST: Outcome("passed", **FACTS)}
 
 
-def test_a_failing_case_fails_the_cell() -> None:
+def test_a_cell_counts_failing_cases() -> None:
     passed, failed = (Outcome(outcome, **FACTS) for outcome in ("passed", "failed"))
     record = {f"{TEST}[a]": passed, f"{TEST}[b]": failed, f"{TEST}_of_another": passed}
-    assert cell(TEST, record).startswith("failed on NVIDIA H200")
+    assert cell(TEST, record).startswith("passed on NVIDIA H200, 2026-11-27 (1 of 2 cases): ")
+    assert cell(TEST, {f"{TEST}[a]": failed}).startswith("failed on NVIDIA H200")
     assert cell(f"{TEST}[a]", record).startswith("passed on NVIDIA H200")
     assert cell("test_models.py::test_none", record).startswith("written, not yet run: ")
     assert cell(None, record) == "written, not yet run"
