@@ -6,23 +6,27 @@
 *Step*: an untouched Llama of ``transformers`` with LoRA on all linear layers, in
 ``HuggingFaceModule``, and the same model with stock ``peft`` in plain Lightning. Both train in
 turn, a step each (``benchmarks.teams``), and the peak of a process is compared at a vocabulary that
-fills it with logits. *Packing*: documents of log-normal lengths, ours and trl's best fit. *Text*:
+fills it with logits. *Packing*: documents of log-normal lengths, ours and trl's best fit, and fewer
+documents with the first fit of Megatron-Bridge, whose time grows with their square. *Text*:
 conversations rendered and tokenized into documents with marks of the answers, compared with the
 tokenizer's own ``encode_batch`` of the same texts, by processor seconds.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
+from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
 import numpy as np
+import numpy.typing as npt
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import nn
@@ -49,6 +53,8 @@ STEP_LIMIT, MEMORY_LIMIT, TEXT_GOAL = 1.05, 0.9, 0.6
 RANK, ALPHA = 8, 16
 PROJECTIONS = [f"{name}_proj" for name in ("q", "k", "v", "o", "gate", "up", "down")]
 CAPACITY, _TRL_BATCH = 4096, 1000
+_TRL_NAME, _BRIDGE_NAME = "trl's `bfd`", "Megatron-Bridge's `first_fit_decreasing`"
+_BRIDGE, _BRIDGE_DOCUMENTS = "megatron/bridge/data/datasets/packing_utils.py", 10_000
 TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n"
     "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -132,16 +138,46 @@ def measure_steps(shape: Shape, num_rounds: int, folder: str, num_dropped: int) 
     return steps
 
 
+def lengths_of(num_documents: int) -> npt.NDArray[np.int64]:
+    """Return log-normal lengths of documents."""
+    random = np.random.RandomState(0)
+    lengths = np.minimum(random.lognormal(np.log(300), 1.0, num_documents), CAPACITY)
+    return np.maximum(lengths.astype(np.int64), 1)
+
+
+def measure_bridge(num_documents: int, num_rounds: int) -> Packed | None:
+    """Pack the same documents by ours and Megatron-Bridge. None: Bridge is not installed."""
+    # Its package imports Megatron and engines. The packer's file needs numpy alone.
+    try:
+        file = distribution("megatron-bridge").locate_file(_BRIDGE)
+    except PackageNotFoundError:
+        return None
+    spec = importlib.util.spec_from_file_location("bridge_packing", str(file))
+    if spec is None or spec.loader is None:
+        return None
+    bridge = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(bridge)
+    lengths = lengths_of(num_documents)
+    as_list, found = lengths.tolist(), Packed([], [], 0, 0)
+    for _ in range(num_rounds):
+        start = time.perf_counter()
+        ours = len(pack(lengths, CAPACITY))
+        found.ours_s.append(time.perf_counter() - start)
+        start = time.perf_counter()
+        theirs = len(bridge.first_fit_decreasing(as_list, CAPACITY))
+        found.theirs_s.append(time.perf_counter() - start)
+        found = found._replace(ours_rows=ours, theirs_rows=theirs)
+    return found
+
+
 def measure_packing(num_documents: int, num_rounds: int) -> Packed | None:
-    """Pack the same documents by both. None: trl is not installed."""
+    """Pack the same documents by ours and trl. None: trl is not installed."""
     try:
         import pyarrow as pa
         from trl import data_utils
     except ImportError:
         return None
-    random = np.random.RandomState(0)
-    lengths = np.minimum(random.lognormal(np.log(300), 1.0, num_documents), CAPACITY)
-    lengths = np.maximum(lengths.astype(np.int64), 1)
+    lengths = lengths_of(num_documents)
     bounds = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
     ids = pa.array(np.zeros(bounds[-1], np.int32))
     table = pa.table({"input_ids": pa.LargeListArray.from_arrays(pa.array(bounds), ids)})
@@ -221,7 +257,7 @@ def markdown(
     shape: Shape,
     ratios: Mapping[str, Ratio],
     peaks: Mapping[str, float],
-    packed: Packed | None,
+    packed: Mapping[str, Packed | None],
     texts: Texts,
 ) -> str:
     """Return the result as a page."""
@@ -250,15 +286,19 @@ def markdown(
         f"{_verdict(share <= MEMORY_LIMIT)} |",
         "",
     ]
-    if packed is not None:
-        ratio = ratio_of_medians(packed.theirs_s, packed.ours_s)
-        lines += [
-            f"Packing {facts['documents']} documents (log-normal, median 300) into rows of "
-            f"{CAPACITY}: ours {np.median(packed.ours_s):.3f} s and {packed.ours_rows} rows, trl's "
-            f"`bfd` {np.median(packed.theirs_s):.3f} s and {packed.theirs_rows} rows; trl over "
-            f"ours {ratio}. trl moves the tokens as well; ours makes a table.",
-            "",
-        ]
+    for name, peer in packed.items():
+        if peer is not None:
+            ratio = ratio_of_medians(peer.theirs_s, peer.ours_s)
+            count = _BRIDGE_DOCUMENTS if name == _BRIDGE_NAME else facts["documents"]
+            lines += [
+                f"Packing {count} documents (log-normal, median 300) into rows of {CAPACITY}: ours "
+                f"{np.median(peer.ours_s):.3f} s and {peer.ours_rows} rows, {name} "
+                f"{np.median(peer.theirs_s):.3f} s and {peer.theirs_rows} rows; {name} over ours "
+                f"{ratio}.",
+                "",
+            ]
+    if packed[_TRL_NAME] is not None:
+        lines += ["trl moves the tokens as well; the others make a table.", ""]
     lines += [
         f"Rendering and tokenizing {facts['chats']} conversations of {texts.num_tokens} tokens, "
         f"with marks of the answers: {speed} of the speed of `encode_batch`, by processor seconds "
@@ -286,7 +326,11 @@ def run(
         wide = replace(shape, vocab_size=large_vocabulary)
         large = measure_steps(wide, 2, models_folder, 0)
     peaks = {name: rounds[-1][0].peak_bytes / 2**20 for name, rounds in large.items()}
-    packed, texts = measure_packing(counts[0], num_rounds), measure_texts(counts[1], num_rounds)
+    packed = {
+        _TRL_NAME: measure_packing(counts[0], num_rounds),
+        _BRIDGE_NAME: measure_bridge(_BRIDGE_DOCUMENTS, num_rounds),
+    }
+    texts = measure_texts(counts[1], num_rounds)
     facts |= {"rounds": num_rounds, "large_vocabulary": large_vocabulary}
     facts |= {"documents": counts[0], "chats": counts[1]}
     facts["load_average_at_end"] = machine.describe()["load_average"]
@@ -302,7 +346,7 @@ def run(
         "facts": facts,
         "shape": asdict(shape),
         "peaks_mib": peaks,
-        "packed": None if packed is None else packed._asdict(),
+        "packed": {name: None if p is None else p._asdict() for name, p in packed.items()},
         "texts": texts._asdict(),
         "steps": {
             name: [[rank._asdict() for rank in ranks] for ranks in rounds]

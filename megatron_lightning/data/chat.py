@@ -15,7 +15,7 @@ from typing import Any
 from megatron_lightning.data.sources import Row
 from megatron_lightning.errors import DataError
 
-PARSER_VERSION = 2
+PARSER_VERSION = 3
 """Part of the name of cached documents. A change in the rows accepted here, or in the content
 returned for a row, raises the version: a cached file is not parsed again."""
 ASSISTANT = "assistant"
@@ -163,7 +163,12 @@ def _counts(row: Row, index: int, message: Mapping[str, Any]) -> bool:
 
 def _message(row: Row, index: int, message: Mapping[str, Any]) -> dict[str, Any]:
     """Return a message for templates: text as content, arguments of calls as objects."""
-    fields = {key: value for key, value in message.items() if key not in ("weight", "train")}
+    # Templates ask whether a key is there, and files have keys of the value null.
+    fields = {
+        key: value
+        for key, value in message.items()
+        if value is not None and key not in ("weight", "train")
+    }
     content = fields.get("content")
     if isinstance(content, list):
         fields["content"] = "".join(_part(row, index, part) for part in content)

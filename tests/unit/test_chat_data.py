@@ -160,6 +160,12 @@ HAND: dict[str, tuple[str, tuple[str, ...], dict[str, str], list[Any], list[str]
         ],
         ['<call>look {"at": "sky"}</call><|im_end|>\n', "it is blue<|im_end|>\n"],
     ),
+    "tools: null in the place of a key that is missing": (
+        TOOLS.replace("m.tool_calls or []", "(m.tool_calls if 'tool_calls' in m else [])"),
+        CHATML_TOKENS, {"eos_token": "<|im_end|>"},
+        [turn("user", "what", name=None), turn("assistant", "blue", tool_calls=None, refusal=None)],
+        ["blue<|im_end|>\n"],
+    ),
     "emoji: several tokens of one character": (
         CHATML, CHATML_TOKENS, {"eos_token": "<|im_end|>"},
         [turn("user", "👩‍🚀 or 🇳🇱?"), turn("assistant", "🤷🏽 é")], ["🤷🏽 é<|im_end|>\n"],
