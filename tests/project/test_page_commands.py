@@ -1,4 +1,5 @@
-"""Commands of the pages are parsed by the programs that would run them, and nothing is run."""
+"""Commands of the pages are parsed by the programs that would run them. A fit also makes Trainer,
+strategy, module and data, and runs nothing."""
 
 from __future__ import annotations
 
@@ -15,6 +16,10 @@ from tests.project.test_readme import COMMANDS, ROOT, commands_of
 
 OTHERS = ("python", "pip", "sbatch", "export", "torchrun", "srun")
 """Programs of others. What they start of ours is parsed."""
+
+
+_HUB_TOKENIZERS = ("bert", "t5")
+"""Recipes with a tokenizer of the Hub, which the data module reads when it is made."""
 
 
 class _ParsedError(Exception):
@@ -82,3 +87,19 @@ def test_a_fit_takes_the_options(
     with pytest.raises(SystemExit) as exit_:
         cli.main([*_words(command), "--print_config"])
     assert not exit_.value.code, capsys.readouterr().err
+    if not any(f"configs/{name}.yaml" in command for name in _HUB_TOKENIZERS):
+        cli.trainer_cli(_without_a_machine(_words(command)[1:]), run=False)
+
+
+def _without_a_machine(options: list[str]) -> list[str]:
+    """Return the options on CPUs, and without files of earlier commands and of the run."""
+    run = [("--ckpt_path", after) for word, after in itertools.pairwise(options) if "ckpt" in word]
+    left_out = {*itertools.chain(*run)}
+    kept = [
+        word.replace("devices=auto", "devices=16")
+        for word in options
+        if word not in left_out and not word.startswith(("--ckpt_path", "--print", "--return"))
+    ]
+    named = ("configs/tiny_cpu.yaml", "configs/tiny_moe_cpu.yaml", "configs/tiny_hybrid_cpu.yaml")
+    tokenizer = ["--data.tokenizer_type=bytes"] if {*named} & {*options} else []
+    return [*kept, *tokenizer, "--trainer.accelerator=cpu"]
