@@ -87,6 +87,8 @@ def preprocess(  # noqa: PLR0917  # every argument is an option of the command l
         DataError: If the input cannot be read (with file and line), or the output cannot be
             written.
     """
+    if tokenizer_type == "bytes":
+        tokenizer_model = tokenizer_model or tokenizer_type  # bytes need no file
     _check_settings(tokenizer_type, tokenizer_model, vocab_size, json_keys, workers)
     check_backend(tokenizer_backend, tokenizer_type)
     files = input_files(input)

@@ -20,7 +20,9 @@ class NamedTokenizer:
 
     @classmethod
     def load(cls, model: str | None, kind: TokenizerType) -> NamedTokenizer | None:
-        """Load a tokenizer. None: there is no name."""
+        """Load a tokenizer. None: there is no name. Bytes need no name."""
+        if kind == "bytes":
+            model = model or kind
         return None if model is None else cls(load_tokenizer(model, kind), str(model), kind)
 
 
