@@ -171,7 +171,7 @@ def _after(model: Any, args: tuple[Any, ...], output: Any) -> None:
 
 
 def _has_stock_loss(model: Any) -> bool:
-    """Return whether a model's loss function is that of causal language models."""
+    """Return whether a model has the loss function of causal language models."""
     function = getattr(model, "loss_function", None)
     name = (getattr(function, "__module__", ""), getattr(function, "__name__", ""))
     return name == ("transformers.loss.loss_utils", "ForCausalLMLoss")

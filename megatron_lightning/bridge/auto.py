@@ -328,7 +328,7 @@ class AutoBridge(FolderModel):
 
     @property
     def is_plain_folder(self) -> bool:
-        """Whether the weights are those of a folder that is not quantized."""
+        """Whether the weights come from a folder without quantized weights."""
         return self._kept is None and self._quantization is None
 
     def stock_model(self) -> Any:

@@ -54,7 +54,7 @@ class FillInTheMiddle:
     fim_eod_token: str | None = None
     """Token at the end of a document. None: the tokenizer's."""
     tokenizer: Any = None
-    """The tokenizer of the data. None: that of the data module."""
+    """The tokenizer of the data. None: the data module's tokenizer."""
 
     def __post_init__(self) -> None:
         for name in ("fim_rate", "fim_spm_rate", "fim_fragment_rate"):

@@ -130,7 +130,7 @@ def _find_model(checkpoint: str | os.PathLike[str], context: ParallelContext | N
 
 
 def _check_base(source: CheckpointSource, checkpoint: str) -> None:
-    """Check that a checkpoint holds the base of its adapters."""
+    """Check that a checkpoint of adapters also holds their base."""
     for record in read_records(source.state(), checkpoint):
         if record.left_out:
             origin = record.base.origin or "BASE"

@@ -99,7 +99,7 @@ class RouteRecorder:
 
 
 def refuse_routes(options: EngineOptions | None) -> None:
-    """Refuse routes of a model that writes by its own ``generate``."""
+    """Refuse routes for a model with a ``generate`` of its own."""
     if options is not None and options.record_routes:
         raise ConfigError(
             "record_routes is True, and the model writes by its own generate, which shows no "

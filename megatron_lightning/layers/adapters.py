@@ -101,7 +101,7 @@ class Adapters(Attachment):
         adapters."""
         self.num_groups = num_groups
         self.initial: dict[str, Tensor] = {}
-        """Parameter name -> initial values that replace random ones."""
+        """Parameter name -> initial values in the place of random values."""
         self._seed = path
         for name, part in parts.items():
             self.add_module(name, part)

@@ -319,7 +319,7 @@ class FinetuneDataModule(RunDataModule):
         return Encoder(self.tokenizer, self.template, self.options)
 
     def _parts(self) -> Sequence[Part]:
-        """Return the samples of each source, of validation behind those of training."""
+        """Return the samples of each source: training sources first, then validation sources."""
         return [self._documents(path) for path in (*self.paths, *self.val_paths)]
 
     def _documents(self, path: str) -> Documents:

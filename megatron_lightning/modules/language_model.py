@@ -136,7 +136,7 @@ class LanguageModule(LightningModule):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Describe the adapters, for tools reading checkpoints. Leave out frozen weights in few
-        bits, which are those of the base.
+        bits, because the base has the same weights.
         """
         write_record(self, checkpoint)
         state = checkpoint.get("state_dict") or {}
@@ -314,7 +314,8 @@ def _check_lengths(
     if given is None and min_lr and decay_steps is None:
         raise ConfigError(
             f"min_learning_rate={min_lr} is where the decay ends, and decay_steps is not set. Set "
-            "it, or leave out the minimum."
+            "decay_steps=max, which ends the decay with the run, or a number of steps, or leave "
+            "out min_learning_rate."
         )
     if warmup_steps < 0 or (warmup_steps > 1 and warmup_steps != int(warmup_steps)):
         raise ConfigError(

@@ -21,7 +21,7 @@ _KNOWN: Mapping[str, type[FolderModule]] = {
     kind.__name__: kind for kind in (GPTLightningModule, HuggingFaceModule)
 }
 Template = FolderModule
-"""A module that says which model is made, and how it is optimized."""
+"""A module that makes the model and its optimizer."""
 
 
 class ObjectiveModule(FolderModule):
@@ -59,7 +59,7 @@ class ObjectiveModule(FolderModule):
 
     @property
     def template(self) -> Template:
-        """The module that says which model is trained."""
+        """The module with the trained model."""
         return self._template[0]
 
     def templates(self) -> Sequence[Template]:

@@ -38,7 +38,7 @@ Logits of larger vocabularies are recomputed.
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """Sizes that determine the bytes of one micro-batch on one rank."""
+    """Sizes behind the bytes of one micro-batch on one rank."""
 
     config: TransformerConfig
     layout: ParallelLayout

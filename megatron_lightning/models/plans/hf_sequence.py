@@ -72,7 +72,7 @@ def sequence_rows(model: nn.Module, rows: Mapping[str, Style]) -> dict[str, Styl
 
 
 def _is_stock(model: nn.Module) -> bool:
-    """Return whether the code of a model is that of ``transformers``."""
+    """Return whether ``transformers`` defines the model's code."""
     return type(model).__module__.startswith("transformers.models.")
 
 

@@ -67,7 +67,7 @@ def check_regrouping(
 def _check_division(
     kind: str, groups: Sequence[Mapping[str, Any]], others: Sequence[Mapping[str, Any]], how: str
 ) -> None:
-    """Check that the parameters of each of the ``groups`` have equal options in ``others``."""
+    """Check that ``others`` give equal options to all parameters of a group in ``groups``."""
     holder = {name: group for group in others for name in group["params"]}
     for group in groups:
         names = [name for name in group["params"] if name in holder]

@@ -289,7 +289,7 @@ DIVISIONS: Mapping[str, Callable[[Sequence[Tensor]], Halves]] = {
     "columns": lambda tensors: _along(1, tensors),
     "tensors": _by_tensors,
 }
-"""Name -> the tensors of each of two optimizers."""
+"""Name -> the tensors of both optimizers."""
 
 
 # -------------------------------------------------------------------------------------------- steps
