@@ -10,14 +10,18 @@ import pytest
 import torch
 
 
+def facts_of_machine() -> list[tuple[str, str]]:
+    """Return GPU, date and torch's version, in types of Python alone, which xdist can send."""
+    date = datetime.now(timezone.utc).date().isoformat()
+    gpu, version = torch.cuda.get_device_name(), torch.__version__
+    return [(key, str(value)) for key, value in (("gpu", gpu), ("date", date), ("torch", version))]
+
+
 @pytest.fixture(autouse=True)
 def facts(request: pytest.FixtureRequest) -> None:
-    """Note GPU, date and torch's version in the report."""
+    """Note the machine in the report."""
     if torch.cuda.is_available():
-        date = datetime.now(timezone.utc).date().isoformat()
-        request.node.user_properties += [
-            ("gpu", torch.cuda.get_device_name()), ("date", date), ("torch", str(torch.__version__))
-        ]  # fmt: skip
+        request.node.user_properties += facts_of_machine()
 
 
 class _AtOnce:

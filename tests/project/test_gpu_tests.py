@@ -5,9 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 from benchmarks import gpu_tests
 from benchmarks.gpu_tests import Outcome, add, cell, read_record, read_report
+from tests.gpu.conftest import facts_of_machine
 
 FACTS = {"gpu": "NVIDIA H200", "date": "2026-11-27", "torch": "2.11.0"}
 TEST = "test_models.py::test_steps"
@@ -73,3 +75,11 @@ def test_the_record_names_tests_that_exist() -> None:
         path, _, test = name.partition("::")
         text = (gpu_tests.machine.ROOT / "tests" / "gpu" / path).read_text()
         assert f"def {test.partition('[')[0]}(" in text, name
+
+
+def test_facts_of_a_report_can_be_sent_by_xdist(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes no subclass of str, such as torch's version."""
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
+    facts = facts_of_machine()
+    assert [name for name, _ in facts] == ["gpu", "date", "torch"]
+    assert all(type(part) is str for fact in facts for part in fact)
