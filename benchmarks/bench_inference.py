@@ -1,276 +1,212 @@
-"""Text by the engine, compared with ``transformers`` and with the uncached loop: CPU time of one
-process, one thread, the same weights, in turns.
+"""Text by the engine beside ``transformers``, the uncached loop, lm-evaluation-harness and itself:
+with drafts, behind the server, and on two pipeline stages.
 
-    python -m benchmarks.bench_inference                  # 5 rounds in fp32
-    python -m benchmarks.bench_inference --dtype bfloat16
-    python -m benchmarks.bench_inference --quick          # a tiny model: does it run?
+    python -m benchmarks.bench_inference          # 5 rounds; writes results/
+    python -m benchmarks.bench_inference --quick  # a tiny model, two rounds: does it run?
 
-A Llama of 46 million parameters, 16 requests with prompts of 8 to 127 tokens and 16 to 95 new ones.
-The peers are ``generate`` on a left-padded batch, which computes the longest text for all, and the
-continuous batching of ``transformers``. Drafts by a layer of multi-token prediction are compared
-with the same engine without drafts, for one request and for 16, on a model whose text follows a
-permutation of the vocabulary, so that drafts are accepted. Ratios are of the rounds' pairs: median,
-and the lower end of a 90 % interval by resampling rounds.
+One Llama of 46 million parameters, 16 requests with prompts of 8 to 127 tokens and 16 to 95 new
+ones, one thread. Times are processor times of one process unless said, in turns. Ratios have a 95 %
+interval, and goals are for its lower end (its upper end where less is better). The peers of
+``transformers`` are ``generate`` on a left-padded batch, which computes the longest text for all,
+and its continuous batching. Tasks: four endings of each document, with loading of model and task.
+Serving: all clients and the server in this process, processor time without the clients'. Drafts: a
+model with a layer of multi-token prediction whose text follows a permutation of the vocabulary, so
+that drafts are accepted.
 """
 
 from __future__ import annotations
 
-import argparse
 import logging
-import random
 import statistics
-import time
-from collections.abc import Callable, Sequence
+import tempfile
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from torch import Tensor
 
-from megatron_lightning.config import TransformerConfig
-from megatron_lightning.inference import Engine, EngineOptions, Sampling, sample
-from megatron_lightning.models import GPTModel
-from tests.helpers.hf_weights import from_llama
+from benchmarks import inference_pipeline, machine
+from benchmarks.command_line import parser_of
+from benchmarks.inference_texts import NUM_UNCACHED, Drafts, Sizes, Texts, cpu_seconds
+from benchmarks.statistics import Ratio, ratio_of_medians
 
-GOALS = {"transformers, static batch": 1.15, "transformers, continuous batching": 1.1}
-UNCACHED_GOAL = 10.0
-NUM_UNCACHED = 8  # new tokens: the loop is slow
+GOALS = {"static batch": 1.15, "continuous batching": 1.1}
+UNCACHED_GOAL, TASKS_GOAL, SERVING_GOAL, LOGPROBS_GOAL = 10.0, 0.7, 0.9, 1e-5
 
 
-class Case:
-    """One model, and requests to it.
+def _table(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> list[str]:
+    lines = [head, ["---"] * len(head), *rows]
+    return ["", *(f"| {' | '.join(map(str, line))} |" for line in lines), ""]
+
+
+def _met(*, is_met: bool) -> str:
+    return "met" if is_met else "**missed**"
+
+
+def _beside(folder: Path, sizes: Sizes, dtype: torch.dtype, rounds: int) -> tuple[list[Any], Any]:
+    """Return rows of the table of texts in a dtype, and the seconds."""
+    texts = Texts(folder, sizes, dtype)
+    works = {
+        "engine": texts.by_engine,
+        "static batch": texts.static,
+        "continuous batching": texts.continuous,
+    }
+    if dtype == torch.float32:
+        works |= {"uncached": texts.uncached, "engine, short": texts.short}
+    seconds: dict[str, list[float]] = {name: [] for name in works}
+    found: dict[str, list[list[int]]] = {}
+    for _ in range(rounds + 1):
+        for name, work in works.items():
+            spent, found[name] = cpu_seconds(work)
+            seconds[name].append(spent)
+    seconds = {name: own[1:] for name, own in seconds.items()}  # the first round warms up
+    name_of_dtype = str(dtype).removeprefix("torch.")
+    num_tokens = sum(texts.wanted)
+    speed = num_tokens / statistics.median(seconds["engine"])
+    rows: list[Any] = [[f"{name_of_dtype}, engine", f"{speed:.1f}", "", "", "", ""]]
+
+    def add(name: str, ours: str, goal: float, num_new: int) -> None:
+        ratio = ratio_of_medians(seconds[name], seconds[ours])
+        equal = sum(a == b for a, b in zip(found[name], found[ours], strict=True))
+        speed = f"{num_new / statistics.median(seconds[name]):.1f}"
+        verdict = _met(is_met=ratio.low >= goal)
+        rows.append([f"{name_of_dtype}, {name}", speed, ratio, goal, verdict, f"{equal}/16"])
+
+    for name, goal in GOALS.items():
+        add(name, "engine", goal, num_tokens)
+    numbers: dict[str, Any] = {"seconds": seconds}
+    if dtype == torch.float32:
+        add("uncached", "engine, short", UNCACHED_GOAL, 16 * NUM_UNCACHED)
+        numbers["difference"] = texts.largest_difference()
+        numbers["shares"] = texts.product_shares(rounds)
+    return rows, numbers
+
+
+def _drafts(sizes: Sizes, rounds: int) -> tuple[list[Any], Any]:
+    """Return rows of the table of drafts, and the seconds."""
+    rows, seconds = [], {}
+    for count in (1, 16):
+        case = Drafts(sizes, count)
+        engines = {"plain": case.plain, "drafting": case.drafting}
+        own: dict[str, list[float]] = {name: [] for name in engines}
+        found: dict[str, Any] = {}
+        for _ in range(rounds + 1):
+            for name, engine in engines.items():
+                spent, found[name] = cpu_seconds(partial(case.texts, engine))
+                own[name].append(spent)
+        equal = sum(a == b for a, b in zip(found["plain"], found["drafting"], strict=True))
+        ratio = ratio_of_medians(own["plain"][1:], own["drafting"][1:])
+        steps = case.drafting.num_steps / case.plain.num_steps
+        accepted = f"{case.drafting.draft_counts.acceptance:.2f}"
+        rows.append([count, ratio, f"{steps:.2f}", accepted, f"{equal}/{count}"])
+        seconds[str(count)] = own
+    return rows, seconds
+
+
+def _pipeline(ranks: list[dict[str, list[tuple[float, float]]]]) -> tuple[Ratio, Ratio]:
+    """Return the gain of rolling groups by the clock, and by processor time with a core for each
+    stage: one group keeps one stage busy at a time, rolling groups keep both.
+    """
+    walls = {name: [wall for wall, _ in own] for name, own in ranks[0].items()}
+    busy = {
+        name: [[seconds for _, seconds in rank[name]] for rank in ranks]
+        for name in ("one group", "rolling")
+    }
+    one = [sum(stages) for stages in zip(*busy["one group"], strict=True)]
+    rolling = [max(stages) for stages in zip(*busy["rolling"], strict=True)]
+    return ratio_of_medians(walls["one group"], walls["rolling"]), ratio_of_medians(one, rolling)
+
+
+def measure(sizes: Sizes, rounds: int, num_documents: int, results: Path | None) -> str:
+    """Measure everything and return the page.
 
     Args:
-        dtype: Of the weights.
-        quick: Whether the model is tiny.
+        sizes: Sizes of the model.
+        rounds: Measurements of each.
+        num_documents: Documents of the task.
+        results: Folder of the page. None: the page is not kept.
     """
-
-    def __init__(self, dtype: torch.dtype, *, quick: bool) -> None:
-        layers, hidden, vocabulary = (2, 64, 256) if quick else (12, 512, 8192)
-        self.vocabulary = vocabulary
-        sizes: dict[str, Any] = {
-            "num_hidden_layers": layers,
-            "hidden_size": hidden,
-            "num_attention_heads": 8,
-            "num_key_value_heads": 4,
-            "vocab_size": vocabulary,
-            "max_position_embeddings": 1024,
-            "intermediate_size": 3 * hidden,
-            "rms_norm_eps": 1e-5,
-            "tie_word_embeddings": False,
-            "initializer_range": 0.05,
-            "bos_token_id": None,
-            "eos_token_id": None,
-            "pad_token_id": 0,
-        }
-        torch.manual_seed(0)
-        self.theirs: Any = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes))
-        self.theirs = self.theirs.eval().to(dtype)
-        config = _config(layers, hidden, vocabulary)
-        self.model = GPTModel(config)
-        self.model.load_state_dict(from_llama(self.theirs.state_dict(), config))
-        self.model = self.model.eval().to(dtype)
-        self.engine = Engine.of(self.model)
-        draws = torch.Generator().manual_seed(0)
-        lengths = torch.randint(8, 128, (16,), generator=draws).tolist()
-        self.wanted: list[int] = torch.randint(16, 96, (16,), generator=draws).tolist()
-        self.prompts = [
-            torch.randint(1, vocabulary, (n,), generator=draws).tolist() for n in lengths
-        ]
-
-    def by_engine(self) -> list[list[int]]:
-        """Write by the engine."""
-        requests = [
-            self.engine.requests.one(p, sampling=Sampling(max_new_tokens=n, temperature=0.0))
-            for p, n in zip(self.prompts, self.wanted, strict=True)
-        ]
-        self.engine.run(requests)
-        return [request.new_tokens for request in requests]
-
-    @torch.inference_mode()
-    def static(self) -> list[list[int]]:
-        """Write by ``generate`` on a padded batch."""
-        longest = max(map(len, self.prompts))
-        ids = torch.zeros(16, longest, dtype=torch.long)
-        mask = torch.zeros_like(ids)
-        for row, prompt in enumerate(self.prompts):
-            ids[row, longest - len(prompt) :] = torch.tensor(prompt)
-            mask[row, longest - len(prompt) :] = 1
-        out = self.theirs.generate(
-            ids, attention_mask=mask, max_new_tokens=max(self.wanted), do_sample=False
-        )
-        return [out[row, longest : longest + n].tolist() for row, n in enumerate(self.wanted)]
-
-    def continuous(self) -> list[list[int]]:
-        """Write by the continuous batching of ``transformers``."""
-        batching = transformers.ContinuousBatchingConfig(
-            page_size=32, num_blocks=200, max_batch_tokens=512, return_logprobs=False
-        )
-        generation = transformers.GenerationConfig(
-            max_new_tokens=max(self.wanted), do_sample=False, eos_token_id=-1, pad_token_id=0
-        )
-        with self.theirs.continuous_batching_context_manager(
-            generation_config=generation, continuous_batching_config=batching, warmup=False
-        ) as manager:
-            ids = [
-                manager.add_request(prompt, max_new_tokens=n)
-                for prompt, n in zip(self.prompts, self.wanted, strict=True)
-            ]
-            done: dict[str, Any] = {}
-            while len(done) < len(ids):
-                result = manager.get_result(timeout=1)
-                if result is not None and result.is_finished():
-                    done[result.request_id] = result
-        return [done[own].generated_tokens for own in ids]
-
-    def uncached(self) -> list[list[int]]:
-        """Write a few tokens by a full forward for each."""
-
-        @torch.inference_mode()
-        def logits(tokens: Tensor, last: Tensor) -> Tensor:
-            out: Tensor = self.model(tokens)
-            return out[torch.arange(len(tokens)), last]
-
-        sampling = Sampling(max_new_tokens=NUM_UNCACHED, temperature=0.0)
-        texts = sample(logits, self.prompts, sampling)
-        return [text[len(p) :] for text, p in zip(texts, self.prompts, strict=True)]
-
-    def short(self) -> list[list[int]]:
-        """Write as many tokens by the engine."""
-        sampling = Sampling(max_new_tokens=NUM_UNCACHED, temperature=0.0)
-        return [one.tokens for (one,) in self.engine.generate(self.prompts, sampling)]
-
-
-class DraftCase:
-    """A model with a layer of multi-token prediction, with and without drafts.
-
-    Args:
-        dtype: Of the weights.
-        num_requests: Requests at once.
-        quick: Whether the model is tiny.
-    """
-
-    def __init__(self, dtype: torch.dtype, num_requests: int, *, quick: bool) -> None:
-        layers, hidden, vocabulary = (2, 64, 256) if quick else (12, 512, 8192)
-        config = _config(layers, hidden, vocabulary, mtp_num_layers=1)
-        model = GPTModel(config).eval()
-        draws = torch.Generator().manual_seed(1)
-        following = torch.randperm(vocabulary, generator=draws)
-        with torch.no_grad():
-            words = model.embedding.word_embeddings.weight
-            words.copy_(torch.randn(vocabulary, hidden, generator=draws))
-            model.output_layer.weight[following] = words
-            for layer in model.mtp.layers.values() if model.mtp is not None else ():
-                layer.eh_proj.weight[:, :hidden] += torch.eye(hidden)
-        model = model.to(dtype)
-        self._sampling = Sampling(max_new_tokens=64, temperature=0.0)
-        self._prompts = torch.randint(1, vocabulary, (num_requests, 32), generator=draws).tolist()
-        self._plain = Engine.of(model)
-        self._drafting = Engine.of(model, options=EngineOptions(draft_tokens=1))
-
-    def plain(self) -> list[list[int]]:
-        """Write without drafts."""
-        return self._texts(self._plain)
-
-    def drafting(self) -> list[list[int]]:
-        """Write with drafts."""
-        return self._texts(self._drafting)
-
-    def measure(self, num_rounds: int) -> str:
-        """Return a row of the table."""
-        times: dict[str, list[float]] = {"plain": [], "drafting": []}
-        texts: dict[str, list[list[int]]] = {}
-        for _ in range(1 + num_rounds):
-            for name, work in (("plain", self.plain), ("drafting", self.drafting)):
-                seconds, texts[name] = _seconds(work)
-                times[name].append(seconds)
-        median, least = _ratio(times["plain"][1:], times["drafting"][1:])
-        count = len(self._prompts)
-        equal = sum(a == b for a, b in zip(texts["plain"], texts["drafting"], strict=True))
-        speed = 64 * count / statistics.median(times["drafting"][1:])
-        steps = self._drafting.num_steps / self._plain.num_steps
-        accepted = self._drafting.draft_counts.acceptance
-        return (
-            f"| {count} | {speed:.1f} | {median:.2f} | {least:.2f} | {steps:.2f} | {accepted:.2f} "
-            f"| {equal}/{count} |"
-        )
-
-    def _texts(self, engine: Engine) -> list[list[int]]:
-        return [one.tokens for (one,) in engine.generate(self._prompts, self._sampling)]
-
-
-def _config(layers: int, hidden: int, vocabulary: int, **own: int) -> TransformerConfig:
-    return TransformerConfig(
-        num_layers=layers,
-        hidden_size=hidden,
-        num_attention_heads=8,
-        num_query_groups=4,
-        vocab_size=vocabulary,
-        max_sequence_length=1024,
-        ffn_hidden_size=3 * hidden,
-        **own,
-    )
-
-
-def _seconds(work: Callable[[], list[list[int]]]) -> tuple[float, list[list[int]]]:
-    start = time.process_time()
-    texts = work()
-    return time.process_time() - start, texts
-
-
-def _ratio(theirs: Sequence[float], ours: Sequence[float]) -> tuple[float, float]:
-    """Return the median ratio of the rounds, and the lower end of its 90 % interval."""
-    ratios = [a / b for a, b in zip(theirs, ours, strict=True)]
-    draws = random.Random(0)
-    medians = sorted(statistics.median(draws.choices(ratios, k=len(ratios))) for _ in range(2000))
-    return statistics.median(ratios), medians[len(medians) // 20]
-
-
-def main() -> None:
-    """Measure, and print a table."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--quick", action="store_true")
-    options = parser.parse_args()
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
     logging.getLogger("ContinuousBatchingLogger").setLevel(logging.ERROR)
-    case = Case(getattr(torch, options.dtype), quick=options.quick)
-    works = {
-        "engine": case.by_engine,
-        "transformers, static batch": case.static,
-        "transformers, continuous batching": case.continuous,
-        "uncached": case.uncached,
-        "engine, short": case.short,
-    }
-    times: dict[str, list[float]] = {name: [] for name in works}
-    texts: dict[str, list[list[int]]] = {}
-    for _ in range(1 + (1 if options.quick else options.rounds)):
-        for name, work in works.items():
-            seconds, texts[name] = _seconds(work)
-            times[name].append(seconds)
-    times = {name: own[1:] for name, own in times.items()}  # the first round warms up
-    wanted = sum(case.wanted)
-    print(f"{options.dtype}, {len(times['engine'])} rounds, torch {torch.__version__}")
-    print("| | tokens/s of CPU time | engine is x | at least | goal | equal texts |")
-    print("|---|---|---|---|---|---|")
-    print(f"| engine | {wanted / statistics.median(times['engine']):.1f} | | | | |")
-    for name, goal in GOALS.items():
-        median, least = _ratio(times[name], times["engine"])
-        equal = sum(a == b for a, b in zip(texts[name], texts["engine"], strict=True))
-        speed = wanted / statistics.median(times[name])
-        print(f"| {name} | {speed:.1f} | {median:.2f} | {least:.2f} | {goal} | {equal}/16 |")
-    median, least = _ratio(times["uncached"], times["engine, short"])
-    speed = 16 * NUM_UNCACHED / statistics.median(times["uncached"])
-    equal = sum(a == b for a, b in zip(texts["uncached"], texts["engine, short"], strict=True))
-    row = f"{speed:.1f} | {median:.1f} | {least:.1f} | {UNCACHED_GOAL} | {equal}/16"
-    print(f"| uncached loop | {row} |")
-    print("\n| requests with drafts | tokens/s | x without | at least | steps | accepted | equal |")
-    print("|---|---|---|---|---|---|---|")
-    for num_requests in (1, 16):
-        drafts = DraftCase(getattr(torch, options.dtype), num_requests, quick=options.quick)
-        print(drafts.measure(1 if options.quick else options.rounds))
+    facts: dict[str, Any] = machine.describe()
+    with tempfile.TemporaryDirectory() as name:
+        folder = sizes.make_folder(Path(name))
+        # First: processes are forked, and nothing has started a thread yet.
+        stages = inference_pipeline.measure(folder, sizes.vocabulary, rounds)
+        rows, numbers = _beside(folder, sizes, torch.float32, rounds)
+        rows_bf16, numbers_bf16 = _beside(folder, sizes, torch.bfloat16, rounds)
+        draft_rows, draft_seconds = _drafts(sizes, rounds)
+        from benchmarks import inference_uses  # sets variables for the harness
+
+        tasks = inference_uses.task_seconds(str(folder), Path(name), num_documents, rounds)
+        serving = inference_uses.serve(str(folder), rounds)
+    facts["load_average_at_end"] = machine.describe()["load_average"]
+    scored = ratio_of_medians([a for a, _ in tasks], [b for _, b in tasks])
+    served = ratio_of_medians([s.alone_busy for s in serving], [s.busy for s in serving])
+    served_wall = ratio_of_medians([s.alone_wall for s in serving], [s.wall for s in serving])
+    rolling_wall, rolling = _pipeline(stages)
+    difference = numbers["difference"]
+    shares = [
+        [count, f"{1e3 * statistics.median(step for step, _ in own):.1f}",
+         ratio_of_medians([products for _, products in own], [step for step, _ in own])]
+        for count, own in numbers["shares"].items()
+    ]  # fmt: skip
+    goals = [
+        [f"lm_eval, {num_documents} documents: time over its hf model", scored, f"≤ {TASKS_GOAL}",
+         _met(is_met=scored.high <= TASKS_GOAL)],
+        ["16 clients: tokens a second over the engine alone, processor time", served,
+         f"≥ {SERVING_GOAL}", _met(is_met=served.low >= SERVING_GOAL)],
+        ["the same by the clock, clients on the same cores", served_wall, "", ""],
+        ["largest difference of a log-probability to the training forward, fp32",
+         f"{difference:.1e}", f"≤ {LOGPROBS_GOAL}", _met(is_met=difference <= LOGPROBS_GOAL)],
+        ["two stages, groups rolling over one group, a core for each stage", rolling, "", ""],
+        ["the same by the clock", rolling_wall, "", ""],
+    ]  # fmt: skip
+    page = "\n".join(
+        [
+            f"# Text by the engine, {facts['date'][:10]}",
+            "",
+            f"{machine.headline(facts)}; transformers {transformers.__version__}.",
+            "",
+            f"A Llama of {sizes.layers} layers, hidden size {sizes.hidden}, {sizes.vocabulary} "
+            f"token ids, 16 requests, {rounds} rounds in turns, one thread. Processor time; ratios "
+            "with a 95 % interval, and goals for its worse end.",
+            "",
+            "## Beside transformers and the uncached loop",
+            *_table(["", "tokens/s", "engine is x", "goal", "", "equal texts"], rows + rows_bf16),
+            "## Uses",
+            *_table(["", "ratio", "goal", ""], goals),
+            "## A decode step",
+            *_table(["requests", "step, ms", "products with weights, share"], shares),
+            "## Drafts by a layer of multi-token prediction",
+            *_table(["requests", "x without", "steps", "accepted", "equal texts"], draft_rows),
+        ]
+    )
+    if results is not None:
+        kept = {
+            "float32": numbers,
+            "bfloat16": numbers_bf16,
+            "drafts": draft_seconds,
+            "tasks": tasks,
+            "serving": [own._asdict() for own in serving],
+            "stages": stages,
+        }
+        machine.keep(results, "inference_cpu", facts, page, kept)
+    return page
+
+
+def main() -> None:
+    """Measure, print the page, and keep it."""
+    parser = parser_of(__doc__, quick="a tiny model and two rounds")
+    parser.set_defaults(rounds=5)
+    options = parser.parse_args()
+    if options.quick:
+        print(measure(Sizes(2, 64, 512), 2, 4, None))
+    else:
+        print(measure(Sizes(), options.rounds, 8, options.results))
 
 
 if __name__ == "__main__":

@@ -1,59 +1,36 @@
-"""Uses of the engine, compared: tasks of lm-evaluation-harness by its own ``hf`` model, and 16
-clients of the server by the engine alone. One process, one thread, the same weights, in turns.
-
-    python -m benchmarks.bench_inference_uses           # 5 rounds
-    python -m benchmarks.bench_inference_uses --quick   # 1 round: does it run?
-
-Tasks: CPU time, ours over theirs (goal 0.7 or less), with the loading of model and tasks. A Llama
-of 8 million parameters scores four endings of each of 60 documents, 240 texts of 70 to 240 tokens,
-in batches of 8 for the harness's own model. Serving: tokens a second of wall time, the server over
-the engine (goal 0.9 or more), with all clients and the server in this process. The served model has
-two layers, so that the share of the server is larger than with a real one.
+"""Uses of the engine: tasks of lm-evaluation-harness, beside its own ``hf`` model, and 16 clients
+of the server, beside the engine alone.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import random
 import socket
-import statistics
-import tempfile
 import threading
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
 
-import torch
 import uvicorn
 
+from benchmarks.inference_texts import cpu_seconds
 from megatron_lightning.inference import Engine, Sampling
 from megatron_lightning.inference.evaluate import sharing_of
 from megatron_lightning.inference.load import find_codec, load_engine
 from megatron_lightning.inference.server import Server, ServerSettings
 from megatron_lightning.inference.stepping import Stepping, start
-from tests.helpers.spoken import TEXT, make_spoken
+from tests.helpers.spoken import TEXT
 
 NUM_CLIENTS, NEW = 16, 48
-
-
-def _cpu_seconds(work: Callable[[], object]) -> float:
-    begin = time.process_time()
-    work()
-    return time.process_time() - begin
-
-
-def _wall_seconds(work: Callable[[], object]) -> float:
-    begin = time.perf_counter()
-    work()
-    return time.perf_counter() - begin
 
 
 def write_choices(folder: Path, num_documents: int) -> str:
@@ -107,26 +84,31 @@ def theirs(folder: str, tasks: str) -> Any:
     )
 
 
-def tasks_ratio(parent: Path, rounds: int, *, quick: bool) -> float:
-    """Return the CPU time of our tasks over the harness's own model, median of the rounds."""
-    layers, hidden, vocabulary = (2, 64, 512) if quick else (6, 256, 8192)
-    sizes = {
-        "num_hidden_layers": layers,
-        "hidden_size": hidden,
-        "intermediate_size": 3 * hidden,
-        "vocab_size": vocabulary,
-    }
-    folder = str(make_spoken(parent, name="scored", length=512, **sizes))
-    tasks = write_choices(parent / "tasks", 8 if quick else 60)
-    ratios = []
+def task_seconds(
+    folder: str, parent: Path, num_documents: int, rounds: int
+) -> list[tuple[float, float]]:
+    """Return processor seconds of a task by the engine and by the harness's own model, with loading
+    of model and task.
+    """
+    tasks = write_choices(parent / "tasks", num_documents)
+    seconds = []
     for _ in range(rounds + 1):
-        values: list[Any] = []
-        own = _cpu_seconds(lambda into=values: into.append(ours(folder, tasks)))  # type: ignore[misc]
-        other = _cpu_seconds(lambda into=values: into.append(theirs(folder, tasks)))  # type: ignore[misc]
-        if values[0] != values[1]:
-            raise SystemExit(f"the values differ: {values}")
-        ratios.append(own / other)
-    return statistics.median(ratios[1:])  # the first round imports
+        own, values = cpu_seconds(lambda: ours(folder, tasks))
+        other, expected = cpu_seconds(lambda: theirs(folder, tasks))
+        if values != expected:
+            raise RuntimeError(f"the values differ: {values} and {expected}")
+        seconds.append((own, other))
+    return seconds[1:]  # the first round imports
+
+
+class Served(NamedTuple):
+    """Seconds for a token, of the engine alone and of the server."""
+
+    alone_wall: float
+    alone_busy: float
+    wall: float
+    busy: float
+    """Processor seconds without the clients'."""
 
 
 @contextmanager
@@ -154,60 +136,48 @@ def served(engine: Engine, codec: Any) -> Iterator[str]:
         thread.join()
 
 
-def serving_ratio(folder: str, rounds: int) -> float:
-    """Return the server's tokens a second over the engine's, median of the rounds."""
+def serve(folder: str, rounds: int) -> list[Served]:
+    """Return the times of 16 clients of the server in this process, and of the engine alone."""
     codec = find_codec(folder)
     engine = Engine.load(folder, decode=codec.decode, stops=())
     prompts = [TEXT[i : i + 20] for i in range(NUM_CLIENTS)]
     ids = [codec.encode(prompt) for prompt in prompts]
-    numbers: dict[str, int] = {}
-
-    def alone() -> None:
-        texts = engine.generate(ids, Sampling(max_new_tokens=NEW, temperature=0.0))
-        numbers["alone"] = sum(len(one.tokens) for (one,) in texts)
-
-    def clients(address: str) -> None:
-        with ThreadPoolExecutor(NUM_CLIENTS) as pool:
-            numbers["served"] = sum(pool.map(lambda prompt: _ask(address, prompt), prompts))
-
-    ratios = []
+    sampling = Sampling(max_new_tokens=NEW, temperature=0.0)
+    found = []
     for _ in range(rounds + 1):
-        engine_s = _wall_seconds(alone)
+        wall = time.perf_counter()
+        alone_busy, texts = cpu_seconds(lambda: engine.generate(ids, sampling))
+        alone_wall = time.perf_counter() - wall
+        num_alone = sum(len(one.tokens) for (one,) in texts)
         with served(engine, codec) as address:
-            server_s = _wall_seconds(lambda where=address: clients(where))  # type: ignore[misc]
-        ratios.append(numbers["served"] / server_s / (numbers["alone"] / engine_s))
-    return statistics.median(ratios[1:])
+            wall = time.perf_counter()
+            busy, (num_served, of_clients) = cpu_seconds(partial(_ask_all, address, ids))
+            wall = time.perf_counter() - wall
+        found.append(
+            Served(
+                alone_wall / num_alone,
+                alone_busy / num_alone,
+                wall / num_served,
+                (busy - of_clients) / num_served,
+            )
+        )
+    return found[1:]
 
 
-def _ask(address: str, prompt: str) -> int:
-    """Return the number of new tokens of a completion."""
+def _ask_all(address: str, prompts: list[list[int]]) -> tuple[int, float]:
+    """Return the number of new tokens, and processor seconds of the clients."""
+    with ThreadPoolExecutor(NUM_CLIENTS) as pool:
+        answers = list(pool.map(lambda prompt: _ask(address, prompt), prompts))
+    return sum(number for number, _ in answers), sum(seconds for _, seconds in answers)
+
+
+def _ask(address: str, prompt: list[int]) -> tuple[int, float]:
+    """Return the number of new tokens of a completion, and processor seconds of the client."""
+    begin = time.thread_time()
     body = {"model": "bench", "prompt": prompt, "max_tokens": NEW, "temperature": 0.0}
     request = urllib.request.Request(
         address, json.dumps(body).encode(), {"Content-Type": "application/json"}
     )
     with urllib.request.urlopen(request) as answer:
         number: int = json.load(answer)["usage"]["completion_tokens"]
-    return number
-
-
-def main() -> None:
-    """Measure, and print a table."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--quick", action="store_true")
-    options = parser.parse_args()
-    rounds = 1 if options.quick else options.rounds
-    torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory() as parent:
-        folder = str(make_spoken(Path(parent)))
-        serving = serving_ratio(folder, rounds)
-        tasks = tasks_ratio(Path(parent), rounds, quick=options.quick)
-    print(f"{rounds} rounds, torch {torch.__version__}")
-    print("| | ratio | goal |")
-    print("|---|---|---|")
-    print(f"| lm_eval, CPU time over its hf model | {tasks:.2f} | <= 0.7 |")
-    print(f"| {NUM_CLIENTS} clients, tokens/s over the engine alone | {serving:.2f} | >= 0.9 |")
-
-
-if __name__ == "__main__":
-    main()
+    return number, time.thread_time() - begin
