@@ -422,7 +422,9 @@ class Run:
         context = self._ranks.context
         return LiveFolder(self.module, module, self.full_state, context, dtype=dtype)
 
-    def weight_stream(self, module: nn.Module | None, dtype: torch.dtype | None) -> WeightStream:
+    def weight_stream(
+        self, module: nn.Module | None, dtype: torch.dtype | None, weight_format: str
+    ) -> WeightStream:
         """Return the weights of a model as a stream. A collective."""
         from megatron_lightning.strategies.outputs.folders import LiveFolder
         from megatron_lightning.strategies.outputs.weight_stream import WeightStream, streamed_model
@@ -430,7 +432,10 @@ class Run:
         model, plan = streamed_model(self.module, module)
         context = self._ranks.context
         return WeightStream(
-            lambda: LiveFolder(self.module, model, self.full_state, context, dtype=dtype, plan=plan)
+            lambda: LiveFolder(
+                self.module, model, self.full_state, context, dtype=dtype, plan=plan
+            ),
+            weight_format,
         )
 
     def full_module_state(self, *, keeps: bool) -> dict[str, Any] | None:

@@ -265,7 +265,9 @@ class CheckpointHooks(RankHooks):
         :class:`GPTModel` built without a folder takes the names of the first matching family.
 
         Args:
-            weight_format: "transformers".
+            weight_format: "transformers": names in folders, which vLLM and SGLang read, and tied
+                names. "state_dict": names of the model's ``state_dict()`` in the installed
+                ``transformers``, which merges the experts of some families.
             module: A model in the LightningModule. None: the model loaded from a folder, or the
                 only :class:`GPTModel`.
             dtype: Dtype of floating tensors. None: the folder's, or the model's.
@@ -278,7 +280,7 @@ class CheckpointHooks(RankHooks):
 
         check_format(weight_format)
         self.ranks.course.mark("strategy.weights()")
-        return self._running.weight_stream(module, dtype)
+        return self._running.weight_stream(module, dtype, weight_format)
 
     def save_hf_pretrained(
         self,

@@ -14,6 +14,7 @@ from megatron_lightning.bridge.export import write_folder
 from megatron_lightning.bridge.folder_model import Plan
 from megatron_lightning.bridge.give_back import model_with_folder, plan_of_model
 from megatron_lightning.bridge.lazy import Lazy
+from megatron_lightning.bridge.state_names import state_tensors, tied_tensors
 from megatron_lightning.bridge.values import fills_of_checkpoint, fills_of_ranks, values_of
 from megatron_lightning.checkpoint import open_checkpoint
 from megatron_lightning.checkpoint.agreement import on_first_rank
@@ -58,6 +59,9 @@ class LiveFolder:
         plan = plan_of_model(chosen) if plan is None else plan
         self._context = context
         self._like = plan.folder
+        self._dtype = dtype
+        # A model from remote code runs the folder's code already.
+        self._trusts = type(chosen).__module__.startswith("transformers_modules")
         module_state = full_state(chosen)
         fills = merged_fills(
             fills_of_ranks(module_state, plan.parameters), _deltas(chosen, module_state)
@@ -68,6 +72,20 @@ class LiveFolder:
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield name and values of the folder's tensors on every rank. All ranks take all."""
         return values_of(self.tensors, self._context.device)
+
+    def stream(self, weight_format: str) -> dict[str, Lazy]:
+        """Return name -> tensor: of the folder, with tied names as well, or of the ``state_dict()``
+        of a model of the installed ``transformers``.
+        """
+        if weight_format == "state_dict":
+            return state_tensors(
+                self._like, self.tensors, self._dtype, trust_remote_code=self._trusts
+            )
+        return self.tensors | tied_tensors(self._like, self.tensors, trust_remote_code=self._trusts)
+
+    def values_of(self, tensors: dict[str, Lazy]) -> Iterator[tuple[str, Tensor]]:
+        """Yield name and values on every rank. All ranks take all."""
+        return values_of(tensors, self._context.device)
 
     def write(self, path: Path, *, overwrite: bool) -> None:
         """Write the folder. All ranks call this."""

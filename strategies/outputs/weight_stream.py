@@ -37,12 +37,15 @@ class WeightStream:
 
     Args:
         make: Returns the current folder of the model. A collective.
+        weight_format: Names of the tensors, as in :func:`check_format`.
     """
 
-    def __init__(self, make: Callable[[], LiveFolder]) -> None:
+    def __init__(self, make: Callable[[], LiveFolder], weight_format: str) -> None:
         self._make = make
+        self._format = weight_format
         self._metadata = [
-            WeightMeta(name, lazy.dtype, tuple(lazy.shape)) for name, lazy in make().tensors.items()
+            WeightMeta(name, lazy.dtype, tuple(lazy.shape))
+            for name, lazy in make().stream(weight_format).items()
         ]
 
     def metadata(self) -> list[WeightMeta]:
@@ -51,7 +54,8 @@ class WeightStream:
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         """Yield name and full tensor on every rank's device."""
-        return self._make().weights()
+        folder = self._make()
+        return folder.values_of(folder.stream(self._format))
 
     def __len__(self) -> int:
         """Return the number of tensors."""
@@ -62,12 +66,13 @@ def check_format(weight_format: str) -> None:
     """Check the name of a weight format.
 
     Raises:
-        ConfigError: If the name is not "transformers".
+        ConfigError: If the name is neither "transformers" nor "state_dict".
     """
-    if weight_format != "transformers":
+    if weight_format not in ("transformers", "state_dict"):
         raise ConfigError(
-            f'weights({weight_format!r}): streams have the names of "transformers", which vLLM and '
-            "SGLang read. Set it to that, or call full_tensors() for the names of this package."
+            f'weights({weight_format!r}): streams have the names of folders of "transformers", '
+            'which vLLM and SGLang read, or of the "state_dict" of its models. Set it to one of '
+            "both, or call full_tensors() for the names of this package."
         )
 
 

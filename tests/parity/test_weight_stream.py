@@ -21,6 +21,7 @@ from tests.helpers.trainers import trainer
 transformers: Any = pytest.importorskip("transformers")
 
 TP, PP, MICRO = "tensor_model_parallel_size", "pipeline_model_parallel_size", "micro_batch_size"
+EP = "expert_model_parallel_size"
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "one": (1, {}),
     "tp2": (2, {TP: 2}),
@@ -38,7 +39,8 @@ GREEDY = Sampling(max_new_tokens=12, temperature=0.0)
 class _Stream(pl.Callback):
     """Takes the weights in the middle and at the end of a fit, and writes text by both."""
 
-    def __init__(self) -> None:
+    def __init__(self, weight_format: str) -> None:
+        self._format = weight_format
         self.weights: list[dict[str, torch.Tensor]] = []
         self.texts: list[Any] = []
         self.metadata: list[Any] = []
@@ -47,7 +49,7 @@ class _Stream(pl.Callback):
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
         strategy: Any = trainer.strategy
         if self._source is None:
-            self._source = strategy.weights("transformers")
+            self._source = strategy.weights(self._format)
             self.metadata = self._source.metadata()
         self.weights.append({name: x.clone() for name, x in self._source})
         rows = strategy.engine().generate(PROMPTS, GREEDY)
@@ -56,11 +58,11 @@ class _Stream(pl.Callback):
             strategy.weights("megatron")
 
 
-def _fit(options: dict[str, Any], folder: str | None) -> Any:
+def _fit(options: dict[str, Any], folder: str | None, weight_format: str = "transformers") -> Any:
     generator = torch.Generator().manual_seed(3)
     text = torch.randint(0, 67, (8, 17), generator=generator)
     rows: Any = [{"tokens": t[:-1], "labels": t[1:]} for t in text]
-    stream = _Stream()
+    stream = _Stream(weight_format)
     run = trainer(MegatronStrategy(**options), max_steps=2, callbacks=[stream])
     options = {} if folder is None else {"init_from_hf": folder}
     module = GPTLightningModule(None if folder else CONFIG, learning_rate=1e-2, **options)
@@ -74,7 +76,7 @@ def _check(found: Any, config: Any) -> None:
         assert [(m.name, m.dtype, m.shape) for m in metadata] == [
             (name, x.dtype, tuple(x.shape)) for name, x in state.items()
         ]
-        model = transformers.LlamaForCausalLM(config).eval()
+        model = transformers.AutoModelForCausalLM.from_config(config).float().eval()
         model.load_state_dict(state, strict=True)
         for prompt, tokens in zip(PROMPTS, written, strict=True):
             made = model.generate(
@@ -109,11 +111,24 @@ def test_weights_of_live_parts(name: str) -> None:
         _check(found, config)
 
 
-@pytest.mark.slow
-def test_weights_of_a_model_from_a_folder(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("family", "size", "layout", "weight_format"),
+    [
+        pytest.param("llama", 2, {TP: 2}, "transformers", marks=pytest.mark.slow),
+        pytest.param("llama", 2, {TP: 2}, "state_dict", marks=pytest.mark.slow),
+        ("gemma", 1, {}, "transformers"),  # a tied head, which folders hold once
+        pytest.param("gemma", 2, {PP: 2, MICRO: 2}, "transformers", marks=pytest.mark.slow),
+        # transformers merges experts, and folders have each.
+        pytest.param("mixtral", 2, {EP: 2}, "state_dict", marks=pytest.mark.slow),
+        pytest.param("qwen3-moe", 2, {PP: 2, MICRO: 2}, "state_dict", marks=pytest.mark.slow),
+    ],
+)
+def test_weights_of_a_model_from_a_folder(
+    family: str, size: int, layout: dict[str, Any], weight_format: str, tmp_path: Path
+) -> None:
     from tests.helpers.gpt_folders import make_folder
 
-    folder = make_folder("llama", tmp_path, initializer_range=0.4)
+    folder = make_folder(family, tmp_path, initializer_range=0.4)
     config = transformers.AutoConfig.from_pretrained(folder)
-    for found in run_ranks(2, _fit, {TP: 2}, str(folder), timeout_s=110):
+    for found in run_ranks(size, _fit, layout, str(folder), weight_format, timeout_s=110):
         _check(found, config)
