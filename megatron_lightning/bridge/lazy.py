@@ -174,7 +174,10 @@ def _slice(
 
 
 def _select(x: Lazy, dim: int, index: int) -> Lazy:
-    dim, index = dim % x.ndim, index % x.shape[dim]
+    dim %= x.ndim
+    if not -x.shape[dim] <= index < x.shape[dim]:
+        raise IndexError(f"index {index} is out of range for dim {dim} of size {x.shape[dim]}")
+    index %= x.shape[dim]
 
     def fill(box: Box, out: Tensor) -> None:
         x.fill(spliced(box, dim, 0, (index, 1)), out.unsqueeze(dim))
@@ -219,6 +222,7 @@ def _cat(tensors: Sequence[Any], dim: int = 0) -> Any:
     if not all(isinstance(x, Lazy) for x in tensors):
         return _computed(aten.cat.default, tensors, dim)
     dim %= tensors[0].ndim
+    _check_sizes(tensors, dim)
     starts = [sum(x.shape[dim] for x in tensors[:index]) for index in range(len(tensors))]
 
     def fill(box: Box, out: Tensor) -> None:
@@ -230,6 +234,16 @@ def _cat(tensors: Sequence[Any], dim: int = 0) -> Any:
                 x.fill(spliced(box, dim, 1, (low - start, high - low)), target)
 
     return _with_dims(tensors[0], dim, 1, (sum(x.shape[dim] for x in tensors),), fill)
+
+
+def _check_sizes(tensors: Sequence[Lazy], dim: int) -> None:
+    """Check that tensors differ along ``dim`` only, as torch does. A stack of experts without one
+    would else be one of other experts.
+    """
+    others = {(*x.shape[:dim], *x.shape[dim + 1 :]) for x in tensors}
+    if len(others) > 1:
+        shapes = ", ".join(str(list(shape)) for shape in sorted({tuple(x.shape) for x in tensors}))
+        raise RuntimeError(f"tensors of shapes {shapes} cannot be joined along dim {dim}")
 
 
 def _stack(tensors: Sequence[Any], dim: int = 0) -> Any:
@@ -245,6 +259,8 @@ def _split(x: Lazy, size: int, dim: int = 0) -> list[Any]:
 
 
 def _split_with_sizes(x: Lazy, sizes: Sequence[int], dim: int = 0) -> list[Any]:
+    if sum(sizes) != x.shape[dim]:
+        raise RuntimeError(f"{list(sizes)} does not add up to the {x.shape[dim]} of dim {dim}")
     ends = [sum(sizes[: index + 1]) for index in range(len(sizes))]
     return [_slice(x, dim, end - size, end) for size, end in zip(sizes, ends, strict=True)]
 
@@ -338,7 +354,10 @@ def _equal(first: Tensor, second: Tensor) -> bool:
 
 def _copy(target: Tensor, x: Any, *_: Any) -> Tensor:
     if isinstance(x, Lazy) and not isinstance(target, Lazy):
-        x.fill(Box.full(x.shape), target)
+        if target.shape == x.shape:
+            x.fill(Box.full(x.shape), target)
+        else:
+            target.copy_(x.read())
     return target
 
 

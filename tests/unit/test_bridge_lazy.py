@@ -106,3 +106,18 @@ def test_what_is_computed_has_no_way_back() -> None:
     _, lazy, _ = tensor(0)
     with pytest.raises(CheckpointError, match="no way back is known"):
         (lazy + 1).fill(Box.full((4, 6, 4)), torch.empty(4, 6, 4, device="meta"))
+
+
+def test_tensors_that_do_not_fit_are_refused_as_by_torch() -> None:
+    _, lazy, _ = tensor(0)
+    with pytest.raises(RuntimeError, match="cannot be joined"):
+        torch.cat([lazy, lazy[:3]], dim=1)
+    with pytest.raises(RuntimeError):
+        torch.stack([lazy, lazy[:3]])
+    with pytest.raises(IndexError):
+        lazy.select(0, 4)
+    with pytest.raises(RuntimeError):
+        lazy.split([1, 2], dim=0)
+    target = torch.zeros(2, 4, 6, 4)
+    target.copy_(lazy)
+    assert torch.equal(target[1], lazy.read())
