@@ -55,7 +55,8 @@ def check_model(module: object, num_ids: int, *, packed: bool) -> None:
         packed: Whether documents share rows.
 
     Raises:
-        ConfigError: If the embedding has fewer rows, or documents in a row would see each other.
+        ConfigError: If the embedding has fewer rows, or documents in a row would see each other,
+            in attention or in a balancing loss of experts.
     """
     if isinstance(module, ObjectiveModule):
         for template in module.templates():
@@ -64,6 +65,12 @@ def check_model(module: object, num_ids: int, *, packed: bool) -> None:
     config = getattr(module, "config", None)
     if isinstance(config, TransformerConfig):
         check_vocabulary(config, num_ids)
+        if packed and config.moe is not None and "seq_aux_loss" in config.moe.auxiliary_losses:
+            raise ConfigError(
+                "moe.router_load_balancing_type has seq_aux_loss, which would see all documents of "
+                "a packed row as one sequence. Set it to aux_loss or global_aux_loss, or packing "
+                "to none."
+            )
     if not isinstance(module, HuggingFaceModule):
         return
     source = dict(module._source or {})

@@ -36,6 +36,7 @@ from megatron_lightning.peft.matching import (
     find_parameters,
     find_saved,
     find_targets,
+    is_divided,
     is_transposed,
     short_names,
     short_parameters,
@@ -147,8 +148,15 @@ class LoRA:
         Call ``apply`` before the strategy divides the module: in ``configure_model``.
 
         Raises:
-            ConfigError: If a name matches nothing, or the module has adapters already.
+            ConfigError: If a name matches nothing, the module has adapters already, or ranks hold
+                shards of the module.
         """
+        if any(map(is_divided, module.modules())):
+            raise ConfigError(
+                f"LoRA is applied to a {type(module).__name__} whose weights are divided over "
+                "ranks already, so that every rank would train adapters of its own. Apply it in "
+                "configure_model, before the strategy divides the module."
+            )
         if adapted_layers(module):
             raise ConfigError(
                 f"{type(module).__name__} has adapters already, and LoRA is applied again. Apply "

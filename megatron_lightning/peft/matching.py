@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import TypeVar
 
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from megatron_lightning.errors import ConfigError
@@ -55,6 +56,14 @@ def is_linear(layer: nn.Module) -> bool:
 def is_transposed(layer: nn.Module) -> bool:
     """Return whether a layer is a ``Conv1D`` of ``transformers``, with a weight [in, out]."""
     return type(layer).__name__ == "Conv1D" and type(layer).__module__.startswith("transformers.")
+
+
+def is_divided(layer: nn.Module) -> bool:
+    """Return whether a layer holds shards of its parameters."""
+    specs = getattr(layer, "shard_specs", None) or {}
+    return any(spec.local_shape != spec.global_shape for spec in specs.values()) or any(
+        isinstance(parameter, DTensor) for parameter in layer.parameters(recurse=False)
+    )
 
 
 def find_targets(

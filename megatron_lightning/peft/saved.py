@@ -14,12 +14,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from megatron_lightning.errors import CheckpointError, ConfigError
 from megatron_lightning.layers.adapters import ALL_ROWS, adapted_layers
 from megatron_lightning.models.transformer import GPTModel
 from megatron_lightning.peft.lora import PARTS, AppliedLoRA, FusedRows, LoRA, applied_to
+from megatron_lightning.peft.matching import is_divided
 
 _GPT_LAYERS, _HF_LAYERS = "decoder.layers.", "model.layers."
 _GPT_NAMES: Mapping[tuple[str, str], str] = MappingProxyType(
@@ -197,9 +197,7 @@ def check_full(model: nn.Module) -> None:
         ConfigError: If the model is a rank's part.
     """
     for layer in model.modules():
-        specs = getattr(layer, "shard_specs", None) or {}
-        is_divided = any(spec.local_shape != spec.global_shape for spec in specs.values())
-        if is_divided or any(isinstance(p, DTensor) for p in layer.parameters(recurse=False)):
+        if is_divided(layer):
             raise ConfigError(
                 f"{type(model).__name__} is a part of the model on this rank. Save a checkpoint "
                 "(trainer.save_checkpoint), and write folders from it: megatron-lightning adapters "

@@ -25,6 +25,7 @@ from megatron_lightning.optim.param_groups import (
     make_param_groups,
 )
 from megatron_lightning.parallel.materialize import materialize
+from megatron_lightning.parallel.spec import ShardSpec
 from megatron_lightning.peft import LoRA, adapters_disabled
 from megatron_lightning.precision.assignment import apply_recipe, recipes_of_layers
 from megatron_lightning.precision.recipes import FP8Recipe
@@ -167,6 +168,14 @@ def test_a_second_set_is_refused() -> None:
     model = LoRA().apply(GPTModel(CONFIG))
     with pytest.raises(ConfigError, match="has adapters already"):
         LoRA().apply(model)
+
+
+def test_a_divided_module_is_refused() -> None:
+    """Each rank would train adapters of its own."""
+    layer = nn.Linear(8, 8)
+    layer.shard_specs = {"weight": ShardSpec.split((16, 8), dim=0, size=2, rank=0, axis="tp")}
+    with pytest.raises(ConfigError, match=r"divided over ranks already.* in configure_model"):
+        LoRA().apply(nn.Sequential(layer))
 
 
 def test_an_ordinary_module_takes_adapters() -> None:

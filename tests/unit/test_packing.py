@@ -10,11 +10,13 @@ import numpy as np
 import pytest
 import torch
 
+from megatron_lightning.config import MoEConfig, TransformerConfig
 from megatron_lightning.data.packing import efficiency, pack, pack_in_windows
 from megatron_lightning.data.sft import Document, Documents
 from megatron_lightning.data.supervised import RowDataset, RowOrder, Sources, held_out
 from megatron_lightning.errors import ConfigError, DataError
-from megatron_lightning.modules import FinetuneDataModule
+from megatron_lightning.modules import FinetuneDataModule, GPTLightningModule
+from megatron_lightning.modules.folder_data import check_model
 
 
 def _one_by_one(lengths: np.ndarray[Any, Any], capacity: int) -> list[int]:
@@ -156,6 +158,18 @@ def test_options_that_cannot_be(options: dict[str, Any], message: str) -> None:
     settings: dict[str, Any] = {"path": "a", "sequence_length": 8, "batch_size": 1, **options}
     with pytest.raises(ConfigError, match=message):
         FinetuneDataModule(settings.pop("path"), **settings)
+
+
+def test_a_balancing_loss_of_rows_is_refused_with_packing() -> None:
+    """It would see the documents of a row as one sequence."""
+    moe = MoEConfig(num_experts=4, router_load_balancing_type="seq_aux_loss", aux_loss_coeff=0.1)
+    config = TransformerConfig(
+        num_layers=1, hidden_size=16, num_attention_heads=2, vocab_size=32, max_sequence_length=8,
+        moe=moe,
+    )  # fmt: skip
+    check_model(GPTLightningModule(config), 32, packed=False)
+    with pytest.raises(ConfigError, match="all documents of a packed row as one sequence"):
+        check_model(GPTLightningModule(config), 32, packed=True)
 
 
 def test_workers_map_the_files(tmp_path: Path) -> None:
