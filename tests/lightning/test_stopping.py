@@ -205,14 +205,13 @@ def test_the_message_of_a_stop_names_the_request(
         runner = trainer(
             MegatronStrategy(),
             callbacks=[callback, rescue],
-            max_epochs=2,
+            max_epochs=100_000,  # a stop file is looked for once a second
             enable_checkpointing=True,
             default_root_dir=folder,
         )
         with pytest.raises(SystemExit) as end:
             runner.fit(ToyModule(), datamodule=ToyData())
         assert end.value.code == exit_codes.STOPPED
-        # A stop file is looked for once a second.
         step = STOP if request == "SIGTERM" else runner.global_step
         assert (
             f"megatron_lightning: {request}: the run ends at step {step}, with "
