@@ -189,14 +189,16 @@ class Server:
 
     async def _answer(self, http: Request, *, is_chat: bool) -> Response:
         settings = self._settings
-        body = await self._body(http)
-        if self._stepping.is_full:
-            raise ApiError(429, "too many requests wait. Try again later.")
+        deadline = time.monotonic() + settings.timeout_s
+        try:
+            body = await asyncio.wait_for(self._body(http), settings.timeout_s)
+        except asyncio.TimeoutError as error:
+            raise ApiError(408, "the body took longer than this server allows.") from error
         request = parse(
             body, self._codec, name=settings.name, longest=settings.longest, is_chat=is_chat
         )
+        self._check_room(request)
         answer = Answer(request, settings.name, self._codec)
-        deadline = time.monotonic() + settings.timeout_s
         if request.stream:
             if request.echo or request.logprobs:
                 raise ApiError(400, "echo and logprobs are for answers without stream.", "stream")
@@ -230,6 +232,23 @@ class Server:
         except (ValueError, RecursionError) as error:
             raise ApiError(400, f"the body is no JSON ({error}).") from error
         return body
+
+    def _check_room(self, request: ApiRequest) -> None:
+        """Check that the queue has room for all texts of a request.
+
+        Raises:
+            ApiError: If there is none now, or never.
+        """
+        is_scored = request.echo and request.logprobs
+        number = len(request.prompts) * (request.writes + is_scored)
+        if number > self._stepping.max_queue:
+            message = (
+                f"the request is for {number} texts, and this server takes "
+                f"{self._stepping.max_queue} at once. Send fewer prompts in a request."
+            )
+            raise ApiError(400, message, "prompt")
+        if number > self._stepping.room:
+            raise ApiError(429, "too many requests wait. Try again later.")
 
     def _readers(self, request: ApiRequest) -> list[Reader]:
         """Begin to write. Prompt i draws from the seed plus i."""

@@ -58,7 +58,8 @@ class Stepping:
         self.engine = engine
         self.failure: BaseException | None = None
         """Reason for taking no more requests. None: all is well."""
-        self._max_queue = max_queue
+        self.max_queue = max_queue
+        """Running and waiting requests, at most."""
         self._news = News()
         self._sinks: dict[int, Sink] = {}
         self._numbers = itertools.count()
@@ -68,9 +69,9 @@ class Stepping:
         """Longest text in tokens for both model and cache. Known once the engine is ready."""
 
     @property
-    def is_full(self) -> bool:
-        """Whether no further request is taken now."""
-        return len(self._sinks) >= self._max_queue
+    def room(self) -> int:
+        """Number of further requests taken now."""
+        return self.max_queue - len(self._sinks)
 
     def add(self, tokens: list[int], sampling: Sampling, num_scored: int, sink: Sink) -> int:
         """Run a request. Return the number of the request.

@@ -205,6 +205,7 @@ def _check_refusals(server: Served, client: openai.OpenAI) -> None:
         ({"presence_penalty": 0.5}, "presence_penalty=0.5"),
         ({"max_tokens": 500}, "longer than the 128"),
         ({"prompt": [1, 9999]}, "token 9999"),
+        ({"prompt": ["x"] * 300}, "for 300 texts, and this server takes 256 at once"),
         ({"logprobs": 5}, "best token only"),
         ({"temperature": -1}, "temperature=-1"),
         ({"prompt": [1, 2], "extra_body": {"stop": ""}}, "stop has to be"),
