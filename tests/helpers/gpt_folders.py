@@ -187,6 +187,8 @@ def make_model(name: str, **options: Any) -> Any:
     torch.manual_seed(0)
     sizes = {k: v for k, v in _SIZES.items() if family != "GPT2" or k in _OF_ALL}
     model = model_class(config_class(**(sizes | own | options)))
+    if getattr(model.config, "attn_logit_softcapping", None):
+        model.set_attn_implementation("eager")  # older versions choose sdpa, which leaves it out
     generator = torch.Generator().manual_seed(7)
     with torch.no_grad():
         for key, tensor in model.state_dict().items():

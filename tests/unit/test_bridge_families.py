@@ -42,6 +42,7 @@ from tests.helpers.gpt_folders import (
     tokens,
 )
 from tests.helpers.layouts import tiny_config
+from tests.helpers.versions import since
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +62,15 @@ def _assert_close(ours: Tensor, theirs: Tensor) -> None:
     assert (ours - theirs).abs().max() <= 1e-5 * theirs.abs().max()
 
 
-@pytest.mark.parametrize("name", FOLDERS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=since("transformers", "5.23", "its Mamba-2 on CPUs was mended"))
+        if name == "mamba2"
+        else name
+        for name in FOLDERS
+    ],
+)
 def test_logits_and_gradients_are_those_of_transformers(
     folders: dict[str, Path], name: str, tmp_path: Path
 ) -> None:

@@ -24,7 +24,7 @@ from megatron_lightning.precision.emulation import EmulatedGemm
 from megatron_lightning.precision.history import advance
 from megatron_lightning.precision.native import NativeGemm
 from megatron_lightning.precision.scaled_gemms import pad
-from tests.helpers.scaled_kernels import stand_ins
+from tests.helpers.scaled_kernels import multiplies_rows, stand_ins
 from tests.unit.test_fp8_gemm import COUNTS, _matrices, _products
 
 RECIPES: dict[str, FP8Recipe] = {
@@ -113,6 +113,8 @@ def test_experts_equal_the_emulation(name: str, counts: list[int]) -> None:
 
 @pytest.mark.parametrize("name", ["current", "hybrid", "delayed", "rowwise"])
 def test_experts_are_multiplied_one_by_one_without_a_kernel_or_if_asked(name: str) -> None:
+    if name == "rowwise" and not multiplies_rows():
+        pytest.skip("this torch multiplies rows on GPUs alone")
     torch.manual_seed(0)
     counts = torch.tensor(COUNTS[0])
     inputs = torch.randn(40, 70), torch.randn(4, 50, 70), torch.randn(40, 50) * 1e-3

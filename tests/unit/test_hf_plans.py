@@ -35,6 +35,7 @@ from megatron_lightning.parallel import ParallelLayout
 from megatron_lightning.strategies import MegatronStrategy
 from tests.helpers import hf_models
 from tests.helpers.trainers import trainer
+from tests.helpers.versions import since
 
 
 def _llama(**options: Any) -> Any:
@@ -45,6 +46,7 @@ def _layout(**options: Any) -> ParallelLayout:
     return ParallelLayout(tensor_model_parallel_size=2, **options)
 
 
+@since("transformers", "5.23", "its plans name the embedding since then")
 def test_a_plan_has_one_row_for_all_layers() -> None:
     rows = transformers_plan(_llama(), 2).modules
     attention, mlp = "model.layers.*.self_attn", "model.layers.*.mlp"
