@@ -76,7 +76,8 @@ class ClosingSummary(pl.Callback):
         # A start from "last" goes on with the logs of this start.
         resumed = "last" if last in (c.last_model_path for c in _savers(trainer)) else last
         command = next_command(sys.argv, is_finished, (best or last) if is_finished else resumed)
-        if command and last:
+        # Without validation data there is nothing to run next.
+        if command and last and (not is_finished or any(trainer.num_val_batches)):
             lines.append(f"  next: {command}")
         self.text = "\n".join(lines)
         print(self.text, flush=True)

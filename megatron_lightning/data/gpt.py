@@ -360,8 +360,8 @@ class GPTDataset(Dataset[dict[str, torch.Tensor]]):
                 raise DataError(
                     f"{self.indexed.prefix}.bin: token {positions[0]} of sequence {sequence} is id "
                     f"{tokens[positions[0]]}, but the vocabulary has {num_ids} ids: the data were "
-                    "made with another tokenizer; set vocab_size to that one's, or run preprocess "
-                    "again"
+                    "made with another tokenizer; set vocab_size to the size of that tokenizer, or "
+                    "run preprocess again"
                 )
 
     def __reduce__(self) -> tuple[object, ...]:

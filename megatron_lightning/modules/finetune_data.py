@@ -231,9 +231,15 @@ class FinetuneDataModule(RunDataModule):
             module: The module of the action. If no tokenizer is set, the module's is used.
 
         Raises:
-            ConfigError: If the model has no embedding for an id of the tokenizer.
+            ConfigError: If the model has no embedding for an id of the tokenizer, or a validation
+                has no data.
             DataError: If something is missing.
         """
+        if stage == "validate" and not (self.val_fraction or self.val_paths):
+            raise ConfigError(
+                "validate reads the validation data, and there are none. Set val_path, or "
+                "val_fraction=0.02 to hold out some of the training data."
+            )
         for path in (*self.paths, *self.val_paths):
             source_files(path)
         self.use_model(module)

@@ -12,7 +12,7 @@ from typing import NoReturn
 import pytest
 
 from megatron_lightning import cli
-from tests.project.test_readme import COMMANDS, ROOT, commands_of
+from tests.project.test_readme import COMMANDS, ROOT, commands_of, fit_options
 
 OTHERS = ("python", "pip", "sbatch", "export", "torchrun", "srun")
 """Programs of others. What they start of ours is parsed."""
@@ -89,6 +89,19 @@ def test_a_fit_takes_the_options(
     assert not exit_.value.code, capsys.readouterr().err
     if not any(f"configs/{name}.yaml" in command for name in _HUB_TOKENIZERS):
         cli.trainer_cli(_without_a_machine(_words(command)[1:]), run=False)
+
+
+@pytest.mark.spread(4)
+@pytest.mark.parametrize("options", fit_options(), ids=" ".join)
+def test_a_fit_of_the_readme_makes_its_objects(
+    options: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Values that contradict each other are found by the objects, not by the parser."""
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(sys, "argv", ["megatron-lightning"])
+    if any(f"configs/{name}.yaml" in options for name in _HUB_TOKENIZERS):
+        pytest.skip("needs the tokenizer of the Hub")
+    cli.trainer_cli(_without_a_machine(options), run=False)
 
 
 def _without_a_machine(options: list[str]) -> list[str]:

@@ -8,6 +8,7 @@ import json
 from pathlib import Path
 from typing import Any, Literal
 
+import lightning.pytorch as pl
 import pytest
 import torch
 
@@ -529,3 +530,9 @@ def test_new_tokens_are_tokens(tmp_path: Path) -> None:
     (row,) = _rows(data)
     assert 320 in row["labels"].tolist()
     assert data.vocab_size == 321
+
+
+def test_a_validation_without_data_is_refused() -> None:
+    data = FinetuneDataModule("chats.jsonl", sequence_length=8, batch_size=1)
+    with pytest.raises(ConfigError, match=r"validate reads .* there are none\. Set val_path"):
+        data.check_files("validate", pl.LightningModule())
