@@ -23,6 +23,7 @@ from megatron_lightning.data.gpt_index import (
     split_sequences,
 )
 from megatron_lightning.data.index_cache import Array, IndexCache, digest_of
+from megatron_lightning.data.index_check import check_lengths
 from megatron_lightning.data.indexed import IndexedDataset
 from megatron_lightning.data.read_ahead import Part, ReadAhead
 from megatron_lightning.data.remote import BlockCache
@@ -136,6 +137,7 @@ def plan_part(
         )
     sequences, extra = split_sequences(bounds, len(indexed)), config.extra_tokens
     # Only lengths are read: this check also runs before processes start.
+    check_lengths(indexed, sequences.start, sequences.stop)
     lengths = indexed.sequence_lengths[sequences.start : sequences.stop]
     num_tokens = int(lengths.sum(dtype=np.int64))
     if num_tokens == 0:

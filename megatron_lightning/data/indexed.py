@@ -215,7 +215,7 @@ class IndexedDataset:
             offset < 0
             or count < 0
             or offset + count > sequence_length
-            or begin < 0
+            or first < 0
             or rest
             or end > len(self._tokens)
         ):

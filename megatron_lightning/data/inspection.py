@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
+from megatron_lightning.data.index_check import check_index
 from megatron_lightning.data.indexed import IndexedDataset
 from megatron_lightning.data.lengths import Lengths
 from megatron_lightning.data.show import NOTE, histogram_text, new_console
@@ -70,33 +69,3 @@ def id_range(indexed: IndexedDataset) -> tuple[int, int]:
         smallest = low if smallest is None else min(smallest, low)
         largest = high if largest is None else max(largest, high)
     return smallest or 0, largest or 0
-
-
-def check_index(indexed: IndexedDataset) -> None:
-    """Check every length, offset and boundary of an index.
-
-    Raises:
-        DataError: Naming the first that is damaged.
-    """
-    lengths, pointers = indexed.sequence_lengths, indexed.sequence_pointers
-    negative = np.flatnonzero(lengths < 0)
-    if len(negative):
-        raise _damaged(indexed, f"sequence {negative[0]} has {lengths[negative[0]]} tokens")
-    ends = pointers + lengths.astype(np.int64) * indexed.dtype.itemsize
-    size = len(indexed.all_tokens()) * indexed.dtype.itemsize
-    positions = np.flatnonzero((pointers < 0) | (ends > size))
-    if len(positions):
-        at = positions[0]
-        raise _damaged(
-            indexed, f"sequence {at} lies at bytes {pointers[at]} to {ends[at]} of {size}"
-        )
-    backwards = np.flatnonzero(np.diff(indexed.document_indices) < 0)
-    if len(backwards):
-        raise _damaged(indexed, f"document {backwards[0]} ends before it begins")
-
-
-def _damaged(indexed: IndexedDataset, what: str) -> DataError:
-    return DataError(
-        f"{indexed.prefix}.idx: {what}: the file is damaged. Copy it again, or run preprocess "
-        "again."
-    )

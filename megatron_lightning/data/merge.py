@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_lightning.data.files import flush_to_disk, temporary_beside
+from megatron_lightning.data.index_check import check_index
 from megatron_lightning.data.indexed import IndexedDataset, bin_path, idx_path, index_header
 from megatron_lightning.data.sidecar import common_sidecar, sidecar_path
 from megatron_lightning.errors import ConfigError, DataError
@@ -89,15 +90,17 @@ def _prefixes(inputs: Sequence[str]) -> list[str]:
 
 
 def _check_alike(prefixes: Sequence[str]) -> None:
-    """Check that all inputs can be read and have the same kind of tokens.
+    """Check that all inputs can be read, are whole, and have the same kind of tokens.
 
     Raises:
         DataError: If not.
     """
     first = IndexedDataset(prefixes[0])
+    check_index(first)
     # One after another: thousands of mapped files are more than a process may have.
     for prefix in prefixes[1:]:
         indexed = IndexedDataset(prefix)
+        check_index(indexed)
         if indexed.dtype != first.dtype:
             raise DataError(
                 f"{prefix}.idx has tokens of {indexed.dtype}, and {first.prefix}.idx of "

@@ -114,8 +114,9 @@ def describe_changes(
     if not differing:
         return None
     what_was_read = "the samples" if consumed_samples is None else f"the {consumed_samples} samples"
-    table = "\n".join(f"  {row}" for row in rows or differing)
-    finding = f"the checkpoint was written on training data in another order:\n{table}\n"
+    # The command line prints an error in one line: rows end with a mark.
+    table = ";\n".join(f"  {row}" for row in rows or differing)
+    finding = f"the checkpoint was written on training data in another order:\n{table}.\n"
     if on_changed_data != "reorder":
         raise CheckpointError(
             f"{finding}At its position in this order, {what_was_read} that were read would come "

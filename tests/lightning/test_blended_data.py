@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -147,6 +149,38 @@ def test_resume_on_another_number_of_ranks(tmp_path: Path) -> None:
     assert counts.tolist() == [16, 16]
 
 
+def _fit_on_nodes(folder: str, urls: str, steps: int, resume: bool) -> list[list[list[int]]]:
+    """Fit with the cache folder of a node for each rank, on data at URLs."""
+    cache = f"{folder}/node-{os.environ['RANK']}"
+    pairs = [(0.3, f"{urls}/a"), (0.7, f"{urls}/b")]
+    data = PretrainDataModule({"train": pairs}, SEQUENCE, 4, num_train_samples=64, cache_dir=cache)
+    seen = Seen()
+    run = trainer(MegatronStrategy(), max_steps=steps, callbacks=[seen], max_epochs=-1)
+    run.fit(_module(), datamodule=data, ckpt_path=f"{folder}/mid.ckpt" if resume else None)
+    run.save_checkpoint(f"{folder}/mid.ckpt")
+    return seen.batches
+
+
+def test_every_node_has_a_cache_of_its_own(tmp_path: Path) -> None:
+    """Without a shared file system: sample indices and blocks of a store, once a node. A resume
+    finds other nodes, with nothing in their caches.
+    """
+    _write(tmp_path)
+    (whole,) = run_ranks(1, _fit, str(tmp_path), 1, 6, False, {})
+    folder, urls = str(tmp_path), f"local://{tmp_path}"  # a URL that all processes read
+    first = run_ranks(2, _fit_on_nodes, folder, urls, 3, False)
+    for rank in range(2):
+        cache = tmp_path / f"node-{rank}"
+        assert len(list(cache.glob("*-sample_index.npy"))) == 2
+        assert len(list(cache.glob("*.blocks/whole"))) == 2  # the files' indices
+        assert len(list(cache.glob("*.blocks/0*"))) >= 2
+        shutil.rmtree(cache)
+    rest = run_ranks(2, _fit_on_nodes, folder, urls, 6, True)
+    ranks = [one + two for one, two in zip(first, rest, strict=True)]
+    joined = [sorted([*one, *two]) for one, two in zip(*ranks, strict=True)]
+    assert joined == [sorted(batch) for batch in whole]
+
+
 def _read(folder: str, case: dict[str, Any], steps: int, begin: str, end: str) -> list[Any]:
     """Return the samples and losses of a fit."""
     seen, losses = Seen(), Losses()
@@ -216,10 +250,10 @@ def test_changed_data_go_on_where_they_were_left(tmp_path: Path) -> None:
         for data in [IndexedDataset(f"{folder}/{name}")]
     }
     assert str(refused.value).splitlines()[1:4] == [
-        f"  {folder}/b: {sizes['b']}, weight 0.4 here, {sizes['b']}, weight 0.7 there",
-        f"  {folder}/d: {sizes['d']}, weight 0.3 here, absent there",
+        f"  {folder}/b: {sizes['b']}, weight 0.4 here, {sizes['b']}, weight 0.7 there;",
+        f"  {folder}/d: {sizes['d']}, weight 0.3 here, absent there;",
         f"  order of data sets: {folder}/b, {folder}/a, {folder}/d here, {folder}/a, {folder}/b "
-        "there",
+        "there.",
     ]
     with pytest.raises(CheckpointError, match="seed: 99 here, 1234 there"):
         _opened(

@@ -66,16 +66,17 @@ def test_a_changed_order_is_refused_with_the_numbers(
     read = "the samples" if number is None else f"the {number} samples"
     for name, value in (("seed", 7), ("sequence_length", 4), ("num_train_samples", 20)):
         before = {"seed": 1234, **OPTIONS}[name]
-        message = rf"(?s)order:\n  {name}: {value} here, {before} there\n.*{read} .*on_changed_data"
+        row = f"{name}: {value} here, {before} there"
+        message = rf"(?s)order:\n  {row}\.\n.*{read} .*on_changed_data"
         with pytest.raises(CheckpointError, match=message):
             _resume(prefix, path, strategy, 1, {name: value})
-    with pytest.warns(UserWarning, match=r"seed: 7 here, 1234 there\nTraining reads on"):
+    with pytest.warns(UserWarning, match=r"seed: 7 here, 1234 there\.\nTraining reads on"):
         options = {"seed": 7, "on_changed_data": "reorder"}
         _resume_loudly(prefix, path, strategy, options)
     grown = _write(tmp_path / "grown", 25)
     with pytest.raises(
         CheckpointError,
-        match=r"grown: 25 documents, .* here, absent there\n  .*data: absent here, 20 doc",
+        match=r"grown: 25 documents, .* here, absent there;\n  .*data: absent here, 20 doc",
     ):
         _resume(grown, path, strategy, 1, {})
 

@@ -79,19 +79,22 @@ def _run(size: int, *args: Any) -> list[tuple[int, list[list[int]]]]:
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
-    ("before", "after", "num_workers"),
+    ("before", "after", "num_workers", "store"),
     [
-        ("tp2-pp2", "tp2-pp2", 0),
-        ("tp2-pp2", "dp2", 0),
-        ("dp2", "dp1", 0),
-        pytest.param("dp2", "tp2-pp2", 0, marks=pytest.mark.slow),
-        pytest.param("dp2", "dp2", 2, marks=pytest.mark.slow),
-        pytest.param("tp2-dp2", "dp1", 0, marks=pytest.mark.slow),
+        ("tp2-pp2", "tp2-pp2", 0, ""),
+        ("tp2-pp2", "dp2", 0, ""),
+        ("dp2", "dp1", 0, ""),
+        # A store on this disk: chunks are downloaded into litData's cache, as of s3://.
+        pytest.param("dp2", "dp1", 0, "local:", marks=pytest.mark.slow),
+        pytest.param("dp2", "tp2-pp2", 0, "", marks=pytest.mark.slow),
+        pytest.param("dp2", "dp2", 2, "", marks=pytest.mark.slow),
+        pytest.param("tp2-dp2", "dp1", 0, "", marks=pytest.mark.slow),
     ],
 )
 def test_resumed_to_the_sample(
-    before: str, after: str, num_workers: int, stream: str, tmp_path: Path
+    before: str, after: str, num_workers: int, store: str, stream: str, tmp_path: Path
 ) -> None:
+    stream = f"{store}{stream}"
     middle, end = str(tmp_path / "middle.ckpt"), str(tmp_path / "end.ckpt")
     size, options = LAYOUTS[before]
     first = global_steps(_run(size, stream, options, num_workers, 5, None, middle))

@@ -7,8 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megatron_lightning.data.gpt import GPTDataset, GPTDatasetConfig
 from megatron_lightning.data.indexed import IndexedDatasetWriter
 from megatron_lightning.data.inspection import inspect
+from megatron_lightning.data.merge import merge
 from megatron_lightning.errors import ConfigError, DataError
 from megatron_lightning.modules.data_commands import show
 
@@ -37,6 +39,8 @@ def test_sizes_ids_and_lengths(prefix: str, capsys: pytest.CaptureFixture[str]) 
     [
         (34, np.int32(-3), "sequence 0 has -3 tokens"),
         (34 + 12 + 8, np.int64(1 << 20), r"sequence 1 lies at bytes 1048576 to 1048584 of 40"),
+        (34 + 12 + 8, np.int64(-4), r"sequence 1 lies at bytes -4 to 4 of 40"),
+        (34 + 12 + 8, np.int64(13), r"sequence 1 lies at bytes 13 to 21 .* in tokens of 4 bytes"),
         (34 + 12 + 24 + 8, np.int64(9), "document 1 ends before it begins"),
     ],
 )
@@ -46,6 +50,14 @@ def test_damage_is_named(offset: int, value: np.generic, message: str, prefix: s
         file.write(value.tobytes())
     with pytest.raises(DataError, match=message):
         inspect([prefix])
+    with pytest.raises(DataError, match=message):
+        merge([prefix], output_prefix=f"{prefix}-merged")
+    assert not list(Path(prefix).parent.glob("*-merged*"))
+    if offset < 34 + 12 + 24:  # training reads no boundaries of documents
+        config = GPTDatasetConfig(sequence_length=2, split="1")
+        with pytest.raises(DataError, match=r"sequence \d (has -3 tokens|do not exist)"):
+            data = GPTDataset(prefix, config)
+            [data[index] for index in range(len(data))]
 
 
 def test_documents_without_a_tokenizer(prefix: str, capsys: pytest.CaptureFixture[str]) -> None:
