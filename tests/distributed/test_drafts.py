@@ -128,8 +128,9 @@ def test_one_process_gives_the_text_without_drafts(tmp_path: Path) -> None:
 def test_two_ranks_give_the_same_text(tmp_path: Path) -> None:
     layouts = {name: LAYOUTS[name] for name in ("tp2 ep2", "pp2 vpp2")}
     options, paths = {"chunks": OPTIONS["chunks"]}, paths_of(tmp_path, ("experts",))
-    for found in run_ranks(2, found_texts, paths, layouts, options, [DRAWN], timeout_s=110):
-        check(found, [DRAWN])
+    first, second = run_ranks(2, found_texts, paths, layouts, options, [DRAWN], timeout_s=110)
+    assert first == second
+    check(first, [DRAWN])
 
 
 @pytest.mark.slow

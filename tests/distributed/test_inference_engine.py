@@ -7,7 +7,7 @@ distinct tokens.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -177,6 +177,16 @@ def found_texts(
     }
 
 
+def check_ranks(
+    ranks: Sequence[dict[tuple[str, str, str], Any]],
+    names: Any = CONFIGS,
+    samplings: Any = (GREEDY, DRAWN),
+) -> None:
+    """Check that all ranks have written the expected texts."""
+    assert all(rank == ranks[0] for rank in ranks)
+    check(ranks[0], names, samplings)
+
+
 def check(
     found: dict[tuple[str, str, str], Any], names: Any = CONFIGS, samplings: Any = (GREEDY, DRAWN)
 ) -> None:
@@ -188,37 +198,38 @@ def check(
 
 
 @pytest.mark.parametrize(
-    "samplings",
+    ("samplings", "cases"),
     [
-        pytest.param((DRAWN,), id="drawn"),
-        pytest.param((GREEDY,), id="greedy", marks=pytest.mark.slow),
+        pytest.param((DRAWN,), ("chunks", "pages"), id="drawn"),
+        pytest.param((DRAWN,), ("at once",), id="drawn at once", marks=pytest.mark.slow),
+        pytest.param((GREEDY,), tuple(SMALL), id="greedy", marks=pytest.mark.slow),
     ],
 )
 def test_one_process_gives_the_text_of_the_uncached_forward(
-    samplings: tuple[Sampling, ...], tmp_path: Path
+    samplings: tuple[Sampling, ...], cases: tuple[str, ...], tmp_path: Path
 ) -> None:
-    check(found_texts(saved(tmp_path), {"1": {}}, SMALL, samplings), CONFIGS, samplings)
+    options = {case: SMALL[case] for case in cases}
+    check(found_texts(saved(tmp_path), {"1": {}}, options, samplings), CONFIGS, samplings)
 
 
 def test_two_ranks_give_the_same_text(tmp_path: Path) -> None:
     names, options = ("grouped", "experts"), {"chunks": {"max_tokens": 20, "max_requests": 4}}
     usual = {name: LAYOUTS[name] for name in ("tp2 sp", "pp2 vpp2", "tp2 ep2")}
-    for found in run_ranks(2, found_texts, saved(tmp_path, names), usual, options, [DRAWN]):
-        check(found, names, [DRAWN])
+    ranks = run_ranks(2, found_texts, saved(tmp_path, names), usual, options, [DRAWN])
+    check_ranks(ranks, names, [DRAWN])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("names", [tuple(CONFIGS)[:3], tuple(CONFIGS)[3:]])
 def test_all_models_on_two_ranks(names: tuple[str, ...], tmp_path: Path) -> None:
-    for found in run_ranks(2, found_texts, saved(tmp_path, names), LAYOUTS, SMALL, timeout_s=110):
-        check(found, names)
+    ranks = run_ranks(2, found_texts, saved(tmp_path, names), LAYOUTS, SMALL, timeout_s=110)
+    check_ranks(ranks, names)
 
 
 @pytest.mark.slow
 def test_four_ranks_give_the_same_text(tmp_path: Path) -> None:
     layouts = {"tp2 pp2": {TP: 2, PP: 2}, "tp4 sp": {TP: 4}, "pp2 vpp2 tp2": {PP: 2, VPP: 2, TP: 2}}
-    for found in run_ranks(4, found_texts, saved(tmp_path), layouts, SMALL, timeout_s=110):
-        check(found)
+    check_ranks(run_ranks(4, found_texts, saved(tmp_path), layouts, SMALL, timeout_s=110))
 
 
 @pytest.mark.parametrize("window", [None, 8])

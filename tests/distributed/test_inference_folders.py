@@ -71,9 +71,10 @@ def texts_of(folders: list[Path], layout: dict[str, Any], kind: str = "Engine") 
     return texts
 
 
-@pytest.mark.parametrize("first", [0, pytest.param(1, marks=pytest.mark.slow)])
-def test_every_second_family(first: int, tmp_path: Path) -> None:
-    folders = {name: folder_of(name, tmp_path) for name in [*FOLDERS][first::2]}
+@pytest.mark.spread(1)
+@pytest.mark.parametrize("first", range(4))
+def test_every_fourth_family(first: int, tmp_path: Path) -> None:
+    folders = {name: folder_of(name, tmp_path) for name in [*FOLDERS][first::4]}
     expected = {name: theirs(make_model(name, **WIDE)) for name in folders}
     assert min(len({t for text in texts for t in text}) for texts in expected.values()) > 12
     found = dict(zip(folders, texts_of(list(folders.values()), {}), strict=True))

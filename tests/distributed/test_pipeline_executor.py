@@ -269,6 +269,7 @@ def _changing_shapes(warm: bool) -> None:
             )
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("warm", [True, False])
 def test_shapes_that_change_never_deadlock_four_ranks_with_virtual_stages(warm: bool) -> None:
     """Megatron-Core hangs here in two ways: exchanging shapes in a fixed order (issue 5100), and

@@ -77,7 +77,9 @@ def check(found: Found, config: TransformerConfig = CONFIG) -> None:
         assert torch.equal(routes[:-1].sort(-1).values, chosen_by(model, text[:-1]).int())
 
 
-def on_layouts(path: str) -> dict[str, list[tuple[list[int], list[float], list[Any]]]]:
+def on_layouts(
+    path: str, names: list[str]
+) -> dict[str, list[tuple[list[int], list[float], list[Any]]]]:
     return {
         name: [
             (text, logprobs, routes.tolist())
@@ -86,14 +88,27 @@ def on_layouts(path: str) -> dict[str, list[tuple[list[int], list[float], list[A
             )
         ]
         for name, sizes in LAYOUTS.items()
+        if name in names
     }
 
 
-def test_two_ranks_record_the_experts_of_the_uncached_forward(tmp_path: Path) -> None:
-    for rank in run_ranks(2, on_layouts, save_plain(tmp_path / "model", CONFIG)):
-        for name, rows in rank.items():
-            assert len(rows) == 2 * len(PROMPTS), name
-            check([(text, logprobs, torch.tensor(routes)) for text, logprobs, routes in rows])
+@pytest.mark.parametrize(
+    "names",
+    [
+        ["pp2 vpp2", "tp2 ep2"],
+        pytest.param(["tp2", "tp2 sp", "pp2"], marks=pytest.mark.slow),
+    ],
+    ids=", ".join,
+)
+def test_two_ranks_record_the_experts_of_the_uncached_forward(
+    names: list[str], tmp_path: Path
+) -> None:
+    first, second = run_ranks(2, on_layouts, save_plain(tmp_path / "model", CONFIG), names)
+    assert list(first) == names
+    for name, rows in first.items():
+        assert len(rows) == 2 * len(PROMPTS), name
+        assert [row[::2] for row in second[name]] == [row[::2] for row in rows], name
+        check([(text, logprobs, torch.tensor(routes)) for text, logprobs, routes in rows])
 
 
 def changed_model() -> GPTModel:

@@ -271,9 +271,8 @@ def compiled_and_checkpointed(as_on_gpus: bool) -> None:
             torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize(
-    "as_on_gpus", [pytest.param(False, marks=pytest.mark.slow), True], ids=["cpu", "gather-again"]
-)
+@pytest.mark.slow  # test_a_compiled_layer_puts_off_and_communicates_once compiles as well
+@pytest.mark.parametrize("as_on_gpus", [False, True], ids=["cpu", "gather-again"])
 def test_a_layer_compiles_whole_and_recomputes(as_on_gpus: bool) -> None:
     run_ranks(2, compiled_and_checkpointed, as_on_gpus)
 

@@ -92,6 +92,7 @@ def _beside(layout: Layout, folder: str) -> dict[str, float]:
     return metrics_of(fit)
 
 
+@pytest.mark.spread(1)
 @layouts(PP2, PP2_VPP2)
 def test_early_activations_reach_the_loss_and_the_log(layout: Layout, tmp_path: Path) -> None:
     for rank in run(layout, _beside, tmp_path):

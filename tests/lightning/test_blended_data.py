@@ -224,7 +224,6 @@ def test_a_reading_thread_changes_nothing(tmp_path: Path) -> None:
     _write(tmp_path)
     ramp = BatchSizeSchedule(global_batch_size=8, rampup_batch_size=(4, 4, 8))
     cases: list[dict[str, Any]] = [
-        {"layout": {}, "replicas": 2, "options": {}},
         {"layout": {"tensor_model_parallel_size": 2}, "replicas": 1, "options": {}},
         {"layout": {}, "replicas": 2, "options": {"batch_size": None, "batch_size_schedule": ramp}},
     ]

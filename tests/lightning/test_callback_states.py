@@ -148,6 +148,7 @@ def test_every_rank_gets_its_own_part_back(layout: Layout, tmp_path: Path) -> No
         assert not wrong
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize(
     ("before", "after"),
     [
@@ -249,6 +250,7 @@ def _kept(layout: Layout, folder: str, rank_0: bool) -> Any:
     return _wrong(resumed.restored, saved)
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize(("layout", "rank_0"), [(DP2, True), (PP2, False)], ids=["dp2", "pp2"])
 def test_what_comes_from_rank_0(layout: Layout, rank_0: bool, tmp_path: Path) -> None:
     for wrong in run(layout, _kept, tmp_path, rank_0):

@@ -383,6 +383,7 @@ def test_the_layout_is_printed_and_nothing_started(
     assert "--print_layout describes how MegatronStrategy" in line
 
 
+@pytest.mark.spread(3)
 @pytest.mark.parametrize(
     ("option", "message"),
     [
@@ -441,6 +442,7 @@ LEFT_OUT: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("case", LEFT_OUT)
 def test_choices_of_megatron_are_refused_with_our_reason(
     case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -689,6 +691,7 @@ STRATEGY = "--trainer.strategy"
 FIRST_STAGE = "num_layers_in_first_pipeline_stage"
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize(
     ("wrong", "nearest"),
     [

@@ -223,8 +223,7 @@ MODELS = {
 }
 
 
-@pytest.mark.spread(1)
-@layouts(CP2, CP2_TP2, CP2_PP2, slow=[CP4, CP2_GATHER, CP2_A2A, CP2_DP2, CP2_FSDP, CP2_TP2_PP2])
+@layouts(CP2, slow=[CP2_TP2, CP2_PP2, CP4, CP2_GATHER, CP2_A2A, CP2_DP2, CP2_FSDP, CP2_TP2_PP2])
 def test_llama_trains_as_in_one_process(layout: Layout, tmp_path: Path) -> None:
     """Losses of six steps and of validation; fp32 on other partial sums: 1e-5."""
     losses, value = single(_fit, _llama)

@@ -17,12 +17,18 @@ import lightning.pytorch as pl
 import pytest
 import torch.distributed as dist
 
-from megatron_lightning.errors import ConfigError, DataError, MissingCheckpointError
+from megatron_lightning.errors import (
+    CheckpointError,
+    ConfigError,
+    DataError,
+    MissingCheckpointError,
+)
 from megatron_lightning.resilience import failure_watch
 from megatron_lightning.resilience.failure import Failure
 from megatron_lightning.resilience.failure_watch import FailureWatch
 from megatron_lightning.resilience.processes import Child, ChildWatch, kill, print_failure, wait_for
 from megatron_lightning.strategies.launch.failures import AgreedStop, report_failure
+from tests.helpers.ranks import run_ranks
 
 
 @pytest.fixture
@@ -93,27 +99,25 @@ def test_the_first_report_stands(store: dist.Store, capsys: pytest.CaptureFixtur
     assert capsys.readouterr().err == ""
 
 
-SAME_ERROR = """
-import sys
-import torch.distributed as dist
-from megatron_lightning.errors import CheckpointError
-from megatron_lightning.resilience.failure_watch import FailureWatch
-store, rank, kind = sys.argv[1], int(sys.argv[2]), sys.argv[3]
-watch = FailureWatch(dist.FileStore(store, 4), rank=rank, world_size=4)
-try:
+def _fail_alike(folder: str, kind: str) -> None:
+    """Fail as the other ranks do, and show the error as the interpreter shows the last one of a
+    program."""
+    rank = dist.get_rank()
+    os.dup2(os.open(f"{folder}/{rank}", os.O_WRONLY | os.O_CREAT), 2)
+    watch = FailureWatch(dist.FileStore(f"{folder}/store", 4), rank=rank, world_size=4)
     try:
-        raise OSError(f"no space left for shard-{rank}")
-    except OSError as error:
-        if kind == "explained":
-            raise CheckpointError(f"shard-{rank}.safetensors was not written") from error
-        raise RuntimeError(f"shard {rank} is lost") from error
-except Exception as error:
-    watch.report(error)
-    raise
-"""
+        try:
+            raise OSError(f"no space left for shard-{rank}")
+        except OSError as error:
+            if kind == "explained":
+                raise CheckpointError(f"shard-{rank}.safetensors was not written") from error
+            raise RuntimeError(f"shard {rank} is lost") from error
+    except Exception as error:
+        watch.report(error)
+        sys.excepthook(type(error), error, error.__traceback__)
+        sys.stderr.flush()
 
 
-@pytest.mark.spread(1)
 @pytest.mark.parametrize(
     ("kind", "line"),
     [
@@ -125,16 +129,8 @@ def test_of_ranks_that_fail_alike_one_prints_one_line_or_traceback(
     kind: str, line: str, tmp_path: Path
 ) -> None:
     """The line that says why comes first and last, or alone."""
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", SAME_ERROR, str(tmp_path / "store"), str(rank), kind],
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(3)
-    ]
-    printed = [rank.communicate(timeout=60)[1] for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [1, 1, 1]
+    run_ranks(3, _fail_alike, str(tmp_path), kind)
+    printed = [(tmp_path / str(rank)).read_text() for rank in range(3)]
     [first] = [text for text in printed if text]  # the others are silent
     lines = first.splitlines()
     for end in (lines[0], lines[-1]):

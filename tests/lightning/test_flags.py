@@ -24,7 +24,6 @@ from tests.lightning.support import (
     DP2,
     MICRO,
     PP2,
-    PP2_DDP2,
     PP2_DP2,
     TP2_PP2,
     Layout,
@@ -137,9 +136,9 @@ def _check(case: str, layout: Layout, folder: Path) -> None:
 
 
 SPREAD = [
-    ("clip-norm", PP2_DP2),
+    ("clip-norm", PP2),
     ("clip-value", PP2),
-    ("accumulate", PP2_DDP2),
+    ("accumulate", DDP2),
     ("val-interval", PP2),
     ("limits", DP2),
     ("max-steps", PP2),

@@ -92,7 +92,7 @@ LAYOUTS |= {
     "fsdp-llama": Case(2, FSDP, "llama", 2),
     **{f"fsdp-{n}": Case(2, {**FSDP, "recompute": k}, replicas=2) for n, k in KINDS.items()},
 }
-FAST = [("blockwise", "tp2"), ("current", "fsdp-ep2")]
+FAST = [("blockwise", "dp2")]
 
 
 class Seen(pl.Callback):
@@ -153,7 +153,6 @@ def assert_codes_change_nothing(
         assert values == same
 
 
-@pytest.mark.spread(1)
 @recipe_matrix(SCALINGS, LAYOUTS, fast=FAST)
 @pytest.mark.timeout(240)
 def test_codes_train_as_fp32_weights_do(scaling: str, case: str) -> None:

@@ -90,7 +90,7 @@ def _statistics(layout: Layout, folder: str, more: dict[str, Any]) -> list[dict[
 
 
 @pytest.mark.spread(1)
-@layouts(PP2_DP2, DDP2, slow=[MICRO, PP2, DP2])
+@layouts(PP2, DDP2, slow=[MICRO, PP2_DP2, DP2])
 @pytest.mark.parametrize("more", [{}, {"data_parallel": "fsdp"}], ids=["", "fsdp"])
 def test_norms_of_groups_and_zeros(layout: Layout, more: dict[str, Any], tmp_path: Path) -> None:
     expected = single(_statistics_of_one_device)

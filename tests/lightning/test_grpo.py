@@ -31,6 +31,7 @@ def rewards(devices: int, steps: int, sizes: dict[str, int]) -> list[float]:
     return record.values
 
 
+@pytest.mark.slow  # 40 steps; the test below has the first updates
 def test_the_reward_rises() -> None:
     found = rewards(1, 40, {})
     assert found[0] < 0.15 < 0.75 < found[-1]

@@ -50,6 +50,7 @@ def _losses_of_gpt(options: dict[str, Any] | None, data: int = 1) -> list[float]
     return _fit(_gpt, options, data)[1]
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("options", [{PP: 2, "micro_batch_size": 2}, {TP: 2}], ids=["pp", "tp"])
 def test_a_gpt_begins_alike_on_every_layout(options: dict[str, Any]) -> None:
     """Under the strategy the model is built on meta, where B must be zero and A uniform."""

@@ -112,6 +112,7 @@ def fits(folder: Path, kind: str, names: list[str]) -> dict[str, Any]:
     return {name: fit(folder, kind, LAYOUTS[name], 2) for name in names}
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize(
     ("kind", "layouts"),
     [

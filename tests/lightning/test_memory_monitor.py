@@ -42,8 +42,8 @@ def _fit(options: dict[str, Any]) -> tuple[dict[str, float], float]:
     ("ranks", "options"),
     [
         pytest.param(1, {}, id="one"),
-        pytest.param(4, TP2_PP2, id="tp2-pp2"),
-        pytest.param(2, {}, id="dp2", marks=pytest.mark.slow),
+        pytest.param(2, {}, id="dp2"),
+        pytest.param(4, TP2_PP2, id="tp2-pp2", marks=pytest.mark.slow),
         pytest.param(
             2, {"pipeline_model_parallel_size": 2, "pipeline_schedule": "zb-h1"}, id="zb-h1",
             marks=pytest.mark.slow,

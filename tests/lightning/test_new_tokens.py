@@ -58,6 +58,7 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return str(path)
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize(
     ("kind", "layout", "data"),
     [

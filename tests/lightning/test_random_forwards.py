@@ -90,6 +90,7 @@ def losses(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return run(PP2, _train, tmp_path_factory.mktemp("pp2"), False)[0][0]
 
 
+@pytest.mark.spread(1)
 @layouts(PP2, slow=[PP4, PP2_ZBV, RECOMPUTED])
 @pytest.mark.parametrize("checkpoints", [True, False])
 def test_dropout_depends_on_no_layout_and_repeats_in_recomputation(

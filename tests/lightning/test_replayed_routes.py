@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
@@ -52,6 +53,7 @@ def _weights(layout: Layout, folder: str, replays: bool = True) -> dict[str, Any
     return dict(trainer.strategy.full_state_dict())  # type: ignore[attr-defined]
 
 
+@pytest.mark.spread(2)
 @layouts(TP2, CP2, EP2, PP2, slow=[FSDP2, TP2_CP2])
 def test_a_replay_trains_as_on_one_device(layout: Layout, tmp_path: Path) -> None:
     expected = single(_weights)

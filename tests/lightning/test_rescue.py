@@ -226,6 +226,7 @@ def test_sigterm_just_ends_what_has_nothing_to_save(tmp_path: Path) -> None:
     assert not (tmp_path / "rescue.ckpt").exists()
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("array", [False, True])
 def test_slurms_requeue_signal_saves_where_lightning_looks(
     array: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

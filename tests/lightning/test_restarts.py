@@ -79,7 +79,7 @@ def _board(folder: Path) -> list[int]:
     return [event.step for event in board.Scalars("train_loss_step")]
 
 
-@layouts(ONE, PP2, slow=[DP2, TP2_PP2])
+@layouts(PP2, slow=[ONE, DP2, TP2_PP2])
 def test_a_run_has_one_log_over_its_restarts(layout: Layout, tmp_path: Path) -> None:
     whole = tmp_path / "whole"
     run(layout, _start, whole)

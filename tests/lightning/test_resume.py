@@ -186,6 +186,7 @@ def _global(ranks: list[list[list[int]]]) -> list[set[int]]:
     ]
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize(
     ("before", "after", "shuffle"),
     [

@@ -257,8 +257,15 @@ def test_any_three_choices_meet_in_a_case() -> None:
     assert len(USUAL) == len(DISTRIBUTED)
 
 
-def test_some_of_everything_resumes_bit_equal(tmp_path: Path) -> None:
-    assert run_ranks(RANKS, _run, USUAL, str(tmp_path), timeout_s=110) == [[]] * RANKS
+@pytest.mark.parametrize(
+    "cases",
+    [
+        pytest.param(USUAL[:4], id="every precision"),  # and kind of data parallelism and saving
+        pytest.param(USUAL[4:], id="the other optimizers and schedules", marks=pytest.mark.slow),
+    ],
+)
+def test_some_of_everything_resumes_bit_equal(cases: list[Case], tmp_path: Path) -> None:
+    assert run_ranks(RANKS, _run, cases, str(tmp_path), timeout_s=110) == [[]] * RANKS
 
 
 @pytest.mark.slow

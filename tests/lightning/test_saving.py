@@ -174,6 +174,7 @@ def _failing(
     }
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("background", [True, False])
 def test_a_failed_save_warns_and_the_older_checkpoint_stays(
     background: bool, tmp_path: Path
@@ -197,6 +198,7 @@ def test_a_failed_last_save_deletes_nothing(background: bool, tmp_path: Path) ->
         assert result["left"] == ["step=6.ckpt"] or rank > 0
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("background", [True, False])
 def test_a_failed_save_raises_on_every_rank(background: bool, tmp_path: Path) -> None:
     for rank, result in enumerate(run(DP2, _failing, tmp_path, background, "raise")):

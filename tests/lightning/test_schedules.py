@@ -144,6 +144,7 @@ def _trim(layout: Layout, folder: str) -> list[float]:
 _ANY = PipelineOptions(variable_seq_lengths=True)
 
 
+@pytest.mark.spread(1)
 @layouts(
     _layout(
         "zbv",
@@ -233,6 +234,7 @@ class _Position(pl.Callback):
         pass
 
 
+@pytest.mark.spread(1)
 @layouts(
     _layout("zbv", 4, 2, virtual_pipeline_model_parallel_size=2, pipeline_schedule="zbv"),
     _layout("interleaved-ddp", 4, 2, virtual_pipeline_model_parallel_size=2, data_parallel="ddp"),

@@ -6,6 +6,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -126,6 +127,7 @@ def _counted(layout: Layout, folder: str) -> dict[str, Any]:
     }
 
 
+@pytest.mark.spread(1)
 @layouts(PP2, PP2_VPP2)
 def test_counters_and_containers_are_those_of_one_device(layout: Layout, tmp_path: Path) -> None:
     expected = single(_counted)

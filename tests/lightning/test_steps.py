@@ -58,6 +58,7 @@ def _masked(layout: Layout, folder: str) -> dict[str, Any]:
     return _fit(layout, folder, ToyModule(mask=True))
 
 
+@pytest.mark.spread(1)
 @layouts(PP2, PP2_WHOLE, slow=[MICRO])
 def test_random_mask_before_the_call(layout: Layout, tmp_path: Path) -> None:
     """Drawn for every micro-batch on every stage, in training and validation: the numbers of one

@@ -74,7 +74,7 @@ def _refusals(layout: Layout, folder: str) -> dict[str, tuple[str, int]]:
     }
 
 
-@layouts(PP2, FSDP2, slow=[ONE, DDP2])
+@layouts(PP2, slow=[FSDP2, ONE, DDP2])
 def test_unused_parameters_are_named_where_they_are_expected(
     layout: Layout, tmp_path: Path
 ) -> None:

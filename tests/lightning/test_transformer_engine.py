@@ -131,6 +131,7 @@ CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
 FAST = ("tp2-pp2", "experts-tp2")
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize(
     "case", [pytest.param(c, marks=[] if c in FAST else [pytest.mark.slow]) for c in CASES]
 )

@@ -85,6 +85,7 @@ def _misshaped(layout: Layout, folder: str, size: str, tied: bool) -> None:
         _fit(layout, folder, size, tied, hidden=32, more=OPTIONS)
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize(
     ("before", "after", "sizes", "tied"),
     [

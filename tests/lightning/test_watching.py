@@ -28,7 +28,7 @@ from megatron_lightning.callbacks import (
 from megatron_lightning.callbacks.closing_summary import next_command
 from megatron_lightning.errors import ConfigError
 from tests.helpers.toy import ToyModule
-from tests.lightning.support import DP2, ONE, TP2_PP2, Layout, Lines, layouts, run
+from tests.lightning.support import DP2, ONE, PP2, TP2_PP2, Layout, Lines, layouts, run
 
 SLOW_S = 0.1
 
@@ -82,7 +82,7 @@ def _watched(layout: Layout, folder: str) -> dict[str, Any]:
     }
 
 
-@layouts(ONE, TP2_PP2, slow=[DP2])
+@layouts(PP2, slow=[ONE, TP2_PP2, DP2])
 def test_values_are_equal_on_every_rank(layout: Layout, tmp_path: Path) -> None:
     first, *others = run(layout, _watched, tmp_path)
     for rank in others:

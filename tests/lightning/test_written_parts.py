@@ -108,7 +108,7 @@ def _codes(coded: bool, options: dict[str, Any], when: str) -> list[float] | str
         plugins=[MegatronFP8Precision(recipe, backend="emulation")],
     )  # fmt: skip
     try:
-        fit.fit(Case().module(), DataLoader(ConcatDataset([_rows(False)] * 5), batch_size=2))
+        fit.fit(Case().module(), DataLoader(ConcatDataset([_rows(False)] * 3), batch_size=2))
     except (ConfigError, PeerFailure) as error:
         return f"{type(error).__name__}: {error}"
     return record.losses

@@ -47,7 +47,9 @@ def _compare(strategy: dict[str, Any], model: dict[str, Any]) -> list[Any]:
 @pytest.mark.parametrize(
     ("world", "strategy", "model"),
     [
-        pytest.param(1, COMPILED | SELECTIVE, {}, id="compiled, recomputed"),
+        pytest.param(1, SELECTIVE, {}, id="recomputed"),
+        pytest.param(1, COMPILED | SELECTIVE, {}, id="compiled, recomputed",
+                     marks=pytest.mark.slow),
         pytest.param(2, {TP: 2} | SELECTIVE, {"num_query_groups": 2}, id="tp2",
                      marks=pytest.mark.slow),
         pytest.param(2, {CP: 2}, {"num_query_groups": 2}, id="cp2", marks=pytest.mark.slow),

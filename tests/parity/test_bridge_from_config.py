@@ -65,6 +65,7 @@ def _fit(config: Any, target: Path) -> dict[str, Tensor]:
     return dict(strategy.full_tensors(module.model))
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("name", ["experts", "tied"])
 def test_a_model_of_a_configuration_is_written_as_a_new_folder(tmp_path: Path, name: str) -> None:
     config = config_of(name, rope_parameters=YARN, max_position_embeddings=64)

@@ -96,8 +96,15 @@ def _compare(
 
 
 @pytest.mark.timeout(280)
-def test_tensor_and_pipeline_parallel() -> None:
-    _compare(4, {TP: 2, PP: 2, MICRO: 2}, [("gpt", "offline"), ("hf", "offline")])
+@pytest.mark.parametrize(
+    ("world", "options"),
+    [
+        pytest.param(2, {PP: 2, MICRO: 2}, id="pp2"),
+        pytest.param(4, {TP: 2, PP: 2, MICRO: 2}, id="tp2-pp2", marks=pytest.mark.slow),
+    ],
+)
+def test_tensor_and_pipeline_parallel(world: int, options: dict[str, Any]) -> None:
+    _compare(world, options, [("gpt", "offline"), ("hf", "offline")])
 
 
 @pytest.mark.timeout(280)

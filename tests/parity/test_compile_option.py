@@ -41,12 +41,11 @@ def _compare(layout: dict[str, Any], recompute: RecomputeOptions | None) -> list
     return [_train(layout, recompute, compiled)[:3] for compiled in (False, True)]
 
 
-@pytest.mark.spread(1)
 @pytest.mark.parametrize(
     ("world", "layout", "kind"),
     [
         pytest.param(1, {}, "selective", id="selective"),
-        pytest.param(2, {TP: 2}, "none", id="tp2"),
+        pytest.param(2, {TP: 2}, "none", id="tp2", marks=pytest.mark.slow),
         pytest.param(2, {"context_parallel_size": 2}, "none", id="cp2", marks=pytest.mark.slow),
         pytest.param(4, {**ZBV, TP: 2}, "none", id="tp2-zbv", marks=pytest.mark.slow),
         pytest.param(4, {TP: 2, PP: 2, "micro_batch_size": 1}, "none", id="tp2-pp2",

@@ -84,7 +84,7 @@ SPREAD = {
         "cp4-levels",
         "cp2-pp2-vpp2-mixed",
     ],
-    "caps and sinks": ["cp2-a2a", "cp2-gather", "cp2-tp2"],  # of the usual run: the middle
+    "caps and sinks": ["cp2-a2a", "cp2-gather"],  # of the usual run: the middle
     "window": ["cp2"],
     "learned": ["cp2-dp2"],
 }

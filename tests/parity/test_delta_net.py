@@ -224,7 +224,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "moe": MoEConfig(num_experts=4, ffn_hidden_size=12, layer_freq=2),
     },
 }
-SPREAD = {"freq": ["tp2", "cp2", "fsdp2", "tp2-cp2"], "single": ["pp2", "tp2-no-sp"]}
+SPREAD = {"freq": ["tp2", "cp2", "fsdp2"], "single": ["pp2"]}
 
 
 def _layouts_of(model: str) -> list[str]:

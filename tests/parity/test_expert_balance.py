@@ -223,6 +223,7 @@ def _resumed(options: Any, folder: str) -> Any:
     return straight.losses[2:], straight.biases[2:], rest.losses, rest.biases
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("options", [{EP: 2}, {PP: 2, MICRO: 2}], ids=["ep2", "pp2"])
 def test_a_resumed_run_is_bit_equal(options: Any, tmp_path: Path) -> None:
     for losses, biases, resumed_losses, resumed_biases in run_ranks(
@@ -242,6 +243,7 @@ def _skipping(options: Any, kind: Any, precision: str) -> Any:
     return record.biases, fit.strategy.skipped_steps
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("options", [{}, {PP: 2, MICRO: 2}], ids=["one", "pp2"])
 def test_a_skipped_step_changes_no_bias(options: Any) -> None:
     world = options.get(PP, 1)

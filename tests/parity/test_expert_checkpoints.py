@@ -31,6 +31,8 @@ EXPERTS, WIDTH, HIDDEN = 4, 48, 32
 LAYOUTS: dict[str, tuple[int, dict[str, Any] | None]] = {
     "plain": (1, None),
     "one": (1, {}),
+    "ep2-on-two": (2, {EP: 2, "data_parallel": "fsdp"}),
+    "etp2-on-two": (2, {ETP: 2}),
     "ep4": (4, {EP: 4}),
     "ep2-etp2": (4, {EP: 2, ETP: 2}),
     "ep2-tp2": (4, {EP: 2, TP: 2}),
@@ -130,12 +132,12 @@ def _slow(*values: Any) -> Any:
     return pytest.param(*values, marks=pytest.mark.slow)
 
 
-@pytest.mark.spread(1)
 @pytest.mark.parametrize(
     ("saved_by", "read_by"),
     [
-        ("ep4", "ep2-etp2"),
-        ("ep2-fsdp", "ep2-etp2"),
+        ("ep2-on-two", "etp2-on-two"),
+        _slow("ep4", "ep2-etp2"),
+        _slow("ep2-fsdp", "ep2-etp2"),
         _slow("ep4", "one"),
         _slow("one", "ep2-fsdp"),
         _slow("ep2-fsdp", "etp2-fsdp"),
@@ -165,6 +167,7 @@ def test_a_layout_reads_the_checkpoint_of_another(
     assert norms == pytest.approx(_reference()[STOP:], rel=1e-5)
 
 
+@pytest.mark.slow  # test_expert_parameters has a module of experts that is smaller
 def test_plain_lightning_and_a_layout_read_each_other(tmp_path: Path) -> None:
     saved, plain = tmp_path / "saved", tmp_path / "plain.ckpt"
     _run("ep2-tp2", str(saved), STOP)

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader
 
@@ -257,7 +258,7 @@ def _resumed(
 ) -> tuple[list[Any], dict[str, Any]]:
     """Train five batches, with evaluation and prediction in between; stop after the third, or
     resume from there."""
-    record, world = Losses(), 4
+    record, world = Losses(), dist.get_world_size()
     replicas = world // (case[2].get(TP, 1) * case[2].get(PP, 1))
     fit = trainer(
         MegatronStrategy(data_parallel="fsdp", **case[2]),
@@ -283,16 +284,21 @@ def _resumed(
 
 
 @pytest.mark.parametrize(
-    "precision", ["bf16-true", pytest.param("32-true", marks=pytest.mark.slow)]
+    ("precision", "world", "name"),
+    [
+        ("bf16-true", 2, "micro-batches"),
+        pytest.param("bf16-true", 4, "pp2-tied", marks=pytest.mark.slow),
+        pytest.param("32-true", 4, "pp2-tied", marks=pytest.mark.slow),
+    ],
 )
-def test_fsdp_resumes_bit_equal(precision: str, tmp_path: Path) -> None:
+def test_fsdp_resumes_bit_equal(precision: str, world: int, name: str, tmp_path: Path) -> None:
     """Between evaluations, which gather parameters too; in bf16 the fp32 masters are part of the
     checkpoint."""
-    case = next(case for case in CASES[4] if case[0] == "pp2-tied")
-    whole = run_ranks(4, _resumed, case, precision, str(tmp_path), False, timeout_s=100)
+    case = next(case for case in CASES[world] if case[0] == name)
+    whole = run_ranks(world, _resumed, case, precision, str(tmp_path), False, timeout_s=100)
     for rank, rest in zip(
         whole,
-        run_ranks(4, _resumed, case, precision, str(tmp_path), True, timeout_s=100),
+        run_ranks(world, _resumed, case, precision, str(tmp_path), True, timeout_s=100),
         strict=True,
     ):
         assert rest[0] == [rank[0][0][3:], rank[0][1][3:]]

@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from itertools import product
 from typing import Any
 
 import lightning.pytorch as pl
@@ -338,10 +339,18 @@ LAYOUTS: list[dict[str, Any]] = [
 ]
 
 
-def test_ranks_exchange_no_logits_and_train_as_one_process() -> None:
+@pytest.mark.parametrize(
+    "cases",
+    [
+        pytest.param([*zip(NAMES, LAYOUTS, strict=True)], id="each once"),
+        pytest.param([*product(NAMES, LAYOUTS)], id="all", marks=pytest.mark.slow),
+    ],
+)
+def test_ranks_exchange_no_logits_and_train_as_one_process(
+    cases: list[tuple[str, dict[str, Any]]],
+) -> None:
     """fp32, 4 steps of AdamW; sums in another order."""
     plain = run_ranks(1, _fit, [(name, None) for name in NAMES])[0]
-    cases = [(name, options) for options in LAYOUTS for name in NAMES]
     ranks = run_ranks(2, _fit, cases, timeout_s=200)
     for index, (name, options) in enumerate(cases):
         expected, most = plain[NAMES.index(name)]

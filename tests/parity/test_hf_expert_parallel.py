@@ -73,6 +73,7 @@ def _train(
     return record.losses, record.norms, list(experts.shape)
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize(("family", "layout"), CASES)
 def test_training_equals_one_process(family: str, layout: str, tmp_path: Path) -> None:
     """fp32, sums in another order: 1e-5; a rank's loss is of its own samples."""

@@ -103,6 +103,7 @@ def test_llama_by_a_table(sequence_parallel: bool, attention: str) -> None:
     run_ranks(2, llama_body, sequence_parallel, options)
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize(
     ("ranks", "key_value_heads", "sequence_parallel", "attention"),
     [

@@ -23,6 +23,7 @@ def _losses(options: dict[str, Any]) -> tuple[list[float], list[float], float]:
     return losses_of(GPTLightningModule(config), MegatronStrategy(**options), [])
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_users_kind_of_layer_trains_as_on_one_process(layout: str) -> None:
     (expected,) = run_ranks(1, _losses, {})

@@ -149,7 +149,6 @@ def _fit(*args: Any) -> tuple[list[float], list[float]]:
 
 _USUAL = [
     ("llama", "tp", "mxfp8"),
-    ("llama", "fsdp", "nvfp4"),
     ("gpt", "pp", "nvfp4"),
     ("experts", "ep", "nvfp4"),
     ("dora", "fsdp", "nvfp4"),

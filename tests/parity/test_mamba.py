@@ -178,6 +178,7 @@ def _mark(case: tuple[str, int]) -> Any:
     return pytest.param(*case, marks=() if case in USUAL else pytest.mark.slow)
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize(("name", "groups"), [_mark(case) for case in CASES])
 def test_a_layout_trains_as_transformers_do(name: str, groups: int) -> None:
     """One group is shared by tensor-parallel ranks; nothing is divided by context parallelism."""

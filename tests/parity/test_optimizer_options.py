@@ -43,6 +43,8 @@ SCHEDULE = LRSchedule(
 )  # fmt: skip
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "plain": (1, {}),
+    "pp2": (2, {"pipeline_model_parallel_size": 2, "micro_batch_size": 2}),
+    "dp2": (2, {"data_parallel": "zero1"}),
     "pp2-dp2": (4, {"pipeline_model_parallel_size": 2, "micro_batch_size": 2}),
     "tp2-dp2": (4, {"tensor_model_parallel_size": 2, "data_parallel": "zero1"}),
     "pp2-ddp2": (
@@ -72,7 +74,7 @@ class _Rates(LearningRateMonitor):
 def _fit(
     layout: str, folder: str, checkpoint: str | None = None
 ) -> tuple[list[dict[str, float]], list[float]]:
-    world, options = LAYOUTS[layout]
+    _, options = LAYOUTS[layout]
     config = tiny_config(
         num_layers=4,
         vocab_size=VOCABULARY,
@@ -96,7 +98,7 @@ def _fit(
         ],
         gradient_clip_val=1.0,
     )
-    replicas = 1 if world == 1 else 2
+    replicas = 2 if "dp2" in layout else 1
     module = GPTLightningModule(
         config, learning_rate=1e-2, weight_decay=0.0, lr_schedule=SCHEDULE, param_groups=GROUPS
     )
@@ -106,7 +108,11 @@ def _fit(
 
 @pytest.mark.parametrize(
     ("first", "second"),
-    [("pp2-dp2", "tp2-dp2"), pytest.param("tp2-dp2", "pp2-ddp2", marks=pytest.mark.slow)],
+    [
+        ("pp2", "dp2"),
+        pytest.param("pp2-dp2", "tp2-dp2", marks=pytest.mark.slow),
+        pytest.param("tp2-dp2", "pp2-ddp2", marks=pytest.mark.slow),
+    ],
 )
 def test_layouts_follow_one_schedule_and_one_table(first: str, second: str, tmp_path: Path) -> None:
     rates, norms = run_ranks(1, _fit, "plain", str(tmp_path / "plain"))[0]

@@ -112,7 +112,10 @@ TP, PP, SP, MODE = (
 @pytest.mark.parametrize(
     ("ranks", "options"),
     [
-        pytest.param(4, {TP: 2, "micro_batch_size": 2}, id="tp2-sp-dp2-zero1"),
+        pytest.param(2, {TP: 2, "micro_batch_size": 2}, id="tp2-sp"),
+        pytest.param(
+            4, {TP: 2, "micro_batch_size": 2}, id="tp2-sp-dp2-zero1", marks=pytest.mark.slow
+        ),
         pytest.param(4, {PP: 2, "micro_batch_size": 2}, id="pp2-dp2-zero1", marks=pytest.mark.slow),
         pytest.param(2, {MODE: "ddp"}, id="dp2-ddp", marks=pytest.mark.slow),
         pytest.param(2, {TP: 2, SP: False}, id="tp2", marks=pytest.mark.slow),

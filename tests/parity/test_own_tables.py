@@ -92,6 +92,7 @@ def _begin_anew(table: str, same_trainer: bool) -> None:
         again.fit(module, DataLoader(_samples(), batch_size=4))
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("name", ["zbv", "interleaved"])
 def test_a_file_with_a_table_for_whole_batches(name: str, tmp_path: Path) -> None:
     path = tmp_path / "mine.csv"
@@ -117,6 +118,7 @@ def test_resuming_at_a_smaller_batch_is_bit_equal(tmp_path: Path) -> None:
     assert run_ranks(2, _resume, str(path), str(tmp_path / "stopped.ckpt")) == [True, True]
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("same_trainer", [True, False])
 def test_another_training_is_judged_by_its_own_batches(same_trainer: bool, tmp_path: Path) -> None:
     path = tmp_path / "mine.csv"

@@ -41,7 +41,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "cp2-recompute": (2, {CP: 2, "recompute": RECOMPUTE["uniform"]}),
     "cp2-tp2-pp2": (8, {CP: 2, TP: 2, PP: 2, MICRO: 1}),
 }
-SPREAD = ["cp2", "cp2-gather", "cp2-tp2", "cp2-pp2"]
+SPREAD = ["cp2-gather", "cp2-pp2"]
 MODELS: dict[str, dict[str, Any]] = {
     "rope": {"num_query_groups": 2},
     "learned": {"position_embedding_type": "learned_absolute"},

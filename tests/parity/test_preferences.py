@@ -62,6 +62,7 @@ def _alone(adapters: bool) -> tuple[list[float], list[float]]:
     return train_alone("adapters" if adapters else "full")
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize(
     ("kind", "reference", "layout"),
     [pytest.param(*case, marks=() if case in _USUAL else pytest.mark.slow) for case in _ALL],
@@ -115,6 +116,7 @@ _DISTILLED = [
 ]
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize(
     ("student", "kind", "layout"),
     [

@@ -275,9 +275,16 @@ def _load(layout: str, tied: bool, checkpoint: str, again: str, precision: str =
 
 
 @pytest.mark.timeout(300)
-def test_training_resumes_in_another_layout(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "ring",
+    [
+        ["plain", "tp2", "pp2-zbv-cut", "plain"],
+        pytest.param(["pp2-zbv-cut", "tp2-fsdp2", "plain"], marks=pytest.mark.slow),
+    ],
+    ids=" ".join,
+)
+def test_training_resumes_in_another_layout(ring: list[str], tmp_path: Path) -> None:
     """Every kind of split saves and loads; the long matrix has every pair."""
-    ring = ["plain", "tp2", "pp2-zbv-cut", "tp2-fsdp2", "plain"]
     _check([*pairwise(ring)], tmp_path)
 
 

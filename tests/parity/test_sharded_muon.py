@@ -157,28 +157,17 @@ def _tensors(path: str) -> dict[str, torch.Tensor]:
     return {name: value for name, value in found.items() if isinstance(value, torch.Tensor)}
 
 
-@pytest.mark.spread(1)
 @pytest.mark.parametrize(
     ("layout", "precision"),
     [
-        ("tp2-fsdp2", "32-true"),
-        pytest.param("fsdp3", "32-true", marks=pytest.mark.slow),
+        pytest.param("tp2-fsdp2", "32-true", marks=pytest.mark.slow),
+        ("fsdp3", "32-true"),
         pytest.param("pp2-fsdp2", "32-true", marks=pytest.mark.slow),
         pytest.param("hybrid-offload", "32-true", marks=pytest.mark.slow),
         pytest.param("tp2-hybrid", "32-true", marks=pytest.mark.slow),
         pytest.param("tp2-fsdp2", "bf16-true", marks=pytest.mark.slow),
-        ("compiled-zero1", "32-true"),
-        *(
-            pytest.param(f"compiled-{name}", "32-true", marks=pytest.mark.slow)
-            for name in COMPILED
-            if name != "zero1"
-        ),
-        ("experts-etp2-fsdp2", "32-true"),
-        *(
-            pytest.param(f"experts-{name}", "32-true", marks=pytest.mark.slow)
-            for name in EXPERTS
-            if name != "etp2-fsdp2"
-        ),
+        *(pytest.param(f"compiled-{name}", "32-true", marks=pytest.mark.slow) for name in COMPILED),
+        *(pytest.param(f"experts-{name}", "32-true", marks=pytest.mark.slow) for name in EXPERTS),
         pytest.param("experts-biases", "32-true", marks=pytest.mark.slow),
     ],
 )

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import io
 import json
+import os
+import socket
 import subprocess
 import sys
 from collections import namedtuple
+from contextlib import redirect_stdout
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from megatron_lightning.cli import main
 from megatron_lightning.doctor.command import _link_text, doctor
@@ -22,6 +27,8 @@ from megatron_lightning.modules import GPTLightningModule, PretrainDataModule
 from megatron_lightning.planning.recipe import Recipe, read_recipe
 from megatron_lightning.planning.sections import Errors
 from megatron_lightning.strategies import MegatronStrategy
+from tests.helpers.layouts import tiny_config
+from tests.helpers.ranks import run_ranks
 from tests.helpers.trainers import trainer
 
 ROOT = Path(__file__).parents[2]
@@ -37,17 +44,44 @@ def test_one_process_reports_itself(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert not list(tmp_path.iterdir())
 
 
+def _arguments(folder: Path) -> list[str]:
+    return [
+        "doctor", f"--config={TINY}", "--seconds=0.2", "--json", "--trainer.devices=2",
+        "--trainer.strategy.init_args.tensor_model_parallel_size=1",
+        "--trainer.strategy.init_args.pipeline_model_parallel_size=2", f"--dirpath={folder}",
+    ]  # fmt: skip
+
+
+def _report_of_rank(folder: Path, port: int) -> str:
+    """Return what a process of torchrun prints; the doctor makes the process group."""
+    dist.destroy_process_group()
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    with redirect_stdout(io.StringIO()) as printed:
+        main(_arguments(folder))
+    return printed.getvalue()
+
+
+def test_ranks_test_every_axis(tmp_path: Path) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    first, second = run_ranks(2, _report_of_rank, tmp_path, port)
+    assert second == ""
+    _check_report(first)
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_ranks_of_torchrun_test_every_axis(tmp_path: Path) -> None:
-    command = [
-        sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "-m",
-        "megatron_lightning", "doctor", f"--config={TINY}", "--seconds=0.2", "--json",
-        "--trainer.devices=2", "--trainer.strategy.init_args.tensor_model_parallel_size=1",
-        "--trainer.strategy.init_args.pipeline_model_parallel_size=2", f"--dirpath={tmp_path}",
-    ]  # fmt: skip
+    starter = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "-m"]
+    command = [*starter, "megatron_lightning", *_arguments(tmp_path)]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
-    found = json.loads(result.stdout)  # one report, of rank 0
+    _check_report(result.stdout)
+
+
+def _check_report(text: str) -> None:
+    found = json.loads(text)  # one report, of rank 0
     assert (found["launcher"], found["world_size"]) == ("torchrun", 2)
     (row,) = found["links"]
     assert (row["axis"], row["size"], row["ranks"], row["is_right"]) == ("pp", 2, [0, 1], True)
@@ -78,10 +112,11 @@ def test_checkpoints_are_compared_with_the_free_space(
 @pytest.mark.spread(1)
 @pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
 def test_the_bytes_of_a_checkpoint_are_those_of_its_shards(tmp_path: Path, precision: Any) -> None:
-    recipe = replace(_recipe(), precision=precision)
+    model = tiny_config(hidden_size=128, vocab_size=2048)
+    recipe = replace(_recipe(), precision=precision, model=model)
     fit = trainer(MegatronStrategy(), max_steps=1, precision=precision)
     data = PretrainDataModule(
-        mock=True, vocab_size=2048, sequence_length=128, batch_size=1, num_train_samples=1
+        mock=True, vocab_size=2048, sequence_length=16, batch_size=1, num_train_samples=1
     )
     fit.fit(GPTLightningModule(config=recipe.model), data)
     fit.save_checkpoint(tmp_path / "saved.ckpt")

@@ -105,6 +105,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("end", ["exit", "killed", "dropped"])
 def test_workers_end_with_their_rank(end: str, tmp_path: Path) -> None:
     """Even in the middle of a sample that takes long."""
