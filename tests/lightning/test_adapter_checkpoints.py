@@ -24,6 +24,7 @@ from megatron_lightning.peft import LoRA, load_adapters
 from megatron_lightning.peft.folder import read_folder
 from megatron_lightning.strategies import MegatronStrategy
 from tests.helpers.adapted import BATCH, CONFIG, TEXT, llama
+from tests.helpers.layouts import fit
 from tests.helpers.ranks import run_ranks
 from tests.helpers.trainers import Losses, trainer
 
@@ -42,9 +43,6 @@ def _fit(
     data: int = 1,
     precision: str = "32-true",
 ) -> tuple[list[float], list[float]]:
-    record = Losses()
-    strategy: Any = "auto" if options is None else MegatronStrategy(**options)
-    fit = trainer(strategy, max_steps=steps, callbacks=[record], precision=precision)
     of_module: dict[str, Any] = {"learning_rate": 1e-2, "eps": 1e-3, "peft": LoRA(r=4)}
     if kind == "few":
         of_module["peft"] = LoRA(target_modules=["linear_qkv"])
@@ -54,10 +52,11 @@ def _fit(
         module = GPTLightningModule(CONFIG, **of_module)
     else:
         module = HuggingFaceModule(f"{folder}/base", **of_module)
-    fit.fit(module, DataLoader(ROWS, batch_size=BATCH // data), ckpt_path=load)
+    loader = DataLoader(ROWS, batch_size=BATCH // data)
+    run = fit(options, module, loader, steps=steps, ckpt_path=load, precision=precision)
     if save is not None:
-        fit.save_checkpoint(save)
-    return record.losses, record.norms
+        run.trainer.save_checkpoint(save)
+    return run.losses, run.norms
 
 
 @pytest.fixture(scope="module")

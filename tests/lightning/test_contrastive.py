@@ -11,9 +11,8 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from megatron_lightning.config import PipelineOptions
-from megatron_lightning.strategies import MegatronStrategy
+from tests.helpers.layouts import fit_losses
 from tests.helpers.ranks import run_ranks
-from tests.helpers.trainers import Losses, trainer
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "contrastive.py"
 PP, MICRO = "pipeline_model_parallel_size", "micro_batch_size"
@@ -24,11 +23,9 @@ def _train(options: dict[str, Any] | None, data: int) -> tuple[list[float], list
     module = runpy.run_path(str(EXAMPLE))["Contrastive"]()
     first = torch.randn(24, 16)
     views = TensorDataset(first, first + 0.3 * torch.randn_like(first))
-    explicit = PipelineOptions(explicit_steps=True)
-    record, strategy = Losses(), MegatronStrategy(pipeline_options=explicit, **options or {})
-    fit = trainer("auto" if options is None else strategy, max_steps=3, callbacks=[record])
-    fit.fit(module, DataLoader(views, batch_size=8 // data))
-    return record.losses, record.norms
+    if options is not None:
+        options = {"pipeline_options": PipelineOptions(explicit_steps=True), **options}
+    return fit_losses(options, module, DataLoader(views, batch_size=8 // data), steps=3)
 
 
 def _all_at_once() -> tuple[list[float], list[float]]:

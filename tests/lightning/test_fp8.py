@@ -25,7 +25,7 @@ from megatron_lightning.precision.quantized_layers import RecipeLayers
 from megatron_lightning.strategies import MegatronFP8Precision, MegatronStrategy
 from megatron_lightning.strategies.checks.plugins import check_precision, check_recipe_of
 from tests.helpers import hf_models
-from tests.helpers.layouts import tiny_config
+from tests.helpers.layouts import fit_losses, tiny_config
 from tests.helpers.ranks import run_ranks
 from tests.helpers.recipe_matrix import recipe_matrix
 from tests.helpers.trainers import Losses, trainer
@@ -72,21 +72,14 @@ def _fit(
     callbacks: tuple[pl.Callback, ...] = (),
     **options: Any,
 ) -> tuple[list[float], list[float]]:
-    record = Losses()
     precision: dict[str, Any] = {"precision": "bf16-mixed"}
     if recipe is not None:
         precision = {"plugins": [MegatronFP8Precision(recipe, backend="emulation")]}
     steps = options.pop("steps", STEPS)
     ckpt_path = options.pop("ckpt_path", None)
-    fit = trainer(
-        MegatronStrategy(**strategy),
-        max_steps=steps,
-        callbacks=[record, *callbacks],
-        **precision,
-        **options,
-    )
-    fit.fit(_module(**(module or {})), _data(BATCH // replicas), ckpt_path=ckpt_path)
-    return record.losses, record.norms
+    of_trainer = {"callbacks": callbacks, "ckpt_path": ckpt_path, **precision, **options}
+    data = _data(BATCH // replicas)
+    return fit_losses(strategy, _module(**(module or {})), data, steps=steps, **of_trainer)
 
 
 ONE = {"micro_batch_size": 2}
@@ -171,13 +164,10 @@ def _train(recipe: FP8Recipe | None) -> tuple[list[float], list[float]]:
         tokens.append((3 * tokens[-1] + torch.arange(8 * 200) % 8) % VOCABULARY)
     text = torch.stack(tokens, dim=1)
     rows: Any = [{"tokens": t[:-1], "labels": t[1:]} for t in text]
-    record = Losses()
     precision: dict[str, Any] = {"precision": "bf16-mixed"}
     if recipe is not None:
         precision = {"plugins": [MegatronFP8Precision(recipe)]}
-    fit = trainer(MegatronStrategy(), max_steps=200, callbacks=[record], **precision)
-    fit.fit(_module(), DataLoader(rows, batch_size=8))
-    return record.losses, record.norms
+    return fit_losses({}, _module(), DataLoader(rows, batch_size=8), steps=200, **precision)
 
 
 def _resumed(scaling: str, folder: str, layout: dict[str, Any]) -> Any:

@@ -17,8 +17,9 @@ from megatron_lightning.data.preprocess import preprocess
 from megatron_lightning.errors import ConfigError, MissingCheckpointError
 from megatron_lightning.modules import HuggingFaceModule, PretrainDataModule
 from megatron_lightning.strategies import MegatronStrategy
+from tests.helpers.layouts import fit
 from tests.helpers.ranks import run_ranks
-from tests.helpers.trainers import Losses, trainer
+from tests.helpers.trainers import trainer
 
 transformers = pytest.importorskip("transformers")
 
@@ -64,13 +65,11 @@ def _fit(
 ) -> tuple[list[float], list[float], float, torch.dtype]:
     """Return losses, rates, how far a norm of ones has moved, and its dtype."""
     module = HuggingFaceModule(path, **settings)
-    record, rates = Losses(), Rates()
-    strategy: Any = "auto" if options is None else MegatronStrategy(**options)
-    fit = trainer(strategy, max_epochs=1, callbacks=[record, rates], precision=precision)
-    fit.fit(module, _rows(4))
+    rates = Rates()
+    run = fit(options, module, _rows(4), max_epochs=1, callbacks=[rates], precision=precision)
     norms = (x for name, x in module.named_parameters() if name.endswith("norm.weight"))
     weight = next(norms).detach()
-    return record.losses, rates.rates, float((weight.float() - 1).abs().max()), weight.dtype
+    return run.losses, rates.rates, float((weight.float() - 1).abs().max()), weight.dtype
 
 
 def test_a_masked_training_under_a_pipeline_equals_plain_lightning(folder: str) -> None:

@@ -24,8 +24,9 @@ from megatron_lightning.precision import FP8Recipe
 from megatron_lightning.strategies import MegatronFP8Precision, MegatronStrategy
 from tests.helpers.adapted import BATCH, CONFIG, MODELS, TEXT, Tuned, llama, train
 from tests.helpers.fake_transformer_engine import installed
+from tests.helpers.layouts import fit
 from tests.helpers.ranks import run_ranks
-from tests.helpers.trainers import Losses, trainer
+from tests.helpers.trainers import trainer
 
 ROWS: Any = [{"tokens": row[:-1], "labels": row[1:]} for row in TEXT]
 TP, PP = "tensor_model_parallel_size", "pipeline_model_parallel_size"
@@ -34,12 +35,9 @@ TP, PP = "tensor_model_parallel_size", "pipeline_model_parallel_size"
 def _fit(
     make: Any, options: dict[str, Any] | None, data: int = 1, **of_trainer: Any
 ) -> tuple[Any, list[float]]:
-    record = Losses()
-    strategy: Any = "auto" if options is None else MegatronStrategy(**options)
-    fit = trainer(strategy, max_steps=4, callbacks=[record], **of_trainer)
-    module = make()
-    fit.fit(module, DataLoader(ROWS, batch_size=BATCH // data))
-    return module, record.losses
+    loader = DataLoader(ROWS, batch_size=BATCH // data)
+    run = fit(options, make(), loader, steps=4, **of_trainer)
+    return run.module, run.losses
 
 
 def _gpt() -> GPTLightningModule:

@@ -22,6 +22,7 @@ from megatron_lightning.peft.commands import export, merge
 from megatron_lightning.strategies import MegatronStrategy
 from tests.helpers.adapted import BATCH, TEXT, llama
 from tests.helpers.chats import chats, make_tokenizer, turn, write_rows
+from tests.helpers.layouts import fit
 from tests.helpers.ranks import run_ranks
 from tests.helpers.trainers import Losses, trainer
 
@@ -33,9 +34,6 @@ TP, PP = "tensor_model_parallel_size", "pipeline_model_parallel_size"
 def _fit(
     folder: str, kind: str, options: dict[str, Any] | None, data: int, peft: LoRA | None
 ) -> tuple[list[float], torch.Tensor | None]:
-    record = Losses()
-    strategy: Any = "auto" if options is None else MegatronStrategy(**options)
-    fit = trainer(strategy, max_steps=2, callbacks=[record])
     settings: dict[str, Any] = {"learning_rate": 1e-3, "eps": 1e-3, "peft": peft}
     module: Any
     if kind == "gpt":
@@ -43,9 +41,9 @@ def _fit(
     else:
         module = HuggingFaceModule(folder, **settings)
     module.new_tokens = NEW
-    fit.fit(module, DataLoader(ROWS, batch_size=BATCH // data))
+    run = fit(options, module, DataLoader(ROWS, batch_size=BATCH // data), steps=2)
     rows = module.model.get_input_embeddings().weight[126:] if options is None else None
-    return record.losses, None if rows is None else rows.detach()
+    return run.losses, None if rows is None else rows.detach()
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["untied", "tied"])

@@ -23,9 +23,10 @@ from megatron_lightning.modules import GPTLightningModule
 from megatron_lightning.precision import FP8Recipe
 from megatron_lightning.strategies import MegatronFP8Precision, MegatronStrategy
 from tests.helpers.fake_transformer_engine import installed
+from tests.helpers.layouts import fit_losses
 from tests.helpers.ranks import run_ranks
 from tests.helpers.te_contract import STATE
-from tests.helpers.trainers import Losses, trainer
+from tests.helpers.trainers import trainer
 from tests.helpers.transformer_engine_cases import GPT, LLAMA, MOE, config
 
 TP, PP, VPP, EP = (
@@ -78,20 +79,18 @@ def _fit(
 ) -> tuple[list[float], list[float]]:
     """Return losses and gradient norms; without a recipe those of torch's layers."""
     pl.seed_everything(1)
-    record, ckpt_path = Losses(), of_trainer.pop("ckpt_path", None)
     plugins = [] if recipe is None else [InFp32(recipe, backend="transformer_engine")]
-    fit = trainer(
-        MegatronStrategy(**{"micro_batch_size": MICRO, **strategy}),
-        max_steps=steps,
-        callbacks=[record, *callbacks],
-        plugins=plugins,
-        val_check_interval=1 if validates else None,
-        **of_trainer,
-    )
+    of_trainer |= {
+        "steps": steps,
+        "callbacks": callbacks,
+        "plugins": plugins,
+        "val_check_interval": 1 if validates else None,
+    }
     module = Module(config(**{"num_layers": 2, "init_method_std": 0.1, **options}))
     validation = _data(BATCH // replicas, 1) if validates else None
-    fit.fit(module, _data(BATCH // replicas, batches), validation, ckpt_path=ckpt_path)
-    return record.losses, record.norms
+    layout = {"micro_batch_size": MICRO, **strategy}
+    training = _data(BATCH // replicas, batches)
+    return fit_losses(layout, module, training, validation, **of_trainer)
 
 
 def _with_engines(body: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -15,7 +15,7 @@ from megatron_lightning.strategies import MegatronStrategy
 from tests.helpers import hf_models
 from tests.helpers.families import OWN, STACKS, Family, batches
 from tests.helpers.hf_models import BATCH, STEPS
-from tests.helpers.layouts import MICRO, PP, TP, VPP
+from tests.helpers.layouts import MICRO, PP, TP, VPP, fit
 from tests.helpers.ranks import run_ranks
 from tests.helpers.trainers import Losses, trainer
 
@@ -50,11 +50,8 @@ NOT_DIVIDED = {
 
 
 def _train(name: str, optimizer: str, options: dict[str, Any] | None, replicas: int) -> Any:
-    record, module = Losses(), Family(name, optimizer)
-    strategy = "auto" if options is None else MegatronStrategy(**options)
-    fit = trainer(strategy, max_steps=STEPS, callbacks=[record])
-    fit.fit(module, batches(name, BATCH // replicas))
-    return record.losses, record.norms
+    run = fit(options, Family(name, optimizer), batches(name, BATCH // replicas), steps=STEPS)
+    return run.losses, run.norms
 
 
 def _train_all(name: str, cases: list[tuple[str, dict[str, Any], int]]) -> list[Any]:

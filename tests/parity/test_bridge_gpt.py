@@ -14,9 +14,8 @@ from torch.utils.data import DataLoader
 
 from megatron_lightning.bridge import AutoBridge, commands, untouched
 from megatron_lightning.modules import GPTLightningModule
-from megatron_lightning.strategies import MegatronStrategy
+from tests.helpers.layouts import fit
 from tests.helpers.ranks import run_ranks
-from tests.helpers.trainers import Losses, trainer
 
 pytest.importorskip("transformers")
 from tests.helpers.gpt_folders import FOLDERS, LENGTH, make_folder, make_predicting_folder, tokens
@@ -60,7 +59,7 @@ def _fit(path: Path, options: dict[str, Any] | None, batch_size: int, target: Pa
         learning_rate=1e-2,
         eps=1e-3,  # Adam would make steps of gradients that are 0 but for rounding (key biases)
     )
-    record, counted, read = Losses(), [0, 0], untouched.read_weights
+    counted, read = [0, 0], untouched.read_weights
 
     def count(module: Any, *args: Any) -> int:
         num_bytes = read(module, *args)
@@ -70,12 +69,10 @@ def _fit(path: Path, options: dict[str, Any] | None, batch_size: int, target: Pa
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("megatron_lightning.strategies.module.read_weights", count)
-        strategy: Any = "auto" if options is None else MegatronStrategy(**options)
-        fit = trainer(strategy, max_epochs=1, callbacks=[record])
-        fit.fit(module, DataLoader(rows, batch_size=batch_size))
-    fit.save_checkpoint(target)
+        run = fit(options, module, DataLoader(rows, batch_size=batch_size), max_epochs=1)
+    run.trainer.save_checkpoint(target)
     module.save_hf_pretrained(str(target.with_suffix(".live")))  # from the parts of the ranks
-    return Outcome(record.losses, *counted)
+    return Outcome(run.losses, *counted)
 
 
 def _local(module: pl.LightningModule) -> list[Tensor]:

@@ -18,9 +18,8 @@ from megatron_lightning.checkpoint.source import open_checkpoint
 from megatron_lightning.cli import main
 from megatron_lightning.errors import CheckpointError, ConfigError
 from megatron_lightning.modules import HuggingFaceModule
-from megatron_lightning.strategies import MegatronStrategy
+from tests.helpers.layouts import fit
 from tests.helpers.ranks import run_ranks
-from tests.helpers.trainers import Losses, trainer
 
 pytest.importorskip("transformers")
 from tests.helpers.hf_folders import MODELS, VOCABULARY, make_folder, model_class
@@ -57,14 +56,12 @@ def test_a_folder_goes_into_a_checkpoint_and_comes_back(
 
 
 def _fit(path: Path, checkpoint: Path | None) -> list[float]:
-    record = Losses()
     generator = torch.Generator().manual_seed(5)
     text = torch.randint(0, VOCABULARY, (8, 13), generator=generator)
     rows: Any = [{"tokens": line[:-1], "labels": line[1:]} for line in text]
-    fit = trainer(MegatronStrategy(tensor_model_parallel_size=2), max_epochs=1, callbacks=[record])
     module = HuggingFaceModule(str(path), learning_rate=1e-2)
-    fit.fit(module, DataLoader(rows, batch_size=4), ckpt_path=checkpoint)
-    return record.losses
+    loader = DataLoader(rows, batch_size=4)
+    return fit("tp2", module, loader, max_epochs=1, ckpt_path=checkpoint).losses
 
 
 def test_a_fit_starts_from_an_imported_checkpoint(folders: dict[str, Path], tmp_path: Path) -> None:

@@ -19,9 +19,8 @@ from megatron_lightning.checkpoint import open_checkpoint
 from megatron_lightning.checkpoint.kept_files import KEPT, KeptFiles, read_kept_files
 from megatron_lightning.errors import CheckpointError
 from megatron_lightning.modules import HuggingFaceModule
-from megatron_lightning.strategies import MegatronStrategy
+from tests.helpers.layouts import fit
 from tests.helpers.ranks import run_ranks
-from tests.helpers.trainers import Losses, trainer
 
 pytest.importorskip("transformers")
 from tests.helpers.hf_folders import VOCABULARY, make_folder, model_class
@@ -71,14 +70,12 @@ class SaveHalfway(pl.Callback):
 def _fit(
     path: Path, options: dict[str, Any] | None, resumed: Path | None, target: Path
 ) -> list[float]:
-    record = Losses()
     module = HuggingFaceModule(str(path), learning_rate=1e-2, eps=1e-3)
-    strategy: Any = "auto" if options is None else MegatronStrategy(**options)
     halfway = SaveHalfway(target.with_name("half.ckpt"))
-    fit = trainer(strategy, max_epochs=1, callbacks=[record, halfway])
-    fit.fit(module, DataLoader(_rows(), batch_size=BATCH), ckpt_path=resumed)
-    fit.save_checkpoint(target)
-    return record.losses
+    of_trainer = {"max_epochs": 1, "callbacks": [halfway], "ckpt_path": resumed}
+    run = fit(options, module, DataLoader(_rows(), batch_size=BATCH), **of_trainer)
+    run.trainer.save_checkpoint(target)
+    return run.losses
 
 
 def _hub_files(path: Path) -> dict[str, bytes]:

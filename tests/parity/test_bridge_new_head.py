@@ -15,9 +15,8 @@ from torch.utils.data import DataLoader
 from megatron_lightning.bridge import AutoBridge, commands
 from megatron_lightning.bridge.remembered import kept_folders
 from megatron_lightning.errors import CheckpointError, ConfigError
-from megatron_lightning.strategies import MegatronStrategy
+from tests.helpers.layouts import fit
 from tests.helpers.ranks import run_ranks
-from tests.helpers.trainers import Losses, trainer
 
 pytest.importorskip("transformers")
 import transformers
@@ -57,12 +56,10 @@ def _fit(path: Path, target: Path, seed: int) -> tuple[list[float], Tensor]:
     generator = torch.Generator().manual_seed(5)
     ids = torch.randint(1, VOCABULARY, (8, 12), generator=generator)
     rows: Any = [{"ids": row, "label": row[0] % 2} for row in ids]
-    losses = Losses()
-    fit = trainer(MegatronStrategy(tensor_model_parallel_size=2), max_epochs=1, callbacks=[losses])
     module = Classifier(path)
-    fit.fit(module, DataLoader(rows, batch_size=4))
-    fit.save_checkpoint(target)
-    return losses.losses, module.model.score.weight.detach().clone()
+    run = fit("tp2", module, DataLoader(rows, batch_size=4), max_epochs=1)
+    run.trainer.save_checkpoint(target)
+    return run.losses, module.model.score.weight.detach().clone()
 
 
 def test_a_new_head_is_drawn_equally_and_given_back(tmp_path: Path) -> None:

@@ -15,9 +15,8 @@ from torch.utils.data import DataLoader
 
 from megatron_lightning.bridge import untouched
 from megatron_lightning.bridge.auto import AutoBridge
-from megatron_lightning.strategies import MegatronStrategy
+from tests.helpers.layouts import fit
 from tests.helpers.ranks import run_ranks
-from tests.helpers.trainers import Losses, trainer
 
 pytest.importorskip("transformers")
 from tests.helpers.hf_folders import MODELS, VOCABULARY, make_folder
@@ -79,7 +78,7 @@ def _fit(path: Path, options: dict[str, Any] | None, batch_size: int) -> Outcome
         0, VOCABULARY, (STEPS * BATCH, SEQUENCE + 1), generator=torch.Generator().manual_seed(5)
     )
     rows: Any = [{"ids": t[:-1], "labels": t[1:]} for t in text]
-    record, counted, read = Losses(), [0, 0], untouched.read_weights
+    counted, read = [0, 0], untouched.read_weights
 
     def count(module: Any, *args: Any) -> int:
         num_bytes = read(module, *args)
@@ -91,10 +90,8 @@ def _fit(path: Path, options: dict[str, Any] | None, batch_size: int) -> Outcome
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("megatron_lightning.strategies.module.read_weights", count)
-        strategy: Any = "auto" if options is None else MegatronStrategy(**options)
-        fit = trainer(strategy, max_epochs=1, callbacks=[record])
-        fit.fit(FromFolder(path), DataLoader(rows, batch_size=batch_size))
-    return Outcome(record.losses, *counted)
+        run = fit(options, FromFolder(path), DataLoader(rows, batch_size=batch_size), max_epochs=1)
+    return Outcome(run.losses, *counted)
 
 
 @pytest.fixture(scope="module")

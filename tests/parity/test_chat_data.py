@@ -12,11 +12,9 @@ import pytest
 import torch
 
 from megatron_lightning.modules import FinetuneDataModule, GPTLightningModule, HuggingFaceModule
-from megatron_lightning.strategies import MegatronStrategy
 from tests.helpers.chats import chats, make_tokenizer, write_rows
-from tests.helpers.layouts import CP, MICRO, PP, TP, tiny_config
+from tests.helpers.layouts import CP, MICRO, PP, TP, fit, tiny_config
 from tests.helpers.ranks import run_ranks
-from tests.helpers.trainers import Losses, trainer
 
 transformers = pytest.importorskip("transformers")
 
@@ -50,8 +48,6 @@ def make_module(kind: str, folder: str) -> Any:
 
 def _train(case: Case, folder: str, settings: dict[str, Any]) -> Any:
     kind, packing, options = case
-    record = Losses()
-    strategy: Any = "auto" if options is None else MegatronStrategy(**options)
     tokenizer = None if kind == "hf" else folder  # the model brings its own
     batch_size = settings.pop("batch_size")
     data = FinetuneDataModule(
@@ -63,11 +59,9 @@ def _train(case: Case, folder: str, settings: dict[str, Any]) -> Any:
         val_fraction=0.2,
         cache_dir=f"{folder}/cache",
     )
-    fit = trainer(
-        strategy, max_steps=STEPS, callbacks=[record], val_check_interval=STEPS, **settings
-    )
-    fit.fit(make_module(kind, folder), datamodule=data)
-    return record.losses, record.norms, float(fit.callback_metrics["val_loss"])
+    settings |= {"steps": STEPS, "val_check_interval": STEPS}
+    run = fit(options, make_module(kind, folder), data, **settings)
+    return run.losses, run.norms, run.logged["val_loss"]
 
 
 def _train_all(cases: list[Case], folder: str, settings: dict[str, Any]) -> list[Any]:

@@ -14,7 +14,7 @@ from megatron_lightning.config import ContextOptions, TransformerConfig
 from megatron_lightning.modules import GPTLightningModule
 from megatron_lightning.strategies import MegatronStrategy
 from tests.helpers.language_model import RECOMPUTE
-from tests.helpers.layouts import CP, MICRO, PP, TP, VPP, tiny_config
+from tests.helpers.layouts import CP, MICRO, PP, TP, VPP, fit, tiny_config
 from tests.helpers.ranks import run_ranks
 from tests.helpers.trainers import Losses, trainer
 
@@ -110,14 +110,12 @@ def _rows(masked: bool) -> Any:
 
 
 def _train(model: str, masked: bool, options: dict[str, Any] | None, replicas: int) -> Any:
-    record = Losses()
-    strategy: Any = "auto" if options is None else MegatronStrategy(**options)
-    fit = trainer(strategy, max_steps=STEPS, callbacks=[record], val_check_interval=STEPS)
     loader = DataLoader(_rows(masked), batch_size=BATCH // replicas)
     # AdamW amplifies the last bits of small gradients in the first steps: at 1e-2 to 2e-5.
-    fit.fit(GPTLightningModule(_config(model), learning_rate=1e-3), loader, loader)
-    logged = {name: float(fit.callback_metrics[name]) for name in ("train_loss", "val_loss")}
-    return record.losses, record.norms, logged
+    module = GPTLightningModule(_config(model), learning_rate=1e-3)
+    run = fit(options, module, loader, loader, steps=STEPS, val_check_interval=STEPS)
+    logged = {name: run.logged[name] for name in ("train_loss", "val_loss")}
+    return run.losses, run.norms, logged
 
 
 def _train_all(model: str, masked: bool, cases: list[Any]) -> list[Any]:

@@ -34,7 +34,7 @@ from megatron_lightning.parallel.sequence import SequencePart, join
 from megatron_lightning.parallel.sharding import named_shard_specs
 from megatron_lightning.strategies import MegatronStrategy
 from tests.helpers.language_model import RECOMPUTE
-from tests.helpers.layouts import CP, MICRO, PP, TP, VPP, tiny_config
+from tests.helpers.layouts import CP, MICRO, PP, TP, VPP, fit, tiny_config
 from tests.helpers.ranks import run_ranks
 from tests.helpers.trainers import Losses, trainer
 
@@ -259,16 +259,14 @@ def _rows(packed: bool, seed: int = 3) -> Any:
 
 
 def _train(model: str, packed: bool, options: dict[str, Any] | None, replicas: int) -> Any:
-    record = Losses()
-    strategy: Any = "auto" if options is None else MegatronStrategy(**options)
-    fit = trainer(strategy, max_steps=STEPS, callbacks=[record], val_check_interval=STEPS)
     # With seed 3 two experts of a token score equally up to rounding.
     rows = _rows(packed, seed=4 if model == "experts" else 3)
     loader = DataLoader(rows, batch_size=BATCH // replicas)
     # AdamW amplifies the last bits of small gradients in the first steps.
-    fit.fit(GPTLightningModule(_config(model), learning_rate=1e-3), loader, loader)
-    logged = {name: float(fit.callback_metrics[name]) for name in ("train_loss", "val_loss")}
-    return record.losses, record.norms, logged
+    module = GPTLightningModule(_config(model), learning_rate=1e-3)
+    run = fit(options, module, loader, loader, steps=STEPS, val_check_interval=STEPS)
+    logged = {name: run.logged[name] for name in ("train_loss", "val_loss")}
+    return run.losses, run.norms, logged
 
 
 def _train_all(model: str, packed: bool, cases: list[Any]) -> list[Any]:

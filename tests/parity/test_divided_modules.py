@@ -25,6 +25,7 @@ from megatron_lightning.assembly.sharded_modules import find_sharded
 from megatron_lightning.config import DataParallelOptions, PipelineOptions
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.strategies import MegatronStrategy
+from tests.helpers.layouts import fit
 from tests.helpers.ranks import run_ranks
 from tests.helpers.trainers import Losses, trainer
 
@@ -246,22 +247,14 @@ def _loader(replicas: int, steps: int = STEPS) -> DataLoader[Any]:
 
 def _train(kind: type[_Module], world: int, options: dict[str, Any] | None, **more: Any) -> Any:
     """Return losses of training and evaluation, norms, and the parameters that stay full."""
-    record = Losses()
-    strategy = "auto" if options is None else MegatronStrategy(**{**FSDP, **options})
-    fit = trainer(
-        strategy,
-        max_steps=STEPS,
-        callbacks=[record],
-        gradient_clip_val=1.0,
-        val_check_interval=2,
-        limit_val_batches=2,
-        **more,
-    )
-    flushes = more.get("accumulate_grad_batches", 1)
-    fit.fit(kind(), _loader(world * flushes, STEPS), _loader(world))
-    units = None if options is None else fit.strategy.part.units
+    layout = None if options is None else FSDP | options
+    training = _loader(world * more.get("accumulate_grad_batches", 1), STEPS)
+    of_trainer = {"gradient_clip_val": 1.0, "val_check_interval": 2, "limit_val_batches": 2, **more}
+    run = fit(layout, kind(), training, _loader(world), steps=STEPS, **of_trainer)
+    strategy = run.trainer.strategy
+    units = strategy.part.units if isinstance(strategy, MegatronStrategy) else None
     full = set() if units is None else set(units.full)
-    return record.norms, float(fit.callback_metrics["val_loss"]), full
+    return run.norms, run.logged["val_loss"], full
 
 
 def _train_all(world: int, cases: list[Any]) -> list[Any]:

@@ -11,11 +11,9 @@ from torch.utils.data import DataLoader
 
 from megatron_lightning.config import DataParallelOptions, MoEConfig, TransformerConfig
 from megatron_lightning.modules import GPTLightningModule
-from megatron_lightning.strategies import MegatronStrategy
 from tests.helpers.language_model import RECOMPUTE
-from tests.helpers.layouts import CP, EP, ETP, MICRO, PP, TP, VPP, tiny_config
+from tests.helpers.layouts import CP, EP, ETP, MICRO, PP, TP, VPP, fit, tiny_config
 from tests.helpers.ranks import run_ranks
-from tests.helpers.trainers import Losses, trainer
 
 STEPS, BATCH, SEQUENCE, VOCABULARY = 4, 8, 16, 30
 DATA = "data_parallel"
@@ -129,14 +127,11 @@ def _rows(replicas: int, masked: bool) -> Any:
 def _train(
     model: str, options: dict[str, Any] | None, replicas: int, *, masked: bool = False
 ) -> Any:
-    record = Losses()
-    strategy: Any = "auto" if options is None else MegatronStrategy(**options)
-    fit = trainer(strategy, max_steps=STEPS, callbacks=[record], val_check_interval=STEPS)
     loader = DataLoader(_rows(replicas, masked), batch_size=BATCH // replicas)
     # AdamW amplifies the last bits of small gradients in the first steps.
-    fit.fit(GPTLightningModule(_config(model), learning_rate=1e-3), loader, loader)
-    logged = {name: float(value) for name, value in fit.callback_metrics.items()}
-    return record.losses, record.norms, logged
+    module = GPTLightningModule(_config(model), learning_rate=1e-3)
+    run = fit(options, module, loader, loader, steps=STEPS, val_check_interval=STEPS)
+    return run.losses, run.norms, run.logged
 
 
 def _train_all(model: str, cases: list[Any]) -> list[Any]:

@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader
 from megatron_lightning.config import DataParallelOptions, LossScaleOptions, MoEConfig
 from megatron_lightning.modules import GPTLightningModule
 from megatron_lightning.strategies import MegatronMixedPrecision, MegatronStrategy
+from tests.helpers.layouts import fit_losses
 from tests.helpers.ranks import run_ranks
 from tests.helpers.trainers import Losses, trainer
 from tests.parity.test_layouts import GLOBAL_BATCH, STEPS, _config, _samples
@@ -140,18 +141,11 @@ def _train(
             **options,
             "data_parallel_options": replace(options["data_parallel_options"], **kept),
         }
-    record = Losses()
-    fit = trainer(
-        "auto" if case is None else MegatronStrategy(data_parallel=mode, **options),
-        max_steps=STEPS,
-        callbacks=[record],
-        gradient_clip_val=1.0,
-        accumulate_grad_batches=flushes,
-        **precise,
-    )
+    layout = None if case is None else {"data_parallel": mode, **options}
+    of_trainer = {"gradient_clip_val": 1.0, "accumulate_grad_batches": flushes, **precise}
     loader = DataLoader(_samples(), batch_size=GLOBAL_BATCH // replicas // flushes)
-    fit.fit(GPTLightningModule(_config(**model), learning_rate=3e-3), loader)
-    return [record.losses, record.norms]
+    module = GPTLightningModule(_config(**model), learning_rate=3e-3)
+    return [*fit_losses(layout, module, loader, steps=STEPS, **of_trainer)]
 
 
 def _train_all(world: int, cases: list[Case], *args: Any) -> dict[str, list[Any]]:

@@ -15,10 +15,9 @@ from megatron_lightning.models.transformer_layers import TransformerLayer
 from megatron_lightning.modules import GPTLightningModule
 from megatron_lightning.parallel.collectives import copy_to_axis, reduce_from_axis
 from megatron_lightning.parallel.context import AxisGroup
-from megatron_lightning.strategies import MegatronStrategy
 from tests.helpers.language_model import SEQUENCE, VOCABULARY, small_gpt
+from tests.helpers.layouts import fit
 from tests.helpers.ranks import run_ranks
-from tests.helpers.trainers import Losses, trainer
 
 BATCH, STEPS = 4, 3
 # name: strategy, over which ranks activations of a sequence are divided
@@ -74,17 +73,9 @@ def _train(layout: str | None, masked: bool) -> dict[str, Any]:
     rows: Any = [{"tokens": t[:-1], "labels": t[1:].clone()} for t in text]
     for row in rows if masked else ():  # the first half of every sequence: ranks differ
         row["labels"][1:3] = -100
-    record = Losses()
-    fit = trainer(
-        "auto" if options is None else MegatronStrategy(**options),
-        max_steps=STEPS,
-        callbacks=[record],
-        log_every_n_steps=1,
-    )
     loader = DataLoader(rows, batch_size=BATCH)
-    fit.fit(_Module(divided), loader, loader)
-    logged = {name: float(value) for name, value in fit.callback_metrics.items()}
-    return {"losses": record.losses, "norms": record.norms, "logged": logged}
+    run = fit(options, _Module(divided), loader, loader, steps=STEPS, log_every_n_steps=1)
+    return {"losses": run.losses, "norms": run.norms, "logged": run.logged}
 
 
 @pytest.mark.parametrize("masked", [False, pytest.param(True, marks=pytest.mark.slow)])

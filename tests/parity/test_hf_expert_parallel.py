@@ -23,8 +23,8 @@ from megatron_lightning.parallel.sharding import named_shard_specs
 from megatron_lightning.strategies import MegatronStrategy
 from tests.helpers import hf_models
 from tests.helpers.hf_models import Untouched
+from tests.helpers.layouts import fit
 from tests.helpers.ranks import run_ranks
-from tests.helpers.trainers import Losses, trainer
 
 EP, PP = "expert_model_parallel_size", "pipeline_model_parallel_size"
 TP, ETP = "tensor_model_parallel_size", "expert_tensor_parallel_size"
@@ -64,13 +64,14 @@ def _train(
     folder: str, family: str, options: dict[str, Any] | None, replicas: int
 ) -> tuple[list[float], list[float], list[int]]:
     """Return the loss and gradient norm of every step, and the shape of the first experts."""
-    record, plan = Losses(), ShardingPlan(modules=TABLE, sequence_dim=1)
-    strategy = "auto" if options is None else MegatronStrategy(**{"sharding_plan": plan, **options})
-    fit, module = trainer(strategy, max_epochs=1, callbacks=[record]), Untouched(family)
-    fit.fit(module, hf_models.loader(family, hf_models.BATCH // replicas))
-    fit.save_checkpoint(f"{folder}/{'one' if options is None else 'parts'}.ckpt")
+    if options is not None:
+        plan = ShardingPlan(modules=TABLE, sequence_dim=1)
+        options = {"sharding_plan": plan, **options}
+    module, loader = Untouched(family), hf_models.loader(family, hf_models.BATCH // replicas)
+    run = fit(options, module, loader, max_epochs=1)
+    run.trainer.save_checkpoint(f"{folder}/{'one' if options is None else 'parts'}.ckpt")
     experts = next(p for name, p in module.named_parameters() if name.endswith("gate_up_proj"))
-    return record.losses, record.norms, list(experts.shape)
+    return run.losses, run.norms, list(experts.shape)
 
 
 @pytest.mark.spread(1)

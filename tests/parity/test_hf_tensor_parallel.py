@@ -18,9 +18,8 @@ from megatron_lightning.checkpoint import consolidate
 from megatron_lightning.models import llama_hf_plan
 from megatron_lightning.parallel import ParallelContext, ParallelLayout, parallelize
 from megatron_lightning.parallel.sharding import named_shard_specs
-from megatron_lightning.strategies import MegatronStrategy
+from tests.helpers.layouts import fit
 from tests.helpers.ranks import run_ranks
-from tests.helpers.trainers import Losses, trainer
 
 transformers = pytest.importorskip("transformers")
 
@@ -162,17 +161,14 @@ class _Llama(pl.LightningModule):
 def _train(
     folder: str, key_value_heads: int, options: dict[str, Any] | None
 ) -> tuple[list[float], list[float]]:
-    record, replicas = (
-        Losses(),
-        1 if options is None else dist.get_world_size() // options["tensor_model_parallel_size"],
-    )
+    replicas = 1
+    if options is not None:
+        replicas = dist.get_world_size() // options["tensor_model_parallel_size"]
     text = torch.randint(0, 67, (16, LENGTH + 1), generator=torch.Generator().manual_seed(2))
-    fit = trainer(
-        "auto" if options is None else MegatronStrategy(**options), max_epochs=1, callbacks=[record]
-    )
-    fit.fit(_Llama(key_value_heads), DataLoader(text, batch_size=4 // replicas))  # type: ignore[arg-type]
-    fit.save_checkpoint(f"{folder}/{'one' if options is None else 'parts'}.ckpt")
-    return record.losses, record.norms
+    loader: Any = DataLoader(text, batch_size=4 // replicas)  # type: ignore[arg-type]
+    run = fit(options, _Llama(key_value_heads), loader, max_epochs=1)
+    run.trainer.save_checkpoint(f"{folder}/{'one' if options is None else 'parts'}.ckpt")
+    return run.losses, run.norms
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from megatron_lightning.checkpoint import consolidate
 from megatron_lightning.strategies import MegatronStrategy
 from tests.helpers import hf_models
 from tests.helpers.hf_models import Loaded, Untouched
+from tests.helpers.layouts import fit
 from tests.helpers.messages import printed_lines
 from tests.helpers.ranks import run_ranks
 from tests.helpers.trainers import Losses, trainer
@@ -28,12 +29,9 @@ def _train(
     folder: str, name: str, optimizer: str, options: dict[str, Any] | None
 ) -> tuple[list[float], list[float]]:
     """Return the loss and the gradient norm of every step."""
-    record = Losses()
-    strategy = "auto" if options is None else MegatronStrategy(**options)
-    fit = trainer(strategy, max_epochs=1, callbacks=[record])
-    fit.fit(Untouched(name, optimizer), hf_models.loader(name))
-    fit.save_checkpoint(f"{folder}/{'one' if options is None else 'parts'}.ckpt")
-    return record.losses, record.norms
+    run = fit(options, Untouched(name, optimizer), hf_models.loader(name), max_epochs=1)
+    run.trainer.save_checkpoint(f"{folder}/{'one' if options is None else 'parts'}.ckpt")
+    return run.losses, run.norms
 
 
 def _weights(path: Path) -> dict[str, torch.Tensor]:

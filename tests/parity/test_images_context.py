@@ -15,9 +15,9 @@ from torch.utils.data import DataLoader
 
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.strategies import MegatronStrategy
-from tests.helpers.layouts import CP, MICRO, PP, TP
+from tests.helpers.layouts import CP, MICRO, PP, TP, fit
 from tests.helpers.ranks import run_ranks
-from tests.helpers.trainers import Losses, trainer
+from tests.helpers.trainers import trainer
 
 pytest.importorskip("transformers")
 
@@ -71,14 +71,13 @@ def rows(name: str, *, images: bool) -> list[dict[str, Tensor]]:
 
 
 def _train(name: str, options: dict[str, Any] | None, replicas: int, images: bool) -> Any:
-    record, module = Losses(), Reader(name)
-    strategy: Any = "auto" if options is None else MegatronStrategy(**options)
-    fit = trainer(strategy, max_steps=STEPS, callbacks=[record])
+    module = Reader(name)
     samples: Any = rows(name, images=images)
-    fit.fit(module, DataLoader(samples, BATCH // replicas))
-    is_ours = isinstance(fit.strategy, MegatronStrategy)
-    state = fit.strategy.full_state_dict() if is_ours else module.state_dict()
-    return record.norms, {k: v.numpy() for k, v in state.items() if v.is_floating_point()}
+    run = fit(options, module, DataLoader(samples, BATCH // replicas), steps=STEPS)
+    strategy = run.trainer.strategy
+    is_ours = isinstance(strategy, MegatronStrategy)
+    state = strategy.full_state_dict() if is_ours else module.state_dict()
+    return run.norms, {k: v.numpy() for k, v in state.items() if v.is_floating_point()}
 
 
 def _train_all(cases: list[Any]) -> list[Any]:

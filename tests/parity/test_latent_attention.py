@@ -25,11 +25,9 @@ from megatron_lightning.config import (
 from megatron_lightning.layers.moe.router import Router
 from megatron_lightning.models import GPTModel
 from megatron_lightning.modules import GPTLightningModule
-from megatron_lightning.strategies import MegatronStrategy
 from tests.helpers.language_model import RECOMPUTE
-from tests.helpers.layouts import CP, EP, ETP, MICRO, PP, TP, VPP, tiny_config
+from tests.helpers.layouts import CP, EP, ETP, MICRO, PP, TP, VPP, fit, tiny_config
 from tests.helpers.ranks import run_ranks
-from tests.helpers.trainers import Losses, trainer
 
 transformers = pytest.importorskip("transformers")
 
@@ -348,15 +346,13 @@ def _train(
     start: str | None = None,
     end: str | None = None,
 ) -> Any:
-    record = Losses()
-    strategy: Any = "auto" if options is None else MegatronStrategy(**options)
-    fit = trainer(strategy, max_steps=steps, callbacks=[record])
     # AdamW amplifies the last bits of small gradients in the first steps.
     module = GPTLightningModule(_config(model), learning_rate=1e-3)
-    fit.fit(module, DataLoader(_rows(), batch_size=BATCH // replicas), ckpt_path=start)
+    loader = DataLoader(_rows(), batch_size=BATCH // replicas)
+    run = fit(options, module, loader, steps=steps, ckpt_path=start)
     if end is not None:
-        fit.save_checkpoint(end)
-    return record.losses, record.norms
+        run.trainer.save_checkpoint(end)
+    return run.losses, run.norms
 
 
 def _train_all(model: str, cases: list[Any]) -> list[Any]:

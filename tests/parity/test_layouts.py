@@ -20,10 +20,9 @@ from torch.utils.data import DataLoader
 
 from megatron_lightning.config import PipelineOptions, RecomputeOptions, TransformerConfig
 from megatron_lightning.modules import GPTLightningModule
-from megatron_lightning.strategies.megatron import MegatronStrategy
-from tests.helpers.layouts import tiny_config
+from tests.helpers.layouts import fit, tiny_config
 from tests.helpers.ranks import run_ranks
-from tests.helpers.trainers import Losses, trainer
+from tests.helpers.trainers import Losses
 
 STEPS, GLOBAL_BATCH, SEQUENCE, VOCABULARY = 3, 8, 16, 50
 LEARNING_RATE = 1e-3
@@ -77,10 +76,9 @@ def _train(
     """Return this rank's loss, the number of items it is the mean of, and the gradient norm, of
     every optimizer step."""
     module = GPTLightningModule(_config(**config), learning_rate=LEARNING_RATE)
-    strategy = "auto" if options is None else MegatronStrategy(**options)
     record = _WeighedLosses()
-    fit = trainer(strategy, max_steps=STEPS, callbacks=[record], gradient_clip_val=1.0)
-    fit.fit(module, DataLoader(_samples(), batch_size=GLOBAL_BATCH // num_replicas))
+    loader = DataLoader(_samples(), batch_size=GLOBAL_BATCH // num_replicas)
+    fit(options, module, loader, steps=STEPS, record=record, gradient_clip_val=1.0)
     return [record.losses, record.items, record.norms]
 
 

@@ -16,9 +16,8 @@ pytest.importorskip("peft", "0.21")
 
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.peft import LoRA, load_adapters, merge_adapters, save_adapters
-from megatron_lightning.strategies import MegatronStrategy
+from tests.helpers.layouts import fit_losses
 from tests.helpers.ranks import run_ranks
-from tests.helpers.trainers import Losses, trainer
 from tests.parity.test_hf_experts import mixtral
 
 STEPS, BATCH = 3, 4
@@ -80,12 +79,10 @@ class _Tuned(pl.LightningModule):
 def _train(
     folder: str | None, options: dict[str, Any] | None, data: int = 1
 ) -> tuple[list[float], list[float]]:
-    record = Losses()
-    strategy: Any = "auto" if options is None else MegatronStrategy(**options)
     rows: Any = [{"tokens": row[:-1], "labels": row[1:]} for row in TEXT]
-    fit = trainer(strategy, max_steps=STEPS, callbacks=[record])
-    fit.fit(_Tuned(folder), DataLoader(rows, batch_size=BATCH // data))
-    return record.losses, record.norms
+    return fit_losses(
+        options, _Tuned(folder), DataLoader(rows, batch_size=BATCH // data), steps=STEPS
+    )
 
 
 @pytest.fixture(scope="module")

@@ -20,9 +20,9 @@ from megatron_lightning.errors import ConfigError
 from megatron_lightning.modules import GPTLightningModule
 from megatron_lightning.optim import ChainedOptimizer
 from megatron_lightning.strategies.megatron import MegatronStrategy
-from tests.helpers.layouts import tiny_config
+from tests.helpers.layouts import fit, tiny_config
 from tests.helpers.ranks import run_ranks
-from tests.helpers.trainers import Losses, trainer
+from tests.helpers.trainers import trainer
 
 
 class _Normalized(SGD):
@@ -93,11 +93,10 @@ def _train(options: dict[str, Any], num_replicas: int, twice: bool) -> dict[str,
     results = {}
     for name in OPTIMIZERS:
         for attempt in range(2 if twice and name in ("adamw-fused", "muon") else 1):
-            record, strategy = Losses(), MegatronStrategy(**options)
-            fit = trainer(strategy, max_steps=STEPS, callbacks=[record], gradient_clip_val=0.5)
-            fit.fit(_Module(name), DataLoader(_samples(), batch_size=GLOBAL_BATCH // num_replicas))
-            assert attempt == 0 or results[name] == [record.losses, record.norms]  # to the bit
-            results[name] = [record.losses, record.norms]
+            loader = DataLoader(_samples(), batch_size=GLOBAL_BATCH // num_replicas)
+            run = fit(options, _Module(name), loader, steps=STEPS, gradient_clip_val=0.5)
+            assert attempt == 0 or results[name] == [run.losses, run.norms]  # to the bit
+            results[name] = [run.losses, run.norms]
     return results
 
 

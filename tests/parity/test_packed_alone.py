@@ -13,9 +13,8 @@ from torch.utils.data import DataLoader
 from megatron_lightning.data.packing import Rows, pack
 from megatron_lightning.data.sft import Document
 from megatron_lightning.data.supervised import RowDataset
-from megatron_lightning.strategies import MegatronStrategy
+from tests.helpers.layouts import fit_losses
 from tests.helpers.ranks import run_ranks
-from tests.helpers.trainers import Losses, trainer
 from tests.parity.test_chat_data import SEQUENCE, VOCABULARY, make_folder, make_module
 
 pytest.importorskip("transformers")
@@ -53,16 +52,14 @@ def _rows() -> Rows:
 
 def _train(case: tuple[str, bool, dict[str, Any] | None, int], folder: str) -> Any:
     kind, packed, options, accumulated = case
-    record, documents, rows = Losses(), _Documents(), _rows()
+    documents, rows = _Documents(), _rows()
     data: Any = RowDataset(documents, SEQUENCE, 0, rows if packed else None, packed=packed)  # type: ignore[arg-type]
     per_step = len(rows) // STEPS if packed else DOCUMENTS
-    strategy: Any = "auto" if options is None else MegatronStrategy(**options)
-    fit = trainer(
-        strategy, max_steps=STEPS, callbacks=[record], accumulate_grad_batches=accumulated
+    loader, module = (
+        DataLoader(data, batch_size=per_step // accumulated),
+        make_module(kind, folder),
     )
-    module = make_module(kind, folder)
-    fit.fit(module, DataLoader(data, batch_size=per_step // accumulated))
-    return record.losses, record.norms
+    return fit_losses(options, module, loader, steps=STEPS, accumulate_grad_batches=accumulated)
 
 
 def _train_all(cases: list[Any], folder: str) -> list[Any]:

@@ -16,11 +16,9 @@ from megatron_lightning.config import ContextOptions, TransformerConfig
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.models import GPTModel
 from megatron_lightning.modules import GPTLightningModule
-from megatron_lightning.strategies import MegatronStrategy
 from tests.helpers.language_model import RECOMPUTE
-from tests.helpers.layouts import CP, MICRO, PP, TP, VPP, tiny_config
+from tests.helpers.layouts import CP, MICRO, PP, TP, VPP, fit, tiny_config
 from tests.helpers.ranks import run_ranks
-from tests.helpers.trainers import Losses, trainer
 
 STEPS, BATCH, SEQUENCE, VOCABULARY = 3, 4, 16, 30
 GATHER = {"context_options": ContextOptions(cp_comm_type="all_gather")}
@@ -69,13 +67,11 @@ def _rows() -> Any:
 
 
 def _train(model: str, options: dict[str, Any] | None) -> Any:
-    record = Losses()
-    strategy: Any = "auto" if options is None else MegatronStrategy(**options)
-    fit = trainer(strategy, max_steps=STEPS, callbacks=[record], val_check_interval=STEPS)
     loader = DataLoader(_rows(), batch_size=BATCH)
     # AdamW amplifies the last bits of small gradients in the first steps.
-    fit.fit(GPTLightningModule(_config(model), learning_rate=1e-3), loader, loader)
-    return record.losses, record.norms, float(fit.callback_metrics["val_loss"])
+    module = GPTLightningModule(_config(model), learning_rate=1e-3)
+    run = fit(options, module, loader, loader, steps=STEPS, val_check_interval=STEPS)
+    return run.losses, run.norms, run.logged["val_loss"]
 
 
 def _train_all(model: str, cases: list[dict[str, Any]]) -> list[Any]:

@@ -13,7 +13,7 @@ import torch
 from megatron_lightning.bridge import commands
 from megatron_lightning.strategies import MegatronStrategy
 from tests.helpers.hf_models import BATCH, STEPS
-from tests.helpers.layouts import MICRO, PP, TP, VPP
+from tests.helpers.layouts import MICRO, PP, TP, VPP, fit
 from tests.helpers.ranks import run_ranks
 from tests.helpers.trainers import Losses, trainer
 
@@ -45,20 +45,18 @@ HOLDERS = {
 
 
 def _train(name: str, options: dict[str, Any] | None, replicas: int, images: bool) -> Any:
-    record, module = Losses(), ImageModel(name)
+    module = ImageModel(name)
     if options and name == "reader" and TP in options:  # transformers has plans for the others
         options = {**options, "sharding_plan": "auto"}
-    strategy = "auto" if options is None else MegatronStrategy(**options)
-    fit = trainer(strategy, max_steps=STEPS, callbacks=[record])
-    fit.fit(module, loader(name, BATCH // replicas, images=images))
+    run = fit(options, module, loader(name, BATCH // replicas, images=images), steps=STEPS)
     tower = module.model.get_submodule(TOWERS[name])
     num_elements = sum(p.numel() for p in tower.parameters())
-    if isinstance(fit.strategy, MegatronStrategy):
-        state = fit.strategy.full_state_dict()
+    if isinstance(run.trainer.strategy, MegatronStrategy):
+        state = run.trainer.strategy.full_state_dict()
     else:
         state = module.state_dict()
     values = {k: v.numpy() for k, v in state.items() if v.is_floating_point()}
-    return record.losses, record.norms, values, module.calls.count, num_elements
+    return run.losses, run.norms, values, module.calls.count, num_elements
 
 
 def _train_all(cases: list[tuple[str, dict[str, Any] | None, int, bool]]) -> list[Any]:

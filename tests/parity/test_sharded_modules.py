@@ -21,9 +21,8 @@ from torch.nn.utils.parametrize import register_parametrization
 from torch.utils.data import DataLoader
 
 from megatron_lightning.config import DataParallelOptions
-from megatron_lightning.strategies import MegatronStrategy
+from tests.helpers.layouts import fit
 from tests.helpers.ranks import run_ranks
-from tests.helpers.trainers import Losses, trainer
 
 WIDTH, BATCH, STEPS = 6, 8, 4
 RTOL = 1e-5
@@ -190,11 +189,8 @@ def _samples() -> list[Tensor]:
 
 
 def _train(kind: type[_Module], world: int, options: dict[str, Any]) -> list[float]:
-    record = Losses()
-    strategy = MegatronStrategy(**options) if options else "auto"
-    fit = trainer(strategy, max_steps=STEPS, callbacks=[record], gradient_clip_val=1.0)
-    fit.fit(kind(), DataLoader(_samples(), batch_size=BATCH // world))
-    return record.norms
+    loader = DataLoader(_samples(), batch_size=BATCH // world)
+    return fit(options or None, kind(), loader, steps=STEPS, gradient_clip_val=1.0).norms
 
 
 def _train_all(world: int, cases: list[tuple[type[_Module], dict[str, Any]]]) -> list[list[float]]:

@@ -16,10 +16,9 @@ from torch.utils.data import DataLoader
 
 from megatron_lightning.config import MoEConfig
 from megatron_lightning.modules import GPTLightningModule
-from megatron_lightning.strategies import MegatronStrategy
 from tests.helpers.language_model import SEQUENCE, VOCABULARY, small_gpt
+from tests.helpers.layouts import fit
 from tests.helpers.ranks import run_ranks
-from tests.helpers.trainers import Losses, trainer
 
 STEPS, BATCH = 3, 4
 MICRO: dict[str, Any] = {"micro_batch_size": 1}
@@ -61,18 +60,13 @@ def _train(
     num_replicas: int = 1,
     scale: float = 1e-3,
 ) -> dict[str, Any]:
-    record = Losses()
-    fit = trainer(
-        "auto" if options is None else MegatronStrategy(**options), max_steps=STEPS,
-        callbacks=[record], log_every_n_steps=1,
-    )  # fmt: skip
     loader: Any = DataLoader(_rows(scale), batch_size=BATCH // num_replicas)  # type: ignore[arg-type]
     module = GPTLightningModule(small_gpt(2, **config), learning_rate=1e-2)
-    fit.fit(module, loader, loader)
-    logged = {name: float(value) for name, value in fit.callback_metrics.items()}
+    run = fit(options, module, loader, loader, steps=STEPS, log_every_n_steps=1)
+    logged = run.logged
     if num_replicas > 1:  # Lightning averages the logged training loss over replicas
         logged.pop("train_loss")
-    return {"losses": record.losses, "norms": record.norms, "logged": logged}
+    return {"losses": run.losses, "norms": run.norms, "logged": logged}
 
 
 @cache
