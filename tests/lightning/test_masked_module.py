@@ -198,6 +198,7 @@ def resume_on_another_layout(folder: Path, path: str) -> tuple[Any, Any]:
     return expected, found
 
 
+@pytest.mark.slow  # test_bridge_kept has a model of transformers that resumes
 def test_a_run_resumes_on_another_layout(folder: Path, tmp_path: Path) -> None:
     expected, found = run_ranks(2, resume_on_another_layout, folder, str(tmp_path / "c.ckpt"))[0]
     for key, tensor in found.items():

@@ -358,7 +358,8 @@ def test_stateful_loaders_keep_a_state_for_each_replica(layout: Layout, tmp_path
 @pytest.mark.parametrize(
     ("kind", "layout"),
     [
-        (_EnergonLoader, PP2_DP2),
+        (_EnergonLoader, DP2),
+        pytest.param(_EnergonLoader, PP2_DP2, marks=pytest.mark.slow),
         pytest.param(_EnergonLoader, ONE, marks=pytest.mark.slow),
         pytest.param(_Unsized, DP2, marks=pytest.mark.slow),
         (_Live, ONE),

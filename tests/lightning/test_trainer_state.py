@@ -250,6 +250,7 @@ def _fitted(folder: Path, layout: dict[str, int] | None) -> dict[str, Any]:
     }
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("axis", ["pipeline", "tensor"])
 def test_the_process_that_started_the_ranks_gets_all_weights(axis: str, tmp_path: Path) -> None:
     expected = _fitted(tmp_path / "plain", None)

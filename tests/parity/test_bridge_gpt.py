@@ -90,7 +90,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return made | {name: make_folder(name, parent) for name in FOLDERS}
 
 
-@pytest.mark.spread(2)
+@pytest.mark.spread(1)
 @pytest.mark.parametrize(
     ("name", "layout"),
     [

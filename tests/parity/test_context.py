@@ -182,6 +182,7 @@ def _part(options: dict[str, Any] | None, steps: int, start: str | None, end: st
     return record.losses
 
 
+@pytest.mark.slow  # test_resume has other layouts; these ranks hold whole parameters
 def test_a_checkpoint_resumes_on_another_layout(tmp_path: Path) -> None:
     expected = run_ranks(1, _part, None, STEPS, None, str(tmp_path / "whole.ckpt"))[0]
     middle, last = str(tmp_path / "middle.ckpt"), str(tmp_path / "last.ckpt")

@@ -9,7 +9,7 @@ changes its norm by a factor, and leaving out its reduction by tens of percent.
 from __future__ import annotations
 
 import tempfile
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -53,6 +53,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "ep2-etp2": (4, _sizes(ep=2, etp=2)),  # dp 4, edp 1
     "etp2": (4, _sizes(etp=2)),  # dp 4, edp 2
     "ep2": (4, _sizes(ep=2)),  # dp 4, edp 2
+    "ep2-on-two": (2, _sizes(ep=2)),
     "tp2-ep2": (4, _sizes(tp=2, ep=2)),  # dp 2, edp 2
     "tp4-ep2": (4, _sizes(tp=4, ep=2)),  # dp 1, edp 2
     "tp2-ep4": (4, _sizes(tp=2, ep=4)),  # dp 2, edp 1
@@ -304,21 +305,22 @@ def test_every_layout_reads_the_checkpoint_of_another(
 
 def test_plain_lightning_and_a_layout_read_each_other(tmp_path: Path) -> None:
     sharded, plain = tmp_path / "sharded.ckpt", tmp_path / "plain.ckpt"
-    stopped = _run(_Case(layout="ep2-etp2", steps=STOP), sharded)
+    stopped = _run(_Case(layout="ep2-on-two", steps=STOP), sharded)
     consolidate(str(sharded), str(plain))
     run = _run(_Case(layout=None, resumed=str(plain)), tmp_path / "a")
     _assert_equal(_tensors(run.first), _tensors(stopped.last))
     stopped = _run(_Case(layout=None, steps=STOP), plain)
-    run = _run(_Case(layout="ep4", resumed=str(plain)), tmp_path / "b")
+    run = _run(_Case(layout="ep2-on-two", resumed=str(plain)), tmp_path / "b")
     _assert_equal(_tensors(run.first), _tensors(stopped.last))
 
 
 def test_resuming_is_bit_equal_with_random_numbers_of_the_experts(tmp_path: Path) -> None:
     """Data-parallel ranks hold different experts, and so draw different numbers."""
     path = tmp_path / "stopped.ckpt"
-    whole = _run(_Case(layout="ep2", dropout=0.4), tmp_path / "whole.ckpt")
-    _run(_Case(layout="ep2", dropout=0.4, steps=STOP), path)
-    run = _run(_Case(layout="ep2", dropout=0.4, resumed=str(path)), tmp_path / "resumed.ckpt")
+    case = _Case(layout="ep2-on-two", dropout=0.4)
+    whole = _run(case, tmp_path / "whole.ckpt")
+    _run(replace(case, steps=STOP), path)
+    run = _run(replace(case, resumed=str(path)), tmp_path / "resumed.ckpt")
     assert run.losses == whole.losses[STOP:] and run.norms == whole.norms[STOP:]
     _assert_equal(run.last["state_dict"], whole.last["state_dict"])
 

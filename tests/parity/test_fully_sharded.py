@@ -187,22 +187,23 @@ def test_fsdp_equals_one_device(world: int, longer: bool) -> None:
             assert rank[case[0]][1] == pytest.approx(norms, rel=RTOL), case[0]
 
 
-@pytest.mark.spread(1)
 @pytest.mark.parametrize(
-    ("precision", "names"),
+    ("precision", "world", "names"),
     [
-        ("bf16-true", ["pp2-tied", "zb-h1"]),
-        ("16-mixed", ["tp2-sp"]),
-        pytest.param("bf16-true", [case[0] for case in CASES[4]], marks=pytest.mark.slow),
-        pytest.param("bf16-mixed", [case[0] for case in CASES[4]], marks=pytest.mark.slow),
-        pytest.param("16-mixed", [case[0] for case in CASES[4]], marks=pytest.mark.slow),
+        ("bf16-true", 2, ["tied", "micro-batches"]),
+        *(
+            pytest.param(precision, 4, [case[0] for case in CASES[4]], marks=pytest.mark.slow)
+            for precision in ("bf16-true", "bf16-mixed", "16-mixed")
+        ),
     ],
 )
-def test_fsdp_equals_zero1_in_half_precision(precision: str, names: list[str]) -> None:
-    cases = [case for case in CASES[4] if case[0] in names]
-    ranks = run_ranks(4, _train_all, 4, cases, precision, timeout_s=200)
+def test_fsdp_equals_zero1_in_half_precision(precision: str, world: int, names: list[str]) -> None:
+    cases = [case for case in CASES[world] if case[0] in names]
+    ranks = run_ranks(world, _train_all, world, cases, precision, timeout_s=200)
     for rank, expected in zip(
-        ranks, run_ranks(4, _train_all, 4, cases, precision, "zero1", timeout_s=200), strict=True
+        ranks,
+        run_ranks(world, _train_all, world, cases, precision, "zero1", timeout_s=200),
+        strict=True,
     ):
         for name in names:
             first, *later = rank[name][1]

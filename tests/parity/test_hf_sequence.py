@@ -93,5 +93,8 @@ def _body(names: list[str]) -> None:
         _check_gradients(name, reference, model, _calls()["even"])  # as before the refusals
 
 
-def test_calls_of_any_length_equal_one_process() -> None:
-    run_ranks(2, _body, FAMILIES)
+@pytest.mark.parametrize(
+    "families", [FAMILIES[1:4], pytest.param(FAMILIES[::4], marks=pytest.mark.slow)], ids=" ".join
+)
+def test_calls_of_any_length_equal_one_process(families: list[str]) -> None:
+    run_ranks(2, _body, families)

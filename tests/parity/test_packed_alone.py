@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -84,18 +86,32 @@ def test_the_last_row_has_no_trained_token() -> None:
 
 @pytest.mark.timeout(250)
 @pytest.mark.parametrize(
-    ("world", "options"),
+    ("world", "options", "kinds"),
     [
-        pytest.param(2, {CP: 2, MICRO: 1}, id="cp2"),
-        pytest.param(1, {MICRO: 1}, id="one", marks=pytest.mark.slow),
-        pytest.param(2, {PP: 2, MICRO: 1}, id="pp2", marks=pytest.mark.slow),
-        pytest.param(2, {"tensor_model_parallel_size": 2}, id="tp2", marks=pytest.mark.slow),
-        pytest.param(4, {CP: 2, PP: 2, MICRO: 1}, id="cp2-pp2", marks=pytest.mark.slow),
+        pytest.param(2, {CP: 2, MICRO: 1}, (("gpt", 2), ("hf", 1)), id="cp2"),
+        *(
+            pytest.param(
+                world,
+                options,
+                [*product(("gpt", "hf"), (1, 2))],
+                id=f"{name}-all",
+                marks=pytest.mark.slow,
+            )
+            for name, world, options in (
+                ("one", 1, {MICRO: 1}),
+                ("cp2", 2, {CP: 2, MICRO: 1}),
+                ("pp2", 2, {PP: 2, MICRO: 1}),
+                ("tp2", 2, {"tensor_model_parallel_size": 2}),
+                ("cp2-pp2", 4, {CP: 2, PP: 2, MICRO: 1}),
+            )
+        ),
     ],
 )
-def test_packed_is_alone(world: int, options: dict[str, Any]) -> None:
+def test_packed_is_alone(
+    world: int, options: dict[str, Any], kinds: Sequence[tuple[str, int]]
+) -> None:
     """Losses and gradient norms; fp32, sums in another order: 1e-5."""
-    cases = [(kind, True, options, acc) for kind in ("gpt", "hf") for acc in (1, 2)]
+    cases = [(kind, True, options, accumulated) for kind, accumulated in kinds]
     for rank in run_ranks(world, _train_all, cases, make_folder(), timeout_s=200):
         for (kind, _, _, accumulated), (losses, norms) in zip(cases, rank, strict=True):
             expected, expected_norms = _alone(kind)

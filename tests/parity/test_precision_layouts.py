@@ -67,13 +67,12 @@ def _twice(cases: list[tuple[str, str]]) -> dict[tuple[str, str], list[Any]]:
     }
 
 
+@pytest.mark.slow  # test_optimizers trains twice as well
 @pytest.mark.parametrize(
     "cases",
     [
         pytest.param([("sp2-dp2", "zero1")], id="some"),
-        pytest.param(
-            [(name, mode) for name in CASES for mode in MODES], id="all", marks=pytest.mark.slow
-        ),
+        pytest.param([(name, mode) for name in CASES for mode in MODES], id="all"),
     ],
 )
 def test_a_second_run_is_bit_equal(cases: list[tuple[str, str]]) -> None:

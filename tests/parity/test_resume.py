@@ -320,7 +320,7 @@ def test_training_resumes_in_every_layout(saved: str, tmp_path: Path) -> None:
 
 
 def test_consolidated_checkpoint_loads_into_the_module(tmp_path: Path) -> None:
-    run_ranks(4, _save, "tp2-pp2", True, str(tmp_path), timeout_s=100)
+    run_ranks(2, _save, "pp2", True, str(tmp_path), timeout_s=100)
     path = tmp_path / f"step={STOP}.ckpt"
     consolidate(path, tmp_path / "whole.ckpt")
     with plain_file(path) as file:

@@ -252,7 +252,8 @@ def _layers(stages: Any) -> list[int]:
     return [sum(name.rpartition(".")[2].isdigit() for name in units) for units in stages.units]
 
 
-@pytest.mark.parametrize("name", ["t5", "t5-untied", "bart"])
+@pytest.mark.spread(1)
+@pytest.mark.parametrize("name", ["t5-untied", "t5", "bart"])
 def test_two_stacks_are_divided_together(name: str) -> None:
     model = hf_models.MODELS[name]() if name in hf_models.MODELS else families.OWN[name]()
     assert _layers(_partition(model, 4)) == [2, 2, 2, 2]
