@@ -182,6 +182,7 @@ def reference_drafts(model: GPTModel, text: list[int], depths: int) -> list[int]
     return drafts
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize(("name", "case"), [("window", "two"), ("latent", "chunks")])
 def test_drafts_are_those_of_the_training_forward(
     name: str, case: str, monkeypatch: pytest.MonkeyPatch

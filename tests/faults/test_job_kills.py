@@ -149,6 +149,7 @@ def _kill_forked(folder: str, saving: str, kind: str, num_points: int) -> list[i
     return [first for first, _ in outcomes]
 
 
+@pytest.mark.slow  # test_save_kills kills while a checkpoint is deleted
 def test_a_job_killed_while_it_deletes_resumes(tmp_path: Path) -> None:
     ((first,),) = run_ranks(1, _kill_forked, str(tmp_path), "async", "named", 1, timeout_s=110)
     assert 0 < first < STEPS

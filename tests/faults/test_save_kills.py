@@ -128,6 +128,7 @@ KINDS = [
 ]
 
 
+@pytest.mark.slow  # test_checkpoint kills before every change of the file system
 @pytest.mark.parametrize(
     ("place", "method", "overwrite"),
     [

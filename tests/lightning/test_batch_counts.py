@@ -318,6 +318,7 @@ def _trained(layout: Layout, folder: str, make: Any, numbers: tuple[int, int]) -
     return [trainer.global_step, type(trainer.train_dataloader).__name__]
 
 
+@pytest.mark.spread(1)
 @layouts(DP2, slow=[PP2_DP2])
 @pytest.mark.parametrize("make", [_sized, _stream])
 def test_equal_numbers_after_limits_are_trained(layout: Layout, make: Any, tmp_path: Path) -> None:

@@ -243,6 +243,7 @@ def _displayed(layout: Layout, folder: str, rich: bool) -> dict[str, Any]:
     return {"displayed": bar.displayed, "total": bar.total_train_batches, "enabled": bar.is_enabled}
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("rich", [False, True], ids=["tqdm", "rich"])
 def test_progress_bars(rich: bool, tmp_path: Path) -> None:
     expected = run(SINGLE, _displayed, tmp_path, rich)[0]

@@ -273,6 +273,7 @@ def _time_to_validate(layout: Layout, folder: str, rank: int) -> list[tuple[int,
     return validations.seen
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize(("rank", "expected"), [(0, [(1, 4, False)]), (1, [])])
 def test_time_to_validate_is_rank_0s(
     rank: int, expected: list[tuple[int, int, bool]], tmp_path: Path

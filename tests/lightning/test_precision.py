@@ -149,6 +149,7 @@ def test_loss_scale_and_skipped_steps_on_every_rank(layout: Layout, tmp_path: Pa
         assert max(finite) < 100.0  # unscaled before the hooks and the clipping
 
 
+@pytest.mark.slow  # test_resume_product resumes in fp16
 @layouts(PP2, slow=[MICRO, DP2, DDP2, PP2_DP2])
 def test_loss_scale_resumes_bit_equal(layout: Layout, tmp_path: Path) -> None:
     """Stopped between two overflows, when the hysteresis is half used up."""

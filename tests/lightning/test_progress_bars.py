@@ -34,6 +34,7 @@ class _Totals(pl.Callback):
             trainer.save_checkpoint(Path(trainer.default_root_dir) / "inside.ckpt")
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("kind", [TQDMProgressBar, RichProgressBar])
 def test_bars_end_at_max_steps(kind: type[ProgressBar], tmp_path: Path) -> None:
     """Four batches an epoch: the run ends in the middle of the third, and resumes there."""

@@ -417,6 +417,7 @@ def _refused(layout: Layout, folder: str, case: str) -> str | None:
     return None
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("case", ["recompute", "sparse"])
 def test_what_a_hook_builds_is_refused_alike_on_every_rank(case: str, tmp_path: Path) -> None:
     """Also on the stages that hold none of it."""

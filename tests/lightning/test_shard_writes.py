@@ -82,6 +82,7 @@ def test_a_hook_that_writes_shards_is_warned_of_once(tmp_path: Path) -> None:
         assert all("full_tensors()" in text for text in texts)
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize(
     ("layout", "write"),
     [

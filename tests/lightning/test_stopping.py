@@ -108,7 +108,7 @@ def _requeued(layout: Layout, folder: str) -> dict[str, Any]:
     }
 
 
-@layouts(ONE, PP2, slow=[DP2, TP2_PP2])
+@layouts(ONE, slow=[PP2, DP2, TP2_PP2])
 def test_slurms_signal_saves_and_requeues_without_a_callback(
     layout: Layout, tmp_path: Path
 ) -> None:

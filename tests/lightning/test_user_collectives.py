@@ -302,6 +302,7 @@ def _fit_with(layout: Layout, folder: str, observe: Any) -> Any:
     return weights
 
 
+@pytest.mark.spread(1)
 @layouts(TP2, CP2)
 def test_other_collectives_pass(layout: Layout, tmp_path: Path) -> None:
     found, plain = (run(layout, _fit_with, tmp_path, step)[0] for step in (_passing, None))

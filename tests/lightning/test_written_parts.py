@@ -76,6 +76,7 @@ def _matrices(layout: Layout, folder: str, when: str) -> list[float] | str:
     return record.losses
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize(
     ("layout", "when"),
     [

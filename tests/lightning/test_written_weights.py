@@ -177,6 +177,7 @@ def test_fits_whose_hooks_write_weights_equal_one_device(
         assert_close(sums, single(_fit_full, *args))
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize(
     "writes",
     [(("on_train_epoch_start", 4, "fill"),), SEVERAL],

@@ -107,7 +107,7 @@ CASES: dict[str, Case] = {
     "fp8": Case(precision="fp8"),
     "fp8-tp2": Case(2, {TP: 2}, precision="fp8"),
 }  # fmt: skip
-FAST = ["experts-ep2"]
+FAST = ["experts"]
 CEILINGS = {"bf16": 1e-2, "fp8": 5e-2}
 """Of the relative bounds beside uncompiled blocks."""
 FP32 = (1e-6, 2e-6, 1e-6, 2e-6, 2e-6)

@@ -23,6 +23,7 @@ USUAL = ("tp2", "ep2")
 RARE = ("pp2", "cp2", "fsdp2", "dp2-zero1", "tp2-pp2", "tp2-cp2", "pp2-vpp2")
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize(
     "layout",
     [*USUAL, *(pytest.param(name, marks=pytest.mark.slow) for name in RARE)],

@@ -53,6 +53,7 @@ def _with_muon(model: str, layout: str | None, path: str) -> Any:
         return train(_config(model), options, replicas, kind=_WithMuon, steps=2, end=path)
 
 
+@pytest.mark.slow  # test_sharded_muon steps matrices
 @pytest.mark.parametrize(
     ("model", "layout"),
     [pytest.param(*c, marks=() if c == ("untied", "tp2") else pytest.mark.slow) for c in CASES],

@@ -341,6 +341,7 @@ def test_losses_of_layers_have_the_items_of_the_main_loss(case: str) -> None:
     _compare(case, "method", ragged=True)  # plain Lightning does not weight accumulated batches
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize(
     "case",
     [
@@ -353,6 +354,7 @@ def test_without_items_means_are_averaged(case: str) -> None:
     _compare(case, "none", ragged=False)
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize(
     "case",
     ["pp2", "plain-accumulated", pytest.param("native-accumulated", marks=pytest.mark.slow)],

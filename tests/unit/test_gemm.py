@@ -269,6 +269,7 @@ def test_the_input_of_a_frozen_weight_is_not_kept(two_sided: bool) -> None:
     assert _saved(_Coded(two_sided), False) == [(5, 6)]
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("two_sided", [True, False])
 @pytest.mark.parametrize("backend", [None, "aot_eager"])
 def test_codes_and_scales_can_be_deferred(backend: str | None, two_sided: bool) -> None:
