@@ -200,8 +200,8 @@ def check(
 @pytest.mark.parametrize(
     ("samplings", "cases"),
     [
-        pytest.param((DRAWN,), ("chunks", "pages"), id="drawn"),
-        pytest.param((DRAWN,), ("at once",), id="drawn at once", marks=pytest.mark.slow),
+        pytest.param((DRAWN,), ("chunks",), id="drawn, chunks"),
+        pytest.param((DRAWN,), ("at once", "pages"), id="drawn", marks=pytest.mark.slow),
         pytest.param((GREEDY,), tuple(SMALL), id="greedy", marks=pytest.mark.slow),
     ],
 )

@@ -1,8 +1,8 @@
 """A rank that dies or raises ends the whole job within seconds, the screen says which, and nothing
 written is lost.
 
-The default tests try a killed rank under our own launcher and an exception under another. The slow
-ones try both under all launchers.
+The default test tries a killed rank under our own launcher. The slow ones try all faults under all
+launchers.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def test_all_ranks_finish_and_the_main_process_waits_for_them() -> None:
     assert re.search(r"DONE 0 16", output) and re.search(r"DONE 1 16", output), output
 
 
-@on_all_launchers(("fork", 1))  # test_restarts_in_process has exceptions under popen
+@on_all_launchers()  # test_restarts_in_process has exceptions, test_pipeline_faults their place
 def test_an_exception_in_a_stage_ends_the_job_with_its_place_in_the_schedule(
     launcher: str, rank: int, tmp_path: Path
 ) -> None:

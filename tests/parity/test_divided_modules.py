@@ -290,6 +290,7 @@ def test_models_without_a_pipeline_equal_one_device(world: int) -> None:
             assert full == FULL.get(kind, full), case
 
 
+@pytest.mark.slow  # test_fully_sharded has bf16, and the test above these models
 def test_bf16_equals_zero1() -> None:
     """Which rounds the same products: 1e-5 in the first step; later a weight on the edge between
     two bf16 values may round to the other, 2^-8 of it."""
