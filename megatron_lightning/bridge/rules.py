@@ -199,10 +199,17 @@ def parameters(
         try:
             tensor: Any = move.join(config, [tensors[theirs] for theirs in names])
         except RuntimeError:  # shapes do not fit together
-            misshapen += names
+            tensor = None
+        if tensor is None or tuple(tensor.shape) != shape:
+            own_shapes = move.shapes(config, shape, len(sources))
+            differing_names = [
+                theirs
+                for source, own_shape in zip(sources, own_shapes, strict=True)
+                for theirs in source
+                if tuple(tensors[theirs].shape) != own_shape
+            ]
+            misshapen += differing_names or names
             continue
-        if tuple(tensor.shape) != shape:
-            misshapen += names
         results[name] = tensor
     unused_names = [
         n for n in tensors if n not in used_names and not any(re.search(p, n) for p in ignored)

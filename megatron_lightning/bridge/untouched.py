@@ -8,6 +8,7 @@ parameters. :func:`read_weights` fills a rank's part after the module is sharded
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
@@ -185,9 +186,10 @@ def _check(
             texts.append(f"{len(names)} tensors {text} ({', '.join(names[:5])})")
     if texts:
         # Of a stack of experts, transformers names the parameter only.
-        absent = [n for n in _absent(folder, model_class, config) if n not in " ".join(texts)]
-        if absent:
-            texts.append(f"the folder lacks {', '.join(absent[:5])}")
+        for text, names in _differences(folder, model_class, config).items():
+            unnamed = [name for name in names if name.split(" ")[0] not in " ".join(texts)]
+            if unnamed:
+                texts.append(f"the folder {text} {', '.join(unnamed[:5])}")
         raise CheckpointError(
             f"{folder.path} does not fit {model_class.__name__}: {'; '.join(texts)}. Restore the "
             "folder, or load it with the class that saved it, which config.json names under "
@@ -211,17 +213,30 @@ def saved_table(model: nn.Module) -> dict[str, tuple[Shape, torch.dtype]]:
     return {name: (tuple(value.shape), value.dtype) for name, value in saved_state.items()}
 
 
-def _absent(folder: FolderTensors, model_class: Any, config: Any) -> list[str]:
-    """Return the tensors written by ``save_pretrained`` and missing from the folder. Empty if the
-    folder has names of another version.
+def _differences(folder: FolderTensors, model_class: Any, config: Any) -> dict[str, list[str]]:
+    """Return the tensors of the folder that differ from those written by ``save_pretrained``, by
+    what the folder does. Empty if the folder has names of another version.
     """
     try:
         with torch.device("meta"):
             table = saved_table(model_class(config))
     except Exception:  # only a better message is missing
-        return []
+        return {}
     absent = [name for name in table if name not in folder.tensors]
-    return absent if len(absent) < len(table) // 2 else []
+    if len(absent) >= len(table) // 2:
+        return {}
+    misshapen = [
+        f"{name} {list(folder.tensors[name].shape)} instead of {list(shape)}"
+        for name, (shape, _) in table.items()
+        if name in folder.tensors and tuple(folder.tensors[name].shape) != shape
+    ]
+    ignored = model_class._keys_to_ignore_on_load_unexpected or ()
+    extra = [
+        name
+        for name in folder.tensors
+        if name not in table and not any(re.search(pattern, name) for pattern in ignored)
+    ]
+    return {"lacks": absent, "has": misshapen, "also has": extra}
 
 
 def fill_weights(model: nn.Module) -> nn.Module:
