@@ -187,8 +187,7 @@ def make_model(name: str, **options: Any) -> Any:
     torch.manual_seed(0)
     sizes = {k: v for k, v in _SIZES.items() if family != "GPT2" or k in _OF_ALL}
     model = model_class(config_class(**(sizes | own | options)))
-    if getattr(model.config, "attn_logit_softcapping", None):
-        model.set_attn_implementation("eager")  # older versions choose sdpa, which leaves it out
+    with_softcapping(model)
     generator = torch.Generator().manual_seed(7)
     with torch.no_grad():
         for key, tensor in model.state_dict().items():
@@ -198,6 +197,15 @@ def make_model(name: str, **options: Any) -> Any:
             if key.endswith("linear_attn.A_log"):  # else states decay to rounding in a token
                 tensor.sub_(3)
     return model.eval()
+
+
+def with_softcapping(model: Any) -> Any:
+    """Let a model compute what its configuration says: older versions of ``transformers`` choose
+    sdpa for models with softcapping, and sdpa leaves the softcapping out.
+    """
+    if getattr(model.config, "attn_logit_softcapping", None):
+        model.set_attn_implementation("eager")
+    return model
 
 
 def _suffixes(family: str) -> tuple[str, str]:

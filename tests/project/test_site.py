@@ -3,6 +3,7 @@ lists what the packages export. ``make docs`` builds it, and stops at warnings."
 
 from __future__ import annotations
 
+import configparser
 import inspect
 import re
 import shlex
@@ -111,3 +112,11 @@ def test_the_first_module_is_described() -> None:
     described = eval(describe.strip().removeprefix("print(").removesuffix(")"), names)
     assert "net.0" in described
     assert names["data"].batch_size == 64
+
+
+def test_extras_are_listed_with_what_each_is_for() -> None:
+    setup = configparser.ConfigParser()
+    setup.read(ROOT / "setup.cfg")
+    table = (DOCS / "public_names.md").read_text().partition("## Extras")[2]
+    rows = re.findall(r"^\| `(\w+)` \| .{9,}\|$", table, re.MULTILINE)
+    assert sorted(rows) == sorted(setup["options.extras_require"])
