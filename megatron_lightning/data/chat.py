@@ -86,7 +86,7 @@ def parse_row(row: Row) -> Chat | Text | Tokens:
     if "input_ids" in fields:
         return _tokens(row)
     if "messages" in fields:
-        return _chat(row, "messages", fields["messages"])
+        return _chat(row, "messages", _with_system(row, _turns(row, "messages")))
     if "conversations" in fields:
         return _chat(row, "conversations", _share_gpt(row))
     if "instruction" in fields and "output" in fields:
@@ -214,6 +214,12 @@ def _json(row: Row, what: str, text: str) -> Any:
         raise DataError(f"{row.where}: {what} are no JSON: {error}") from error
 
 
+def _turns(row: Row, key: str) -> Any:
+    """Return the turns of a conversation. Tables of text (CSV) hold the turns as JSON text."""
+    turns = row.fields[key]
+    return _json(row, key, turns) if isinstance(turns, str) else turns
+
+
 def _tools(row: Row) -> list[Mapping[str, Any]] | None:
     tools = row.fields.get("tools")
     if isinstance(tools, str):
@@ -225,14 +231,12 @@ def _tools(row: Row) -> list[Mapping[str, Any]] | None:
     return tools
 
 
-def _share_gpt(row: Row) -> list[Any]:
+def _share_gpt(row: Row) -> Any:
     """Return ShareGPT's ``from`` and ``value`` as OpenAI's messages."""
-    turns = row.fields["conversations"]
+    turns = _turns(row, "conversations")
     if not isinstance(turns, list):
         raise DataError(f"{row.where}: conversations must be a list of turns")
     messages: list[Any] = []
-    if isinstance(row.fields.get("system"), str) and row.fields["system"]:
-        messages.append({"role": "system", "content": row.fields["system"]})
     for index, turn in enumerate(turns):
         if not isinstance(turn, Mapping):
             raise DataError(f"{row.where}: turn {index} must be an object with from and value")
@@ -256,7 +260,27 @@ def _share_gpt(row: Row) -> list[Any]:
             )
         else:
             messages.append({"role": role, "content": value, **settings})
-    return messages
+    return _with_system(row, messages)
+
+
+def _with_system(row: Row, messages: Any) -> Any:
+    """Return messages behind the row's ``system``, if there is one.
+
+    Raises:
+        DataError: If the messages begin with another system message.
+    """
+    system = row.fields.get("system")
+    if not system or not isinstance(messages, list):
+        return messages
+    first = messages[0] if messages else None
+    if isinstance(first, Mapping) and first.get("role") == "system":
+        if first.get("content") == system:
+            return messages
+        raise DataError(
+            f"{row.where}: the row has system, and the first message is a system message, too; "
+            "keep one of them"
+        )
+    return [{"role": "system", "content": _text(row, "system", system)}, *messages]
 
 
 def _alpaca(row: Row) -> list[Any]:
@@ -282,9 +306,16 @@ def _alpaca(row: Row) -> list[Any]:
 def _completion(row: Row) -> Chat | Text:
     prompt, completion = row.fields["prompt"], row.fields["completion"]
     if isinstance(prompt, str) and isinstance(completion, str):
+        if row.fields.get("system"):
+            raise DataError(
+                f"{row.where}: the row has system beside a prompt that is text, which no template "
+                "renders; make the prompt a list of messages, or leave system out"
+            )
         return Text(row.where, prompt, completion)
     if isinstance(prompt, list) and isinstance(completion, list):
-        return _chat(row, "prompt and completion", [*prompt, *completion], len(prompt))
+        messages = _with_system(row, [*prompt, *completion])
+        num_before = len(messages) - len(completion)
+        return _chat(row, "prompt and completion", messages, num_before)
     raise DataError(
         f"{row.where}: prompt is a {type(prompt).__name__} and completion a "
         f"{type(completion).__name__}; both must be text, or both lists of messages"

@@ -7,6 +7,7 @@ here: Arrow gives each column a single type, and the arguments of tools have man
 
 from __future__ import annotations
 
+import codecs
 import csv
 import io
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -122,7 +123,8 @@ def _opened(path: str) -> Iterator[IO[bytes]]:
 def _read_json(path: str) -> Iterator[Row]:
     """A line of JSON is a row. A file beginning with ``[`` is a list of rows."""
     with _opened(path) as file:
-        for number, line in enumerate(file, 1):
+        for number, raw in enumerate(file, 1):
+            line = raw.removeprefix(codecs.BOM_UTF8) if number == 1 else raw
             if not line.strip():
                 continue
             record = Record(path, number, line, is_json=True)

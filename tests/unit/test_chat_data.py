@@ -3,6 +3,7 @@ written by hand in the form that public models have."""
 
 from __future__ import annotations
 
+import codecs
 import importlib
 import json
 from pathlib import Path
@@ -271,6 +272,26 @@ def test_schemas_give_the_same_rows(tmp_path: Path) -> None:
         assert torch.equal(row["tokens"], found[0]["tokens"])
 
 
+def test_a_system_text_beside_the_messages_is_their_first(tmp_path: Path) -> None:
+    tokenizer = make_tokenizer()
+    system = turn("system", "red")
+    turns = [{"from": "human", "value": "what is"}, {"from": "gpt", "value": "the sky"}]
+    rows = [
+        {"messages": [system, *TWO[:2]]},
+        {"messages": TWO[:2], "system": "red"},
+        {"messages": json.dumps(TWO[:2]), "system": "red"},  # a table of text
+        {"messages": [system, *TWO[:2]], "system": "red"},
+        {"conversations": turns, "system": "red"},
+        {"prompt": TWO[:1], "completion": TWO[1:2], "system": "red"},
+        {"instruction": "what is", "output": "the sky", "system": "red"},
+    ]
+    found = _rows(_module(tmp_path, rows, tokenizer))
+    assert len(found) == len(rows)
+    for row in found[1:]:
+        assert torch.equal(row["labels"], found[0]["labels"])
+        assert torch.equal(row["tokens"], found[0]["tokens"])
+
+
 def test_text_without_a_template(tmp_path: Path) -> None:
     tokenizer = make_tokenizer(template=None)
     rows = [{"prompt": "what is", "completion": " the sky"}, {"text": "sky blue"}]
@@ -359,6 +380,12 @@ WRONG: dict[str, tuple[Any, str]] = {
             {"function": {"name": "f", "arguments": "{"}}]}]},
         "the arguments of a call in message 1 are no JSON",
     ),
+    "two system messages": (
+        {"messages": [turn("system", "a"), *TWO], "system": "b"}, "keep one of them",
+    ),
+    "a system text beside a text": (
+        {"prompt": "a", "completion": "b", "system": "c"}, "make the prompt a list of messages",
+    ),
     "somebody": ({"conversations": [{"from": "me", "value": "a"}]}, "turn 0 is from 'me'"),
     "a foreign id": ({"input_ids": [1, 5000]}, "input_ids has id 5000, and the tokenizer 320"),
 }  # fmt: skip
@@ -418,6 +445,7 @@ def test_files(tmp_path: Path, suffix: str) -> None:
     path = tmp_path / f"rows.{suffix}"
     if suffix == "jsonl":
         write_rows(path, rows)
+        path.write_bytes(codecs.BOM_UTF8 + path.read_bytes())
     elif suffix == "json":
         path.write_text(json.dumps(rows, indent=1))
     elif suffix == "csv":
