@@ -52,12 +52,20 @@ class Reader:
         tokens: Token ids.
         sampling: How tokens are chosen.
         num_scored: Number of last tokens to score.
+        follows: Whether each step's state is read. False: the last state alone.
     """
 
     def __init__(
-        self, stepping: Stepping, tokens: list[int], sampling: Sampling, num_scored: int = 0
+        self,
+        stepping: Stepping,
+        tokens: list[int],
+        sampling: Sampling,
+        num_scored: int = 0,
+        *,
+        follows: bool = False,
     ) -> None:
         self._stepping = stepping
+        self._follows = follows
         self._loop = asyncio.get_running_loop()
         self._states: asyncio.Queue[Written | None] = asyncio.Queue()
         self.last = Written()
@@ -70,6 +78,8 @@ class Reader:
     def _tell(self, request: batch.Request | None) -> None:
         """Pass a copy of the request's state on. Called from the stepping thread."""
         state = None
+        if request is not None and request.reason is None and not self._follows:
+            return  # waking the event loop for each request would slow every step
         if request is not None:
             new_tokens = list(request.new_tokens)
             state = Written(new_tokens, list(request.logprobs), list(request.best), request.reason)
@@ -256,7 +266,8 @@ class Server:
         readers: list[Reader] = []
         for index, prompt in enumerate(request.prompts if request.writes else ()):
             own_sampling = Sampling(**{**sampling, "seed": request.sampling.seed + index})
-            readers.append(Reader(self._stepping, prompt, own_sampling))
+            reader = Reader(self._stepping, prompt, own_sampling, follows=request.stream)
+            readers.append(reader)
         return readers
 
     async def _whole(

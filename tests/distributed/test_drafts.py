@@ -163,6 +163,28 @@ def test_scores_over_several_steps_are_those_without_drafts(storage: Any) -> Non
     assert engine.draft_counts.proposed == 0
 
 
+PAIRS = ([[3, 1, 4], [3, 1, 4], [7, 7], [5]], [list(range(2, 32)), [5] * 12, [9, 8, 7], [1]])
+
+
+def found_scores(paths: dict[str, str]) -> dict[Any, Any]:
+    return {
+        key: ([own.logprobs for own in engine.score(*PAIRS)], engine.draft_counts.proposed)
+        for key, engine in engines_of(paths, LAYOUTS, OPTIONS)
+    }
+
+
+@pytest.mark.slow
+def test_scores_on_two_ranks_are_those_without_drafts(tmp_path: Path) -> None:
+    """fp32, sums in another order: 1e-5 of log-probabilities of up to 30."""
+    paths = paths_of(tmp_path, ("grouped", "experts", "latent"))
+    expected = {name: Engine.of(model_of(config_of(name))).score(*PAIRS) for name in paths}
+    for found in run_ranks(2, found_scores, paths, timeout_s=110):
+        for (name, _, _), (logprobs, proposed) in found.items():
+            assert proposed == 0
+            for own, other in zip(logprobs, expected[name], strict=True):
+                assert own == pytest.approx(other.logprobs, rel=1e-5, abs=1e-5)
+
+
 def reference_drafts(model: GPTModel, text: list[int], depths: int) -> list[int]:
     """Return the drafts behind a text by the layers' training forward, without a cache."""
     text, drafts = list(text), list[int]()

@@ -14,7 +14,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -249,6 +249,31 @@ def _check_many(client: openai.OpenAI) -> None:
         assert len({text for i, text in enumerate(texts) if i % 5 == rest and i % 10 != 3}) == 1
 
 
+def _ask_many(server: Served, number: int) -> list[Future[int]]:
+    """Return the statuses of long answers, of which at least some are being written."""
+    client, begun = server.client(), threading.Event()
+
+    def ask(index: int) -> int:
+        begun.set()
+        options: dict[str, Any] = {"model": server.folder.name, "prompt": "x", "seed": index}
+        try:
+            # Texts end at random: repeated, so that some are on their way.
+            for _ in range(1000):
+                client.completions.create(max_tokens=120, **options)
+        except openai.APIStatusError as error:
+            return error.status_code
+        except openai.APIConnectionError:
+            return 0
+        return 200
+
+    pool = ThreadPoolExecutor(number)
+    pending = [pool.submit(ask, index) for index in range(number)]
+    pool.shutdown(wait=False)
+    begun.wait()
+    time.sleep(1)
+    return pending
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_key_a_drain_and_a_killed_rank(folder: Path, tmp_path: Path) -> None:
@@ -266,11 +291,13 @@ def test_a_key_a_drain_and_a_killed_rank(folder: Path, tmp_path: Path) -> None:
         assert first.choices and rest[-1].choices[0].finish_reason in ("length", "stop")
         assert server.process.wait(30) == 0
     with served(folder, "--tensor-model-parallel-size", "2") as server:
+        pending = _ask_many(server, 8)
         children = Path(f"/proc/{server.process.pid}/task/{server.process.pid}/children")
         started = [int(pid) for pid in children.read_text().split()]
         for pid in started[-1:]:
             os.kill(pid, signal.SIGKILL)
         assert server.process.wait(60) != 0
+        assert 503 in [status.result() for status in pending]
 
 
 def test_what_cannot_be_served_is_refused(
