@@ -94,7 +94,7 @@ def test_the_last_row_has_no_trained_token() -> None:
                 world,
                 options,
                 [*product(("gpt", "hf"), (1, 2))],
-                id=f"{name}-all",
+                id="cp2-all" if name == "cp2" else name,
                 marks=pytest.mark.slow,
             )
             for name, world, options in (
