@@ -86,7 +86,10 @@ class Lengths:
         """
         longest = max(1, self.quantile(_MOST_SHOWN)) if longest is None else longest
         edges = np.unique(np.linspace(0, longest, _BARS + 1).astype(int))
-        counts, _ = np.histogram(self._values - 1, edges, weights=self._counts)
+        # The last bin of NumPy has both of its edges: longer documents are left out before.
+        is_shown = self._values <= longest
+        shown, weights = self._values[is_shown] - 1, self._counts[is_shown]
+        counts, _ = np.histogram(shown, edges, weights=weights)
         most, digits, bars = max(1, int(counts.max())), len(str(longest)), []
         for number, count in enumerate(counts.astype(int).tolist()):
             cells, eighths = divmod(round(8 * _WIDTH * count / most), 8)

@@ -28,9 +28,9 @@ from megatron_lightning.peft.lora import AppliedLoRA, FusedRows, LoRA, applied_t
 from megatron_lightning.peft.saved import Base
 
 PEFT = "peft"
+"""Entry of a checkpoint's state."""
 EXPECTED_BASE = "_megatron_expected_base"
 """Attribute of a model with adapters loaded before its weights: the base of the adapters."""
-"""Entry of a checkpoint's state."""
 _MODULE = "state_dict."
 _CACHED = re.compile(r"models--([^/]+)/snapshots/([0-9a-f]+)/?$")
 

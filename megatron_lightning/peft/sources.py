@@ -136,9 +136,8 @@ def load_adapters(module: nn.Module, path: str | os.PathLike[str]) -> nn.Module:
     if not any(p.is_meta for p in model.parameters()):
         adapters.base.check(digest_of_base(model, adapters), type(model).__name__)
     elif adapters.base.digest is not None:
-        model.__dict__[EXPECTED_BASE] = (
-            adapters.base
-        )  # the strategy compares when the weights are read
+        # The strategy compares when the weights are read.
+        model.__dict__[EXPECTED_BASE] = adapters.base
     if not adapted_layers(model):
         _exactly(adapters).apply(model)
     _fill(model, adapters, str(path))

@@ -69,8 +69,8 @@ def _stacks(module: nn.Module) -> list[str]:
 
 
 def _compute_one_by_one(module: nn.Module) -> None:
-    """Let models of ``transformers`` compute one expert at a time, so that the values of a single
-    expert exist at a time, and backward keeps none.
+    """Set models of ``transformers`` to compute one expert at a time, so that the values of a
+    single expert exist at a time, and backward keeps none.
     """
     for child in module.modules():
         choose: Any = getattr(child, "set_experts_implementation", None)

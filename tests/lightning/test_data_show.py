@@ -76,6 +76,12 @@ def test_bars_are_as_long_as_the_counts() -> None:
     assert lines[-1] == "6 documents, 20 tokens, median 1"
 
 
+def test_a_longer_document_is_in_no_bar() -> None:
+    lines = histogram(np.array([7, 8, 9]), 8).plain.splitlines()
+    assert lines[7].endswith(" 1")
+    assert lines[-1].endswith("1 longer than 8")
+
+
 @pytest.mark.timeout(120)
 def test_the_recipe_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a folder and chats that the example makes."""
