@@ -14,9 +14,9 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil
-from pathlib import Path
 from typing import Any
 
+import fsspec
 import numpy as np
 import torch
 from torch.utils.data import Dataset
@@ -189,7 +189,8 @@ def _read(path: str) -> Any:
     import yaml
 
     try:
-        text = Path(path).read_text()
+        with fsspec.open(path, "rt", encoding="utf-8") as file:
+            text = file.read()
         content = json.loads(text) if path.endswith(".json") else yaml.safe_load(text)
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise DataError(

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_lightning.data.files import atomic_write
+from megatron_lightning.data.remote import written_path
 from megatron_lightning.errors import DataError
 
 Array = npt.NDArray[Any]
@@ -34,7 +35,7 @@ class IndexCache:
     """
 
     def __init__(self, folder: str | Path, stem: str, description: str, data_time: float) -> None:
-        self._folder = Path(folder)
+        self._folder = Path(written_path(str(folder), "cache_dir"))
         self._stem = stem
         self._description = description
         self._data_time = data_time

@@ -8,6 +8,7 @@ from typing import Any
 from megatron_lightning.data.index_check import check_index
 from megatron_lightning.data.indexed import IndexedDataset
 from megatron_lightning.data.lengths import Lengths
+from megatron_lightning.data.remote import written_path
 from megatron_lightning.data.show import NOTE, histogram_text, new_console
 from megatron_lightning.errors import DataError
 
@@ -28,7 +29,7 @@ def inspect(prefixes: list[str], *, vocab_size: int | None = None) -> None:
     """
     console = new_console()
     for prefix in prefixes:
-        indexed = IndexedDataset(prefix)
+        indexed = IndexedDataset(written_path(prefix, "prefixes"))
         check_index(indexed)
         console.rule(Path(prefix).name, align="left")
         console.print(prefix)

@@ -16,6 +16,7 @@ import numpy.typing as npt
 from megatron_lightning.data.files import flush_to_disk, temporary_beside
 from megatron_lightning.data.index_check import check_index
 from megatron_lightning.data.indexed import IndexedDataset, bin_path, idx_path, index_header
+from megatron_lightning.data.remote import written_path
 from megatron_lightning.data.sidecar import common_sidecar, sidecar_path
 from megatron_lightning.errors import ConfigError, DataError
 
@@ -37,7 +38,8 @@ def merge(inputs: list[str], *, output_prefix: str, overwrite: bool = False) -> 
         ConfigError: If there is no input, an input is the output, or the output exists.
         DataError: If an input is missing or damaged, or inputs have other dtypes.
     """
-    prefixes = _prefixes(inputs)
+    output_prefix = written_path(output_prefix, "output_prefix")
+    prefixes = _prefixes([written_path(name, "inputs") for name in inputs])
     if output_prefix in prefixes or bin_path(output_prefix) in map(bin_path, prefixes):
         raise ConfigError(f"{output_prefix} is an input and the output. Set another output_prefix.")
     if idx_path(output_prefix).exists() and not overwrite:

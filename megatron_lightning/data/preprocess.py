@@ -25,6 +25,7 @@ from megatron_lightning.data.interrupts import termination_as_exit
 from megatron_lightning.data.lengths import Lengths
 from megatron_lightning.data.merge import merged_files
 from megatron_lightning.data.pieces import Piece, cut
+from megatron_lightning.data.remote import written_path
 from megatron_lightning.data.sentences import SentenceRule, SentenceSplitter
 from megatron_lightning.data.sidecar import Sidecar
 from megatron_lightning.data.tokenizers import Tokenizer, TokenizerType, train_sentencepiece
@@ -90,6 +91,7 @@ def preprocess(  # noqa: PLR0917  # every argument is an option of the command l
     if tokenizer_type == "bytes":
         tokenizer_model = tokenizer_model or tokenizer_type  # bytes need no file
     _check_settings(tokenizer_type, tokenizer_model, vocab_size, json_keys, workers)
+    output_prefix = written_path(output_prefix, "output_prefix")
     check_backend(tokenizer_backend, tokenizer_type)
     files = input_files(input)
     rule = SentenceRule(sentence_splitter, lang) if split_sentences else None

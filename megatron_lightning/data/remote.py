@@ -24,7 +24,7 @@ import numpy.typing as npt
 from fsspec.core import url_to_fs
 
 from megatron_lightning.data.files import atomic_write
-from megatron_lightning.errors import DataError
+from megatron_lightning.errors import ConfigError, DataError
 
 BLOCK = 1 << 20
 """Bytes of a block."""
@@ -44,6 +44,20 @@ def local_path(path: str) -> str:
     return path.removeprefix("file://")
 
 
+def written_path(path: str, option: str) -> str:
+    """Return the local path of files that are written or mapped here.
+
+    Raises:
+        ConfigError: If the path is a URL of another machine.
+    """
+    if is_remote(path):
+        raise ConfigError(
+            f"{option}={path} is a URL, and these files are on a disk of this machine. Set "
+            f"{option} to a local path, and copy the files."
+        )
+    return local_path(path)
+
+
 def canonical_path(path: str) -> str:
     """Return the common name of all spellings of a path or URL."""
     if not is_remote(path):
@@ -59,6 +73,9 @@ class BlockCache:
     folder: str
     max_bytes: int | None = None
     """Size of the folder. None: without a limit."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "folder", written_path(self.folder, "cache_dir"))
 
     def file(self, url: str) -> RemoteFile:
         """Return a file at a URL.

@@ -17,6 +17,7 @@ from typing import Any, Literal, Protocol
 import yaml
 
 from megatron_lightning.data.files import atomic_write
+from megatron_lightning.data.remote import local_path, written_path
 from megatron_lightning.data.tokenizer_kinds import (
     NO_PAD,
     ByteTokenizer,
@@ -278,6 +279,7 @@ def load_tokenizer(
         ConfigError: If the library is missing or the tokenizer lacks an end-of-document id.
         DataError: If the tokenizer cannot be loaded.
     """
+    tokenizer_model = written_path(str(tokenizer_model), "tokenizer_model")
     if tokenizer_type == "bytes":
         return ByteTokenizer()
     if tokenizer_type == "null":
@@ -305,6 +307,7 @@ def tokenizer_files(tokenizer: Tokenizer, model: str) -> dict[str, bytes]:
         tokenizer: The tokenizer.
         model: The argument it was loaded from.
     """
+    model = local_path(model)
     if isinstance(tokenizer, SentencePieceTokenizer):
         return {"tokenizer.model": Path(model).read_bytes()}
     if isinstance(tokenizer, HuggingFaceTokenizer):

@@ -16,6 +16,7 @@ from megatron_lightning.data.indexed import IndexedDataset
 from megatron_lightning.data.inspection import inspect, length_picture
 from megatron_lightning.data.merge import merge
 from megatron_lightning.data.preference import SIDES
+from megatron_lightning.data.remote import written_path
 from megatron_lightning.data.show import (
     as_numbers,
     histogram,
@@ -144,7 +145,7 @@ def _show_lengths(console: Any, data: IndexedDataModule) -> None:
 
 
 def _show_documents(console: Any, prefix: str, tokenizer: Tokenizer | None, samples: int) -> None:
-    indexed = IndexedDataset(prefix)
+    indexed = IndexedDataset(written_path(prefix, "prefix"))
     decode = as_numbers if tokenizer is None else tokenizer.decode
     bounds = indexed.document_indices.tolist()
     for number in range(min(samples, indexed.num_documents)):

@@ -15,12 +15,14 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 from torch.utils.data import DataLoader
 
-from megatron_lightning.data import ByteTokenizer, remote
+from megatron_lightning.data import ByteTokenizer, load_tokenizer, remote
 from megatron_lightning.data.gpt import GPTDataset, GPTDatasetConfig
 from megatron_lightning.data.identity import content_digest
 from megatron_lightning.data.indexed import IndexedDataset, IndexedDatasetWriter
+from megatron_lightning.data.merge import merge
+from megatron_lightning.data.preprocess import preprocess
 from megatron_lightning.data.sidecar import Sidecar, check_tokenizer
-from megatron_lightning.errors import DataError
+from megatron_lightning.errors import ConfigError, DataError
 from megatron_lightning.modules import PretrainDataModule
 
 
@@ -127,6 +129,32 @@ def test_the_folder_stays_near_its_size(
     assert samples(data, 80) == samples(dataset(files, tmp_path / "local"), 80)
     kept = [path for path, _ in remote._blocks_in(str(tmp_path / "kept"))]
     assert 1 <= len(kept) <= 8 + remote._NUM_THREADS
+
+
+def test_what_is_written_is_local(
+    files: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`file://` is a local path, and other URLs are refused instead of folders of their names."""
+    monkeypatch.chdir(tmp_path)
+    fsspec.filesystem("memory").pipe("/blend.yaml", f"train: [[1.0, {files}]]".encode())
+    data = PretrainDataModule(
+        "memory://blend.yaml", 32, 4, num_train_samples=8, cache_dir=f"file://{tmp_path}/kept"
+    )
+    data.prepare_data()
+    assert list((tmp_path / "kept").glob("*-shuffle_index.npy"))
+    GPTDataset(f"file://{files}", GPTDatasetConfig(sequence_length=32, split="1"))
+    assert (Path(files) / "cache").is_dir()
+    with pytest.raises(ConfigError, match="cache_dir=store://kept is a URL"):
+        PretrainDataModule(files, 32, 4, split="1", cache_dir="store://kept").prepare_data()
+    with pytest.raises(ConfigError, match="output_prefix=store://data/x is a URL"):
+        preprocess("store://data/x", files, tokenizer_type="null", tokenizer_model="9")
+    with pytest.raises(ConfigError, match="inputs=store://data/text is a URL"):
+        merge(["store://data/text"], output_prefix="x")
+    merge([f"file://{files}"], output_prefix=f"file://{tmp_path}/merged")
+    assert Path(f"{tmp_path}/merged.bin").read_bytes() == Path(f"{files}.bin").read_bytes()
+    with pytest.raises(ConfigError, match="tokenizer_model=store://t is a URL"):
+        load_tokenizer("store://t")
+    assert not list(tmp_path.glob("*:"))
 
 
 def test_what_cannot_be_read_is_named(
