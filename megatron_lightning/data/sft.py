@@ -185,8 +185,8 @@ class Encoder:
             begin_ids, end_id = self._tokenizer.begin, self._tokenizer.end
             ids = np.concatenate([begin_ids, ids, [end_id]]).astype(np.int32)
             trained = np.concatenate([np.zeros(len(begin_ids), np.bool_), trained, [True]])
-        elif trained.any():
-            self.counts[UNENDED] += not self._has_end(ids[trained])
+        elif trained.any() and not self._has_end(ids[trained]):
+            self.counts[UNENDED] += 1
         return Document(ids, trained)
 
     def _has_end(self, trained_ids: npt.NDArray[np.int32]) -> bool:
