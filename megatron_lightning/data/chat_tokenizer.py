@@ -51,6 +51,8 @@ class ChatTokenizer:
             if text not in vocabulary
         }
         """Text -> id of the new tokens that the tokenizer did not have."""
+        # The property makes a table in every call.
+        self._added_ids = frozenset(tokenizer.added_tokens_decoder)
         # The tokenizer's settings of padding and truncation change with every call, and are not
         # wanted.
         serialized = tokenizer.backend_tokenizer.to_str()
@@ -149,7 +151,7 @@ class ChatTokenizer:
 
     def is_added(self, token: int) -> bool:
         """Return whether an id belongs to an added token, such as an end of turn."""
-        return token in self.tokenizer.added_tokens_decoder
+        return token in self._added_ids
 
     @property
     def identity(self) -> str:
