@@ -64,11 +64,15 @@ class OneLineParser(ArgumentParser):
                 "",
             )
         if name:
-            hint = self._hint_of_strategy(name) or suggestion(
-                name, set().union(*(parser.get_defaults().keys() for parser in self.parsers))
-            )
+            hint = self._hint_of_strategy(name) or suggestion(name, self._options())
+        elif message.startswith(_UNRECOGNIZED) and "checkpoint" in self._options():
+            # "serve FOLDER", as with other servers
+            hint = f". Did you mean --checkpoint {message.removeprefix(_UNRECOGNIZED).split()[0]}?"
         line = in_one_line(message)
         super().error(line + (hint or _why_left_out(line)), ex)
+
+    def _options(self) -> set[str]:
+        return set().union(*(parser.get_defaults().keys() for parser in self.parsers))
 
     def _hint_of_strategy(self, name: str) -> str:
         """Return how to set an option of the strategy that was given to the Trainer. "": not an
@@ -101,6 +105,7 @@ def suggestion(name: str, names: Collection[str]) -> str:
     return f". Did you mean {path!r}?" if path != name else ""
 
 
+_UNRECOGNIZED = "unrecognized arguments: "
 _OF_A_TREE = ("Errors:", "Subtypes:", "Given value", "Parser key", "Problem with")
 
 

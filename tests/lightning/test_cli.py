@@ -753,6 +753,10 @@ def test_a_wrong_word_names_the_nearest(
     assert f"Did you mean {nearest!r}?" in _fails(wrong, capsys)
 
 
+def test_a_model_in_the_place_of_a_command_s_option(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "Did you mean --checkpoint tuned?" in _fails(["serve", "tuned", "more"], capsys)
+
+
 def test_nothing_is_near_an_option_of_another_world(
     config: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
