@@ -54,6 +54,31 @@ def test_tensors_are_read_box_by_box_and_counted(tmp_path: Path, num_files: int)
         assert torch.equal(folder.tensors[name].read(), expected), name
 
 
+def _disk_bytes() -> int:
+    """Return the bytes that this process has read from the disk. 0: no counter."""
+    counters = Path("/proc/self/io")
+    lines = counters.read_text().splitlines() if counters.exists() else []
+    return next((int(x.split()[1]) for x in lines if x.startswith("read_bytes:")), 0)
+
+
+@pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="nothing empties the page cache")
+def test_the_kernel_counts_the_same_bytes(tmp_path: Path) -> None:
+    """Cold, each byte comes from the disk once, in full pages and with the header."""
+    tensors = {f"{index}.weight": torch.randn(512, 1024) for index in range(4)}
+    save_file(tensors, tmp_path / SINGLE)
+    with (tmp_path / SINGLE).open("rb") as stream:
+        os.fsync(stream.fileno())
+        os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    before, folder = _disk_bytes(), HuggingFaceFolder(tmp_path)
+    for name, expected in tensors.items():
+        assert torch.equal(folder.tensors[name].read(), expected)
+    read = _disk_bytes() - before
+    assert folder.bytes_read == sum(x.nbytes for x in tensors.values())
+    if not read:
+        pytest.skip("files of this machine are in memory, or nothing counts reads of the disk")
+    assert read == pytest.approx(folder.bytes_read, rel=0.02)
+
+
 def _truncate(path: Path) -> None:
     (path / SINGLE).write_bytes((path / SINGLE).read_bytes()[:-1])
 
