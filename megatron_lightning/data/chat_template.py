@@ -144,22 +144,37 @@ class ChatTemplate:
         Raises:
             DataError: If the template writes neither form.
         """
-        refusal = None
+        refusals, missing = [], None
         for form in (messages, [_in_parts(message) for message in messages]):
             try:
                 rendered = self.render(chat, form)
             except DataError as error:
-                refusal = refusal or error
+                refusals.append(error)
                 continue
-            unwritten = _unwritten(messages, rendered[0])
-            if unwritten is None:
+            fault = _unwritten(messages, rendered[0]) or self._ignored_calls(chat, form, rendered)
+            if fault is None:
                 return form, rendered
-        if refusal is not None:
-            raise refusal
+            missing = missing or fault
+        if missing is None:
+            raise refusals[0]
         raise DataError(
-            f"{chat.where}: the chat template does not write the content of message {unwritten}, "
-            "so that it would not be trained; set another chat_template"
+            f"{chat.where}: the chat template does not write {missing}, so that it would not be "
+            "trained; set another chat_template"
         )
+
+    def _ignored_calls(
+        self, chat: Chat, messages: Sequence[Mapping[str, Any]], rendered: tuple[str, list[Span]]
+    ) -> str | None:
+        """Return the first tool calls, if the template writes the same text without any calls."""
+        number = next((n for n, message in enumerate(messages) if message.get("tool_calls")), None)
+        if number is None:
+            return None
+        without = [{k: v for k, v in one.items() if k != "tool_calls"} for one in messages]
+        try:
+            is_same = self.render(chat, without) == rendered
+        except DataError:  # the template asks for the calls
+            return None
+        return f"the tool calls of message {number}" if is_same else None
 
     def render(
         self, chat: Chat, messages: Sequence[Mapping[str, Any]], *, prompt: bool = False
@@ -391,14 +406,14 @@ def _in_parts(message: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**message, "content": [{"type": "text", "text": message.get("content") or ""}]}
 
 
-def _unwritten(messages: Sequence[Mapping[str, Any]], text: str) -> int | None:
-    """Return the first question or answer with content missing from ``text``, apart from
+def _unwritten(messages: Sequence[Mapping[str, Any]], text: str) -> str | None:
+    """Return the first content of a question or an answer missing from ``text``, apart from
     reasoning.
     """
     for number, message in enumerate(messages):
         content = THOUGHT.sub("", str(message.get("content") or "")).strip()
         if message["role"] in ("user", ASSISTANT) and content not in text:
-            return number
+            return f"the content of message {number}"
     return None
 
 

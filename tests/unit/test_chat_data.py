@@ -411,6 +411,16 @@ def test_a_template_that_refuses_is_named(tmp_path: Path) -> None:
         ChatOptions(train_on="all")  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("form", ["message.content + ''", "message.content[0].text + ''"])
+def test_a_template_that_ignores_tool_calls_is_named(tmp_path: Path, form: str) -> None:
+    """A template of text, and of parts. The answer would be trained to be empty."""
+    template = CHATML.replace("message.content", form)
+    call = {"type": "function", "function": {"name": "look", "arguments": "{}"}}
+    chat = [turn("user", "a"), turn("assistant", "", tool_calls=[call]), turn("tool", "b"), TWO[1]]
+    with pytest.raises(DataError, match="does not write the tool calls of message 1"):
+        _rows(_module(tmp_path, [{"messages": chat}], make_tokenizer(), chat_template=template))
+
+
 def test_slow_and_unknown_tokenizers_are_refused(tmp_path: Path) -> None:
     class Slow:
         """A tokenizer without characters."""
