@@ -10,8 +10,14 @@ import inspect
 from functools import cache
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
+from torch.torch_version import TorchVersion
+
+_FIRST_WITH_PAGES = "2.13"
+"""First version with flash attention 2 over pages. torch 2.12 has the arguments, and refuses them
+without flash attention 3 (https://github.com/pytorch/pytorch/pull/176905)."""
 
 
 @cache
@@ -20,8 +26,16 @@ def _parameters() -> frozenset[str]:
 
 
 def reads_pages() -> bool:
-    """Return whether torch's kernel reads pages in place: torch 2.11 does not."""
-    return {"block_table", "seqused_k", "num_splits"} <= _parameters()
+    """Return whether torch's kernel reads pages in place.
+
+    Flash attention 2 of CUDA does, from torch 2.13 on, and needs boundaries of keys beside pages.
+    Flash attention 3 refuses the boundaries: if a user activates another kernel, keys are gathered.
+    """
+    if TorchVersion(torch.__version__) < _FIRST_WITH_PAGES or torch.version.hip is not None:
+        return False
+    from torch.nn.attention import current_flash_attention_impl
+
+    return current_flash_attention_impl() in (None, "FA2")
 
 
 def attend_ragged(
@@ -62,6 +76,7 @@ def attend_pages(
     table: Tensor,
     num_keys: Tensor,
     boundaries: Tensor,
+    key_boundaries: Tensor,
     longest: int,
     most_keys: int,
     scale: float,
@@ -79,13 +94,16 @@ def attend_pages(
         table: [r, most pages] int32 pages of each request.
         num_keys: [r] int32 keys of each request.
         boundaries: [r + 1] int32 first query of each request, and the end.
+        key_boundaries: [r + 1] int32 sums of ``num_keys``, from 0.
         longest: Queries of the request with the most.
         most_keys: Keys of the request with the most.
         scale: Factor of the scores.
         window: Number of earlier positions visible to a query. -1: all.
     """
     options = {"block_table": table, "seqused_k": num_keys, "num_splits": 1}
-    return _attend(q, keys, values, boundaries, None, longest, most_keys, scale, window, options)
+    return _attend(
+        q, keys, values, boundaries, key_boundaries, longest, most_keys, scale, window, options
+    )
 
 
 def _attend(  # noqa: PLR0917 (the arguments of torch)
@@ -93,7 +111,7 @@ def _attend(  # noqa: PLR0917 (the arguments of torch)
     keys: Tensor,
     values: Tensor,
     boundaries: Tensor,
-    key_boundaries: Tensor | None,
+    key_boundaries: Tensor,
     longest: int,
     most_keys: int,
     scale: float,

@@ -325,6 +325,7 @@ def _by_pages(step: CacheStep, store: KeyStore, q: Tensor, form: AttentionForm) 
     # Tokens behind the last request are padding, and belong to no boundary.
     arguments: dict[str, Any] = {
         "boundaries": pages.boundaries,
+        "key_boundaries": pages.key_boundaries,
         "longest": pages.longest,
         "most_keys": pages.most_keys,
         "scale": form.scale,
@@ -337,6 +338,4 @@ def _by_pages(step: CacheStep, store: KeyStore, q: Tensor, form: AttentionForm) 
             rows, keys, values, table=pages.table, num_keys=pages.num_keys, **arguments
         )
     keys, values = store.read(pages.slots)
-    return compat.attend_ragged(
-        rows, keys, values, key_boundaries=pages.key_boundaries, **arguments
-    )
+    return compat.attend_ragged(rows, keys, values, **arguments)

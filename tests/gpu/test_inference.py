@@ -161,15 +161,12 @@ def test_the_kernel_over_pages(dtype: torch.dtype, groups: int, size: int, windo
         longest=max(counts), most_keys=max(ends), num_slots=sum(ends),
     )  # fmt: skip
     common: dict[str, Any] = {
-        "boundaries": paged.boundaries, "longest": paged.longest, "most_keys": paged.most_keys,
+        "boundaries": paged.boundaries, "key_boundaries": paged.key_boundaries,
+        "longest": paged.longest, "most_keys": paged.most_keys,
         "scale": size**-0.5, "window": window,
     }  # fmt: skip
     keys, values = (pool[paged.slots] for pool in pools)
-    results = [
-        ragged_attention.attend_ragged(
-            q, keys, values, key_boundaries=paged.key_boundaries, **common
-        )
-    ]
+    results = [ragged_attention.attend_ragged(q, keys, values, **common)]
     if ragged_attention.reads_pages():
         pool_keys, pool_values = (pool.unflatten(0, (-1, block)) for pool in pools)
         results.append(

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron_lightning import compat
 from megatron_lightning.compat import ragged_attention
 from megatron_lightning.config import TransformerConfig
 from megatron_lightning.inference import Engine, EngineOptions, Sampling
@@ -32,7 +33,7 @@ class Kernel:
         keys: Tensor,
         values: Tensor,
         boundaries: Tensor,
-        key_boundaries: Tensor | None,
+        key_boundaries: Tensor,
         longest: int,
         most_keys: int,
         *,
@@ -44,15 +45,17 @@ class Kernel:
         num_splits: int | None = None,
     ) -> Tensor:
         self.num_calls += 1
-        assert boundaries.dtype == torch.int32 and boundaries.is_contiguous()
+        # Flash attention 2 asks for both boundaries, over pages as well.
+        for ends in (boundaries, key_boundaries):
+            assert ends.dtype == torch.int32 and ends.is_contiguous()
         contexts = []
         for index, (first, end) in enumerate(pairwise(boundaries)):
             if block_table is None:
-                assert key_boundaries is not None
                 own = slice(key_boundaries[index], key_boundaries[index + 1])
                 k, v = keys[own], values[own]
             else:
                 assert seqused_k is not None and num_splits == 1
+                assert torch.equal(key_boundaries.diff(), seqused_k)
                 pages = block_table[index].long()
                 k, v = (x[pages].flatten(0, 1)[: seqused_k[index]] for x in (keys, values))
             assert end - first <= longest and len(k) <= most_keys
@@ -87,9 +90,10 @@ def test_the_kernel_gets_the_requests_keys(
     options = EngineOptions(max_tokens=7, max_requests=3, storage="pages", block_size=size)
     expected = _texts(runs)
     kernel = Kernel()
-    new = frozenset({"block_table", "seqused_k", "num_splits", "enable_gqa"})
+    new = frozenset({"enable_gqa"})
     monkeypatch.setattr(ragged_attention, "varlen_attn", kernel)
     monkeypatch.setattr(ragged_attention, "_parameters", lambda: new if reads_pages else ())
+    monkeypatch.setattr(compat, "reads_pages", lambda: reads_pages)
     monkeypatch.setattr(steps_module, "takes_pages", lambda device: True)
     has_kernel = key_cache._has_kernel
 
@@ -104,6 +108,19 @@ def test_the_kernel_gets_the_requests_keys(
     calls = kernel.num_calls
     assert _texts(Engine.of(model, options=options)) == expected  # request by request
     assert kernel.num_calls == calls
+
+
+@pytest.mark.parametrize(
+    ("version", "hip", "expected"),
+    [("2.11.0", None, False), ("2.12.1+cu130", None, False), ("2.13.0+cu130", None, True),
+     ("2.13.0", "7.2", False)],
+)  # fmt: skip
+def test_only_a_kernel_of_pages_reads_pages(
+    version: str, hip: str | None, expected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "__version__", version)
+    monkeypatch.setattr(torch.version, "hip", hip)
+    assert ragged_attention.reads_pages() == expected
 
 
 def _texts(engine: Engine) -> list[list[list[int]]]:
