@@ -63,7 +63,6 @@ CODED = (
     "dp2", "tp2", "pp2", "zbv", "cp2", "experts", "latent", "llama", "compiled", "overlapped",
     "recompute-selective", "fsdp2", "fsdp3", "fsdp-tp2", "fsdp-zbv", "fsdp-ep2", "fsdp-selective",
 )  # fmt: skip
-FAST_CODED = [("current", "dp2")]
 
 
 def _coded_natively(case: Case, scaling: str) -> Any:
@@ -74,12 +73,11 @@ def _coded_natively(case: Case, scaling: str) -> Any:
     return results
 
 
+@pytest.mark.slow  # test_fp8_parameters has emulated codes
 @pytest.mark.parametrize(
     ("scaling", "case"),
     [
-        pytest.param(
-            scaling, case, marks=[] if (scaling, case) in FAST_CODED else [pytest.mark.slow]
-        )
+        pytest.param(scaling, case)
         for scaling in ("delayed", "current", "blockwise")
         for case in CODED
     ],

@@ -17,8 +17,8 @@ from torch.utils.data import DataLoader
 
 from megatron_lightning.config import PipelineOptions
 from megatron_lightning.strategies import MegatronStrategy
+from tests.helpers.layouts import fit
 from tests.helpers.ranks import run_ranks
-from tests.helpers.trainers import Losses, trainer
 
 STEPS, BATCH, WIDTH = 4, 4, 8
 RTOL = 1e-5  # fp32, 4 optimizer steps; micro-batches sum in another order than one batch
@@ -208,24 +208,19 @@ def _loader() -> DataLoader[Any]:
 def _fit(kind: type[Model], pp: int, folder: str = "", **options: Any) -> Any:
     """Return losses, norms, the validation loss, full weights and this rank's calls of the
     tower."""
-    record, module = Losses(), Step(kind)
-    strategy: Any = "auto"
+    module, layout = Step(kind), None
     if pp > 1 or kind is Sometimes:  # which branches for every micro-batch
-        pipeline = PipelineOptions(**options)
-        strategy = MegatronStrategy(
-            pipeline_model_parallel_size=pp, micro_batch_size=1, pipeline_options=pipeline
-        )
-    fit = trainer(strategy, max_steps=STEPS, callbacks=[record])
-    fit.fit(module, _loader(), _loader())
-    is_ours = isinstance(fit.strategy, MegatronStrategy)
-    state = fit.strategy.full_state_dict() if is_ours else module.state_dict()
+        layout = {"pp": pp, "mbs": 1, "pipeline_options": PipelineOptions(**options)}
+    run = fit(layout, module, _loader(), _loader(), steps=STEPS)
+    strategy = run.trainer.strategy
+    is_ours = isinstance(strategy, MegatronStrategy)
+    state = strategy.full_state_dict() if is_ours else module.state_dict()
     weights = {k: v.numpy() for k, v in state.items() if v.is_floating_point()}
     if folder:
-        fit.save_checkpoint(f"{folder}/{pp}.ckpt")
+        run.trainer.save_checkpoint(f"{folder}/{pp}.ckpt")
     calls = getattr(module.model.tower, "num_calls", 0)
     is_held = any(True for _ in module.model.tower.parameters())
-    val = float(fit.callback_metrics["val"])
-    return record.losses, record.norms, val, weights, int(calls) if is_held else 0
+    return run.losses, run.norms, run.logged["val"], weights, int(calls) if is_held else 0
 
 
 RIGHT = [Model, Twice, Checkpointed, Tied, Frozen, Before, Hooked]

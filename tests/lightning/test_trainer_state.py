@@ -25,10 +25,10 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.models import GPTModel
 from megatron_lightning.strategies.megatron import MegatronStrategy
-from tests.helpers.layouts import tiny_config
+from tests.helpers.layouts import fit, tiny_config
 from tests.helpers.ranks import run_ranks
 from tests.helpers.toy import SEQUENCE, VOCABULARY, ToyData, ToyModule, samples
-from tests.helpers.trainers import Losses, trainer
+from tests.helpers.trainers import trainer
 from tests.lightning.support import PP2, SINGLE, History, Layout, Lines, assert_close, run
 
 
@@ -79,11 +79,8 @@ class _CountingIO(TorchCheckpointIO):
 
 def _fit(steps: int, *, ckpt_path: Any = None, **options: Any) -> tuple[pl.Trainer, list[float]]:
     pl.seed_everything(3)
-    losses = Losses()
-    callbacks = [losses, *options.pop("callbacks", [])]
-    fitted = trainer(MegatronStrategy(), max_steps=steps, callbacks=callbacks, **options)
-    fitted.fit(ToyModule(), ToyData(num_samples=32), ckpt_path=ckpt_path)
-    return fitted, losses.losses
+    run = fit({}, ToyModule(), ToyData(num_samples=32), steps=steps, ckpt_path=ckpt_path, **options)
+    return run.trainer, run.losses
 
 
 def _restored_before_fit_start(folder: str, options: dict[str, Any]) -> tuple[int, list[str]]:

@@ -19,9 +19,9 @@ from megatron_lightning.data import BatchSizeSchedule, ScheduledBatchSampler
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.modules import GPTLightningModule
 from megatron_lightning.strategies import MegatronStrategy
-from tests.helpers.layouts import tiny_config
+from tests.helpers.layouts import fit, tiny_config
 from tests.helpers.ranks import run_ranks
-from tests.helpers.trainers import Losses, trainer
+from tests.helpers.trainers import trainer
 
 SAMPLES, SEQUENCE, VOCABULARY = 40, 8, 30
 SCHEDULE = BatchSizeSchedule(global_batch_size=16, rampup_batch_size=(4, 4, 48))
@@ -63,23 +63,18 @@ def _fit(
     config = tiny_config(
         hidden_size=16, num_attention_heads=2, vocab_size=VOCABULARY, max_sequence_length=SEQUENCE
     )
-    record, consumed = Losses(), _Consumed()
-    fit = trainer(
-        "auto" if layout == "plain" else MegatronStrategy(**LAYOUTS[layout][1]),
+    consumed = _Consumed()
+    keep = ModelCheckpoint(dirpath=folder, filename="{step}", every_n_train_steps=1, save_top_k=-1)
+    run = fit(
+        None if layout == "plain" else LAYOUTS[layout][1],
+        GPTLightningModule(config, learning_rate=1e-2),
+        _Data(),
         max_epochs=2,
         enable_checkpointing=True,
-        callbacks=[
-            record,
-            consumed,
-            ModelCheckpoint(
-                dirpath=folder, filename="{step}", every_n_train_steps=1, save_top_k=-1
-            ),
-        ],
+        callbacks=[consumed, keep],
+        ckpt_path=checkpoint,
     )
-    fit.fit(
-        GPTLightningModule(config, learning_rate=1e-2), datamodule=_Data(), ckpt_path=checkpoint
-    )
-    return record.norms, consumed.samples, fit.current_epoch
+    return run.norms, consumed.samples, run.trainer.current_epoch
 
 
 def _launch(layout: str, folder: Path, checkpoint: Path | None = None) -> list[Any]:

@@ -13,9 +13,8 @@ from torch.utils.data import DataLoader
 
 from megatron_lightning.config import CompileOptions
 from megatron_lightning.modules import GPTLightningModule
-from megatron_lightning.strategies import MegatronStrategy
 from tests.helpers.language_model import VOCABULARY, small_gpt
-from tests.helpers.trainers import Losses, trainer
+from tests.helpers.layouts import fit
 from tests.parity.test_compiled import _Graphs
 
 LENGTHS = (8, 16, 12, 14, 6)
@@ -35,13 +34,13 @@ def _batches(*, documents: bool) -> list[dict[str, Any]]:
 
 def _train(model: dict[str, Any], *, documents: bool, compiled: bool) -> Any:
     pl.seed_everything(3, verbose=False)
-    record, graphs = Losses(), _Graphs()
+    graphs = _Graphs()
     options: Any = {"compile": "block", "compile_options": CompileOptions(backend="aot_eager")}
-    strategy = MegatronStrategy(**options if compiled else {})
-    fit = trainer(strategy, max_steps=len(LENGTHS), callbacks=[record, graphs])
     module = GPTLightningModule(small_gpt(3, **model), learning_rate=1e-3)
-    fit.fit(module, DataLoader(_batches(documents=documents), batch_size=None))  # type: ignore[arg-type]
-    return record.losses, graphs.count, graphs.breaks
+    loader: Any = DataLoader(_batches(documents=documents), batch_size=None)  # type: ignore[arg-type]
+    layout = options if compiled else {}
+    run = fit(layout, module, loader, steps=len(LENGTHS), callbacks=[graphs])
+    return run.losses, graphs.count, graphs.breaks
 
 
 @pytest.mark.slow

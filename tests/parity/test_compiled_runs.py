@@ -96,6 +96,7 @@ GROWING = {
 }
 
 
+@pytest.mark.slow  # test_compiled_lengths has both
 @pytest.mark.spread(1)
 @pytest.mark.parametrize(
     "name",

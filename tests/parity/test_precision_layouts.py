@@ -42,7 +42,7 @@ def _train_in(
     ("precision", "names", "modes"),
     [
         pytest.param("bf16-true", ["sp2-dp2"], ("zero1",)),
-        pytest.param("16-true", ["pp2-dp2"], ("zero1", "fsdp")),
+        pytest.param("16-true", ["pp2-dp2"], ("zero1",)),
         *(
             pytest.param(precision, [*CASES], MODES, marks=pytest.mark.slow)
             for precision in TOLERANCES

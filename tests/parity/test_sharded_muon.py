@@ -25,10 +25,8 @@ from megatron_lightning.modules import GPTLightningModule
 from megatron_lightning.optim import ChainedOptimizer, Muon
 from megatron_lightning.parallel.sharding import named_shard_specs
 from megatron_lightning.parallel.ties import tied_names
-from megatron_lightning.strategies import MegatronStrategy
-from tests.helpers.layouts import EP, ETP, PP, TP
+from tests.helpers.layouts import EP, ETP, PP, TP, fit
 from tests.helpers.ranks import run_ranks
-from tests.helpers.trainers import Losses, trainer
 from tests.parity.test_layouts import _config, _samples
 
 LR, BATCH, STEPS = 0.02, 12, 2
@@ -132,19 +130,12 @@ def _train(
     load: str | None,
 ) -> list[float]:
     """Train until ``steps`` are taken, those of the checkpoint included, and save."""
-    record = Losses()
-    fit = trainer(
-        MegatronStrategy(**options), max_steps=steps, callbacks=[record], precision=precision
-    )
     module = _WithMuon(_config(num_layers=2, **model), learning_rate=1e-3)
     with mock.patch("torch.optim._muon._zeropower_via_newtonschulz", _orthogonalised):
-        fit.fit(
-            module,
-            DataLoader(_samples(5)[: BATCH * 3], batch_size=BATCH // replicas),
-            ckpt_path=load,
-        )
-    fit.save_checkpoint(save)
-    return record.norms
+        loader = DataLoader(_samples(5)[: BATCH * 3], batch_size=BATCH // replicas)
+        run = fit(options, module, loader, steps=steps, ckpt_path=load, precision=precision)
+    run.trainer.save_checkpoint(save)
+    return run.norms
 
 
 def _tensors(path: str) -> dict[str, torch.Tensor]:

@@ -16,10 +16,11 @@ from torch.utils.data import DataLoader
 from megatron_lightning.config import RecomputeOptions
 from megatron_lightning.layers import StepReport, log_reports
 from megatron_lightning.strategies import MegatronStrategy
+from tests.helpers.layouts import fit
 from tests.helpers.ranks import run_ranks
 from tests.helpers.toy import samples
 from tests.helpers.toy_decoder import HIDDEN, SEQUENCE, ToyDecoder
-from tests.helpers.trainers import Losses, precision_options, trainer
+from tests.helpers.trainers import precision_options
 
 STEPS, BATCH, MICRO = 3, 8, 2
 COEFFICIENTS = (0.7, 0.0, 1.3, 0.4)  # of the layers; at 0 a layer reports values only
@@ -201,32 +202,32 @@ class _Logs(pl.Callback):
 
 def _fit(
     module: Module,
-    strategy: MegatronStrategy | str,
+    strategy: MegatronStrategy | None,
     ragged: bool,
     data: int,
     accumulate: int,
     precision: str,
 ) -> dict[str, Any]:
-    record, logs = Losses(), _Logs()
-    fit = trainer(
+    logs = _Logs()
+    rows, size = _samples(ragged), BATCH // data
+    run = fit(
         strategy,
+        module,
+        DataLoader(rows, batch_size=size // accumulate),
+        DataLoader(rows, batch_size=size),
         max_epochs=1,
-        callbacks=[record, logs],
+        callbacks=[logs],
         accumulate_grad_batches=accumulate,
         log_every_n_steps=1,
         **precision_options(precision),
-    )
-    rows, size = _samples(ragged), BATCH // data
-    fit.fit(
-        module, DataLoader(rows, batch_size=size // accumulate), DataLoader(rows, batch_size=size)
     )
     weights = {
         name: getattr(p, "full_tensor", lambda p=p: p)().detach().tolist()
         for name, p in module.named_parameters()
     }
     return {
-        "norms": record.norms,
-        "losses": record.losses,
+        "norms": run.norms,
+        "losses": run.losses,
         "logs": logs.steps,
         "validated": logs.validated,
         "weights": weights,
@@ -241,14 +242,14 @@ def _reported(
     accumulate: int,
     precision: str,
 ) -> dict[str, Any]:
-    strategy = "auto" if options is None else MegatronStrategy(**options)
+    strategy = None if options is None else MegatronStrategy(**options)
     return _fit(Module(counts), strategy, ragged, data, accumulate, precision)
 
 
 def _explicit(
     counts: str, ragged: bool, parts: Any, evaluated: Any, precision: str
 ) -> dict[str, Any]:
-    return _fit(Explicit(counts, parts, evaluated), "auto", ragged, 1, 1, precision)
+    return _fit(Explicit(counts, parts, evaluated), None, ragged, 1, 1, precision)
 
 
 FULL = RecomputeOptions(

@@ -18,9 +18,9 @@ from torch.utils.data import DataLoader
 
 from megatron_lightning.strategies.megatron import MegatronStrategy
 from tests.helpers import oracle_model
+from tests.helpers.layouts import fit
 from tests.helpers.ranks import run_ranks
 from tests.helpers.recorded_run import RecordedModule, global_batch
-from tests.helpers.trainers import Losses, trainer
 
 RUNS = oracle_model.runs()
 [ONE_WITH_EXPERTS] = [run for run in RUNS if run["args"]["moe"] and run["world"] == 1]
@@ -49,24 +49,23 @@ def _train(args: dict[str, Any], world: int) -> list[list[float]]:
         micro_batch_size=args["mbs"],
         data_parallel="zero1" if args["dist_opt"] else "ddp",
     )
-    record = Losses()
-    fit = trainer(
-        strategy,
-        max_steps=oracle_model.NUM_STEPS,
-        callbacks=[record],
-        gradient_clip_val=oracle_model.CLIP_NORM,
-        use_distributed_sampler=False,  # the batches are this rank's already
-    )
     size = world // (args["tp"] * args["pp"])
     rank = (dist.get_rank() if world > 1 else 0) // args["tp"] % size
     module = RecordedModule(partial(oracle_model.build, args))
-    fit.fit(module, DataLoader(_batches(args, rank, size), batch_size=None))
-    losses = torch.tensor(record.losses, dtype=torch.float64)
+    run = fit(
+        strategy,
+        module,
+        DataLoader(_batches(args, rank, size), batch_size=None),
+        steps=oracle_model.NUM_STEPS,
+        gradient_clip_val=oracle_model.CLIP_NORM,
+        use_distributed_sampler=False,  # the batches are this rank's already
+    )
+    losses = torch.tensor(run.losses, dtype=torch.float64)
     group = strategy.context.dp
     if group.process_group is not None:
         dist.all_reduce(losses, group=group.process_group)
     return [
-        [loss / group.size, norm] for loss, norm in zip(losses.tolist(), record.norms, strict=True)
+        [loss / group.size, norm] for loss, norm in zip(losses.tolist(), run.norms, strict=True)
     ]
 
 
