@@ -76,11 +76,7 @@ def _coded_natively(case: Case, scaling: str) -> Any:
 @pytest.mark.slow  # test_fp8_parameters has emulated codes
 @pytest.mark.parametrize(
     ("scaling", "case"),
-    [
-        pytest.param(scaling, case)
-        for scaling in ("delayed", "current", "blockwise")
-        for case in CODED
-    ],
+    [(scaling, case) for scaling in ("delayed", "current", "blockwise") for case in CODED],
 )
 @pytest.mark.timeout(240)
 def test_codes_train_as_fp32_weights_do(scaling: str, case: str) -> None:
