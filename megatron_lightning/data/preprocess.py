@@ -129,8 +129,15 @@ def preprocess(  # noqa: PLR0917  # every argument is an option of the command l
         # Renamed at the end, so that the output is complete whenever it is there.
         _publish({prefixes[key]: names for key, names in of_key.items()})
         sizes = [IndexedDataset(prefix) for prefix in prefixes.values()]
-        for prefix, indexed in zip(prefixes.values(), sizes, strict=True):
-            Sidecar.of(tokenizer, append_eod=append_eod).write(prefix, indexed)
+        described = Sidecar.of(tokenizer, append_eod=append_eod)
+        for key, indexed in zip(prefixes, sizes, strict=True):
+            options = {
+                "tokenizer_type": tokenizer_type,
+                "json_key": key,
+                "empty_documents": empty_documents,
+                "sentence_splitter": sentence_splitter if split_sentences else None,
+            }
+            described.write(prefixes[key], indexed, options)
         if trained is not None:
             trained.replace(f"{output_prefix}_tokenizer.model")
         shutil.rmtree(folder)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -35,10 +35,23 @@ class Sidecar:
         """Return the description of data that a tokenizer writes."""
         return cls(tokenizer.identity, tokenizer.vocab_size, tokenizer.eod, append_eod)
 
-    def write(self, prefix: str | Path, indexed: IndexedDataset) -> None:
-        """Write the file beside a data set."""
+    def write(
+        self,
+        prefix: str | Path,
+        indexed: IndexedDataset,
+        options: Mapping[str, object] | None = None,
+    ) -> None:
+        """Write the file beside a data set.
+
+        Args:
+            prefix: Path of the data set.
+            indexed: The data set.
+            options: Options that wrote the data set, for readers.
+        """
         sizes = {"documents": indexed.num_documents, "tokens": indexed.num_tokens}
-        content = {"version": _VERSION, **asdict(self), **sizes}
+        content: dict[str, object] = {"version": _VERSION, **asdict(self), **sizes}
+        if options is not None:
+            content["options"] = dict(options)
         with atomic_write(sidecar_path(prefix)) as file:
             file.write(f"{json.dumps(content, indent=2)}\n".encode())
 

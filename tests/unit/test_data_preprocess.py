@@ -608,6 +608,12 @@ def test_data_of_another_tokenizer_are_refused(jsonl: Path, model: str, tmp_path
 
     prefix = preprocess(str(tmp_path / "x"), str(jsonl), tokenizer_model=model)["text"]
     other = preprocess(str(tmp_path / "y"), str(jsonl), vocab_size=350)["text"]
+    assert json.loads(Path(f"{prefix}.json").read_text())["options"] == {
+        "tokenizer_type": "sentencepiece",
+        "json_key": "text",
+        "empty_documents": "error",
+        "sentence_splitter": None,
+    }
     trained = load_tokenizer(tmp_path / "y_tokenizer.model")
     check_tokenizer(prefix, load_tokenizer(model), "small")
     check_tokenizer(other, trained, "trained")
