@@ -170,7 +170,7 @@ class IndexedDataModule(RunDataModule):
                 empty.
             DataError: If the data cannot be read, or a part of the split has too few tokens.
         """
-        self._check_special_ids()
+        self._check_end_of_document()
         # A subclass may create the files in prepare_data.
         if type(self).prepare_data is IndexedDataModule.prepare_data:
             for name, num_samples in self._parts(stage).items():
@@ -371,7 +371,7 @@ class IndexedDataModule(RunDataModule):
         vocab_size = self.config.vocab_size
         if self.vocab_size is None:
             vocab_size = self._model_vocabulary()
-        self._check_special_ids()
+        self._check_end_of_document()
         config = replace(self._split_of(name), vocab_size=vocab_size)
 
         def make(prefix: str, num_samples: int | None, pass_number: int = 0) -> Any:
@@ -385,23 +385,21 @@ class IndexedDataModule(RunDataModule):
         size = getattr(getattr(self._run_module(), "config", None), "vocab_size", None)
         return size if isinstance(size, int) else None
 
-    def _check_special_ids(self) -> None:
-        """Check that the model has the special ids of the tokenizer.
+    def _check_end_of_document(self) -> None:
+        """Check that the model has the id of the end of a document. The padding needs no id of the
+        model: samples have the id 0 in its place.
 
         Raises:
-            ConfigError: If an id is outside of the vocabulary.
+            ConfigError: If the id is outside of the vocabulary.
         """
         sizes = [size for size in (self.config.vocab_size, self._model_vocabulary()) if size]
-        if self.tokenizer is None or not sizes:
+        if self.tokenizer is None or not sizes or self.tokenizer.eod < min(sizes):
             return
-        for name in ("eod", "pad"):
-            number = getattr(self.tokenizer, name)
-            if number >= min(sizes):
-                raise ConfigError(
-                    f"the tokenizer's {name} has id {number}, and the vocabulary of the model has "
-                    f"{min(sizes)} ids. Set vocab_size to {number + 1} or more, or tokenizer_model "
-                    "to the tokenizer of the data."
-                )
+        raise ConfigError(
+            f"the tokenizer's eod has id {self.tokenizer.eod}, and the vocabulary of the model has "
+            f"{min(sizes)} ids. Set vocab_size to {self.tokenizer.eod + 1} or more, or "
+            "tokenizer_model to the tokenizer of the data."
+        )
 
     def _open(self, stage: str) -> dict[IndexSplit, Any]:
         def opened(name: IndexSplit, count: int | None) -> Any:

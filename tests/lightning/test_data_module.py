@@ -168,6 +168,8 @@ def test_errors_reach_the_user(prefix: str, tmp_path: Path) -> None:
             prefix, 16, 2, tokenizer_type="bytes", tokenizer_model="x", vocab_size=200
         )
         trainer().fit(Recorder(), datamodule=data)
+    data = PretrainDataModule(prefix, 16, 2, tokenizer_type="bytes", vocab_size=257)
+    trainer().fit(Recorder(), datamodule=data)  # the padding, 257, is in no sample
     readers: list[dict[str, Any]] = [{}, {"num_workers": 1}, {"reading_thread": True}]
     for reader in readers:
         data = PretrainDataModule(prefix, 16, 2, split="1", vocab_size=50, **reader)
