@@ -105,7 +105,7 @@ def describe_changes(
             compared.
         on_changed_data: ``reorder`` accepts another order.
         consumed_samples: Samples read by the checkpoint's run, if known.
-        rows: The differences in words. None: those of the settings.
+        rows: The differences in words. None: the differences of the settings.
 
     Raises:
         CheckpointError: If the order has changed, and ``on_changed_data`` does not accept a change.

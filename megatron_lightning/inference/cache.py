@@ -25,7 +25,7 @@ from megatron_lightning.layers.key_cache import Slots
 
 
 class Copies(NamedTuple):
-    """What a step copies before anything is read."""
+    """Copies made by a step before anything is read."""
 
     slots: tuple[tuple[slice, slice], ...] = ()
     """Slots to copy to other slots."""

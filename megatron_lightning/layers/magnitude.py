@@ -5,8 +5,8 @@ With the weight W, the adapters' scale B A, and m a trained length for each row:
     y = c (W x + scale B A x) + bias,    c = m / ||W + scale B A||
 
 with the norm of each row, a constant to autograd as in the paper and in ``peft``. m begins as the
-norms of W. A row-parallel layer holds a part of each row, and sums squares over the ranks. Norms of
-a frozen weight in few bits are those of its values.
+norms of W. A row-parallel layer holds a part of each row, and sums squares over the ranks. A frozen
+weight in few bits has the norms of its dequantized values.
 """
 
 from __future__ import annotations

@@ -180,7 +180,7 @@ class LoRA:
         if self.use_dora:
             _check_rows(targets)
         # Everything is frozen first. Adapters and saved modules are then trained, and the rest of
-        # the base is quantized. Lengths of rows are those of the values that layers compute with.
+        # the base is quantized. Lengths of rows belong to the values that layers compute with.
         module.requires_grad_(False)
         for path, layer in targets.items():
             attach(layer, self._adapters(path, layer))
