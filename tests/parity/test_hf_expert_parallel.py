@@ -99,10 +99,10 @@ def test_training_equals_one_process(family: str, layout: str, tmp_path: Path) -
 NUM_EXPERTS, NUM_TOKENS, HIDDEN = 4, 6, 8
 
 
-def _experts(implementation: str = "grouped_mm") -> nn.Module:
+def _experts(implementation: str = "grouped_mm", width: int = 12) -> nn.Module:
     torch.manual_seed(0)
     config = transformers.MixtralConfig(
-        hidden_size=HIDDEN, intermediate_size=12, num_local_experts=NUM_EXPERTS,
+        hidden_size=HIDDEN, intermediate_size=width, num_local_experts=NUM_EXPERTS,
         num_attention_heads=2, num_key_value_heads=2, experts_implementation=implementation,
     )  # fmt: skip
     experts = transformers.models.mixtral.modeling_mixtral.MixtralExperts(config)
@@ -137,6 +137,10 @@ def _shards_are_too_narrow_for_torch() -> None:
     for actual, expected in zip(_call(divided.experts, 0), _call(full, 0), strict=True):
         torch.testing.assert_close(actual, expected)
     assert full.config._experts_implementation == "grouped_mm"  # type: ignore[union-attr]
+    # Rows of 4 values have 16 bytes in fp32, and 8 once the precision makes them bf16.
+    narrow = nn.ModuleDict({"experts": _experts(width=8)})
+    parallelize(narrow, context, plan)
+    assert narrow.experts.config._experts_implementation == "eager"
 
 
 def test_shards_of_experts_may_be_of_any_width() -> None:

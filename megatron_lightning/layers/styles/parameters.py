@@ -22,7 +22,7 @@ from megatron_lightning.parallel.sharding import ShardingPlan, take_shards
 from megatron_lightning.parallel.spec import Shape, ShardSpec
 
 _STACK_DIMS = 3  # experts, outputs, inputs
-_ROW_BYTES = 16  # torch's grouped GEMM takes rows of a multiple
+_ROW_MULTIPLE = 8  # torch's grouped GEMM takes rows of 16 bytes: 8 values in 16 bits
 
 
 @dataclass(frozen=True)
@@ -118,12 +118,14 @@ class TensorParallelExperts:
 def _avoid_grouped_gemm(module: nn.Module) -> None:
     """Set experts of ``transformers`` to be computed one by one if torch's grouped GEMM refuses
     shards of their width. The full experts may be of a width that it takes.
+
+    The precision may make the weights 16 bits wide later.
     """
     config: Any = getattr(module, "config", None)
     if getattr(config, "_experts_implementation", None) != "grouped_mm":
         return
     stacks = [p for p in module.parameters(recurse=False) if p.ndim == _STACK_DIMS]
-    if any(size * p.dtype.itemsize % _ROW_BYTES for p in stacks for size in p.shape[1:]):
+    if any(size % _ROW_MULTIPLE for p in stacks for size in p.shape[1:]):
         own = copy(config)  # modules of another width share the original
         own._experts_implementation = "eager"
         module.config = own
