@@ -148,7 +148,6 @@ SPREAD = [
     ("detect-anomaly", PP2),
     ("bf16", PP2),
     ("accumulation-scheduler", PP2),
-    ("early-stopping-train", PP2),
 ]
 MATRIX = [
     (case, layout)

@@ -85,7 +85,7 @@ def _lost_nodes(layout: Layout, folder: str) -> dict[str, Any]:
     return result
 
 
-@layouts(PP2, slow=[DP2])
+@layouts(DP2, slow=[PP2])
 def test_local_copies_survive_the_loss_of_a_node(layout: Layout, tmp_path: Path) -> None:
     expected = {
         "first": True,
