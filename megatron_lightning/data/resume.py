@@ -13,8 +13,8 @@ from typing import Any, Literal
 from megatron_lightning.errors import CheckpointError
 
 OnChangedData = Literal["refuse", "reorder", "continue", "restart"]
-FIXED = ("sequence_length", "seed", "split")
-"""Settings with an effect on the order of every data set."""
+FIXED = ("sequence_length", "seed", "split", "tokenizer")
+"""Settings with an effect on the samples of every data set."""
 
 
 def differences(here: Mapping[str, Any], there: Mapping[str, Any]) -> list[str]:

@@ -258,6 +258,12 @@ def test_changed_data_go_on_where_they_were_left(tmp_path: Path) -> None:
         _opened(
             folder, ("b", "a", "d"), (0.4, 0.3, 0.3), 0, seed=99, on_changed_data="continue"
         ).load_state_dict(state)
+    other_ids = {**state, "order": {**state["order"], "tokenizer": "other"}}
+    with pytest.raises(CheckpointError, match=r"tokenizer: \w+ here, other there"):
+        _opened(
+            folder, ("b", "a", "d"), (0.4, 0.3, 0.3), 0,
+            tokenizer_type="bytes", on_changed_data="continue",
+        ).load_state_dict(other_ids)  # fmt: skip
     after = _opened(folder, ("b", "a", "d"), (0.4, 0.3, 0.3), 60, on_changed_data="continue")
     with pytest.warns(UserWarning, match="data sets go on where they were left") as warned:
         after.load_state_dict(state)
