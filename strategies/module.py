@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.plugins.layer_sync import LayerSync, TorchSyncBatchNorm
@@ -37,7 +37,7 @@ from megatron_lightning.errors import ConfigError
 from megatron_lightning.layers.magnitude import fill_magnitudes
 from megatron_lightning.layers.recompute import apply_recompute
 from megatron_lightning.layers.split_backward import join_backwards, split_backwards
-from megatron_lightning.models.plans.hf_plans import transformers_models
+from megatron_lightning.models.plans.hf_plans import set_device_mesh, transformers_models
 from megatron_lightning.optim.gradients.data_groups import has_replicas
 from megatron_lightning.parallel.context import AxisGroup, ParallelContext
 from megatron_lightning.parallel.parameters import copy_attributes
@@ -107,9 +107,7 @@ def assemble_module(
     if options.data_parallel != "fsdp" or context.dp_cp.size == 1:
         _read_weights(module, part, context)
     if context.tp.size > 1 and context.pp.size == 1:
-        # Continuous batching of ``transformers`` sizes its cache by the mesh's local KV heads.
-        for model in transformers_models(module).values():
-            cast(Any, model)._device_mesh = module.device_mesh
+        set_device_mesh(module, module.device_mesh)
     # Last: recomputation wraps the forwards of the classes that layers have now.
     apply_recompute(module, options.recompute, stages=list(part.units_of_stage.values()))
     return part if before is None else replace(part, units=before.units)

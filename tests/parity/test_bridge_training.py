@@ -89,7 +89,7 @@ def _fit(path: Path, options: dict[str, Any] | None, batch_size: int) -> Outcome
         return num_bytes
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("megatron_lightning.strategies.module.read_weights", count)
+        patch.setattr("megatron_lightning.bridge.untouched.read_weights", count)
         run = fit(options, FromFolder(path), DataLoader(rows, batch_size=batch_size), max_epochs=1)
     return Outcome(run.losses, *counted)
 

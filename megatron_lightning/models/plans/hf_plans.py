@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from torch import nn
 
@@ -41,6 +42,9 @@ from megatron_lightning.models.plans.hf_tables import table_of
 from megatron_lightning.parallel.attachments import base_layer, without_attachments
 from megatron_lightning.parallel.patterns import compile_pattern
 from megatron_lightning.parallel.sharding import ShardingPlan, Style
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 _KEPT_FULL = ("replicate", "embedding_colwise", "local_params")
 """Entries without a split: an embedding by columns gives every rank the full vectors, and a module
@@ -85,6 +89,14 @@ def transformers_models(module: nn.Module) -> dict[str, nn.Module]:
         if not is_inside and is_transformers_model(child):
             models[path] = child
     return models
+
+
+def set_device_mesh(module: nn.Module, mesh: DeviceMesh | None) -> None:
+    """Tell the models of ``transformers`` in a module by which mesh they are divided. Their
+    continuous batching sizes its cache by the mesh's local key-value heads.
+    """
+    for model in transformers_models(module).values():
+        model._device_mesh = mesh  # type: ignore[assignment]
 
 
 def transformers_plan(
