@@ -6,8 +6,8 @@ units of a class. Compilation replaces ``forward`` on the block's instance, insi
 graphs, and parameters keep their names. Recomputation of a full block wraps ``forward`` earlier and
 is traced as a part of the graph. With experts or named random streams inside, recomputation cannot
 be traced: the recomputation stays outside, and runs the compiled forward again. Blocks of a kind
-share graphs, since the compiler's cache belongs to the shared code. Output layers get compiled
-kernels for the logits of their losses.
+share graphs, since the compiler's cache belongs to the shared code. With inductor, output layers
+get compiled kernels for the logits of their losses.
 """
 
 from __future__ import annotations
@@ -90,7 +90,8 @@ def compile_blocks(
             paths.append(f"{path}.{name}" if path else name)
     for child in module.modules():
         if isinstance(child, TakesLoss):
-            child.compiles_loss = True
+            # The kernels are written by inductor, which another backend replaces.
+            child.compiles_loss = options.backend == "inductor"
     return paths
 
 

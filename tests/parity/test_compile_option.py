@@ -12,8 +12,11 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 
-from megatron_lightning.assembly.compile import is_compiled
-from megatron_lightning.config import CompileOptions, RecomputeOptions
+from megatron_lightning.assembly.compile import compile_blocks, is_compiled
+from megatron_lightning.assembly.part import describe_part
+from megatron_lightning.config import CompileOptions, PipelineOptions, RecomputeOptions
+from megatron_lightning.layers.linear_loss import TakesLoss
+from megatron_lightning.models.transformer import GPTModel
 from megatron_lightning.modules import GPTLightningModule
 from megatron_lightning.strategies import MegatronStrategy
 from tests.helpers.language_model import RECOMPUTE, losses_of, small_gpt
@@ -59,3 +62,12 @@ def test_compiled_blocks_train_as_plain_ones(world: int, layout: dict[str, Any],
         assert val == pytest.approx(expected_val, rel=1e-6)
         assert norms == pytest.approx(expected_norms, rel=1e-6)
         assert compiled[1] == 2 and not compiled[2]  # training and validation
+
+
+@pytest.mark.parametrize("backend", ["inductor", "eager"])
+def test_only_inductor_writes_kernels_of_the_loss(backend: str) -> None:
+    module = GPTModel(small_gpt(2))
+    part = describe_part(module, tuple(module.state_dict()), 0, None, None)
+    compile_blocks(module, part, PipelineOptions(), CompileOptions(backend=backend))
+    heads = [child for child in module.modules() if isinstance(child, TakesLoss)]
+    assert [head.compiles_loss for head in heads] == [backend == "inductor"]
