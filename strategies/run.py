@@ -53,6 +53,7 @@ from megatron_lightning.strategies.step.pipelined import PipelinedStepRunner
 from megatron_lightning.strategies.step.run_context import RunContext
 from megatron_lightning.strategies.step.step_runner import StepRunner
 from megatron_lightning.strategies.step.validation_clock import ValidationClock
+from megatron_lightning.strategies.summary import hidden_example
 
 if TYPE_CHECKING:
     # Text and folders are imported on first use: most runs write none.
@@ -60,7 +61,6 @@ if TYPE_CHECKING:
     from megatron_lightning.inference.own_generate import OwnGenerate
     from megatron_lightning.strategies.outputs.folders import LiveFolder
     from megatron_lightning.strategies.outputs.weight_stream import WeightStream
-from megatron_lightning.strategies.summary import hidden_example
 
 
 class Run:
