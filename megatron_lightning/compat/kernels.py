@@ -41,9 +41,10 @@ def takes_grouped_mm(x: Tensor) -> bool:
 
 def adds_in_fp32(x: Tensor) -> bool:
     """Return whether ``torch.mm`` and ``torch.addmm`` take ``x`` with an fp32 result (torch 2.11 to
-    2.13): 16 bits, on a GPU.
+    2.13): 16 bits, on a GPU of CUDA. ROCm refuses other dtypes of results.
     """
-    return x.is_cuda and x.dtype in {torch.bfloat16, torch.float16}
+    is_half = x.dtype in {torch.bfloat16, torch.float16}
+    return x.is_cuda and is_half and torch.version.hip is None
 
 
 def scaled_mm(

@@ -4,6 +4,7 @@ a quantizing gemm through every layer."""
 from __future__ import annotations
 
 from copy import deepcopy
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -14,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from megatron_lightning.compat import takes_grouped_mm
+from megatron_lightning.compat import adds_in_fp32, takes_grouped_mm
 from megatron_lightning.layers import ColumnParallelLinear, RowParallelLinear, gemm
 from megatron_lightning.layers.gemm import Gemm, Operand, Role, matmul
 from megatron_lightning.layers.linear import AdaptableLinear
@@ -349,3 +350,13 @@ def test_layers_gather_what_a_gemm_made(
     two_sided: bool, deferred: bool, gathers_again: bool
 ) -> None:
     run_ranks(2, _quantized_layers, two_sided, deferred, gathers_again)
+
+
+@pytest.mark.parametrize(("hip", "expected"), [(None, True), ("7.2", False)])
+def test_products_of_16_bits_in_fp32_are_of_cuda(
+    hip: str | None, expected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """GPUs of ROCm are of the type cuda as well."""
+    monkeypatch.setattr(torch.version, "hip", hip)
+    x: Any = SimpleNamespace(is_cuda=True, dtype=torch.bfloat16)
+    assert adds_in_fp32(x) == expected
