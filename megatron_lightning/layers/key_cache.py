@@ -24,6 +24,7 @@ from megatron_lightning.layers.state_store import StateStore
 
 _LARGEST_HEAD, _HEAD_MULTIPLE = 256, 8  # channels of a head, of flash attention
 _PAGE_MULTIPLE = 256  # slots of a page, of flash attention 2
+_FIRST_CAPABILITY = (8, 0)
 Slots = slice | Tensor
 """Slots of a request's keys, in order: neighbors, or [L] numbers."""
 
@@ -70,8 +71,10 @@ class Pages(NamedTuple):
 
 
 def takes_pages(device: torch.device) -> bool:
-    """Return whether a kernel of the device computes attention of all requests at once."""
-    return device.type == "cuda"
+    """Return whether a kernel of the device computes attention of all requests at once. Flash
+    attention runs on Ampere and later.
+    """
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= _FIRST_CAPABILITY
 
 
 def paged(

@@ -123,6 +123,14 @@ def test_only_a_kernel_of_pages_reads_pages(
     assert ragged_attention.reads_pages() == expected
 
 
+@pytest.mark.parametrize(("capability", "expected"), [((7, 5), False), ((8, 0), True)])
+def test_gpus_before_ampere_have_no_kernel(
+    capability: tuple[int, int], expected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    assert key_cache.takes_pages(torch.device("cuda")) == expected
+
+
 def _texts(engine: Engine) -> list[list[list[int]]]:
     found = engine.generate(PROMPTS, GREEDY, num_samples=2)
     return [[one.tokens for one in row] for row in found]
