@@ -89,6 +89,8 @@ def measured(call: Callable[[], Any]) -> tuple[Any, float, float]:
     seconds = time.process_time() - begin
     done.set()
     thread.join()
+    # Native code may keep the watching thread from running until it returns.
+    peak[0] = max(peak[0], machine.status_bytes("RssAnon"))
     return result, seconds, max(0, peak[0] - before) / MIB
 
 
