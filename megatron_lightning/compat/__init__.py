@@ -55,6 +55,7 @@ from megatron_lightning.compat.process_groups import (
     watched_default_group,
 )
 from megatron_lightning.compat.ragged_attention import (
+    RaggedRows,
     attend_pages,
     attend_ragged,
     reads_pages,
@@ -64,6 +65,7 @@ __all__ = [
     "GradientHooks",
     "HashStore",
     "PrefixStore",
+    "RaggedRows",
     "Store",
     "abort_process_groups",
     "adds_in_fp32",

@@ -7,6 +7,7 @@ Shapes: ``T`` queries of ``r`` requests one after the other, ``n`` query heads, 
 from __future__ import annotations
 
 import inspect
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -38,17 +39,23 @@ def reads_pages() -> bool:
     return current_flash_attention_impl() in (None, "FA2")
 
 
+@dataclass(frozen=True)
+class RaggedRows:
+    """Queries and keys of requests, each in one row with a request behind the other."""
+
+    boundaries: Tensor
+    """[r + 1] int32 first query of each request, and the end."""
+    key_boundaries: Tensor
+    """[r + 1] int32 first key of each request, and the end. Over pages: sums of the numbers of
+    keys, from 0."""
+    longest: int
+    """Queries of the request with the most."""
+    most_keys: int
+    """Keys of the request with the most."""
+
+
 def attend_ragged(
-    q: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    *,
-    boundaries: Tensor,
-    key_boundaries: Tensor,
-    longest: int,
-    most_keys: int,
-    scale: float,
-    window: int,
+    q: Tensor, keys: Tensor, values: Tensor, rows: RaggedRows, *, scale: float, window: int
 ) -> Tensor:
     """Return causal contexts [T, n, d] of queries over ragged keys.
 
@@ -56,29 +63,21 @@ def attend_ragged(
         q: [T, n, d].
         keys: [all keys, g, d]. The last query of a request sees the last key.
         values: [all keys, g, d].
-        boundaries: [r + 1] int32 first query of each request, and the end.
-        key_boundaries: [r + 1] int32 first key of each request, and the end.
-        longest: Queries of the request with the most.
-        most_keys: Keys of the request with the most.
+        rows: The requests.
         scale: Factor of the scores.
         window: Number of earlier positions visible to a query. -1: all.
     """
-    return _attend(
-        q, keys, values, boundaries, key_boundaries, longest, most_keys, scale, window, {}
-    )
+    return _attend(q, keys, values, rows, scale=scale, window_size=(window, 0))
 
 
 def attend_pages(
     q: Tensor,
     keys: Tensor,
     values: Tensor,
+    rows: RaggedRows,
     *,
     table: Tensor,
     num_keys: Tensor,
-    boundaries: Tensor,
-    key_boundaries: Tensor,
-    longest: int,
-    most_keys: int,
     scale: float,
     window: int,
 ) -> Tensor:
@@ -91,36 +90,20 @@ def attend_pages(
         q: [T, n, d].
         keys: [pages, page size, g, d].
         values: [pages, page size, g, d].
+        rows: The requests.
         table: [r, most pages] int32 pages of each request.
         num_keys: [r] int32 keys of each request.
-        boundaries: [r + 1] int32 first query of each request, and the end.
-        key_boundaries: [r + 1] int32 sums of ``num_keys``, from 0.
-        longest: Queries of the request with the most.
-        most_keys: Keys of the request with the most.
         scale: Factor of the scores.
         window: Number of earlier positions visible to a query. -1: all.
     """
-    options = {"block_table": table, "seqused_k": num_keys, "num_splits": 1}
-    return _attend(
-        q, keys, values, boundaries, key_boundaries, longest, most_keys, scale, window, options
-    )
+    pages = {"block_table": table, "seqused_k": num_keys, "num_splits": 1}
+    return _attend(q, keys, values, rows, scale=scale, window_size=(window, 0), **pages)
 
 
-def _attend(  # noqa: PLR0917 (the arguments of torch)
-    q: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    boundaries: Tensor,
-    key_boundaries: Tensor,
-    longest: int,
-    most_keys: int,
-    scale: float,
-    window: int,
-    options: dict[str, Any],
-) -> Tensor:
+def _attend(q: Tensor, keys: Tensor, values: Tensor, rows: RaggedRows, **options: Any) -> Tensor:
     if "enable_gqa" in _parameters():  # before, the kernel took groups without asking
-        options = {**options, "enable_gqa": q.shape[1] != keys.shape[-2]}
-    arguments: Any = (q, keys, values, boundaries, key_boundaries, longest, most_keys)
-    out: Any = varlen_attn(*arguments, scale=scale, window_size=(window, 0), **options)
+        options["enable_gqa"] = q.shape[1] != keys.shape[-2]
+    ends = (rows.boundaries, rows.key_boundaries)
+    out: Any = varlen_attn(q, keys, values, *ends, rows.longest, rows.most_keys, **options)
     result: Tensor = out
     return result

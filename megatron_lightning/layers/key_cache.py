@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -58,16 +58,10 @@ class Pages(NamedTuple):
     """[r, most pages] int32 pages of each request."""
     num_keys: Tensor
     """[r] int32 keys of each request."""
-    boundaries: Tensor
-    """[r + 1] int32 first token of each request, and the end."""
-    key_boundaries: Tensor
-    """[r + 1] int32 first key of each request in ``slots``, and the end."""
+    rows: compat.RaggedRows
+    """New tokens as queries, and ``slots`` as keys."""
     slots: Tensor
     """[all keys] slots of the keys of all requests, one request after the other."""
-    longest: int
-    """New tokens of the request with the most."""
-    most_keys: int
-    """Keys of the request with the most."""
 
 
 def takes_pages(device: torch.device) -> bool:
@@ -97,7 +91,8 @@ def paged(
     owners = requests.repeat_interleave(num_keys, output_size=num_slots)
     places = torch.arange(num_slots, device=table.device) - ends[1][owners]
     slots = table[owners, places // block_size].long() * block_size + places % block_size
-    return Pages(block_size, table, num_keys, ends[0], ends[1], slots, longest, most_keys)
+    rows = compat.RaggedRows(ends[0], ends[1], longest, most_keys)
+    return Pages(block_size, table, num_keys, rows, slots)
 
 
 class AttentionForm(NamedTuple):
@@ -326,19 +321,19 @@ def _by_pages(step: CacheStep, store: KeyStore, q: Tensor, form: AttentionForm) 
         return _by_spans(step, store, q, form)
     total = step.spans[-1].first + step.spans[-1].length
     # Tokens behind the last request are padding, and belong to no boundary.
-    arguments: dict[str, Any] = {
-        "boundaries": pages.boundaries,
-        "key_boundaries": pages.key_boundaries,
-        "longest": pages.longest,
-        "most_keys": pages.most_keys,
-        "scale": form.scale,
-        "window": -1 if form.window is None else form.window,
-    }
-    rows = q[:total].contiguous()
+    queries = q[:total].contiguous()
+    window = -1 if form.window is None else form.window
     if pages.block_size % _PAGE_MULTIPLE == 0 and compat.reads_pages():
         keys, values = (x.unflatten(0, (-1, pages.block_size)) for x in (store.keys, store.values))  # type: ignore[no-untyped-call]
         return compat.attend_pages(
-            rows, keys, values, table=pages.table, num_keys=pages.num_keys, **arguments
+            queries,
+            keys,
+            values,
+            pages.rows,
+            table=pages.table,
+            num_keys=pages.num_keys,
+            scale=form.scale,
+            window=window,
         )
     keys, values = store.read(pages.slots)
-    return compat.attend_ragged(rows, keys, values, **arguments)
+    return compat.attend_ragged(queries, keys, values, pages.rows, scale=form.scale, window=window)

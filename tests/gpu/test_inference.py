@@ -160,18 +160,20 @@ def test_the_kernel_over_pages(dtype: torch.dtype, groups: int, size: int, windo
         block, table.int().to(CUDA), both.int().to(CUDA),
         longest=max(counts), most_keys=max(ends), num_slots=sum(ends),
     )  # fmt: skip
-    common: dict[str, Any] = {
-        "boundaries": paged.boundaries, "key_boundaries": paged.key_boundaries,
-        "longest": paged.longest, "most_keys": paged.most_keys,
-        "scale": size**-0.5, "window": window,
-    }  # fmt: skip
+    form: dict[str, Any] = {"scale": size**-0.5, "window": window}
     keys, values = (pool[paged.slots] for pool in pools)
-    results = [ragged_attention.attend_ragged(q, keys, values, **common)]
+    results = [ragged_attention.attend_ragged(q, keys, values, paged.rows, **form)]
     if ragged_attention.reads_pages():
         pool_keys, pool_values = (pool.unflatten(0, (-1, block)) for pool in pools)
         results.append(
             ragged_attention.attend_pages(
-                q, pool_keys, pool_values, table=paged.table, num_keys=paged.num_keys, **common
+                q,
+                pool_keys,
+                pool_values,
+                paged.rows,
+                table=paged.table,
+                num_keys=paged.num_keys,
+                **form,
             )
         )
     first = first_key = 0
