@@ -99,7 +99,9 @@ class Head:
     def logits_grad(
         self, grad: Tensor, logits: Tensor, targets: Targets, own: Tensor, normalizer: Tensor
     ) -> Tensor:
-        """Return the gradient of a chunk's logits, like :meth:`Vocabulary.logits_grad`."""
+        """Return the gradient of a chunk's logits, like :meth:`Vocabulary.logits_grad`: in fp32, or
+        in the dtype of the logits by a compiled kernel.
+        """
         vocabulary = self.vocabulary
         if not self._runs_kernel(logits):
             return vocabulary.logits_grad(grad, logits, targets, own, normalizer)

@@ -140,7 +140,6 @@ def vocab_parallel_cross_entropy(
         group: The tensor-parallel ranks.
         vocab_size: Size of the full vocabulary, if the last ranks hold fewer entries. None: all
             ranks hold equally many.
-            None: all hold the same.
         ignore_index: Target with zero loss and gradient.
 
     Returns:

@@ -29,11 +29,12 @@ def loss_terms(logits: Tensor, ids: Tensor, smoothed: bool, softcap: float | Non
     """
     x = _capped(logits, softcap)
     maximum = x.amax(-1)
-    total = maximum + (x - maximum[:, None]).exp().sum(-1).log()
-    picked = _capped(logits.gather(-1, ids[:, None]).squeeze(-1), softcap) - total
-    terms = [total, picked]
+    log_sum = (x - maximum[:, None]).exp().sum(-1).log()
+    # Subtract maxima first: the sum of a large maximum and a small logarithm is rounded.
+    picked = _capped(logits.gather(-1, ids[:, None]).squeeze(-1), softcap) - maximum - log_sum
+    terms = [maximum + log_sum, picked]
     if smoothed:
-        terms.append((x - total[:, None]).sum(-1))
+        terms.append((x - maximum[:, None] - log_sum[:, None]).sum(-1))
     return torch.stack(terms)
 
 

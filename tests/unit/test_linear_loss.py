@@ -14,9 +14,11 @@ from torch import Tensor, nn
 from benchmarks.live_bytes import LiveBytes
 from megatron_lightning.layers.gemm import Gemm
 from megatron_lightning.layers.linear_loss import Head, OutputLinear, chunk_tokens, linear_losses
-from megatron_lightning.layers.loss import CrossEntropy
+from megatron_lightning.layers.loss import ALONE, CrossEntropy, Vocabulary
 from megatron_lightning.layers.loss_kernels import loss_gradient, loss_terms
 from megatron_lightning.models.transformer import GPTModel
+from megatron_lightning.parallel.context import AxisGroup
+from megatron_lightning.parallel.spec import shard_range
 from tests.helpers.layouts import tiny_config
 
 TOKENS, HIDDEN, VOCABULARY = 23, 12, 301
@@ -230,23 +232,40 @@ def test_the_peak_of_a_large_vocabulary_falls_by_more_than_the_logits(tokens: in
     assert after <= 2.1 * 4 * chunk * vocabulary + 2 * 4 * vocabulary * hidden
 
 
+@pytest.mark.parametrize("rank", [None, 0, 1], ids=["alone", "first", "last"])
 @pytest.mark.parametrize("softcap", [None, 3.0])
 @pytest.mark.parametrize(("smoothing", "z"), [(0.0, 0.0), (0.1, 1e-2)], ids=["plain", "smoothed"])
 def test_kernels_to_compile_equal_the_uncompiled_arithmetic(
-    smoothing: float, z: float, softcap: float | None
+    smoothing: float, z: float, softcap: float | None, rank: int | None
 ) -> None:
     """As written: inductor makes one kernel of each on a GPU."""
-    loss = CrossEntropy(label_smoothing=smoothing, z_loss=z, softcap=softcap)
-    vocabulary = loss.vocabulary(VOCABULARY)
-    logits = 3.0 * torch.randn(TOKENS, VOCABULARY)
-    targets = torch.randint(VOCABULARY, (TOKENS,))
+    group = ALONE if rank is None else AxisGroup("tp", (0, 1), rank, None)
+    vocabulary = Vocabulary(group, VOCABULARY, label_smoothing=smoothing, z_loss=z, softcap=softcap)
+    draw = torch.Generator().manual_seed(2)
+    num_rows = shard_range(VOCABULARY, group.size, group.rank)[1]
+    logits = 3.0 * torch.randn(TOKENS, num_rows, generator=draw, dtype=torch.float64)
+    targets = torch.randint(VOCABULARY, (TOKENS,), generator=draw)
     targets[5] = -100
-    local, grad = vocabulary.targets(targets, VOCABULARY), torch.rand(TOKENS)
-    terms = vocabulary.terms(logits, local.ids)
-    torch.testing.assert_close(loss_terms(logits, local.ids, bool(smoothing), softcap), terms)
-    normalizer = vocabulary.combine(terms, local, VOCABULARY)[1]
-    factors = vocabulary.factors(grad, local, terms[0], normalizer)
-    torch.testing.assert_close(
-        loss_gradient(logits, local.ids, terms[0], factors, softcap),
-        vocabulary.logits_grad(grad, logits, local, terms[0], normalizer),
-    )
+    local, grad = vocabulary.targets(targets, num_rows), torch.rand(TOKENS, generator=draw)
+    for dtype in (torch.float32, torch.float64):
+        rows, grad = logits.to(dtype), grad.to(dtype)
+        terms = vocabulary.terms(rows, local.ids)
+        torch.testing.assert_close(loss_terms(rows, local.ids, bool(smoothing), softcap), terms)
+        normalizer = terms[0] + 0.3  # with the other rank's logits
+        factors = vocabulary.factors(grad, local, terms[0], normalizer)
+        torch.testing.assert_close(
+            loss_gradient(rows, local.ids, terms[0], factors, softcap),
+            vocabulary.logits_grad(grad, rows, local, terms[0], normalizer),
+        )
+
+
+def test_terms_of_large_logits_are_as_exact_as_of_small_logits() -> None:
+    """fp32 has steps of 1e-3 at 1e4. Terms are differences, and have the steps of differences."""
+    draw = torch.Generator().manual_seed(2)
+    logits = 1e4 + 3.0 * torch.randn(TOKENS, VOCABULARY, generator=draw)
+    ids = torch.randint(VOCABULARY, (TOKENS,), generator=draw)
+    terms = loss_terms(logits, ids, True, None)
+    log_p = logits.double().log_softmax(-1)
+    picked = log_p.gather(-1, ids[:, None])[:, 0]
+    torch.testing.assert_close(terms[1].double(), picked, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(terms[2].double(), log_p.sum(-1), rtol=1e-6, atol=1e-6)
