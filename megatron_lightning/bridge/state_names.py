@@ -5,7 +5,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 
@@ -14,33 +15,16 @@ from megatron_lightning.bridge.folder import FolderTensors
 from megatron_lightning.bridge.kept import KeptFolder
 from megatron_lightning.bridge.lazy import Lazy
 from megatron_lightning.bridge.new_folder import NewFolder
-from megatron_lightning.bridge.safetensors_file import StoredTensor
 from megatron_lightning.bridge.untouched import lazy_model
-from megatron_lightning.checkpoint.kept_files import KeptFiles
-from megatron_lightning.parallel.spec import Box
 
 
-class _Made(FolderTensors):
-    """A folder with other values.
+class _Table(NamedTuple):
+    """Tensors in the place of a folder's."""
 
-    Args:
-        folder: The folder.
-        tensors: Name in the folder -> tensor.
-    """
-
-    def __init__(self, folder: FolderTensors, tensors: Mapping[str, Lazy]) -> None:
-        super().__init__(folder.path)
-        self.headers = folder.headers
-        self.tensors = dict(tensors)
-        self._like = folder
-
-    @property
-    def files(self) -> KeptFiles:
-        """Files without tensors."""
-        return self._like.files
-
-    def _read(self, file: str, stored: StoredTensor, box: Box, out: torch.Tensor) -> None:
-        raise NotImplementedError  # tensors have values of their own
+    path: Path
+    """The folder."""
+    tensors: Mapping[str, Lazy]
+    """Name in the folder -> tensor."""
 
 
 def state_tensors(
@@ -59,8 +43,8 @@ def state_tensors(
         trust_remote_code: Whether code in the folder may run.
     """
     config, model_class = _model_of(folder, trust_remote_code=trust_remote_code)
-    made = _Made(folder, tensors)
-    model = lazy_model(made, model_class, config, dtype="auto" if dtype is None else dtype)
+    table = _Table(folder.path, tensors)
+    model = lazy_model(table, model_class, config, dtype="auto" if dtype is None else dtype)
     state = model.state_dict(keep_vars=True)
     return {name: tensor for name, tensor in state.items() if isinstance(tensor, Lazy)}
 

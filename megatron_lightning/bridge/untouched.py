@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from logging import ERROR
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +22,6 @@ from torch import Tensor, nn
 from megatron_lightning.assembly.module_shards import ModuleState
 from megatron_lightning.assembly.part import Part
 from megatron_lightning.bridge.deferred import PENDING
-from megatron_lightning.bridge.folder import FolderTensors
 from megatron_lightning.bridge.lazy import Lazy
 from megatron_lightning.bridge.stored_weights import read_stored
 from megatron_lightning.errors import CheckpointError
@@ -49,6 +49,18 @@ UNCHANGED = Change()
 def fits(name: str, patterns: Sequence[str]) -> bool:
     """Return whether a name fits any of the patterns."""
     return any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
+class TensorTable(Protocol):
+    """Lazy tensors by their names in a folder."""
+
+    @property
+    def path(self) -> Path:
+        """The folder, for messages."""
+
+    @property
+    def tensors(self) -> Mapping[str, Lazy]:
+        """Name in the folder -> tensor."""
 
 
 class PendingWeights:
@@ -87,7 +99,7 @@ def tied_parameters(model: nn.Module) -> dict[str, str]:
 
 
 def lazy_model(
-    folder: FolderTensors, model_class: Any, config: Any, change: Change = UNCHANGED, **options: Any
+    folder: TensorTable, model_class: Any, config: Any, change: Change = UNCHANGED, **options: Any
 ) -> nn.Module:
     """Return a model with the lazy tensors of a folder as parameters.
 
@@ -169,7 +181,7 @@ def _quiet() -> Iterator[None]:
 
 
 def _check(
-    folder: FolderTensors, model_class: Any, config: Any, info: Mapping[str, Any], change: Change
+    folder: TensorTable, model_class: Any, config: Any, info: Mapping[str, Any], change: Change
 ) -> None:
     problems = {
         "missing_keys": "are missing",
@@ -213,7 +225,7 @@ def saved_table(model: nn.Module) -> dict[str, tuple[Shape, torch.dtype]]:
     return {name: (tuple(value.shape), value.dtype) for name, value in saved_state.items()}
 
 
-def _differences(folder: FolderTensors, model_class: Any, config: Any) -> dict[str, list[str]]:
+def _differences(folder: TensorTable, model_class: Any, config: Any) -> dict[str, list[str]]:
     """Return the tensors of the folder that differ from those written by ``save_pretrained``, by
     what the folder does. Empty if the folder has names of another version.
     """

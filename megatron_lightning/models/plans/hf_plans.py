@@ -92,8 +92,8 @@ def transformers_models(module: nn.Module) -> dict[str, nn.Module]:
 
 
 def set_device_mesh(module: nn.Module, mesh: DeviceMesh | None) -> None:
-    """Tell the models of ``transformers`` in a module by which mesh they are divided. Their
-    continuous batching sizes its cache by the mesh's local key-value heads.
+    """Set the mesh of the models of ``transformers`` in a module. The cache of their continuous
+    batching has the key-value heads of a rank of the mesh.
     """
     for model in transformers_models(module).values():
         model._device_mesh = mesh  # type: ignore[assignment]
