@@ -22,7 +22,7 @@ import torch
 from torch.utils.data import Dataset
 
 from megatron_lightning.data.blend import Blend, blend_index, exhaustive_index, normalized
-from megatron_lightning.data.gpt import GPTDataset
+from megatron_lightning.data.gpt import GPTDataset, IndexSplit
 from megatron_lightning.data.remote import canonical_path
 from megatron_lightning.errors import ConfigError, DataError
 
@@ -136,6 +136,19 @@ class DataSpec:
     def names(self) -> tuple[str, ...]:
         """Names of the validation sets. Empty for a single unnamed set."""
         return tuple(name for name in self.validation if name)
+
+    def blends(self, name: IndexSplit) -> list[BlendSpec]:
+        """Return the blends of a part. Validation has a blend for each set.
+
+        Raises:
+            ConfigError: If there is no data to train on.
+        """
+        if name == "valid":
+            return list(self.validation.values())
+        blend = self.train if name == "train" else self.test
+        if blend is None and name == "train":
+            raise ConfigError("data_prefix has no train data; add them under train")
+        return [] if blend is None else [blend]
 
 
 def _validation(given: Any) -> dict[str, BlendSpec]:

@@ -6,16 +6,15 @@ from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import cached_property
-from typing import Any, NoReturn, get_args
+from typing import Any, get_args
 
-from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.utils.data import DataLoader, SequentialSampler
 
 from megatron_lightning.checkpoint.kept_files import TOKENIZER, KeptFiles
 from megatron_lightning.config.global_batch import replica_batch_size
 from megatron_lightning.data.batch_size import ScheduledBatchSampler
-from megatron_lightning.data.blended import BlendedDataset, BlendSpec, DataSpec, NamedDatasets
+from megatron_lightning.data.blended import BlendedDataset, DataSpec, NamedDatasets
 from megatron_lightning.data.continued import (
     ContinuedBlend,
     Make,
@@ -26,7 +25,6 @@ from megatron_lightning.data.continued import (
     train_state,
 )
 from megatron_lightning.data.gpt import IndexSplit
-from megatron_lightning.data.gpt_index import split_matrix
 from megatron_lightning.data.identity import content_digest
 from megatron_lightning.data.indexed import IndexedDataset
 from megatron_lightning.data.resume import OnChangedData, changed_rows, describe_changes
@@ -34,16 +32,9 @@ from megatron_lightning.data.sidecar import check_tokenizer
 from megatron_lightning.data.skipped import SkippedSamples
 from megatron_lightning.data.tokenizers import tokenizer_files
 from megatron_lightning.errors import ConfigError
+from megatron_lightning.modules.data_parts import parts_of_stage
 from megatron_lightning.modules.run_data import Batch, RunDataModule
 from megatron_lightning.modules.run_options import NamedTokenizer, RunSizes
-
-_PARTS_OF_STAGES: Mapping[str, tuple[IndexSplit, ...]] = {
-    "fit": ("train", "valid"),
-    "validate": ("valid",),
-    "test": ("test",),
-    "predict": ("test",),
-}
-"""Parts of the split read by each stage of the Trainer."""
 
 
 class IndexedDataModule(RunDataModule):
@@ -174,7 +165,7 @@ class IndexedDataModule(RunDataModule):
         # A subclass may create the files in prepare_data.
         if type(self).prepare_data is IndexedDataModule.prepare_data:
             for name, num_samples in self._parts(stage).items():
-                for spec in self._blends(name):
+                for spec in self.data.blends(name):
                     single = num_samples if spec.is_single else None
                     for prefix in spec.prefixes:
                         self.check_part(self._indexed(prefix), self._split_of(name), name, single)
@@ -194,7 +185,7 @@ class IndexedDataModule(RunDataModule):
 
     def train_prefixes(self) -> list[str]:
         """Return the prefixes of the training data."""
-        return list(self._blends("train")[0].prefixes)
+        return list(self.data.blends("train")[0].prefixes)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the settings of the order of training samples, as plain values."""
@@ -247,7 +238,7 @@ class IndexedDataModule(RunDataModule):
                 next_phase(state_dict, state_dict["consumed_samples"], restarts=restarts)
             )
             warning: str | None = describe_phase(
-                blend, self._blends("train")[0], state_dict, restarts=restarts
+                blend, self.data.blends("train")[0], state_dict, restarts=restarts
             )
         else:
             warning = describe_changes(
@@ -274,7 +265,7 @@ class IndexedDataModule(RunDataModule):
 
     def _begin(self, phase: Phase) -> ContinuedBlend:
         """Read the current training data from a position of the run on."""
-        (spec,) = self._blends("train")
+        (spec,) = self.data.blends("train")
         size = self._num_samples["train"]
         blend = ContinuedBlend(spec, self._contents(), size, phase, self._make("train"))
         self._datasets["train"] = blend
@@ -282,10 +273,12 @@ class IndexedDataModule(RunDataModule):
 
     def _contents(self) -> list[str]:
         """Return the digest of each training data set."""
-        return [self._described(prefix)["content"] for prefix in self._blends("train")[0].prefixes]
+        return [
+            self._described(prefix)["content"] for prefix in self.data.blends("train")[0].prefixes
+        ]
 
     def _order(self) -> dict[str, Any]:
-        (spec,) = self._blends("train")
+        (spec,) = self.data.blends("train")
         rows = [self._described(prefix) for prefix in spec.prefixes]
         counts: dict[str, Any] = {name: [row[name] for row in rows] for name in rows[0]}
         if spec.is_single:
@@ -320,51 +313,14 @@ class IndexedDataModule(RunDataModule):
         """Names of the validation sets, in the order of ``validation_set`` in a batch."""
         return self.data.names
 
-    def _blends(self, name: IndexSplit) -> list[BlendSpec]:
-        """Return the blends of a part. Validation has a blend for each set."""
-        if name == "valid":
-            return list(self.data.validation.values())
-        blend = self.data.train if name == "train" else self.data.test
-        if blend is None and name == "train":
-            raise ConfigError("data_prefix has no train data; add them under train")
-        return [] if blend is None else [blend]
-
     def _split_of(self, name: IndexSplit) -> Any:
         """Return the options of a part. A part with separate data has all documents."""
         split = {"train": "1,0,0", "valid": "0,1,0", "test": "0,0,1"}[name]
         return self.config if self.data.is_split else replace(self.config, split=split)
 
     def _parts(self, stage: str) -> dict[IndexSplit, int | None]:
-        """Return the requested samples of the parts read by ``stage``. Other parts may be too
-        small.
-
-        Raises:
-            ConfigError: If ``stage`` reads a single part, and the part is empty.
-        """
-        needed = _PARTS_OF_STAGES.get(stage, ())
-        parts = zip(self._num_samples.items(), split_matrix(self.config.split), strict=True)
-        found: dict[IndexSplit, int | None] = {
-            name: count
-            for (name, count), bounds in parts
-            if name in needed
-            and (name == "train" or (self._blends(name) and (bounds or not self.data.is_split)))
-        }
-        if needed and not found:
-            self._refuse_empty(TrainerFn(stage).value, needed[0])
-        return found
-
-    def _refuse_empty(self, stage: str, name: IndexSplit) -> NoReturn:
-        """Refuse a run without data. Lightning would end the run with a warning."""
-        part = "validation" if name == "valid" else name
-        if self.data.is_split:
-            raise ConfigError(
-                f"{stage} reads the {part} part, and split={self.config.split!r} gives it no "
-                "document. Give the part a weight, such as split=90,5,5, or name its data: "
-                "data_prefix={train: …, validation: …, test: …}."
-            )
-        raise ConfigError(
-            f"{stage} reads the {part} data, and data_prefix has none. Add data under {part}."
-        )
+        """Return the requested samples of the parts read by ``stage``."""
+        return parts_of_stage(stage, self.data, self.config.split, self._num_samples)
 
     def _make(self, name: IndexSplit) -> Make:
         """Return the factory of a part's data sets."""
@@ -403,14 +359,14 @@ class IndexedDataModule(RunDataModule):
 
     def _open(self, stage: str) -> dict[IndexSplit, Any]:
         def opened(name: IndexSplit, count: int | None) -> Any:
-            for prefix in {prefix for spec in self._blends(name) for prefix in spec.prefixes}:
+            for prefix in {prefix for spec in self.data.blends(name) for prefix in spec.prefixes}:
                 self._check_tokenizer(prefix)
             make, short = self._make(name), "val" if name == "valid" else name
             datasets = [
                 make(spec.prefixes[0], count)
                 if spec.is_single
                 else BlendedDataset(spec, count, make, short)
-                for spec in self._blends(name)
+                for spec in self.data.blends(name)
             ]
             return NamedDatasets(datasets) if name == "valid" and self.data.names else datasets[0]
 
