@@ -52,7 +52,9 @@ class OneLineParser(ArgumentParser):
         return super().parse_args(args, *rest, **settings)
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-        """Raise the error."""
+        """Raise the error. jsonargparse catches the error and calls this method again. The message
+        then has the hint.
+        """
         name = hint = ""
         # A key of a file or of a class: "Group 'model' does not accept option 'layers'".
         if isinstance(ex, KeyError):
@@ -65,7 +67,7 @@ class OneLineParser(ArgumentParser):
             )
         if name:
             hint = self._hint_of_strategy(name) or suggestion(name, self._options())
-        elif message.startswith(_UNRECOGNIZED) and "checkpoint" in self._options():
+        elif ex is None and message.startswith(_UNRECOGNIZED) and "checkpoint" in self._options():
             # "serve FOLDER", as with other servers
             hint = f". Did you mean --checkpoint {message.removeprefix(_UNRECOGNIZED).split()[0]}?"
         line = in_one_line(message)

@@ -754,7 +754,11 @@ def test_a_wrong_word_names_the_nearest(
 
 
 def test_a_model_in_the_place_of_a_command_s_option(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "Did you mean --checkpoint tuned?" in _fails(["serve", "tuned", "more"], capsys)
+    for words in (["tuned"], ["tuned", "more"]):
+        line = _fails(["serve", *words], capsys)
+        assert line.endswith(f"arguments: {' '.join(words)}. Did you mean --checkpoint tuned?")
+    line = _fails(["serve", "--chekpoint=tuned"], capsys)
+    assert line.endswith("arguments: --chekpoint=tuned. Did you mean 'checkpoint'?")
 
 
 def test_nothing_is_near_an_option_of_another_world(
