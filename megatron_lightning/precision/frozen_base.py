@@ -53,7 +53,7 @@ def quantize_base(module: nn.Module, name: BaseFormat) -> list[str]:
             f"base of LoRA is {name!r}, and {type(module).__name__} has no frozen linear layer "
             "that can be quantized (output layers and routers are not). Set base to None."
         )
-    if stacks:
+    if not set(stacks).isdisjoint(names):
         _compute_one_by_one(module)
     return names
 
@@ -79,7 +79,7 @@ def _compute_one_by_one(module: nn.Module) -> None:
 
 
 def check_values(module: nn.Module, doing: str) -> None:
-    """Check that a module holds the values of its weights, and no rounded ones.
+    """Check that no weight of a module is kept as quantized data.
 
     Args:
         module: The module, or a rank's part.

@@ -150,6 +150,15 @@ def test_a_rank_boundary_inside_a_block_is_refused(folder: str) -> None:
         assert "keeps 128 columns with a common scale" in error and "o_proj" in error
 
 
+@pytest.mark.parametrize(("trained", "expected"), [(None, "eager"), (["experts"], "grouped_mm")])
+def test_only_quantized_experts_are_computed_one_by_one(trained: Any, expected: str) -> None:
+    """Trained experts keep their values, and the grouped GEMM."""
+    model = mixtral()
+    model.set_experts_implementation("grouped_mm")
+    LoRA(r=2, target_modules=["q_proj"], modules_to_save=trained, base="mxfp8").apply(model)
+    assert model.config._experts_implementation == expected
+
+
 @pytest.mark.parametrize("family", [mixtral, gpt_oss])
 def test_backward_keeps_no_values_of_untouched_experts(family: Any) -> None:
     """GPT-OSS stores matrices as [in, out]."""
