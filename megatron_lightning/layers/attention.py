@@ -81,7 +81,7 @@ class CoreAttention(SequenceMixer):
 
     @property
     def in_blocks(self) -> bool:
-        """Whether the attention is computed in blocks, in which torch's function has no form."""
+        """Whether blocks compute attention: torch's function has no windows, caps and sinks."""
         return self.window is not None or not self.has_plain_scores
 
     def forward(

@@ -92,7 +92,7 @@ class Gemm:
     """
 
     two_sided: bool = True
-    """Whether a tensor needs only one operand for both of its GEMMs."""
+    """Whether one operand of a tensor serves both GEMMs of the tensor."""
     gathers_quantized: bool = True
     """Whether operands are made before the gather, instead of after.
 

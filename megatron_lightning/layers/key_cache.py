@@ -195,7 +195,7 @@ class KeyCache:
 
 
 class StepStates:
-    """Hidden states of a step, kept for layers that continue from them."""
+    """Hidden states of a step, kept for drafting layers."""
 
     hidden: Tensor | None = None
     """[T, 1, h] behind the final norm, or the rank's shard of the sequence. None: the step has not
@@ -219,7 +219,7 @@ class CacheStep:
     pages: Pages | None = None
     """The spans as pages, for a paged kernel. None: no kernel takes pages."""
     states: StepStates | None = None
-    """Receives the hidden states. None: nothing continues from them."""
+    """Receives the hidden states. None: no layer drafts."""
     row_copies: Sequence[tuple[int, int]] = ()
     """Rows of states to copy to other rows before anything is read."""
 

@@ -112,8 +112,8 @@ def _row_norms(layer: nn.Module, weight: Tensor) -> Tensor:
 
 @torch.no_grad()
 def fill_magnitudes(module: nn.Module) -> None:
-    """Set the lengths of rows to those of the weights, once, when the weights are there. All ranks
-    call this.
+    """Set the lengths of rows to the norms of weights, once, when the weights have values.
+    A collective.
 
     Lengths of loaded adapters stay.
     """
@@ -146,7 +146,7 @@ def fill_magnitudes(module: nn.Module) -> None:
 
 
 def _parts_of(adapters: Any, rows: Tensor, parts: list[Any]) -> list[Tensor]:
-    """Return the values of the rows of each part, from those of the layer's rows [out]."""
+    """Split values of the layer's rows [out] into values of each part's rows."""
     sizes = [part.lora_B.weight.shape[0] for part in parts]
     if not adapters.num_groups:
         return list(torch.split(rows, sizes))

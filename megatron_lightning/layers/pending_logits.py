@@ -166,7 +166,7 @@ class _Pending:
         )
 
     def cloned(self) -> _Pending:
-        """Return a copy, with logits of its own."""
+        """Return a copy with separate logits."""
         computed = self.computed.clone()
         return _Pending(self.awaited, self.layer, self.x, computed, self.factor, self.scale)
 
@@ -235,7 +235,7 @@ class _Pending:
 
 @dataclass
 class _Computed:
-    """Logits of a first call, which are there."""
+    """Logits of a first call, computed already."""
 
     awaited: AwaitedLoss
     layer: Any
@@ -280,9 +280,10 @@ class _Computed:
 
 
 class PendingLogits(Tensor):
-    """Logits [b, s, v] that exist once code reads them.
+    """Logits [b, s, v], computed when code reads the values.
 
-    The memory is that of the losses [b, s], with their place in autograd's graph.
+    Until then the tensor has the memory of the losses [b, s], and the losses' place in autograd's
+    graph.
     """
 
     pending: _Pending | _Computed
@@ -303,7 +304,7 @@ class PendingLogits(Tensor):
     def __torch_function__(
         cls, func: Any, types: Iterable[Any], args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Answer for the logits without computing them, where possible."""
+        """Run a function of torch on the logits. Only functions of values compute the logits."""
         kwargs = kwargs or {}
         first = args[0] if args else None
         with torch._C.DisableTorchFunctionSubclass():

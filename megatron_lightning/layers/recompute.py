@@ -153,7 +153,7 @@ def _similar(pattern: str, module: nn.Module) -> str:
 
 
 def recomputed_forward(module: nn.Module) -> Forward | None:
-    """Return the function that ``module`` runs again in backward instead of its forward, or
+    """Return the function that backward runs again in the place of the forward of ``module``, or
     None.
     """
     wrapped = wrapped_forward(module)

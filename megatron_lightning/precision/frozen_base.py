@@ -83,7 +83,7 @@ def check_values(module: nn.Module, doing: str) -> None:
 
     Args:
         module: The module, or a rank's part.
-        doing: What needs the values.
+        doing: Name of the operation on the values.
 
     Raises:
         ConfigError: Naming a weight in few bits.

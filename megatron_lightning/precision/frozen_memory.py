@@ -81,7 +81,9 @@ class FrozenMemory(NamedTuple):
         return self.data.shape[-1] * values_of_byte(name)
 
     def columns(self, name: BaseFormat, first: int, last: int) -> FrozenMemory:
-        """Return the columns ``first`` to ``last`` - 1, whose bounds are bounds of blocks."""
+        """Return the columns ``first`` to ``last`` - 1, from the start of a block to the end of a
+        block.
+        """
         width, size = values_of_byte(name), BLOCK_SIZES[name]
         return FrozenMemory(
             self.data[..., first // width : last // width],

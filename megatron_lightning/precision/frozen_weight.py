@@ -175,7 +175,7 @@ class FrozenWeight(StoredWeight):
     def fsdp_pre_all_gather(
         self, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any
     ) -> tuple[tuple[Tensor, ...], Any]:
-        """Return what FSDP2 gathers: quantized data and scales."""
+        """Return quantized data and scales for FSDP2's all-gather."""
         return tuple(self.memory.tensors), outer_size
 
     def fsdp_post_all_gather(

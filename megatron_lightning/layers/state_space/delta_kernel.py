@@ -49,7 +49,7 @@ class DeltaKernel:
         beta: Tensor,
         documents: Tensor | None,
     ) -> Tensor:
-        """Return what :func:`~megatron_lightning.layers.state_space.delta_rule.delta_rule` returns,
+        """Return outputs of :func:`~megatron_lightning.layers.state_space.delta_rule.delta_rule`,
         without the last state.
         """
         length, size, heads = v.shape[:3]

@@ -1,4 +1,4 @@
-"""The fused scan of the package mamba_ssm, used where it loads."""
+"""The fused scan of the package mamba_ssm, used if the package loads."""
 
 from __future__ import annotations
 

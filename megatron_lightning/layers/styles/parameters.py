@@ -117,7 +117,7 @@ class TensorParallelExperts:
 
 def _avoid_grouped_gemm(module: nn.Module) -> None:
     """Set experts of ``transformers`` to be computed one by one if torch's grouped GEMM refuses
-    shards of their width. The full experts may be of a width that it takes.
+    the width of the shards, even if the GEMM takes the width of full experts.
 
     The precision may make the weights 16 bits wide later.
     """
