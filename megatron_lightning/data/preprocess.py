@@ -128,27 +128,21 @@ def preprocess(  # noqa: PLR0917  # every argument is an option of the command l
         _check_not_empty(of_key, files, folder)
         # Renamed at the end, so that the output is complete whenever it is there.
         _publish({prefixes[key]: names for key, names in of_key.items()})
-        sizes = [IndexedDataset(prefix) for prefix in prefixes.values()]
+        written = {key: IndexedDataset(prefix) for key, prefix in prefixes.items()}
         described = Sidecar.of(tokenizer, append_eod=append_eod)
-        for key, indexed in zip(prefixes, sizes, strict=True):
-            options = {
-                "tokenizer_type": tokenizer_type,
-                "json_key": key,
-                "empty_documents": empty_documents,
-                "sentence_splitter": sentence_splitter if split_sentences else None,
-            }
-            described.write(prefixes[key], indexed, options)
+        options = {
+            "tokenizer_type": tokenizer_type,
+            "empty_documents": empty_documents,
+            "sentence_splitter": sentence_splitter if split_sentences else None,
+            "lang": lang if split_sentences else None,
+        }
+        for key, indexed in written.items():
+            described.write(prefixes[key], indexed, {"json_key": key, **options})
         if trained is not None:
             trained.replace(f"{output_prefix}_tokenizer.model")
         shutil.rmtree(folder)
-    seconds, num_tokens = time.monotonic() - begin, sum(data.num_tokens for data in sizes)
-    for prefix, indexed in zip(prefixes.values(), sizes, strict=True):
-        print(f"{prefix}, tokens of a document:\n{Lengths.of(indexed).histogram()}")
-    print(
-        f"{num_tokens} tokens of {tokenizer.vocab_size} ids in {', '.join(prefixes.values())}\n"
-        f"{sum(data.num_documents for data in sizes)} documents of {len(files)} files, "
-        f"{num_new} of {len(pieces)} pieces tokenized now, {num_tokens / seconds:.0f} tokens/s"
-    )
+    read = f"{len(files)} files, {num_new} of {len(pieces)} pieces tokenized now"
+    _print_summary([*written.values()], tokenizer, read, time.monotonic() - begin)
     return prefixes
 
 
@@ -223,6 +217,21 @@ def _tokenize(
             for piece in complete:
                 bar.update(piece.num_bytes)
     return len(waiting)
+
+
+def _print_summary(
+    written: Sequence[IndexedDataset], tokenizer: Tokenizer, read: str, seconds: float
+) -> None:
+    """Print the lengths of the documents, and what was read and written."""
+    for indexed in written:
+        print(f"{indexed.prefix}, tokens of a document:\n{Lengths.of(indexed).histogram()}")
+    num_tokens = sum(indexed.num_tokens for indexed in written)
+    print(
+        f"{num_tokens} tokens of {tokenizer.vocab_size} ids in "
+        f"{', '.join(indexed.prefix for indexed in written)}\n"
+        f"{sum(indexed.num_documents for indexed in written)} documents of {read}, "
+        f"{num_tokens / seconds:.0f} tokens/s"
+    )
 
 
 def _publish(parts: Mapping[str, Sequence[str]]) -> None:

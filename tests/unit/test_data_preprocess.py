@@ -613,6 +613,7 @@ def test_data_of_another_tokenizer_are_refused(jsonl: Path, model: str, tmp_path
         "json_key": "text",
         "empty_documents": "error",
         "sentence_splitter": None,
+        "lang": None,
     }
     trained = load_tokenizer(tmp_path / "y_tokenizer.model")
     check_tokenizer(prefix, load_tokenizer(model), "small")
@@ -669,6 +670,8 @@ def test_lines_are_sentences_and_other_splitters_are_refused(tmp_path: Path) -> 
         "tokenizer_type": "bytes", "tokenizer_model": "bytes", "split_sentences": True
     }  # fmt: skip
     made = preprocess(str(tmp_path / "out"), str(source), **options, sentence_splitter="lines")
+    written = json.loads(Path(f"{made['text']}.json").read_text())["options"]
+    assert (written["sentence_splitter"], written["lang"]) == ("lines", "english")
     assert IndexedDataset(made["text"]).sequence_lengths.tolist() == [9, 6]
     with pytest.raises(ConfigError, match="must be one of rules, lines, punkt"):
         preprocess(str(tmp_path / "no"), str(source), **options, sentence_splitter="word")  # type: ignore[arg-type]
