@@ -151,17 +151,7 @@ class LoRA:
             ConfigError: If a name matches nothing, the module has adapters already, or ranks hold
                 shards of the module.
         """
-        if any(map(is_divided, module.modules())):
-            raise ConfigError(
-                f"LoRA is applied to a {type(module).__name__} whose weights are divided over "
-                "ranks already, so that every rank would train adapters of its own. Apply it in "
-                "configure_model, before the strategy divides the module."
-            )
-        if adapted_layers(module):
-            raise ConfigError(
-                f"{type(module).__name__} has adapters already, and LoRA is applied again. Apply "
-                "it once; several sets of adapters of one model are not supported."
-            )
+        _check_module(module)
         stacks = find_parameters(module, self.target_parameters)
         targets: dict[str, nn.Module] = {}
         if self.target_modules or not stacks:
@@ -260,6 +250,25 @@ class LoRA:
             scale=self.scale_of(path),
             dropout=self.lora_dropout,
             lora_magnitude=_factor(layer, 1, out) if self.use_dora else None,
+        )
+
+
+def _check_module(module: nn.Module) -> None:
+    """Check that a module is full, and has no adapters.
+
+    Raises:
+        ConfigError: If not.
+    """
+    if any(map(is_divided, module.modules())):
+        raise ConfigError(
+            f"LoRA is applied to a {type(module).__name__} whose weights are divided over "
+            "ranks already, so that every rank would train adapters of its own. Apply it in "
+            "configure_model, before the strategy divides the module."
+        )
+    if adapted_layers(module):
+        raise ConfigError(
+            f"{type(module).__name__} has adapters already, and LoRA is applied again. Apply "
+            "it once; several sets of adapters of one model are not supported."
         )
 
 
