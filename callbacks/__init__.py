@@ -47,7 +47,7 @@ __all__ = [
     "ThroughputMonitor",
 ]
 
-__getattr__, __dir__ = lazy_attributes(
+lazy_attributes(
     __name__,
     {
         "ClosingSummary": "megatron_lightning.callbacks.closing_summary",

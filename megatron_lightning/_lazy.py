@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Mapping
 from importlib import import_module
 
 
-def lazy_attributes(
-    package: str, modules: Mapping[str, str]
-) -> tuple[Callable[[str], object], Callable[[], list[str]]]:
-    """Return a package's ``__getattr__`` and ``__dir__``, to import ``modules[name]`` on first use
-    of ``name``.
+def lazy_attributes(package: str, modules: Mapping[str, str]) -> None:
+    """Import ``modules[name]`` on first use of ``package.name``.
+
+    A ``__getattr__`` in the source of the package would make type checkers accept every name.
     """
 
     def getattr_(name: str) -> object:
@@ -18,4 +18,4 @@ def lazy_attributes(
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         return getattr(import_module(modules[name]), name)
 
-    return getattr_, lambda: sorted(modules)
+    vars(sys.modules[package]).update(__getattr__=getattr_, __dir__=lambda: sorted(modules))

@@ -9,4 +9,4 @@ if TYPE_CHECKING:
 
 __all__ = ["AutoBridge"]
 
-__getattr__, __dir__ = lazy_attributes(__name__, {"AutoBridge": "megatron_lightning.bridge.auto"})
+lazy_attributes(__name__, {"AutoBridge": "megatron_lightning.bridge.auto"})

@@ -33,7 +33,7 @@ __all__ = [
     "save_sharded",
 ]
 
-__getattr__, __dir__ = lazy_attributes(
+lazy_attributes(
     __name__,
     {
         "CheckpointSource": "megatron_lightning.checkpoint.source",

@@ -43,7 +43,7 @@ __all__ = [
     "load_tokenizer",
 ]
 
-__getattr__, __dir__ = lazy_attributes(
+lazy_attributes(
     __name__,
     {
         "BatchSizeSchedule": "megatron_lightning.data.batch_size",

@@ -30,7 +30,7 @@ __all__ = [
     "num_parameters",
 ]
 
-__getattr__, __dir__ = lazy_attributes(
+lazy_attributes(
     __name__,
     {
         "DeltaNetConfig": "megatron_lightning.config",

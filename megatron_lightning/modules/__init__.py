@@ -27,7 +27,7 @@ __all__ = [
     "PretrainDataModule",
 ]
 
-__getattr__, __dir__ = lazy_attributes(
+lazy_attributes(
     __name__,
     {
         "DistillationModule": "megatron_lightning.modules.distillation",

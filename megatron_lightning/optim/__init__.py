@@ -38,7 +38,7 @@ __all__ = [
     "make_param_groups",
 ]
 
-__getattr__, __dir__ = lazy_attributes(
+lazy_attributes(
     __name__,
     {
         "Bucket": "megatron_lightning.optim.gradients.buckets",

@@ -21,7 +21,7 @@ __all__ = [
     "parallelize",
 ]
 
-__getattr__, __dir__ = lazy_attributes(
+lazy_attributes(
     __name__,
     {
         "AxisGroup": "megatron_lightning.parallel.context",

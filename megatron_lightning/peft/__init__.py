@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 __all__ = ["LoRA", "adapters_disabled", "load_adapters", "merge_adapters", "save_adapters"]
 
-__getattr__, __dir__ = lazy_attributes(
+lazy_attributes(
     __name__,
     {
         "LoRA": "megatron_lightning.peft.lora",

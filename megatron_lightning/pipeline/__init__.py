@@ -1,7 +1,12 @@
 """Pipeline parallelism: schedules as data, a validator, and an executor of schedules."""
 
+from typing import TYPE_CHECKING
+
 from megatron_lightning._lazy import lazy_attributes
 
-__getattr__, __dir__ = lazy_attributes(
-    __name__, {"simulate": "megatron_lightning.pipeline.schedules"}
-)
+if TYPE_CHECKING:
+    from megatron_lightning.pipeline.schedules import simulate
+
+__all__ = ["simulate"]
+
+lazy_attributes(__name__, {"simulate": "megatron_lightning.pipeline.schedules"})

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 __all__ = ["FP8Recipe", "dequantize", "quantize"]
 
-__getattr__, __dir__ = lazy_attributes(
+lazy_attributes(
     __name__,
     {
         "FP8Recipe": "megatron_lightning.precision.recipes",

@@ -11,6 +11,4 @@ if TYPE_CHECKING:
 
 __all__ = ["Restarts"]
 
-__getattr__, __dir__ = lazy_attributes(
-    __name__, {"Restarts": "megatron_lightning.resilience.restart"}
-)
+lazy_attributes(__name__, {"Restarts": "megatron_lightning.resilience.restart"})
