@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 from unittest.mock import MagicMock, patch
 
@@ -16,7 +17,12 @@ from tests.helpers.recipe_matrix import recipe_matrix
 from tests.helpers.scaled_kernels import stand_ins
 from tests.lightning.test_fp8 import CASES, _compared
 from tests.lightning.test_fp8_combinations import Case
-from tests.lightning.test_fp8_parameters import LAYOUTS, assert_codes_change_nothing, fit_kept
+from tests.lightning.test_fp8_parameters import (
+    LAYOUTS,
+    assert_codes_change_nothing,
+    assert_equal_results,
+    fit_kept,
+)
 
 SCALINGS = ("delayed", "current", "rowwise", "blockwise")
 FAST = [("current", "tp2-pp2"), ("rowwise", "ep2")]
@@ -73,7 +79,18 @@ def _coded_natively(case: Case, scaling: str) -> Any:
     return results
 
 
-@pytest.mark.slow  # test_fp8_parameters has emulated codes
+def _both(case: Case, scaling: str) -> list[Any]:
+    """Train with codes and without."""
+    return [_coded_natively(replace(case, coded=coded), scaling) for coded in (True, False)]
+
+
+def test_codes_of_two_ranks_take_one_step_as_fp32_weights_do() -> None:
+    """And evaluate and predict by the codes of the changed weights."""
+    for coded, plain in run_ranks(2, _both, replace(LAYOUTS["dp2"], steps=1), "current"):
+        assert_equal_results(coded, plain)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("scaling", "case"),
     [(scaling, case) for scaling in ("delayed", "current", "blockwise") for case in CODED],

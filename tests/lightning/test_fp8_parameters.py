@@ -41,6 +41,7 @@ from tests.lightning.test_fp8_combinations import (
     ZB_H1,
     ZBV,
     Case,
+    Results,
     _rows,
 )
 
@@ -143,14 +144,19 @@ def fit_kept(case: Case, scaling: str) -> Any:
 def assert_codes_change_nothing(
     fit: Callable[[Case, str], Any], layout: Case, scaling: str
 ) -> None:
-    """Losses, evaluations and predictions are bit-equal: the codes are those of the full weight.
-    Norms are sums of other shards, 1e-6 apart at most."""
     plain = run_ranks(layout.ranks, fit, layout, scaling, timeout_s=200)
     coded = run_ranks(layout.ranks, fit, replace(layout, coded=True), scaling, timeout_s=200)
-    for (losses, norms, *values), (others, sums, *same) in zip(coded, plain, strict=True):
-        assert losses == others
-        assert norms == pytest.approx(sums, rel=1e-6)
-        assert values == same
+    for own, other in zip(coded, plain, strict=True):
+        assert_equal_results(own, other)
+
+
+def assert_equal_results(coded: Results, plain: Results) -> None:
+    """Losses, evaluations and predictions are bit-equal: the codes are those of the full weight.
+    Norms are sums of other shards, 1e-6 apart at most."""
+    (losses, norms, *values), (others, sums, *same) = coded, plain
+    assert losses == others
+    assert norms == pytest.approx(sums, rel=1e-6)
+    assert values == same
 
 
 @recipe_matrix(SCALINGS, LAYOUTS, fast=FAST)

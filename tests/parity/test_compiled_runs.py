@@ -93,15 +93,14 @@ GROWING = {
     "documents-tp2": (2, [24] * 5, {TP: 2}, {}, True, [1] * 5),
     "documents-cp2": (2, [24] * 5, {CP: 2}, {}, True, [0, 1, 1, 1, 1]),
     "documents-lengths": (1, [24, 16, 32, 20], {}, {}, True, [1, 2, 2, 2]),
+    "documents-lengths-tp2": (2, [24, 16, 32], {TP: 2}, {}, True, [1, 2, 2]),
 }
 
 
-@pytest.mark.slow  # test_compiled_lengths has both
-@pytest.mark.spread(1)
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(n, marks=() if n in ("lengths", "documents") else pytest.mark.slow)
+        pytest.param(n, marks=() if n == "documents-lengths-tp2" else pytest.mark.slow)
         for n in GROWING
     ],
 )
