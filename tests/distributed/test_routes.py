@@ -17,7 +17,7 @@ from megatron_lightning.layers.moe import Router
 from megatron_lightning.models.transformer import GPTModel
 from megatron_lightning.parallel.layout import ParallelLayout
 from tests.distributed.test_generate import save_plain
-from tests.distributed.test_inference_engine import EP, ETP, PP, SIZES, TP, VPP
+from tests.distributed.test_inference_engine import LAYOUTS, SIZES
 from tests.helpers.layouts import tiny_config
 from tests.helpers.ranks import run_ranks
 
@@ -32,13 +32,6 @@ CONFIG = tiny_config(**SIZES, moe=MoEConfig(**MOE))
 MILD = replace(CONFIG, init_method_std=0.1)
 PROMPTS = [[1, 2, 3], [7], list(range(1, 38)), [5, 4, 3, 2, 1, 0, 9], [60, 61]]
 DRAWN = Sampling(max_new_tokens=12, seed=5)
-LAYOUTS: dict[str, dict[str, Any]] = {
-    "tp2": {TP: 2, "sequence_parallel": False},
-    "tp2 sp": {TP: 2},
-    "pp2": {PP: 2},
-    "pp2 vpp2": {PP: 2, VPP: 2},
-    "tp2 ep2": {TP: 2, EP: 2, ETP: 1},
-}
 # Prompts in chunks, and samples that share the keys of their prompt.
 OPTIONS = EngineOptions(max_tokens=20, max_requests=4, record_routes=True)
 Found = list[tuple[list[int], list[float], Tensor]]
