@@ -41,7 +41,7 @@ def reads_pages() -> bool:
 
 @dataclass(frozen=True)
 class RaggedRows:
-    """Queries and keys of requests, each in one row with a request behind the other."""
+    """Boundaries of requests in a ragged row of queries, and in a ragged row of keys."""
 
     boundaries: Tensor
     """[r + 1] int32 first query of each request, and the end."""

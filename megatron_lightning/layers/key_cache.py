@@ -24,7 +24,7 @@ from megatron_lightning.layers.state_store import StateStore
 
 _LARGEST_HEAD, _HEAD_MULTIPLE = 256, 8  # channels of a head, of flash attention
 _PAGE_MULTIPLE = 256  # slots of a page, of flash attention 2
-_FIRST_CAPABILITY = (8, 0)
+_FIRST_CAPABILITY = (8, 0)  # Ampere
 Slots = slice | Tensor
 """Slots of a request's keys, in order: neighbors, or [L] numbers."""
 
