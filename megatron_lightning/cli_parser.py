@@ -30,7 +30,7 @@ _NO_FP8 = ". FP8 layers are not available; set --trainer.precision=bf16-mixed or
 
 
 class OneLineParser(ArgumentParser):
-    """Parser with single-line errors that name the nearest valid option.
+    """Parser with single-line errors. An error names the nearest valid option.
 
     jsonargparse makes parsers for the options of a class, of the same type as the calling parser.
     """
@@ -77,8 +77,8 @@ class OneLineParser(ArgumentParser):
         return set().union(*(parser.get_defaults().keys() for parser in self.parsers))
 
     def _hint_of_strategy(self, name: str) -> str:
-        """Return how to set an option of the strategy that was given to the Trainer. "": not an
-        option of the strategy.
+        """Return how to set an option of the strategy, if a user gave the option to the Trainer.
+        "": not an option of the strategy.
         """
         group, _, option = name.rpartition(".")
         near = get_close_matches(option, self.strategy_options, n=1, cutoff=0.8)
@@ -146,10 +146,11 @@ def in_one_line(message: str) -> str:
 
 
 def _with_whole_sentences(lines: list[str]) -> list[str]:
-    """Return the lines of a tree with the further lines of an error appended to the first one.
+    """Return the lines of a tree with the further lines of an error appended to the first line.
 
     A branch begins with a dash. The further lines of a branch's text are two columns deeper, as are
-    the lines of a tree inside the branch, which begin after a colon or with words of jsonargparse.
+    the lines of a tree inside the branch. Lines of a tree begin after a colon or with words of
+    jsonargparse.
     """
     joined: list[str] = []
     depth = -1  # of the text of the branch that is open

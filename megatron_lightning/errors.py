@@ -63,7 +63,7 @@ class PipelineError(MegatronLightningError, RuntimeError):
 
 
 class RankError(MegatronLightningError, RuntimeError):
-    """Ranks in different calls that all ranks make together. The message names the calls."""
+    """Ranks in different collective calls. The message names the calls."""
 
 
 class RecomputeError(MegatronLightningError, RuntimeError):

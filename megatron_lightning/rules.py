@@ -49,7 +49,7 @@ def check_options(
 
 
 def check_data_parallel_mode(data_parallel: str) -> None:
-    """Check that the data-parallel mode is known."""
+    """Check the name of the data-parallel mode."""
     if data_parallel not in get_args(DataParallel):
         raise ConfigError(
             f'data_parallel is {data_parallel!r}, which is unknown. Set it to "ddp", "zero1" or '
@@ -134,7 +134,7 @@ def check_data_parallel(grid: RankGrid, data_parallel: str, options: DataParalle
 
 
 def check_process_groups(backend: str | None, timeout_s: float) -> None:
-    """Check that process groups have a timeout and a backend for CPU tensors. Ranks compare weights
+    """Check the timeout of process groups, and the backend for CPU tensors. Ranks compare weights
     and plans on CPU tensors.
     """
     if not isinstance(timeout_s, int | float) or not 0 < timeout_s < float("inf"):
@@ -178,8 +178,8 @@ def check_model_layout(
         sequence_length: Tokens of a training sample, if known.
         pipeline: Partition into stages. A stage listed by the user may have no layers, and
             embedding and loss may take a layer's place each. None: layers are spread evenly.
-        num_models: Models of about this size in the pipeline, such as a frozen one beside the
-            trained.
+        num_models: Models of about this size in the pipeline, such as a frozen model beside
+            the trained model.
     """
     layout.data_parallel_size(world_size)
     _check_tensor(config, layout)

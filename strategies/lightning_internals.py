@@ -88,8 +88,8 @@ _GUARDS = ("assembly.saving_guard", "strategies.outputs.after_fit")
 
 
 def refuses_settings(error: BaseException) -> bool:
-    """Whether ``error`` is Lightning's report of settings that cannot work. The error's text is
-    then all a user needs.
+    """Whether ``error`` is Lightning's report of unusable settings. The error's text is then all
+    a user needs.
     """
     where = ""
     for frame, _ in traceback.walk_tb(error.__traceback__):  # the last frame has raised the error
@@ -159,8 +159,8 @@ def num_logged_steps(trainer: pl.Trainer) -> int:
 def next_logged_step(trainer: pl.Trainer) -> int:
     """Return the step number of the first values logged by a starting fit.
 
-    A save in the middle of an epoch has not counted its own step. The loop adds this step when the
-    loop begins.
+    A save in the middle of an epoch has not counted the current step. The loop adds this step when
+    the loop begins.
     """
     loop = trainer.fit_loop.epoch_loop
     is_uncounted = (
@@ -279,7 +279,7 @@ def ignore_after_run(trainer: pl.Trainer, signum: int) -> None:
 def name_of_log(logger: Logger) -> str | None:
     """Return the name chosen for a log, without beginning a run.
 
-    The ``name`` of MLflow's logger is the id of the experiment, and asking for it begins a run.
+    The ``name`` of MLflow's logger is the id of the experiment, and reading ``name`` begins a run.
     """
     attributes = vars(logger)
     return attributes["_experiment_name"] if "_mlflow_client" in attributes else logger.name
@@ -344,7 +344,7 @@ def requeue_path(trainer: pl.Trainer) -> str:
 
 
 def checkpoint_folder(callback: ModelCheckpoint, trainer: pl.Trainer) -> str:
-    """Return the folder of ``callback``. Its ``dirpath`` is None until ``setup`` has run."""
+    """Return the folder of ``callback``. ``callback.dirpath`` is None until ``setup`` has run."""
     return str(callback._ModelCheckpoint__resolve_ckpt_dir(trainer))  # type: ignore[attr-defined]
 
 
@@ -360,8 +360,8 @@ def saves_or_loads() -> bool:
     """Whether Lightning makes or reads a checkpoint, or Lightning or this package is the caller.
 
     The caller is the first frame outside of torch. A user's hook during the making of a checkpoint
-    is recognized further up the stack. Lightning tells neither the module nor the strategy that it
-    asks, and only a warning depends on the answer, so that a look at the stack is enough.
+    is recognized further up the stack. Lightning announces neither case to the module or the
+    strategy, and only a warning depends on the answer. So a look at the stack is enough.
     """
     frame, caller = sys._getframe(1), ""
     above: FrameType | None = frame

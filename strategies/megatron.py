@@ -87,14 +87,14 @@ class MegatronStrategy(SetupHooks, StepHooks, CheckpointHooks):
     parallel.
 
     Args:
-        tensor_model_parallel_size: Ranks that share each layer's matrices.
+        tensor_model_parallel_size: Ranks sharing each layer's matrices.
         pipeline_model_parallel_size: Ranks over which the sequence of layers is partitioned.
         virtual_pipeline_model_parallel_size: Model chunks on each pipeline rank.
         context_parallel_size: Ranks over which each sequence is split.
         expert_model_parallel_size: Ranks sharing the experts of a mixture-of-experts layer.
         expert_tensor_parallel_size: Ranks over which each expert's matrices are sharded. None: same
             as tensor.
-        sequence_parallel: Shard activations along the sequence between tensor-parallel regions;
+        sequence_parallel: Shard activations along the sequence between tensor-parallel regions.
             "auto": if the plan shards the sequence.
         micro_batch_size: Samples of a micro-batch on one data-parallel rank. None: the whole batch
             is one micro-batch.
@@ -105,8 +105,8 @@ class MegatronStrategy(SetupHooks, StepHooks, CheckpointHooks):
             layers are spread evenly.
         context_options: Attention over sequences split by context-parallel ranks. None: the
             defaults.
-        data_parallel: "ddp": all-reduce gradients; "zero1": shard the optimizer over the
-            data-parallel ranks; "fsdp": shard gradients and parameters as well.
+        data_parallel: "ddp": all-reduce gradients. "zero1": shard the optimizer over the
+            data-parallel ranks. "fsdp": shard gradients and parameters as well.
         data_parallel_options: Buckets, communication and optimizer state of the data-parallel
             ranks. None: the defaults.
         recompute: Activations to recompute in the backward pass or to read from the host. None:
@@ -118,7 +118,7 @@ class MegatronStrategy(SetupHooks, StepHooks, CheckpointHooks):
             in chunks of tokens, so that the logits of all tokens exist only if code reads them
             (on all tensor-parallel ranks). False: compute logits first.
         non_finite: Response to infinite or NaN losses and gradients: "raise" names the rank, the
-            parameter and the micro-batch; "skip" skips the optimizer step; "ignore" does not look.
+            parameter and the micro-batch. "skip" skips the optimizer step. "ignore" does not look.
         start_method: How local ranks are started when no torchrun or Slurm did: "popen", "spawn" or
             "fork".
         sharding_plan: Tensor-parallel table by module path of the LightningModule, for a model
@@ -310,7 +310,7 @@ class MegatronStrategy(SetupHooks, StepHooks, CheckpointHooks):
     @override
     def teardown(self) -> None:
         """Undo all replacements of the run, after the last save is committed. The module stays on
-        its device.
+        the device.
         """
         with ExitStack() as last_first:
             for owner in (self.accelerator, self.cluster_environment, self.precision_plugin):

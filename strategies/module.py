@@ -54,7 +54,7 @@ from megatron_lightning.strategies.step.overrides import override
 def wrap_configure_model(
     module: pl.LightningModule, assemble_it: Callable[[], None], undo: ExitStack
 ) -> None:
-    """Call ``assemble_it`` when the module has its layers: now, or each time ``configure_model``
+    """Call ``assemble_it`` when the module has all layers: now, or each time ``configure_model``
     returns.
 
     Callbacks copy the module in their ``setup`` hook, and a callback may call ``configure_model``

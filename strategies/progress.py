@@ -17,7 +17,7 @@ class Progress:
     """Samples trained on by all data-parallel ranks together, including samples of skipped steps.
     """
     skipped_steps: int = 0
-    """Optimizer steps skipped because of a gradient that was not finite."""
+    """Optimizer steps skipped because of infinite or NaN gradients."""
     skipped: SkippedSamples = field(default_factory=SkippedSamples)
     """Samples passed over by training. Skipped samples count as consumed."""
     _batch: int = -1  # the batch counted last
@@ -51,7 +51,7 @@ class Progress:
         return True
 
     def begin_update(self, step: int) -> None:
-        """Record that an optimizer step begins."""
+        """Record the beginning of an optimizer step."""
         self._updating = step
 
     def is_updating(self, step: int) -> bool:

@@ -360,7 +360,7 @@ class Run:
             self._draws.record(self.module, self.part, self._ranks.context)
 
     def share_buffers(self) -> None:
-        """Make diverged buffers equal again among ranks that hold the same buffer. A collective."""
+        """Make diverged buffers equal again among ranks with the same buffer. A collective."""
         if self._steps is not None:
             self._steps.buffers.synchronize(compare=True)
 
@@ -376,7 +376,7 @@ class Run:
         check_trained_replicas(self.module, self.part, self._ranks.context)
 
     def refuse_in_step(self, what: str, advice: str | None = None) -> None:
-        """Refuse a call that needs all ranks in the middle of a pipelined step.
+        """Refuse a call of all ranks in the middle of a pipelined step.
 
         Raises:
             PipelineError: In a step, over several pipeline ranks.

@@ -20,7 +20,7 @@ from megatron_lightning.strategies.lightning_internals import uploads_checkpoint
 
 
 def check_checkpoint_links(trainer: pl.Trainer, *, on_save_error: str, in_background: bool) -> None:
-    """Check that checkpoints can be linked, and that every link leads to an existing checkpoint.
+    """Check the links between checkpoints: every link needs an existing checkpoint.
 
     Args:
         trainer: The Trainer with the callbacks.

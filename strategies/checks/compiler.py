@@ -16,7 +16,7 @@ from megatron_lightning.errors import ConfigError
 
 
 def check_compiler(options: CompileOptions, device: torch.device) -> None:
-    """Check that the backend exists, and that inductor can compile for ``device``. Without this
+    """Check the backend, and the tools of inductor for ``device``. Without this
     check, every rank would find missing tools in the first step.
 
     Raises:

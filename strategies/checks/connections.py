@@ -1,4 +1,4 @@
-"""Checks of the ways between a host and its GPU, and between GPUs:
+"""Checks of the ways between a host and a GPU, and between GPUs:
 ``CUDA_DEVICE_MAX_CONNECTIONS``, the number of queues from the host to a GPU, and the backend of
 process groups.
 
@@ -26,7 +26,7 @@ _BLACKWELL = (10, 0)
 def check_connections(
     layout: ParallelLayout, data_parallel: str, capability: tuple[int, int] | None
 ) -> None:
-    """Check the variable before process groups exist. Warn of a value that costs time.
+    """Check the variable before process groups exist. Warn of slow values.
 
     Args:
         layout: Sizes of the axes.
@@ -62,8 +62,8 @@ def check_exchange(layout: ParallelLayout, device: torch.device) -> None:
     """Check that process groups can exchange activations on GPUs.
 
     Raises:
-        ConfigError: If gloo, which copies tensors of a GPU to the host in collectives alone, is to
-            send activations. A message from the memory of a GPU would end the process.
+        ConfigError: If gloo is to send activations between GPUs. In collectives alone, gloo copies
+            tensors of a GPU to the host. A message from the memory of a GPU would end the process.
     """
     sizes = {"tensor": layout.tp, "pipeline": layout.pp, "context": layout.cp, "expert": layout.ep}
     split = ", ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)

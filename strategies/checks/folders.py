@@ -18,7 +18,7 @@ def check_folder_saving(
     *,
     has_plugin: bool,
 ) -> None:
-    """Check that checkpoints of this fit can have Hugging Face folders, if requested.
+    """Check requested Hugging Face folders beside the checkpoints of this fit.
 
     Args:
         options: Options of checkpoints.

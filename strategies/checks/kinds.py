@@ -1,7 +1,7 @@
 """Kinds of this package's own modules, recognized without importing the modules.
 
-Nothing can be an object of a class that was never imported. So a run of a user's own module does
-not wait for the imports of language models, folders and their data.
+Objects of a class exist only after the import of the class. So a run of a user's own module does
+not wait for the imports of language models, folders and data.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def is_folder_module(module: object) -> TypeGuard[FolderModule]:
 
 
 def is_gpt_module(module: object) -> TypeGuard[GPTLightningModule]:
-    """Return whether the module trains a ``GPTModel`` made from its configuration."""
+    """Return whether the module trains a ``GPTModel`` made from a configuration."""
     return isinstance(module, _imported("gpt", "GPTLightningModule"))
 
 
@@ -44,17 +44,17 @@ def is_indexed_data(data: object) -> TypeGuard[IndexedDataModule]:
 
 
 def is_objective(module: object) -> TypeGuard[ObjectiveModule]:
-    """Return whether the module trains another module's model by a loss of its own."""
+    """Return whether the module trains the model of another module by a different loss."""
     return isinstance(module, _imported("objective", "ObjectiveModule"))
 
 
 def has_hook_of_gpt_module(module: object, hook: str) -> bool:
-    """Return whether a hook is the one of :class:`GPTLightningModule`."""
+    """Return whether :class:`GPTLightningModule` defines a hook of the module."""
     return _has_hook(module, hook, _imported("gpt", "GPTLightningModule"))
 
 
 def has_hook_of_hugging_face_module(module: object, hook: str) -> bool:
-    """Return whether a hook is the one of :class:`HuggingFaceModule`."""
+    """Return whether :class:`HuggingFaceModule` defines a hook of the module."""
     return _has_hook(module, hook, _imported("hugging_face", "HuggingFaceModule"))
 
 
@@ -63,5 +63,5 @@ def _has_hook(module: object, hook: str, kind: Any) -> bool:
 
 
 def _imported(name: str, kind: str) -> Any:
-    """Return a class. If its file was never imported, return a tuple of no classes."""
+    """Return a class, or a tuple of no classes before the import of the class."""
     return getattr(sys.modules.get(f"megatron_lightning.modules.{name}"), kind, ())

@@ -31,7 +31,7 @@ _LIGER_MODELS = "liger_kernel.transformers.model."
 
 
 def planned_module(module: pl.LightningModule) -> pl.LightningModule | None:
-    """Return the module with all its layers, on ``meta`` if need be. None: hooks will build layers
+    """Return the module with all layers, on ``meta`` if need be. None: hooks will build layers
     unknown until then.
     """
     if not is_built_later(module):
@@ -52,7 +52,7 @@ def planned_module(module: pl.LightningModule) -> pl.LightningModule | None:
 
 
 def built_module(module: pl.LightningModule) -> pl.LightningModule:
-    """Return the module with all its layers: the module itself, or a copy after
+    """Return the module with all layers: the module itself, or a copy after
     ``configure_model``, under ``meta`` if possible.
     """
     if not is_overridden("configure_model", module):
@@ -142,7 +142,7 @@ def check_module(
 
 
 def check_one_backward(module: pl.LightningModule, num_replicas: int) -> None:
-    """Check that one backward pass makes a step, as required by FSDP2.
+    """Check that a step has a single backward pass, as required by FSDP2.
 
     Raises:
         ConfigError: For manual optimization.

@@ -35,7 +35,7 @@ def warn_of_other_namespace() -> None:
 
 
 def check_namespace(parts: Iterable[object]) -> None:
-    """Check that callbacks, loggers and data are of the Trainer's namespace.
+    """Check the namespaces of callbacks, loggers and data against the Trainer's namespace.
 
     Raises:
         ConfigError: Names an object of the other namespace.

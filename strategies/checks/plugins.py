@@ -42,7 +42,7 @@ def check_precision(plugin: Precision | None, world_size: int) -> None:
 
 
 def check_recipe_of(plugin: Precision | None, module: nn.Module, layout: ParallelLayout) -> None:
-    """Check that the recipe of FP8 layers fits a full module. Sharding keeps the names of layers.
+    """Check the recipe of FP8 layers against a full module. Sharding keeps the names of layers.
 
     Raises:
         ConfigError: If a pattern matches nothing, no layer is quantized, or Transformer Engine

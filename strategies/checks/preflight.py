@@ -145,7 +145,7 @@ def check_context(
     module: pl.LightningModule,
     data: pl.LightningDataModule | None,
 ) -> None:
-    """Check for features that ranks sharing a sequence do not support.
+    """Check for features without support on ranks sharing a sequence.
 
     Raises:
         ConfigError: If such a feature is requested.
@@ -172,8 +172,8 @@ def check_layers(
     module: pl.LightningModule,
     trainer: pl.Trainer | None,
 ) -> None:
-    """Check all layers of the full module. All ranks check alike, since no rank has taken its part
-    yet.
+    """Check all layers of the full module. All ranks check alike, since every rank still has all
+    layers.
 
     Raises:
         ConfigError: If the layers cannot run under the layout.
@@ -203,7 +203,7 @@ def check_layers(
 def _check_partition(
     options: StrategyOptions, module: pl.LightningModule, *, is_built: bool
 ) -> None:
-    """Check the stages, and warn of uneven stages that the user has not listed."""
+    """Check the stages, and warn of uneven stages unless the user has listed the stages."""
     stages = checks.check_partition(
         module, options.schedule.placement, options.pipeline, is_built=is_built
     )

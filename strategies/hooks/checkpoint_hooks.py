@@ -106,7 +106,8 @@ class CheckpointHooks(RankHooks):
         self._running.checkpoints.save(checkpoint, str(filepath), self.part, background=background)
 
     def save_local_copy(self, filepath: str, folder: str) -> None:
-        """Keep every rank's state on its node's own disk and on the next node's, in the background.
+        """Keep every rank's state on the disks of the rank's node and of the next node, in the
+        background.
         All ranks call this.
 
         Args:
@@ -191,11 +192,11 @@ class CheckpointHooks(RankHooks):
     # ---------------------------------------------------------------------------------- full model
 
     def full_tensors(self, module: nn.Module | None = None) -> Iterator[tuple[str, Tensor]]:
-        """Yield name and full tensor of every parameter and saved buffer, one at a time, on every
-        rank. Works during a run and afterwards.
+        """Yield name and full tensor of every parameter and saved buffer on every rank, tensor by
+        tensor. Works during a run and afterwards.
 
-        A collective: all ranks call this, and take all tensors. No rank has more than its part and
-        one full tensor. A tied parameter appears once under every name.
+        A collective: all ranks call this, and take all tensors. No rank has more than the rank's
+        part and a single full tensor. A tied parameter appears once under every name.
 
         Args:
             module: A sub-module of the LightningModule. Yielded names are then relative to the
@@ -227,15 +228,15 @@ class CheckpointHooks(RankHooks):
             return self.run.full_state(module).collect(keeps=self.is_global_zero)
 
     def _together(self, call: str) -> AbstractContextManager[None]:
-        """Enter around a call that all ranks make."""
+        """Enter around a call of all ranks."""
         self.ranks.course.mark(call)
         return nullcontext() if self.ranks.failure_watch is not None else called_by_all(call)
 
     def export_hf_weights(
         self, module: nn.Module | None = None, *, dtype: torch.dtype | None = None
     ) -> Iterator[tuple[str, Tensor]]:
-        """Yield name and values of all tensors in a model's Hugging Face folder, one at a time, on
-        every rank's device. Works during a run and afterwards.
+        """Yield name and values of all tensors in a model's Hugging Face folder, tensor by tensor,
+        on every rank's device. Works during a run and afterwards.
 
         A collective: all ranks call this, and take all tensors.
 
@@ -258,16 +259,16 @@ class CheckpointHooks(RankHooks):
         dtype: torch.dtype | None = None,
     ) -> WeightStream:
         """Return the weights of a model as a stream for another engine, such as vLLM or SGLang:
-        ``metadata()``, and on iteration name and full tensor, one at a time, with the current
+        ``metadata()``, and on iteration name and full tensor, tensor by tensor, with the current
         values.
 
         A collective, like each iteration: all ranks iterate, and take all tensors. A
         :class:`GPTModel` built without a folder takes the names of the first matching family.
 
         Args:
-            weight_format: "transformers": names in folders, which vLLM and SGLang read, and tied
+            weight_format: "transformers": names in folders, as read by vLLM and SGLang, and tied
                 names. "state_dict": names of the model's ``state_dict()`` in the installed
-                ``transformers``, which merges the experts of some families.
+                ``transformers``. The installed version merges the experts of some families.
             module: A model in the LightningModule. None: the model loaded from a folder, or the
                 only :class:`GPTModel`.
             dtype: Dtype of floating tensors. None: the folder's, or the model's.

@@ -33,7 +33,7 @@ _GATHER_LATER = (
 class RankHooks(ParallelStrategy):
     """The parts of the strategy by lifetime, and the ranks.
 
-    Methods that override Lightning's are called by its Trainer. ``MegatronStrategy`` has the rest.
+    Lightning's Trainer calls the overriding methods. ``MegatronStrategy`` has all other methods.
     """
 
     options: StrategyOptions

@@ -194,7 +194,7 @@ class StepHooks(RankHooks):
 
     @property
     def skipped_steps(self) -> int:
-        """Optimizer steps skipped because of a gradient that was not finite."""
+        """Optimizer steps skipped because of infinite or NaN gradients."""
         return self.progress.skipped_steps
 
     @property
@@ -206,7 +206,7 @@ class StepHooks(RankHooks):
 
     @property
     def may_skip_steps(self) -> bool:
-        """Whether optimizer steps are skipped for values that are not finite."""
+        """Whether optimizer steps are skipped for infinite or NaN values."""
         return (
             self.options.non_finite == "skip"
             or getattr(self.precision_plugin, "loss_scale", None) is not None
@@ -231,7 +231,7 @@ class StepHooks(RankHooks):
         return self._running.training.accumulation.reducer.gradients() if has_trained else {}
 
     def _mark_norm(self, call: str) -> None:
-        """Record a call of the ranks that have the gradients together: of one replica, say."""
+        """Record a call of the ranks sharing the gradients, such as the ranks of a replica."""
         for ranks in self._running.training.norms.meeting_ranks():
             self.ranks.course.mark(call, ranks)
 
@@ -248,15 +248,15 @@ class StepHooks(RankHooks):
         return self._running.training.norms.group_norms(unwrapped(optimizer))
 
     def rerun_step(self) -> RerunResult:
-        """Run the current training step again, and compare its losses and gradients with the first
-        run, bit by bit. A collective of all ranks, between the last backward pass of a step and the
+        """Run the current training step again, and compare losses and gradients with the first run,
+        bit by bit. A collective of all ranks, between the last backward pass of a step and the
         update: in ``on_after_backward``, ``on_before_optimizer_step`` or a ``SpikeGuard``.
 
-        Random states, buffers and data are those of the first run. The rerun leaves nothing behind:
-        the update uses the gradients of the first run, and nothing is logged. On GPUs kernels have
-        to be deterministic (``Trainer(deterministic=True)``). Under a loss scale (fp16) the losses
-        alone are compared. A step that depends on anything else, such as a counter of its own on
-        the module, gives other values.
+        Random states, buffers and data are the same as in the first run. The rerun leaves nothing
+        behind: the update uses the gradients of the first run, and nothing is logged. On GPUs
+        kernels have to be deterministic (``Trainer(deterministic=True)``). Under a loss scale
+        (fp16) the losses alone are compared. A step with further state, such as a counter on the
+        module, gives other values.
 
         Raises:
             ConfigError: On all ranks, if no step waits for its update, the module optimizes by
