@@ -137,6 +137,17 @@ def _with_dims(x: Lazy, dim: int, num_dropped: int, sizes: Iterable[int], fill: 
 # ------------------------------------------------------------------------------------------- moves
 
 
+def _from_first(dim: int, num_dims: int) -> int:
+    """Return a dim counted from the first.
+
+    Raises:
+        IndexError: If there is no such dim, as in torch.
+    """
+    if not -num_dims <= dim < num_dims:
+        raise IndexError(f"dim {dim} is out of range for a tensor of {num_dims} dims")
+    return dim % num_dims
+
+
 def _same(x: Lazy, *_: Any, dtype: torch.dtype | None = None, **__: Any) -> Lazy:
     if dtype is None or dtype == x.dtype:
         return Lazy(x.shape, x.dtype, x.fill)
@@ -164,7 +175,7 @@ def _slice(
 ) -> Any:
     if step != 1:
         return _computed(aten.slice.Tensor, x, dim, start, end, step)
-    dim %= x.ndim
+    dim = _from_first(dim, x.ndim)
     first, last, _ = slice(start, end).indices(x.shape[dim])
 
     def fill(box: Box, out: Tensor) -> None:
@@ -174,7 +185,7 @@ def _slice(
 
 
 def _select(x: Lazy, dim: int, index: int) -> Lazy:
-    dim %= x.ndim
+    dim = _from_first(dim, x.ndim)
     if not -x.shape[dim] <= index < x.shape[dim]:
         raise IndexError(f"index {index} is out of range for dim {dim} of size {x.shape[dim]}")
     index %= x.shape[dim]
@@ -186,7 +197,7 @@ def _select(x: Lazy, dim: int, index: int) -> Lazy:
 
 
 def _unsqueeze(x: Lazy, dim: int) -> Lazy:
-    dim %= x.ndim + 1
+    dim = _from_first(dim, x.ndim + 1)
 
     def fill(box: Box, out: Tensor) -> None:
         x.fill(spliced(box, dim, 1), out.squeeze(dim))
@@ -199,7 +210,7 @@ def _squeeze(x: Lazy, dim: int) -> Lazy:
 
 
 def _permute(x: Lazy, dims: Sequence[int]) -> Lazy:
-    dims = [dim % x.ndim for dim in dims]
+    dims = [_from_first(dim, x.ndim) for dim in dims]
     back = sorted(range(len(dims)), key=dims.__getitem__)
 
     def fill(box: Box, out: Tensor) -> None:
@@ -213,7 +224,7 @@ def _transpose(x: Lazy, first: int = 0, second: int = 1) -> Lazy:
     if x.ndim < 2:
         return _same(x)
     dims = list(range(x.ndim))
-    first, second = first % x.ndim, second % x.ndim
+    first, second = _from_first(first, x.ndim), _from_first(second, x.ndim)
     dims[first], dims[second] = dims[second], dims[first]
     return _permute(x, dims)
 
@@ -221,7 +232,7 @@ def _transpose(x: Lazy, first: int = 0, second: int = 1) -> Lazy:
 def _cat(tensors: Sequence[Any], dim: int = 0) -> Any:
     if not all(isinstance(x, Lazy) for x in tensors):
         return _computed(aten.cat.default, tensors, dim)
-    dim %= tensors[0].ndim
+    dim = _from_first(dim, tensors[0].ndim)
     _check_sizes(tensors, dim)
     starts = [sum(x.shape[dim] for x in tensors[:index]) for index in range(len(tensors))]
 
@@ -249,7 +260,7 @@ def _check_sizes(tensors: Sequence[Lazy], dim: int) -> None:
 def _stack(tensors: Sequence[Any], dim: int = 0) -> Any:
     if not all(isinstance(x, Lazy) for x in tensors):
         return _computed(aten.stack.default, tensors, dim)
-    dim %= tensors[0].ndim + 1
+    dim = _from_first(dim, tensors[0].ndim + 1)
     return _cat([_unsqueeze(x, dim) for x in tensors], dim)
 
 

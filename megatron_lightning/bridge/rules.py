@@ -198,7 +198,7 @@ def parameters(
             continue
         try:
             tensor: Any = move.join(config, [tensors[theirs] for theirs in names])
-        except RuntimeError:  # shapes do not fit together
+        except (RuntimeError, IndexError, ValueError):  # shapes do not fit together
             tensor = None
         if tensor is None or tuple(tensor.shape) != shape:
             own_shapes = move.shapes(config, shape, len(sources))

@@ -390,6 +390,7 @@ def test_tensors_that_do_not_fit_are_named(folders: dict[str, Path], tmp_path: P
     for changes, message in (
         ({f"{layer}.mlp.up_proj.weight": None}, r"1 tensors are missing \(.*1.mlp.up_proj"),
         ({f"{layer}.mlp.up_proj.weight": torch.ones(3, 32)}, r"have other shapes \(.*up_proj"),
+        ({f"{layer}.mlp.gate_proj.weight": torch.tensor(1.0)}, r"have other shapes \(.*gate_proj"),
         ({"model.norm.weight": torch.ones(3)}, r"have other shapes \(model.norm.weight\)"),
         ({"extra": torch.ones(3)}, r"1 tensors are unexpected \(extra\)"),
     ):

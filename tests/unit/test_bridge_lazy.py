@@ -116,6 +116,10 @@ def test_tensors_that_do_not_fit_are_refused_as_by_torch() -> None:
         torch.stack([lazy, lazy[:3]])
     with pytest.raises(IndexError):
         lazy.select(0, 4)
+    with pytest.raises(IndexError):
+        lazy.transpose(0, 3)
+    with pytest.raises(IndexError):
+        torch.cat([lazy, lazy], dim=3)
     with pytest.raises(RuntimeError):
         lazy.split([1, 2], dim=0)
     target = torch.zeros(2, 4, 6, 4)
