@@ -79,10 +79,10 @@ class ScriptLauncher(SubprocessScriptLauncher):
         return self.num_processes * self.num_nodes == 1
 
     def _check_world(self) -> None:
-        """Check that the launcher at hand has started as many processes as the Trainer expects.
+        """Check the number of processes started by torchrun or Slurm against the Trainer's.
 
         Raises:
-            ConfigError: If it has not.
+            ConfigError: If the numbers differ.
         """
         devices, nodes = self.num_processes, self.num_nodes
         try:

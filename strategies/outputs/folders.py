@@ -71,7 +71,7 @@ class LiveFolder:
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield name and values of the folder's tensors on every rank. All ranks take all."""
-        return values_of(self.tensors, self._context.device)
+        return self.values_of(self.tensors)
 
     def stream(self, weight_format: str) -> dict[str, Lazy]:
         """Return name -> tensor: of the folder, with tied names as well, or of the ``state_dict()``

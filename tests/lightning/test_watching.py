@@ -27,7 +27,9 @@ from megatron_lightning.callbacks import (
 )
 from megatron_lightning.callbacks.closing_summary import next_command
 from megatron_lightning.errors import ConfigError
-from tests.helpers.toy import ToyModule
+from megatron_lightning.strategies import MegatronStrategy
+from tests.helpers.toy import ToyData, ToyModule
+from tests.helpers.trainers import trainer
 from tests.lightning.support import DP2, ONE, PP2, TP2_PP2, Layout, Lines, layouts, run
 
 SLOW_S = 0.1
@@ -132,6 +134,26 @@ def test_an_exception_restores_the_collection_and_is_summed_up(
     assert text.startswith("fit ended early (ZeroDivisionError) at step 2") and is_enabled
     newest = "last" if save_last else f"{tmp_path}/step=2.ckpt"  # without it, last finds nothing
     assert text.endswith(f"next: megatron-lightning fit --config=a.yaml --ckpt_path {newest}")
+
+
+@pytest.mark.parametrize("val_batches", [0, 1])
+def test_a_validation_is_proposed_if_there_are_validation_data(
+    val_batches: int, tmp_path: Path
+) -> None:
+    closing, keep = ClosingSummary(), ModelCheckpoint(tmp_path, save_last=True)
+    fit = trainer(
+        MegatronStrategy(),
+        callbacks=[closing, keep],
+        max_steps=1,
+        limit_val_batches=val_batches,
+        enable_checkpointing=True,
+        default_root_dir=tmp_path,
+    )
+    with mock.patch.object(sys, "argv", ["megatron-lightning", "fit", "--config=a.yaml"]):
+        fit.fit(ToyModule(), datamodule=ToyData())
+    assert closing.text.startswith("fit finished at step 1")
+    command = f"next: megatron-lightning validate --config=a.yaml --ckpt_path {tmp_path}/last.ckpt"
+    assert closing.text.endswith(command) if val_batches else "next:" not in closing.text
 
 
 def test_the_next_command_is_that_of_this_process() -> None:
