@@ -16,16 +16,15 @@ from typing import Any, ClassVar, NamedTuple
 
 import lightning.pytorch as pl
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import DataLoader
 
 from benchmarks import hf_families
 from benchmarks.hf_families import Family
 from benchmarks.ranks import run
+from benchmarks.small_runs import Losses, num_ranks, one_epoch
 from megatron_lightning.checkpoint import consolidate
 from megatron_lightning.models.plans.hf_plans import transformers_plan
-from megatron_lightning.strategies import MegatronStrategy
 
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "pp2": (2, {"pipeline_model_parallel_size": 2, "micro_batch_size": 2}),
@@ -97,14 +96,6 @@ class CausalLM(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.05)
 
 
-class _Losses(pl.Callback):
-    def __init__(self) -> None:
-        self.values: list[float] = []
-
-    def on_train_batch_end(self, *args: Any) -> None:
-        self.values.append(float(args[2]["loss"]))
-
-
 def train(
     family: Family,
     config: Any,
@@ -117,20 +108,10 @@ def train(
     ``options`` are those of the strategy; None: plain Lightning.
     """
     warnings.filterwarnings("ignore")
-    world = dist.get_world_size() if dist.is_initialized() else 1
-    losses = _Losses()
-    replicas = world if options is not None and options.get("data_parallel") == "fsdp" else 1
-    trainer = pl.Trainer(
-        strategy="auto" if options is None else MegatronStrategy(**options),
-        accelerator="cpu",
-        devices=world,
-        max_epochs=1,
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        enable_checkpointing=False,
-        callbacks=[losses],
-    )
+    losses = Losses()
+    is_fsdp = options is not None and options.get("data_parallel") == "fsdp"
+    replicas = num_ranks() if is_fsdp else 1
+    trainer = one_epoch(options, losses)
     module = CausalLM(family, config, rounding)
     trainer.fit(module, DataLoader(hf_families.rows(STEPS * BATCH, family.kind), BATCH // replicas))  # type: ignore[arg-type]
     trainer.save_checkpoint(path)

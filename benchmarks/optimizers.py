@@ -38,7 +38,6 @@ from typing import Any, ClassVar, NamedTuple
 
 import lightning.pytorch as pl
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
@@ -47,8 +46,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks import machine
 from benchmarks.ranks import run
+from benchmarks.small_runs import Losses, num_ranks, one_epoch
 from megatron_lightning.optim import ChainedOptimizer
-from megatron_lightning.strategies import MegatronStrategy
 
 DDP = {"data_parallel": "ddp"}
 LAYOUTS: Mapping[str, dict[str, Any]] = {
@@ -206,14 +205,6 @@ class Llama(pl.LightningModule):
             getattr(optimizer, mode, lambda: None)()
 
 
-class _Losses(pl.Callback):
-    def __init__(self) -> None:
-        self.values: list[float] = []
-
-    def on_train_batch_end(self, *args: Any) -> None:
-        self.values.append(float(args[2]["loss"]))
-
-
 def _rows(seed: int, count: int) -> list[dict[str, Tensor]]:
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randint(0, VOCABULARY, (count, SEQUENCE + 1), generator=generator)
@@ -234,20 +225,9 @@ def train(name: str, layout: str | None, rounding: float = 0.0) -> list[float]:
     warnings.filterwarnings("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     options = None if layout is None else LAYOUTS[layout]
-    losses, ranks = _Losses(), dist.get_world_size() if dist.is_initialized() else 1
-    trainer = pl.Trainer(
-        strategy="auto" if options is None else MegatronStrategy(**options),
-        accelerator="cpu",
-        devices=ranks,
-        max_epochs=1,
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        enable_checkpointing=False,
-        num_sanity_val_steps=0,
-        callbacks=[losses],
-    )
-    size = BATCH // ranks if layout in ("ddp", "zero1", "fsdp") else BATCH
+    losses = Losses()
+    trainer = one_epoch(options, losses, num_sanity_val_steps=0)
+    size = BATCH // num_ranks() if layout in ("ddp", "zero1", "fsdp") else BATCH
     try:
         trainer.fit(
             Llama(name, rounding),

@@ -421,21 +421,25 @@ def test_log_probabilities_are_those_of_the_training_forward(name: str, tmp_path
     assert all(score.is_greedy for score in scores)
 
 
+def cache_of(num_slots: int, storage: Any) -> EngineOptions:
+    """Return options of a cache for so many tokens of the grouped model in fp32."""
+    bytes_per_slot = 4 * 2 * 2 * 8 * 4  # layers, keys and values, groups, head size, fp32
+    return EngineOptions(
+        storage=storage,
+        block_size=4,
+        max_tokens=16,
+        max_requests=6,
+        cache_gib=num_slots * bytes_per_slot / 2**30,
+    )
+
+
 def test_full_caches_let_the_youngest_wait(tmp_path: Path) -> None:
     """A cache for the longest text alone: in runs the others wait, in pages they give way."""
     path = save_plain(tmp_path / "grouped", CONFIGS["grouped"])
-    bytes_per_slot = 4 * 2 * 2 * 8 * 4  # layers, keys and values, groups, head size, fp32
     expected = uncached(model_of(CONFIGS["grouped"]), GREEDY)
     num_steps = []
     for storage in ("runs", "pages"):
-        options = EngineOptions(
-            storage=storage,  # type: ignore[arg-type]
-            block_size=4,
-            max_tokens=16,
-            max_requests=6,
-            cache_gib=64 * bytes_per_slot / 2**30,
-        )
-        engine = Engine.load(path, options=options)
+        engine = Engine.load(path, options=cache_of(64, storage))
         assert texts_of(engine, GREEDY) == expected
         num_steps.append(engine.num_steps)
     assert min(num_steps) > 2 * GREEDY.max_new_tokens

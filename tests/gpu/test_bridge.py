@@ -6,6 +6,7 @@ import hashlib
 import json
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -139,16 +140,17 @@ def fit(module: Any, precision: Any, *, plain: bool = False, accelerator: str = 
     return losses.losses, run
 
 
+def module_of(kind: str, folder: Path, **options: Any) -> Any:
+    """Return an untouched model's module, or one of a GPT model."""
+    if kind == "gpt":
+        return GPTLightningModule(init_from_hf=str(folder), **options)
+    return HuggingFaceModule(str(folder), **options)
+
+
 @pytest.mark.parametrize("kind", ["untouched", "gpt"])
 def test_training_a_folder_equals_the_cpu(kind: str, tmp_path: Path) -> None:
     folder = make_folder("llama", tmp_path)
-
-    def module() -> Any:
-        options: dict[str, Any] = {"learning_rate": 1e-3}
-        if kind == "gpt":
-            return GPTLightningModule(init_from_hf=str(folder), **options)
-        return HuggingFaceModule(str(folder), **options)
-
+    module = partial(module_of, kind, folder, learning_rate=1e-3)
     expected, _ = fit(module(), "32-true", plain=True, accelerator="cpu")
     found, run = fit(module(), "32-true")
     assert found == pytest.approx(expected, rel=1e-4)  # kernels add up in another order
@@ -202,13 +204,7 @@ def test_the_command_line_trains_a_bf16_folder_and_writes_one(tmp_path: Path) ->
 @pytest.mark.parametrize("kind", ["untouched", "gpt"])
 def test_adapters_are_trained_and_written(kind: str, tmp_path: Path) -> None:
     folder = make_folder("llama", tmp_path)
-    options: dict[str, Any] = {"learning_rate": 1e-2, "peft": LoRA(r=4)}
-
-    def module() -> Any:
-        if kind == "gpt":
-            return GPTLightningModule(init_from_hf=str(folder), **options)
-        return HuggingFaceModule(str(folder), **options)
-
+    module = partial(module_of, kind, folder, learning_rate=1e-2, peft=LoRA(r=4))
     expected, _ = fit(module(), "32-true", plain=True, accelerator="cpu")
     found, run = fit(module(), "32-true")
     assert found == pytest.approx(expected, rel=1e-4)  # kernels add up in another order

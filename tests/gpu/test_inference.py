@@ -35,7 +35,14 @@ from megatron_lightning.models.transformer import GPTModel
 from megatron_lightning.modules import GPTLightningModule
 from megatron_lightning.strategies import MegatronStrategy
 from tests.distributed.test_generate import save_plain
-from tests.distributed.test_inference_engine import CONFIGS, PROMPTS, texts_of, without_capacity
+from tests.distributed.test_inference_engine import (
+    CONFIGS,
+    PROMPTS,
+    cache_of,
+    texts_of,
+    without_capacity,
+)
+from tests.helpers.attention import exact_attention
 from tests.helpers.layouts import tiny_config
 from tests.helpers.trainers import Losses, trainer
 
@@ -180,13 +187,9 @@ def test_the_kernel_over_pages(dtype: torch.dtype, groups: int, size: int, windo
     for count, end, pages_of in zip(counts, ends, tables, strict=True):
         slots = torch.cat([torch.arange(p * block, (p + 1) * block) for p in pages_of])[:end]
         assert paged.slots[first_key : first_key + end].tolist() == slots.tolist()
-        k, v = (x[slots].double().repeat_interleave(8 // groups, 1) for x in pools)
-        own = q[first : first + count].double()
-        back = torch.arange(end - count, end)[:, None] - torch.arange(end)
-        hidden = (back < 0) | ((back > window) if window >= 0 else torch.zeros_like(back).bool())
-        scores = torch.einsum("qnd,knd->nqk", own, k) * size**-0.5
-        weights = scores.masked_fill(hidden.to(CUDA), -torch.inf).softmax(-1)
-        expected = torch.einsum("nqk,knd->qnd", weights, v)
+        k, v = (pool[slots] for pool in pools)
+        own = q[first : first + count]
+        expected = exact_attention(own, k, v, scale=size**-0.5, window=window)
         for result in results:
             # Weights and results are rounded: bf16 has 8 bits.
             torch.testing.assert_close(
@@ -209,17 +212,9 @@ def test_samples_share_the_keys_of_a_prompt(storage: Any, dtype: Any, tmp_path: 
 
 
 def test_full_caches_let_the_youngest_wait(tmp_path: Path) -> None:
-    bytes_per_slot = 4 * 2 * 2 * 8 * 4  # layers, keys and values, groups, head size, fp32
     texts, num_steps = [], []
     for storage in ("runs", "pages"):
-        options = EngineOptions(
-            storage=storage,  # type: ignore[arg-type]
-            block_size=4,
-            max_tokens=16,
-            max_requests=6,
-            cache_gib=56 * bytes_per_slot / 2**30,
-        )
-        engine = engine_of("grouped", tmp_path, "float32", options)
+        engine = engine_of("grouped", tmp_path, "float32", cache_of(56, storage))
         texts.append(texts_of(engine, GREEDY))
         num_steps.append(engine.num_steps)
     expected = uncached(full_forward("grouped", engine, torch.float32), GREEDY)

@@ -16,6 +16,7 @@ from megatron_lightning.inference import Engine, EngineOptions, Sampling
 from megatron_lightning.inference import steps as steps_module
 from megatron_lightning.layers import key_cache
 from megatron_lightning.models.transformer import GPTModel
+from tests.helpers.attention import exact_attention
 
 PROMPTS = [[1, 2, 3], [7], list(range(1, 38)), [11, 12] * 6]
 GREEDY = Sampling(max_new_tokens=16, temperature=0.0)
@@ -60,17 +61,9 @@ class Kernel:
                 k, v = (x[pages].flatten(0, 1)[: seqused_k[index]] for x in (keys, values))
             assert end - first <= longest and len(k) <= most_keys
             assert enable_gqa or block_table is None
-            contexts.append(_attend(q[first:end], k, v, scale, window_size[0]))
+            own = exact_attention(q[first:end], k, v, scale=scale, window=window_size[0])
+            contexts.append(own)
         return torch.cat(contexts).to(q.dtype)
-
-
-def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int) -> Tensor:
-    group = q.shape[1] // k.shape[1]
-    k, v = (x.double().repeat_interleave(group, 1) for x in (k, v))
-    back = torch.arange(len(k))[len(k) - len(q) :, None] - torch.arange(len(k))
-    hidden = (back < 0) | ((back > window) if window >= 0 else torch.zeros_like(back).bool())
-    scores = torch.einsum("qnd,knd->nqk", q.double(), k) * scale
-    return torch.einsum("nqk,knd->qnd", scores.masked_fill(hidden, -torch.inf).softmax(-1), v)
 
 
 @pytest.mark.parametrize("reads_pages", [False, True])
