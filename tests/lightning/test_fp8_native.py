@@ -84,9 +84,9 @@ def _both(case: Case, scaling: str) -> list[Any]:
     return [_coded_natively(replace(case, coded=coded), scaling) for coded in (True, False)]
 
 
-def test_codes_of_two_ranks_take_one_step_as_fp32_weights_do() -> None:
-    """And evaluate and predict by the codes of the changed weights."""
-    for coded, plain in run_ranks(2, _both, replace(LAYOUTS["dp2"], steps=1), "current"):
+def test_two_ranks_renew_the_codes_after_a_step() -> None:
+    """The loss of the second step, evaluation and prediction are those of the changed weights."""
+    for coded, plain in run_ranks(2, _both, replace(LAYOUTS["dp2"], steps=2), "current"):
         assert_equal_results(coded, plain)
 
 
