@@ -1,8 +1,9 @@
-"""Logits of a folder's model beside those of ``transformers``, with one block in memory at a time.
+"""Logits of a folder's model beside the logits of ``transformers``, with a block in memory at a
+time.
 
 Both models run with parameters that exist only while their block runs, in fp32. Ours are read from
-the folder. Those of ``transformers`` are what ``from_pretrained`` returns in the folder's dtype:
-the files, mapped, except for tensors that loading merges. The outputs of the blocks are compared,
+the folder. The parameters of ``transformers`` come from ``from_pretrained`` in the folder's dtype:
+from the mapped files, except for tensors merged by loading. The outputs of the blocks are compared,
 so that the first different block is known.
 
 A parameter outside of a running block is NaN. A model that reads one there, or that cannot run in
@@ -52,7 +53,7 @@ class Comparison:
 
 @torch.no_grad()
 def compare_logits(bridge: AutoBridge, *, is_gpt: bool) -> Comparison:
-    """Compare the logits of a folder's model with those of ``transformers``.
+    """Compare the logits of a folder's model with the logits of ``transformers``.
 
     Args:
         bridge: The folder.

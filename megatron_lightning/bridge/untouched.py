@@ -226,8 +226,8 @@ def saved_table(model: nn.Module) -> dict[str, tuple[Shape, torch.dtype]]:
 
 
 def _differences(folder: TensorTable, model_class: Any, config: Any) -> dict[str, list[str]]:
-    """Return the tensors of the folder that differ from those written by ``save_pretrained``, by
-    what the folder does. Empty if the folder has names of another version.
+    """Return the folder's differences to the tensors written by ``save_pretrained``, by the verb of
+    the message. Empty if the folder has names of another version.
     """
     try:
         with torch.device("meta"):

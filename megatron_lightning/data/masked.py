@@ -1,5 +1,5 @@
 """Samples for encoders (BERT) and encoder-decoders (T5) from indexed files of sentences, equal to
-those of Megatron's ``BERTMaskedWordPieceDataset`` and ``T5MaskedWordPieceDataset``.
+the samples of Megatron's ``BERTMaskedWordPieceDataset`` and ``T5MaskedWordPieceDataset``.
 
 Sample i is drawn from ``RandomState((random_seed + i) % 2**32)``: workers, ranks and resumes change
 nothing.

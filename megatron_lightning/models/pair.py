@@ -1,4 +1,4 @@
-"""A frozen and a trained model in one module, which a pipeline divides together.
+"""A frozen and a trained model in one module, divided together by a pipeline.
 
 A pipeline divides a single module. So the two models are one module with the units of both: first
 the frozen model's, then the trained model's. With two virtual stages every pipeline rank has a

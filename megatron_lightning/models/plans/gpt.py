@@ -102,8 +102,8 @@ def _weight_rows(
 
 
 def _is_in_delta_net(weight: Weight) -> bool:
-    """Return whether a weight is a direct parameter of the mixer of gated delta net, whose path may
-    be the path of attention in other layers.
+    """Return whether a weight is a direct parameter of the mixer of gated delta net. Attention may
+    have the mixer's path in other layers.
     """
     return weight.kind == "head" and weight.module.endswith("self_attention")
 

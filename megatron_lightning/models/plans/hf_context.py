@@ -36,8 +36,8 @@ FAMILIES = frozenset({
 IMAGE_FAMILIES: Mapping[str, frozenset[str]] = MappingProxyType(
     {"llava": FAMILIES, "qwen2_5_vl": frozenset({"qwen2_5_vl_text"})}
 )
-"""``model_type`` of models that merge images with the embeddings of text -> of their text models,
-which are called with embeddings."""
+"""``model_type`` of models that merge images with the embeddings of text -> ``model_type`` of the
+text models, called with embeddings."""
 _TEXT_MODEL = "language_model"
 
 _DOCUMENTS = "documents"

@@ -1,14 +1,14 @@
 """Sequence parallelism of untouched ``transformers`` models.
 
 Between the row-parallel end of a region of split features and the column-parallel beginning of the
-next region a block has norms and sums, which treat each token separately. There a rank needs only
-a shard of the sequence (https://arxiv.org/abs/2205.05198): the all-reduce at the end of a region
-becomes a reduce-scatter, and the next region begins with an all-gather.
+next region a block has norms and sums of separate tokens. For these a rank needs only a shard of
+the sequence (https://arxiv.org/abs/2205.05198): the all-reduce at the end of a region becomes a
+reduce-scatter, and the next region begins with an all-gather.
 
     embedding | layers.0 scatters | norm, [attention], +, norm, [MLP], + … norm | gathers, head
 
-Brackets are regions, which gather at the beginning. The modules tell the rows of a plan, but not
-whether a block's forward mixes tokens outside of regions. Each family in :data:`FAMILIES` has
+Brackets are regions. A region gathers at the beginning. The modules tell the rows of a plan, but
+not whether a block's forward mixes tokens outside of regions. Each family in :data:`FAMILIES` has
 trained equally (docs/hf_coverage.md).
 """
 
