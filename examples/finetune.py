@@ -1,6 +1,7 @@
 """Fine-tune a chat model: ``python examples/finetune.py [MODEL CHATS.jsonl]``.
 
 MODEL is a folder or a Hub id, and every line of CHATS.jsonl is a conversation in OpenAI's form.
+A batch is 8 rows of 2048 tokens: few or short conversations ask for smaller numbers below.
 Without them, a tiny Llama and chats about sums are made in ``demo/``, and nothing is downloaded.
 Adapters (LoRA) are trained on 2 processes, tensor parallel, several conversations to a row, with
 the loss on answers alone. ``my-adapter`` (or ``demo/adapter``) is a folder of Hugging Face's peft.
@@ -78,7 +79,9 @@ def make_demo(folder: Path) -> tuple[str, str]:
 
 
 if __name__ == "__main__":
-    is_demo = len(sys.argv) < 3
+    if len(sys.argv) not in (1, 3):
+        sys.exit(__doc__.splitlines()[0])
+    is_demo = len(sys.argv) == 1
     model, chats = make_demo(Path("demo")) if is_demo else sys.argv[1:3]
     target = "demo/adapter" if is_demo else "my-adapter"
     pl.seed_everything(0)
