@@ -205,7 +205,7 @@ def _read(path: str) -> Any:
         with fsspec.open(path, "rt", encoding="utf-8") as file:
             text = file.read()
         content = json.loads(text) if path.endswith(".json") else yaml.safe_load(text)
-    except (OSError, ValueError, yaml.YAMLError) as error:
+    except (ImportError, OSError, ValueError, yaml.YAMLError) as error:
         raise DataError(
             f"data_prefix={path}: cannot be read ({error}); set it to a JSON or YAML file with a "
             "blend, or to a prefix"

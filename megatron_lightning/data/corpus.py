@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import IO, Any
 
 import fsspec
-from fsspec.core import url_to_fs
 
 from megatron_lightning.data.records import Record, Row
+from megatron_lightning.data.remote import store_of
 from megatron_lightning.errors import ConfigError, DataError
 
 STDLIB = "stdlib"
@@ -50,6 +50,7 @@ def input_files(inputs: str | Sequence[str]) -> list[str]:
     or several of these, in the given order. The files of a pattern are sorted by name.
 
     Raises:
+        ConfigError: If the store of a URL is unknown.
         DataError: If there is no file, or a file is missing, is a folder or cannot be read.
     """
     names = [inputs] if isinstance(inputs, str) else inputs
@@ -59,7 +60,7 @@ def input_files(inputs: str | Sequence[str]) -> list[str]:
             f"input={inputs!r} names no file; set it to {STDLIB!r} or to JSON-lines or text files"
         )
     for file in files:
-        system, path = url_to_fs(file)
+        system, path = store_of(file)
         if system.isdir(path):
             raise DataError(
                 f"{file} is a directory, and input takes files; list those in it, as in --input "
@@ -80,7 +81,7 @@ def _files_of(name: str) -> list[str]:
     """Return the files of an input."""
     if name == STDLIB:
         return [str(path) for path in stdlib_files()]
-    system, path_inside = url_to_fs(name)
+    system, path_inside = store_of(name)
     if not any(character in path_inside for character in "*?[") or system.exists(path_inside):
         return [name]
     files = sorted(path for path in system.glob(path_inside) if not system.isdir(path))

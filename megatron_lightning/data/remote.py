@@ -44,6 +44,22 @@ def local_path(path: str) -> str:
     return path.removeprefix("file://")
 
 
+def store_of(url: str) -> tuple[Any, str]:
+    """Return fsspec's store of a path or URL, and the path there.
+
+    Raises:
+        ConfigError: If there is no such store, or the package of the store is missing.
+    """
+    try:
+        system, path = url_to_fs(url)
+    except (ImportError, ValueError) as error:
+        raise ConfigError(
+            f"{url} cannot be reached: {error}. Install fsspec's package for the store, or copy "
+            "the files and set a local path."
+        ) from error
+    return system, str(path)
+
+
 def written_path(path: str, option: str) -> str:
     """Return the local path of files that are written or mapped here.
 
@@ -135,7 +151,7 @@ class RemoteFile:
     def __init__(self, url: str, cache: BlockCache) -> None:
         self.url = url
         self.cache = cache
-        system, path = url_to_fs(url)
+        system, path = store_of(url)
         info: dict[str, Any] = self._tried(lambda: system.info(path))
         if info.get("size") is None:
             raise DataError(f"{url}: the store does not tell the size. Copy the file.")
@@ -171,7 +187,7 @@ class RemoteFile:
     def fetched(self, begin: int, end: int) -> bytes:
         """Return bytes from the store."""
         # fsspec keeps the store for each process. The store of a process before a fork is unusable.
-        system, path = url_to_fs(self.url)
+        system, path = store_of(self.url)
         content: bytes = self._tried(lambda: system.cat_file(path, start=begin, end=end))
         if len(content) != end - begin:
             raise DataError(

@@ -37,11 +37,12 @@ def source_files(path: str) -> list[str]:
     """Return the files named by ``path``, in order. Empty: ``path`` may be the name of a data set.
 
     Raises:
+        ConfigError: If the store of a URL is unknown.
         DataError: If a folder or a pattern has no readable file.
     """
-    import fsspec
+    from megatron_lightning.data.remote import store_of
 
-    system, path_inside = fsspec.core.url_to_fs(path)
+    system, path_inside = store_of(path)
     if any(character in path_inside for character in "*?["):
         files = sorted(system.glob(path_inside))
     elif system.isdir(path_inside):
@@ -249,14 +250,14 @@ def file_stamps(paths: Sequence[str]) -> list[list[Any]]:
 
     A data set of the Hub has no files here. Only the name and the version are known.
     """
-    import fsspec
+    from megatron_lightning.data.remote import store_of
 
     stamps: list[list[Any]] = []
     for path in paths:
         files = source_files(path)
         stamps += [[path]] if not files else []
         for file in files:
-            system, path_inside = fsspec.core.url_to_fs(file)
+            system, path_inside = store_of(file)
             info = system.info(path_inside)
             stamp = info.get("mtime") or info.get("LastModified") or info.get("created")
             stamps.append([str(file), info.get("size"), str(stamp)])

@@ -13,6 +13,7 @@ import fsspec
 import numpy as np
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
+from fsspec.registry import known_implementations
 from torch.utils.data import DataLoader
 
 from megatron_lightning.data import ByteTokenizer, load_tokenizer, remote
@@ -22,6 +23,7 @@ from megatron_lightning.data.indexed import IndexedDataset, IndexedDatasetWriter
 from megatron_lightning.data.merge import merge
 from megatron_lightning.data.preprocess import preprocess
 from megatron_lightning.data.sidecar import Sidecar, check_tokenizer
+from megatron_lightning.data.sources import source_files
 from megatron_lightning.errors import ConfigError, DataError
 from megatron_lightning.modules import PretrainDataModule
 
@@ -167,6 +169,25 @@ def test_what_cannot_be_read_is_named(
     monkeypatch.setattr(Store, "failing", 1.0)
     with pytest.raises(DataError, match="the store did not answer 6 times"):
         dataset("store://data/text", tmp_path / "kept")
+
+
+@pytest.mark.parametrize(("store", "reason"), [("never", "not known"), ("absent", "Install x")])
+def test_a_store_without_a_package_is_named(
+    store: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As s3:// where s3fs is not installed."""
+    package = {"class": "x_is_not_installed.Store", "err": "Install x"}
+    monkeypatch.setitem(known_implementations, "absent", package)
+    url, message = f"{store}://bucket/x.json", rf"{store}://bucket/x.*{reason}"
+    with pytest.raises(ConfigError, match=message):
+        preprocess(str(tmp_path / "o"), url, tokenizer_type="bytes")
+    with pytest.raises(ConfigError, match=message):
+        source_files(url)
+    with pytest.raises(DataError, match=message):  # the file of a blend
+        PretrainDataModule(url, 32, 4)
+    data = PretrainDataModule(f"{store}://bucket/x", 32, 4, cache_dir=str(tmp_path / "c"))
+    with pytest.raises(ConfigError, match=message):
+        data.check_files("fit")
 
 
 def test_processes_of_a_node_copy_an_index_once(
