@@ -442,7 +442,6 @@ LEFT_OUT: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.spread(2)
 @pytest.mark.parametrize("case", LEFT_OUT)
 def test_choices_of_megatron_are_refused_with_our_reason(
     case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

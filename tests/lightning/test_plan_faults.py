@@ -278,7 +278,6 @@ def error_of(case: str) -> Any:
     return {**SILENT, **SHAPES}[case][0]()
 
 
-@pytest.mark.spread(4)
 @pytest.mark.parametrize("case", SILENT)
 def test_what_no_shape_shows_is_found_in_the_first_step(case: str) -> None:
     for found in run_ranks(2, error_of, case):

@@ -90,38 +90,50 @@ class Slow(list):
         time.sleep(60 if i else 0)
         return i
 
-if __name__ == "__main__":
-    from torch.utils.data import dataloader
-    dataloader._utils.MP_STATUS_CHECK_INTERVAL = 0.1  # seconds that torch waits for a worker
+def begin():
     loader = DataLoader(Slow(range(9)), None, num_workers=2, worker_init_fn=EndWithRank(None))
     batches = iter(loader)
     next(batches)
     print(*[worker.pid for worker in batches._workers], flush=True)
+    return batches
+
+if __name__ == "__main__":
+    from torch.utils.data import dataloader
+    dataloader._utils.MP_STATUS_CHECK_INTERVAL = 0.1  # seconds that torch waits for a worker
+    begin()
+    sys.stdin.readline()
+    batches = begin()
     if sys.argv[1] == "killed":
         os.kill(os.getpid(), 9)
-    if sys.argv[1] == "dropped":
-        del batches, loader
-        time.sleep(60)
 """
 
 
 @pytest.mark.spread(1)
-@pytest.mark.parametrize("end", ["exit", "killed", "dropped"])
-def test_workers_end_with_their_rank(end: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("end", ["exit", "killed"])
+def test_workers_end_with_their_loader_and_with_their_rank(end: str, tmp_path: Path) -> None:
     """Even in the middle of a sample that takes long."""
     script = tmp_path / "rank.py"
     script.write_text(_RANK)
+    command = [sys.executable, str(script), end]
     with subprocess.Popen(
-        [sys.executable, str(script), end], stdout=subprocess.PIPE, text=True, cwd=ROOT
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT
     ) as rank:
-        assert rank.stdout is not None
-        pids = [int(pid) for pid in rank.stdout.readline().split()]
-        assert len(pids) == 2
-        deadline = time.monotonic() + 10
-        while (left := [pid for pid in pids if _runs(pid)]) and time.monotonic() < deadline:
-            time.sleep(0.05)
-        assert not left
+        assert rank.stdin is not None and rank.stdout is not None
+        _wait_for_two(rank.stdout.readline())
+        assert rank.poll() is None  # the loader is dropped, and the rank goes on
+        print(file=rank.stdin, flush=True)
+        _wait_for_two(rank.stdout.readline())
         rank.kill()
+
+
+def _wait_for_two(pids: str) -> None:
+    """Wait for the end of both workers."""
+    left = [int(pid) for pid in pids.split()]
+    assert len(left) == 2
+    deadline = time.monotonic() + 10
+    while (left := [pid for pid in left if _runs(pid)]) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not left
 
 
 def _runs(pid: int) -> bool:
