@@ -5,8 +5,6 @@ from typing import TYPE_CHECKING
 from megatron_lightning._lazy import lazy_attributes
 
 if TYPE_CHECKING:
-    from megatron_lightning.pipeline.schedules import simulate
-
-__all__ = ["simulate"]
+    from megatron_lightning.pipeline.schedules import simulate as simulate
 
 lazy_attributes(__name__, {"simulate": "megatron_lightning.pipeline.schedules"})

@@ -13,7 +13,7 @@ from megatron_lightning import _lazy
 
 PACKAGES = (
     "bridge", "callbacks", "checkpoint", "data", "models", "modules", "optim", "parallel", "peft",
-    "pipeline", "precision", "resilience",
+    "precision", "resilience",
 )  # fmt: skip
 
 
