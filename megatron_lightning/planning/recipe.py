@@ -269,7 +269,7 @@ def _object(given: Any, name: str, errors: Errors) -> tuple[str, Mapping[str, An
 
 
 def _strategy(given: Any, errors: Errors) -> Mapping[str, Any]:
-    path, options = _object(given or "auto", "trainer.strategy", errors)
+    path, options = _object(given, "trainer.strategy", errors)
     if path.rpartition(".")[2] not in (_STRATEGY, "megatron", ""):
         errors.add(
             f"trainer.strategy is {path!r}, and a plan describes {_STRATEGY}. Set "

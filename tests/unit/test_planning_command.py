@@ -188,6 +188,18 @@ def test_errors_are_listed_in_words(
         assert any(message in error for error in errors), errors
 
 
+def test_a_recipe_without_a_strategy_has_that_of_the_command_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    own: dict[str, Any] = {"trainer__devices": 2, "trainer__num_nodes": 1}
+    path = changed(tmp_path, trainer__strategy=None, **own)
+    assert plan(capsys, f"--config={path}")["grid"]["dp"] == 2
+    assert (
+        "describes MegatronStrategy"
+        in wrong(changed(tmp_path, trainer__strategy="auto"), capsys)[0]
+    )
+
+
 def test_a_file_that_cannot_be_read_is_an_error(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
