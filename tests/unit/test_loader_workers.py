@@ -119,11 +119,13 @@ def test_workers_end_with_their_loader_and_with_their_rank(end: str, tmp_path: P
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT
     ) as rank:
         assert rank.stdin is not None and rank.stdout is not None
-        _wait_for_two(rank.stdout.readline())
-        assert rank.poll() is None  # the loader is dropped, and the rank goes on
-        print(file=rank.stdin, flush=True)
-        _wait_for_two(rank.stdout.readline())
-        rank.kill()
+        try:
+            _wait_for_two(rank.stdout.readline())
+            assert rank.poll() is None  # the loader is dropped, and the rank goes on
+            print(file=rank.stdin, flush=True)
+            _wait_for_two(rank.stdout.readline())
+        finally:
+            rank.kill()
 
 
 def _wait_for_two(pids: str) -> None:
