@@ -13,8 +13,9 @@ from typing import NamedTuple
 
 from torch import nn
 
-from megatron_lightning.assembly.layout_checks import check_experts, check_shared, find_stages
+from megatron_lightning.assembly.layout_checks import check_experts, check_shared
 from megatron_lightning.assembly.part import Part, describe_part
+from megatron_lightning.assembly.partition import find_stages
 from megatron_lightning.assembly.plans import (
     PlanChoice,
     Plans,

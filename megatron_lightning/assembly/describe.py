@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_lightning.assembly.assemble import is_assembled, parallelize_models
-from megatron_lightning.assembly.layout_checks import Stages, find_stages
+from megatron_lightning.assembly.partition import Stages, find_stages
 from megatron_lightning.assembly.plans import PlanChoice, Plans, resolve_plans
 from megatron_lightning.config import PipelineOptions
 from megatron_lightning.errors import ConfigError

@@ -390,9 +390,10 @@ class AutoBridge(FolderModel):
         Raises:
             CheckpointError: If the target exists, or the folder is damaged.
         """
-        tools = import_module("megatron_lightning.bridge.import_folder")  # imports this file
+        from megatron_lightning.bridge.import_folder import import_folder  # imports this file
+
         bridge = cls.from_hf_pretrained(path, **options)
-        tools.import_folder(bridge, Path(checkpoint), dtype=dtype, overwrite=overwrite)
+        import_folder(bridge, Path(checkpoint), dtype=dtype, overwrite=overwrite)
 
     def export_ckpt(
         self,
@@ -416,8 +417,9 @@ class AutoBridge(FolderModel):
             CheckpointError: If the checkpoint is not of the folder's model, or the target exists.
         """
         if is_megatron(checkpoint):
-            megatron = import_module("megatron_lightning.bridge.megatron")  # imports this file
-            tensors = megatron.MegatronBridge(checkpoint, self.path).tensors(dtype)
+            from megatron_lightning.bridge.megatron import MegatronBridge  # imports this file
+
+            tensors = MegatronBridge(checkpoint, self.path).tensors(dtype)
             write_folder(Path(path), self.folder, tensors, overwrite=overwrite)
             return
         source = open_checkpoint(checkpoint)

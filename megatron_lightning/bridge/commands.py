@@ -24,7 +24,7 @@ from megatron_lightning.bridge.logits import compare_logits
 from megatron_lightning.bridge.megatron import MegatronBridge
 from megatron_lightning.bridge.pieces import assembled
 from megatron_lightning.bridge.torch_dist import is_megatron
-from megatron_lightning.checkpoint.tools.progress import progress_bar
+from megatron_lightning.checkpoint.progress import progress_bar
 from megatron_lightning.errors import CheckpointError, ConfigError, MissingCheckpointError
 
 Dtype = Literal["float32", "bfloat16", "float16"]

@@ -37,7 +37,7 @@ from megatron_lightning.checkpoint.format.files import (
 )
 from megatron_lightning.checkpoint.format.manifest import TensorInfo
 from megatron_lightning.checkpoint.format.streaming import slabs
-from megatron_lightning.checkpoint.tools.progress import Advance, silent
+from megatron_lightning.checkpoint.progress import Advance, silent
 from megatron_lightning.errors import CheckpointError
 from megatron_lightning.parallel.context import ALONE, AxisGroup
 

@@ -25,7 +25,7 @@ from megatron_lightning.checkpoint.format.streaming import (
     write_checkpoint,
 )
 from megatron_lightning.checkpoint.kept_files import KEPT
-from megatron_lightning.checkpoint.tools.progress import Advance, silent
+from megatron_lightning.checkpoint.progress import Advance, silent
 from megatron_lightning.errors import CheckpointError
 from megatron_lightning.optim.param_groups import DEFAULT_GROUP, NO_DECAY
 from megatron_lightning.parallel.spec import Box

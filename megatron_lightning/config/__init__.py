@@ -2,9 +2,6 @@
 torch here.
 """
 
-import warnings
-from typing import TYPE_CHECKING
-
 from megatron_lightning.config.delta_net import DeltaNetConfig
 from megatron_lightning.config.latent_attention import LatentAttentionConfig
 from megatron_lightning.config.mamba import MambaConfig
@@ -63,17 +60,3 @@ __all__ = [
     "StartMethod",
     "TransformerConfig",
 ]
-
-
-if not TYPE_CHECKING:  # a type checker would take any name
-
-    def __getattr__(name: str) -> object:
-        """Return what a former name means now."""
-        if name != "ContextExchange":
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        warnings.warn(
-            "config.ContextExchange is config.CPCommType now, and goes with the next release.",
-            DeprecationWarning,
-            stacklevel=2,
-        )
-        return CPCommType

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -92,16 +91,6 @@ class ContextOptions:
         """The types in use, each once."""
         types = self.cp_comm_type
         return tuple(dict.fromkeys(types if isinstance(types, list) else [types]))
-
-    @property
-    def exchanges(self) -> tuple[CPCommType, ...]:
-        """The former name of :attr:`cp_comm_types`."""
-        warnings.warn(
-            "ContextOptions.exchanges is cp_comm_types now, and goes with the next release.",
-            DeprecationWarning,
-            stacklevel=2,
-        )
-        return self.cp_comm_types
 
     def num_a2a_ranks(self, cp_comm_type: CPCommType, num_ranks: int) -> int:
         """Return the number of context-parallel ranks, among ``num_ranks``, to divide the heads."""

@@ -7,8 +7,6 @@ Names are Megatron-Core's, if Megatron-Core has the option. Notation of the pack
 
 from __future__ import annotations
 
-import importlib
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import InitVar, asdict, dataclass
 from typing import Literal, get_args
@@ -413,19 +411,6 @@ class TransformerConfig:
         """
         per_group = self.heads_per_group * (1 + self.attention_output_gate) + 2
         return self.query_groups * per_group * self.head_dim
-
-    @property
-    def num_parameters(self) -> int:
-        """Number of parameters of the model. Deprecated: use ``models.num_parameters(config)``."""
-        warnings.warn(
-            "TransformerConfig.num_parameters is megatron_lightning.models.num_parameters(config) "
-            "now, and goes with the next release.",
-            DeprecationWarning,
-            stacklevel=2,
-        )
-        blueprint = importlib.import_module("megatron_lightning.models.blueprint")
-        number: int = blueprint.num_parameters(self)
-        return number
 
     def to_dict(self) -> dict[str, object]:
         """Return the fields as plain values, for checkpoints and logs."""

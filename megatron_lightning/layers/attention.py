@@ -7,7 +7,6 @@ tensor shapes, so no count needs rewriting.
 
 from __future__ import annotations
 
-import warnings
 from typing import Any, ClassVar
 
 import torch
@@ -215,16 +214,6 @@ class CoreAttention(SequenceMixer):
                 "each rank holds a part of every sequence, and the model was not given its "
                 "positions. Pass position_ids, such as SequencePart(rank, num_ranks).positions(s)."
             )
-
-    @property
-    def exchange(self) -> ContextBackend | None:
-        """The former name of :attr:`cp_comm`."""
-        warnings.warn(
-            "CoreAttention.exchange is cp_comm now, and goes with the next release.",
-            DeprecationWarning,
-            stacklevel=2,
-        )
-        return self.cp_comm
 
     def _check_cp_comm(self, sequence: SequenceInfo) -> None:
         if self.dropout.active_p:

@@ -27,8 +27,8 @@ from megatron_lightning.checkpoint.format.streaming import (
     write_checkpoint,
 )
 from megatron_lightning.checkpoint.kept_files import KeptFiles, kept_entry
+from megatron_lightning.checkpoint.progress import progress_bar
 from megatron_lightning.checkpoint.source import CheckpointSource, open_checkpoint
-from megatron_lightning.checkpoint.tools.progress import progress_bar
 from megatron_lightning.config import TransformerConfig
 from megatron_lightning.errors import CheckpointError
 from megatron_lightning.models.transformer import GPTModel

@@ -12,6 +12,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from megatron_lightning.assembly import layout_checks as checks
+from megatron_lightning.assembly import partition
 from megatron_lightning.assembly.assemble import is_assembled
 from megatron_lightning.assembly.compile import check_blocks
 from megatron_lightning.errors import ConfigError
@@ -204,7 +205,7 @@ def _check_partition(
     options: StrategyOptions, module: pl.LightningModule, *, is_built: bool
 ) -> None:
     """Check the stages, and warn of uneven stages unless the user has listed the stages."""
-    stages = checks.check_partition(
+    stages = partition.check_partition(
         module, options.schedule.placement, options.pipeline, is_built=is_built
     )
     uneven = None if stages is None else stages.describe_imbalance()

@@ -29,10 +29,11 @@ from megatron_lightning.checkpoint import (
 )
 from megatron_lightning.checkpoint.format.naming import OWN, name_optimizer_state
 from megatron_lightning.checkpoint.format.structure import check_progress
+from megatron_lightning.checkpoint.listing import read_manifest
 from megatron_lightning.checkpoint.local_copies.local import Pointer
 from megatron_lightning.checkpoint.saving import save_sharded
 from megatron_lightning.checkpoint.tools.pruning import find_prunable
-from megatron_lightning.checkpoint.tools.verification import read_manifest, verify
+from megatron_lightning.checkpoint.tools.verification import verify
 from megatron_lightning.errors import CheckpointError
 from megatron_lightning.parallel.spec import Shard
 from megatron_lightning.strategies import ShardedCheckpointIO

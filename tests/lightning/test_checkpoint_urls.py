@@ -18,8 +18,9 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from megatron_lightning.callbacks import RescueCheckpoint
 from megatron_lightning.checkpoint import TensorShards, consolidate, open_checkpoint, save_sharded
+from megatron_lightning.checkpoint.listing import list_checkpoints
 from megatron_lightning.checkpoint.tools import consolidation
-from megatron_lightning.checkpoint.tools.pruning import find_prunable, list_checkpoints, prune
+from megatron_lightning.checkpoint.tools.pruning import find_prunable, prune
 from megatron_lightning.cli import main
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.strategies import ShardedCheckpointIO

@@ -114,6 +114,16 @@ WITHOUT_WEIGHTS = {
     | {"@"},
 }
 
+# A string hides an import from the contracts. What is here reads a room above its own by name.
+UPWARD_STRINGS = {
+    "megatron_lightning/bridge/auto.py": ["megatron_lightning.modules"],  # AutoBridge.to_module
+    # A plan is arithmetic, and needs torch only for a folder or a class of the user.
+    "megatron_lightning/planning/folders.py": [
+        "megatron_lightning.bridge.auto",
+        "megatron_lightning.assembly.measure",
+    ],
+}
+
 
 def _setup() -> configparser.ConfigParser:
     parser = configparser.ConfigParser()
@@ -269,6 +279,20 @@ def test_one_file_knows_what_lightning_keeps_to_itself() -> None:
                 names = []
             found += [f"{path}:{node.lineno}: {name}" for name in names]
     assert not found, f"give these public names in {INTERNALS}:\n" + "\n".join(found)
+
+
+def test_no_string_hides_an_import_upward() -> None:
+    found: dict[str, list[str]] = {}
+    for path, tree in _sources():
+        for node in ast.walk(tree):
+            if not isinstance(node, ast.Call) or not node.args:
+                continue
+            name = getattr(node.func, "id", getattr(node.func, "attr", ""))
+            [first, *_] = node.args
+            module = first.value if isinstance(first, ast.Constant) else None
+            if name == "import_module" and str(module).startswith("megatron_lightning"):
+                found.setdefault(path, []).append(module)
+    assert found == UPWARD_STRINGS
 
 
 def test_products_with_weights_are_in_one_file() -> None:

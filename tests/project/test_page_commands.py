@@ -7,12 +7,13 @@ import itertools
 import re
 import shlex
 import sys
+from pathlib import Path
 from typing import NoReturn
 
 import pytest
 
 from megatron_lightning import cli
-from tests.project.test_readme import COMMANDS, ROOT, commands_of, fit_options
+from tests.project.test_readme import COMMANDS, ROOT, blocks, commands_of, fit_options
 
 OTHERS = ("python", "pip", "sbatch", "export", "torchrun", "srun")
 """Programs of others. What they start of ours is parsed."""
@@ -63,6 +64,29 @@ FITS = [
     and all((ROOT / file).is_file() for file in _files(_words(command)))
 ]
 TOOLS = [command for command in _commands() if _words(command)[0] not in ("fit", "predict")]
+
+
+def _lines(page: Path) -> list[str]:
+    """Return the commands of a page's blocks for a shell, comments left out."""
+    text = "\n".join(blocks(page.read_text(), "(?:bash|sh|shell)"))
+    lines = re.sub(r" \\\n *", " ", text).splitlines()
+    return [line for line in (line.partition(" #")[0].strip() for line in lines) if line]
+
+
+@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "SECURITY.md", "docs"])
+def test_each_line_of_a_shell_block_is_one_command(page: str) -> None:
+    """A block whose lines were joined would run its first command with the others as arguments."""
+    pages = sorted((ROOT / page).rglob("*.md")) if page == "docs" else [ROOT / page]
+    programs = {"make", "git", "pip", "python", "sbatch", "export", "torchrun", "srun", "openssl"}
+    programs |= {"megatron-lightning", "mkdocs", "pre-commit", "docker", "sky", "ray", "curl", "cd"}
+    for line in itertools.chain.from_iterable(map(_lines, pages)):
+        if line.startswith("#"):
+            continue
+        words = [word for word in shlex.split(line) if not re.fullmatch(r"[A-Z_0-9]+=.*", word)]
+        first, *others = words
+        assert first in programs, line
+        assert first != "make" or len([w for w in others if "=" not in w]) == 1, line
+        assert "make" not in others, line
 
 
 def test_all_pages_are_read() -> None:

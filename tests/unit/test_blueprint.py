@@ -96,8 +96,6 @@ def test_rows_are_the_parameters_of_the_model(name: str) -> None:
     rows = {weight.path: weight.shape for weight in model_weights(config)}
     assert list(rows.items()) == list(parameters.items())
     assert num_parameters(config) == sum(p.numel() for p in model.parameters())
-    with pytest.warns(DeprecationWarning, match="models.num_parameters"):
-        assert config.num_parameters == num_parameters(config)
 
 
 def test_a_layer_is_known_by_its_index() -> None:

@@ -17,7 +17,8 @@ import pytest
 import torch
 
 from megatron_lightning.checkpoint import is_committed, open_checkpoint
-from megatron_lightning.checkpoint.tools.verification import read_manifest, verify
+from megatron_lightning.checkpoint.listing import read_manifest
+from megatron_lightning.checkpoint.tools.verification import verify
 from megatron_lightning.errors import CheckpointError
 from tests.helpers.checkpoints import (
     assert_equal,

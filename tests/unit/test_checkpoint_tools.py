@@ -24,10 +24,11 @@ from megatron_lightning.checkpoint.format import streaming
 from megatron_lightning.checkpoint.format.manifest import BLOCK_BYTES, TensorInfo
 from megatron_lightning.checkpoint.format.naming import OWN
 from megatron_lightning.checkpoint.format.streaming import slabs
+from megatron_lightning.checkpoint.listing import list_checkpoints, read_manifest
 from megatron_lightning.checkpoint.tools.averaging import average
-from megatron_lightning.checkpoint.tools.pruning import find_prunable, list_checkpoints, prune
+from megatron_lightning.checkpoint.tools.pruning import find_prunable, prune
 from megatron_lightning.checkpoint.tools.resharding import reshard
-from megatron_lightning.checkpoint.tools.verification import read_manifest, verify
+from megatron_lightning.checkpoint.tools.verification import verify
 from megatron_lightning.cli import main
 from megatron_lightning.errors import CheckpointError, ConfigError
 from megatron_lightning.parallel.spec import Box, Shard

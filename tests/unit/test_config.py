@@ -8,10 +8,8 @@ from typing import Any
 
 import pytest
 
-from megatron_lightning import config
-from megatron_lightning.config import ContextOptions, RopeScaling, TransformerConfig
+from megatron_lightning.config import RopeScaling, TransformerConfig
 from megatron_lightning.errors import ConfigError
-from megatron_lightning.layers import CoreAttention
 from megatron_lightning.models import num_parameters
 from megatron_lightning.parallel.layout import ParallelLayout
 from megatron_lightning.rules import check_model_layout
@@ -208,14 +206,3 @@ def test_a_sequence_that_the_ranks_cannot_share() -> None:
     ):
         check_model_layout(SMALL, tensor(2), 2, sequence_length=27)
     check_model_layout(SMALL, tensor(2, sequence_parallel=False), 2, sequence_length=27)
-
-
-def test_former_names_warn_and_mean_the_same() -> None:
-    with pytest.warns(DeprecationWarning, match="CPCommType"):
-        assert getattr(config, "ContextExchange") is config.CPCommType  # noqa: B009
-    options = ContextOptions(cp_comm_type=["p2p", "a2a", "p2p"])
-    with pytest.warns(DeprecationWarning, match="cp_comm_types"):
-        assert options.exchanges == options.cp_comm_types == ("p2p", "a2a")
-    core = CoreAttention(0.0)
-    with pytest.warns(DeprecationWarning, match="cp_comm"):
-        assert core.exchange is core.cp_comm is None

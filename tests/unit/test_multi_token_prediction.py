@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_lightning.assembly.layout_checks import check_partition
+from megatron_lightning.assembly.partition import check_partition
 from megatron_lightning.config import MoEConfig, PipelineOptions
 from megatron_lightning.errors import ConfigError, ShardingError
 from megatron_lightning.layers.mtp import IGNORED, TokenShift

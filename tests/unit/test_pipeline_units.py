@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megatron_lightning.assembly.layout_checks import find_stages
+from megatron_lightning.assembly.partition import find_stages
 from megatron_lightning.config import PipelineOptions
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.pipeline.schedules.actions import Placement

@@ -21,8 +21,8 @@ from megatron_lightning.checkpoint.format.streaming import (
     spread_evenly,
     write_checkpoint,
 )
+from megatron_lightning.checkpoint.progress import Advance, silent
 from megatron_lightning.checkpoint.source import CheckpointSource, open_checkpoint
-from megatron_lightning.checkpoint.tools.progress import Advance, silent
 from megatron_lightning.errors import CheckpointError, ConfigError
 from megatron_lightning.parallel.spec import Box
 

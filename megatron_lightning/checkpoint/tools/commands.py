@@ -8,6 +8,8 @@ from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 from megatron_lightning.checkpoint.format.storage import folder_of
+from megatron_lightning.checkpoint.listing import read_manifest
+from megatron_lightning.checkpoint.progress import progress_bar
 from megatron_lightning.checkpoint.source import open_checkpoint
 from megatron_lightning.checkpoint.tools import (
     averaging,
@@ -17,7 +19,6 @@ from megatron_lightning.checkpoint.tools import (
     verification,
 )
 from megatron_lightning.checkpoint.tools.inspection import describe, readable_bytes
-from megatron_lightning.checkpoint.tools.progress import progress_bar
 from megatron_lightning.errors import CheckpointError
 
 _LISTED = 20
@@ -48,7 +49,7 @@ def verify(path: str) -> None:
     Raises:
         CheckpointError: Naming the damaged byte ranges.
     """
-    manifest = verification.read_manifest(path)
+    manifest = read_manifest(path)
     total = sum(manifest.files.values())
     with progress_bar("verifying", total) as advance:
         damages = verification.verify(path, advance=advance)

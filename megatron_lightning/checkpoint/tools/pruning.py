@@ -5,7 +5,6 @@ checkpoints by rule.
 from __future__ import annotations
 
 import os
-import re
 import time
 from collections.abc import Iterator, Sequence
 from fnmatch import fnmatchcase
@@ -27,27 +26,15 @@ from megatron_lightning.checkpoint.format.storage import (
     list_folders,
     local_path,
 )
+from megatron_lightning.checkpoint.listing import (
+    LEFTOVER,
+    StoredCheckpoint,
+    last_part,
+    list_checkpoints,
+    read_manifest,
+)
 from megatron_lightning.checkpoint.source import open_checkpoint
-from megatron_lightning.checkpoint.tools.verification import read_manifest
 from megatron_lightning.errors import CheckpointError, ConfigError
-
-_LEFTOVER = re.compile(r"(?P<name>.+)\.(?P<kind>tmp|old)-[0-9a-f]{12}")
-
-
-class StoredCheckpoint(NamedTuple):
-    """A committed checkpoint directory."""
-
-    path: str
-    """Path or URL."""
-    step: int
-    """``global_step`` of the checkpoint. -1 if unknown."""
-    saved_at: float
-    """Time of the manifest's write, in seconds since the epoch. 0 if unknown."""
-
-    @property
-    def name(self) -> str:
-        """Last part of the path."""
-        return _name(self.path)
 
 
 class Prunable(NamedTuple):
@@ -61,23 +48,6 @@ class Prunable(NamedTuple):
     """Why the entry may be deleted."""
     files: tuple[str, ...] = ()
     """Deletable files of the entry. Empty: the full entry."""
-
-
-def list_checkpoints(folder: str | os.PathLike[str]) -> list[StoredCheckpoint]:
-    """Return the committed checkpoint directories in a folder or under a URL, the newest last.
-    Links are not followed.
-    """
-    checkpoints = []
-    for path in list_folders(folder):
-        if not _LEFTOVER.fullmatch(_name(path)) and is_committed(path):
-            step = read_manifest(path).info.get("global_step")
-            saved_at = folder_of(path).modified(MANIFEST) or 0.0
-            checkpoints.append(
-                StoredCheckpoint(path, step if isinstance(step, int) else -1, saved_at)
-            )
-    return sorted(
-        checkpoints, key=lambda checkpoint: (checkpoint.step, checkpoint.saved_at, checkpoint.path)
-    )
 
 
 def find_prunable(
@@ -154,7 +124,7 @@ def _leftovers(folder: str | Path, min_age_s: float) -> Iterator[Prunable]:
         return
     exports = folder.glob(f"*/{HUGGING_FACE}.*")  # of exports into checkpoints
     for path in sorted([*folder.iterdir(), *exports]):
-        leftover = _LEFTOVER.fullmatch(path.name)
+        leftover = LEFTOVER.fullmatch(path.name)
         if not leftover or path.is_symlink() or time.time() - path.stat().st_mtime < min_age_s:
             continue
         # The replaced file is the only copy if the successor was never renamed.
@@ -171,7 +141,7 @@ def _leftovers(folder: str | Path, min_age_s: float) -> Iterator[Prunable]:
 def _strays(folder: str | os.PathLike[str], min_age_s: float) -> Iterator[Prunable]:
     """Yield files of uncommitted saves under their final name."""
     for path in list_folders(folder):
-        if _LEFTOVER.fullmatch(_name(path)):
+        if LEFTOVER.fullmatch(last_part(path)):
             continue
         place = folder_of(path)
         sizes = place.sizes()
@@ -219,7 +189,7 @@ def _referred_to(folder: str | Path, checkpoints: Sequence[StoredCheckpoint]) ->
     for checkpoint in reversed(checkpoints):
         try:
             names = {
-                _name(path)
+                last_part(path)
                 for path in _paths_in(open_checkpoint(checkpoint.path).state().get("callbacks", {}))
             }
         except CheckpointError:
@@ -244,7 +214,3 @@ def _paths_in(callbacks: Any) -> Iterator[str]:
                 *(state.get("best_k_models") or ()),
             ]
             yield from (path for path in paths if path and isinstance(path, str))
-
-
-def _name(path: str) -> str:
-    return path.rstrip("/").rpartition("/")[2]

@@ -15,9 +15,9 @@ from megatron_lightning.checkpoint.format.streaming import (
     spread_evenly,
     write_checkpoint,
 )
+from megatron_lightning.checkpoint.listing import read_manifest
+from megatron_lightning.checkpoint.progress import Advance, silent
 from megatron_lightning.checkpoint.source import DirectorySource, open_checkpoint
-from megatron_lightning.checkpoint.tools.progress import Advance, silent
-from megatron_lightning.checkpoint.tools.verification import read_manifest
 from megatron_lightning.errors import CheckpointError, ConfigError
 from megatron_lightning.parallel.spec import Box, Shape
 

@@ -9,7 +9,6 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
-from megatron_lightning.checkpoint.commit import MANIFEST
 from megatron_lightning.checkpoint.format.checksums import bad_blocks
 from megatron_lightning.checkpoint.format.manifest import (
     BLOCK_BYTES,
@@ -22,13 +21,12 @@ from megatron_lightning.checkpoint.format.storage import (
     Folder,
     RangeReader,
     folder_of,
-    is_plain_file,
     opened,
     read_range,
 )
-from megatron_lightning.checkpoint.source import manifest_text
-from megatron_lightning.checkpoint.tools.progress import Advance, silent
-from megatron_lightning.errors import CheckpointError, MissingCheckpointError
+from megatron_lightning.checkpoint.listing import read_manifest
+from megatron_lightning.checkpoint.progress import Advance, silent
+from megatron_lightning.errors import CheckpointError
 
 _READ_BYTES = 8 * BLOCK_BYTES
 _READ_THREADS = 4
@@ -52,28 +50,6 @@ class Damage(NamedTuple):
 
 
 _Stored = tuple[str, TensorInfo, StoredShard]  # tensor name, description of the tensor, shard
-
-
-def read_manifest(path: str | os.PathLike[str]) -> Manifest:
-    """Return the checked manifest of a checkpoint directory."""
-    if is_plain_file(path):
-        raise CheckpointError(
-            f"{path} is a plain file, which has neither manifest nor checksums. Name a checkpoint "
-            "directory."
-        )
-    folder = folder_of(path)
-    sizes = folder.sizes()
-    if MANIFEST not in sizes:
-        if not sizes:
-            raise MissingCheckpointError.at(path)
-        raise CheckpointError(
-            f"{path} has no {MANIFEST}, so it is not a committed checkpoint directory. Name one "
-            "that is."
-        )
-    try:
-        return Manifest.loads(manifest_text(folder, sizes[MANIFEST]))
-    except CheckpointError as error:
-        raise CheckpointError(f"{path}: {error}") from error
 
 
 def verify(path: str | os.PathLike[str], *, advance: Advance = silent) -> list[Damage]:
