@@ -26,6 +26,9 @@ from megatron_lightning.inference.sampling import Sampling
 from megatron_lightning.inference.stepping import Stepping
 from megatron_lightning.inference.text import Codec
 
+_PUBLIC = frozenset(("/", "/page.css", "/page.js", "/health"))
+"""Paths without a key."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class ServerSettings:
@@ -158,7 +161,9 @@ class Server:
         if settings.hosts is not None and name.strip("[]").lower() not in settings.hosts:
             message = f"the header Host is {host!r}, which this server does not answer."
             return _answer_of(ApiError(403, message))
-        if settings.api_key is not None and request.url.path.startswith("/v1/"):
+        # The path that is routed. The path of request.url would be parsed together with the header
+        # Host, which a client chooses.
+        if settings.api_key is not None and request.scope["path"] not in _PUBLIC:
             given_key = request.headers.get("authorization", "").removeprefix("Bearer ")
             if not hmac.compare_digest(given_key.encode(), settings.api_key.encode()):
                 return _answer_of(ApiError(401, "the API key is missing or wrong."))
@@ -350,7 +355,7 @@ async def _failed(http: Request, error: Exception) -> Response:
     if isinstance(error, ApiError):
         return _answer_of(error)
     if isinstance(error, HTTPException):
-        message = f"{http.method} {http.url.path}: {error.detail}."
+        message = f"{http.method} {http.scope['path']}: {error.detail}."
         return _answer_of(ApiError(error.status_code, message))
     # The traceback goes to the server's log, not to the client.
     return _answer_of(ApiError(500, "the server has failed; its log says why."))
