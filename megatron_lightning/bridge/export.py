@@ -20,7 +20,7 @@ from torch import Tensor
 
 from megatron_lightning.bridge.configuration import CONFIG, add_rope_schema
 from megatron_lightning.bridge.file_writer import Chunk, FileWriter
-from megatron_lightning.bridge.folder import INDEX, FolderTensors
+from megatron_lightning.bridge.folder import INDEX, PICKLE_INDEX, SINGLE, FolderTensors
 from megatron_lightning.bridge.lazy import Lazy
 from megatron_lightning.bridge.new_files import header_of
 from megatron_lightning.bridge.safetensors_file import Header
@@ -74,16 +74,21 @@ def write_folder(
         advance: Called with the number of written bytes.
 
     Raises:
-        CheckpointError: On every rank: if the target exists, or a rank failed.
+        CheckpointError: On every rank: if the target exists, a tensor has no file, or a rank
+            failed.
     """
+    _check_complete(target, like, tensors)
+    headers = _headers(like, tensors)
+    others = {**like.files.contents, **(files or {})}
     locks: list[int] = []  # on the first rank
     pending = beside(target, f".tmp-{on_first_rank(group, new_identifier)}")
     try:
         on_first_rank(group, lambda: _begin(target, pending, overwrite, locks))
-        on_first_rank(group, lambda: _write_others(pending, like, tensors, files or {}))
+        on_first_rank(group, lambda: _write_others(pending, _with_index(others, headers)))
+        on_first_rank(group, lambda: _follow_dtype(pending / CONFIG, like, tensors))
         weights = {
             file: _content(header, tensors, advance, reads_together)
-            for file, header in _headers(like, tensors).items()
+            for file, header in headers.items()
         }
         together(
             group, f"writing {target}", lambda: _write(pending, weights, group, reads_together)
@@ -106,17 +111,45 @@ def _begin(target: Path, pending: Path, overwrite: bool, locks: list[int]) -> No
     locks.append(make_locked(pending))
 
 
-def _write_others(
-    pending: Path,
-    like: FolderTensors,
-    tensors: Mapping[str, Lazy],
-    files: Mapping[str, bytes],
-) -> None:
+def _write_others(pending: Path, files: Mapping[str, bytes]) -> None:
     """Write all files without tensors."""
-    for name, content in {**like.files.contents, **files}.items():
+    for name, content in files.items():
         (pending / name).parent.mkdir(exist_ok=True)
         write_file(pending / name, [content])
-    _follow_dtype(pending / CONFIG, like, tensors)
+
+
+def _check_complete(target: Path, like: FolderTensors, tensors: Mapping[str, Lazy]) -> None:
+    """Check that the files to be written have every tensor, and no other.
+
+    Raises:
+        CheckpointError: Naming a tensor without a file, or without values.
+    """
+    in_files = {stored.name for header in like.headers.values() for stored in header.tensors}
+    differing = sorted(in_files ^ tensors.keys())
+    if differing or not tensors:
+        example = f", such as {differing[0]}" if differing else ""
+        raise CheckpointError(
+            f"{target}: the model has {len(tensors):,} tensors, and the files that would be "
+            f"written as those of {like.path} have {len(in_files):,}; {len(differing):,} differ"
+            f"{example}. Nothing was written. Name a folder that transformers has saved with this "
+            "model's tensors: --like FOLDER."
+        )
+
+
+def _with_index(files: Mapping[str, bytes], headers: Mapping[str, Header]) -> dict[str, bytes]:
+    """Return the files with the index of the weight files. A source's index may name other files,
+    or none may be there.
+    """
+    contents = {name: x for name, x in files.items() if name not in (INDEX, PICKLE_INDEX)}
+    table = {stored.name: file for file, h in headers.items() for stored in h.tensors}
+    if set(headers) == {SINGLE}:
+        return contents
+    index = files.get(INDEX)
+    if index is None or json.loads(index)["weight_map"] != table:
+        size = sum(t.stop - t.start for header in headers.values() for t in header.tensors)
+        entries = {"metadata": {"total_size": size}, "weight_map": table}
+        index = json.dumps(entries, indent=2, sort_keys=True).encode() + b"\n"
+    return {**contents, INDEX: index}
 
 
 def _write(

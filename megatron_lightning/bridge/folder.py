@@ -8,8 +8,10 @@ the bytes read.
 from __future__ import annotations
 
 import json
+import re
+import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property, partial
 from math import prod
@@ -17,22 +19,28 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from lightning_utilities.core.rank_zero import rank_zero_only
 from torch import Tensor
 
 from megatron_lightning.bridge.lazy import Fill, Lazy
 from megatron_lightning.bridge.mapped_files import MappedFiles, file_status
+from megatron_lightning.bridge.new_files import header_of, new_files
 from megatron_lightning.bridge.safetensors_file import (
     Header,
     StoredTensor,
     read_header,
     unique_entries,
 )
+from megatron_lightning.checkpoint.format.manifest import TensorInfo
 from megatron_lightning.checkpoint.kept_files import KeptFiles
 from megatron_lightning.errors import CheckpointError, MissingCheckpointError
 from megatron_lightning.parallel.spec import Box, Shape
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLE = "pytorch_model.bin"
+PICKLE_INDEX = f"{PICKLE}.index.json"
+_STALE = re.compile(r"rotary_emb\.inv_freq$|(^|\.)position_ids$")
+"""Buffers in files of earlier versions of ``transformers``, which computes them today."""
 _MAX_INDEX_BYTES = 1 << 30
 _WAY_OUT = "Download or restore the folder."
 
@@ -82,6 +90,17 @@ class FolderTensors(ABC):
         """Add a tensor filled by ``read``."""
         self.tensors[name] = Lazy(shape, dtype, partial(self._fill, name, read))
 
+    def leave_out(self, names: Collection[str]) -> None:
+        """Remove tensors from the table and from the files' headers."""
+        for name in names:
+            del self.tensors[name]
+        for file, header in list(self.headers.items()):
+            kept = [stored for stored in header.tensors if stored.name not in names]
+            if not kept:
+                del self.headers[file]
+            elif len(kept) < len(header.tensors):
+                self.headers[file] = header_of({t.name: TensorInfo(t.shape, t.dtype) for t in kept})
+
     def file_of(self, name: str) -> str | None:
         """Return the file of a tensor."""
         files = (f for f, h in self.headers.items() if any(t.name == name for t in h.tensors))
@@ -119,24 +138,45 @@ class HuggingFaceFolder(FolderTensors):
 
     Args:
         path: The folder. A single file ``model.safetensors`` wins over an index, as in
-            ``transformers``, and safetensors win over ``pytorch_model.bin``.
+            ``transformers``, and safetensors win over ``pytorch_model.bin``. Tensors of a pickle
+            appear in safetensors files, as written by an export.
+        has_stale: Whether buffers that ``transformers`` no longer saves are read. False: left out
+            with a warning, as ``transformers`` does.
 
     Raises:
         CheckpointError: If the folder has no weights, an index is damaged or names a file outside
             of the folder, or a file is damaged.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, has_stale: bool = True) -> None:
         super().__init__(path)
         self.bytes_read = 0
         """Bytes of tensors read so far."""
         self._mapped = MappedFiles(path, _WAY_OUT)
+        self._pickled: dict[str, Tensor] = {}
+        self._index_file: bytes | None = None  # of a pickle's tensors in safetensors files
+        if (path / SINGLE).exists() or (path / INDEX).exists():
+            self._add_files(path)
+        else:
+            self._add_pickles(path)
+        if not has_stale and (names := stale_buffers(self.tensors)):
+            self.leave_out(names)
+            if not getattr(rank_zero_only, "rank", None):  # unset without ranks
+                warnings.warn(
+                    f"{path} has {len(names)} buffers ({names[0]}) that transformers computes, and "
+                    "that its earlier versions saved. They are left out.",
+                    stacklevel=2,
+                )
+
+    def _add_pickles(self, path: Path) -> None:
+        self._pickled = _pickled(path)
+        files = new_files({name: (tuple(x.shape), x.dtype) for name, x in self._pickled.items()})
+        self._index_file = files.index_file
+        for file, header in files.headers.items():
+            self.add_file(file, header)
+
+    def _add_files(self, path: Path) -> None:
         index = None if (path / SINGLE).exists() else _read_index(path)
-        if index is None and not (path / SINGLE).exists():
-            for name, values in _pickled(path).items():
-                read_values = partial(self._copy, values)
-                self.add(name, tuple(values.shape), values.dtype, read_values)
-            return
         for file in [SINGLE] if index is None else sorted(set(index.values())):
             self._mapped.size(file)
             self.add_file(file, read_header(path / file))
@@ -150,15 +190,17 @@ class HuggingFaceFolder(FolderTensors):
     @cached_property
     def files(self) -> KeptFiles:
         """All other files: configuration, tokenizer, licences."""
-        return KeptFiles.of_folder(self.path)
-
-    def _copy(self, values: Tensor, box: Box, out: Tensor) -> None:
-        self._count(prod(box.shape) * values.dtype.itemsize)
-        out.copy_(values[box.slices])
+        contents = dict(KeptFiles.of_folder(self.path).contents)
+        if self._index_file is not None:
+            contents[INDEX] = self._index_file
+        return KeptFiles(contents)
 
     def _read(self, file: str, stored: StoredTensor, box: Box, out: Tensor) -> None:
         self._count(prod(box.shape) * stored.dtype.itemsize)
         if not prod(box.shape):
+            return
+        if stored.name in self._pickled:
+            out.copy_(self._pickled[stored.name][box.slices])
             return
         raw = torch.frombuffer(self._mapped.map(file), dtype=torch.uint8)[
             stored.start : stored.stop
@@ -169,6 +211,11 @@ class HuggingFaceFolder(FolderTensors):
 
     def _count(self, num_bytes: int) -> None:
         self.bytes_read += num_bytes
+
+
+def stale_buffers(names: Iterable[str]) -> list[str]:
+    """Return the names of buffers that ``transformers`` computes, and saved in earlier versions."""
+    return [name for name in names if _STALE.search(name)]
 
 
 def _read_index(path: Path, name: str = INDEX) -> Mapping[str, str] | None:
@@ -212,7 +259,7 @@ def _pickled(path: Path) -> dict[str, Tensor]:
     """
     if not path.is_dir():
         raise MissingCheckpointError.at(path)
-    index = _read_index(path, f"{PICKLE}.index.json")
+    index = _read_index(path, PICKLE_INDEX)
     files = [PICKLE] if index is None else sorted(set(index.values()))
     if index is None and not (path / PICKLE).exists():
         raise CheckpointError(

@@ -166,7 +166,8 @@ class FolderModel:
         """
         if self._kept is not None:
             return self._kept
-        folder = HuggingFaceFolder(self.path)
+        # Code from the folder may save buffers of the same names.
+        folder = HuggingFaceFolder(self.path, has_stale=self._trusts)
         settings = self._quantization
         return folder if settings is None else DequantizedFolder(folder, settings)
 

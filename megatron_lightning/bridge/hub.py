@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_lightning.bridge.folder import INDEX, PICKLE, SINGLE
+from megatron_lightning.bridge.folder import INDEX, PICKLE, PICKLE_INDEX, SINGLE
 from megatron_lightning.errors import MissingCheckpointError
 
 TEXTS = (
@@ -83,7 +83,7 @@ def _cached(path: str | Path, revision: str | None, *, weights: bool) -> Path | 
 def weight_files(folder: Path) -> tuple[str, ...]:
     """Return a folder's weight files, by the folder's indexes. Not all files need to exist yet."""
     if not (folder / SINGLE).exists():
-        for index in (INDEX, f"{PICKLE}.index.json"):
+        for index in (INDEX, PICKLE_INDEX):
             if (folder / index).exists() and (files := _listed(folder / index)):
                 return files
     return (PICKLE,) if (folder / PICKLE).exists() else (SINGLE,)

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from megatron_lightning.bridge.folder import INDEX, FolderTensors, HuggingFaceFolder
+from megatron_lightning.bridge.folder import INDEX, FolderTensors, HuggingFaceFolder, stale_buffers
 from megatron_lightning.bridge.lazy import Fill, Lazy, NoValuesError
 from megatron_lightning.bridge.new_files import new_files
 from megatron_lightning.bridge.remembered import ATTRIBUTE, kept_folders
@@ -226,14 +226,14 @@ def keep(
                 ignored[name] = content
     tables = folder.headers
     files = folder.files
-    if not tables or changed is not None:  # of a pickle: an export gets safetensors files
-        table = {name: (tuple(x.shape), x.dtype) for name, x in folder.tensors.items()}
-        contents_of = dict(files.contents)
-        if changed is not None:
-            table = {n: info for n, info in table.items() if n not in changed.left_out}
-            table |= changed.added
-            contents_of |= changed.files
-        new = new_files(table)
+    if changed is not None:
+        table = {
+            name: (tuple(x.shape), x.dtype)
+            for name, x in folder.tensors.items()
+            if name not in changed.left_out
+        }
+        new = new_files(table | changed.added)
+        contents_of = {**files.contents, **changed.files}
         tables = new.headers
         contents_of.pop(INDEX, None)
         if new.index_file is not None:
@@ -306,6 +306,9 @@ def _of_entry(entry: Mapping[str, Any], path: str) -> KeptFolder:
             name: None if digest is None else contents[digest]
             for name, digest in entry["ignored"].items()
         }
+        # Of a checkpoint from before such buffers were left out.
+        stale = stale_buffers(ignored)
+        ignored = {name: content for name, content in ignored.items() if name not in stale}
         folder = KeptFolder(
             Path(path),
             origin=str(entry["origin"]),
@@ -316,6 +319,7 @@ def _of_entry(entry: Mapping[str, Any], path: str) -> KeptFolder:
             gpt=entry.get("gpt"),
             tied=entry.get("tied", {}),
         )
+        folder.leave_out(stale)
         for name, content in ignored.items():
             lazy = folder.tensors[name]
             if content is not None and len(content) != lazy.numel() * lazy.dtype.itemsize:

@@ -64,6 +64,28 @@ def test_a_folder_of_the_hub_comes_back_byte_by_byte(tmp_path: Path, case: str) 
     assert all(torch.equal(value, found[key]) for key, value in expected.items())
 
 
+def test_a_pickle_with_buffers_of_earlier_versions_is_written_in_full(tmp_path: Path) -> None:
+    """As the first Llamas. Every way to a folder writes all that ``transformers`` reads."""
+    path = make_folder("llama", tmp_path)
+    tensors = _merged(path)
+    stale = {f"model.layers.{i}.self_attn.rotary_emb.inv_freq": torch.ones(4) for i in range(4)}
+    torch.save({**tensors, **stale}, path / "pytorch_model.bin")
+    with pytest.warns(UserWarning, match="4 buffers"):
+        bridge = AutoBridge.from_hf_pretrained(path)
+        model = bridge.to_model()
+    bridge.save_hf_pretrained(model, tmp_path / "model")
+    with pytest.warns(UserWarning, match="4 buffers"):
+        commands.verify(str(path), to="gpt")
+    for kind in ("hf", "gpt"):
+        with pytest.warns(UserWarning, match="4 buffers"):
+            commands.import_(str(path), str(tmp_path / f"{kind}.ckpt"), to=kind)
+        commands.export(str(tmp_path / f"{kind}.ckpt"), str(tmp_path / kind))
+    for name in ("model", "hf", "gpt"):
+        written = _merged(tmp_path / name)
+        assert written.keys() == tensors.keys()
+        assert all(torch.equal(written[key], value) for key, value in tensors.items())
+
+
 EXPERT = "model.layers.1.block_sparse_moe.experts.1"
 DROPPED: dict[str, tuple[str, tuple[str, ...]]] = {
     "matrix": ("llama", ("model.layers.1.mlp.down_proj.weight",)),

@@ -11,9 +11,17 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
-from megatron_lightning.bridge.folder import INDEX, SINGLE, HuggingFaceFolder
+from megatron_lightning.bridge.export import write_folder
+from megatron_lightning.bridge.folder import (
+    INDEX,
+    PICKLE,
+    PICKLE_INDEX,
+    SINGLE,
+    HuggingFaceFolder,
+)
+from megatron_lightning.bridge.kept import keep
 from megatron_lightning.errors import CheckpointError, MissingCheckpointError
 from megatron_lightning.parallel.spec import Box
 
@@ -212,12 +220,71 @@ def test_folders_without_safetensors_are_named(tmp_path: Path) -> None:
         HuggingFaceFolder(tmp_path)
 
 
-def test_pickles_are_mapped_where_there_are_no_safetensors(tmp_path: Path) -> None:
-    torch.save(TENSORS, tmp_path / "pytorch_model.bin")
-    folder = HuggingFaceFolder(tmp_path)
+def _pickled(path: Path, num_files: int) -> Path:
+    """Write the tensors as pickles, several of them with an index."""
+    path.mkdir()
+    if num_files == 1:
+        torch.save(TENSORS, path / PICKLE)
+        return path
+    names = [f"pytorch_model-{index:05d}-of-{num_files:05d}.bin" for index in range(num_files)]
+    weight_map = {name: names[index % num_files] for index, name in enumerate(TENSORS)}
+    for file in names:
+        torch.save({n: TENSORS[n] for n, f in weight_map.items() if f == file}, path / file)
+    (path / PICKLE_INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    return path
+
+
+@pytest.mark.parametrize("num_files", [1, 2])
+def test_pickles_are_mapped_and_written_as_safetensors(tmp_path: Path, num_files: int) -> None:
+    path = _pickled(tmp_path / "folder", num_files)
+    folder = HuggingFaceFolder(path)
     assert torch.equal(
         folder.tensors["a.weight"].read(Box((1, 1), (2, 2))), TENSORS["a.weight"][1:, 1:3]
     )
     assert folder.bytes_read == 16
-    save_file({"other": torch.ones(2)}, tmp_path / SINGLE)
-    assert list(HuggingFaceFolder(tmp_path).tensors) == ["other"]
+    write_folder(tmp_path / "out", folder, folder.tensors)
+    assert {file.name for file in (tmp_path / "out").iterdir()} == {SINGLE}
+    written = load_file(tmp_path / "out" / SINGLE)
+    assert written.keys() == TENSORS.keys()
+    assert all(torch.equal(written[name], expected) for name, expected in TENSORS.items())
+    save_file({"other": torch.ones(2)}, path / SINGLE)
+    assert list(HuggingFaceFolder(path).tensors) == ["other"]
+
+
+def test_an_export_without_some_tensor_is_refused(tmp_path: Path) -> None:
+    folder = HuggingFaceFolder(make(tmp_path / "folder"))
+    more = {**folder.tensors, "f.weight": folder.tensors["a.weight"]}
+    fewer = {name: x for name, x in folder.tensors.items() if name != "b.weight"}
+    for tensors, name in ((more, "f.weight"), (fewer, "b.weight"), ({}, "a.weight")):
+        with pytest.raises(CheckpointError, match=f"{name}. Nothing was written"):
+            write_folder(tmp_path / "out", folder, tensors)
+    assert {path.name for path in tmp_path.iterdir()} == {"folder"}
+
+
+STALE = {"layers.0.rotary_emb.inv_freq": torch.ones(4), "embeddings.position_ids": torch.ones(1, 3)}
+
+
+@pytest.mark.parametrize("num_files", [1, 2])
+def test_buffers_of_earlier_versions_are_left_out_with_a_line(
+    tmp_path: Path, num_files: int
+) -> None:
+    """As Llama 2's folders on the Hub have them, and checkpoints of such folders from before."""
+    path = make(tmp_path / "folder", num_files)
+    file = max(path.glob("*.safetensors"))
+    save_file({**load_file(file), **STALE}, file)
+    if num_files > 1:
+        index = json.loads((path / INDEX).read_text())
+        index["weight_map"] |= dict.fromkeys(STALE, file.name)
+        (path / INDEX).write_text(json.dumps(index))
+    before = keep(HuggingFaceFolder(path), TENSORS, str(path), None)
+    assert before.ignored.keys() == STALE.keys()
+    with pytest.warns(UserWarning, match="2 buffers .* left out"):
+        folder = HuggingFaceFolder(path, has_stale=False)
+    kept = pickle.loads(pickle.dumps(before))  # by way of the checkpoint's entry
+    kept.read_from({name: folder.tensors[name].fill for name in TENSORS})
+    for number, like in enumerate((folder, kept)):
+        out = tmp_path / f"out-{number}"
+        write_folder(out, like, like.tensors)
+        again = HuggingFaceFolder(out)  # the index fits the files
+        assert again.tensors.keys() == like.tensors.keys() == TENSORS.keys()
+        assert torch.equal(again.tensors["b.weight"].read(), TENSORS["b.weight"])
