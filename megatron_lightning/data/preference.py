@@ -194,8 +194,9 @@ class Pairs(Sequence[Pair]):
 
 
 class PairDataset(Dataset[dict[str, Tensor]]):
-    """Samples ``{"chosen": [s], "chosen_labels": [s], "rejected": [s], "rejected_labels": [s],
-    "pair": []}``. With a reference's scores also ``"scores": fp32 [2]``.
+    """Samples ``{"chosen": [s], "chosen_labels": [s], "chosen_padding": [s], "rejected": [s],
+    "rejected_labels": [s], "rejected_padding": [s], "pair": []}``. With a reference's scores also
+    ``"scores": fp32 [2]``.
 
     Labels are shifted already. Labels are -100 in prompts and padding.
 
@@ -226,6 +227,7 @@ class PairDataset(Dataset[dict[str, Tensor]]):
             sample |= {
                 name: torch.from_numpy(tokens),
                 f"{name}_labels": torch.from_numpy(labels),
+                f"{name}_padding": torch.arange(self._length) >= len(ids),
             }
         if pair.scores is not None:
             sample["scores"] = torch.from_numpy(np.array(pair.scores, np.float32))

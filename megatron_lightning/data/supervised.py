@@ -101,8 +101,8 @@ def _permutation(size: int, *seeds: int) -> Numbers:
 
 
 class RowDataset(Dataset[dict[str, Tensor]]):
-    """Rows ``{"tokens": int64 [s], "labels": int64 [s]}``. Packed rows also have ``"document_ids"``
-    and ``"position_ids"`` int64 [s].
+    """Rows ``{"tokens": int64 [s], "labels": int64 [s], "padding": bool [s]}``. Packed rows also
+    have ``"document_ids"`` and ``"position_ids"`` int64 [s].
 
     ``labels[i]`` follows ``tokens[i]``. ``labels[i]`` is -100 without a loss: in prompts, in
     padding, and at the end of a document. Positions start again with every document. Padding is a
@@ -155,7 +155,9 @@ class RowDataset(Dataset[dict[str, Tensor]]):
             position_ids[begin:] -= position_ids[begin]
             begin = end
         position_ids[begin:] -= position_ids[begin] if begin < self._length else 0
-        arrays = {"tokens": tokens, "labels": labels}
+        padding = np.arange(self._length) >= begin
+        arrays: dict[str, npt.NDArray[Any]]
+        arrays = {"tokens": tokens, "labels": labels, "padding": padding}
         if self._packed:
             arrays |= {"document_ids": document_ids, "position_ids": position_ids}
         return {name: torch.from_numpy(array) for name, array in arrays.items()}

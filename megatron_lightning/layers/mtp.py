@@ -39,6 +39,10 @@ IGNORED = -100
 """Label of a position without a loss."""
 
 
+DepthInputs = tuple[Tensor, Tensor | None, SequenceInfo]
+"""Tokens, embedded positions and sequences of a depth."""
+
+
 class TokenShift(nn.Module):
     """Shift of sequences by one position to the left.
 
@@ -192,31 +196,24 @@ class MultiTokenPrediction(nn.Module):
             depth 1 to D [D, b, s]. In evaluation: ``hidden`` and None.
         """
         layers, states = list(self.layers.values()), [hidden]
-        inputs: list[tuple[Tensor, Tensor | None]] = [(tokens, position_ids)] * len(layers)
+        inputs: list[DepthInputs] = [(tokens, position_ids, sequence)] * len(layers)
         targets: list[Tensor] = []
         if self.training:
-            inputs, targets = self._ahead(tokens, labels, position_ids, sequence.documents)
+            inputs, targets = self._ahead(tokens, labels, position_ids, sequence)
         for start in range(0, len(layers), self.layers_at_once):
             end = start + self.layers_at_once
-            states += self.run_layers(layers[start:end], states[-1], inputs[start:end], sequence)
+            states += self.run_layers(layers[start:end], states[-1], inputs[start:end])
         if not self.training:
             return states[-1], None
         return torch.cat(states, 1), torch.stack(targets)
 
     def run_layers(
-        self,
-        layers: Sequence[nn.Module],
-        hidden: Tensor,
-        inputs: Sequence[tuple[Tensor, Tensor | None]],
-        sequence: SequenceInfo,
+        self, layers: Sequence[nn.Module], hidden: Tensor, inputs: Sequence[DepthInputs]
     ) -> list[Tensor]:
-        """Return the hidden states after each of the given layers.
-
-        ``inputs`` holds tokens and positions of each layer.
-        """
+        """Return the hidden states after each of the given layers."""
         states = []
-        for layer, (tokens, position_ids) in zip(layers, inputs, strict=True):
-            hidden = layer(hidden, tokens, position_ids, sequence)
+        for layer, depth_inputs in zip(layers, inputs, strict=True):
+            hidden = layer(hidden, *depth_inputs)
             states.append(hidden)
         return states
 
@@ -225,17 +222,21 @@ class MultiTokenPrediction(nn.Module):
         tokens: Tensor,
         labels: Tensor | None,
         position_ids: Tensor | None,
-        documents: Documents | None,
-    ) -> tuple[list[tuple[Tensor, Tensor | None]], list[Tensor]]:
-        """Return the tokens and positions, and the labels, of every depth."""
+        sequence: SequenceInfo,
+    ) -> tuple[list[DepthInputs], list[Tensor]]:
+        """Return the inputs and the labels of every depth."""
+        documents, padding = sequence.documents, sequence.padding
         if labels is None:
             labels = self.shift(tokens, IGNORED, documents)
-        inputs, targets = [], []
+        inputs: list[DepthInputs] = []
+        targets = []
         for _ in self.layers:
             tokens = self.shift(tokens, 0, documents)
             labels = self.shift(labels, IGNORED, documents)
             if position_ids is not None:
                 position_ids = self.shift(position_ids, 0, documents)
-            inputs.append((tokens, position_ids))
+            if padding is not None:  # a position without a token ahead does not count
+                padding = self.shift(padding.to(torch.uint8), 1, documents).bool()
+            inputs.append((tokens, position_ids, sequence.with_padding(padding)))
             targets.append(labels)
         return inputs, targets

@@ -33,6 +33,11 @@ class SequenceInfo:
     """
     routes: Routes | None = None
     """Experts of the tokens, to replay or to record. None: routers choose."""
+    padding: Tensor | None = None
+    """[b, s] whether a token is padding. Whatever counts tokens leaves padding out.
+
+    None: no token is padding.
+    """
 
     def __post_init__(self) -> None:
         if self.window is not None and not self.causal:
@@ -48,6 +53,10 @@ class SequenceInfo:
     def without_routes(self) -> SequenceInfo:
         """Return the sequences for layers whose routes are neither replayed nor recorded."""
         return self if self.routes is None else replace(self, routes=None)
+
+    def with_padding(self, padding: Tensor | None) -> SequenceInfo:
+        """Return the sequences with other padding [b, s]."""
+        return self if self.padding is padding else replace(self, padding=padding)
 
     @property
     def is_plain(self) -> bool:

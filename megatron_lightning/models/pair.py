@@ -129,20 +129,23 @@ class ReferencePair(FrozenPair):
         super().__init__(frozen, trained)
         self.frozen_output = _Losses()
 
-    def forward(self, tokens: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, tokens: Tensor, labels: Tensor, padding: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Return the token losses of the reference and of the policy, [b, s] each.
 
         Args:
             tokens: [b, s].
             labels: [b, s], already shifted. -100 has no loss.
+            padding: [b, s] whether a token is padding. None: no token is.
         """
         with torch.no_grad():
             if isinstance(self.frozen, GPTModel):
-                reference = self.frozen_output(self.frozen(tokens, labels))
+                reference = self.frozen_output(self.frozen(tokens, labels, padding=padding))
             else:
                 logits, vocabulary = token_logits(self.frozen, tokens)
                 reference = self.frozen_output(logits, labels, vocabulary)
-        return reference, token_losses_of(self.trained, tokens, labels)
+        return reference, token_losses_of(self.trained, tokens, labels, padding=padding)
 
 
 class _Teacher(nn.Module):

@@ -46,7 +46,8 @@ def token_logits(model: nn.Module, tokens: Tensor, **inputs: Any) -> tuple[Tenso
         if isinstance(model, GPTModel):
             logits: Tensor = model(tokens, **inputs)
         else:
-            # Models of transformers separate documents by positions alone.
-            inputs.pop("document_ids", None)
+            # Models of transformers separate documents by positions alone, and count no padding.
+            for name in ("document_ids", "padding"):
+                inputs.pop(name, None)
             logits = model(input_ids=tokens, use_cache=False, **inputs).logits
     return logits, vocabulary

@@ -174,6 +174,7 @@ class GPTModel(nn.Module):
         cache: CacheStep | None = None,
         *,
         routes: Tensor | Routes | None = None,
+        padding: Tensor | None = None,
     ) -> Tensor:
         """Predict the next token of every position.
 
@@ -188,6 +189,8 @@ class GPTModel(nn.Module):
             routes: [b, s, m, k] experts of each token in the m layers of experts, recorded by an
                 engine (``Completion.routes``). Routers weigh the experts by their own scores. A
                 negative entry leaves the choice to the router. None: routers choose.
+            padding: [b, s] whether a token is padding, which layers of experts compute and do not
+                count. None: no token is.
 
         Returns:
             Logits [b, s, v], or with a cache [1, k, v] for the cache's requested tokens. With
@@ -204,9 +207,11 @@ class GPTModel(nn.Module):
         if isinstance(routes, Tensor):
             num_layers = self.config.num_expert_layers
             routes = GivenRoutes.of(routes, tokens, self.config.moe, num_layers)
-        # One object takes positions, documents, cache and routes to every layer, since a layer's
-        # call has room for nothing else under a pipeline.
-        sequence = SequenceInfo(position_ids, documents=documents, cache=cache, routes=routes)
+        # One object takes positions, documents, cache, routes and padding to every layer, since a
+        # layer's call has room for nothing else under a pipeline.
+        sequence = SequenceInfo(
+            position_ids, documents=documents, cache=cache, routes=routes, padding=padding
+        )
         hidden = self.decoder(hidden, sequence)
         if cache is not None:
             return self._kept_output(hidden, tokens.shape[1], cache)

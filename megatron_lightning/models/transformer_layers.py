@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
@@ -63,6 +63,14 @@ def build_rotary(config: TransformerConfig) -> RotaryEmbedding | None:
     return RotaryEmbedding(config.rotary_dim, config.rotary_base, config.rope_scaling)
 
 
+def _of_experts(sequence: SequenceInfo | None) -> dict[str, Any]:
+    """Return the arguments of a layer of experts beside its input."""
+    if sequence is None:
+        return {}
+    arguments = {"routes": sequence.routes, "padding": sequence.padding}
+    return {name: value for name, value in arguments.items() if value is not None}
+
+
 class TransformerLayer(nn.Module):
     """Attention and feed-forward or experts, each added to the residual stream, with a norm before
     (pre-norm), behind, or both.
@@ -94,9 +102,8 @@ class TransformerLayer(nn.Module):
         attended = self.self_attention(_normed(hidden, self.input_layernorm), sequence)
         attended = _normed(attended, self.post_self_attn_layernorm)
         hidden = hidden + self.dropout(times(attended, self.multiplier))
-        routes = sequence.routes if self.has_experts and sequence is not None else None
         normed = _normed(hidden, self.pre_mlp_layernorm)
-        mapped = self.mlp(normed) if routes is None else self.mlp(normed, routes)
+        mapped = self.mlp(normed, **(_of_experts(sequence) if self.has_experts else {}))
         mapped = _normed(mapped, self.post_mlp_layernorm)
         out: Tensor = hidden + self.dropout(times(mapped, self.multiplier))
         return out
@@ -165,9 +172,8 @@ class ExpertsLayer(FeedForwardLayer):
     """Experts without attention before them."""
 
     def mix(self, mixer: nn.Module, normed: Tensor, sequence: SequenceInfo | None) -> Tensor:
-        """Return the experts' output. ``sequence`` may hold the tokens' routes."""
-        routes = None if sequence is None else sequence.routes
-        out: Tensor = mixer(normed) if routes is None else mixer(normed, routes)
+        """Return the experts' output. ``sequence`` may hold the tokens' routes and padding."""
+        out: Tensor = mixer(normed, **_of_experts(sequence))
         return out
 
 

@@ -145,7 +145,7 @@ class DistillationModule(ObjectiveModule):
     def _inputs(self, batch: Batch) -> dict[str, Tensor]:
         """Return further inputs of both models."""
         inputs: dict[str, Tensor] = {
-            key: batch[key] for key in ("position_ids", "document_ids") if key in batch
+            key: batch[key] for key in ("position_ids", "document_ids", "padding") if key in batch
         }
         models = (self.model.frozen, self.model.trained)
         if "document_ids" not in inputs or all(isinstance(one, GPTModel) for one in models):

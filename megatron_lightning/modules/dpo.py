@@ -138,14 +138,20 @@ class DPOModule(ObjectiveModule):
         """Return the number of pairs."""
         return torch.tensor(len(batch["chosen"]), device=batch["chosen"].device)
 
+    def _inputs(self, batch: Batch) -> dict[str, Tensor]:
+        """Return the padding [2 b, s] of the rows, if the data state it."""
+        names = ("chosen_padding", "rejected_padding")
+        return {"padding": torch.cat([batch[n] for n in names])} if names[0] in batch else {}
+
     def _scores(self, batch: Batch) -> tuple[AnswerScores, Tensor | None]:
         """Return the log-probabilities of the answers under the model, and [b, 2] under the
         reference.
         """
         tokens, labels = _rows_of(batch)
+        inputs = self._inputs(batch)
         reference: Tensor | None = None
         if self.reference == "model":
-            before, losses = self.model(tokens, labels)
+            before, losses = self.model(tokens, labels, **inputs)
             reference = self._answers(before, labels).log_probs
         elif self.reference == "adapters" and self.num_pipeline_ranks > 1:
             # A pipelined model is called once, so the reference is in the first half of the rows.
@@ -157,9 +163,9 @@ class DPOModule(ObjectiveModule):
         else:
             if self.reference == "adapters":
                 with torch.no_grad(), adapters_disabled(self.model), _evaluated(self.model):
-                    before = token_losses_of(self.model, tokens, labels)
+                    before = token_losses_of(self.model, tokens, labels, **inputs)
                 reference = self._answers(before, labels).log_probs
-            losses = token_losses_of(self.model, tokens, labels)
+            losses = token_losses_of(self.model, tokens, labels, **inputs)
         if self.reference == "scores":
             reference = self._given(batch)
         return self._answers(losses, labels), reference
@@ -229,9 +235,9 @@ class DPOModule(ObjectiveModule):
         """
         tokens, labels = _rows_of(batch)
         if isinstance(self.model, ReferencePair):
-            _, losses = self.model(tokens, labels)
+            _, losses = self.model(tokens, labels, **self._inputs(batch))
         else:
-            losses = token_losses_of(self.model, tokens, labels)
+            losses = token_losses_of(self.model, tokens, labels, **self._inputs(batch))
         scores = self._answers(losses, labels).log_probs
         return {"pair": batch["pair"], "scores": scores}
 

@@ -37,9 +37,9 @@ Paths = str | list[str] | list[tuple[float, str]]
 
 
 class FinetuneDataModule(RunDataModule):
-    """Batches ``{"tokens": [b, s], "labels": [b, s]}`` from conversations, prompts with
-    completions, texts or tokens. Packed batches also have ``document_ids`` and ``position_ids`` [b,
-    s].
+    """Batches ``{"tokens": [b, s], "labels": [b, s], "padding": [b, s]}`` from conversations,
+    prompts with completions, texts or tokens. Packed batches also have ``document_ids`` and
+    ``position_ids`` [b, s].
 
     Labels are already shifted. Labels are -100 without a loss: in prompts, in padding, and in
     answers left out by a row (``weight: 0``). A conversation is rendered by the tokenizer's chat
@@ -92,7 +92,7 @@ class FinetuneDataModule(RunDataModule):
     """
 
     sequence_dims: Mapping[str, int] = MappingProxyType(
-        {"tokens": 1, "labels": 1, "position_ids": 1, "document_ids": 1}
+        {"tokens": 1, "labels": 1, "padding": 1, "position_ids": 1, "document_ids": 1}
     )
     """Sequence dim of each batch entry."""
 

@@ -13,6 +13,7 @@ from megatron_lightning.config import TransformerConfig
 from megatron_lightning.errors import ConfigError, MissingCheckpointError
 from megatron_lightning.models.transformer import GPTModel
 from megatron_lightning.modules.folder_module import FolderModule
+from megatron_lightning.modules.language_model import Batch
 
 
 class GPTLightningModule(FolderModule):
@@ -95,6 +96,11 @@ class GPTLightningModule(FolderModule):
         with torch.device("meta" if parallel else torch.empty(0).device):
             self.model = self._adapt(GPTModel(self.config))
 
+    def _inputs(self, batch: Batch) -> dict[str, Tensor]:
+        """Return the optional inputs of ``forward`` in a batch."""
+        is_counted = self.config.moe is not None and "padding" in batch
+        return super()._inputs(batch) | ({"padding": batch["padding"]} if is_counted else {})
+
     def forward(
         self,
         tokens: Tensor,
@@ -102,9 +108,12 @@ class GPTLightningModule(FolderModule):
         position_ids: Tensor | None = None,
         document_ids: Tensor | None = None,
         routes: Tensor | None = None,
+        *,
+        padding: Tensor | None = None,
     ) -> Tensor:
-        """Return the model's logits [b, s, v], or with labels the tokens' losses [b, s]. With
-        ``routes`` [b, s, m, k] tokens have these experts (see :class:`GPTModel`).
+        """Return the model's logits [b, s, v], or with labels the tokens' losses [b, s].
+
+        For ``routes`` [b, s, m, k] and ``padding`` [b, s] see :class:`GPTModel`.
         """
         if self.model is None:
             self.configure_model()
@@ -113,5 +122,7 @@ class GPTLightningModule(FolderModule):
             inputs["document_ids"] = document_ids
         if routes is not None:
             inputs["routes"] = routes
+        if padding is not None:
+            inputs["padding"] = padding
         out: Tensor = self.model(tokens, **inputs)
         return out

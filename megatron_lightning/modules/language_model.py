@@ -33,7 +33,8 @@ class LanguageModule(LightningModule):
     A batch holds ``tokens`` and ``labels`` [b, s] (already shifted, -100 leaves a token out), and
     may hold ``loss_mask`` [b, s], ``position_ids`` [b, s] and ``document_ids`` [b, s] (tokens
     attend only to tokens with the same number in the row). Batches of models with experts may hold
-    ``routes`` [b, s, m, k], the experts of each token in each layer of experts.
+    ``padding`` [b, s] (tokens that no router counts, true for padding), and ``routes`` [b, s, m,
+    k], the experts of each token in each layer of experts.
 
     The loss is the weighted mean over the counted tokens, with ``loss_mask`` as non-negative
     weights (0 leaves a token out). Only the ratios of the weights matter.
@@ -66,6 +67,7 @@ class LanguageModule(LightningModule):
         "loss_mask": 1,
         "position_ids": 1,
         "document_ids": 1,
+        "padding": 1,
         "routes": 1,
     }
 
@@ -175,12 +177,17 @@ class LanguageModule(LightningModule):
         """
         return token_weights(batch).sum()
 
+    def _inputs(self, batch: Batch) -> dict[str, Tensor]:
+        """Return the optional inputs of ``forward`` in a batch."""
+        names = ("position_ids", "document_ids", "routes")
+        return {name: batch[name] for name in names if name in batch}
+
     def _loss(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return the weighted mean of the tokens' losses, and the sum of the weights."""
         weights = token_weights(batch)
         # Layers with additional losses, such as multi-token prediction, see the mask.
         labels = batch["labels"].masked_fill(weights == 0, IGNORED_LABEL)
-        losses = self(batch["tokens"], labels, **_optional_inputs(batch))
+        losses = self(batch["tokens"], labels, **self._inputs(batch))
         if "validation_set" in batch:
             self._log_sets(batch["validation_set"], losses * weights, weights)
         num_items = self.num_items(batch)
@@ -226,7 +233,7 @@ class LanguageModule(LightningModule):
 
     def predict_step(self, batch: Batch, batch_idx: int) -> Any:
         """Return the most likely next token at every position, [b, s]."""
-        logits: Tensor = self(batch["tokens"], **_optional_inputs(batch))
+        logits: Tensor = self(batch["tokens"], **self._inputs(batch))
         return logits.argmax(dim=-1)
 
     def optimizer_step(
@@ -291,11 +298,6 @@ def _weighed_by(num_items: Tensor) -> dict[str, Any]:
     Lightning multiplies by ``batch_size`` and divides by the sum, so that a float is a weight.
     """
     return {"batch_size": float(num_items)}
-
-
-def _optional_inputs(batch: Batch) -> dict[str, Tensor]:
-    """Return the model's optional inputs in a batch."""
-    return {key: batch[key] for key in ("position_ids", "document_ids", "routes") if key in batch}
 
 
 def _check_lengths(

@@ -13,7 +13,13 @@ from torch.utils.data import DataLoader
 
 from megatron_lightning.data.chat_template import Reasoning
 from megatron_lightning.data.packing import Rows
-from megatron_lightning.data.preference import PairDataset, PairEncoder, Pairs, ScoreFile
+from megatron_lightning.data.preference import (
+    SIDES,
+    PairDataset,
+    PairEncoder,
+    Pairs,
+    ScoreFile,
+)
 from megatron_lightning.data.resume import OnChangedData
 from megatron_lightning.data.sft import Truncation
 from megatron_lightning.data.supervised import Part, Sources
@@ -23,8 +29,9 @@ from megatron_lightning.modules.run_data import Batch
 
 
 class PreferenceDataModule(FinetuneDataModule):
-    """Batches ``{"chosen", "chosen_labels", "rejected", "rejected_labels": [b, s], "pair": [b]}``
-    from prompts with a chosen and a rejected answer. With ``scores`` also ``"scores": [b, 2]``.
+    """Batches ``{"chosen", "chosen_labels", "chosen_padding", "rejected", "rejected_labels",
+    "rejected_padding": [b, s], "pair": [b]}`` from prompts with a chosen and a rejected answer.
+    With ``scores`` also ``"scores": [b, 2]``.
 
     A row has ``chosen`` and ``rejected``, and usually ``prompt``. Each is text, or a list of
     messages rendered by the chat template. Without ``prompt`` the common first messages of the two
@@ -63,7 +70,7 @@ class PreferenceDataModule(FinetuneDataModule):
     """
 
     sequence_dims: Mapping[str, int] = MappingProxyType(
-        {"chosen": 1, "chosen_labels": 1, "rejected": 1, "rejected_labels": 1}
+        {f"{side}{entry}": 1 for side in SIDES for entry in ("", "_labels", "_padding")}
     )
     """Sequence dim of each batch entry."""
 

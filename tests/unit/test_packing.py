@@ -74,6 +74,7 @@ def test_rows_of_documents(tmp_path: Path) -> None:
     assert row["labels"].tolist() == [101, -100, 1, -100, -100, -100, -100, -100]
     assert row["document_ids"].tolist() == [0, 0, 1, 1, 1, 2, 2, 2]
     assert row["position_ids"].tolist() == [0, 1, 0, 1, 2, 0, 1, 2]
+    assert row["padding"].tolist() == [False] * 5 + [True] * 3
     full = RowDataset(Sources([_documents(tmp_path, [3, 5])]), 8, padding=7, packed=True)
     assert full[(0, 1)]["position_ids"].tolist() == [0, 1, 2, 0, 1, 2, 3, 4]
 

@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("transformers", "5")
 
 from megatron_lightning.data.chat import Chat, Text
-from megatron_lightning.data.preference import parse_pair
+from megatron_lightning.data.preference import SIDES, parse_pair
 from megatron_lightning.data.sources import Row
 from megatron_lightning.errors import CheckpointError, ConfigError, DataError
 from megatron_lightning.modules import PreferenceDataModule
@@ -139,6 +139,6 @@ def test_batches_hold_pairs(tmp_path: Path) -> None:
     data = _data(tmp_path, [TEXT] * 5, val_fraction=0.2)
     batch = next(iter(data.train_dataloader()))
     shapes = {name: tuple(tensor.shape) for name, tensor in batch.items()}
-    sides = {"chosen", "chosen_labels", "rejected", "rejected_labels"}
+    sides = {f"{side}{name}" for side in SIDES for name in ("", "_labels", "_padding")}
     assert shapes == {**dict.fromkeys(sides, (2, 32)), "pair": (2,)}
     assert np.unique([int(row["pair"]) for row in data.predict_dataloader().dataset]).size == 5  # type: ignore[attr-defined]

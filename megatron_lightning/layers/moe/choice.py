@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -61,7 +62,8 @@ def route(
         expert is chosen, [t, E]. With ``pad_expert_input_to_capacity`` additional tokens of
         probability 0 are marked as chosen, so that every expert has min(capacity, t) tokens.
     """
-    return limit_tokens(*assign_experts(logits, moe, expert_bias, choose), moe)
+    limited = limit_tokens(*assign_experts(logits, moe, expert_bias, choose), moe)
+    return limited.probs, limited.chosen
 
 
 def assign_experts(
@@ -116,21 +118,45 @@ def assign_experts(
     return probs, mask_at(logits, indices)
 
 
-def limit_tokens(probs: Tensor, chosen: Tensor, moe: MoEConfig) -> tuple[Tensor, Tensor]:
+class Limited(NamedTuple):
+    """Choices within the experts' capacity."""
+
+    probs: Tensor
+    """[t, E] weights. 0 for dropped choices."""
+    chosen: Tensor
+    """[t, E] tokens computed by each expert, including fillers."""
+    num_dropped: Tensor
+    """[] dropped choices."""
+
+
+def limit_tokens(
+    probs: Tensor, chosen: Tensor, moe: MoEConfig, is_padding: Tensor | None = None
+) -> Limited:
     """Drop tokens above the experts' capacity, and fill experts up to the capacity if configured.
 
     The queue of an expert holds chosen tokens first, by probability or position, then all other
     tokens. Equal tokens keep their order. topk does not keep the order of equal values.
+
+    Args:
+        probs: [t, E] weights.
+        chosen: [t, E] choices. Padding has none.
+        moe: The layer's configuration.
+        is_padding: [t] tokens without a share in the capacity. None: there are none.
     """
-    capacity = expert_capacity(len(probs), moe)
-    if capacity is None:
-        return probs, chosen
+    length = expert_capacity(len(probs), moe)
+    if length is None:
+        return Limited(probs, chosen, chosen.new_zeros((), dtype=torch.int64))
+    capacity: Tensor | int = length
+    if is_padding is not None:
+        capacity = _capacity_of((~is_padding).sum(), moe)
     rank = probs.detach() if moe.token_drop_policy == "probs" else torch.ones_like(probs)
     queue = rank.masked_fill(~chosen, -1.0).sort(dim=0, descending=True, stable=True).indices
-    is_kept = torch.zeros_like(chosen).scatter(0, queue[:capacity], True)
-    if not moe.pad_expert_input_to_capacity:
-        is_kept &= chosen
-    return probs * is_kept, is_kept
+    places = torch.arange(len(probs), device=probs.device)[:, None].expand_as(queue)
+    position = torch.zeros_like(queue).scatter(0, queue, places)
+    is_kept = chosen & (position < capacity)
+    # Fillers give experts as many rows as without padding, so that the number is fixed.
+    is_computed = position < length if moe.pad_expert_input_to_capacity else is_kept
+    return Limited(probs * is_kept, is_computed, (chosen & ~is_kept).sum())
 
 
 def expert_capacity(num_tokens: int, moe: MoEConfig) -> int | None:
@@ -140,6 +166,12 @@ def expert_capacity(num_tokens: int, moe: MoEConfig) -> int | None:
     # In Megatron-Core's order of operations, as a product may lie just above an integer.
     share = num_tokens * moe.router_topk / moe.num_experts
     return math.ceil(share * moe.expert_capacity_factor)
+
+
+def _capacity_of(num_tokens: Tensor, moe: MoEConfig) -> Tensor:
+    """Return :func:`expert_capacity` for a number on a device, without a wait for the device."""
+    share = num_tokens.double() * moe.router_topk / moe.num_experts
+    return (share * (moe.expert_capacity_factor or 0.0)).ceil()
 
 
 def widened(logits: Tensor) -> Tensor:

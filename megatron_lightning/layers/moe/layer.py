@@ -161,15 +161,20 @@ class MoELayer(nn.Module):
         self._num_choices = moe.router_topk if moe.expert_capacity_factor is None else None
 
     @torch.compiler.disable(recursive=False)  # type: ignore[no-untyped-call, untyped-decorator]
-    def forward(self, hidden: Tensor, routes: Routes | None = None) -> Tensor:
-        """Map [s, b, h] to [s, b, h]. Experts follow or are recorded in ``routes``."""
-        local_hidden, is_padding = self._own(hidden)
-        first = self._first_token(local_hidden)
-        given_routes = (
-            None
-            if routes is None
-            else routes.given(self.number, first, len(local_hidden.flatten(0, 1)))
-        )
+    def forward(
+        self, hidden: Tensor, routes: Routes | None = None, padding: Tensor | None = None
+    ) -> Tensor:
+        """Map [s, b, h] to [s, b, h].
+
+        Args:
+            hidden: This rank's tokens.
+            routes: Experts to follow, or to record. None: the router chooses.
+            padding: [b, s] whether a token is padding, of all tensor-parallel ranks. None: none is.
+        """
+        local_hidden = self._own(hidden)
+        first, count = self._first_token(local_hidden), local_hidden[..., 0].numel()
+        is_padding = self._is_padding(hidden, local_hidden, padding)
+        given_routes = None if routes is None else routes.given(self.number, first, count)
         routing = self.router(local_hidden, is_padding, given_routes)
         if routes is not None:
             routes.take(self.number, first, routing.chosen)
@@ -203,16 +208,16 @@ class MoELayer(nn.Module):
         return out
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _own(self, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
+    def _own(self, hidden: Tensor) -> Tensor:
         """Return this rank's tokens [s, b, h], or the rank's part [t, 1, h] of replicated tokens,
-        and an optional mask of padding tokens.
+        filled up to equal parts.
 
         Raises:
             ConfigError: For gradients of replicated tokens.
         """
         size = self.replicas.size
         if size == 1:
-            return hidden, None
+            return hidden
         if self.training and torch.is_grad_enabled():
             raise ConfigError(
                 f"a layer of experts trains on {size} tensor-parallel ranks that have the same "
@@ -220,12 +225,20 @@ class MoELayer(nn.Module):
             )
         tokens = hidden.flatten(0, 1)
         num_padding = -len(tokens) % size
-        local_tokens = scatter(F.pad(tokens, (0, 0, 0, num_padding)), self.replicas)[:, None]
-        if not num_padding:
-            return local_tokens, None
-        first = self.replicas.rank * len(local_tokens)
-        places = torch.arange(first, first + len(local_tokens), device=local_tokens.device)
-        return local_tokens, (places >= len(tokens))[:, None]
+        return scatter(F.pad(tokens, (0, 0, 0, num_padding)), self.replicas)[:, None]
+
+    def _is_padding(self, hidden: Tensor, own: Tensor, padding: Tensor | None) -> Tensor | None:
+        """Return whether tokens of ``own`` [s, b, h] are padding [s, b], of rows or of equal parts.
+        None: no token is.
+        """
+        first, count = self._first_token(own), own[..., 0].numel()
+        if padding is None:
+            num_tokens = hidden[..., 0].numel()
+            if self.replicas.size == 1 or num_tokens % self.replicas.size == 0:
+                return None
+            padding = torch.zeros(1, num_tokens, dtype=torch.bool, device=hidden.device)
+        is_padding = padding.t().flatten()[first : first + count]
+        return F.pad(is_padding, (0, count - len(is_padding)), value=True).view(own.shape[:2])
 
     def _first_token(self, own: Tensor) -> int:
         """Return the number of this rank's first token among the tokens [s, b] of all

@@ -19,6 +19,7 @@ from megatron_lightning.errors import ConfigError
 from megatron_lightning.layers.gemm import Gemm, matmul
 from megatron_lightning.layers.moe.choice import (
     ChooseExperts,
+    Limited,
     assign_experts,
     choose_experts,
     limit_tokens,
@@ -101,7 +102,8 @@ class Router(nn.Module):
     ) -> Routing:
         """Route the tokens of ``hidden`` [s, b, h].
 
-        Tokens with ``is_padding`` [s, b] count neither in the losses nor in the numbers of tokens.
+        Tokens with ``is_padding`` [s, b] count neither in the losses nor in the numbers of tokens,
+        nor in the experts' capacity.
         ``given`` [t, k]: experts of recorded routes, weighed by the scores of this router.
 
         Raises:
@@ -117,16 +119,15 @@ class Router(nn.Module):
         is_counted = choices if is_padding is None else choices & ~is_padding.reshape(-1, 1)
         # Padding takes no capacity. Without a capacity, padding has as many experts as other
         # tokens.
-        has_capacity = moe.expert_capacity_factor is not None and not self.is_exact
-        if has_capacity:
-            probs, chosen = limit_tokens(probs, is_counted, moe)
-        else:
-            chosen = choices
+        limited = Limited(probs, choices, choices.new_zeros((), dtype=torch.int64))
+        if moe.expert_capacity_factor is not None and not self.is_exact:
+            flat_padding = None if is_padding is None else is_padding.flatten()
+            limited = limit_tokens(probs, is_counted, moe, flat_padding)
         return Routing(
-            probs=probs,
-            chosen=chosen,
+            probs=limited.probs,
+            chosen=limited.chosen,
             tokens_per_expert=is_counted.sum(dim=0),
-            num_dropped=(is_counted & ~chosen).sum(),
+            num_dropped=limited.num_dropped,
             losses=self._losses(logits_sbE, is_padding) if self.training else (),
         )
 
