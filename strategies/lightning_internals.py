@@ -1,7 +1,7 @@
 """The only file with access to Lightning's private API: a public name here for each private name
 there.
 
-Checked with Lightning 2.6.0 to 2.6.6. Subclasses of Lightning's classes keep the private names of
+Checked with Lightning 2.6.6. Subclasses of Lightning's classes keep the private names of
 methods called or overridden on themselves. ``tests/project/test_house.py`` lists these names, and
 finds private names of Lightning in other files.
 """
@@ -15,7 +15,7 @@ import signal
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from types import FrameType
@@ -376,12 +376,22 @@ def saves_or_loads() -> bool:
     return caller.startswith(("lightning.", "pytorch_lightning.", "megatron_lightning."))
 
 
-def read_folders(read: Callable[[Any], AbstractContextManager[Any]]) -> None:
+class _OfFolder(dict[str, Any]):
+    """The checkpoint in a directory."""
+
+    folder: str
+
+
+def read_folders(
+    read: Callable[[Any], AbstractContextManager[Any]],
+    check: Callable[[Mapping[Any, Any], type, str], None],
+) -> None:
     """Make ``load_from_checkpoint`` read directories, opened as files by ``read``, for the life of
     the process. The method is a classmethod of the user's class, and Lightning has no hook between
-    the method and the open file.
+    the method and the open file. ``check`` sees a directory's checkpoint, with the user's class and
+    the directory, before Lightning makes the object.
     """
-    original = vars(saving)["pl_load"]
+    original, original_state = vars(saving)["pl_load"], vars(saving)["_load_state"]
     if getattr(original, "reads_folders", False):
         return
 
@@ -389,10 +399,18 @@ def read_folders(read: Callable[[Any], AbstractContextManager[Any]]) -> None:
         if not (isinstance(path, str | os.PathLike) and os.path.isdir(path)):
             return original(path, map_location=map_location, weights_only=weights_only)
         with read(path) as file:
-            return original(file, map_location=map_location, weights_only=weights_only)
+            state = original(file, map_location=map_location, weights_only=weights_only)
+        checkpoint = _OfFolder(state)
+        checkpoint.folder = str(path)
+        return checkpoint
+
+    def load_state(cls: type, checkpoint: Any, *args: Any, **settings: Any) -> Any:
+        if isinstance(checkpoint, _OfFolder):
+            check(checkpoint, cls, checkpoint.folder)
+        return original_state(cls, checkpoint, *args, **settings)
 
     vars(load)["reads_folders"] = True
-    vars(saving)["pl_load"] = load
+    vars(saving).update(pl_load=load, _load_state=load_state)
 
 
 def hide_sync_advice() -> Callable[[], None]:

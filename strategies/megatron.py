@@ -35,6 +35,7 @@ from typing_extensions import override
 
 from megatron_lightning.assembly.plans import check_plan_choice
 from megatron_lightning.checkpoint import plain_file
+from megatron_lightning.checkpoint.format.class_paths import check_classes
 from megatron_lightning.checkpoint.requeue import committed_requeue
 from megatron_lightning.config import (
     CheckpointOptions,
@@ -331,7 +332,7 @@ class MegatronStrategy(SetupHooks, StepHooks, CheckpointHooks):
             run.checkpoints.finish_fit()
 
 
-internals.read_folders(plain_file)
+internals.read_folders(plain_file, check_classes)
 StrategyRegistry.register(
     "megatron", MegatronStrategy, description="Megatron-style parallelism", override=True
 )

@@ -346,6 +346,22 @@ FORMS: dict[str, tuple[Any, str]] = {
         r"\['consumed_samples'\] should be a int and is a str",
     ),
     "hparams": ({"hyper_parameters": [1]}, r"\['hyper_parameters'\] should be a Mapping"),
+    **{
+        f"instantiator-{key}-{number}": (
+            {key: {"_instantiator": named}},
+            rf"names .* as the function that makes the module \({key}\['_instantiator'\]\)",
+        )
+        for number, (key, named) in enumerate(
+            [
+                ("hyper_parameters", "builtins.print"),
+                ("hyper_parameters", ["os", "system"]),
+                ("hyper_parameters", "lightning.pytorch.cli.instantiate_module.x"),
+                ("datamodule_hyper_parameters", "os.system"),
+                ("hparams", "os.system"),  # as Lightning 0.7 named them
+                ("module_arguments", "os.system"),
+            ]
+        )
+    },
 }
 
 

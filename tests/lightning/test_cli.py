@@ -16,13 +16,16 @@ from typing import Any
 import lightning.pytorch as pl
 import numpy as np
 import pytest
+import torch
 from lightning.pytorch.cli import LightningCLI
 
 import megatron_lightning
+from megatron_lightning.checkpoint import open_checkpoint, save_sharded
 from megatron_lightning.cli import main, trainer_cli
 from megatron_lightning.cli_parser import in_one_line
 from megatron_lightning.data.indexed import IndexedDatasetWriter
 from megatron_lightning.data.preprocess import preprocess
+from megatron_lightning.errors import CheckpointError
 from megatron_lightning.models import RopeScaling
 from megatron_lightning.modules import GPTLightningModule, PretrainDataModule
 from megatron_lightning.strategies import MegatronStrategy
@@ -57,6 +60,22 @@ class BuiltToy(ToyModule):
     ) -> None:
         super().__init__(lr, num_layers, plateau, mask)
         self.configure_model()
+
+
+class GivenLayer(pl.LightningModule):
+    """Takes an object from the command line, and keeps its arguments as users do."""
+
+    def __init__(self, layer: torch.nn.Module, width: int = 1) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.layer = layer
+        self.head = torch.nn.Linear(width, 1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return self.head(batch[0]).square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
 @pytest.fixture
@@ -313,6 +332,44 @@ def test_fit_runs(config: str, recwarn: pytest.WarningsRecorder) -> None:
     main(["fit", "--config", config, "--trainer.max_steps=1", "--trainer.num_sanity_val_steps=0"])
     # Lightning's, on every rank.
     assert not [warning for warning in recwarn if "LeafSpec" in str(warning.message)]
+
+
+def test_a_module_of_the_command_line_is_loaded_from_its_folder(
+    config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """LightningCLI keeps how it made the module; a foreign folder could name any code there."""
+    name = f"{__name__}.GivenLayer"
+    args = ["fit", "--config", config, f"--model={name}", "--model.layer=torch.nn.Flatten"]
+    args += ["--trainer.max_steps=0", f"--trainer.default_root_dir={tmp_path}"]
+    cli = trainer_cli([*args, "--model.width=3"])
+    cli.trainer.save_checkpoint(tmp_path / "x")
+    saved = open_checkpoint(tmp_path / "x").state()["hyper_parameters"]
+    assert saved["_class_path"] == name
+    assert saved["_instantiator"] == "lightning.pytorch.cli.instantiate_module"
+    for kind in (GivenLayer, pl.LightningModule):
+        loaded = kind.load_from_checkpoint(tmp_path / "x", weights_only=True)
+        assert type(loaded) is GivenLayer and loaded.hparams.width == 3
+        assert isinstance(loaded.layer, torch.nn.Flatten)
+    with pytest.raises(CheckpointError, match="is no subclass of GPTLightningModule in a module"):
+        GPTLightningModule.load_from_checkpoint(tmp_path / "x")
+
+    # A module that runs at its import lies beside the checkpoint.
+    (tmp_path / "lying.py").write_text("open('ran', 'w').close()\nclass Layer: ...\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    for number, change in enumerate(
+        (
+            {"_class_path": "lying.Layer"},
+            {"layer": {"class_path": "lying.Layer"}},
+            {"layer": {"class_path": "torch.nn.Sequential", "init_args": {"a": [
+                {"class_path": "lying.Layer"}]}}},
+        )
+    ):  # fmt: skip
+        state = dict(open_checkpoint(tmp_path / "x").state())
+        state["hyper_parameters"] = {**saved, **change}
+        save_sharded(tmp_path / f"y{number}", [], {**state, "state_dict": {}})
+        with pytest.raises(CheckpointError, match=r"lying\.Layer.*import the module of lying"):
+            GivenLayer.load_from_checkpoint(tmp_path / f"y{number}", weights_only=True)
+    assert not (tmp_path / "ran").exists()
 
 
 def test_the_configuration_is_printed(config: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from megatron_lightning.checkpoint.format.class_paths import check_instantiators
 from megatron_lightning.checkpoint.format.naming import OWN
 from megatron_lightning.errors import CheckpointError
 
@@ -34,6 +35,7 @@ def check_structure(state: Mapping[Any, Any], origin: str) -> None:
     for key in state:
         _require(isinstance(key, str), f"the key {key!r}", str, key, origin)
     _check_entries(state, _LIGHTNING, "", origin)
+    check_instantiators(state, origin)
     # What this package itself indexes into. Plugins and callbacks check their own entries.
     for i, entry in enumerate(state.get("optimizer_states", ())):
         place = f"optimizer_states[{i}]"
