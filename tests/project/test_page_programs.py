@@ -55,7 +55,7 @@ ELSEWHERE = {
     ("planning.md", "flops("): "test_the_plan_in_python_is_that_of_the_command",
     ("schedules.md", "make_schedule("): "test_the_schedules_of_the_docs",
     ("tutorial/first_module.md", "class Classifier"): "test_the_first_module_is_described",
-    ("tutorial/first_module.md", "trainer.fit"): "test_the_example_is_the_file_and_runs",
+    ("tutorial/first_module.md", "trainer.fit"): "test_the_example_of_a_module_runs",
     ("tutorial/first_module.md", "describe("): "test_the_first_module_is_described",
     ("inference.md", "record_routes"): "test_a_replay_trains_as_on_one_device",
 }

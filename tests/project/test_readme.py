@@ -1,10 +1,9 @@
-"""Run the examples of the README and the docs, or at least parse them by the program that would run
-them."""
+"""Run the examples of the README, the tour and the docs, or at least parse them by the program that
+would run them."""
 
 from __future__ import annotations
 
 import ast
-import builtins
 import os
 import re
 import runpy
@@ -17,6 +16,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
@@ -32,6 +32,7 @@ from megatron_lightning.pipeline.schedules.stage_layouts import parse_layout
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
+TOUR = (ROOT / "docs" / "tour.md").read_text()
 
 
 def blocks(text: str, language: str) -> list[str]:
@@ -46,7 +47,7 @@ def commands_of(text: str) -> list[str]:
     ]
 
 
-COMMANDS = commands_of(README)
+COMMANDS = list(dict.fromkeys(commands_of(README) + commands_of(TOUR)))
 
 
 def commands(*programs: str) -> list[str]:
@@ -64,26 +65,14 @@ def test_make_and_pip() -> None:
     assert {command.split()[1] for command in commands("make")} <= set(targets)
     assert "make test" in (ROOT / ".ci" / "run").read_text()
     for command in commands("pip"):
-        assert command == "pip install -c constraints.txt ."
+        assert command == "pip install -c constraints.txt '.[finetune]'"
         assert (ROOT / "constraints.txt").is_file()
 
 
 @pytest.mark.timeout(300)  # two processes import torch and Lightning; seconds on an idle machine
-def test_the_example_is_the_file_and_runs(tmp_path: Path) -> None:
-    [command] = commands("python examples/my_module.py")
-    script = ROOT / command.split()[1]
-    lines = [line.strip() for line in script.read_text().splitlines() if line.strip()]
-    shown = [
-        line.strip()
-        for block in blocks(README, "python")
-        for line in block.splitlines()
-        if line.strip()
-    ]
-    start = lines.index('if __name__ == "__main__":')
-    # All but docstring, guard and the print at the end.
-    assert [*lines[1:start], *lines[start + 1 : -2]] == shown
+def test_the_example_of_a_module_runs(tmp_path: Path) -> None:
     run = subprocess.run(
-        [sys.executable, script],
+        [sys.executable, ROOT / "examples" / "my_module.py"],
         cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
@@ -94,15 +83,32 @@ def test_the_example_is_the_file_and_runs(tmp_path: Path) -> None:
     assert float(run.stdout.split("loss ")[-1]) < 0.1  # ln 2 = 0.69 before training
 
 
-def test_the_example_lacks_nothing() -> None:
-    """Whoever copies both blocks has a program: every name in the second is made by the first, or
-    by itself."""
-    first, second = blocks(README, "python")
-    names: dict[str, Any] = {"__name__": "copied"}
-    exec(first, names)
-    used = [node for node in ast.walk(ast.parse(second)) if isinstance(node, ast.Name)]
-    made = {node.id for node in used if isinstance(node.ctx, ast.Store)}
-    assert {node.id for node in used} <= made | set(names) | set(dir(builtins))
+def test_the_quick_start_makes_its_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
+    [program] = blocks(README, "python")
+    fits = []
+    monkeypatch.setattr(pl.Trainer, "fit", lambda *arguments: fits.append(arguments))
+    names: dict[str, Any] = {"pl": pl, "MyModule": pl.LightningModule, "my_data": None}
+    exec(program, names)
+    [(trainer, module, _)] = fits
+    assert trainer.strategy is names["strategy"] and isinstance(module, pl.LightningModule)
+
+
+def test_the_change_of_two_lines_is_python() -> None:
+    [change] = blocks(README, "diff")
+    before, after = (
+        "\n".join(line[2:] for line in change.splitlines() if line[:1] in ("", " ", sign))
+        for sign in "-+"
+    )
+    assert change.count("\n+ ") + change.startswith("+ ") == 2
+    ast.parse(before)
+    ast.parse(after)
+
+
+def test_the_readme_stays_short() -> None:
+    assert len(README.splitlines()) <= 180
+    assert len(re.findall(r"^```\w", README, re.MULTILINE)) <= 8
+    prose = re.sub(r"^(```.*?^```|\|.*?$|\[!.*?$|!.*?$)", "", README, flags=re.M | re.S)
+    assert len(re.sub(r"\]\([^)]*\)", "]", prose).split()) <= 900
 
 
 def test_losses_are_shown(
@@ -150,7 +156,7 @@ def test_fit_takes_the_options(
 def test_torchrun_takes_the_options() -> None:
     from torch.distributed.run import get_args_parser
 
-    [command] = commands("torchrun")
+    [command] = commands("torchrun")  # the tour's
     parsed = get_args_parser().parse_args(shlex.split(command)[1:])
     assert (parsed.nnodes, parsed.nproc_per_node, parsed.module) == ("4", "8", True)
     assert (parsed.training_script, parsed.training_script_args[0]) == ("megatron_lightning", "fit")
