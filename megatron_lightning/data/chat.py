@@ -12,13 +12,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron_lightning.data.sources import Row
+from megatron_lightning.data.sources import Row, without_missing
 from megatron_lightning.errors import DataError
 
-PARSER_VERSION = 3
+PARSER_VERSION = 4
 """Part of the name of cached documents. A change in the rows accepted here, or in the content
 returned for a row, raises the version: a cached file is not parsed again."""
 ASSISTANT = "assistant"
+SYSTEM_ROLES = ("system", "developer")
 _ROLES: Mapping[str, str] = {
     "human": "user",
     "user": "user",
@@ -55,6 +56,12 @@ class Chat:
     tools: Sequence[Mapping[str, Any]] | None = None
     trained: frozenset[int] = field(default_factory=frozenset)
     """Positions of the messages with a loss."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Values for the template from the row's ``chat_template_kwargs``."""
+    functions: Any = None
+    """The row's ``functions``, an older form of tools that templates do not read."""
+    nulls: int = 0
+    """Arguments of tool calls left out for the value null."""
 
 
 @dataclass(frozen=True)
@@ -85,6 +92,11 @@ def parse_row(row: Row) -> Chat | Text | Tokens:
     fields = row.fields
     if "input_ids" in fields:
         return _tokens(row)
+    if str(fields.get("label")).lower() == "false" and "text" not in fields:
+        raise DataError(
+            f"{row.where}: label is false, which marks an answer to avoid (data of KTO), and "
+            "fine-tuning would train it. Leave such rows out."
+        )
     if "messages" in fields:
         return _chat(row, "messages", _with_system(row, _turns(row, "messages")))
     if "conversations" in fields:
@@ -109,7 +121,7 @@ def _text(row: Row, key: str, value: Any) -> str:
 def _chat(row: Row, key: str, messages: Any, answers_from: int = 0) -> Chat:
     if not isinstance(messages, list) or not messages:
         raise DataError(f"{row.where}: {key} must be a list of messages, and not an empty one")
-    made, trained = [], set()
+    made, trained, nulls = [], set(), 0
     for index, message in enumerate(messages):
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
             raise DataError(
@@ -119,7 +131,11 @@ def _chat(row: Row, key: str, messages: Any, answers_from: int = 0) -> Chat:
         if message["role"] == ASSISTANT and index >= answers_from and _counts(row, index, message):
             trained.add(index)
         made.append(_message(row, index, message))
-    return Chat(row.where, made, _tools(row), frozenset(trained))
+        nulls += sum(map(_nulls, message.get("tool_calls") or ()))
+    functions = row.fields.get("functions") or None
+    return Chat(
+        row.where, made, _tools(row), frozenset(trained), _template_options(row), functions, nulls
+    )
 
 
 def _check_message(row: Row, index: int, message: Mapping[str, Any]) -> None:
@@ -204,7 +220,25 @@ def _call(row: Row, index: int, call: Any) -> dict[str, Any]:
     arguments = function.get("arguments")
     if isinstance(arguments, str):
         function["arguments"] = _json(row, f"the arguments of a call in message {index}", arguments)
+    elif arguments is not None:
+        function["arguments"] = without_missing(arguments)
     return {**call, "function": function} if "function" in call else function
+
+
+def _nulls(call: Any) -> int:
+    """Return the number of null arguments of a call. Columns of structs have all keys of all calls,
+    and JSON lines written from such columns do. JSON text was written by the caller.
+    """
+
+    def count(value: Any) -> int:
+        items = value.values() if isinstance(value, dict) else value
+        if not isinstance(value, dict | list):
+            return 0
+        is_object = isinstance(value, dict)
+        return sum(count(one) if one is not None else is_object for one in items)
+
+    function = call.get("function", call) if isinstance(call, Mapping) else {}
+    return count(function.get("arguments")) if isinstance(function, Mapping) else 0
 
 
 def _json(row: Row, what: str, text: str) -> Any:
@@ -229,6 +263,36 @@ def _tools(row: Row) -> list[Mapping[str, Any]] | None:
     if not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools):
         raise DataError(f"{row.where}: tools must be a list of objects, or its JSON text")
     return tools
+
+
+_NO_OPTIONS = (
+    "conversations", "messages", "tools", "documents", "chat_template", "add_generation_prompt",
+    "continue_final_message", "return_assistant_tokens_mask",
+)  # fmt: skip
+"""Arguments of the rendering that are no values for the template."""
+
+
+def _template_options(row: Row) -> dict[str, Any]:
+    """Return the row's values for the template.
+
+    Raises:
+        DataError: If they are no object, or name an argument of the rendering.
+    """
+    options = row.fields.get("chat_template_kwargs")
+    if isinstance(options, str):
+        options = _json(row, "chat_template_kwargs", options) if options.strip() else None
+    if not options:
+        return {}
+    if not isinstance(options, Mapping):
+        raise DataError(f"{row.where}: chat_template_kwargs must be an object, or its JSON text")
+    reserved = [name for name in options if name in _NO_OPTIONS]
+    if reserved:
+        raise DataError(
+            f"{row.where}: chat_template_kwargs has {reserved[0]}, which is no value of the "
+            "template; leave it out"
+        )
+    # Columns of structs have all keys of all rows.
+    return {name: value for name, value in options.items() if value is not None}
 
 
 def _share_gpt(row: Row) -> Any:
@@ -306,11 +370,12 @@ def _alpaca(row: Row) -> list[Any]:
 def _completion(row: Row) -> Chat | Text:
     prompt, completion = row.fields["prompt"], row.fields["completion"]
     if isinstance(prompt, str) and isinstance(completion, str):
-        if row.fields.get("system"):
-            raise DataError(
-                f"{row.where}: the row has system beside a prompt that is text, which no template "
-                "renders; make the prompt a list of messages, or leave system out"
-            )
+        for name in ("system", "tools"):
+            if row.fields.get(name):
+                raise DataError(
+                    f"{row.where}: the row has {name} beside a prompt that is text, which no "
+                    f"template renders; make the prompt a list of messages, or leave {name} out"
+                )
         return Text(row.where, prompt, completion)
     if isinstance(prompt, list) and isinstance(completion, list):
         messages = _with_system(row, [*prompt, *completion])

@@ -12,21 +12,17 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from megatron_lightning.data.chat import ASSISTANT, REASONING, THOUGHT, Chat
+from megatron_lightning.data.chat import ASSISTANT, THOUGHT, Chat
+from megatron_lightning.data.chat_fields import DROPPABLE, check_remains, inlined, without_reasoning
+from megatron_lightning.data.chat_view import ChatView, Form, Reasoning, Rendered, Span
 from megatron_lightning.errors import ConfigError, DataError
 
-Span = tuple[int, int]
 TrainOn = Literal["answers", "last"]
-Reasoning = Literal["keep", "drop", "mask"]
 _MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
-_WAY_OUT = (
-    "set split_turns=True, with which every answer is a sample of its own, or a chat_template that "
-    "marks answers with {% generation %}"
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,28 +35,23 @@ class ChatOptions:
     """Whether every answer becomes a separate sample, behind the earlier messages."""
     reasoning: Reasoning = "keep"
     """``keep``: the template gets the reasoning of answers. ``drop``: the template does not.
-    ``mask``: the template does, and reasoning has no loss."""
+    ``mask``: the template does, and reasoning has no loss. ``inline``: the template gets the
+    reasoning inside of the content, as ``<think>…</think>``."""
+    drop_fields: tuple[str, ...] = ()
+    """Fields of rows and messages left out by name."""
 
     def __post_init__(self) -> None:
+        unknown = [name for name in self.drop_fields if name not in DROPPABLE]
+        if unknown:
+            raise ConfigError(
+                f"drop_fields has {unknown[0]!r}; the fields that can be left out are "
+                f"{', '.join(DROPPABLE)}"
+            )
         for name, values in (("train_on", TrainOn), ("reasoning", Reasoning)):
             if getattr(self, name) not in get_args(values):
                 raise ConfigError(
                     f"{name}={getattr(self, name)!r}; must be one of {', '.join(get_args(values))}"
                 )
-
-
-@dataclass(frozen=True)
-class Rendered:
-    """Text of a sample."""
-
-    where: str
-    text: str
-    spans: Sequence[Span]
-    """Start and end of every trained piece, in characters."""
-    has_special_tokens: bool = True
-    """Whether the text contains the special tokens, as written by templates."""
-    ends: Sequence[int] = ()
-    """End of every answer, in characters. Empty if the template marks the trained characters."""
 
 
 class ChatTemplate:
@@ -125,33 +116,38 @@ class ChatTemplate:
         answers = sorted(chat.trained)[-1 if options.train_on == "last" else 0 :]
         if not answers:
             return
-        messages = [_with_reasoning(message, options.reasoning) for message in chat.messages]
-        view = _View(self, chat, *self._readable(chat, messages))
-        if options.split_turns:
-            for answer in answers:
-                text, spans = view.split_turn(answer)
-                yield view.rendered(text, spans, options.reasoning)
-        else:
-            text, spans = view.answers(answers)
-            yield view.rendered(text, spans, options.reasoning)
+        messages = [
+            _with_reasoning(chat, index, options.reasoning) for index in range(len(chat.messages))
+        ]
+        form, full = self._readable(chat, messages)
+        self._check_tools(chat, [form(message) for message in messages], full)
+        view = ChatView(self, chat, messages, form, full)
+        for trained in [[answer] for answer in answers] if options.split_turns else [answers]:
+            stop = trained[0] + 1 if options.split_turns else len(messages)
+            view.check_fields(trained, stop)
+            text, spans = (
+                view.split_turn(trained[0]) if options.split_turns else view.answers(trained)
+            )
+            is_masked = options.reasoning == "mask"
+            yield view.rendered(text, spans, view.thoughts(trained, stop) if is_masked else None)
 
     def _readable(
         self, chat: Chat, messages: Sequence[Mapping[str, Any]]
-    ) -> tuple[Sequence[Mapping[str, Any]], tuple[str, list[Span]]]:
-        """Return the messages in a form readable for the template, and the rendered text. The
-        content is text, or a list of parts as expected by templates of models with images.
+    ) -> tuple[Form, tuple[str, list[Span]]]:
+        """Return the form of messages readable for the template, and the rendered text. The content
+        is text, or a list of parts as expected by templates of models with images.
 
         Raises:
             DataError: If the template writes neither form.
         """
         refusals, missing = [], None
-        for form in (messages, [_in_parts(message) for message in messages]):
+        for form in (_as_it_is, _in_parts):
             try:
-                rendered = self.render(chat, form)
+                rendered = self.render(chat, [form(message) for message in messages])
             except DataError as error:
                 refusals.append(error)
                 continue
-            fault = _unwritten(messages, rendered[0]) or self._ignored_calls(chat, form, rendered)
+            fault = _unwritten(messages, rendered[0])
             if fault is None:
                 return form, rendered
             missing = missing or fault
@@ -162,19 +158,31 @@ class ChatTemplate:
             "trained; set another chat_template"
         )
 
-    def _ignored_calls(
+    def _check_tools(
         self, chat: Chat, messages: Sequence[Mapping[str, Any]], rendered: tuple[str, list[Span]]
-    ) -> str | None:
-        """Return the first tool calls, if the template writes the same text without any calls."""
-        number = next((n for n, message in enumerate(messages) if message.get("tool_calls")), None)
-        if number is None:
-            return None
-        without = [{k: v for k, v in one.items() if k != "tool_calls"} for one in messages]
+    ) -> None:
+        """Refuse tools if the template writes the same text without any.
+
+        Raises:
+            DataError: If tools would be lost.
+        """
+        if chat.functions:
+            raise DataError(
+                f"{chat.where}: the row has functions, an older form that templates do not read; "
+                "write them as tools, or set drop_fields=[functions] to train without them"
+            )
+        if chat.tools is None:
+            return
         try:
-            is_same = self.render(chat, without) == rendered
-        except DataError:  # the template asks for the calls
-            return None
-        return f"the tool calls of message {number}" if is_same else None
+            is_same = self.render(replace(chat, tools=None), messages) == rendered
+        except DataError:  # the template asks for the tools
+            return
+        if is_same:
+            raise DataError(
+                f"{chat.where}: the chat template does not write the row's tools, so that calls "
+                "would be trained without them; set drop_fields=[tools] to train without them, or "
+                "another chat_template"
+            )
 
     def render(
         self, chat: Chat, messages: Sequence[Mapping[str, Any]], *, prompt: bool = False
@@ -216,7 +224,7 @@ class ChatTemplate:
             chat_template=template,
             return_assistant_tokens_mask=marked,
             add_generation_prompt=prompt,
-            **self._values,
+            **{**self._values, **chat.options},
         )
         return texts[0], [(begin, end) for begin, end in spans[0]] if marked else []
 
@@ -233,147 +241,6 @@ class ChatTemplate:
         behind the last message.
         """
         return text.removesuffix(self._end) if self._end else text
-
-
-class _View:
-    """A conversation rendered by a template."""
-
-    def __init__(
-        self,
-        template: ChatTemplate,
-        chat: Chat,
-        messages: Sequence[Mapping[str, Any]],
-        full: tuple[str, list[Span]],
-    ) -> None:
-        self._template = template
-        self._chat = chat
-        self._messages = messages
-        self._full = full
-
-    def _render(self, stop: int, *, prompt: bool = False) -> tuple[str, list[Span]]:
-        if stop == len(self._messages) and not prompt:
-            return self._full
-        if not stop and not prompt:
-            return "", []
-        return self._template.render(self._chat, self._messages[:stop], prompt=prompt)
-
-    def answers(self, answers: Sequence[int]) -> tuple[str, list[Span]]:
-        """Return the full text, and the characters of the given answers."""
-        full_text, marked = self._render(len(self._messages))
-        if self._template.marks(self._chat):
-            return full_text, self._marked(answers, marked)
-        return full_text, [self._added(full_text, answer) for answer in answers]
-
-    def _marked(self, answers: Sequence[int], marked: list[Span]) -> list[Span]:
-        """Return the marked spans of ``answers``: all spans, or the spans added by each message."""
-        everyone = [i for i, message in enumerate(self._messages) if message["role"] == ASSISTANT]
-        if list(answers) == everyone:
-            return marked
-        numbers = [
-            len(self._render(stop)[1]) for answer in answers for stop in (answer, answer + 1)
-        ]
-        if numbers != sorted(numbers):
-            raise DataError(
-                f"{self._chat.where}: the chat template marks fewer answers of a longer "
-                f"conversation, so that it is not known which one is whose; {_WAY_OUT}"
-            )
-        ranges = zip(numbers[::2], numbers[1::2], strict=True)
-        return [span for begin, end in ranges for span in marked[begin:end]]
-
-    def _added(self, full: str, answer: int) -> Span:
-        """Return the characters added by the message ``answer`` behind the generation prompt."""
-        try:
-            start, _ = self._render(answer, prompt=True)
-            end, _ = self._render(answer + 1)
-        except DataError as error:
-            raise DataError(
-                f"{self._chat.where}: which characters message {answer} has is not known, since "
-                f"the chat template does not take the messages before it alone; {_WAY_OUT}. "
-                f"{error}"
-            ) from error
-        if not full.startswith(end):
-            end = self._template.without_end(end)
-        if full.startswith(start) and full.startswith(end) and len(start) < len(end):
-            return len(start), len(end)
-        reason = (
-            "renders otherwise once more messages follow"
-            if full.startswith(start)
-            else "does not begin with the generation prompt"
-        )
-        raise DataError(
-            f"{self._chat.where}: message {answer} {reason}, so that the characters of the answer "
-            f"are not known; {_WAY_OUT}"
-        )
-
-    def split_turn(self, answer: int) -> tuple[str, list[Span]]:
-        """Return the conversation up to an answer, rendered alone, and the characters of the
-        answer.
-        """
-        text, marked = self._render(answer + 1)
-        start = self._begin(text, answer)
-        if self._template.marks(self._chat):
-            return text, [(max(begin, start), end) for begin, end in marked if end > start]
-        return text, [(start, len(text))]
-
-    def _begin(self, text: str, answer: int) -> int:
-        """Return the start of an answer: behind the generation prompt, if the text contains the
-        prompt.
-        """
-        failed = None
-        for prompt in (True, False):
-            try:
-                text_before, _ = self._render(answer, prompt=prompt)
-            except DataError as error:
-                failed = error
-                continue
-            if text.startswith(text_before) and len(text_before) < len(text):
-                return len(text_before)
-        raise DataError(
-            f"{self._chat.where}: the messages before message {answer} render otherwise alone, so "
-            "that the characters of the answer are not known; set a chat_template that marks "
-            "answers with {% generation %}"
-        ) from failed
-
-    def rendered(self, text: str, spans: Sequence[Span], reasoning: Reasoning) -> Rendered:
-        """Return a sample. Leave the reasoning's characters out of the spans if reasoning has no
-        loss.
-
-        Raises:
-            DataError: If no character is trained.
-        """
-        ends = [] if self._template.marks(self._chat) else [end for _, end in spans]
-        if reasoning == "mask":
-            spans = _without(spans, self._reasoning(text, spans))
-        spans = [span for span in spans if span[0] < span[1]]
-        if not spans:
-            raise DataError(
-                f"{self._chat.where}: the chat template leaves no character of the answers to "
-                "train; mend the row, or set another chat_template"
-            )
-        return Rendered(self._chat.where, text, spans, ends=ends)
-
-    def _reasoning(self, text: str, spans: Sequence[Span]) -> list[Span]:
-        """Return the spans of the reasoning in the answers of ``spans``."""
-        thoughts = {
-            str(message[key]).strip()
-            for message in self._messages
-            for key in REASONING
-            if message["role"] == ASSISTANT and message.get(key)
-        }
-        texts = []
-        for begin, end in spans:
-            texts += [
-                (begin + match.start(), begin + match.end())
-                for match in THOUGHT.finditer(text[begin:end])
-            ]
-            for thought in thoughts - {""}:
-                at = text.find(thought, begin, end)
-                texts += [(at, at + len(thought))] if at >= 0 else []
-            # The generation prompt may have opened the thought.
-            closed = text.find("</think>", begin, end)
-            if closed >= 0 and "<think>" not in text[begin:closed]:
-                texts.append((begin, closed + len("</think>")))
-        return texts
 
 
 def _compile(template: str) -> None:
@@ -395,11 +262,20 @@ def _compile(template: str) -> None:
         ) from error
 
 
-def _with_reasoning(message: Mapping[str, Any], reasoning: Reasoning) -> Mapping[str, Any]:
-    if reasoning != "drop" or message["role"] != ASSISTANT:
+def _with_reasoning(chat: Chat, index: int, reasoning: Reasoning) -> Mapping[str, Any]:
+    message = chat.messages[index]
+    if message["role"] != ASSISTANT or reasoning not in ("drop", "inline"):
         return message
-    fields = {key: value for key, value in message.items() if key not in REASONING}
-    return {**fields, "content": THOUGHT.sub("", str(fields.get("content") or ""))}
+    if reasoning == "inline":
+        return inlined(message)
+    fields = without_reasoning(message)
+    if index in chat.trained:
+        check_remains(chat.where, index, message, fields)
+    return fields
+
+
+def _as_it_is(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    return message
 
 
 def _in_parts(message: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -432,15 +308,3 @@ def _with_text_arguments(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[
         else message
         for message in messages
     ]
-
-
-def _without(spans: Sequence[Span], holes: Sequence[Span]) -> list[Span]:
-    """Return ``spans`` without the characters in ``holes``."""
-    for hole_begin, hole_end in holes:
-        spans = [
-            piece
-            for begin, end in spans
-            for piece in ((begin, min(end, hole_begin)), (max(begin, hole_end), end))
-            if piece[0] < piece[1]
-        ]
-    return list(spans)

@@ -21,7 +21,8 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from megatron_lightning.data.chat import ASSISTANT, Chat, Text, parse_row
-from megatron_lightning.data.chat_template import ChatOptions, Rendered
+from megatron_lightning.data.chat_template import ChatOptions
+from megatron_lightning.data.chat_view import Rendered
 from megatron_lightning.data.files import atomic_write
 from megatron_lightning.data.packing import Numbers
 from megatron_lightning.data.sft import Document, Documents, Encoder
@@ -148,7 +149,7 @@ class PairEncoder(Encoder):
         """
         is_last = chat.trained == {len(chat.messages) - 1}
         options = self._options.chat
-        return ChatOptions(split_turns=is_last, reasoning=options.reasoning)
+        return replace(options, split_turns=is_last)
 
 
 class Pair(NamedTuple):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron_lightning.data.sft import UNENDED, Documents
+from megatron_lightning.data.sft import DROPPED, NULLS, UNENDED, Documents
 
 _LEFT_OUT = (
     "rows without an answer",
@@ -12,6 +12,8 @@ _LEFT_OUT = (
     "left out without a trained token",
     "left out with the other answer",
     UNENDED,
+    *DROPPED.values(),
+    NULLS,
 )
 
 

@@ -20,18 +20,23 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_lightning.data.chat import PARSER_VERSION, Chat, Text, Tokens, parse_row
-from megatron_lightning.data.chat_template import ChatOptions, ChatTemplate, Rendered
+from megatron_lightning.data.chat_fields import DROPPABLE, drop
+from megatron_lightning.data.chat_template import ChatOptions, ChatTemplate
 from megatron_lightning.data.chat_tokenizer import ChatTokenizer
+from megatron_lightning.data.chat_view import Rendered
 from megatron_lightning.data.files import atomic_write
 from megatron_lightning.data.sources import Row
 from megatron_lightning.errors import ConfigError, DataError
 
 Truncation = Literal["drop", "left", "middle", "right"]
-_VERSION = 2
+_VERSION = 3
 _ROWS_AT_ONCE = 512
 _IDS, _TRAINED, _REPORT = "ids.bin", "trained.bin", "report.json"
 _BOUNDS, _ROWS = "bounds.npy", "rows.npy"
 UNENDED = "answers without an added token at their end"
+DROPPED = {name: f"conversations without their {name}" for name in DROPPABLE}
+"""Name of a dropped field -> key of the count."""
+NULLS = "arguments of calls left out as null"
 Marks = npt.NDArray[np.bool_]
 
 
@@ -156,9 +161,14 @@ class Encoder:
                 f"{chat.where} is a conversation, and the tokenizer {self._tokenizer.source} has "
                 "no chat template. Set chat_template to the text or the file of one."
             )
+        options = self._options_of(chat)
+        chat, dropped = drop(chat, options.drop_fields)
+        self.counts.update(DROPPED[name] for name in dropped)
+        if chat.nulls:
+            self.counts[NULLS] += chat.nulls
         if not chat.trained:
             self.counts["rows without an answer"] += 1
-        yield from self._template.samples(chat, self._options_of(chat))
+        yield from self._template.samples(chat, options)
 
     def _options_of(self, chat: Chat) -> ChatOptions:
         """Return the trained part of a conversation."""

@@ -11,8 +11,9 @@ import lightning.pytorch as pl
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch.utils.data import DataLoader, Dataset
 
-from megatron_lightning.data.chat_template import ChatOptions, ChatTemplate, Reasoning, TrainOn
+from megatron_lightning.data.chat_template import ChatOptions, ChatTemplate, TrainOn
 from megatron_lightning.data.chat_tokenizer import ChatTokenizer
+from megatron_lightning.data.chat_view import Reasoning
 from megatron_lightning.data.document_cache import DocumentCache
 from megatron_lightning.data.packing import Numbers, Rows, efficiency, pack
 from megatron_lightning.data.report import describe_documents
@@ -74,7 +75,10 @@ class FinetuneDataModule(RunDataModule):
         train_on: All answers of a conversation, or only the last answer.
         split_turns: Whether every answer becomes a separate sample, behind the earlier messages.
         reasoning: ``keep``: the template gets the reasoning of answers. ``drop``: the template does
-            not. ``mask``: the template does, and reasoning has no loss.
+            not. ``mask``: the template does, and reasoning has no loss. ``inline``: the template
+            gets the reasoning inside of the content, as ``<think>…</think>``.
+        drop_fields: Fields of rows and messages to leave out, such as ``tools`` or ``system``. A
+            field that the template does not write is an error otherwise.
         new_tokens: Texts to add as new tokens. The model's embedding has to have rows for the new
             tokens.
         seed: Seed of the order, and of the choice of validation rows.
@@ -116,6 +120,7 @@ class FinetuneDataModule(RunDataModule):
         train_on: TrainOn = "answers",
         split_turns: bool = False,
         reasoning: Reasoning = "keep",
+        drop_fields: Sequence[str] = (),
         new_tokens: Sequence[str] = (),
         seed: int = 1234,
         num_workers: int = 0,
@@ -129,7 +134,12 @@ class FinetuneDataModule(RunDataModule):
         self.options = SupervisedOptions(
             sequence_length=sequence_length,
             truncation=truncation,
-            chat=ChatOptions(train_on=train_on, split_turns=split_turns, reasoning=reasoning),
+            chat=ChatOptions(
+                train_on=train_on,
+                split_turns=split_turns,
+                reasoning=reasoning,
+                drop_fields=tuple(drop_fields),
+            ),
         )
         self.batch_size = batch_size
         self.val_fraction = val_fraction

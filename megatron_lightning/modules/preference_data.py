@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 from torch.utils.data import DataLoader
 
-from megatron_lightning.data.chat_template import Reasoning
+from megatron_lightning.data.chat_view import Reasoning
 from megatron_lightning.data.packing import Rows
 from megatron_lightning.data.preference import (
     SIDES,
@@ -56,6 +56,7 @@ class PreferenceDataModule(FinetuneDataModule):
         template_options: Further values for the template.
         truncation: Treatment of a document longer than a row.
         reasoning: Treatment of the reasoning of answers.
+        drop_fields: Fields of rows and messages to leave out.
         new_tokens: Texts to add as new tokens.
         seed: Seed of the order, and of the choice of validation rows.
         num_workers: Worker processes of each loader on each rank.
@@ -90,6 +91,7 @@ class PreferenceDataModule(FinetuneDataModule):
         template_options: dict[str, Any] | None = None,
         truncation: Truncation = "drop",
         reasoning: Reasoning = "keep",
+        drop_fields: Sequence[str] = (),
         new_tokens: Sequence[str] = (),
         seed: int = 1234,
         num_workers: int = 0,
@@ -110,6 +112,7 @@ class PreferenceDataModule(FinetuneDataModule):
             template_options=template_options,
             truncation=truncation,
             reasoning=reasoning,
+            drop_fields=drop_fields,
             new_tokens=new_tokens,
             seed=seed,
             num_workers=num_workers,

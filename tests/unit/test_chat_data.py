@@ -520,6 +520,8 @@ def test_the_cache_is_read_again_and_never_for_other_options(tmp_path: Path) -> 
     assert folders(train_on="last") == 2
     assert folders(template_options={"enable_thinking": False}) == 3
     assert folders(template_options={"enable_thinking": "False"}) == 4  # true in a template
+    assert folders(drop_fields=["tools"]) == 5
+    assert folders(reasoning="inline") == 6
 
 
 def test_the_cache_of_an_earlier_parser_is_not_read(
