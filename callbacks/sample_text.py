@@ -13,10 +13,11 @@ from lightning.pytorch.loggers import Logger
 from megatron_lightning.callbacks.text_callback import TextCallback
 from megatron_lightning.data.tokenizers import TokenizerType
 from megatron_lightning.errors import ConfigError
+from megatron_lightning.inference.continuation import final_text
 from megatron_lightning.inference.evaluate import drafts_of, sharing_of
 from megatron_lightning.inference.options import EngineOptions
 from megatron_lightning.inference.sampling import Sampling, check_num_samples
-from megatron_lightning.inference.text import Codec, end_of, prompt_ids
+from megatron_lightning.inference.text import Codec, prompt_ids
 
 
 class SampleText(TextCallback):
@@ -133,8 +134,8 @@ class SampleText(TextCallback):
         )
         stop = self._sampling.stop
         return {
-            index: [(text := codec.decode(one.tokens))[: end_of(text, stop)] for one in row]
-            for (index, _), row in zip(prompts, rows, strict=True)
+            index: [final_text(codec.decode, ids, one.tokens, stop) for one in row]
+            for (index, ids), row in zip(prompts, rows, strict=True)
         }
 
     def _log(self, trainer: pl.Trainer, rows: Sequence[Sequence[str]]) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from megatron_lightning.data.token_bytes import TokenBytes
 from megatron_lightning.errors import ConfigError, DataError
 
 NO_PAD = -1
@@ -83,6 +84,8 @@ class JsonTokenizer(PlainTokenizer):
             ) from error
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
+        self.token_bytes = TokenBytes(self._tokenizer)
+        """Bytes of a token. None: they are not known."""
         end = eod or _end_in(path.with_name("tokenizer_config.json"))
         end_id = None if end is None else self._tokenizer.token_to_id(end)
         if end_id is None:
@@ -132,6 +135,10 @@ class JsonTokenizer(PlainTokenizer):
         """Ids without a text."""
         added = self._tokenizer.get_added_tokens_decoder()
         return frozenset(number for number, token in added.items() if token.special)
+
+    def is_byte(self, token: int) -> bool:
+        """Return whether an id is a byte of byte fallback."""
+        return self.token_bytes.is_fallback(token)
 
     def pieces(self) -> list[str]:
         """Return the piece of each id."""
@@ -222,6 +229,10 @@ class TiktokenTokenizer(PlainTokenizer):
         """Return the text of ``ids``. Incomplete characters become U+FFFD."""
         return str(self._encoding.decode(list(ids)))
 
+    def token_bytes(self, token: int) -> bytes:
+        """Return the bytes of a token."""
+        return bytes(self._encoding.decode_single_token_bytes(token))
+
     def token_id(self, token: str) -> int | None:
         """Return the id of a special token. None: there is no such token."""
         return self._special.get(token)
@@ -252,6 +263,10 @@ class ByteTokenizer(PlainTokenizer):
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of ``ids``. Incomplete characters become U+FFFD."""
         return bytes(i for i in ids if i < 256).decode(errors="replace")
+
+    def token_bytes(self, token: int) -> bytes:
+        """Return the byte of an id."""
+        return bytes([token]) if token < 256 else b""
 
     def token_id(self, token: str) -> int | None:
         """Return the id of a special token. None: there is no such token."""

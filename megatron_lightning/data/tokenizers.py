@@ -18,6 +18,7 @@ import yaml
 
 from megatron_lightning.data.files import atomic_write
 from megatron_lightning.data.remote import local_path, written_path
+from megatron_lightning.data.token_bytes import fallback_byte
 from megatron_lightning.data.tokenizer_kinds import (
     NO_PAD,
     ByteTokenizer,
@@ -126,6 +127,20 @@ class SentencePieceTokenizer:
         """Return the id of a piece. None: there is no such piece."""
         token_id: int = self._processor.piece_to_id(token)
         return token_id if self._processor.id_to_piece(token_id) == token else None
+
+    @property
+    def special_ids(self) -> frozenset[int]:
+        """Ids without a text."""
+        numbers = range(self.vocab_size)
+        return frozenset(number for number in numbers if self._processor.is_control(number))
+
+    def token_bytes(self, token: int) -> bytes | None:
+        """Return the byte of a piece of byte fallback. None: the piece is no byte."""
+        return fallback_byte(self._processor.id_to_piece(token))
+
+    def is_byte(self, token: int) -> bool:
+        """Return whether an id is a byte of byte fallback."""
+        return bool(self._processor.is_byte(token))
 
     def pieces(self) -> list[str]:
         """Return the piece of each id."""

@@ -9,10 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_lightning.inference.api_requests import ApiRequest
-from megatron_lightning.inference.text import Codec, end_of
-
-_UNFINISHED = "\ufffd"
-"""Text of the first bytes of a character."""
+from megatron_lightning.inference.continuation import final_text, text_so_far
+from megatron_lightning.inference.text import Codec
 
 
 @dataclass
@@ -25,19 +23,11 @@ class Written:
     reason: str | None = None
 
 
-def text_so_far(written: Written, stop: Sequence[str], codec: Codec) -> str:
-    """Return the final part of the text: without half of a character, and without the possible
-    begin of a stop string.
-    """
-    text = codec.decode(written.tokens)
-    end = end_of(text, stop)
-    if written.reason is not None or end < len(text):
-        return text[:end]
-    text = text.rstrip(_UNFINISHED)
-    held_lengths = (
-        n for stop_text in stop for n in range(1, len(stop_text)) if text.endswith(stop_text[:n])
-    )
-    return text[: len(text) - max(held_lengths, default=0)]
+def text_of(written: Written, prompt: Sequence[int], stop: Sequence[str], codec: Codec) -> str:
+    """Return the final part of the text: further tokens cannot change it."""
+    if written.reason is None:
+        return text_so_far(codec.decode, codec, prompt, written.tokens, stop)
+    return final_text(codec.decode, prompt, written.tokens, stop)
 
 
 class Answer:
@@ -86,7 +76,7 @@ class Answer:
 
     def _choice(self, index: int, prompt: Written | None, text: Written) -> dict[str, Any]:
         request = self._request
-        content = text_so_far(text, request.sampling.stop, self._codec)
+        content = text_of(text, request.prompts[index], request.sampling.stop, self._codec)
         if request.echo:
             content = self._codec.decode(request.prompts[index]) + content
         choice: dict[str, Any] = {"index": index, "finish_reason": text.reason or "length"}

@@ -11,7 +11,7 @@ from megatron_lightning.inference.cache import NOTHING, Copies
 from megatron_lightning.inference.sampling import Sampling
 
 Ends = Callable[[Sequence[int]], bool]
-"""Whether a text ends after these new tokens, because of a stop string."""
+"""Whether a text ends after these tokens of prompt and text, because of a stop string."""
 
 
 @dataclass
@@ -158,7 +158,7 @@ class Request:
             return
         self.best.append((token, best_logprob))
         self.tokens.append(token)
-        if self.ends is not None and self.ends(self.tokens[self.prompt_length :]):
+        if self.ends is not None and self.ends(self.tokens):
             self.reason = "stop"
         elif len(self.tokens) - self.prompt_length == self.sampling.max_new_tokens:
             self.reason = "length"

@@ -8,11 +8,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from megatron_lightning.data.tokenizers import TokenizerType
+from megatron_lightning.inference.continuation import final_text
 from megatron_lightning.inference.job import ModelJob
 from megatron_lightning.inference.load import Dtype
 from megatron_lightning.inference.progress import Progress
 from megatron_lightning.inference.sampling import Sampling, check_num_samples
-from megatron_lightning.inference.text import Codec, end_of, prompt_ids
+from megatron_lightning.inference.text import Codec, prompt_ids
 from megatron_lightning.inference.text_model import TextModel
 
 
@@ -136,9 +137,8 @@ def _text(
     codec: Codec, prompt: list[int], new: list[int], stop: Sequence[str], *, answer_only: bool
 ) -> str:
     """Return a prompt with the continuation, or the continuation alone, up to a stop string."""
-    text = codec.decode(new if answer_only else prompt + new)
-    start = 0 if answer_only else len(codec.decode(prompt))
-    return text[: end_of(text, stop, start)]
+    text = final_text(codec.decode, prompt, new, stop)
+    return text if answer_only else codec.decode(prompt) + text
 
 
 def _continue(engine: TextModel, codec: Codec, arguments: Any) -> list[list[list[int]]]:

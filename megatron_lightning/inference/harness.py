@@ -7,10 +7,13 @@ harness's own ``hf`` model, and give equal values.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import random
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
@@ -23,8 +26,9 @@ from lm_eval.tasks import TaskManager
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window, make_table
 
 from megatron_lightning.errors import ConfigError
+from megatron_lightning.inference.continuation import final_text
 from megatron_lightning.inference.sampling import Sampling
-from megatron_lightning.inference.text import Codec, Message, end_of
+from megatron_lightning.inference.text import Codec, Message
 from megatron_lightning.inference.text_model import TextModel
 from megatron_lightning.parallel.context import AxisGroup
 
@@ -33,6 +37,16 @@ Result = TypeVar("Result")
 _NEW_TOKENS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
 _MOST_NEW_TOKENS = 256  # the harness's default
 _IGNORED = ("until", "do_sample", "use_cache")
+
+
+@dataclass(frozen=True)
+class _Writing:
+    """A request for a text."""
+
+    prompt: str
+    options: Mapping[str, Any]
+    repeat: int
+    """Number of equal requests before."""
 
 
 class HarnessModel(TemplateLM):  # type: ignore[misc]
@@ -148,25 +162,35 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
         """Return the continuation of each text, up to the first of the text's stop strings."""
-        items = [(request.args[0], request.args[1]) for request in requests]
+        counts = Counter[str]()
+        items = []
+        for request in requests:
+            prompt, options = request.args[:2]
+            # A task with repeats sends equal requests, and expects different draws.
+            key = json.dumps([prompt, options], sort_keys=True, default=str)
+            items.append(_Writing(prompt, options, repeat=counts[key]))
+            counts[key] += 1
         return self._shared(items, self._texts)
 
-    def _texts(self, items: Sequence[tuple[str, Mapping[str, Any]]]) -> list[str]:
+    def _texts(self, items: Sequence[_Writing]) -> list[str]:
         """Return continuations. Requests with equal options are computed together."""
         texts = [""] * len(items)
         groups: dict[Sampling, list[int]] = {}
-        for index, (_, options) in enumerate(items):
-            groups.setdefault(self._sampling(options), []).append(index)
+        for index, item in enumerate(items):
+            groups.setdefault(self._sampling(item.options), []).append(index)
         for sampling, indices in groups.items():
             room = self.max_length - sampling.max_new_tokens
-            prompts = [self.tok_encode(items[index][0])[-room:] for index in indices]
+            prompts = [self.tok_encode(items[index].prompt)[-room:] for index in indices]
             prompts = [prompt or [self.prefix_token_id] for prompt in prompts]
-            seeds = [sampling.seed] * len(prompts)
+            seeds = [
+                _seed(sampling.seed, prompt, items[index].repeat)
+                for prompt, index in zip(prompts, indices, strict=True)
+            ]
             for index, [one] in zip(
                 indices, self.engine.generate(prompts, sampling, seeds=seeds), strict=True
             ):
-                text = self.codec.decode(one.tokens)
-                texts[index] = text[: end_of(text, sampling.stop)]
+                # As the harness's own models decode: without the prompt.
+                texts[index] = final_text(self.codec.decode, (), one.tokens, sampling.stop)
         return texts
 
     def _sampling(self, options: Mapping[str, Any]) -> Sampling:
@@ -294,6 +318,14 @@ def write_results(results: Mapping[str, Any], path: str) -> None:
     """Write results as JSON."""
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     Path(path).write_text(json.dumps(results, indent=2, default=str, ensure_ascii=False) + "\n")
+
+
+def _seed(seed: int, prompt: Sequence[int], repeat: int) -> int:
+    """Return the seed of a request's draws. The place among other requests does not count, so that
+    replicas and limits draw the same texts.
+    """
+    digest = hashlib.sha256(repr((seed, list(prompt), repeat)).encode()).digest()
+    return int.from_bytes(digest[:6], "big")
 
 
 @contextmanager

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.inference.batch import Request
+from megatron_lightning.inference.continuation import SpellingDecode, text_behind
 from megatron_lightning.inference.sampling import Sampling, check_num_samples
 
 Decode = Callable[[Sequence[int]], str]
-"""Returns the text of token ids."""
+"""Returns the text of token ids. Called with ``special=True`` for the names of special tokens, if
+the function has the argument, as :class:`~megatron_lightning.inference.text.Codec` has."""
 
 _MARGIN = 8
 """Tokens before a stop string, decoded together with the stop string: a token may be half of a
@@ -68,7 +72,7 @@ class RequestMaker:
             torch.Generator().manual_seed(sampling.seed if seed is None else seed),
             self.longest,
             self.stops,
-            self._ends(sampling.stop) if sampling.stop else None,
+            self._ends(sampling.stop, len(prompt)) if sampling.stop else None,
             num_scored,
         )
 
@@ -138,13 +142,32 @@ class RequestMaker:
                 request.num_common = leader.num_common = len(context)
         return requests
 
-    def _ends(self, stop: tuple[str, ...]) -> Callable[[Sequence[int]], bool]:
+    def _ends(self, stop: tuple[str, ...], num_prompt: int) -> Callable[[Sequence[int]], bool]:
         length = max(len(text.encode()) for text in stop) + _MARGIN
+        decode = _with_special(self.decode)
 
         def ends(tokens: Sequence[int]) -> bool:
             # Not all tokens: decoding a text would take a time growing with the square of the
             # length.
-            text = "" if self.decode is None else self.decode(tokens[-length:])
+            start = max(num_prompt, len(tokens) - length)
+            text = text_behind(decode, tokens[:start], tokens[start:], special=True)
             return any(stop_text in text for stop_text in stop)
 
         return ends
+
+
+def _with_special(decode: Decode | None) -> SpellingDecode:
+    """Return a decode with both forms of a text. For a function without the argument both forms are
+    the same.
+    """
+    plain = cast(Decode, decode)  # checked at the request
+    try:
+        if "special" in inspect.signature(plain).parameters:
+            return cast(SpellingDecode, plain)
+    except ValueError:  # some functions of C have no signature
+        pass
+
+    def with_special(ids: Sequence[int], *, special: bool = False) -> str:
+        return plain(ids)
+
+    return with_special

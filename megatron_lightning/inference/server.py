@@ -20,7 +20,7 @@ from starlette.exceptions import HTTPException
 
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.inference import batch, page
-from megatron_lightning.inference.api_answers import Answer, Written, text_so_far
+from megatron_lightning.inference.api_answers import Answer, Written, text_of
 from megatron_lightning.inference.api_requests import ApiError, ApiRequest, parse
 from megatron_lightning.inference.sampling import Sampling
 from megatron_lightning.inference.stepping import Stepping
@@ -315,7 +315,8 @@ class Server:
             for index, reader in enumerate(readers):
                 num_sent, first = 0, True
                 async for state in reader.states(deadline):
-                    text = text_so_far(state, request.sampling.stop, self._codec)
+                    prompt = request.prompts[index]
+                    text = text_of(state, prompt, request.sampling.stop, self._codec)
                     if len(text) > num_sent or state.reason is not None:
                         piece = answer.piece(index, text[num_sent:], state.reason, first=first)
                         yield _event(piece)

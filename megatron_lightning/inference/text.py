@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 from megatron_lightning.checkpoint.kept_files import KeptFiles
+from megatron_lightning.data.token_bytes import TokenBytes
 from megatron_lightning.data.tokenizers import (
     HuggingFaceTokenizer,
     Tokenizer,
@@ -16,6 +18,7 @@ from megatron_lightning.data.tokenizers import (
     load_tokenizer,
 )
 from megatron_lightning.errors import ConfigError
+from megatron_lightning.inference.continuation import text_behind
 
 Message = Mapping[str, str]
 """``role`` and ``content`` of a turn of a conversation."""
@@ -45,12 +48,20 @@ class Codec(Protocol):
         """Return the ids of a text. ``special``: with the tokenizer's added ids."""
         ...
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of ids, without special ids."""
+    def decode(self, ids: Sequence[int], *, special: bool = False) -> str:
+        """Return the text of ids. ``special``: with the names of special ids."""
         ...
 
     def text_of(self, token: int) -> str:
         """Return the text of an id, special ids included."""
+        ...
+
+    def bytes_of(self, token: int) -> bytes:
+        """Return the bytes of an id in the middle of a text, special ids included."""
+        ...
+
+    def is_byte(self, token: int) -> bool:
+        """Return whether an id is a byte of byte fallback, such as ``<0xE6>``."""
         ...
 
     def chat_text(self, messages: Sequence[Message], *, continues: bool = False) -> str:
@@ -85,6 +96,12 @@ class PlainCodec:
         self.vocab_size = tokenizer.vocab_size
         self.prefix = tokenizer.eod
         self.stops: tuple[int, ...] = (tokenizer.eod,)
+        self._special: frozenset[int] = getattr(tokenizer, "special_ids", frozenset())
+        pieces = getattr(tokenizer, "pieces", list)() if self._special else []
+        self._names = {token: pieces[token] for token in self._special if token < len(pieces)}
+        # Tokenizers of your own need not know the bytes of their tokens.
+        self._bytes: Callable[[int], bytes | None] | None = getattr(tokenizer, "token_bytes", None)
+        self._is_byte: Callable[[int], bool] | None = getattr(tokenizer, "is_byte", None)
 
     def encode(self, text: str) -> list[int]:
         """See :class:`Codec`."""
@@ -94,13 +111,31 @@ class PlainCodec:
         """See :class:`Codec`. No ids are added to a text."""
         return self._tokenizer.encode(text)
 
-    def decode(self, ids: Sequence[int]) -> str:
+    def decode(self, ids: Sequence[int], *, special: bool = False) -> str:
         """See :class:`Codec`."""
-        return self._tokenizer.decode(ids)
+        if not special or self._special.isdisjoint(ids):
+            return self._tokenizer.decode([one for one in ids if one not in self._special])
+        runs = itertools.groupby(ids, self._special.__contains__)
+        return "".join(
+            "".join(map(self.text_of, run)) if is_special else self._tokenizer.decode(list(run))
+            for is_special, run in runs
+        )
 
     def text_of(self, token: int) -> str:
         """See :class:`Codec`."""
-        return self._tokenizer.decode([token]) or f"<{token}>"
+        name = self._names.get(token) or self._tokenizer.decode([token])
+        return name or f"<{token}>"
+
+    def bytes_of(self, token: int) -> bytes:
+        """See :class:`Codec`."""
+        if token in self._special:
+            return self.text_of(token).encode()
+        known = None if self._bytes is None else self._bytes(token)
+        return _behind_letter(self, token) if known is None else known
+
+    def is_byte(self, token: int) -> bool:
+        """See :class:`Codec`."""
+        return self._is_byte is not None and self._is_byte(token)
 
     def chat(self, messages: Sequence[Message]) -> list[int]:
         """Refuse: there is no template."""
@@ -136,6 +171,8 @@ class HuggingFaceCodec:
         self.prefix: int = (tokenizer.eos_token_id or 0) if begin is None else begin
         end_tokens = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
         self.stops = tuple(dict.fromkeys([*end_tokens, *stops]))
+        backend = getattr(tokenizer, "_tokenizer", None)
+        self._bytes = None if backend is None else TokenBytes(backend)
 
     def encode(self, text: str) -> list[int]:
         """See :class:`Codec`."""
@@ -150,9 +187,18 @@ class HuggingFaceCodec:
         """See :class:`Codec`."""
         return str(self.tokenizer.decode([token]))
 
-    def decode(self, ids: Sequence[int]) -> str:
+    def decode(self, ids: Sequence[int], *, special: bool = False) -> str:
         """See :class:`Codec`."""
-        return str(self.tokenizer.decode(list(ids), skip_special_tokens=True))
+        return str(self.tokenizer.decode(list(ids), skip_special_tokens=not special))
+
+    def bytes_of(self, token: int) -> bytes:
+        """See :class:`Codec`."""
+        known = None if self._bytes is None else self._bytes(token)
+        return _behind_letter(self, token) if known is None else known
+
+    def is_byte(self, token: int) -> bool:
+        """See :class:`Codec`."""
+        return self._bytes is not None and self._bytes.is_fallback(token)
 
     def chat(self, messages: Sequence[Message]) -> list[int]:
         """See :class:`Codec`."""
@@ -245,9 +291,6 @@ def prompt_ids(codec: Codec, text: str, *, as_chat: bool) -> list[int]:
     return codec.chat([{"role": "user", "content": text}]) if as_chat else codec.encode(text)
 
 
-def end_of(text: str, stop: Sequence[str], start: int = 0) -> int:
-    """Return the start of the first stop string behind ``start``. Without a stop string return the
-    text's length.
-    """
-    places = (place for stop_text in stop if (place := text.find(stop_text, start)) >= 0)
-    return min(places, default=len(text))
+def _behind_letter(codec: Codec, token: int) -> bytes:
+    """Return the bytes of an id by decoding the id behind a letter."""
+    return text_behind(codec.decode, codec.ids("a", special=False), [token], special=True).encode()

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 
 from megatron_lightning.callbacks import EvaluateTasks
 from megatron_lightning.errors import ConfigError
-from megatron_lightning.inference import EngineOptions, load_engine
+from megatron_lightning.inference import EngineOptions, Sampling, load_engine
 from megatron_lightning.inference.evaluate import evaluate, sharing_of
 from megatron_lightning.inference.load import find_codec
 from megatron_lightning.modules import GPTLightningModule
@@ -146,6 +146,61 @@ def test_values_are_those_of_the_harness(size: int, layout: dict[str, Any], expe
     for found, written in run_ranks(size, ours, folder, tasks, layout, timeout_s=110):
         assert found == pytest.approx(values, rel=1e-6)
         assert written == texts
+
+
+def _requests(folder: str, layout: dict[str, Any]) -> Any:
+    """Return texts of a stop text that is a special token, and of repeated requests."""
+    if not layout:
+        _alone()
+    from lm_eval.api.instance import Instance
+    from lm_eval.models.huggingface import HFLM
+
+    from megatron_lightning.inference.harness import HarnessModel
+
+    codec = find_codec(folder)
+    engine = load_engine(folder, ParallelLayout(**layout), stops=codec.stops, decode=codec.decode)
+    model = HarnessModel(engine, codec, sharing_of(engine))
+
+    def texts(own: Any, prompts: list[str], **options: Any) -> list[str]:
+        requests = [
+            Instance("generate_until", {}, (prompt, {"max_gen_toks": 12, **options}), 0)
+            for prompt in prompts
+        ]
+        found: list[str] = own.generate_until(requests, disable_tqdm=True)
+        return found
+
+    stops: dict[str, Any] = {"until": ["<bot>", "\n"], "do_sample": False}
+    drawn: dict[str, Any] = {"until": ["\n"], "do_sample": True, "temperature": 1.0}
+    stopped = texts(model, ["def f", "x"], **stops)
+    if not layout:
+        oracle = HFLM(pretrained=folder, batch_size=1, device="cpu", dtype="float32")
+        assert stopped == texts(oracle, ["def f", "x"], **stops)
+        # Without the special token the model writes on.
+        assert stopped[0] != texts(model, ["def f"], until=["\n"], do_sample=False)[0]
+        alone = texts(model, ["x"] * 3, **drawn)
+        assert texts(model, ["x", "y", "x", "x"], **drawn)[2:] == alone[1:]
+    return stopped, texts(model, ["x"] * 8 + ["y"] * 8, **drawn)
+
+
+def test_special_stop_texts_and_repeats(tmp_path: Path) -> None:
+    import transformers
+
+    folder = str(make_spoken(tmp_path))
+    loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    codec = find_codec(folder)
+    [[one]] = load_engine(folder, stops=()).generate(
+        [codec.encode("def f")], Sampling(max_new_tokens=8, temperature=0.0)
+    )
+    # The fourth token of the greedy text becomes <bot>.
+    token, bot = one.tokens[3], loaded.lm_head.weight[3].clone()
+    assert token not in one.tokens[:3]
+    with torch.no_grad():
+        loaded.lm_head.weight[3] = loaded.lm_head.weight[token]
+        loaded.lm_head.weight[token] = bot
+    loaded.save_pretrained(folder)
+    [expected] = run_ranks(1, _requests, folder, {}, timeout_s=110)
+    assert len(set(expected[1])) > 14  # drawn texts of equal requests differ
+    assert run_ranks(2, _requests, folder, {TP: 2}, timeout_s=110) == [expected] * 2
 
 
 def _command(folder: str, tasks: str, output: str) -> str:

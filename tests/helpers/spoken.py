@@ -14,8 +14,8 @@ TEXT = (
 )
 
 
-def make_spoken(parent: Path, *, name: str = "spoken", length: int = 128, **options: Any) -> Path:
-    """Save a random model that writes many distinct tokens."""
+def make_tokenizer() -> Any:
+    """Return a tokenizer of bytes with a chat template."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     words = ["<s>", "</s>", "<user>", "<bot>", *alphabet]
     inner = Tokenizer(models.BPE({word: i for i, word in enumerate(words)}, []))
@@ -34,6 +34,12 @@ def make_spoken(parent: Path, *, name: str = "spoken", length: int = 128, **opti
         "{{ '<user>' if m['role'] == 'user' else '<bot>' }}{{ m['content'] }}{% endfor %}"
         "{% if add_generation_prompt %}<bot>{% endif %}"
     )
+    return tokenizer
+
+
+def make_spoken(parent: Path, *, name: str = "spoken", length: int = 128, **options: Any) -> Path:
+    """Save a random model that writes many distinct tokens."""
+    tokenizer = make_tokenizer()
     torch.manual_seed(0)
     sizes = {
         "num_hidden_layers": 2,
@@ -41,7 +47,7 @@ def make_spoken(parent: Path, *, name: str = "spoken", length: int = 128, **opti
         "intermediate_size": 96,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
-        "vocab_size": len(words),
+        "vocab_size": len(tokenizer),
         "max_position_embeddings": length,
         "initializer_range": 0.2,
         "bos_token_id": 0,
