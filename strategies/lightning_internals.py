@@ -285,27 +285,35 @@ def name_of_log(logger: Logger) -> str | None:
     return attributes["_experiment_name"] if "_mlflow_client" in attributes else logger.name
 
 
-def set_version(logger: Logger, version: Any) -> bool:
-    """Make a logger continue the log of an earlier run. Return whether the logger can continue and
-    had no version set.
+def has_version(logger: Logger) -> bool:
+    """Whether a logger's version was set, or cannot be set here."""
+    return vars(logger).get(_name_of_version(logger), "") is not None
+
+
+def has_experiment(logger: Logger) -> bool:
+    """Whether a logger has begun to log."""
+    return vars(logger).get("_experiment") is not None
+
+
+def set_version(logger: Logger, version: Any) -> None:
+    """Make a logger without a version continue the log of an earlier run.
 
     Args:
         logger: Has written nothing yet.
         version: The logger's ``version`` in the earlier run: a number or name of a folder, or an id
-            of W&B or MLflow.
+            of W&B or MLflow. None: begin a new log.
     """
     attributes = vars(logger)
+    attributes[_name_of_version(logger)] = version
     if "_wandb_init" in attributes:
-        if attributes.get("_id") is not None:
-            return False
         attributes["_wandb_init"].update(id=version, resume="allow")
-        attributes["_id"] = version
-        return True
-    name = "_run_id" if "_mlflow_client" in attributes else "_version"
-    if attributes.get(name, "") is not None:  # set by the user, or a logger of another kind
-        return False
-    attributes[name] = version
-    return True
+
+
+def _name_of_version(logger: Logger) -> str:
+    """Return the attribute of a logger that holds the version."""
+    if "_wandb_init" in vars(logger):
+        return "_id"
+    return "_run_id" if "_mlflow_client" in vars(logger) else "_version"
 
 
 def trainer_state(trainer: pl.Trainer) -> dict[str, Any]:

@@ -217,7 +217,7 @@ class MegatronStrategy(SetupHooks, StepHooks, CheckpointHooks):
             else read_nccl_options(nccl_communicator_config_path, GROUPS),
         )
         self.run = None
-        self.starts = Starts()
+        self.starts = Starts(self.progress)
         self.num_nodes = 1
         self.is_sized_by_launcher = False
 
@@ -259,6 +259,7 @@ class MegatronStrategy(SetupHooks, StepHooks, CheckpointHooks):
         )
 
     def _note_checkpoint(self, trainer: pl.Trainer | None, path: str) -> None:
+        self.starts.note_checkpoint(path)
         module = self.lightning_module
         if trainer is not None and is_folder_module(module):
             chosen = internals.chosen_checkpoint(trainer, path)

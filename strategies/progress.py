@@ -4,7 +4,9 @@ checkpoint.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from megatron_lightning.data.skipped import SkippedSamples
 
@@ -20,6 +22,8 @@ class Progress:
     """Optimizer steps skipped because of infinite or NaN gradients."""
     skipped: SkippedSamples = field(default_factory=SkippedSamples)
     """Samples passed over by training. Skipped samples count as consumed."""
+    run: Mapping[str, Any] = field(default_factory=dict)
+    """The run of this fit: id, folder and loggers, the same on all ranks. Empty before a fit."""
     _batch: int = -1  # the batch counted last
     _before_batch: int = 0  # samples consumed then
     _updating: int = -1  # step from which the last update of the weights began

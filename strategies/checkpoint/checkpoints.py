@@ -260,7 +260,8 @@ class Checkpoints:
                 )
 
     def _pointer(self, folder: str, step: int) -> Pointer:
-        return Pointer(folder, self._ranks_per_node, self._context.world_size, step, self._sharding)
+        size, run = self._context.world_size, self._progress.run
+        return Pointer(folder, self._ranks_per_node, size, step, self._sharding, run=run)
 
     @property
     def _sharding(self) -> dict[str, Any]:

@@ -86,6 +86,7 @@ class RunState:
         state = {
             "consumed_samples": self._progress.consumed_samples,
             "skipped_steps": self._progress.skipped_steps,
+            "run": dict(self._progress.run),
             "step_size": None if size is None else size.as_dict(),
             "samplers": [sampler.state_dict() for sampler in training_samplers(module.trainer)],
             "layout": asdict(context.layout),

@@ -34,7 +34,6 @@ from megatron_lightning.strategies.checks.connections import (
     gpu_capability,
 )
 from megatron_lightning.strategies.hooks.rank_hooks import RankHooks
-from megatron_lightning.strategies.launch.run_logs import create_experiments
 from megatron_lightning.strategies.launch.stopping import handle_requeue
 from megatron_lightning.strategies.module import describe_module
 from megatron_lightning.strategies.precision import megatron_plugin
@@ -79,9 +78,7 @@ class SetupHooks(RankHooks):
         if self.ranks.failure_watch is not None and trainer is not None:
             internals.note_sigterm(trainer)
         if trainer is not None:
-            # Trackers draw names on rank 0 alone. Created here, the draws leave no trace in the
-            # random states.
-            create_experiments(trainer.loggers)
+            self.starts.open_logs(trainer, self.ranks.broadcast)
         if self.context.world_size > 1:
             internals.set_device_mesh(self.module, self.context.device_mesh())
         self.run = Run(

@@ -20,7 +20,7 @@ class LaunchHooks:
     note_checkpoint: Callable[[pl.Trainer | None, str], None]
     """Records the checkpoint to load, before the run begins: ``ckpt_path``, or empty."""
     prepare_logs: Callable[[pl.Trainer, tuple[Any, ...], Mapping[str, Any]], None]
-    """Makes loggers continue the logs of the run resumed by the arguments of a ``fit``."""
+    """Lets "last" look for checkpoints in the folder of the log of the start before."""
     failure_watch: Callable[[], FailureWatch | None]
     """Returns the watch of this rank. None outside a run and on one rank."""
     write_logs: Callable[[], None]

@@ -6,7 +6,7 @@ import csv
 import json
 import os
 import random
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -22,6 +22,7 @@ from megatron_lightning.config.global_batch import StepSize, replica_batch_size
 from megatron_lightning.errors import ConfigError, NoProgressError
 from megatron_lightning.modules import PretrainDataModule
 from megatron_lightning.planning.plan_report import plan
+from megatron_lightning.strategies.launch.starts import check_progress
 from megatron_lightning.strategies.megatron import MegatronStrategy
 from tests.helpers.toy import ToyModule
 from tests.helpers.trainers import Losses
@@ -132,8 +133,19 @@ def _starts_again_and_again(layout: Layout, folder: str, gains: bool) -> tuple[i
 def test_a_launcher_s_restarts_end_where_nothing_is_gained(tmp_path: Path) -> None:
     ((started, message),) = run(ONE, _starts_again_and_again, tmp_path / "bug", False)
     # The first start began at step 0, the three others at step 2.
-    assert started == 3 and "started 3 times from step 2 and never got past step 3" in message
+    assert started == 3 and "started 3 times from step 2 and ended at step 3 each time" in message
     assert run(ONE, _starts_again_and_again, tmp_path / "machine", True) == [(4, "")]
+
+
+@pytest.mark.parametrize(
+    ("ended", "is_refused"),
+    [((8, 8), True), ((9, 8), False), ((8, 9), False), ((8,), False)],
+)
+def test_only_ends_at_an_equal_step_count(ended: tuple[int, ...], is_refused: bool) -> None:
+    starts = [{"from_step": 2, "reached_step": s, "automatic": True} for s in (*ended, 2)]
+    with pytest.raises(NoProgressError) if is_refused else nullcontext():
+        check_progress(starts)
+    check_progress([{**s, "automatic": False} for s in starts])
 
 
 def _sizes(devices: Any, num_nodes: int, **environment: str) -> tuple[int, int]:

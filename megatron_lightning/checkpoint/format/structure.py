@@ -25,7 +25,13 @@ _PROGRESS: Mapping[str, type] = {
     "loaders": Mapping,
     "layer_streams": Mapping,
 }
-_OWN: Mapping[str, type] = {**_PROGRESS, "skipped_steps": int, "tied": Mapping, "entries": list}
+_OWN: Mapping[str, type] = {
+    **_PROGRESS,
+    "skipped_steps": int,
+    "run": Mapping,
+    "tied": Mapping,
+    "entries": list,
+}
 
 
 def check_structure(state: Mapping[Any, Any], origin: str) -> None:

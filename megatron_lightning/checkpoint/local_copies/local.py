@@ -23,7 +23,7 @@ import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from itertools import groupby
 from operator import itemgetter
@@ -74,6 +74,8 @@ class Pointer:
     of data parallelism."""
     copies: Sequence[str] = ()
     """Names of the run's copies, the newest first. The folder may contain copies of other runs."""
+    run: Mapping[str, Any] = field(default_factory=dict)
+    """The run of the copies, as in a checkpoint."""
 
     def write(self, path: str, newest: str) -> None:
         """Write the file with an additional copy. The complete file replaces the previous file."""
@@ -110,7 +112,9 @@ class Pointer:
             "step": int,
             "layout": dict,
             "copies": list,
+            "run": dict,
         }
+        content.setdefault("run", {})  # of an earlier release
         fits = content.keys() == kinds.keys() and all(
             isinstance(content[key], kind) for key, kind in kinds.items()
         )
