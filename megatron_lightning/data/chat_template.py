@@ -13,6 +13,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -21,6 +22,8 @@ from megatron_lightning.data.chat_fields import DROPPABLE, check_remains, inline
 from megatron_lightning.data.chat_view import ChatView, Form, Reasoning, Rendered, Span
 from megatron_lightning.errors import ConfigError, DataError
 
+_STAND_IN = "\U000f0000"
+"""A private character in the place of an answer."""
 TrainOn = Literal["answers", "last"]
 _MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
@@ -231,6 +234,17 @@ class ChatTemplate:
     def _template(self, chat: Chat) -> str:
         name = "tool_use" if chat.tools and "tool_use" in self.sources else "default"
         return self.sources[name]
+
+    @cached_property
+    def behind_answer(self) -> str:
+        """Text behind the content of a last answer, such as the end of a turn. Empty: unknown."""
+        turns = [{"role": "user", "content": "a"}, {"role": ASSISTANT, "content": _STAND_IN}]
+        chat = Chat("the end of a turn", turns, trained=frozenset([1]))
+        try:
+            _, (text, _) = self._readable(chat, turns)
+        except DataError:
+            return ""
+        return text.rpartition(_STAND_IN)[2]
 
     def marks(self, chat: Chat) -> bool:
         """Return whether the template marks the answers of a conversation."""

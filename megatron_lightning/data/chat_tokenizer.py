@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +59,8 @@ class ChatTokenizer:
         self._backend: Any = type(tokenizer.backend_tokenizer).from_str(serialized)
         self._backend.no_padding()
         self._backend.no_truncation()
+        # Only adds special tokens, or cuts spaces off the characters of tokens.
+        self._backend.post_processor = None
         self._serialized = serialized
 
     @classmethod
@@ -127,7 +129,7 @@ class ChatTokenizer:
         candidates = (self.tokenizer.pad_token_id, self.tokenizer.eos_token_id, 0)
         return next(int(one) for one in candidates if one is not None)
 
-    @property
+    @cached_property
     def begin(self) -> list[int]:
         """Ids put before plain text by the tokenizer."""
         bos = self.tokenizer.bos_token_id
@@ -160,14 +162,15 @@ class ChatTokenizer:
         return hashlib.sha256((self._serialized + special).encode()).hexdigest()
 
     def encode(self, texts: Sequence[str]) -> list[tuple[Ids, npt.NDArray[np.int64]]]:
-        """Return ids [n] and the first character [n] of every token of each text.
+        """Return ids [n] and the characters [n, 2] of every token of each text: the first one, and
+        the one behind the last.
 
         No token is added: templates write the special tokens themselves.
         """
         return [
             (
                 np.array(encoding.ids, np.int32),
-                np.array(encoding.offsets, np.int64).reshape(-1, 2)[:, 0],
+                np.array(encoding.offsets, np.int64).reshape(-1, 2),
             )
             for encoding in self._backend.encode_batch(list(texts), add_special_tokens=False)
         ]

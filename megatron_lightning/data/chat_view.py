@@ -29,8 +29,9 @@ class Rendered:
     text: str
     spans: Sequence[Span]
     """Start and end of every trained piece, in characters."""
-    has_special_tokens: bool = True
-    """Whether the text contains the special tokens, as written by templates."""
+    prompt: str | None = None
+    """Text before the answer, of a text without a template. None: a template has written the text,
+    with special tokens."""
     ends: Sequence[int] = ()
     """End of every answer, in characters. Empty if the template marks the trained characters."""
 

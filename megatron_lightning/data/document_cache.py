@@ -7,7 +7,8 @@ import json
 import os
 from pathlib import Path
 
-from megatron_lightning.data.sft import UNENDED, Documents, Encoder
+from megatron_lightning.data.report import warning_of
+from megatron_lightning.data.sft import Documents, Encoder
 from megatron_lightning.data.sources import file_stamps, read_rows
 
 
@@ -44,22 +45,10 @@ class DocumentCache:
             return Documents(folder), None
         rows = read_rows(path, split=self._split, subset=self._subset)
         documents = Documents.build(folder, encoder.documents(rows), encoder.counts)
-        return documents, _describe_unended(path, documents)
+        return documents, warning_of(path, documents)
 
     def _root(self) -> Path:
         if self._folder is not None:
             return Path(self._folder)
         home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
         return Path(home) / "megatron_lightning" / "documents"
-
-
-def _describe_unended(path: str, documents: Documents) -> str | None:
-    """Return a warning about answers without an end of turn. None: there are no such answers."""
-    unended = documents.report.get(UNENDED, 0)
-    if not unended:
-        return None
-    return (
-        f"{path}: {unended} of {documents.report.get('documents', 0)} samples end without a "
-        "special token in what is trained, so that the model may not learn to stop. "
-        "End answers in chat_template with the tokenizer's end of turn."
-    )

@@ -31,7 +31,7 @@ from megatron_lightning.data.supervised import IGNORED, Sources
 from megatron_lightning.errors import CheckpointError, ConfigError, DataError
 
 SIDES = ("chosen", "rejected")
-_VERSION = 1
+_VERSION = 2
 _WANTED = "prompt, chosen and rejected, each a text or a list of messages"
 
 
@@ -136,10 +136,7 @@ class PairEncoder(Encoder):
     def _pieces(self, row: Row) -> Iterator[Rendered | Any]:
         for parsed in parse_pair(row):
             if isinstance(parsed, Text):
-                # A space before the answer may be part of the answer's first token. A token of
-                # spaces alone is equal in both answers, and cancels out.
-                start, end = len(parsed.prompt.rstrip()), len(parsed.prompt + parsed.completion)
-                yield replace(self._text(parsed), spans=[(start, end)])
+                yield self._text(parsed)
             else:
                 yield from self._samples(parsed)
 

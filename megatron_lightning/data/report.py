@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron_lightning.data.sft import DROPPED, NULLS, UNENDED, Documents
+from megatron_lightning.data.sft import DROPPED, MERGED, NULLS, UNENDED, Documents
 
 _LEFT_OUT = (
     "rows without an answer",
@@ -12,6 +12,7 @@ _LEFT_OUT = (
     "left out without a trained token",
     "left out with the other answer",
     UNENDED,
+    MERGED,
     *DROPPED.values(),
     NULLS,
 )
@@ -28,3 +29,21 @@ def describe_documents(path: str, documents: Documents) -> str:
     )
     notes = [f"{name}: {counts[name]}" for name in _LEFT_OUT if counts.get(name)]
     return f"{line} ({', '.join(notes)})" if notes else line
+
+
+def warning_of(path: str, documents: Documents) -> str | None:
+    """Return a warning about documents that may not be as meant. None: there are no such ones."""
+    counts, warnings = documents.report, []
+    if unended := counts.get(UNENDED, 0):
+        warnings.append(
+            f"{path}: {unended} of {counts.get('documents', 0)} samples end without a special "
+            "token in what is trained, so that the model may not learn to stop. End answers in "
+            "chat_template with the tokenizer's end of turn."
+        )
+    if merged := counts.get(MERGED, 0):
+        warnings.append(
+            f'{path}: {merged} answers begin inside of a token of the prompt, as "sky " with '
+            '"blue", and this token is trained. Generation behind such a prompt begins with other '
+            "tokens: begin the answer with the space."
+        )
+    return " ".join(warnings) or None

@@ -10,8 +10,9 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from itertools import islice
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
@@ -22,7 +23,7 @@ import numpy.typing as npt
 from megatron_lightning.data.chat import PARSER_VERSION, Chat, Text, Tokens, parse_row
 from megatron_lightning.data.chat_fields import DROPPABLE, drop
 from megatron_lightning.data.chat_template import ChatOptions, ChatTemplate
-from megatron_lightning.data.chat_tokenizer import ChatTokenizer
+from megatron_lightning.data.chat_tokenizer import ChatTokenizer, Ids
 from megatron_lightning.data.chat_view import Rendered
 from megatron_lightning.data.files import atomic_write
 from megatron_lightning.data.sources import Row
@@ -36,8 +37,11 @@ _BOUNDS, _ROWS = "bounds.npy", "rows.npy"
 UNENDED = "answers without an added token at their end"
 DROPPED = {name: f"conversations without their {name}" for name in DROPPABLE}
 """Name of a dropped field -> key of the count."""
+MERGED = "answers with characters of the prompt in their first token"
 NULLS = "arguments of calls left out as null"
 Marks = npt.NDArray[np.bool_]
+Characters = npt.NDArray[np.int64]
+"""Start and end of every token of a text [n, 2]."""
 
 
 class Document(NamedTuple):
@@ -83,14 +87,20 @@ class Encoder:
         template: Template of conversations. None: there is no template, and a conversation is an
             error.
         options: How rows become documents.
+        ends: Ids at which generation stops, beside the tokenizer's end of text.
     """
 
     def __init__(
-        self, tokenizer: ChatTokenizer, template: ChatTemplate | None, options: SupervisedOptions
+        self,
+        tokenizer: ChatTokenizer,
+        template: ChatTemplate | None,
+        options: SupervisedOptions,
+        ends: Collection[int] = (),
     ) -> None:
         self._tokenizer = tokenizer
         self._template = template
         self._options = options
+        self._ends = frozenset(ends)
         self.counts: Counter[str] = Counter()
         """Row counts by outcome."""
 
@@ -102,6 +112,7 @@ class Encoder:
             "parser": PARSER_VERSION,
             "tokenizer": self._tokenizer.identity,
             "template": None if self._template is None else self._template.identity,
+            "ends": sorted(self._ends),
             **asdict(self._options),
         }
 
@@ -121,12 +132,17 @@ class Encoder:
                 for piece in self._pieces(row)
             ]
             # Many texts a call: tokenizers encode a batch faster than text by text.
-            texts = [piece.text for _, piece in pieces if isinstance(piece, Rendered)]
-            encoded = iter(self._tokenizer.encode(texts))
+            texts = [piece for _, piece in pieces if isinstance(piece, Rendered)]
+            encoded = iter(self._tokenizer.encode([piece.text for piece in texts]))
+            prompts = iter(self._tokenizer.encode([piece.prompt or "" for piece in texts]))
             for number, piece in pieces:
                 if isinstance(piece, Rendered):
-                    ids, begins = next(encoded)
-                    full_document = self._placed(piece, ids, begins)
+                    (ids, characters), (prompt_ids, _) = next(encoded), next(prompts)
+                    full_document = (
+                        self._placed(piece, ids, characters)
+                        if piece.prompt is None
+                        else self._completed(piece, ids, characters, prompt_ids)
+                    )
                 else:
                     full_document = Document(
                         np.array(piece.ids, np.int32), np.array(piece.labels) != -100
@@ -153,7 +169,7 @@ class Encoder:
     def _text(self, parsed: Text) -> Rendered:
         text = parsed.prompt + parsed.completion
         spans = [(len(parsed.prompt), len(text))]
-        return Rendered(parsed.where, text, spans, has_special_tokens=False)
+        return Rendered(parsed.where, text, spans, prompt=parsed.prompt)
 
     def _samples(self, chat: Chat) -> Iterator[Rendered]:
         if self._template is None:
@@ -174,30 +190,67 @@ class Encoder:
         """Return the trained part of a conversation."""
         return self._options.chat
 
-    def _placed(
-        self, text: Rendered, ids: npt.NDArray[np.int32], begins: npt.NDArray[np.int64]
-    ) -> Document:
-        """Return the document of a text. A token is trained if the token begins in a trained
-        character.
+    def _placed(self, text: Rendered, ids: Ids, characters: Characters) -> Document:
+        """Return the document of a template's text. A token is trained if the token begins in a
+        trained character, or has the first one.
 
         Templates such as GLM's write no end of a turn: generation stops at the next turn's header.
         A header right behind such an answer is trained, too.
         """
+        begins, stops = characters.T
         trained = np.zeros(len(ids), np.bool_)
         for begin, end in text.spans:
-            trained |= (begins >= begin) & (begins < end)
+            merged = (begins < begin) & (stops > begin)
+            if merged.any():
+                self.counts[MERGED] += 1
+            trained |= merged | ((begins >= begin) & (begins < end))
         for end in text.ends:
             following = int(np.searchsorted(begins, end))
             is_adjacent = following < len(ids) and begins[following] == end
             if is_adjacent and not self._has_end(ids[:following][trained[:following]]):
                 trained[following] = self._tokenizer.is_added(int(ids[following]))
-        if not text.has_special_tokens:
-            begin_ids, end_id = self._tokenizer.begin, self._tokenizer.end
-            ids = np.concatenate([begin_ids, ids, [end_id]]).astype(np.int32)
-            trained = np.concatenate([np.zeros(len(begin_ids), np.bool_), trained, [True]])
-        elif trained.any() and not self._has_end(ids[trained]):
+        if trained.any() and not self._has_end(ids[trained]):
             self.counts[UNENDED] += 1
         return Document(ids, trained)
+
+    def _completed(
+        self, text: Rendered, ids: Ids, characters: Characters, prompt_ids: Ids
+    ) -> Document:
+        """Return the document of a text without a template. Begin and end of text are added unless
+        the text has them, as a rendered text has.
+
+        The completion begins at the first id that differs from the ids of the prompt alone: the end
+        of the prompt may be a part of the completion's first token.
+        """
+        shared = min(len(ids), len(prompt_ids))
+        differs = ids[:shared] != prompt_ids[:shared]
+        first = int(np.argmax(differs)) if differs.any() else shared
+        if first < np.searchsorted(characters[:, 0], len(text.prompt or "")):
+            self.counts[MERGED] += 1
+        trained = np.arange(len(ids)) >= first
+        begin_ids = self._tokenizer.begin
+        if ids[: len(begin_ids)].tolist() != begin_ids:
+            ids, trained = np.append(begin_ids, ids), np.append([False] * len(begin_ids), trained)
+        if not self._ends_text(ids):
+            ids, trained = np.append(ids, self._tokenizer.end), np.append(trained, True)
+        return Document(ids.astype(np.int32), trained)
+
+    def _ends_text(self, ids: Ids) -> bool:
+        """Return whether ids end where generation stops. White space may follow the end."""
+        for token in ids[::-1]:
+            if int(token) in self._stops:
+                return True
+            if self._tokenizer.decode([int(token)]).strip():
+                return False
+        return False
+
+    @cached_property
+    def _stops(self) -> frozenset[int]:
+        """Ids at which generation stops: end of text, end of a turn, and those of the model."""
+        behind = "" if self._template is None else self._template.behind_answer
+        (ids, _), *_ = self._tokenizer.encode([behind])
+        end_of_turn = [token for token in ids[:1].tolist() if self._tokenizer.is_added(token)]
+        return self._ends | {self._tokenizer.end, *end_of_turn}
 
     def _has_end(self, trained_ids: npt.NDArray[np.int32]) -> bool:
         """Return whether trained ids end in an added token, such as an end of turn."""

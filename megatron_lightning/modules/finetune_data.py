@@ -30,7 +30,12 @@ from megatron_lightning.data.supervised import (
     held_out,
 )
 from megatron_lightning.errors import ConfigError, DataError
-from megatron_lightning.modules.folder_data import check_model, files_of, folder_tokenizer
+from megatron_lightning.modules.folder_data import (
+    check_model,
+    files_of,
+    folder_tokenizer,
+    generation_ends,
+)
 from megatron_lightning.modules.folder_module import FolderModule
 from megatron_lightning.modules.run_data import Batch, RunDataModule
 
@@ -332,7 +337,12 @@ class FinetuneDataModule(RunDataModule):
 
     def _encoder(self) -> Encoder:
         """Return what makes documents of the rows of a source."""
-        return Encoder(self.tokenizer, self.template, self.options)
+        return Encoder(self.tokenizer, self.template, self.options, self._ends)
+
+    @cached_property
+    def _ends(self) -> tuple[int, ...]:
+        """Ids at which generation stops, beside the tokenizer's end of text."""
+        return generation_ends(self._run_module(), self._tokenizer)
 
     def _parts(self) -> Sequence[Part]:
         """Return the samples of each source: training sources first, then validation sources."""

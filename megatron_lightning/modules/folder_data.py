@@ -4,6 +4,7 @@ configuration, before the model is built.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,6 +21,8 @@ from megatron_lightning.modules.folder_module import FolderModule
 from megatron_lightning.modules.hugging_face import HuggingFaceModule
 from megatron_lightning.modules.objective import ObjectiveModule
 from megatron_lightning.rules import check_vocabulary
+
+_GENERATION = "generation_config.json"
 
 
 def folder_tokenizer(module: object, new_tokens: Sequence[str] = ()) -> ChatTokenizer | None:
@@ -44,6 +47,28 @@ def files_of(tokenizer: ChatTokenizer) -> Mapping[str, bytes]:
     with TemporaryDirectory(prefix="tokenizer-") as folder:
         tokenizer.tokenizer.save_pretrained(folder)
         return KeptFiles.of_folder(Path(folder)).contents
+
+
+def generation_ends(module: object, tokenizer: object = None) -> tuple[int, ...]:
+    """Return the ids at which generation stops, of the generation configuration beside the data's
+    tokenizer, or of the module's model.
+
+    Args:
+        module: A LightningModule.
+        tokenizer: Folder of the data's tokenizer, a name, or a tokenizer.
+    """
+    if isinstance(tokenizer, str | Path) and Path(tokenizer, _GENERATION).is_file():
+        return _ends_in(Path(tokenizer))
+    if not isinstance(module, FolderModule) or module._source is None:
+        return ()
+    with _without_weights(module) as folder:
+        return _ends_in(folder)
+
+
+def _ends_in(folder: Path) -> tuple[int, ...]:
+    file = folder / _GENERATION
+    ends = json.loads(file.read_bytes()).get("eos_token_id") if file.is_file() else None
+    return tuple(ends) if isinstance(ends, list) else () if ends is None else (ends,)
 
 
 def check_model(module: object, num_ids: int, *, packed: bool) -> None:

@@ -163,7 +163,7 @@ class PreferenceDataModule(FinetuneDataModule):
         super().setup(stage)
 
     def _encoder(self) -> PairEncoder:
-        return PairEncoder(self.tokenizer, self.template, self.options)
+        return PairEncoder(self.tokenizer, self.template, self.options, self._ends)
 
     def _parts(self) -> Sequence[Part]:
         documents = [self._documents(path) for path in (*self.paths, *self.val_paths)]

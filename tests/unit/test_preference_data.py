@@ -19,7 +19,7 @@ from tests.helpers.chats import make_tokenizer, turn, write_rows
 
 USER = [turn("user", "what is the sky")]
 BLUE, RED = [turn("assistant", "blue")], [turn("assistant", "red")]
-TEXT = {"prompt": "the sky is ", "chosen": "blue", "rejected": "red or green"}
+TEXT = {"prompt": "the sky is", "chosen": " blue", "rejected": " red or green"}
 
 
 @pytest.mark.parametrize(
@@ -42,8 +42,8 @@ def test_forms_of_conversations_are_one(fields: dict[str, Any]) -> None:
 
 def test_texts_are_joined_as_they_are() -> None:
     assert parse_pair(Row("here", TEXT)) == (
-        Text("here", "the sky is ", "blue"),
-        Text("here", "the sky is ", "red or green"),
+        Text("here", "the sky is", " blue"),
+        Text("here", "the sky is", " red or green"),
     )
 
 
@@ -93,7 +93,7 @@ def test_only_answers_are_trained_up_to_their_end(tmp_path: Path) -> None:
 
 
 def test_a_pair_with_an_answer_that_is_too_long_is_left_out(tmp_path: Path) -> None:
-    long = {**TEXT, "rejected": "why " * 60}
+    long = {**TEXT, "rejected": " why" * 60}
     data = _data(tmp_path, [long, TEXT, TEXT])
     assert len(data.train_dataset()) == 2  # type: ignore[arg-type]
     assert "left out with the other answer: 1" in data.describe()
@@ -103,7 +103,7 @@ def test_a_pair_with_an_answer_that_is_too_long_is_left_out(tmp_path: Path) -> N
 
 
 def test_scores_belong_to_their_documents(tmp_path: Path) -> None:
-    rows = [{**TEXT, "chosen": f"blue {number}"} for number in range(5)]
+    rows = [{**TEXT, "chosen": f" blue {number}"} for number in range(5)]
     scores = str(tmp_path / "scores.npz")
     data = _data(tmp_path, rows, scores=scores, val_fraction=0.4)
     with pytest.raises(ConfigError, match="1 of 5 pairs have no scores"):
