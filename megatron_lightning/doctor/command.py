@@ -10,11 +10,12 @@ import torch
 
 from megatron_lightning.doctor import versions
 from megatron_lightning.doctor.folder import checkpoint_bytes, look_at
-from megatron_lightning.doctor.launch import Launcher, run_on_ranks
+from megatron_lightning.doctor.launch import run_on_ranks
 from megatron_lightning.doctor.links import measure_links
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.planning.recipe import MeasuredRecipe, PlannedRun, Recipe, read_recipe
 from megatron_lightning.planning.sections import Errors
+from megatron_lightning.resilience.launcher import find
 
 _GIB = 2**30
 _KEPT = 2  # the best and the last
@@ -58,7 +59,7 @@ def doctor(
             f"seconds is {seconds}, kept_copies {kept_copies} and devices {devices}; each must be "
             "positive."
         )
-    launcher = Launcher.find()
+    launcher = find()
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     num_devices = devices if devices is not None else gpus or 2
     world_size = num_devices if launcher is None else launcher.world_size

@@ -1,5 +1,5 @@
-"""Processes of a command for a trained model: this process, the processes of torchrun, or new
-processes.
+"""Processes of a command for a trained model: this process, the processes of torchrun or Slurm, or
+new processes.
 """
 
 from __future__ import annotations
@@ -13,9 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from megatron_lightning import compat
 from megatron_lightning.data.tokenizers import TokenizerType
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.inference.drafts import check_drafts
@@ -33,6 +31,8 @@ from megatron_lightning.inference.text import Codec, load_codec
 from megatron_lightning.inference.text_model import TextModel
 from megatron_lightning.parallel.layout import ParallelLayout
 from megatron_lightning.pipeline.schedules import resolve
+from megatron_lightning.resilience import launcher
+from megatron_lightning.resilience.launcher import Launcher
 from megatron_lightning.resilience.workers import run_workers
 
 Work = Callable[[TextModel, Codec, Any], Any]
@@ -131,14 +131,11 @@ class ModelJob:
         return codec
 
     @property
-    def _is_started(self) -> bool:
-        return "RANK" in os.environ and "WORLD_SIZE" in os.environ  # by torchrun
-
-    @property
     def world_size(self) -> int:
         """Number of processes."""
-        if self._is_started:
-            return int(os.environ["WORLD_SIZE"])
+        started = launcher.find()
+        if started is not None:
+            return started.world_size
         return self.layout.tp * self.layout.pp * self.num_replicas
 
     def check(self) -> None:
@@ -166,31 +163,23 @@ class ModelJob:
             )
 
     def run(self, work: Work, arguments: Any) -> Any:
-        """Return the result of ``work`` on rank 0. None on other ranks of torchrun."""
-        world_size = self.world_size
+        """Return the result of ``work`` on rank 0. None on other ranks of a launcher."""
+        started, world_size = launcher.find(), self.world_size
+        if started is not None and world_size > 1:
+            return self._join(work, arguments, started)
         if world_size == 1:
-            return self._work(work, arguments)
-        if self._is_started:
-            return self._join(work, arguments, int(os.environ["RANK"]), world_size, "env://")
+            return self._work(work, arguments, launcher.local_device(self.torch_device))
         with tempfile.TemporaryDirectory() as folder:
             # Without cached values: each process reads its own.
             run_workers(_worker, (replace(self), work, arguments, folder), world_size)
             return torch.load(Path(folder, "result"), weights_only=True)
 
-    def _join(
-        self, work: Work, arguments: Any, rank: int, world_size: int, init_method: str
-    ) -> Any:
-        if self.torch_device == "cuda":
-            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", rank)))
-        else:
-            torch.set_num_threads(max(1, (os.cpu_count() or 1) // world_size))
-        backend = "cpu:gloo,cuda:nccl" if self.torch_device == "cuda" else "gloo"
-        dist.init_process_group(backend, init_method=init_method, rank=rank, world_size=world_size)
-        try:
-            result = self._work(work, arguments)
-            return result if rank == 0 else None
-        finally:
-            compat.destroy_process_groups()
+    def _join(self, work: Work, arguments: Any, started: Launcher) -> Any:
+        if self.torch_device == "cpu":
+            torch.set_num_threads(max(1, (os.cpu_count() or 1) // started.world_size))
+        with started.joined(self.torch_device) as device:
+            result = self._work(work, arguments, device)
+            return result if started.rank == 0 else None
 
     @property
     def torch_device(self) -> str:
@@ -199,15 +188,14 @@ class ModelJob:
             return "cuda" if torch.cuda.is_available() else "cpu"
         return self.device
 
-    def _work(self, work: Work, arguments: Any) -> Any:
-        index = f":{os.environ.get('LOCAL_RANK', '0')}" if self.torch_device == "cuda" else ""
+    def _work(self, work: Work, arguments: Any, device: torch.device) -> Any:
         engine = load_engine(
             self.checkpoint,
             self.layout,
             adapters=self.adapters,
             options=self.options,
             pipeline_schedule=self.pipeline_schedule,
-            device=self.torch_device + index,
+            device=str(device),
             dtype=self.dtype,
             stops=(*self.codec.stops, *find_stops(self.checkpoint)),
             decode=self.codec.decode,
@@ -216,8 +204,7 @@ class ModelJob:
 
 
 def _worker(rank: int, job: ModelJob, work: Work, arguments: Any, folder: str) -> None:
-    os.environ["LOCAL_RANK"] = str(rank)
-    result = job._join(work, arguments, rank, job.world_size, f"file://{folder}/store")
+    result = job._join(work, arguments, Launcher.of_worker(rank, job.world_size, folder))
     if rank == 0:
         torch.save(result, Path(folder, "result"))
 

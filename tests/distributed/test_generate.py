@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import asdict, replace
 from itertools import pairwise
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import DataLoader
 
@@ -26,6 +28,7 @@ from megatron_lightning.parallel.layout import ParallelLayout
 from megatron_lightning.strategies.megatron import MegatronStrategy
 from tests.helpers.layouts import tiny_config
 from tests.helpers.ranks import run_ranks
+from tests.helpers.slurm import free_port
 from tests.helpers.trainers import trainer
 
 VOCABULARY = 67
@@ -270,6 +273,27 @@ def test_generate_starts_its_own_processes(tokenizer: str, tmp_path: Path) -> No
     assert (
         generate(checkpoint, "def f(", tokenizer, max_new_tokens=5, device="cpu", **layout) == alone
     )
+
+
+def _generate_as_a_task(checkpoint: str, tokenizer: str, port: str) -> list[str]:
+    """Generate in a task of srun."""
+    rank = os.environ.pop("RANK")
+    dist.destroy_process_group()
+    os.environ.update(
+        SLURM_PROCID=rank, SLURM_LOCALID=rank, SLURM_NTASKS=os.environ.pop("WORLD_SIZE"),
+        MASTER_ADDR="127.0.0.1", MASTER_PORT=port,
+    )  # fmt: skip
+    return generate(
+        checkpoint, "def f(", tokenizer, max_new_tokens=5, device="cpu",
+        tensor_model_parallel_size=2,
+    )  # fmt: skip
+
+
+def test_tasks_of_slurm_share_the_model(tokenizer: str, tmp_path: Path) -> None:
+    checkpoint = save_for(tokenizer, tmp_path / "last.ckpt")
+    alone = generate(checkpoint, "def f(", tokenizer, max_new_tokens=5, device="cpu")
+    tasks = run_ranks(2, _generate_as_a_task, checkpoint, tokenizer, free_port())
+    assert tasks == [alone, []]
 
 
 def test_generate_refuses_what_does_not_fit(

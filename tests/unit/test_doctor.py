@@ -21,7 +21,6 @@ import torch.distributed as dist
 from megatron_lightning.cli import main
 from megatron_lightning.doctor.command import _link_text, doctor
 from megatron_lightning.doctor.folder import checkpoint_bytes, look_at
-from megatron_lightning.doctor.launch import Launcher, first_host
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.modules import GPTLightningModule, PretrainDataModule
 from megatron_lightning.planning.recipe import Recipe, read_recipe
@@ -122,25 +121,6 @@ def test_the_bytes_of_a_checkpoint_are_those_of_its_shards(tmp_path: Path, preci
     fit.save_checkpoint(tmp_path / "saved.ckpt")
     shards = sum(path.stat().st_size for path in tmp_path.rglob("*.safetensors"))
     assert shards == pytest.approx(checkpoint_bytes(recipe), rel=0.02)
-
-
-@pytest.mark.parametrize(
-    ("nodes", "host"),
-    [("n1", "n1"), ("n[01-04,7],m1", "n01"), ("a,b", "a"), ("gpu-[3]-eth", "gpu-3-eth")],
-)
-def test_slurms_first_host(nodes: str, host: str) -> None:
-    assert first_host(nodes) == host
-
-
-def test_launchers_are_found_by_their_variables() -> None:
-    slurm = {
-        "SLURM_PROCID": "3", "SLURM_NTASKS": "8", "SLURM_LOCALID": "1", "SLURM_JOB_ID": "40017",
-        "SLURM_STEP_NODELIST": "n[2-3]",
-    }  # fmt: skip
-    assert Launcher.find(slurm) == ("Slurm", 3, 8, 1, "tcp://n2:15017")
-    torchrun = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", **slurm}
-    assert Launcher.find(torchrun) == ("torchrun", 1, 4, 1, "env://")
-    assert Launcher.find({**slurm, "SLURM_NTASKS": "1"}) is None
 
 
 def test_the_slowest_pair_is_named() -> None:
