@@ -125,6 +125,22 @@ class GradientHooks:
                 tensor._post_accumulate_grad_hooks = accumulated
 
 
+def run_behind(
+    parameter: Tensor, handle: RemovableHandle, is_awaited: Callable[[object], bool]
+) -> None:
+    """Make a hook on the accumulated gradient run after the hooks that ``is_awaited`` names,
+    whatever the order of registration. Further hooks behind the hook stay behind.
+    """
+    hooks: Any = parameter._post_accumulate_grad_hooks
+    if next(reversed(hooks)) == handle.id:
+        return
+    order = list(hooks)
+    behind = order[order.index(handle.id) + 1 :]
+    if any(is_awaited(hooks[number]) for number in behind):
+        for number in (handle.id, *(n for n in behind if not is_awaited(hooks[n]))):
+            hooks[number] = hooks.pop(number)  # torch goes by the order of insertion
+
+
 def run_last(parameter: Tensor, handle: RemovableHandle) -> None:
     """Make a hook on the accumulated gradient run after all other hooks, whatever the order of
     registration.

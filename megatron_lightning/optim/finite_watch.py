@@ -19,9 +19,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_lightning.compat import run_behind
 from megatron_lightning.config import NonFinite
 from megatron_lightning.errors import NonFiniteError
 from megatron_lightning.parallel.context import ParallelContext
+from megatron_lightning.parallel.origin import is_library
 from megatron_lightning.pipeline.schedules.actions import Action
 
 
@@ -48,7 +50,8 @@ class FiniteWatch:
         self._policy = policy
         self._place = (0, 0)  # stage and micro-batch under computation
         self._seen: list[tuple[_Finding, Tensor]] = []
-        self._hooks: dict[int, torch.utils.hooks.RemovableHandle] = {}  # by id of the parameter
+        # By id of the parameter, which is kept, so that no other object gets the id.
+        self._hooks: dict[int, tuple[Tensor, torch.utils.hooks.RemovableHandle]] = {}
 
     def attach(self, parameters: Mapping[str, Tensor], when: Callable[[], bool]) -> None:
         """Record every gradient of these parameters while ``when()`` holds. Parameters watched
@@ -57,14 +60,22 @@ class FiniteWatch:
         for name, parameter in parameters.items():
             is_new = id(parameter) not in self._hooks
             if is_new and parameter.requires_grad and parameter.numel():
-                hook = parameter.register_hook(partial(self._gradient, name, when))  # type: ignore[no-untyped-call]
-                self._hooks[id(parameter)] = hook
+                # On the accumulated gradient, as hooks of the user's may change it up to then.
+                hook = parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+                    partial(self._gradient, name, when)
+                )
+                self._hooks[id(parameter)] = parameter, hook
 
     def detach(self) -> None:
         """Remove the hooks."""
-        for hook in self._hooks.values():
+        for _, hook in self._hooks.values():
             hook.remove()
         self._hooks.clear()
+
+    def follow_hooks(self) -> None:
+        """Look at gradients behind the user's hooks, which may be new."""
+        for parameter, hook in self._hooks.values():
+            run_behind(parameter, hook, lambda other: not is_library(other))
 
     def begin(self, action: Action) -> None:
         """Record the action begun by a pipeline."""
@@ -89,15 +100,15 @@ class FiniteWatch:
             )
             self._seen.append((finding, _largest(tensor)))
 
-    def _gradient(self, name: str, when: Callable[[], bool], gradient: Tensor) -> None:
-        if not when():
+    def _gradient(self, name: str, when: Callable[[], bool], parameter: Tensor) -> None:
+        if parameter.grad is None or not when():
             return
         stage, microbatch = self._place
         depth, rank = self._num_stages - stage, self._context.rank
         finding = _Finding(
             microbatch, True, depth, len(self._seen), rank, stage, f"the gradient of {name}"
         )
-        self._seen.append((finding, _largest(gradient)))
+        self._seen.append((finding, _largest(parameter.grad)))
 
     def check(self, step: int) -> bool:
         """Return whether any rank found an infinity or NaN in this pipeline run. A collective."""

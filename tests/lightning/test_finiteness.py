@@ -198,3 +198,51 @@ def test_unknown_policy() -> None:
         ConfigError, match=r"non_finite is 'stop'. Set it to \"ignore\", \"raise\" or \"skip\""
     ):
         MegatronStrategy(non_finite="stop")  # type: ignore[arg-type]
+
+
+class _Spoils(pl.Callback):
+    """Gradient hooks on rank 1 that return or write NaN in the second step."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind, self.finite = kind, list[bool]()
+
+    def on_train_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        parameter = next(p for p in module.parameters() if p.requires_grad)
+
+        def is_bad() -> bool:
+            return trainer.global_rank == trainer.world_size - 1 and trainer.global_step == 1
+
+        def spoil(leaf: Tensor) -> None:
+            if is_bad() and leaf.grad is not None:
+                leaf.grad.fill_(torch.nan)
+
+        if self.kind == "returned":
+            parameter.register_hook(lambda g: torch.full_like(g, torch.nan) if is_bad() else None)
+        else:
+            parameter.register_post_accumulate_grad_hook(spoil)
+
+    def on_train_batch_end(self, trainer: pl.Trainer, module: pl.LightningModule, *_: Any) -> None:
+        self.finite.append(all(bool(_local(p).isfinite().all()) for p in module.parameters()))
+
+
+def _train_spoiled(layout: Layout, folder: str, cases: list[tuple[str, dict[str, Any]]]) -> Any:
+    found = []
+    for kind, more in cases:
+        strategy, callback = layout.strategy(non_finite="skip", **more), _Spoils(kind)
+        options = {"max_steps": 3, "callbacks": [callback], "limit_val_batches": 0}
+        loader = layout.data_module(num_samples=24).train_dataloader()
+        _trainer(strategy, folder, options).fit(ToyModule(lr=1e-3), loader)
+        assert isinstance(strategy, MegatronStrategy)
+        found.append((callback.finite, strategy.skipped_steps))
+    return found
+
+
+@layouts(DP2, slow=[MICRO, PP2_DP2])
+def test_gradients_are_seen_behind_the_hooks_of_users(layout: Layout, tmp_path: Path) -> None:
+    cases = [
+        (kind, more) for kind in ("returned", "written") for more in ({}, {"data_parallel": "ddp"})
+    ]
+    if layout is DP2:
+        cases.append(("returned", FSDP))
+    for rank in run(layout, _train_spoiled, tmp_path, cases):
+        assert rank == [([True] * 3, 1)] * len(cases)

@@ -43,6 +43,11 @@ class FiniteCheck(StepParticipant):
         scale = self._scale
         self._watch.attach(parameters, lambda: scale is None or scale.is_lowest)
 
+    def begin(self, run: StepRun) -> None:
+        """Follow hooks that the user has registered on gradients since the last run."""
+        if run.hook == "training_step":
+            self._watch.follow_hooks()
+
     def returned(self, run: StepRun, microbatch: int, loss: Tensor | None) -> None:
         """Record the loss of Lightning's own step. Pipeline runs have observers."""
         if self._is_native and loss is not None:
