@@ -7,8 +7,10 @@ For training see ``test_resume.py``; here are the batch samplers that do not res
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import chain
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import lightning.pytorch as pl
 import pytest
@@ -24,6 +26,7 @@ from torch.utils.data import (
 )
 
 from megatron_lightning.errors import ConfigError
+from megatron_lightning.strategies.step.loaders import dataloaders
 from tests.helpers.toy import ToyModule, samples
 from tests.lightning.support import DP2, Layout, assert_close, layouts, run, single
 
@@ -92,6 +95,36 @@ def test_every_sample_is_seen_once(layout: Layout, kind: str, tmp_path: Path) ->
         assert [set().union(*ids) for ids in together] == [set(ids) for ids in batches], stage
     for rank in ranks:
         assert_close(rank["metrics"], expected["metrics"])
+
+
+def _odd(layout: Layout, folder: str) -> list[Any]:
+    """Validations of 7 samples, of 5 one by one, and of 1, each sequential and shuffled."""
+    found = []
+    for count, size in ((7, 4), (5, 1), (1, 1)):
+        for shuffle in (False, True):
+            pl.seed_everything(9, verbose=False)
+            loader = DataLoader(DATA[:count], batch_size=size, shuffle=shuffle)
+            module = _Seeing()
+            said: list[str] = []
+            with patch(f"{dataloaders.__name__}.rank_zero_warn", said.append):
+                metrics = layout.trainer(folder).validate(module, loader, verbose=False)
+            found.append((sorted(chain(*module.seen["validation"])), metrics, said))
+    return found
+
+
+def test_no_sample_counts_twice(tmp_path: Path) -> None:
+    """Means do not depend on the number of ranks, unless a rank would have no batch."""
+    expected = single(_odd)
+    ranks = run(DP2, _odd, tmp_path)
+    for number, (ids, metrics, _) in enumerate(expected):
+        of_ranks = [rank[number] for rank in ranks]
+        if len(ids) > 1:
+            assert sorted(chain(*(own for own, _, _ in of_ranks))) == ids
+        for _, own_metrics, _ in of_ranks:
+            assert_close(own_metrics, metrics)
+    for number in (4, 5):
+        assert "1 samples of validation or test are shared by 2" in ranks[0][number][2][0]
+    assert not any(said for *_, said in ranks[0][:4])
 
 
 def _without_length(layout: Layout, folder: str, run_stage: str) -> None:

@@ -11,8 +11,12 @@ from typing import Any
 
 import lightning.pytorch as pl
 from lightning.fabric.utilities.seed import pl_worker_init_function
-from lightning.pytorch.overrides.distributed import UnrepeatedDistributedSamplerWrapper
+from lightning.pytorch.overrides.distributed import (
+    UnrepeatedDistributedSampler,
+    UnrepeatedDistributedSamplerWrapper,
+)
 from lightning.pytorch.trainer.states import RunningStage
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -175,11 +179,11 @@ def _with_sampler(
 def sharded_for_evaluation(
     loader: DataLoader[Any], group: AxisGroup, stage: RunningStage
 ) -> DataLoader[Any]:
-    """Return a validation, test or predict DataLoader of this data-parallel rank's share, as
-    Lightning's DDP does.
+    """Return a validation, test or predict DataLoader of this data-parallel rank's share.
 
-    For validation and test the first samples are repeated to make the shares equal. Predictions
-    never repeat.
+    No sample is repeated, so that means do not depend on the number of ranks: Lightning's DDP makes
+    the shares of validation and test equal by the first samples. Where a rank would have no batch,
+    it is done here as well, with a warning.
     """
     if (
         isinstance(loader.dataset, IterableDataset)
@@ -192,9 +196,30 @@ def sharded_for_evaluation(
     if stage == RunningStage.PREDICTING:
         return _sharded_for_prediction(loader, group, share)
     order = _order(loader)
-    if isinstance(order, SequentialSampler):
-        return _with_sampler(loader, DistributedSampler(loader.dataset, **share), stage)
-    return _with_sampler(loader, ShardedSampler(order, group, repeat=True), stage)
+    repeats = not _has_batches(loader, group)
+    if not isinstance(order, SequentialSampler):
+        return _with_sampler(loader, ShardedSampler(order, group, repeat=repeats), stage)
+    kind = DistributedSampler if repeats else UnrepeatedDistributedSampler
+    return _with_sampler(loader, kind(loader.dataset, **share), stage)
+
+
+def _has_batches(loader: DataLoader[Any], group: AxisGroup) -> bool:
+    """Return whether every rank has a batch without repeated samples. Warn if only repetitions
+    give it one.
+    """
+    order = _order(loader)
+    num_samples = len(order)  # type: ignore[arg-type]
+    batches = _given_batches(loader) or loader
+    least = (batches.batch_size or 1) if batches.drop_last else 1
+    if num_samples // group.size >= least:
+        return True
+    if num_samples % group.size and -(-num_samples // group.size) >= least:
+        rank_zero_warn(
+            f"{num_samples} samples of validation or test are shared by {group.size} data-parallel "
+            "ranks, and each needs a batch: the first samples are repeated, and count twice in "
+            "means. Give more samples, or use fewer ranks."
+        )
+    return False
 
 
 def _check_length(order: Iterable[int], group: AxisGroup, stage: RunningStage) -> None:
