@@ -63,8 +63,7 @@ def awaited_losses(model: Any, targets: Tensor, loss: nn.Module) -> Iterator[Los
     """
     awaited = None
     if type(loss) is CrossEntropy:
-        options = (loss.ignore_index, loss.label_smoothing, loss.z_loss)
-        awaited = AwaitedLoss(targets, _habits_of(model), True, *options)
+        awaited = AwaitedLoss(targets, _habits_of(model), loss=loss)
     layer = None if awaited is None else _begin(model, awaited)
     try:
         yield Losses(targets, loss)

@@ -59,13 +59,13 @@ class CrossEntropy(nn.Module):
         self.z_loss = z_loss
         self.softcap = softcap
 
-    def vocabulary(self, size: int) -> Vocabulary:
-        """Return how losses of logits [..., ``size``] are computed on this rank."""
-        return self._vocabulary(ALONE, size)
+    def vocabulary(self, size: int, group: AxisGroup | None = None) -> Vocabulary:
+        """Return how losses over ``size`` entries are computed on this rank.
 
-    def _vocabulary(self, group: AxisGroup, size: int) -> Vocabulary:
+        ``group``: Ranks that share the entries. None: the ranks of the loss, here this rank alone.
+        """
         options = (self.ignore_index, self.label_smoothing, self.z_loss, self.softcap)
-        return Vocabulary(group, size, *options)
+        return Vocabulary(group or ALONE, size, *options)
 
     def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
         """Return losses [...] of ``logits`` [..., v] for ``targets`` [...]."""
@@ -114,9 +114,9 @@ class VocabParallelCrossEntropy(CrossEntropy):
         """Change the loss of full logits in place, and return the loss."""
         return change_class(loss, cls, group=group, vocab_size=vocab_size)
 
-    def vocabulary(self, size: int) -> Vocabulary:
-        """Return the settings for losses of this rank's logits. ``size`` is the full extent."""
-        return self._vocabulary(self.group, size)
+    def vocabulary(self, size: int, group: AxisGroup | None = None) -> Vocabulary:
+        """See the base class."""
+        return super().vocabulary(size, group or self.group)
 
     def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
         """Return losses [...] of this rank's ``logits`` [..., v / ranks] for ``targets`` [...]."""

@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_map
 
 from megatron_lightning.errors import ShardingError
 from megatron_lightning.layers.linear_loss import Head, linear_losses
-from megatron_lightning.layers.loss import ALONE, Vocabulary, losses_of
+from megatron_lightning.layers.loss import ALONE, CrossEntropy, losses_of
 
 T = TypeVar("T")
 
@@ -61,9 +61,8 @@ class AwaitedLoss:
     habits: Habits
     can_repeat: bool = True
     """Whether the layer can be called again in a step."""
-    ignore_index: int = -100
-    label_smoothing: float = 0.0
-    z_loss: float = 0.0
+    loss: CrossEntropy = field(default_factory=CrossEntropy)
+    """Loss of logits and targets. Only its options matter."""
     is_over: bool = field(default=False, init=False)
     """Whether the call has ended. A pipeline's run without values sets attributes of a layer again,
     and the layer must not await the loss of an earlier call."""
@@ -105,8 +104,7 @@ class AwaitedLoss:
 
     def of_logits(self, logits: Tensor) -> Tensor:
         """Return the losses [b, s] of ``logits`` [b, s, v]."""
-        options = (self.ignore_index, self.label_smoothing, self.z_loss)
-        vocabulary = Vocabulary(ALONE, logits.shape[-1], *options)
+        vocabulary = self.loss.vocabulary(logits.shape[-1])
         return losses_of(logits, self.targets.to(logits.device), vocabulary)
 
     def without(self, layer: Any, compute: Callable[[], T]) -> T:
@@ -124,10 +122,8 @@ def _head_of(layer: Any, awaited: AwaitedLoss) -> Head:
     """Return how ``layer``, alone or with parts of a vocabulary on several ranks, computes
     losses.
     """
-    loss = (awaited.ignore_index, awaited.label_smoothing, awaited.z_loss)
-    group = getattr(layer, "group", ALONE)
     axis = getattr(layer, "sequence_axis", None)
-    vocabulary = Vocabulary(group, layer.out_features, *loss)
+    vocabulary = awaited.loss.vocabulary(layer.out_features, getattr(layer, "group", ALONE))
     copies = getattr(layer, "copy_input", False)
     compiles = getattr(layer, "compiles_loss", False)
     return Head(layer.gemm, vocabulary, axis, copies, compiles=compiles)

@@ -271,7 +271,11 @@ def test_a_failed_call_leaves_nothing_behind(undo: ExitStack) -> None:
 def test_labels_that_are_shifted_already_and_other_losses() -> None:
     model, batch = _build("llama"), _batch(0)
     logits = model(batch["input_ids"]).logits
-    for loss in (CrossEntropy(), CrossEntropy(label_smoothing=0.1, z_loss=1e-3)):
+    for loss in (
+        CrossEntropy(),
+        CrossEntropy(label_smoothing=0.1, z_loss=1e-3),
+        CrossEntropy(softcap=0.05),
+    ):
         with awaited_losses(model, batch["labels"], loss) as losses:
             found = model(batch["input_ids"]).logits
             assert isinstance(found, PendingLogits)
