@@ -100,7 +100,8 @@ def parse_row(row: Row) -> Chat | Text | Tokens:
     if "messages" in fields:
         return _chat(row, "messages", _with_system(row, _turns(row, "messages")))
     if "conversations" in fields:
-        return _chat(row, "conversations", _share_gpt(row))
+        turns = openai_messages(row, "conversations", fields["conversations"])
+        return _chat(row, "conversations", _with_system(row, turns))
     if "instruction" in fields and "output" in fields:
         return _chat(row, "instruction", _alpaca(row))
     if "prompt" in fields and "completion" in fields:
@@ -295,11 +296,11 @@ def _template_options(row: Row) -> dict[str, Any]:
     return {name: value for name, value in options.items() if value is not None}
 
 
-def _share_gpt(row: Row) -> Any:
-    """Return ShareGPT's ``from`` and ``value`` as OpenAI's messages."""
-    turns = _turns(row, "conversations")
+def openai_messages(row: Row, key: str, turns: Any) -> list[Any]:
+    """Return turns as OpenAI's messages. ShareGPT's turns have ``from`` and ``value``."""
+    turns = _json(row, key, turns) if isinstance(turns, str) else turns
     if not isinstance(turns, list):
-        raise DataError(f"{row.where}: conversations must be a list of turns")
+        raise DataError(f"{row.where}: {key} must be a list of turns")
     messages: list[Any] = []
     for index, turn in enumerate(turns):
         if not isinstance(turn, Mapping):
@@ -324,7 +325,7 @@ def _share_gpt(row: Row) -> Any:
             )
         else:
             messages.append({"role": role, "content": value, **settings})
-    return _with_system(row, messages)
+    return messages
 
 
 def _with_system(row: Row, messages: Any) -> Any:
@@ -347,7 +348,8 @@ def _with_system(row: Row, messages: Any) -> Any:
     return [{"role": "system", "content": _text(row, "system", system)}, *messages]
 
 
-def _alpaca(row: Row) -> list[Any]:
+def alpaca_prompt(row: Row) -> list[Any]:
+    """Return the messages before the answer of a row with ``instruction``."""
     fields = row.fields
     question = _text(row, "instruction", fields["instruction"])
     if fields.get("input"):
@@ -362,9 +364,12 @@ def _alpaca(row: Row) -> list[Any]:
             {"role": "user", "content": pair[0]},
             {"role": ASSISTANT, "content": pair[1]},
         ]
-    messages.append({"role": "user", "content": question})
-    messages.append({"role": ASSISTANT, "content": _text(row, "output", fields["output"])})
-    return messages
+    return [*messages, {"role": "user", "content": question}]
+
+
+def _alpaca(row: Row) -> list[Any]:
+    answer = _text(row, "output", row.fields["output"])
+    return [*alpaca_prompt(row), {"role": ASSISTANT, "content": answer}]
 
 
 def _completion(row: Row) -> Chat | Text:

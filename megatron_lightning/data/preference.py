@@ -1,17 +1,15 @@
 """Preferences: a prompt with a chosen and a rejected answer, as two documents with the same prompt.
 
-A row has ``chosen`` and ``rejected``, and usually ``prompt``. Each is text, or a list of messages.
-Without ``prompt`` the common first messages of two conversations are the prompt. Only answers
-behind the prompt have a loss.
+Only answers behind the prompt have a loss.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import groupby, takewhile
+from itertools import groupby
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 from zipfile import BadZipFile, ZipFile
 
 import numpy as np
@@ -20,91 +18,18 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from megatron_lightning.data.chat import ASSISTANT, Chat, Text, parse_row
+from megatron_lightning.data.chat import Chat, Text
 from megatron_lightning.data.chat_template import ChatOptions
 from megatron_lightning.data.chat_view import Rendered
 from megatron_lightning.data.files import atomic_write
 from megatron_lightning.data.packing import Numbers
+from megatron_lightning.data.preference_rows import SIDES, parse_pair
 from megatron_lightning.data.sft import Document, Documents, Encoder
 from megatron_lightning.data.sources import Row
 from megatron_lightning.data.supervised import IGNORED, Sources
-from megatron_lightning.errors import CheckpointError, ConfigError, DataError
+from megatron_lightning.errors import CheckpointError, ConfigError
 
-SIDES = ("chosen", "rejected")
-_VERSION = 2
-_WANTED = "prompt, chosen and rejected, each a text or a list of messages"
-
-
-def parse_pair(row: Row) -> tuple[Chat | Text, Chat | Text]:
-    """Return the two answers of a row, each behind the prompt.
-
-    Raises:
-        DataError: If the keys are not those of a preference, or a value does not fit.
-    """
-    fields = row.fields
-    if not all(side in fields for side in SIDES):
-        if "completion" in fields and "label" in fields:
-            raise DataError(
-                f"{row.where}: completion and label are data of KTO, whose loss compares unpaired "
-                f"answers over a batch, which micro-batches would change; expected {_WANTED}"
-            )
-        raise DataError(f"{row.where}: the keys are {sorted(fields)}; expected {_WANTED}")
-    answers = [fields[side] for side in SIDES]
-    prompt = fields.get("prompt")
-    if prompt is None:
-        prompt, answers = _common(row, answers)
-    elif isinstance(prompt, str) and all(isinstance(answer, str) for answer in answers):
-        pass  # a prompt without a template
-    else:
-        prompt = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-        answers = [_behind(prompt, answer) for answer in answers]
-    chosen, rejected = (_answer(row, prompt, answer) for answer in answers)
-    return chosen, rejected
-
-
-def _common(row: Row, answers: Sequence[Any]) -> tuple[Any, list[Any]]:
-    """Return the common first messages of two conversations, and the rest of each."""
-    if not all(isinstance(answer, list) for answer in answers):
-        raise DataError(
-            f"{row.where}: there is no prompt, and chosen and rejected are no conversations that "
-            f"would hold one; expected {_WANTED}"
-        )
-    pairs = zip(*answers, strict=False)
-    num_shared = len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
-    num_shared = min(num_shared, *(len(answer) - 1 for answer in answers))
-    if num_shared < 1:
-        raise DataError(
-            f"{row.where}: chosen and rejected begin with different messages, so that the prompt "
-            "is not known; add prompt"
-        )
-    return answers[0][:num_shared], [answer[num_shared:] for answer in answers]
-
-
-def _behind(prompt: Any, answer: Any) -> Any:
-    """Return an answer as messages behind the prompt. Many data sets repeat the prompt in the
-    answer.
-    """
-    if isinstance(answer, str):
-        return [{"role": ASSISTANT, "content": answer}]
-    repeats = (
-        isinstance(prompt, list)
-        and isinstance(answer, list)
-        and len(answer) > len(prompt)
-        and answer[: len(prompt)] == prompt
-    )
-    return answer[len(prompt) :] if repeats else answer
-
-
-def _answer(row: Row, prompt: Any, answer: Any) -> Chat | Text:
-    fields = {**row.fields, "prompt": prompt, "completion": answer}
-    other_names = ("messages", "conversations", "input_ids", "instruction", *SIDES)
-    answer_row = Row(
-        row.where, {key: value for key, value in fields.items() if key not in other_names}
-    )
-    parsed = cast("Chat | Text", parse_row(answer_row))
-    if isinstance(parsed, Chat) and not parsed.trained:
-        raise DataError(f"{row.where}: there is no answer of the assistant behind the prompt")
-    return parsed
+_VERSION = 3
 
 
 class PairEncoder(Encoder):

@@ -15,7 +15,7 @@ from lightning.pytorch import LightningDataModule, LightningModule
 from megatron_lightning.data.indexed import IndexedDataset
 from megatron_lightning.data.inspection import inspect, length_picture
 from megatron_lightning.data.merge import merge
-from megatron_lightning.data.preference import SIDES
+from megatron_lightning.data.preference_rows import SIDES
 from megatron_lightning.data.remote import written_path
 from megatron_lightning.data.show import (
     as_numbers,

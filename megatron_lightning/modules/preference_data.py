@@ -14,12 +14,12 @@ from torch.utils.data import DataLoader
 from megatron_lightning.data.chat_view import Reasoning
 from megatron_lightning.data.packing import Rows
 from megatron_lightning.data.preference import (
-    SIDES,
     PairDataset,
     PairEncoder,
     Pairs,
     ScoreFile,
 )
+from megatron_lightning.data.preference_rows import SIDES
 from megatron_lightning.data.resume import OnChangedData
 from megatron_lightning.data.sft import Truncation
 from megatron_lightning.data.supervised import Part, Sources
@@ -35,7 +35,8 @@ class PreferenceDataModule(FinetuneDataModule):
 
     A row has ``chosen`` and ``rejected``, and usually ``prompt``. Each is text, or a list of
     messages rendered by the chat template. Without ``prompt`` the common first messages of the two
-    conversations are the prompt. Both answers of a pair are in the same micro-batch.
+    conversations are the prompt. Rows of HH-RLHF and ranking rows of LLaMA-Factory are read, too.
+    Both answers of a pair are in the same micro-batch.
 
     Labels are already shifted, and -100 in prompts and padding.
 

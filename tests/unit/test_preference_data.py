@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("transformers", "5")
 
 from megatron_lightning.data.chat import Chat, Text
-from megatron_lightning.data.preference import SIDES, parse_pair
+from megatron_lightning.data.preference_rows import SIDES, parse_pair
 from megatron_lightning.data.sources import Row
 from megatron_lightning.errors import CheckpointError, ConfigError, DataError
 from megatron_lightning.modules import PreferenceDataModule
@@ -30,6 +30,22 @@ TEXT = {"prompt": "the sky is", "chosen": " blue", "rejected": " red or green"}
         {"prompt": USER, "chosen": USER + BLUE, "rejected": USER + RED},
         {"prompt": "what is the sky", "chosen": USER + BLUE, "rejected": USER + RED},
         {"prompt": USER, "chosen": "blue", "rejected": "red", "score_chosen": 3.0},
+        # A text beside whole conversations, with other white space.
+        {"prompt": " what is the sky\n", "chosen": USER + BLUE, "rejected": USER + RED},
+        {"prompt": "", "chosen": USER + BLUE, "rejected": USER + RED},
+        # LLaMA-Factory: an answer is an object, or the output of an instruction.
+        {"messages": USER, "chosen": BLUE[0], "rejected": RED[0]},
+        {
+            "conversations": [{"from": "human", "value": "what is the sky"}],
+            "chosen": {"from": "gpt", "value": "blue"},
+            "rejected": {"from": "gpt", "value": "red"},
+        },
+        {"instruction": "what is the sky", "input": "", "chosen": "blue", "rejected": "red"},
+        # HH-RLHF: a dialog in one text.
+        {
+            "chosen": "\n\nHuman: what is the sky\n\nAssistant: blue",
+            "rejected": "\n\nHuman: what is the sky \n\nAssistant: red\n",
+        },
     ],
 )
 def test_forms_of_conversations_are_one(fields: dict[str, Any]) -> None:
@@ -38,6 +54,32 @@ def test_forms_of_conversations_are_one(fields: dict[str, Any]) -> None:
     assert isinstance(rejected, Chat)
     assert (list(chosen.messages), chosen.trained) == (USER + BLUE, {1})
     assert (list(rejected.messages), rejected.trained) == (USER + RED, {1})
+
+
+SYSTEM = [turn("system", "user")]
+LONG = [turn("user", "the color"), turn("assistant", "of what"), *USER]
+
+
+@pytest.mark.parametrize(
+    ("fields", "prompt"),
+    [
+        ({"prompt": "what is the sky", "chosen": SYSTEM + USER + BLUE,
+          "rejected": SYSTEM + USER + RED}, SYSTEM + USER),
+        ({"prompt": SYSTEM + USER, "chosen": USER + BLUE, "rejected": RED}, SYSTEM + USER),
+        ({"prompt": USER, "chosen": "blue", "rejected": "red", "system": "user"}, SYSTEM + USER),
+        ({"prompt": LONG, "chosen": LONG + BLUE, "rejected": "red"}, LONG),
+        ({"instruction": "what is the sky", "history": [["the color", "of what"]],
+          "chosen": "blue", "rejected": "red"}, LONG),
+        ({"chosen": "\n\nHuman: the color\n\nAssistant: of what\n\nHuman: what is the sky"
+                    "\n\nAssistant: blue",
+          "rejected": "\n\nHuman: the color\n\nAssistant: of what\n\nHuman: what is the sky"
+                      "\n\nAssistant: red"}, LONG),
+    ],
+)  # fmt: skip
+def test_a_prompt_is_asked_once(fields: dict[str, Any], prompt: list[Any]) -> None:
+    for chat, answer in zip(parse_pair(Row("here", fields)), (BLUE, RED), strict=True):
+        assert isinstance(chat, Chat)
+        assert (list(chat.messages), chat.trained) == (prompt + answer, {len(prompt)})
 
 
 def test_texts_are_joined_as_they_are() -> None:
@@ -55,6 +97,28 @@ def test_texts_are_joined_as_they_are() -> None:
         ({"chosen": "b", "rejected": "c"}, "there is no prompt"),
         ({"chosen": BLUE, "rejected": RED}, "begin with different messages"),
         ({"prompt": BLUE, "chosen": USER, "rejected": USER}, "no answer of the assistant"),
+        (
+            {"prompt": "what", "chosen": USER + BLUE, "rejected": USER + RED},
+            "chosen begins with a message of the role 'user', .* Leave prompt out",
+        ),
+        (
+            {"prompt": USER, "chosen": SYSTEM + BLUE, "rejected": RED},
+            "chosen begins with a message of the role 'system'",
+        ),
+        (
+            {"prompt": "what is the sky", "chosen": SYSTEM + USER + BLUE, "rejected": USER + RED},
+            "behind different prompts",
+        ),
+        (
+            {
+                "prompt": SYSTEM + USER,
+                "chosen": [turn("system", "b"), *USER, *BLUE],
+                "rejected": RED,
+            },
+            "prompt and chosen have different system messages",
+        ),
+        ({"chosen": SYSTEM + USER + BLUE, "rejected": SYSTEM + LONG[:1] + RED}, "begin with diff"),
+        ({"prompt": "a", "chosen": 3, "rejected": "b"}, "chosen is a int"),
     ],
 )
 def test_rows_that_are_no_preferences_are_refused(fields: Any, message: str) -> None:
