@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal
@@ -19,6 +19,8 @@ from megatron_lightning.bridge.from_config import new_folder
 from megatron_lightning.bridge.gpt import build_gpt_model, gpt_config
 from megatron_lightning.bridge.hub import local_folder
 from megatron_lightning.bridge.kept import KeptFolder, read_kept, remember
+from megatron_lightning.bridge.lazy import Lazy
+from megatron_lightning.bridge.remembered import remember_new
 from megatron_lightning.bridge.torch_dist import is_megatron
 from megatron_lightning.bridge.untouched import (
     UNCHANGED,
@@ -57,6 +59,7 @@ class AutoBridge(FolderModel):
         architecture: str | None = None,
         new_tensors: Sequence[str] = (),
         left_out: Sequence[str] = (),
+        config_overrides: Mapping[str, Any] | None = None,
     ) -> AutoBridge:
         """Return the bridge of a folder, of a Hub id, or of a checkpoint of a folder's model.
 
@@ -73,6 +76,9 @@ class AutoBridge(FolderModel):
             new_tensors: Patterns of parameters missing from the folder, such as "score.weight". New
                 parameters get the initial values of ``transformers``, equal on all ranks.
             left_out: Patterns of tensors missing from the model, such as "lm_head.weight".
+            config_overrides: Entries of the configuration with other values, kept in checkpoints
+                and exported folders. With ``tie_word_embeddings: false`` the output layer of a tied
+                model begins as a copy of the embedding.
 
         Raises:
             MissingCheckpointError: If there is no such folder, and the Hub has no such id.
@@ -83,7 +89,12 @@ class AutoBridge(FolderModel):
             "attn_implementation": attn_implementation,
             "family": family,
         }
-        options["change"] = Change(architecture, tuple(new_tensors), tuple(left_out))
+        options["change"] = Change(
+            architecture,
+            tuple(new_tensors),
+            tuple(left_out),
+            tuple((config_overrides or {}).items()),
+        )
         if is_checkpoint(path):
             return cls.from_checkpoint(path, **options)
         folder = local_folder(path, revision=revision)
@@ -202,11 +213,12 @@ class AutoBridge(FolderModel):
             return self._new_model(self._kept, dtype)
         model = self.lazy_model(dtype=dtype or torch.get_default_dtype())
         record = self.keep(model)
+        new_names = [name for name, x in model.named_parameters() if not isinstance(x, Lazy)]
         # Three ways to the values: each rank reads its own shards later; boxes are read and
         # dequantized now; or transformers loads a plain folder itself.
         if is_deferred():
             defer_weights(model, reads=record is not self.folder or record.has_values)
-        elif self._kept is not None or self._quantization is not None:
+        elif self._kept is not None or self._quantization is not None or self._copies:
             fill_weights(model)
         else:
             options = {**self._options, "dtype": dtype or torch.get_default_dtype()}
@@ -214,6 +226,7 @@ class AutoBridge(FolderModel):
         if self._generation_config is not None:
             model.generation_config = self._generation_config
         remember(model, record)
+        remember_new(model, new_names)
         return model
 
     def _new_model(self, kept: KeptFolder, dtype: torch.dtype | None) -> nn.Module:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,6 +12,8 @@ from typing import Any
 from megatron_lightning.errors import ConfigError, MissingCheckpointError
 
 CONFIG = "config.json"
+TIE = "tie_word_embeddings"
+"""Entry of a configuration: whether embedding and output layer share a weight."""
 _SAME_AS = MappingProxyType({"kimi_k2": "deepseek_v3"})
 """Model type unknown to ``transformers`` -> equivalent type known to ``transformers``."""
 
@@ -45,6 +48,26 @@ def load_config(path: Path, *, trust_remote_code: bool) -> Any:
             f"{file} describes a model of type {values.get('model_type')!r}, which cannot be made "
             f"({str(error).splitlines()[0]}). {advice}"
         ) from error
+
+
+def with_overrides(config: Any, overrides: Mapping[str, Any]) -> Any:
+    """Return a copy of a configuration of ``transformers`` with other values.
+
+    Raises:
+        ConfigError: If the configuration has no such entry.
+    """
+    config = copy.deepcopy(config)
+    for key, value in overrides.items():
+        if not hasattr(config, key):
+            raise ConfigError(
+                f"config_overrides has {key!r}, and {type(config).__name__} has no such entry. "
+                "Name an entry of config.json, or of the class."
+            )
+        setattr(config, key, value)
+        text = config.get_text_config()
+        if key == TIE and text is not config:  # both are read, by different classes
+            setattr(text, key, value)
+    return config
 
 
 def load_generation_config(path: Path) -> Any:

@@ -14,9 +14,11 @@ from typing_extensions import Self
 
 from megatron_lightning.bridge.configuration import (
     CONFIG,
+    TIE,
     config_text,
     load_config,
     load_generation_config,
+    with_overrides,
 )
 from megatron_lightning.bridge.families import family_for, family_of
 from megatron_lightning.bridge.folder import FolderTensors, HuggingFaceFolder
@@ -32,7 +34,9 @@ from megatron_lightning.bridge.untouched import (
     fits,
     lazy_model,
     lazy_parameters,
+    set_copies,
     tied_parameters,
+    ties_of_class,
 )
 from megatron_lightning.config import TransformerConfig
 from megatron_lightning.errors import ConfigError
@@ -98,6 +102,8 @@ class FolderModel:
         self._quantization = quantization_of(path / CONFIG)
         if self._quantization is not None:  # the model's weights are dequantized
             del self.config.quantization_config
+        if change.settings:
+            self.config = with_overrides(self.config, dict(change.settings))
         self._trusts = trust_remote_code
         self.origin = str(path) if origin is None else origin
         """The user's name of the folder."""
@@ -266,9 +272,48 @@ class FolderModel:
             CheckpointError: If the folder does not fit the model, or is damaged.
         """
         options = {**self._options, "dtype": dtype}
-        return lazy_model(
-            self.folder, self.model_class, self.config, change=self._change, **options
-        )
+        change = self._change._replace(new_tensors=(*self._change.new_tensors, *self._copies))
+        model = lazy_model(self.folder, self.model_class, self.config, change=change, **options)
+        set_copies(model, self._copies)
+        return model
+
+    @cached_property
+    def _copies(self) -> dict[str, str]:
+        """Name -> name of the copied parameter, of weights that the folder's model ties and this
+        model has apart.
+        """
+        if dict(self._change.settings).get(TIE) is not False:
+            return {}
+        tied = with_overrides(self.config, {TIE: True})
+        return ties_of_class(self.model_class, tied)
+
+    def untied(self) -> Self:
+        """Return the model of the folder with a weight each for embedding and output layer.
+
+        Raises:
+            ConfigError: If the model computes in another way without tied weights.
+        """
+        if getattr(self.config, "is_encoder_decoder", False):
+            raise ConfigError(
+                f"{self.model_class.__name__} of {self.path} has an encoder and a decoder, and "
+                "computes in another way when embedding and output layer are two weights. Train "
+                "adapters without either of them."
+            )
+        return self._with_change(settings=(*self._change.settings, (TIE, False)))
+
+    def _with_change(self, **fields: Any) -> Self:
+        """Return the folder's model with other differences from the folder."""
+        options: dict[str, Any] = {
+            "trust_remote_code": self._trusts,
+            "family": self._family,
+            "attn_implementation": self._options.get("attn_implementation"),
+            "origin": self.origin,
+            "revision": self.revision,
+            "change": self._change._replace(**fields),
+        }
+        if self._kept is not None:
+            return type(self).from_kept(self._kept, **options)
+        return type(self)(self.path, **options)
 
     def keep(self, model: nn.Module) -> KeptFolder:
         """Return the folder's record for checkpoints of a lazy model."""
@@ -287,7 +332,11 @@ class FolderModel:
         added = {
             name: (tuple(value.shape), value.dtype)
             for name, value in state.items()
-            if not isinstance(value, Lazy) and fits(name, self._change.new_tensors)
+            if name not in self.folder.tensors
+            and (
+                name in self._copies
+                or (not isinstance(value, Lazy) and fits(name, self._change.new_tensors))
+            )
         }
         left_out = {n for n in self.folder.tensors if fits(n, self._change.left_out)}
         config = copy.deepcopy(self.config)

@@ -4,6 +4,7 @@ file alone of the package.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -16,6 +17,19 @@ if TYPE_CHECKING:
 
 ATTRIBUTE = "_kept_folder"
 """Attribute of a model with the record of its folder."""
+
+_NEW = "_new_parameters"
+
+
+def remember_new(model: nn.Module, names: Iterable[str]) -> None:
+    """Make a model remember the names of its parameters that the folder lacks."""
+    model.__dict__[_NEW] = tuple(names)
+
+
+def new_parameters(model: nn.Module) -> tuple[str, ...]:
+    """Return the names of a model's parameters that the model's folder lacks."""
+    names: tuple[str, ...] = model.__dict__.get(_NEW, ())
+    return names
 
 
 def kept_folders(module: nn.Module) -> dict[str, KeptFolder]:

@@ -29,6 +29,7 @@ from megatron_lightning.parallel.context import ParallelContext
 from megatron_lightning.parallel.materialize import leave_empty
 from megatron_lightning.parallel.spec import Shape
 from megatron_lightning.parallel.stored_weight import stored_part
+from megatron_lightning.parallel.ties import shared_names
 
 
 class Change(NamedTuple):
@@ -40,6 +41,8 @@ class Change(NamedTuple):
     """Patterns of parameters missing from the folder."""
     left_out: tuple[str, ...] = ()
     """Patterns of tensors missing from the model."""
+    settings: tuple[tuple[str, Any], ...] = ()
+    """Entries of the configuration with other values."""
 
 
 UNCHANGED = Change()
@@ -96,6 +99,29 @@ def tied_parameters(model: nn.Module) -> dict[str, str]:
     state = model.state_dict(keep_vars=True)
     names = {name: first.get(id(tensor), name) for name, tensor in state.items()}
     return {name: owner for name, owner in names.items() if owner != name}
+
+
+def ties_of_class(model_class: Any, config: Any) -> dict[str, str]:
+    """Return further name -> first name of the parameters that a class ties by a configuration."""
+    with torch.device("meta"), _quiet():
+        model: nn.Module = model_class(config)
+    return {name: owner for owner, *names in shared_names(model) for name in names}
+
+
+def set_copies(model: nn.Module, copies: Mapping[str, str]) -> None:
+    """Give parameters of a lazy model, new to the model's folder, the values of other parameters.
+
+    Args:
+        model: The model.
+        copies: Name -> name of the parameter to copy. A name in the folder keeps its values.
+    """
+    for name, owner in copies.items():
+        if not isinstance(model.get_parameter(name), Lazy):
+            lazy: Any = model.get_parameter(owner)
+            path, _, last = name.rpartition(".")
+            copied: Any = Lazy(lazy.shape, lazy.dtype, lazy.fill)
+            copied.requires_grad = lazy.requires_grad
+            model.get_submodule(path)._parameters[last] = copied
 
 
 def lazy_model(

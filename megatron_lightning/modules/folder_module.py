@@ -73,6 +73,7 @@ class FolderModule(LanguageModule):
             # Lightning loads the weights next. With strict=False a part may keep the folder's
             # values.
             reads = not self.strict_loading
+            source.pop("config_overrides", None)  # the checkpoint's configuration has them
             return AutoBridge.from_checkpoint(self._checkpoint, reads=reads, **source)
         return AutoBridge.from_hf_pretrained(**source)
 

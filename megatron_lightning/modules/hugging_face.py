@@ -29,6 +29,9 @@ class HuggingFaceModule(FolderModule):
         trust_remote_code: Whether code in the folder may run.
         attn_implementation: Attention of ``transformers``, such as "sdpa" or "eager". Default: the
             model's default.
+        config_overrides: Entries of the folder's configuration with other values, kept in
+            checkpoints and exported folders. With ``tie_word_embeddings: false`` a tied output
+            layer becomes a weight of its own.
         learning_rate: Peak learning rate.
         fused_loss: Compute losses in chunks of tokens, so that the logits of all tokens never exist
             at once. False: compute logits first.
@@ -46,6 +49,7 @@ class HuggingFaceModule(FolderModule):
         revision: str | None = None,
         trust_remote_code: bool = False,
         attn_implementation: str | None = None,
+        config_overrides: dict[str, Any] | None = None,
         learning_rate: float = 1e-5,
         fused_loss: bool = True,
         **options: Any,
@@ -56,6 +60,7 @@ class HuggingFaceModule(FolderModule):
             "revision": revision,
             "trust_remote_code": trust_remote_code,
             "attn_implementation": attn_implementation,
+            "config_overrides": config_overrides,
         }
         self.save_hyperparameters({**source, "fused_loss": fused_loss, **self._settings})
         self.fused_loss = fused_loss

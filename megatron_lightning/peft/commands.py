@@ -4,45 +4,36 @@ any machine, without process groups. Signatures are the options.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from megatron_lightning.bridge.auto import AutoBridge
-from megatron_lightning.bridge.export import write_folder as write_model
-from megatron_lightning.bridge.folder_model import Plan
 from megatron_lightning.bridge.import_folder import state_before_training
-from megatron_lightning.bridge.lazy import Fill
-from megatron_lightning.bridge.values import fills_of_checkpoint
 from megatron_lightning.checkpoint.format.manifest import TensorInfo
-from megatron_lightning.checkpoint.format.streaming import (
-    read_box,
-    slabs,
-    spread_evenly,
-    write_checkpoint,
-)
 from megatron_lightning.checkpoint.kept_files import KeptFiles, kept_entry
-from megatron_lightning.checkpoint.progress import progress_bar
-from megatron_lightning.checkpoint.source import CheckpointSource, open_checkpoint
-from megatron_lightning.config import TransformerConfig
+from megatron_lightning.checkpoint.source import open_checkpoint
 from megatron_lightning.errors import CheckpointError
 from megatron_lightning.models.transformer import GPTModel
-from megatron_lightning.parallel.digest import as_text, digest_of_tensors
-from megatron_lightning.parallel.spec import Box
 from megatron_lightning.peft import folder
-from megatron_lightning.peft.merge import deltas_of, merged_fills
+from megatron_lightning.peft.fitting import check_trainable, fitted, ties_of
+from megatron_lightning.peft.merged_models import (
+    base_model,
+    gpt_checkpoint,
+    gpt_config_of,
+    write_merged,
+    write_merged_gpt,
+    write_tensors,
+)
 from megatron_lightning.peft.record import PEFT
-from megatron_lightning.peft.saved import SavedAdapters, to_gpt
 from megatron_lightning.peft.sources import read_saved, record_of
 from megatron_lightning.peft.texts import card, stops
 
 Dtype = Literal["float32", "bfloat16", "float16"]
-_CHUNK_BYTES = 64 << 20
 _OF_TOKENIZER = (
     "token", "vocab", "merges", "special", "added", "chat_template", "additional_chat",
     "generation_config",
@@ -105,16 +96,20 @@ def merge(  # noqa: PLR0917  # every argument is an option of the command line
         CheckpointError: If the adapters were trained on another base, or the target exists.
     """
     adapters = read_saved(source)
-    if adapters.is_gpt and (checkpoint := _gpt_checkpoint(adapters, source, base)) is not None:
+    if adapters.is_gpt and (checkpoint := gpt_checkpoint(adapters, source, base)) is not None:
         _check_free(target, overwrite=overwrite)
-        _merge_gpt(adapters, source, target, checkpoint, dtype)
+        write_merged_gpt(adapters, source, target, checkpoint, _dtype(dtype))
     else:
         options: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
-        base_found = _base(adapters, source, base, **options)
+        found = base_model(adapters, source, base, **options)
         texts = _tokenizer_files(source)
-        texts |= stops({**base_found.plan.folder.files.contents, **texts}, chat_template)
+        texts |= stops({**found.plan.folder.files.contents, **texts}, chat_template)
         texts |= card(adapters, Path(target).name, merged=True)
-        _merge_folder(adapters, base_found, target, dtype, files=texts, overwrite=overwrite)
+        untied = write_merged(
+            adapters, found, target, source, _dtype(dtype), files=texts, overwrite=overwrite
+        )
+        if untied:
+            print(f"{', '.join(untied)} is a weight of its own there (tie_word_embeddings: false).")
     print(f"{target} holds the base with the adapters of {len(adapters.layers)} layers added.")
 
 
@@ -144,29 +139,33 @@ def import_(  # noqa: PLR0917  # every argument is an option of the command line
     _check_free(target, overwrite=overwrite)
     adapters = folder.read_folder(source)
     # A checkpoint as base means a GPTLightningModule. Other bases are folders.
-    config = None if base is None else _gpt_config(base)
+    config = None if base is None else gpt_config_of(base)
+    model: nn.Module
     if config is None:
         options: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
-        model = _base(adapters, source, base, **options).model
+        model = base_model(adapters, source, base, **options).model
     else:
         with torch.device("meta"):
             model = GPTModel(config)
-    if isinstance(model, GPTModel):
-        adapters = to_gpt(adapters, model)
+    adapters = fitted(adapters, model, source)
+    check_trainable(adapters, model, source)
+    ties = {name: owner for name, owner in ties_of(model).items() if name in adapters.saved}
     names = [name for name in model.state_dict() if name not in adapters.saved]
-    tensors = {f"state_dict.model.{name}": tensor for name, tensor in adapters.state()}
+    tensors = {f"state_dict.model.{n}": t for n, t in adapters.state() if n not in ties}
     entry: dict[str, Any] = {
         "lora": _as_state(asdict(adapters.lora)),
         "targets": list(adapters.targets),
         "fused": {},
         "saved": list(adapters.saved),
+        "ties": ties,
+        "task": adapters.task,
         "names": "gpt" if adapters.is_gpt else "own",
         "base": asdict(adapters.base),
         "left_out": [f"model.{name}" for name in names],
     }
     state = state_before_training({}) | {PEFT: {"model": entry}}
     stored = {name: TensorInfo(tuple(t.shape), t.dtype) for name, t in tensors.items()}
-    _write(target, stored, lambda name, box: tensors[name][box.slices], state, {})
+    write_tensors(target, stored, lambda name, box: tensors[name][box.slices], state)
     print(f"{target} holds the adapters of {len(adapters.layers)} layers.")
 
 
@@ -176,193 +175,7 @@ COMMANDS: Mapping[str, Callable[..., Any]] = MappingProxyType(
 """Name of a tool -> function."""
 
 
-# ----------------------------------------------------------------------------------------- merge
-
-
-class _Base(NamedTuple):
-    """The base model of adapters."""
-
-    plan: Plan
-    """Recipe of a folder from the model's parameters."""
-    fills: dict[str, Fill]
-    """Values of the model's parameters."""
-    model: nn.Module
-    """The model on ``meta``."""
-    what: str
-
-
-def _base(
-    own: SavedAdapters,
-    source: str,
-    base: str | None,
-    *,
-    revision: str | None,
-    trust_remote_code: bool,
-) -> _Base:
-    """Return the base, from a folder or from the source."""
-    options: dict[str, Any] = {"trust_remote_code": trust_remote_code}
-    config, fills = None, None
-    if not folder.is_folder(source):
-        opened = open_checkpoint(source)
-        record = record_of(opened, source)
-        config = _config_in(opened) if own.is_gpt else None
-        entry = kept_entry(opened.state(), record.path)
-        # A checkpoint with all weights is a base of its own. A checkpoint of adapters names its
-        # base.
-        if base is None and entry is not None and not record.left_out:
-            bridge = AutoBridge.from_checkpoint(source, model=record.path, reads=False, **options)
-            plan = bridge.plan(config)
-            fills = fills_of_checkpoint(opened, plan.parameters, record.path)
-            return _Base(plan, fills, _on_meta(bridge, config), source)
-    origin = own.base.origin
-    if base is None and (origin is None or not Path(origin).is_dir()):
-        hint = f" ({origin}, which is no folder here)" if origin else ""
-        raise CheckpointError(
-            f"{source} holds no base{hint}, and nothing is downloaded unasked. Name the base: "
-            f"--base {origin or 'FOLDER'}."
-        )
-    bridge = AutoBridge.from_hf_pretrained(base or str(origin), revision=revision, **options)
-    plan = bridge.plan(config)
-    fills = {name: lazy.fill for name, lazy in plan.parameters.items()}
-    return _Base(plan, fills, _on_meta(bridge, config), str(bridge.path))
-
-
-def _on_meta(bridge: AutoBridge, config: TransformerConfig | None) -> nn.Module:
-    with torch.device("meta"):
-        model: nn.Module = bridge.model_class(bridge.config) if config is None else GPTModel(config)
-    return model
-
-
-def _merge_folder(
-    own: SavedAdapters,
-    base: _Base,
-    target: str,
-    dtype: Dtype | None,
-    *,
-    files: Mapping[str, bytes],
-    overwrite: bool,
-) -> None:
-    """Write a folder of ``transformers`` with the adapters added."""
-    plan, model = base.plan, base.model
-    weights = set(deltas_of(own, model))
-    unknown = [name for name in (*sorted(weights), *own.saved) if name not in plan.parameters]
-    if unknown:
-        raise CheckpointError(
-            f"the adapters change {unknown[0]}, and {type(model).__name__} has no such weight. "
-            "Name their own base: --base FOLDER."
-        )
-    # Deltas added to other weights than they were trained on would be wrong in silence.
-    _check_digest(own, base.fills, model, base.what)
-    fills = merged_fills(base.fills, deltas_of(own, model)) | {
-        name: _fill_from(values) for name, values in own.saved.items()
-    }
-    tensors = plan.tensors(fills, _dtype(dtype))
-    size = sum(tensor.numel() * tensor.dtype.itemsize for tensor in tensors.values())
-    with progress_bar("merging", size) as advance:
-        write_model(
-            Path(target), plan.folder, tensors, overwrite=overwrite, files=files, advance=advance
-        )
-
-
-def _gpt_checkpoint(own: SavedAdapters, source: str, base: str | None) -> str | None:
-    """Return the checkpoint of a ``GPTModel`` base. None: the base is in a folder."""
-    if base is not None:
-        return base if _gpt_config(base) is not None else None
-    opened = open_checkpoint(source)
-    record = record_of(opened, source)
-    if record.left_out or kept_entry(opened.state(), record.path) is not None:
-        return None
-    return source
-
-
-def _merge_gpt(
-    own: SavedAdapters, source: str, target: str, base: str, dtype: Dtype | None
-) -> None:
-    """Write a checkpoint of a ``GPTLightningModule`` with the adapters merged into the weights."""
-    opened = open_checkpoint(base)
-    config = _config_in(opened)
-    with torch.device("meta"):
-        model = GPTModel(config)  # type: ignore[arg-type]  # _gpt_checkpoint has looked
-    prefix = "state_dict.model."
-    low = _dtype(dtype)
-    stored = {
-        name: TensorInfo(info.shape, low)
-        if low is not None and info.dtype.is_floating_point
-        else info
-        for name, info in opened.tensors().items()
-        if name.startswith("state_dict.") and ".adapters." not in name
-    }
-    names = [name for name, _ in model.named_parameters() if prefix + name in stored]
-    fills: dict[str, Fill] = {name: _fill_of_source(opened, prefix + name) for name in names}
-    _check_digest(own, fills, model, base)
-    merged = merged_fills(fills, deltas_of(own, model))
-    merged |= {name: _fill_from(values) for name, values in own.saved.items()}
-
-    # A box of base and delta at a time, so that memory does not grow with the model.
-    def read(name: str, box: Box) -> Tensor:
-        info, own_name = stored[name], name.removeprefix(prefix)
-        if own_name not in merged:
-            return read_box(opened, name, info.dtype, box)
-        out = torch.empty(box.shape, dtype=info.dtype)
-        merged[own_name](box, out)
-        return out
-
-    state = opened.state()
-    # States of the adapters' training mean nothing to the merged weights.
-    for key in (PEFT, "optimizer_states", "lr_schedulers", "callbacks", "loops"):
-        state.pop(key, None)
-    settings = state.get("hyper_parameters")
-    if isinstance(settings, dict):
-        settings["peft"] = None
-    _write(target, stored, read, state, {})
-
-
-def _check_digest(
-    own: SavedAdapters, fills: Mapping[str, Fill], model: nn.Module, what: str
-) -> None:
-    """Check that the adapters were trained on this base, if the adapters have a digest."""
-    if own.base.digest is None:
-        return
-
-    def values() -> Iterator[tuple[str, Tensor]]:
-        for name, parameter in model.named_parameters():
-            if name not in own.saved and name in fills:
-                tensor = torch.empty(parameter.shape)
-                fills[name](Box.full(tuple(parameter.shape)), tensor)
-                yield name, tensor
-
-    kind = "gpt" if own.is_gpt else "own"
-    own.base.check(as_text(digest_of_tensors(values()), kind), what)
-
-
-def _fill_from(values: Tensor) -> Fill:
-    def fill(box: Box, out: Tensor) -> None:
-        out.copy_(values[box.slices])
-
-    return fill
-
-
-def _fill_of_source(source: CheckpointSource, name: str) -> Fill:
-    def fill(box: Box, out: Tensor) -> None:
-        out.copy_(read_box(source, name, out.dtype, box))
-
-    return fill
-
-
 # ----------------------------------------------------------------------------------------- files
-
-
-def _write(
-    target: str,
-    stored: Mapping[str, TensorInfo],
-    read: Callable[[str, Box], Tensor],
-    state: dict[str, Any],
-    info: dict[str, Any],
-) -> None:
-    size = sum(entry.num_bytes() for entry in stored.values())
-    with progress_bar("writing", size) as advance:
-        files = spread_evenly(stored, lambda entry: slabs(entry, _CHUNK_BYTES), 1)
-        write_checkpoint(target, stored, read, state, info, files=files, advance=advance)
 
 
 def _check_free(target: str, *, overwrite: bool) -> None:
@@ -387,18 +200,6 @@ def _tokenizer_files(source: str) -> dict[str, bytes]:
 
 def _of_tokenizer(contents: Mapping[str, bytes]) -> dict[str, bytes]:
     return {name: text for name, text in contents.items() if name.startswith(_OF_TOKENIZER)}
-
-
-def _gpt_config(base: str) -> TransformerConfig | None:
-    """Return the configuration in a checkpoint of a ``GPTLightningModule``. None: another base."""
-    if (Path(base) / "config.json").exists() or not Path(base).exists():
-        return None
-    return _config_in(open_checkpoint(base))
-
-
-def _config_in(source: CheckpointSource) -> TransformerConfig | None:
-    config = source.state().get("hyper_parameters", {}).get("config")
-    return TransformerConfig(**config) if isinstance(config, Mapping) else None
 
 
 def _dtype(name: Dtype | None) -> torch.dtype | None:

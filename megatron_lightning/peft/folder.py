@@ -15,7 +15,7 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -28,24 +28,31 @@ from torch import Tensor
 from megatron_lightning.checkpoint.format.files import beside, new_identifier
 from megatron_lightning.errors import CheckpointError, ConfigError, MissingCheckpointError
 from megatron_lightning.layers.adapters import ALL_ROWS
+from megatron_lightning.peft.folder_targets import FolderTargets
 from megatron_lightning.peft.lora import LoRA
+from megatron_lightning.peft.matching import is_inside
 from megatron_lightning.peft.saved import Base, Factors, SavedAdapters, to_hugging_face
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 _LENGTHS = ".lora_magnitude_vector"
+_ORIGINAL = ".original_module."
 _DIGEST = "megatron_lightning.base_digest"
 _READ = frozenset((
     "r", "lora_alpha", "lora_dropout", "target_modules", "exclude_modules", "rank_pattern",
     "alpha_pattern", "use_rslora", "modules_to_save", "base_model_name_or_path", "revision",
-    "target_parameters", "use_dora",
+    "target_parameters", "use_dora", "init_lora_weights",
 ))  # fmt: skip
 _ANY = frozenset((
     "task_type", "auto_mapping", "peft_version", "inference_mode", "megatron_core",
-    "fan_in_fan_out", "init_lora_weights", "layers_to_transform", "layers_pattern",
-    "qalora_group_size", "ensure_weight_tying", "target_parameters_order",
+    "fan_in_fan_out", "layers_to_transform", "layers_pattern", "qalora_group_size",
+    "ensure_weight_tying", "target_parameters_order",
+    "loftq_config", "eva_config", "corda_config", "lora_ga_config",
 ))  # fmt: skip
 """Fields without an effect on existing tensors."""
+_SAME_BASE = (True, False, None, "gaussian", "orthogonal", "eva", "mica")
+"""Initializations of adapters that leave the base's weights as they are. (``mica`` trains A alone,
+so folders of it are read and merged.)"""
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = MappingProxyType(
     {
         "peft_type": ("LORA",),
@@ -100,12 +107,17 @@ def read_folder(path: str | os.PathLike[str]) -> SavedAdapters:
             if stacked is not None:
                 layer, factors = stacked, _unflat(factors, lora.rank_of(stacked), folder)
             layers[layer] = {ALL_ROWS: factors}
+        elif _ORIGINAL in own_name:
+            continue  # the base's values of a module that is saved as well
         elif ".lora_" not in own_name:
-            saved[own_name.replace(".modules_to_save.", ".")] = tensor
+            # Beside adapters of a layer peft may write the layer's own weight.
+            for part in (".modules_to_save.", ".base_layer."):
+                own_name = own_name.replace(part, ".")
+            saved[own_name] = tensor
         elif not own_name.endswith((".lora_B.weight", _LENGTHS)):
             raise ConfigError(
                 f"{folder / TENSORS} has {own_name}, and adapters of that kind are not supported "
-                "(LoRA of linear layers is)."
+                "(LoRA of linear layers is). Merge it into its base by peft (merge_and_unload)."
             )
     for layer, parts in layers.items():
         if parts[ALL_ROWS].rank != lora.rank_of(layer):
@@ -119,7 +131,15 @@ def read_folder(path: str | os.PathLike[str]) -> SavedAdapters:
         digest=metadata.get(_DIGEST),
     )
     targets = tuple(sorted(layers))
-    return SavedAdapters(layers=layers, lora=lora, targets=targets, saved=saved, base=base)
+    return SavedAdapters(
+        layers=layers,
+        lora=lora,
+        targets=targets,
+        saved=saved,
+        task=config.get("task_type"),
+        base=base,
+        described=FolderTargets.of(config),
+    )
 
 
 def lora_of_config(config: Mapping[str, Any], folder: Path) -> LoRA:
@@ -140,6 +160,15 @@ def lora_of_config(config: Mapping[str, Any], folder: Path) -> LoRA:
                 "LoRA (rsLoRA, DoRA) of linear layers. Train without that field, or merge it into "
                 "its base by peft (merge_and_unload)."
             )
+    init = config.get("init_lora_weights", True)
+    if (init.lower() if isinstance(init, str) else init) not in _SAME_BASE:
+        raise ConfigError(
+            f"{folder / CONFIG} has init_lora_weights={init!r}, which changes the base's weights "
+            "before the training, so that the adapters are wrong on the base as it is. Convert "
+            "them by peft to adapters of the unchanged base: save the model before the training "
+            "(save_pretrained(FIRST)), and write the trained one by save_pretrained(FOLDER, "
+            "path_initial_model_for_weight_conversion=FIRST)."
+        )
     targets = config.get("target_modules") or "all-linear"
     return LoRA(
         r=config.get("r", 8),
@@ -229,7 +258,7 @@ def config_of(theirs: SavedAdapters) -> dict[str, Any]:
     rank, alpha = lora.r, _number(lora.lora_alpha)
     return {
         "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
+        "task_type": theirs.task,
         "r": rank,
         "lora_alpha": alpha,
         "lora_dropout": lora.lora_dropout,
@@ -242,7 +271,7 @@ def config_of(theirs: SavedAdapters) -> dict[str, Any]:
         "use_rslora": lora.use_rslora,
         "use_dora": lora.use_dora,
         "bias": "none",
-        "modules_to_save": sorted({_module_of(name) for name in theirs.saved}) or None,
+        "modules_to_save": sorted(theirs.modules or _modules_of(theirs.saved)) or None,
         "base_model_name_or_path": theirs.base.origin,
         "revision": theirs.base.revision,
         "inference_mode": True,
@@ -331,9 +360,10 @@ def _unflat(factors: Factors, rank: int, folder: Path) -> Factors:
     )
 
 
-def _module_of(name: str) -> str:
-    """Return the module name of a parameter, as used by ``peft``."""
-    return name.rpartition(".")[0].rpartition(".")[2]
+def _modules_of(names: Collection[str]) -> set[str]:
+    """Return the paths of the outermost modules of parameters."""
+    paths = {name.rpartition(".")[0] for name in names}
+    return {path for path in paths if not is_inside(path, paths - {path})}
 
 
 def _exceptions(values: Mapping[str, Any], usual: Any) -> dict[str, Any]:

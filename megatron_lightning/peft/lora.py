@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
@@ -31,13 +32,17 @@ from megatron_lightning.layers.adapters import (
 from megatron_lightning.layers.magnitude import fill_magnitudes
 from megatron_lightning.layers.moe.experts import GroupedLinear
 from megatron_lightning.layers.stacked_adapters import StackedAdapters, attach_stacked
+from megatron_lightning.parallel.ties import shared_names
+from megatron_lightning.peft.heads import heads_of, task_of
 from megatron_lightning.peft.matching import (
     check_table,
+    ends_of,
     find_parameters,
     find_saved,
     find_targets,
     is_divided,
     is_transposed,
+    saved_names,
     short_names,
     short_parameters,
     value_of,
@@ -73,7 +78,13 @@ class AppliedLoRA(NamedTuple):
     fused: dict[str, FusedRows]
     """Path of a layer with a single adapter for several matrices -> rows of the matrices."""
     saved: tuple[str, ...] = ()
-    """Names of the parameters of ``modules_to_save``."""
+    """Names of the parameters and saved buffers of ``modules_to_save``."""
+    ties: Mapping[str, str] = MappingProxyType({})
+    """Further name -> first name of the saved parameters with several names."""
+    modules: tuple[str, ...] = ()
+    """Ends of the paths of the saved modules, which ``peft`` finds by."""
+    task: str | None = None
+    """``task_type`` of the model in ``peft``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,7 +120,8 @@ class LoRA:
     use_dora: bool = False
     """Train the lengths of the adapted weights' rows beside the adapters (DoRA)."""
     modules_to_save: Sequence[str] = ()
-    """Modules trained in full, such as the output layer, and saved with the adapters."""
+    """Modules trained in full, such as the output layer, and saved with the adapters. Heads of
+    classifiers, and modules that the model's folder lacks, are trained without being named."""
     fused: Literal["parts", "one"] = "parts"
     """Adapters of a weight of several matrices (query, key, value; gate, up): "parts" has an
     adapter for each matrix, as in models of ``transformers``. "one" has a single adapter for all
@@ -152,11 +164,11 @@ class LoRA:
                 shards of the module.
         """
         _check_module(module)
-        stacks = find_parameters(module, self.target_parameters)
+        saved = find_saved(module, self.modules_to_save, heads_of(module))
+        stacks = find_parameters(module, self.target_parameters, saved)
         targets: dict[str, nn.Module] = {}
         if self.target_modules or not stacks:
-            targets = find_targets(module, self.target_modules, self.exclude_modules)
-        saved = find_saved(module, self.modules_to_save)
+            targets = find_targets(module, self.target_modules, self.exclude_modules, saved)
         for name in ("rank_pattern", "alpha_pattern"):
             check_table(name, getattr(self, name), [*targets, *stacks])
         grouped = [path for path, layer in targets.items() if isinstance(layer, GroupedLinear)]
@@ -183,17 +195,25 @@ class LoRA:
         fill_magnitudes(module)
         avoid_fused_inference(module)
         module.__dict__["expects_gradients"] = True  # unused adapters are an error
+        fused = {
+            path: rows
+            for path, layer in targets.items()
+            if (rows := _fused_rows(layer)) is not None and self._has_one(layer)
+        }
+        names = tuple(saved_names(saved))
         module.__dict__[APPLIED] = AppliedLoRA(
             self,
             (*short_names(module, targets), *short_parameters(module, stacks)),
+            fused,
+            names,
             {
-                path: rows
-                for path, layer in targets.items()
-                if (rows := _fused_rows(layer)) is not None and self._has_one(layer)
+                name: owner
+                for owner, *others in shared_names(module)
+                for name in others
+                if name in names
             },
-            tuple(
-                f"{path}.{n}" for path, child in saved.items() for n, _ in child.named_parameters()
-            ),
+            ends_of(module, saved),
+            task_of(module),
         )
         return module
 

@@ -8,7 +8,7 @@ a segment and ``**`` any number of segments. A text is a regular expression of t
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
 from torch import nn
@@ -35,7 +35,7 @@ def adaptable_layers(module: nn.Module) -> dict[str, nn.Module]:
     Left out are output layers (adapters would have to be part of the loss), and layers whose
     weights torch reads without calling the layer.
     """
-    outputs = _output_layers(module)
+    outputs = output_layers(module)
     return {
         path: layer
         for path, layer in without_attachments(module)
@@ -67,7 +67,10 @@ def is_divided(layer: nn.Module) -> bool:
 
 
 def find_targets(
-    module: nn.Module, targets: str | Sequence[str], excluded: str | Sequence[str]
+    module: nn.Module,
+    targets: str | Sequence[str],
+    excluded: str | Sequence[str],
+    saved: Collection[str] = (),
 ) -> dict[str, nn.Module]:
     """Return path -> layer of the layers to adapt.
 
@@ -75,6 +78,7 @@ def find_targets(
         module: The full model.
         targets: ``target_modules``.
         excluded: ``exclude_modules``.
+        saved: Paths of the modules trained in full, which get no adapters inside.
 
     Raises:
         ConfigError: If a target or an exclusion matches no linear layer, or nothing is left.
@@ -85,14 +89,24 @@ def find_targets(
     else:
         chosen = _matching(module, "target_modules", targets, layers)
     left_out = _matching(module, "exclude_modules", excluded, layers) if excluded else set()
-    targets_found = {path: layer for path, layer in layers.items() if path in chosen - left_out}
+    targets_found = {
+        path: layer
+        for path, layer in layers.items()
+        if path in chosen - left_out and not is_inside(path, saved)
+    }
     if not targets_found:
+        trained = f" and modules_to_save ({', '.join(saved)})" if saved else ""
         raise ConfigError(
             f"LoRA finds no layer to adapt in {type(module).__name__}: "
             f"target_modules={targets!r} match {len(chosen)} of its {len(layers)} linear layers, "
-            f"and exclude_modules={excluded!r} leave out all of them. Change one of them."
+            f"and exclude_modules={excluded!r}{trained} leave out all of them. Change one of them."
         )
     return targets_found
+
+
+def is_inside(path: str, modules: Iterable[str]) -> bool:
+    """Return whether a path is one of the modules', or inside a module."""
+    return any(path == module or path.startswith(f"{module}.") for module in modules)
 
 
 def short_names(module: nn.Module, paths: Collection[str]) -> tuple[str, ...]:
@@ -110,8 +124,11 @@ def short_names(module: nn.Module, paths: Collection[str]) -> tuple[str, ...]:
     return tuple(names)
 
 
-def find_parameters(module: nn.Module, names: Sequence[str]) -> dict[str, nn.Parameter]:
-    """Return path -> parameter of the stacked experts of untouched models to adapt.
+def find_parameters(
+    module: nn.Module, names: Sequence[str], saved: Collection[str] = ()
+) -> dict[str, nn.Parameter]:
+    """Return path -> parameter of the stacked experts of untouched models to adapt, outside of the
+    ``saved`` modules.
 
     Raises:
         ConfigError: If a name matches no stacked experts, or experts are stored [E, in, out].
@@ -145,7 +162,11 @@ def find_parameters(module: nn.Module, names: Sequence[str]) -> dict[str, nn.Par
                 "[inputs, outputs], which adapters do not support. Train GPTLightningModule("
                 "init_from_hf=...), whose experts get adapters, or leave it out."
             )
-    return {path: parameter for path, parameter in stacks.items() if path in chosen}
+    return {
+        path: parameter
+        for path, parameter in stacks.items()
+        if path in chosen and not is_inside(path, saved)
+    }
 
 
 def _stacks(module: nn.Module) -> dict[str, nn.Parameter]:
@@ -172,8 +193,15 @@ def short_parameters(module: nn.Module, paths: Collection[str]) -> tuple[str, ..
     return tuple(names)
 
 
-def find_saved(module: nn.Module, names: Sequence[str]) -> dict[str, nn.Module]:
+def find_saved(
+    module: nn.Module, names: Sequence[str], heads: Collection[str] = ()
+) -> dict[str, nn.Module]:
     """Return path -> module of the modules trained in full (``modules_to_save``).
+
+    Args:
+        module: The full model.
+        names: ``modules_to_save``.
+        heads: Paths of the modules trained without being named.
 
     Raises:
         ConfigError: If a name matches no module with parameters, or a module shares a parameter
@@ -184,9 +212,11 @@ def find_saved(module: nn.Module, names: Sequence[str]) -> dict[str, nn.Module]:
         for path, child in without_attachments(module)
         if path and any(True for _ in child.parameters())
     }
-    if not names:
+    saved = {*heads}
+    if names:
+        saved |= _matching(module, "modules_to_save", list(names), modules)
+    if not saved:
         return {}
-    saved = _matching(module, "modules_to_save", list(names), modules)
     saved_modules = {path: modules[path] for path in modules if path in saved}
     parameter_ids = {id(p) for child in saved_modules.values() for p in child.parameters()}
     for name, parameter in module.named_parameters(remove_duplicate=False):
@@ -199,6 +229,32 @@ def find_saved(module: nn.Module, names: Sequence[str]) -> dict[str, nn.Module]:
                 "are saved."
             )
     return saved_modules
+
+
+def saved_names(saved: Mapping[str, nn.Module]) -> Iterator[str]:
+    """Yield the names of the parameters and saved buffers of modules, each once."""
+    names: dict[str, None] = {}
+    for path, child in saved.items():
+        kept = child.state_dict(keep_vars=True).keys()
+        tensors = [*child.named_parameters(), *child.named_buffers()]
+        names |= {f"{path}.{name}": None for name, _ in tensors if name in kept}
+    yield from names
+
+
+def ends_of(module: nn.Module, saved: Mapping[str, nn.Module]) -> tuple[str, ...]:
+    """Return ends of the paths of the outermost saved modules, in the form of ``peft``, which takes
+    every module whose path ends in the text.
+    """
+    everywhere = [path for path, _ in module.named_modules()]
+    ends = dict[str, None]()
+    for path in saved:
+        if is_inside(path.rpartition(".")[0], saved):
+            continue
+        segments = path.split(".")
+        texts = [".".join(segments[-n:]) for n in range(1, len(segments) + 1)]
+        matches = {text: [other for other in everywhere if other.endswith(text)] for text in texts}
+        ends[next((t for t in texts if all(m in saved for m in matches[t])), path)] = None
+    return tuple(ends)
 
 
 def value_of(path: str, table: Mapping[str, _Value], default: _Value) -> _Value:
@@ -297,7 +353,7 @@ def _did_you_mean(pattern: str, paths: Iterable[str]) -> str:
     return f" (did you mean {near!r}?)" if near else ""
 
 
-def _output_layers(module: nn.Module) -> set[int]:
+def output_layers(module: nn.Module) -> set[int]:
     """Return the ids of the layers for logits."""
     ids = set[int]()
     for path, child in module.named_modules():

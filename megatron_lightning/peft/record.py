@@ -3,7 +3,7 @@
 The entry maps the path of each adapted model in the LightningModule to a dict:
 
     lora        fields of :class:`LoRA`
-    targets, fused, saved
+    targets, fused, saved, ties, modules, task
                 see :class:`AppliedLoRA`
     names       "gpt" (of a ``GPTModel``), or "own"
     base        origin, revision and digest of the weights that the adapters belong to
@@ -77,6 +77,9 @@ def write_record(module: nn.Module, checkpoint: dict[str, Any]) -> None:
             "targets": list(applied.targets),
             "fused": {name: [list(f.rows), f.num_periods] for name, f in applied.fused.items()},
             "saved": list(applied.saved),
+            "ties": dict(applied.ties),
+            "modules": list(applied.modules),
+            "task": applied.task,
             "names": "gpt" if isinstance(module.get_submodule(path), GPTModel) else "own",
             "base": asdict(base_of(module.get_submodule(path))),
             "left_out": [],
@@ -134,7 +137,10 @@ def _record(path: str, entry: Mapping[str, Any]) -> Record:
     fused = {name: FusedRows(tuple(rows), n) for name, (rows, n) in entry["fused"].items()}
     # Adapters fit the base in any precision. Tools read the base's own values.
     lora, saved = LoRA(**{**entry["lora"], "base": None}), tuple(entry["saved"])
-    applied = AppliedLoRA(lora, tuple(entry["targets"]), fused, saved)
+    ties, modules = dict(entry.get("ties", {})), tuple(entry.get("modules", ()))
+    applied = AppliedLoRA(
+        lora, tuple(entry["targets"]), fused, saved, ties, modules, entry.get("task", "CAUSAL_LM")
+    )
     is_gpt = entry["names"] == "gpt"
     left_out, beside = tuple(entry["left_out"]), tuple(entry.get("beside", ()))
     return Record(path, applied, is_gpt, Base.of(entry["base"]), left_out, beside)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from megatron_lightning.errors import CheckpointError, ConfigError
 from megatron_lightning.layers.adapters import ALL_ROWS, adapted_layers
 from megatron_lightning.models.transformer import GPTModel
+from megatron_lightning.peft.folder_targets import FolderTargets
 from megatron_lightning.peft.lora import PARTS, AppliedLoRA, FusedRows, LoRA, applied_to
 from megatron_lightning.peft.matching import is_divided
 
@@ -113,8 +114,15 @@ class SavedAdapters:
     fused: Mapping[str, FusedRows] = field(default_factory=dict)
     """See :class:`AppliedLoRA`."""
     saved: dict[str, Tensor] = field(default_factory=dict)
-    """Name -> trained parameter of ``modules_to_save``."""
+    """Name -> trained parameter or buffer of ``modules_to_save``. A tied weight has an entry for
+    each of its names."""
+    modules: tuple[str, ...] = ()
+    """Ends of the paths of the saved modules. See :class:`AppliedLoRA`. Empty: unknown."""
+    task: str | None = "CAUSAL_LM"
+    """``task_type`` of the model in ``peft``."""
     base: Base = Base()
+    described: FolderTargets | None = None
+    """Layers that a folder's configuration means. None: not from a folder."""
     is_gpt: bool = False
     """Whether the names come from a ``GPTModel``."""
 
@@ -148,6 +156,8 @@ class SavedAdapters:
             targets=applied.targets,
             fused=applied.fused,
             saved=other_tensors,
+            modules=applied.modules,
+            task=applied.task,
             base=base,
             is_gpt=is_gpt,
         )
@@ -227,7 +237,15 @@ def to_hugging_face(own: SavedAdapters) -> SavedAdapters:
             "and embedding.word_embeddings have. Leave it out, or save a full checkpoint."
         )
     saved = {_GPT_SAVED[name]: tensor for name, tensor in own.saved.items()}
-    return replace(own, layers=layers, saved=saved, targets=_short(layers), fused={}, is_gpt=False)
+    return replace(
+        own,
+        layers=layers,
+        saved=saved,
+        modules=tuple(name.split(".")[-2] for name in saved),
+        targets=_short(layers),
+        fused={},
+        is_gpt=False,
+    )
 
 
 def to_gpt(theirs: SavedAdapters, model: GPTModel) -> SavedAdapters:
@@ -252,7 +270,20 @@ def to_gpt(theirs: SavedAdapters, model: GPTModel) -> SavedAdapters:
         layers[path] = _with_all_parts(path, parts, model)
     names = {theirs: ours for ours, theirs in _GPT_SAVED.items()}
     saved = {names.get(name, name): tensor for name, tensor in theirs.saved.items()}
-    return replace(theirs, layers=layers, saved=saved, targets=_short(layers), is_gpt=True)
+    return replace(
+        theirs, layers=layers, saved=saved, modules=(), targets=_short(layers), is_gpt=True
+    )
+
+
+def hf_paths(model: GPTModel) -> Iterator[str]:
+    """Yield the paths in models of ``transformers`` of the linear layers of a ``GPTModel``."""
+    layers = dict(model.named_modules())
+    for number in model.decoder.layers:
+        for (layer, part), name in _GPT_NAMES.items():
+            child = layers.get(f"{_GPT_LAYERS}{number}.{layer}")
+            parts = PARTS.get(len(getattr(child, "fused_rows", ())), (ALL_ROWS,))
+            if child is not None and part in parts:
+                yield f"{_HF_LAYERS}{number}.{name}"
 
 
 def _with_all_parts(path: str, parts: Mapping[str, Factors], model: GPTModel) -> dict[str, Factors]:

@@ -25,9 +25,10 @@ from megatron_lightning.models.transformer import GPTModel
 from megatron_lightning.parallel.digest import as_text, digest_of_tensors
 from megatron_lightning.parallel.spec import Shard
 from megatron_lightning.peft import folder
+from megatron_lightning.peft.fitting import check_trainable, fitted
 from megatron_lightning.peft.lora import LoRA, applied_to
 from megatron_lightning.peft.record import EXPECTED_BASE, Record, base_of, read_records
-from megatron_lightning.peft.saved import Factors, SavedAdapters, adapters_of_module, to_gpt
+from megatron_lightning.peft.saved import Factors, SavedAdapters, adapters_of_module
 
 MODULE = "state_dict."
 
@@ -84,6 +85,15 @@ def read_tensors(source: CheckpointSource, record: Record) -> dict[str, Tensor]:
             tensor = torch.empty(info.shape, dtype=info.dtype)
             source.read([(name, Shard((0,) * tensor.dim(), tensor))])
             state[own_name] = tensor
+    # A checkpoint has a tied weight once. Adapters have it under each of its names.
+    for name, owner in record.applied.ties.items():
+        state.update({n: state[o] for n, o in ((name, owner), (owner, name)) if o in state})
+    missing = [name for name in record.applied.saved if name not in state]
+    if missing:
+        raise CheckpointError(
+            f"the checkpoint has no {missing[0]} of modules_to_save. If it is tied to another "
+            "weight, and an earlier version saved the checkpoint, resume it and save it again."
+        )
     return state
 
 
@@ -130,9 +140,8 @@ def load_adapters(module: nn.Module, path: str | os.PathLike[str]) -> nn.Module:
     """
     place = _place_of(module)
     model = module.get_submodule(place)
-    adapters = read_saved(path)
-    if isinstance(model, GPTModel) and not adapters.is_gpt:
-        adapters = to_gpt(adapters, model)
+    adapters = fitted(read_saved(path), model, str(path))
+    check_trainable(adapters, model, str(path))
     if not any(p.is_meta for p in model.parameters()):
         adapters.base.check(digest_of_base(model, adapters), type(model).__name__)
     elif adapters.base.digest is not None:
@@ -270,7 +279,8 @@ def _put(adapters: Adapters, name: str, values: Tensor) -> None:
 
 def _put_saved(model: nn.Module, saved: Mapping[str, Tensor], path: str) -> None:
     for name, values in saved.items():
-        parameter = model.get_parameter(name)
+        path, _, last = name.rpartition(".")
+        parameter: Tensor = getattr(model.get_submodule(path), last)
         if parameter.is_meta:
             raise ConfigError(
                 f"{path} has values of {name} (modules_to_save), and the model has none yet (it is "

@@ -97,6 +97,9 @@ def test_parts_without_adapters_begin_at_zero(folder: Path, tmp_path: Path) -> N
     file = folder / "adapter_model.safetensors"
     tensors = {n: t.normal_() for n, t in load_file(file).items() if "q_proj" in n or "v_proj" in n}
     save_file(tensors, file)
+    with pytest.raises(CheckpointError, match=r"10 layers of GPTModel .*0\.self_attn\.k_proj"):
+        load_adapters(GPTModel(CONFIG), folder)
+    _with(folder, target_modules=["q_proj", "v_proj"])
     model = load_adapters(GPTModel(CONFIG), folder)
     adapters = model.decoder.layers["0"].self_attention.linear_qkv.adapters
     assert not adapters.k.lora_B.weight.any() and adapters.q.lora_B.weight.any()
