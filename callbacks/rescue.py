@@ -136,9 +136,9 @@ class RescueCheckpoint(ModelCheckpoint):
             self.stopping.on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Restore the signal handlers."""
+        """Restore the signal handlers, and remove a stop file of the last moment."""
         if self.stopping is not None:
-            self.stopping.restore_handlers()
+            self.stopping.on_train_end(trainer, pl_module)
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Install the signal handlers, and agree with the other ranks on the batches common to all

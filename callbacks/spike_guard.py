@@ -14,6 +14,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from megatron_lightning.callbacks.clock import OwnTime
 from megatron_lightning.callbacks.counting import log_values
+from megatron_lightning.checkpoint.format.storage import completed_file
 from megatron_lightning.config.value_checks import is_count
 from megatron_lightning.errors import ConfigError, SpikeError
 from megatron_lightning.strategies.megatron import MegatronStrategy
@@ -37,9 +38,10 @@ class SpikeGuard(pl.Callback):
     * ``warn``: the step is taken.
     * ``skip``: weights, optimizer state and schedules stay unchanged. ``max_skips`` in a row end
       the run with an error, since the level has changed.
-    * ``stop``: the run ends with an error and exit code 1. The next resuming start with this
-      callback passes over the samples of ``skip_steps`` steps up to the spike, as far as the
-      samples lie behind the checkpoint. Skipped samples are consumed without training.
+    * ``stop``: the run ends with an error and exit code 1. The next resuming start of the run with
+      this callback passes over the samples of ``skip_steps`` steps up to the spike, as far as the
+      samples lie behind the checkpoint. Skipped samples are consumed without training. The file
+      ``spikes.json`` in ``default_root_dir`` records the samples under the id of the run.
 
     With ``rerun``, the step of a spike runs again first, and the message says whether values are
     the same (``strategy.rerun_step``). A ``stop`` then has the exit code 16 for the same values, or
@@ -151,9 +153,13 @@ class SpikeGuard(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         """Read the samples to pass over in a fit resumed after a stop."""
-        record = _record_path(trainer)
-        if trainer.state.fn == TrainerFn.FITTING and record.is_file():
-            self.skip_samples = json.loads(record.read_text())["skip_samples"]
+        strategy = trainer.strategy
+        if trainer.state.fn != TrainerFn.FITTING or not isinstance(strategy, MegatronStrategy):
+            return
+        # Rank 0 reads for all ranks: ranks that pass over different samples would wait forever.
+        record = _read_record(trainer) if trainer.is_global_zero else {}
+        own: dict[str, Any] = strategy.broadcast(record.get(strategy.progress.run["id"], {}))
+        self.skip_samples = own.get("skip_samples", [])
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Begin to count."""
@@ -245,15 +251,34 @@ class SpikeGuard(pl.Callback):
     def _record(self, trainer: pl.Trainer) -> list[int]:
         """Record the samples to pass over at the next start. Return these samples."""
         strategy = trainer.strategy
-        consumed = strategy.consumed_samples if isinstance(strategy, MegatronStrategy) else 0
+        if not isinstance(strategy, MegatronStrategy):
+            return [0, 0]
         begin = list(self._steps)[-self.skip_steps :]
-        samples = [begin[0] if begin else 0, consumed]
+        samples = [begin[0] if begin else 0, strategy.consumed_samples]
         if trainer.is_global_zero:
-            path = _record_path(trainer)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            earlier_windows = self.skip_samples
-            path.write_text(json.dumps({"skip_samples": [*earlier_windows, samples]}))
+            own = {"skip_samples": [*self.skip_samples, samples]}
+            record = {**_read_record(trainer), strategy.progress.run["id"]: own}
+            with completed_file(_record_path(trainer)) as file:
+                file.write(json.dumps(record, indent=1).encode())
         return samples
+
+
+def _read_record(trainer: pl.Trainer) -> dict[str, Any]:
+    """Return the samples to pass over, by the ids of runs."""
+    path = _record_path(trainer)
+    if not path.is_file():
+        return {}
+    try:
+        record = json.loads(path.read_text())
+    except ValueError:
+        record = None
+    if not isinstance(record, dict) or not all(isinstance(own, dict) for own in record.values()):
+        rank_zero_warn(
+            f"{path} is no record of spikes by runs, as this release writes it, and is left out. "
+            "Name the samples to pass over in skip_samples of the data module."
+        )
+        return {}
+    return record
 
 
 def _record_path(trainer: pl.Trainer) -> Path:

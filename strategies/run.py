@@ -45,7 +45,10 @@ from megatron_lightning.strategies.outputs.after_fit import PartWarning, full_st
 from megatron_lightning.strategies.partitioned_module import PartitionedModule
 from megatron_lightning.strategies.progress import Progress
 from megatron_lightning.strategies.step.gradients.training import Training
-from megatron_lightning.strategies.step.loaders.dataloaders import skipped_samples
+from megatron_lightning.strategies.step.loaders.dataloaders import (
+    announce_skipped,
+    skipped_samples,
+)
 from megatron_lightning.strategies.step.loaders.shared_loader import shared_loader
 from megatron_lightning.strategies.step.loaders.transfer import BatchCopies
 from megatron_lightning.strategies.step.native import NativeStepRunner
@@ -255,6 +258,7 @@ class Run:
         """
         if self.module.trainer.training:
             self._progress.skipped = skipped_samples(self.module.trainer)
+            announce_skipped(self._progress.skipped, self._progress.consumed_samples)
         return shared_loader(
             loader,
             self.module.trainer,

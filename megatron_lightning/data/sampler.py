@@ -9,7 +9,7 @@ before drawing an epoch's order is kept, so that the order can be drawn again.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import islice
+from itertools import chain, cycle, islice
 from typing import Any
 
 import torch
@@ -146,15 +146,28 @@ class ResumableSampler(Sampler[int]):
             self._states = self._shared.draw_states()
         self._resuming = False
         indices, size = self._shared.indices(self._states), self._group.size
-        if not self._skipped:
-            for position in range(self._consumed + self._group.rank, self._total, size):
-                yield indices[position % len(indices)]
-            return
-        positions = (
-            p for p in range(self._consumed, self._total) if self._before + p not in self._skipped
-        )
-        for position in islice(positions, self._group.rank, None, size):
-            yield indices[position % len(indices)]
+        first = self._group.rank
+        for positions in self._rest(len(indices)):
+            yield from (indices[position] for position in positions[first % size :: size])
+            first -= len(positions)
+
+    def _rest(self, num_indices: int) -> Iterator[range]:
+        """Yield the positions of the rest of the pass for all ranks together, a multiple of the
+        ranks: the last ones are dropped, or the first ones of the pass repeated.
+        """
+
+        def left(first: int) -> list[range]:
+            ranges = self._skipped.left(self._before + first, self._before + num_indices)
+            return [range(r.start - self._before, r.stop - self._before) for r in ranges]
+
+        rest, size = left(self._consumed), self._group.size
+        total = sum(map(len, rest))
+        count = (total if self._drop_last else total + size - 1) // size * size
+        for positions in chain(rest, cycle(left(0))):
+            if count <= 0:
+                break
+            yield positions[:count]
+            count -= len(positions)
 
 
 class ShardedSampler(Sampler[int]):

@@ -50,6 +50,15 @@ class SkippedSamples:
     def __contains__(self, position: int) -> bool:
         return any(first <= position < end for first, end in self.ranges)
 
+    def left(self, first: int, end: int) -> list[range]:
+        """Return the positions from ``first`` to ``end``, without the skipped ranges."""
+        ranges = []
+        for skipped_first, skipped_end in self.ranges:
+            if first < min(skipped_first, end):
+                ranges.append(range(first, min(skipped_first, end)))
+            first = max(first, skipped_end)
+        return [*ranges, range(first, end)] if first < end else ranges
+
     def behind(self, position: int) -> int:
         """Return the first position from ``position`` on outside of the skipped ranges."""
         return next((end for first, end in self.ranges if first <= position < end), position)

@@ -46,13 +46,15 @@ _FILE_POLL_S = 1.0  # between two looks for the stop file, often on a shared fil
 
 
 class Reason(IntEnum):
-    """Why a run is to stop. Of several reasons the largest holds."""
+    """Why a run is to stop. Of several reasons the largest holds: a person's file outranks signals,
+    which may start the job again.
+    """
 
     NONE = 0
     EXIT_AFTER = 1
-    STOP_FILE = 2
-    SIGTERM = 3
-    REQUEUE = 4
+    SIGTERM = 2
+    REQUEUE = 3
+    STOP_FILE = 4
 
 
 Save = Callable[[pl.Trainer, Reason], str | None]
@@ -77,7 +79,8 @@ class StopOnRequest(pl.Callback):
         save: Saves when a fit stops.
         handles_sigterm: Whether SIGTERM is a request.
         handles_requeue: Whether Slurm's requeue signal is a request.
-        stop_file: File whose existence is a request. Removed when the run has stopped.
+        stop_file: File whose existence is a request. Removed when the run has stopped, for whatever
+            reason, or has trained to its end.
         exit_after: Time from the start of the run to a stop, by rank 0's clock.
         exit_code: Exit code of the processes. Under torchrun the exit code is 0
             (``exit_codes.py``).
@@ -180,8 +183,9 @@ class StopOnRequest(pl.Callback):
     on_test_end = on_predict_end = on_validation_end
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Restore the signal handlers."""
+        """Restore the signal handlers, and remove a stop file of the last moment."""
         self.restore_handlers()
+        self._remove_stop_file(trainer)
 
     def on_exception(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
@@ -218,6 +222,8 @@ class StopOnRequest(pl.Callback):
         reason = Reason(largest_of_ranks(trainer, self._own_request(trainer)))
         if reason is Reason.NONE:
             return
+        self._looked_s = -math.inf  # a file as young as the signal counts
+        reason = Reason(largest_of_ranks(trainer, max(reason, self._own_request(trainer))))
         self._received = Reason.NONE
         checkpoint = None
         if trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking:
@@ -229,14 +235,17 @@ class StopOnRequest(pl.Callback):
         if trainer.is_global_zero:
             print_message(self._description(trainer, reason, checkpoint, code))
             _write_record(trainer, reason, checkpoint, code)
-            if reason is Reason.STOP_FILE and self._stop_file is not None:
-                self._stop_file.unlink(missing_ok=True)
+            self._remove_stop_file(trainer)
             if reason is Reason.REQUEUE:
                 _requeue()
         requeue = requeue_signal(trainer)
         if requeue is not None:  # a second signal would kill the process too early
             ignore_after_run(trainer, requeue)
         raise AgreedStop(code)
+
+    def _remove_stop_file(self, trainer: pl.Trainer) -> None:
+        if self._stop_file is not None and trainer.is_global_zero:
+            self._stop_file.unlink(missing_ok=True)
 
     def _description(
         self, trainer: pl.Trainer, reason: Reason, checkpoint: str | None, code: int

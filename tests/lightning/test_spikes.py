@@ -116,11 +116,24 @@ def _start(layout: Layout, folder: str) -> dict[str, Any]:
     return _fit(layout, folder, keep, guard, enable_checkpointing=True)
 
 
+def _start_another(layout: Layout, folder: str) -> list[int]:
+    """Train and resume another run in the same folder. Return the resumed run's samples."""
+    for steps in (4, STEPS):
+        keep = ModelCheckpoint(f"{folder}/another", save_last=True, every_n_train_steps=2)
+        options = {"enable_checkpointing": True, "max_steps": steps}
+        result = _fit(layout, folder, keep, _guard("warn"), **options)
+    return [number for batch in result["samples"] for number in batch]
+
+
 @layouts(ONE, slow=[PP2, DP2])
 def test_the_start_after_a_stop_passes_over_the_spike(layout: Layout, tmp_path: Path) -> None:
     stopped, *_ = run(layout, _start, tmp_path)
     assert "loss" in stopped["error"] and "passes over the samples 32 to 48" in stopped["error"]
-    assert json.loads((tmp_path / "spikes.json").read_text()) == {"skip_samples": [[32, 48]]}
+    record = json.loads((tmp_path / "spikes.json").read_text())
+    assert list(record.values()) == [{"skip_samples": [[32, 48]]}]
+    # The record is of this run alone.
+    read = {number for samples in run(layout, _start_another, tmp_path) for number in samples}
+    assert read == set(range(4 * GLOBAL_BATCH, STEPS * GLOBAL_BATCH))
     resumed = run(layout, _start, tmp_path)
     read = {number for rank in resumed for batch in rank["samples"] for number in batch}
     # From the checkpoint of step 4 on, without steps 4 and 5.

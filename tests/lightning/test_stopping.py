@@ -219,6 +219,29 @@ def test_the_message_of_a_stop_names_the_request(
         ) in capsys.readouterr().err
 
 
+def test_every_end_of_a_run_removes_the_stop_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A file that came with a signal, or in the last moment, would stop the next start."""
+    stop = tmp_path / "STOP"
+    rescue = RescueCheckpoint(dirpath=tmp_path, stop_file=stop)
+    runner = trainer(
+        MegatronStrategy(),
+        callbacks=[_Terminated(), _Touch(stop), rescue],
+        max_epochs=1,
+        enable_checkpointing=True,
+        default_root_dir=tmp_path,
+    )
+    with pytest.raises(SystemExit):
+        runner.fit(ToyModule(), datamodule=ToyData())
+    # A person's file outranks SIGTERM, after which scripts start the job again.
+    assert f"the file {stop}: the run ends at step {STOP}" in capsys.readouterr().err
+    assert not stop.exists()
+    stop.touch()
+    rescue.on_train_end(runner, runner.lightning_module)
+    assert not stop.exists()
+
+
 def test_a_report_names_the_signal_behind_an_exception() -> None:
     for exception, name in (
         (KeyboardInterrupt(), "Ctrl-C or SIGINT"),

@@ -16,7 +16,7 @@ from lightning.pytorch.overrides.distributed import (
     UnrepeatedDistributedSamplerWrapper,
 )
 from lightning.pytorch.trainer.states import RunningStage
-from lightning_utilities.core.rank_zero import rank_zero_warn
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -317,6 +317,22 @@ def skipped_samples(trainer: pl.Trainer) -> SkippedSamples:
     for owner in owners:
         skipped |= SkippedSamples(getattr(owner, "skip_samples", None) or ())
     return skipped
+
+
+def announce_skipped(skipped: SkippedSamples, consumed: int) -> None:
+    """Print the samples ahead that training will pass over.
+
+    Args:
+        skipped: Samples passed over by training.
+        consumed: Samples consumed by training so far, over all ranks.
+    """
+    ahead = [f"{first} to {end}" for first, end in skipped.ranges if end > consumed]
+    if ahead:
+        rank_zero_info(
+            f"MegatronStrategy: training passes over the samples {', '.join(ahead)} "
+            "(skip_samples). An epoch with them ends that much earlier, without a validation that "
+            "is due at its last batch."
+        )
 
 
 def _check_skipped(skipped: SkippedSamples | None, trainer: pl.Trainer, loader: object) -> None:
