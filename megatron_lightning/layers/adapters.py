@@ -97,7 +97,10 @@ class Adapters(Attachment):
         self.enabled = True
         """False: the layer computes without adapters."""
         self.half_dim: int | None = None
-        """Batch dim of inputs whose first half is computed without adapters. None: all rows have
+        """Batch dim of inputs whose first half is computed without adapters, or with ``first``.
+        None: all rows have adapters."""
+        self.first: Mapping[str, Tensor] = {}
+        """Parameter name -> values for the rows of the first half. Empty: these have no
         adapters."""
         self.num_groups = num_groups
         self.initial: dict[str, Tensor] = {}
@@ -143,6 +146,25 @@ class Adapters(Attachment):
             x = x.to(parameter.dtype)
         return self.joined([part(x, *counts) for part in self.parts.values()])
 
+    @contextmanager
+    def holding(self, values: Mapping[str, Tensor]) -> Iterator[None]:
+        """Compute with other values of the parameters inside the block, without gradients and
+        without dropout.
+        """
+        trained = dict(self.named_parameters())
+        _set_parameters(self, {n: nn.Parameter(values[n], requires_grad=False) for n in trained})
+        dropouts = [part.dropout for part in self.parts.values()]
+        modes = [dropout.training for dropout in dropouts]
+        for dropout in dropouts:
+            dropout.training = False
+        try:
+            with torch.no_grad():
+                yield
+        finally:
+            _set_parameters(self, trained)
+            for dropout, mode in zip(dropouts, modes, strict=True):
+                dropout.training = mode
+
     def joined(self, deltas: list[Tensor]) -> Tensor:
         """Return the outputs [..., out] of the parts in the order of the layer's output."""
         if len(deltas) == 1:
@@ -152,6 +174,12 @@ class Adapters(Attachment):
             deltas = [d.view(*d.shape[:-1], self.num_groups, -1) for d in deltas]
             return torch.cat(deltas, dim=-1).flatten(-2)
         return torch.cat(deltas, dim=-1)
+
+
+def _set_parameters(module: nn.Module, parameters: Mapping[str, nn.Parameter]) -> None:
+    for name, parameter in parameters.items():
+        path, _, last = name.rpartition(".")
+        module.get_submodule(path)._parameters[last] = parameter
 
 
 def attach(layer: nn.Module, adapters: Adapters) -> None:
@@ -214,8 +242,12 @@ def _add_to_second_half(
             'to "model" or "scores".'
         )
     dim = (adapters.half_dim or 0) - _ROW_DIMS  # layers may flatten dims in front
-    delta: Tensor = adapters(x.chunk(2, dim)[1].contiguous())
+    x_first, x_second = x.chunk(2, dim)
     first, second = output.chunk(2, dim)
+    if adapters.first:
+        with adapters.holding(adapters.first):
+            first = _added(layer, adapters, first, adapters(x_first.contiguous()))
+    delta: Tensor = adapters(x_second.contiguous())
     return torch.cat([first, _added(layer, adapters, second, delta)], dim)
 
 
@@ -233,8 +265,8 @@ def adapted_layers(module: nn.Module) -> dict[str, Adapters]:
 
 @contextmanager
 def adapters_for_second_half(module: nn.Module, batch_dim: int) -> Iterator[None]:
-    """Compute the first half of the rows without adapters inside the block: a frozen reference in
-    the same call, for models called only once.
+    """Compute the first half of the rows without adapters, or with their ``first`` values, inside
+    the block: a frozen reference in the same call, for models called only once.
 
     A forward with gradients leaves the setting for a recomputation in the backward. Call
     :func:`adapters_for_all_rows` after the backward.

@@ -28,12 +28,13 @@ from megatron_lightning.layers.preference_loss import (
 from megatron_lightning.models.pair import ReferencePair
 from megatron_lightning.models.token_outputs import token_losses_of
 from megatron_lightning.models.transformer import GPTModel
+from megatron_lightning.modules.first_adapters import ENTRY, FirstAdapters
 from megatron_lightning.modules.objective import ObjectiveModule, Template, template_of
 from megatron_lightning.modules.preference_data import PreferenceDataModule
 from megatron_lightning.parallel.collectives import copy_to_axis, reduce_from_axis
 from megatron_lightning.pipeline.batch.sequence_split import IGNORED_LABEL
 
-Reference = Literal["scores", "adapters", "model"]
+Reference = Literal["scores", "adapters", "base", "model"]
 Batch = dict[str, Tensor]
 
 
@@ -49,9 +50,10 @@ class DPOModule(ObjectiveModule):
         model: A :class:`HuggingFaceModule` or a :class:`GPTLightningModule`: the model, adapters,
             optimizer and schedule.
         reference: The model that the trained one is compared with. ``scores``: log-probabilities in
-            the data, computed before by ``predict``. ``adapters``: the same model without adapters.
-            ``model``: a second, frozen model. Default: ``adapters`` if the model has adapters,
-            otherwise ``scores``. The losses orpo and simpo have none.
+            the data, computed before by ``predict``. ``adapters``: the same model with the adapters
+            that the training began with, or without adapters if these began at zero. ``base``: the
+            same model without adapters. ``model``: a second, frozen model. Default: ``adapters`` if
+            the model has adapters, otherwise ``scores``. The losses orpo and simpo have none.
         reference_model: The module of the second model. Default: as ``model``, before training.
         loss: ``sigmoid`` (DPO), ``ipo``, ``orpo`` or ``simpo``.
         beta: Factor of the difference from the reference. For ipo the weight of the regularization,
@@ -99,6 +101,8 @@ class DPOModule(ObjectiveModule):
         self.preference_loss = function
         self.dropout = dropout
         self._scored: dict[int, list[float]] = {}
+        self._first: FirstAdapters | None = None
+        self._loaded: Mapping[str, Tensor] | None = None  # first values in a checkpoint
         self.save_settings(
             reference=reference,
             reference_model=self.entry_of(second),
@@ -125,11 +129,11 @@ class DPOModule(ObjectiveModule):
         super().configure_model()
         config = getattr(self, "config", None)
         has_experts = isinstance(config, TransformerConfig) and config.moe is not None
-        if self.reference == "adapters" and self.num_pipeline_ranks > 1 and has_experts:
+        if self._uses_adapters and self.num_pipeline_ranks > 1 and has_experts:
             raise ConfigError(
-                f'the reference is "adapters" on {self.num_pipeline_ranks} pipeline ranks, where '
-                "it is computed in other rows of the same call, and experts would mix the rows. "
-                'Set reference to "model" or "scores", or pipeline_model_parallel_size to 1.'
+                f'the reference is "{self.reference}" on {self.num_pipeline_ranks} pipeline ranks, '
+                "where it is computed in other rows of the same call, and experts would mix the "
+                'rows. Set reference to "model" or "scores", or pipeline_model_parallel_size to 1.'
             )
 
     # ------------------------------------------------------------------------------------ the steps
@@ -153,7 +157,7 @@ class DPOModule(ObjectiveModule):
         if self.reference == "model":
             before, losses = self.model(tokens, labels, **inputs)
             reference = self._answers(before, labels).log_probs
-        elif self.reference == "adapters" and self.num_pipeline_ranks > 1:
+        elif self._uses_adapters and self.num_pipeline_ranks > 1:
             # A pipelined model is called once, so the reference is in the first half of the rows.
             batch_dim = 1 if isinstance(self.model, GPTModel) else 0
             with adapters_for_second_half(self.model, batch_dim):
@@ -161,8 +165,9 @@ class DPOModule(ObjectiveModule):
             before, losses = both_losses.chunk(2)
             reference = self._answers(before.detach(), labels).log_probs
         else:
-            if self.reference == "adapters":
-                with torch.no_grad(), adapters_disabled(self.model), _evaluated(self.model):
+            if self._uses_adapters:
+                first = None if self._first is None else self._first.swapped_in()
+                with torch.no_grad(), first or adapters_disabled(self), _evaluated(self.model):
                     before = token_losses_of(self.model, tokens, labels, **inputs)
                 reference = self._answers(before, labels).log_probs
             losses = token_losses_of(self.model, tokens, labels, **inputs)
@@ -220,9 +225,49 @@ class DPOModule(ObjectiveModule):
 
     # ------------------------------------------------------------------------------- the reference
 
+    @property
+    def _uses_adapters(self) -> bool:
+        """Whether the reference is the trained model with other adapters, or none."""
+        return self.reference in ("adapters", "base")
+
+    def _keep_first(self) -> None:
+        """Keep the first values of the adapters, unless a checkpoint has brought them."""
+        if self.reference == "adapters" and self._first is None:
+            self._first = FirstAdapters(self, self.context, self._loaded)
+            if self.num_pipeline_ranks > 1:
+                self._first.hand_out()
+
+    def on_train_start(self) -> None:
+        """Keep the first values of the adapters as the reference."""
+        self._keep_first()
+
+    def on_validation_start(self) -> None:
+        """Keep the first values of the adapters as the reference."""
+        self._keep_first()
+
+    def on_test_start(self) -> None:
+        """Keep the first values of the adapters as the reference."""
+        self._keep_first()
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Save the first values of the adapters, for a resume."""
+        super().on_save_checkpoint(checkpoint)
+        if self._first is not None:
+            checkpoint[ENTRY] = dict(self._first.values)
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Take the first values of the adapters from a checkpoint of preference training. Other
+        checkpoints have the adapters to begin with.
+        """
+        super().on_load_checkpoint(checkpoint)
+        # Checkpoints of earlier versions were trained against the model without adapters.
+        is_earlier = "label_smoothing" in checkpoint.get("hyper_parameters", {})
+        earlier: dict[str, Tensor] | None = {} if is_earlier else None
+        self._loaded = checkpoint.get(ENTRY, earlier)
+
     def on_after_backward(self) -> None:
         """Compute all rows with adapters again, before callbacks write or score texts."""
-        if self.reference == "adapters":
+        if self._uses_adapters:
             adapters_for_all_rows(self.model)
 
     def on_train_batch_end(self, *_: Any) -> None:
@@ -304,14 +349,14 @@ def _reference(
     # needs a base that stays as it is.
     if reference is None:
         reference = "scores" if peft is None or peft.modules_to_save else "adapters"
-    if reference == "adapters" and peft is None:
+    if reference in ("adapters", "base") and peft is None:
         raise ConfigError(
-            'reference is "adapters", and the model has none, so that the reference would be the '
-            'trained model itself. Set peft of the model, or reference to "scores" or "model".'
+            f'reference is "{reference}", and the model has no adapters, so that it would be '
+            'the trained model itself. Set peft of the model, or reference to "scores" or "model".'
         )
-    if reference == "adapters" and peft is not None and peft.modules_to_save:
+    if reference in ("adapters", "base") and peft is not None and peft.modules_to_save:
         raise ConfigError(
-            'reference is "adapters", and modules_to_save '
+            f'reference is "{reference}", and modules_to_save '
             f"({', '.join(peft.modules_to_save)}) are trained in place, so that the model without "
             'adapters changes as well. Set reference to "scores" or "model".'
         )

@@ -66,15 +66,15 @@ def batches() -> list[dict[str, Tensor]]:
 
 
 def train_alone(kind: str) -> tuple[list[float], list[float]]:
-    """Train a Llama by DPO with torch alone: losses and norms. ``kind``: "full" or "adapters"."""
-    policy, reference = (
-        (adapted_llama(zero=True), llama())
-        if kind == "adapters"
-        else (
-            llama(),
-            llama(),
-        )
-    )
+    """Train a Llama by DPO with torch alone: losses and norms. ``kind``: "full", "adapters", or of
+    filled adapters "first" (with the reference at their first values) or "base" (without them)."""
+    pairs: dict[str, Any] = {
+        "full": (llama, llama),
+        "adapters": (lambda: adapted_llama(zero=True), llama),
+        "first": (lambda: adapted_llama(zero=False), lambda: adapted_llama(zero=False)),
+        "base": (lambda: adapted_llama(zero=False), llama),
+    }
+    policy, reference = (make() for make in pairs[kind])
     trained = [p for p in policy.parameters() if p.requires_grad]
     optimizer = torch.optim.SGD(trained, lr=RATE)
     losses, norms = [], []
@@ -150,6 +150,27 @@ def train_by_preferences(
     rows: Any = scored() if reference == "scores" else PAIRS
     fit.fit(module, DataLoader(rows, batch_size=BATCH // data))
     return record.losses, record.norms, {k: float(v) for k, v in fit.callback_metrics.items()}
+
+
+def train_from_adapters(
+    folder: str,
+    kind: str,
+    reference: str,
+    start: str,
+    options: dict[str, Any],
+    *,
+    steps: int = STEPS,
+    data: int = 1,
+) -> tuple[list[float], str]:
+    """Train from a checkpoint with adapters; return losses and the path of a new checkpoint."""
+    record = Losses()
+    fit = trainer(MegatronStrategy(**options), max_steps=steps, callbacks=[record])
+    module = Preferred(template(kind, folder, adapters=True), reference=reference)
+    rows: Any = PAIRS
+    fit.fit(module, DataLoader(rows, batch_size=BATCH // data), ckpt_path=start)
+    path = f"{folder}/{reference}-{steps}.ckpt"
+    fit.save_checkpoint(path)
+    return record.losses, path
 
 
 def make_folders(folder: str, *, vocab_size: int = VOCABULARY) -> str:

@@ -189,7 +189,8 @@ def test_wrong_references_are_refused() -> None:
     assert DPOModule(adapted).reference == "adapters"
     assert DPOModule(full, loss="simpo").reference is None
     for options, message in (
-        ({"model": full, "reference": "adapters"}, "the model has none"),
+        ({"model": full, "reference": "adapters"}, "has no adapters"),
+        ({"model": full, "reference": "base"}, "has no adapters"),
         ({"model": saved, "reference": "adapters"}, "trained in place"),
         ({"model": adapted, "reference": "scores", "loss": "orpo"}, "the loss orpo has none"),
         ({"model": full, "loss": "kto"}, "statistic of the batch"),

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from functools import lru_cache
+from functools import lru_cache, partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,9 @@ import pytest
 pytest.importorskip("transformers", "5")
 
 
+from megatron_lightning.peft import save_adapters
+from megatron_lightning.peft.commands import import_
+from tests.helpers.adapted import adapted_llama
 from tests.helpers.layouts import PP, TP, VPP
 from tests.helpers.preferences import (
     distill_alone,
@@ -19,6 +23,7 @@ from tests.helpers.preferences import (
     train_alone,
     train_by_distillation,
     train_by_preferences,
+    train_from_adapters,
 )
 from tests.helpers.ranks import run_ranks
 
@@ -100,6 +105,42 @@ def test_adapters_of_a_gpt_have_equal_references_on_every_layout(folder: str, la
     assert own == pytest.approx(losses, rel=1e-6)
     for _, own_norms in ranks:
         assert own_norms == pytest.approx(norms, rel=3e-6)
+
+
+_BEGUN = {
+    ("tp", "pp", "first"): (),
+    ("one", "one", "base"): (),
+    ("one", "fsdp", "first"): pytest.mark.slow,
+    ("zero1", "tp-pp", "first"): pytest.mark.slow,
+    ("pp", "tp", "base"): pytest.mark.slow,
+}
+
+
+@pytest.mark.parametrize(
+    ("layout", "resumed", "reference"),
+    [pytest.param(*case, marks=marks) for case, marks in _BEGUN.items()],
+)
+def test_a_training_that_begins_from_adapters_compares_with_their_first_values(
+    folder: str, tmp_path: Path, layout: str, resumed: str, reference: str
+) -> None:
+    """Also after a resume on another layout, whose checkpoint holds the first values."""
+    losses, _ = train_alone(reference)
+    save_adapters(adapted_llama(zero=False), tmp_path / "adapter")
+    import_(str(tmp_path / "adapter"), str(tmp_path / "begun.ckpt"), base=folder)
+    kind, start, own = (
+        "adapters" if reference == "first" else "base",
+        str(tmp_path / "begun.ckpt"),
+        [],
+    )
+    for name, steps in ((layout, 2), (resumed, len(losses))):
+        world, data, options = LAYOUTS[name]
+        body = partial(train_from_adapters, steps=steps, data=data)
+        ranks = run_ranks(world, body, folder, "llama", kind, start, options, timeout_s=150)
+        count = len(ranks[0][0])
+        own += [sum(rank[0][step] for rank in ranks) / world for step in range(count)]
+        start = ranks[0][1]
+    assert own == pytest.approx(losses, rel=2e-6)
+    assert (own[0] == pytest.approx(math.log(2), rel=1e-6)) == (reference == "first")
 
 
 DIVERGENCES: Mapping[str, dict[str, Any]] = {

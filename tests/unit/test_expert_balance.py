@@ -71,6 +71,19 @@ def test_counts_of_the_global_batch_grow_within_a_step() -> None:
         balance.end_step(stepped=True)
 
 
+def test_biases_of_frozen_routers_stay() -> None:
+    """Adapters and ``freeze`` leave the base's own choice of experts as it is."""
+    layer = _layer(router_enable_expert_bias=True, router_score_function="sigmoid")
+    balance = ExpertBalance(layer, lambda counts: counts)
+    for frozen in (True, False):
+        layer.requires_grad_(not frozen)
+        for batch in _batches(2):
+            layer(batch)
+        balance.end_step(stepped=True)
+        assert layer.router.expert_bias is not None
+        assert bool(layer.router.expert_bias.any()) is not frozen
+
+
 def test_a_recomputation_gets_what_the_first_forward_of_its_micro_batch_got() -> None:
     gradients = []
     for recompute in (False, True):

@@ -56,7 +56,8 @@ class ExpertBalance:
             layer.global_counts.reset()
             counts = layer.report.counts.pop(TOKENS_PER_EXPERT, None)
             bias = layer.router.expert_bias
-            if bias is not None:
+            # Biases of frozen routers belong to the frozen weights.
+            if bias is not None and layer.router.weight.requires_grad:
                 none = torch.zeros_like(bias, dtype=torch.int64)
                 biased.append((bias, none if counts is None else counts, layer.router.moe))
         if not (biased and stepped):
