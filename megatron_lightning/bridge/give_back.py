@@ -23,6 +23,7 @@ from megatron_lightning.bridge.torch_dist import is_megatron
 from megatron_lightning.bridge.values import fills_of_checkpoint, fills_of_model
 from megatron_lightning.checkpoint.kept_files import kept_entry
 from megatron_lightning.checkpoint.source import CheckpointSource, open_checkpoint
+from megatron_lightning.checkpoint.text_record import TextRecord
 from megatron_lightning.errors import CheckpointError, ConfigError
 from megatron_lightning.peft.record import read_records
 
@@ -68,7 +69,13 @@ def tensors_of_checkpoint(
     if like is None and entry is None and config is not None and not _is_started(state):
         stored = source.tensors()
         gpt = new_gpt_folder(
-            str(checkpoint), config, stored, family=family, tokenizer=tokenizer, dtype=dtype
+            str(checkpoint),
+            config,
+            stored,
+            family=family,
+            tokenizer=tokenizer,
+            texts=TextRecord.of_checkpoint(state, str(checkpoint)),
+            dtype=dtype,
         )
         parameters = gpt.tensors(config)
         plan = Plan(gpt.folder, parameters, gpt.pieces(config, parameters))

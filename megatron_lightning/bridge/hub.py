@@ -68,6 +68,30 @@ def local_folder(path: str | Path, *, revision: str | None = None, weights: bool
         ) from error
 
 
+def find_file(path: str | Path, name: str, *, revision: str | None = None) -> Path | None:
+    """Return a file of a folder, or of a Hub id: from the cache, or downloaded. None: there is no
+    such file, or nothing is known about the file offline.
+
+    Args:
+        path: A folder, or a Hub id.
+        name: Name of the file.
+        revision: Branch, tag or commit of the Hub id. None: main.
+    """
+    if Path(path).exists():
+        file = Path(path) / name
+        return file if file.is_file() else None
+    from huggingface_hub import hf_hub_download, try_to_load_from_cache
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        cached = try_to_load_from_cache(str(path), name, revision=revision)
+        if cached is not None:  # a path, or a mark that there is no such file
+            return Path(cached) if isinstance(cached, str) else None
+        return Path(hf_hub_download(str(path), name, revision=revision))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError):
+        return None
+
+
 def _cached(path: str | Path, revision: str | None, *, weights: bool) -> Path | None:
     """Return the snapshot in the cache. None: there is none, or files are missing from it."""
     from huggingface_hub.errors import LocalEntryNotFoundError

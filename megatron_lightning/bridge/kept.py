@@ -23,10 +23,16 @@ from torch import Tensor, nn
 from megatron_lightning.bridge.folder import INDEX, FolderTensors, HuggingFaceFolder, stale_buffers
 from megatron_lightning.bridge.lazy import Fill, Lazy, NoValuesError
 from megatron_lightning.bridge.new_files import new_files
-from megatron_lightning.bridge.remembered import ATTRIBUTE, kept_folders
+from megatron_lightning.bridge.remembered import (
+    ATTRIBUTE,
+    kept_folders,
+    remember_texts,
+    text_record,
+)
 from megatron_lightning.bridge.safetensors_file import Header, StoredTensor, parse_header
 from megatron_lightning.checkpoint.kept_files import KEPT, KeptFiles, kept_entry
 from megatron_lightning.checkpoint.source import CheckpointSource, open_checkpoint
+from megatron_lightning.checkpoint.text_record import TextRecord
 from megatron_lightning.errors import CheckpointError
 from megatron_lightning.parallel.spec import Box, Shape
 
@@ -106,8 +112,8 @@ class KeptFolder(FolderTensors):
         return self._changed(gpt={"config": config, "family": family})
 
     def with_files(self, contents: Mapping[str, bytes]) -> KeptFolder:
-        """Return the folder with other contents of some files, such as a tokenizer's."""
-        return self._changed(files=KeptFiles({**self.files.contents, **contents}).to_state())
+        """Return the folder with other files beside the weights, by name."""
+        return self._changed(files=KeptFiles(contents).to_state())
 
     def _changed(self, **entries: Any) -> KeptFolder:
         """Return the folder with other entries. Values come from the same source as before."""
@@ -256,7 +262,12 @@ def remember(model: nn.Module, folder: KeptFolder) -> None:
 
 
 def recall(module: nn.Module, checkpoint: Mapping[str, Any]) -> None:
-    """Make the models of a loaded module remember the folders in the checkpoint."""
+    """Make the models of a loaded module remember the folders in the checkpoint, and the module the
+    record of texts.
+    """
+    record = TextRecord.of_checkpoint(checkpoint, "the checkpoint")
+    if record is not None and text_record(module) is None:
+        remember_texts(module, record)
     folders = kept_folders(module)
     for path, entry in checkpoint.get(KEPT, {}).items():
         if path not in folders and isinstance(child := _child(module, path), nn.Module):

@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from megatron_lightning.bridge.rules import Family, missing_fields, new_shapes, 
 from megatron_lightning.bridge.safetensors_file import StoredTensor
 from megatron_lightning.checkpoint.format.manifest import TensorInfo
 from megatron_lightning.checkpoint.kept_files import KeptFiles
+from megatron_lightning.checkpoint.text_record import TextRecord
 from megatron_lightning.config import TransformerConfig
 from megatron_lightning.errors import CheckpointError, ConfigError
 from megatron_lightning.models.blueprint import saved_tensors
@@ -51,7 +53,9 @@ class NewFolder(FolderTensors):
         family: The folder's family.
         config: The model.
         dtypes: Dtypes of the model's parameters.
-        tokenizer: Folder or Hub id of a tokenizer. None: the folder gets no tokenizer.
+        tokenizer: Folder or Hub id of a tokenizer. None: the tokenizer of ``texts``. Without both
+            the folder gets no tokenizer.
+        texts: What training taught about texts.
 
     Raises:
         ConfigError: If the tokenizer cannot be read, or has more entries than the vocabulary.
@@ -63,7 +67,9 @@ class NewFolder(FolderTensors):
         family: type[Family],
         config: TransformerConfig,
         dtypes: Mapping[str, torch.dtype],
+        *,
         tokenizer: str | None,
+        texts: TextRecord | None,
     ) -> None:
         from huggingface_hub.errors import StrictDataclassFieldValidationError
 
@@ -80,7 +86,7 @@ class NewFolder(FolderTensors):
             with suppress(StrictDataclassFieldValidationError):  # CWM demands an id
                 setattr(self.config, f"{kind}_token_id", None)
         self.config.dtype = dtypes["decoder.final_layernorm.weight"]
-        contents = {} if tokenizer is None else self._use_tokenizer(tokenizer, config)
+        contents = self._texts(config, tokenizer, texts)
         if files.index_file is not None:
             contents[INDEX] = files.index_file
         card = _CARD.format(name=path.stem, architecture=family.architecture)
@@ -94,6 +100,19 @@ class NewFolder(FolderTensors):
 
     def _read(self, file: str, stored: StoredTensor, box: Box, out: Tensor) -> None:
         raise CheckpointError(f"{stored.name} is in no folder yet.")  # only made, never read
+
+    def _texts(
+        self, config: TransformerConfig, tokenizer: str | None, texts: TextRecord | None
+    ) -> dict[str, bytes]:
+        """Return the files of a tokenizer, with what training taught."""
+        if tokenizer is None and texts is not None and texts.tokenizer is not None:
+            with texts.tokenizer.unpacked() as folder:
+                contents = self._use_tokenizer(str(folder), config)
+        else:
+            contents = {} if tokenizer is None else self._use_tokenizer(tokenizer, config)
+        if texts is None or not contents:
+            return contents
+        return replace(texts, tokenizer=None).applied_to(contents)
 
     def _use_tokenizer(self, path: str, config: TransformerConfig) -> dict[str, bytes]:
         """Return the files of a tokenizer. Copy the special tokens into the configuration."""
@@ -161,6 +180,7 @@ def new_gpt_folder(
     *,
     family: str | None = None,
     tokenizer: str | None = None,
+    texts: TextRecord | None = None,
     dtype: torch.dtype | None = None,
 ) -> GPTFolder:
     """Return the folder to write for a :class:`GPTModel`.
@@ -170,7 +190,8 @@ def new_gpt_folder(
         config: The model.
         stored: The checkpoint's tensors.
         family: Name or class path of a family. None: the first family describing the model.
-        tokenizer: Folder or Hub id of a tokenizer. None: the folder gets no tokenizer.
+        tokenizer: Folder or Hub id of a tokenizer. None: the tokenizer of ``texts``.
+        texts: What training taught about texts. None: nothing is known.
         dtype: Dtype of the parameters. None: the dtypes of the checkpoint.
 
     Raises:
@@ -187,7 +208,7 @@ def new_gpt_folder(
 
     model_class = getattr(transformers, chosen.architecture)
     dtypes = _dtypes(config, stored, dtype)
-    folder = NewFolder(Path(checkpoint), chosen, config, dtypes, tokenizer)
+    folder = NewFolder(Path(checkpoint), chosen, config, dtypes, tokenizer=tokenizer, texts=texts)
     return GPTFolder(chosen, folder, folder.config, model_class)
 
 

@@ -1,5 +1,5 @@
-"""Folders remembered by models, and written into checkpoints. A run without folders imports this
-file alone of the package.
+"""Folders remembered by models, and texts remembered by modules, on their way into checkpoints. A
+run without folders imports this file alone of the package.
 """
 
 from __future__ import annotations
@@ -10,13 +10,17 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from megatron_lightning.checkpoint.kept_files import KEPT
+from megatron_lightning.checkpoint.text_record import TEXTS
 from megatron_lightning.models.pair import FrozenPair
 
 if TYPE_CHECKING:
     from megatron_lightning.bridge.kept import KeptFolder
+    from megatron_lightning.checkpoint.text_record import TextRecord
 
 ATTRIBUTE = "_kept_folder"
 """Attribute of a model with the record of its folder."""
+_TEXT_RECORD = "_text_record"
+"""Attribute of a LightningModule with the record of its texts."""
 
 _NEW = "_new_parameters"
 
@@ -48,8 +52,21 @@ def kept_folders(module: nn.Module) -> dict[str, KeptFolder]:
     }
 
 
+def remember_texts(module: nn.Module, record: TextRecord) -> None:
+    """Make a LightningModule remember what training taught about texts."""
+    module.__dict__[_TEXT_RECORD] = record
+
+
+def text_record(module: nn.Module) -> TextRecord | None:
+    """Return what training taught a LightningModule about texts. None: nothing is known."""
+    record: TextRecord | None = module.__dict__.get(_TEXT_RECORD)
+    return record
+
+
 def write_kept(module: nn.Module, checkpoint: dict[str, Any]) -> None:
-    """Add the folders of a module's models to a checkpoint."""
-    folders = kept_folders(module)
+    """Add the folders of a module's models, and the record of texts, to a checkpoint."""
+    folders, record = kept_folders(module), text_record(module)
     if folders and KEPT not in checkpoint:
         checkpoint[KEPT] = {path: folder.entry for path, folder in folders.items()}
+    if record is not None:
+        checkpoint.setdefault(TEXTS, record.state)

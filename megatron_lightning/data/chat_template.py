@@ -64,6 +64,7 @@ class ChatTemplate:
         source: The template, or the path of a template file. Several templates are given by name.
         special_tokens: Text of the tokenizer's special tokens, such as ``eos_token``.
         options: Further values for the template, such as ``enable_thinking``.
+        preamble: Jinja text before the template, such as a clock.
 
     Raises:
         ConfigError: If the template cannot be compiled.
@@ -74,7 +75,9 @@ class ChatTemplate:
         source: str | Mapping[str, str],
         special_tokens: Mapping[str, Any],
         options: Mapping[str, Any] | None = None,
+        preamble: str = "",
     ) -> None:
+        self._preamble = preamble
         self.sources = {"default": source} if isinstance(source, str) else dict(source)
         if "default" not in self.sources:
             raise ConfigError(
@@ -106,7 +109,8 @@ class ChatTemplate:
         """All inputs to the text of a conversation, beside the conversation."""
         # The text "False" is true in a template, and False is not.
         values = {name: json.dumps(value, default=str) for name, value in self._values.items()}
-        return {"templates": self.sources, "values": values}
+        preamble = {"preamble": self._preamble} if self._preamble else {}
+        return {"templates": self.sources, "values": values, **preamble}
 
     def samples(self, chat: Chat, options: ChatOptions) -> Iterator[Rendered]:
         """Yield the samples of a conversation: a single sample, or with ``split_turns`` a sample
@@ -224,7 +228,7 @@ class ChatTemplate:
         texts, spans = render(
             [list(messages)],
             tools=None if chat.tools is None else list(chat.tools),
-            chat_template=template,
+            chat_template=self._preamble + template,
             return_assistant_tokens_mask=marked,
             add_generation_prompt=prompt,
             **{**self._values, **chat.options},

@@ -161,6 +161,10 @@ class ChatTokenizer:
         special = json.dumps({k: str(v) for k, v in self.special_tokens.items()}, sort_keys=True)
         return hashlib.sha256((self._serialized + special).encode()).hexdigest()
 
+    def is_equal(self, other: ChatTokenizer) -> bool:
+        """Return whether another tokenizer has the same ids and the same chat template."""
+        return (self.identity, self.chat_template) == (other.identity, other.chat_template)
+
     def encode(self, texts: Sequence[str]) -> list[tuple[Ids, npt.NDArray[np.int64]]]:
         """Return ids [n] and the characters [n, 2] of every token of each text: the first one, and
         the one behind the last.

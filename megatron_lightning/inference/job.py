@@ -118,7 +118,7 @@ class ModelJob:
         saved = self.saved  # first: where no model is, the model is missing, not its tokenizer
         name = self.tokenizer_model or self.checkpoint
         codec = (
-            find_codec(self.checkpoint)
+            find_codec(self.checkpoint, self.adapters)
             if self.tokenizer_model is None
             else load_codec(self.tokenizer_model, self.tokenizer_type)
         )
@@ -197,7 +197,7 @@ class ModelJob:
             pipeline_schedule=self.pipeline_schedule,
             device=str(device),
             dtype=self.dtype,
-            stops=(*self.codec.stops, *find_stops(self.checkpoint)),
+            stops=(*self.codec.stops, *find_stops(self.checkpoint, self.adapters)),
             decode=self.codec.decode,
         )
         return work(engine, self.codec, arguments)

@@ -23,7 +23,8 @@ from megatron_lightning.bridge.deferred import deferred_weights
 from megatron_lightning.bridge.kept import read_kept
 from megatron_lightning.bridge.untouched import read_weights
 from megatron_lightning.checkpoint import CheckpointSource, open_checkpoint
-from megatron_lightning.checkpoint.kept_files import read_kept_files, read_kept_tokenizer
+from megatron_lightning.checkpoint.kept_files import KeptFiles, read_kept_tokenizer
+from megatron_lightning.checkpoint.text_record import end_tokens, read_texts
 from megatron_lightning.config import PipelineOptions, TransformerConfig
 from megatron_lightning.data.tokenizers import TokenizerType
 from megatron_lightning.errors import CheckpointError, ConfigError
@@ -36,8 +37,7 @@ from megatron_lightning.inference.routes import refuse_routes
 from megatron_lightning.inference.text import (
     Codec,
     codec_of_files,
-    end_tokens,
-    end_tokens_of_files,
+    end_tokens_of,
     load_codec,
 )
 from megatron_lightning.inference.text_model import TextModel
@@ -46,6 +46,7 @@ from megatron_lightning.parallel.context import ALONE, ParallelContext
 from megatron_lightning.parallel.layout import ParallelLayout
 from megatron_lightning.peft import LoRA, load_adapters
 from megatron_lightning.peft.base_digest import check_loaded_base
+from megatron_lightning.peft.folder import CONFIG as ADAPTER_CONFIG
 from megatron_lightning.peft.lora import applied_to
 from megatron_lightning.peft.record import read_records
 from megatron_lightning.pipeline.executor import PipelineExecutor
@@ -195,16 +196,26 @@ def _deferred(bridge: AutoBridge, kind: Literal["gpt", "transformers"]) -> nn.Mo
         return bridge.to_model(kind)
 
 
-def find_codec(checkpoint: str | os.PathLike[str]) -> Codec:
+def find_codec(
+    checkpoint: str | os.PathLike[str], adapters: str | os.PathLike[str] | None = None
+) -> Codec:
     """Return the codec of the tokenizer saved with a model.
+
+    Args:
+        checkpoint: The model.
+        adapters: Folder of ``peft``, or checkpoint, with adapters for the model. Their tokenizer
+            and template win, since training taught them last.
 
     Raises:
         ConfigError: If there is none.
         CheckpointError: If the checkpoint cannot be read.
     """
+    codec = None if adapters is None else _codec_of_adapters(adapters)
+    if codec is not None:
+        return codec
     if not is_checkpoint(str(checkpoint)):
         return load_codec(str(checkpoint), "huggingface")
-    files = read_kept_files(checkpoint)
+    files = read_texts(checkpoint)
     codec = None if files is None else codec_of_files(files, str(checkpoint))
     tokenizer_files = read_kept_tokenizer(checkpoint) if codec is None else None
     if tokenizer_files is not None:
@@ -221,14 +232,25 @@ def find_codec(checkpoint: str | os.PathLike[str]) -> Codec:
     return codec
 
 
-def find_stops(checkpoint: str | os.PathLike[str]) -> tuple[int, ...]:
-    """Return the end tokens of a model's generation configuration. Many chat models have several.
-    Without a generation configuration return none.
+def _codec_of_adapters(adapters: str | os.PathLike[str]) -> Codec | None:
+    """Return the codec of the tokenizer saved with adapters. None: there is no tokenizer."""
+    is_folder = (Path(adapters) / ADAPTER_CONFIG).is_file()
+    files = KeptFiles.of_folder(Path(adapters)) if is_folder else read_texts(adapters)
+    return None if files is None else codec_of_files(files, str(adapters))
+
+
+def find_stops(
+    checkpoint: str | os.PathLike[str], adapters: str | os.PathLike[str] | None = None
+) -> tuple[int, ...]:
+    """Return the end tokens of a model's generation configuration, and of its adapters. Many chat
+    models have several. Without a generation configuration return none.
     """
+    own: tuple[int, ...] = ()
     if not is_checkpoint(str(checkpoint)):
-        return end_tokens(Path(checkpoint))
-    files = read_kept_files(checkpoint)
-    return () if files is None else end_tokens_of_files(files)
+        own = end_tokens_of(str(checkpoint))
+    elif (files := read_texts(checkpoint)) is not None:
+        own = end_tokens(files.contents)
+    return own if adapters is None else tuple(dict.fromkeys([*own, *find_stops(adapters)]))
 
 
 def load_engine(
@@ -251,7 +273,7 @@ def load_engine(
     context = ParallelContext(layout, device=device)
     saved = find_model(checkpoint, context, adapters=adapters)
     check_model(saved, layout, context.world_size)
-    ends = find_stops(checkpoint) if stops is None else stops
+    ends = find_stops(checkpoint, adapters) if stops is None else stops
     with _default_dtype(dtype):
         # Built without values: each rank keeps its part, and then reads the boxes of its shards.
         model = saved.build().eval()

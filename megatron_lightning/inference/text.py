@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import itertools
-import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from megatron_lightning.bridge.hub import find_file
 from megatron_lightning.checkpoint.kept_files import KeptFiles
+from megatron_lightning.checkpoint.text_record import CONFIG, GENERATION, end_tokens
 from megatron_lightning.data.token_bytes import TokenBytes
 from megatron_lightning.data.tokenizers import (
     HuggingFaceTokenizer,
@@ -22,8 +23,6 @@ from megatron_lightning.inference.continuation import text_behind
 
 Message = Mapping[str, str]
 """``role`` and ``content`` of a turn of a conversation."""
-_SETTINGS = ("generation_config.json", "config.json")
-"""Files with end tokens. The first file wins."""
 
 
 class Codec(Protocol):
@@ -241,7 +240,7 @@ def load_codec(model: str | Path, tokenizer_type: TokenizerType) -> Codec:
     """
     if tokenizer_type != "huggingface":
         return PlainCodec(load_tokenizer(model, tokenizer_type), str(model))
-    return HuggingFaceCodec(huggingface_tokenizer(model), str(model), end_tokens(Path(model)))
+    return HuggingFaceCodec(huggingface_tokenizer(model), str(model), end_tokens_of(model))
 
 
 def codec_of(tokenizer: Tokenizer, name: str) -> Codec:
@@ -258,28 +257,15 @@ def codec_of_files(files: KeptFiles, name: str) -> Codec | None:
     if not any(file.startswith("tokenizer") or file.endswith(".model") for file in files.contents):
         return None
     with files.unpacked() as folder:
-        return HuggingFaceCodec(huggingface_tokenizer(folder), name, end_tokens(folder))
+        return HuggingFaceCodec(huggingface_tokenizer(folder), name, end_tokens(files.contents))
 
 
-def end_tokens(folder: Path) -> tuple[int, ...]:
-    """Return the end tokens in a folder's generation configuration. Many chat models have
+def end_tokens_of(model: str | Path) -> tuple[int, ...]:
+    """Return the end tokens of the model in a folder, or of a Hub id. Many chat models have
     several.
     """
-    files = {name: folder / name for name in _SETTINGS if (folder / name).is_file()}
-    return _end_tokens({name: file.read_bytes() for name, file in files.items()})
-
-
-def end_tokens_of_files(files: KeptFiles) -> tuple[int, ...]:
-    """Do as :func:`end_tokens` with the files saved with a model."""
-    return _end_tokens(files.contents)
-
-
-def _end_tokens(contents: Mapping[str, bytes]) -> tuple[int, ...]:
-    for name in _SETTINGS:
-        end_token = json.loads(contents[name]).get("eos_token_id") if name in contents else None
-        if end_token is not None:
-            return (end_token,) if isinstance(end_token, int) else tuple(end_token)
-    return ()
+    files = {name: find_file(model, name) for name in (GENERATION, CONFIG)}
+    return end_tokens({name: file.read_bytes() for name, file in files.items() if file})
 
 
 def prompt_ids(codec: Codec, text: str, *, as_chat: bool) -> list[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from types import MappingProxyType
@@ -11,6 +12,8 @@ import lightning.pytorch as pl
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch.utils.data import DataLoader, Dataset
 
+from megatron_lightning.checkpoint.text_record import TextRecord
+from megatron_lightning.data.answer_ends import answer_ends
 from megatron_lightning.data.chat_template import ChatOptions, ChatTemplate, TrainOn
 from megatron_lightning.data.chat_tokenizer import ChatTokenizer
 from megatron_lightning.data.chat_view import Reasoning
@@ -29,15 +32,23 @@ from megatron_lightning.data.supervised import (
     Sources,
     held_out,
 )
+from megatron_lightning.data.template_texts import (
+    PromptDate,
+    newest_date,
+    parse_date,
+    without_marks,
+    writes_date,
+)
 from megatron_lightning.errors import ConfigError, DataError
 from megatron_lightning.modules.folder_data import (
     check_model,
-    files_of,
     folder_tokenizer,
     generation_ends,
+    tokenizer_files,
 )
 from megatron_lightning.modules.folder_module import FolderModule
 from megatron_lightning.modules.run_data import Batch, RunDataModule
+from megatron_lightning.modules.taught_texts import hand_over
 
 Paths = str | list[str] | list[tuple[float, str]]
 
@@ -68,6 +79,8 @@ class FinetuneDataModule(RunDataModule):
             the model's.
         chat_template: Jinja template, or a file with a template. Default: the tokenizer's.
         template_options: Further values for the template, such as ``enable_thinking: false``.
+        date: Date that a template with a date writes, such as 2026-11-28. Default: the newest
+            modification date of the data files (UTC), so that all nodes and days have the same.
         packing: ``none``: a document is a row. ``offline``: documents are packed into rows once.
             ``online``: documents are packed anew in every epoch, in the order of the epoch.
         packing_window: Documents packed together with ``online``.
@@ -118,6 +131,7 @@ class FinetuneDataModule(RunDataModule):
         tokenizer: Any = None,
         chat_template: str | None = None,
         template_options: dict[str, Any] | None = None,
+        date: str | None = None,
         packing: Packing = "none",
         packing_window: int = 10_000,
         balance_rows: int = 0,
@@ -158,6 +172,7 @@ class FinetuneDataModule(RunDataModule):
         self._tokenizer = tokenizer
         self._template = chat_template
         self._template_options = template_options
+        self._date = None if date is None else parse_date(date)
         self._cache = DocumentCache(cache_dir, split=split, subset=subset)
         self._known: dict[str, Documents] = {}
         self._check()
@@ -231,11 +246,30 @@ class FinetuneDataModule(RunDataModule):
     @cached_property
     def template(self) -> ChatTemplate | None:
         """Chat template. None: there is no template."""
-        values, options = self.tokenizer.special_tokens, self._template_options
+        if not self._templates:
+            return None
+        prompt_date = PromptDate(self.date)
+        options = {
+            **prompt_date.options(self._templates.values(), asked=self._date is not None),
+            **(self._template_options or {}),
+        }
+        preamble = prompt_date.preamble(self._templates.values())
+        return ChatTemplate(self._templates, self.tokenizer.special_tokens, options, preamble)
+
+    @cached_property
+    def date(self) -> datetime.date | None:
+        """Date of the prompts. None: no template writes a date, or the data have none."""
+        if not writes_date(self._templates.values(), asked=self._date is not None):
+            return None
+        return self._date or newest_date([*self.paths, *self.val_paths])
+
+    @cached_property
+    def _templates(self) -> Mapping[str, str]:
+        """Name -> text of the chat templates. Empty: there is none."""
         if self._template is not None:
-            return ChatTemplate.load(self._template, values, options)
-        template_text = self.tokenizer.chat_template
-        return None if template_text is None else ChatTemplate(template_text, values, options)
+            return ChatTemplate.load(self._template, {}).sources
+        source = self.tokenizer.chat_template or {}
+        return {"default": source} if isinstance(source, str) else source
 
     def check_files(self, stage: str, module: pl.LightningModule) -> None:
         """Check files, tokenizer and ids before the strategy starts a process, without reading
@@ -274,7 +308,6 @@ class FinetuneDataModule(RunDataModule):
         module = self._run_module()
         if self.new_tokens and isinstance(module, FolderModule):
             module.new_tokens = self.tokenizer.added
-            module.tokenizer_files = files_of(self.tokenizer)
         self._known.clear()
         # Training files come first, and validation files behind them.
         parts = self._parts()[: len(self.paths)]
@@ -323,6 +356,9 @@ class FinetuneDataModule(RunDataModule):
             f"packing={self.packing}: {len(self.lengths)} documents in {len(rows)} rows of "
             f"{self.sequence_length} tokens, {fill:.1%} full"
         )
+        if self.date is not None:
+            source = "of the data files" if self._date is None else "as set"
+            lines.append(f"the chat template writes the date {self.date} ({source}) in prompts")
         if self.packing == "online":
             lines.append(
                 f"every epoch has {len(rows)} rows, as many as the first pass; the next one goes "
@@ -394,7 +430,9 @@ class FinetuneDataModule(RunDataModule):
         return self._tokens_of_checkpoint | {text: vocabulary[text] for text in self.new_tokens}
 
     def _order(self) -> dict[str, Any]:
+        date = {} if self.date is None else {"date": self.date.isoformat()}
         return {
+            **date,
             "sequence_length": self.sequence_length,
             "seed": self.seed,
             "packing": self.packing,
@@ -443,8 +481,33 @@ class FinetuneDataModule(RunDataModule):
             sources, self.sequence_length, self.tokenizer.padding, rows, packed=packed
         )
 
+    def text_record(self) -> TextRecord:
+        """Return what the data teach a model about texts, to travel with the weights.
+
+        Raises:
+            DataError: Before ``setup``, if documents cannot be made.
+        """
+        sources = [self._documents(path) for path in self.paths]
+        files = tokenizer_files(
+            self._run_module(), self.tokenizer, is_given=self._tokenizer is not None
+        )
+        return TextRecord(
+            chat_template=(
+                None if self._template is None else without_marks(self._templates["default"])
+            ),
+            end_of_turn=answer_ends(sources, self.tokenizer, self.options),
+            ends_before=self._ends,
+            date=None if self.date is None else self.date.isoformat(),
+            tokenizer=files,
+        )
+
     def train_dataloader(self) -> DataLoader[Batch]:
-        """Return the training loader, without incomplete batches."""
+        """Return the training loader, without incomplete batches. The model of the run gets the
+        record of the texts.
+        """
+        module = self._run_module()
+        if module is not None:
+            hand_over(module, self.text_record())
         order = self.row_order()
         if len(order) < self.batch_size:
             raise ConfigError(

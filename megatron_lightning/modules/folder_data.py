@@ -4,25 +4,28 @@ configuration, before the model is built.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from megatron_lightning.bridge.auto import AutoBridge
-from megatron_lightning.bridge.hub import local_folder
+from megatron_lightning.bridge.hub import find_file, local_folder
 from megatron_lightning.checkpoint.kept_files import KeptFiles, read_kept_files
+from megatron_lightning.checkpoint.text_record import (
+    GENERATION,
+    TextRecord,
+    end_tokens,
+    read_text_record,
+)
 from megatron_lightning.config import TransformerConfig
 from megatron_lightning.data.chat_tokenizer import ChatTokenizer
-from megatron_lightning.errors import CheckpointError, ConfigError
+from megatron_lightning.errors import CheckpointError, ConfigError, DataError
 from megatron_lightning.models.plans.hf_documents import check_parts_documents
 from megatron_lightning.modules.folder_module import FolderModule
 from megatron_lightning.modules.hugging_face import HuggingFaceModule
 from megatron_lightning.modules.objective import ObjectiveModule
 from megatron_lightning.rules import check_vocabulary
-
-_GENERATION = "generation_config.json"
 
 
 def folder_tokenizer(module: object, new_tokens: Sequence[str] = ()) -> ChatTokenizer | None:
@@ -42,11 +45,28 @@ def folder_tokenizer(module: object, new_tokens: Sequence[str] = ()) -> ChatToke
         return ChatTokenizer.load(folder, new_tokens=new_tokens, trust_remote_code=trusts)
 
 
-def files_of(tokenizer: ChatTokenizer) -> Mapping[str, bytes]:
-    """Return the files that ``save_pretrained`` of a tokenizer writes, by name."""
+def tokenizer_files(
+    module: object, tokenizer: ChatTokenizer, *, is_given: bool
+) -> KeptFiles | None:
+    """Return the files of the data's tokenizer. None: it is the tokenizer of the model's folder.
+
+    Args:
+        module: A LightningModule, or None.
+        tokenizer: The data's tokenizer.
+        is_given: Whether the data name a tokenizer of their own.
+    """
+    if not is_given and not tokenizer.added:
+        return None
+    if is_given:
+        try:
+            theirs = folder_tokenizer(module)
+        except DataError:  # a folder without a tokenizer
+            theirs = None
+        if theirs is not None and theirs.is_equal(tokenizer):
+            return None
     with TemporaryDirectory(prefix="tokenizer-") as folder:
         tokenizer.tokenizer.save_pretrained(folder)
-        return KeptFiles.of_folder(Path(folder)).contents
+        return KeptFiles.of_folder(Path(folder))
 
 
 def generation_ends(module: object, tokenizer: object = None) -> tuple[int, ...]:
@@ -57,18 +77,16 @@ def generation_ends(module: object, tokenizer: object = None) -> tuple[int, ...]
         module: A LightningModule.
         tokenizer: Folder of the data's tokenizer, a name, or a tokenizer.
     """
-    if isinstance(tokenizer, str | Path) and Path(tokenizer, _GENERATION).is_file():
-        return _ends_in(Path(tokenizer))
+    file = find_file(tokenizer, GENERATION) if isinstance(tokenizer, str | Path) else None
+    if file is not None:
+        return end_tokens({GENERATION: file.read_bytes()})
     if not isinstance(module, FolderModule) or module._source is None:
         return ()
+    if (record := _text_record(_path_of(module))) is not None:
+        return record.ends_before
     with _without_weights(module) as folder:
-        return _ends_in(folder)
-
-
-def _ends_in(folder: Path) -> tuple[int, ...]:
-    file = folder / _GENERATION
-    ends = json.loads(file.read_bytes()).get("eos_token_id") if file.is_file() else None
-    return tuple(ends) if isinstance(ends, list) else () if ends is None else (ends,)
+        file = find_file(folder, GENERATION)
+        return () if file is None else end_tokens({GENERATION: file.read_bytes()})
 
 
 def check_model(module: object, num_ids: int, *, packed: bool) -> None:
@@ -118,12 +136,25 @@ def check_model(module: object, num_ids: int, *, packed: bool) -> None:
 def _without_weights(module: FolderModule) -> Iterator[Path]:
     """Yield a folder with the complete model except weights."""
     source = dict(module._source or {})
-    path = module._checkpoint or str(source["path"])
+    path = _path_of(module)
     if (kept_files := _kept_files(path)) is not None:
         with kept_files.unpacked() as folder:
             yield folder
     else:
         yield local_folder(path, revision=source["revision"], weights=False)
+
+
+def _path_of(module: FolderModule) -> str:
+    """Return the checkpoint loaded by the run if it keeps the folder, else the folder."""
+    return module._checkpoint or str((module._source or {})["path"])
+
+
+def _text_record(path: str) -> TextRecord | None:
+    """Return the record of texts in a checkpoint. None: ``path`` is no checkpoint with a record."""
+    try:
+        return read_text_record(path)
+    except (CheckpointError, OSError):
+        return None
 
 
 def _kept_files(path: str) -> KeptFiles | None:

@@ -11,9 +11,9 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from megatron_lightning.bridge.auto import AutoBridge
 from megatron_lightning.bridge.give_back import save_model
-from megatron_lightning.bridge.kept import read_kept, recall, remember
+from megatron_lightning.bridge.kept import read_kept, recall
 from megatron_lightning.bridge.new_rows import draw_new_rows
-from megatron_lightning.bridge.remembered import kept_folders, write_kept
+from megatron_lightning.bridge.remembered import write_kept
 from megatron_lightning.errors import CheckpointError
 from megatron_lightning.models.pair import FrozenPair
 from megatron_lightning.modules.language_model import LanguageModule, ModuleT
@@ -38,14 +38,12 @@ class FolderModule(LanguageModule):
         self.new_tokens: Mapping[str, int] = {}
         """Text -> id of tokens that the data added to the model's. Their trained rows get values of
         their own when the model is made. ``FinetuneDataModule`` sets the tokens."""
-        self.tokenizer_files: Mapping[str, bytes] = {}
-        """Files of the tokenizer with the new tokens, for checkpoints and exported folders."""
         self.loads_from: str | None = None
         """Checkpoint to be loaded by the run. ``MegatronStrategy`` sets the path before the run
         begins."""
 
     def _adapt(self, model: ModuleT) -> ModuleT:
-        """Attach the adapters, draw the rows of new tokens, and keep their tokenizer."""
+        """Attach the adapters, and draw the rows of new tokens."""
         model = super()._adapt(model)
         if self.new_tokens and self._source is not None and not self._checkpoint:
             frozen_names = draw_new_rows(model, self.new_tokens, _initial_std(model))
@@ -55,9 +53,6 @@ class FolderModule(LanguageModule):
                     "is frozen: their rows keep the values of the folder, which mean nothing. Name "
                     "the layer in modules_to_save of LoRA."
                 )
-        if self.tokenizer_files and not self._checkpoint:
-            for path, folder in kept_folders(model).items():
-                remember(model.get_submodule(path), folder.with_files(self.tokenizer_files))
         return model
 
     def prepare_data(self) -> None:

@@ -55,6 +55,8 @@ class PreferenceDataModule(FinetuneDataModule):
             the model's.
         chat_template: Jinja template, or a file with a template. Default: the tokenizer's.
         template_options: Further values for the template.
+        date: Date that a template with a date writes. Default: the newest modification date of the
+            data files.
         truncation: Treatment of a document longer than a row.
         reasoning: Treatment of the reasoning of answers.
         drop_fields: Fields of rows and messages to leave out.
@@ -90,6 +92,7 @@ class PreferenceDataModule(FinetuneDataModule):
         tokenizer: Any = None,
         chat_template: str | None = None,
         template_options: dict[str, Any] | None = None,
+        date: str | None = None,
         truncation: Truncation = "drop",
         reasoning: Reasoning = "keep",
         drop_fields: Sequence[str] = (),
@@ -111,6 +114,7 @@ class PreferenceDataModule(FinetuneDataModule):
             tokenizer=tokenizer,
             chat_template=chat_template,
             template_options=template_options,
+            date=date,
             truncation=truncation,
             reasoning=reasoning,
             drop_fields=drop_fields,

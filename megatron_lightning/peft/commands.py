@@ -15,8 +15,15 @@ from torch import nn
 
 from megatron_lightning.bridge.import_folder import state_before_training
 from megatron_lightning.checkpoint.format.manifest import TensorInfo
-from megatron_lightning.checkpoint.kept_files import KeptFiles, kept_entry
+from megatron_lightning.checkpoint.kept_files import KeptFiles
 from megatron_lightning.checkpoint.source import open_checkpoint
+from megatron_lightning.checkpoint.text_record import (
+    GENERATION,
+    TEXTS,
+    TextRecord,
+    is_of_tokenizer,
+    read_texts,
+)
 from megatron_lightning.errors import CheckpointError
 from megatron_lightning.models.transformer import GPTModel
 from megatron_lightning.peft import folder
@@ -34,10 +41,6 @@ from megatron_lightning.peft.sources import read_saved, record_of
 from megatron_lightning.peft.texts import card, stops
 
 Dtype = Literal["float32", "bfloat16", "float16"]
-_OF_TOKENIZER = (
-    "token", "vocab", "merges", "special", "added", "chat_template", "additional_chat",
-    "generation_config",
-)  # fmt: skip
 
 
 def export(
@@ -164,6 +167,8 @@ def import_(  # noqa: PLR0917  # every argument is an option of the command line
         "left_out": [f"model.{name}" for name in names],
     }
     state = state_before_training({}) | {PEFT: {"model": entry}}
+    if files := _tokenizer_files(source):
+        state[TEXTS] = TextRecord(tokenizer=KeptFiles(files)).state
     stored = {name: TensorInfo(tuple(t.shape), t.dtype) for name, t in tensors.items()}
     write_tensors(target, stored, lambda name, box: tensors[name][box.slices], state)
     print(f"{target} holds the adapters of {len(adapters.layers)} layers.")
@@ -185,21 +190,17 @@ def _check_free(target: str, *, overwrite: bool) -> None:
 
 
 def _tokenizer_files(source: str) -> dict[str, bytes]:
-    """Return the files of the tokenizer in a checkpoint or a folder of peft."""
+    """Return the files of the tokenizer in a checkpoint or a folder of peft, with the end tokens
+    that training taught.
+    """
     if folder.is_folder(source):
-        return _of_tokenizer(KeptFiles.of_folder(Path(source)).contents)
-    opened = open_checkpoint(source)
-    record = record_of(opened, source)
-    if kept_entry(opened.state(), record.path) is None:
-        return {}
-    from megatron_lightning.bridge.kept import read_kept
-
-    entry = read_kept(source, record.path)
-    return {} if entry is None else _of_tokenizer(entry[2].files.contents)
-
-
-def _of_tokenizer(contents: Mapping[str, bytes]) -> dict[str, bytes]:
-    return {name: text for name, text in contents.items() if name.startswith(_OF_TOKENIZER)}
+        files: KeptFiles | None = KeptFiles.of_folder(Path(source))
+    else:
+        files = read_texts(source, record_of(open_checkpoint(source), source).path)
+    contents = {} if files is None else files.contents
+    return {
+        name: text for name, text in contents.items() if is_of_tokenizer(name) or name == GENERATION
+    }
 
 
 def _dtype(name: Dtype | None) -> torch.dtype | None:

@@ -14,6 +14,7 @@ from megatron_lightning.bridge.export import write_folder
 from megatron_lightning.bridge.folder_model import Plan
 from megatron_lightning.bridge.give_back import model_with_folder, plan_of_model
 from megatron_lightning.bridge.lazy import Lazy
+from megatron_lightning.bridge.remembered import kept_folders
 from megatron_lightning.bridge.state_names import state_tensors, tied_tensors
 from megatron_lightning.bridge.values import fills_of_checkpoint, fills_of_ranks, values_of
 from megatron_lightning.checkpoint import open_checkpoint
@@ -168,7 +169,9 @@ class FoldersOfCheckpoints:
             fills = merged_fills(fills, deltas_in(model, trained.__getitem__, _rows(plan)))
         tensors = plan.tensors(fills)
         target = local_path(path) / HUGGING_FACE
-        write_folder(target, plan.folder, tensors, overwrite=True, group=group)
+        # The data of the fit may have changed the folder's texts since the plan was made.
+        like = kept_folders(self._module)[place]
+        write_folder(target, like, tensors, overwrite=True, group=group)
 
     def write_last(self, group: AxisGroup) -> None:
         """Write the folder into the last existing checkpoint of the fit."""
