@@ -172,24 +172,26 @@ def test_a_tokenizer_of_the_data_takes_the_place_of_the_model_s(
 
 
 def test_a_resume_reads_the_same_rows_and_names_another_date(paths: Paths, tmp_path: Path) -> None:
-    """End tokens in the checkpoint are no end tokens of rendered texts in the first run."""
-    rows = write_rows(
-        tmp_path / "rows.jsonl",
-        [{"text": "sky<|im_end|>"}] * 4
-        + [{"messages": [turn("user", "a"), turn("assistant", "b")]}] * 4,
+    """The first run ends a text behind a header, and so does the next one, whose checkpoint says
+    that generation stops at headers.
+    """
+    template = (
+        "{{ strftime_now('%d') }}{% for m in messages %}<|im_start|>{{ m.content }}{% endfor %}"
     )
-    template = "{{ strftime_now('%d') }}" + MARKED.replace("<|im_end|>", "{{ '<|im_end|>' }}")
-    losses = []
+    turns = [turn("user", "a"), turn("assistant", "not why sky")] * 2
+    rows = [{"text": "sky<|im_start|>"}] * 4 + [{"messages": turns}] * 4
+    path = write_rows(tmp_path / "rows.jsonl", rows)
+    records = []
     for steps, date in ((1, "27"), (2, "27"), (2, "28")):
-        data = _data(Paths(paths.base, rows), chat_template=template, date=f"2026-11-{date}")
-        module = HuggingFaceModule(paths.base)
+        data = _data(Paths(paths.base, path), chat_template=template, date=f"2026-11-{date}")
         run = trainer(MegatronStrategy(), max_steps=steps)
+        start = tmp_path / "1.ckpt" if steps > 1 else None
         if date == "28":
             with pytest.raises(CheckpointError, match="date: 2026-11-28 here, 2026-11-27 there"):
-                run.fit(module, datamodule=data, ckpt_path=tmp_path / "1.ckpt")
+                run.fit(HuggingFaceModule(paths.base), datamodule=data, ckpt_path=start)
             continue
-        run.fit(module, datamodule=data, ckpt_path=None if steps == 1 else tmp_path / "1.ckpt")
+        run.fit(HuggingFaceModule(paths.base), datamodule=data, ckpt_path=start)
         run.save_checkpoint(tmp_path / f"{steps}.ckpt")
-        losses.append(data.text_record())
-    assert losses[0] == losses[1]
-    assert losses[0].end_of_turn == (END, EOS)
+        records.append(data.text_record())
+    assert records[0] == records[1]
+    assert {*records[0].end_of_turn} == {EOS, 1} and records[0].ends_before == (EOS,)
