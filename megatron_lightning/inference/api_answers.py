@@ -8,9 +8,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from megatron_lightning.inference.api_logprobs import TokenPlaces, name_of, number_of, token_of
 from megatron_lightning.inference.api_requests import ApiRequest
 from megatron_lightning.inference.continuation import final_text, text_so_far
 from megatron_lightning.inference.text import Codec
+from megatron_lightning.inference.tool_calls import ToolCall, parse_calls, place_of_calls
 
 
 @dataclass
@@ -23,11 +25,13 @@ class Written:
     reason: str | None = None
 
 
-def text_of(written: Written, prompt: Sequence[int], stop: Sequence[str], codec: Codec) -> str:
-    """Return the final part of the text: further tokens cannot change it."""
-    if written.reason is None:
-        return text_so_far(codec.decode, codec, prompt, written.tokens, stop)
-    return final_text(codec.decode, prompt, written.tokens, stop)
+@dataclass
+class _Sent:
+    """What a stream has sent of a text."""
+
+    text: str = ""
+    num_tokens: int = 0
+    is_begun: bool = False
 
 
 class Answer:
@@ -42,6 +46,7 @@ class Answer:
     def __init__(self, request: ApiRequest, name: str, codec: Codec) -> None:
         self._request = request
         self._codec = codec
+        self._sent = [_Sent() for _ in range(request.num_texts)]
         kind = "chat.completion" if request.is_chat else "text_completion"
         prefix = "chatcmpl" if request.is_chat else "cmpl"
         self._head = {
@@ -51,16 +56,17 @@ class Answer:
             "model": name,
         }
 
-    def whole(self, prompts: Sequence[Written | None], texts: Sequence[Written]) -> dict[str, Any]:
+    def whole(self, prompts: Sequence[Written], texts: Sequence[Written]) -> dict[str, Any]:
         """Return the whole answer.
 
         Args:
-            prompts: Scores of each prompt behind the first token. None: scores are not wanted.
+            prompts: Scores of each prompt behind the first token. Empty: scores are not wanted.
             texts: The written texts.
         """
+        number = self._request.num_choices
         choices = [
-            self._choice(index, prompt, text)
-            for index, (prompt, text) in enumerate(zip(prompts, texts, strict=True))
+            self._choice(index, prompts[index // number] if prompts else None, text)
+            for index, text in enumerate(texts)
         ]
         return {**self._head, "choices": choices, "usage": self.usage(texts)}
 
@@ -76,60 +82,133 @@ class Answer:
 
     def _choice(self, index: int, prompt: Written | None, text: Written) -> dict[str, Any]:
         request = self._request
-        content = text_of(text, request.prompts[index], request.sampling.stop, self._codec)
-        if request.echo:
-            content = self._codec.decode(request.prompts[index]) + content
+        content = self._text(index, text)
         choice: dict[str, Any] = {"index": index, "finish_reason": text.reason or "length"}
         if request.is_chat:
+            content, calls = self._calls(content)
             choice["message"] = {"role": "assistant", "content": content}
-            choice["logprobs"] = self._chat_logprobs(text) if request.logprobs else None
+            if calls:
+                choice["message"] = {
+                    "role": "assistant",
+                    "content": content or None,
+                    "tool_calls": [_call(call) for call in calls],
+                }
+                choice["finish_reason"] = "tool_calls"
+            choice["logprobs"] = self._logprobs(index, prompt, text, 0, None)
         else:
             choice["text"] = content
-            choice["logprobs"] = self._logprobs(index, prompt, text) if request.logprobs else None
+            choice["logprobs"] = self._logprobs(index, prompt, text, 0, None)
         return choice
 
-    def _logprobs(self, index: int, prompt: Written | None, text: Written) -> dict[str, Any]:
-        """Return the lists of a completion. The first token of a prompt has no log-probability."""
+    def _text(self, index: int, text: Written) -> str:
+        """Return the final part of a text, with an echo of the prompt."""
+        prompt, stop = self._request.prompt(index), self._request.sampling.stop
+        if text.reason is None:
+            content = text_so_far(self._codec.decode, self._codec, prompt, text.tokens, stop)
+        else:
+            content = final_text(self._codec.decode, prompt, text.tokens, stop)
+        return self._codec.decode(prompt) + content if self._request.echo else content
+
+    def _calls(self, content: str) -> tuple[str, list[ToolCall]]:
+        if not self._request.tools:
+            return content, []
+        beside, calls = parse_calls(content, self._request.tools)
+        return beside, calls[: self._request.most_calls]
+
+    def _logprobs(
+        self, index: int, prompt: Written | None, text: Written, first: int, end: int | None
+    ) -> dict[str, Any] | None:
+        """Return the log-probabilities of the tokens ``first`` to ``end`` - 1 of a text. None: not
+        wanted.
+
+        In completions the tokens of an echo count. The first token of a prompt has no
+        log-probability.
+        """
+        request = self._request
+        if not request.logprobs:
+            return None
+        if request.is_chat:
+            return self._chat_logprobs(text, first, end)
         tokens, values, best = list(text.tokens), list(text.logprobs), list(text.best)
         numbers: list[float | None] = list(values)
         tops: list[tuple[int, float] | None] = list(best)
-        if self._request.echo:
-            tokens = self._request.prompts[index] + tokens
+        content = self._text(index, text)
+        if request.echo:
+            tokens = request.prompt(index) + tokens
             numbers = [None, *(prompt.logprobs if prompt else ()), *numbers]
             tops = [None, *(prompt.best if prompt else ()), *tops]
-        names = [self._codec.text_of(token) for token in tokens]
-        offsets = [0]
-        for name in names[:-1]:
-            offsets.append(offsets[-1] + len(name))
+        places = TokenPlaces(self._codec)
+        places.extend(tokens, content)
+        span = slice(first, end)
         return {
-            "tokens": names,
-            "token_logprobs": numbers,
-            "top_logprobs": [top and {self._codec.text_of(top[0]): top[1]} for top in tops],
-            "text_offset": offsets,
+            "tokens": places.names[span],
+            "token_logprobs": [one and number_of(one) for one in numbers[span]],
+            "top_logprobs": [
+                top and {self._top_name(token, name, top[0]): number_of(top[1])}
+                for token, name, top in zip(tokens, places.names, tops, strict=True)
+            ][span],
+            "text_offset": places.offsets[:-1][span],
         }
 
-    def _chat_logprobs(self, text: Written) -> dict[str, Any]:
+    def _top_name(self, token: int, name: str, top: int) -> str:
+        # Clients compare the names of a token and the best token.
+        return name if token == top else name_of(self._codec, top)
+
+    def _chat_logprobs(self, text: Written, first: int, end: int | None) -> dict[str, Any]:
         content = []
-        for token, logprob, (best, value) in zip(
-            text.tokens, text.logprobs, text.best, strict=True
-        ):
-            top = {**self._token(best), "logprob": value}
-            content.append({**self._token(token), "logprob": logprob, "top_logprobs": [top]})
+        rows = zip(text.tokens, text.logprobs, text.best, strict=True)
+        for token, logprob, (best, value) in list(rows)[first:end]:
+            top = {**token_of(self._codec, best), "logprob": number_of(value)}
+            own = {**token_of(self._codec, token), "logprob": number_of(logprob)}
+            content.append({**own, "top_logprobs": [top]})
         return {"content": content, "refusal": None}
 
-    def _token(self, token: int) -> dict[str, Any]:
-        name = self._codec.text_of(token)
-        return {"token": name, "bytes": list(name.encode())}
+    def piece(self, index: int, prompt: Written | None, text: Written) -> dict[str, Any] | None:
+        """Return the next piece of a text in a stream. None: there is nothing to send yet.
 
-    def piece(self, index: int, text: str, reason: str | None, *, first: bool) -> dict[str, Any]:
-        """Return a piece of a stream."""
-        choice: dict[str, Any] = {"index": index, "finish_reason": reason, "logprobs": None}
+        Args:
+            index: Number of the text.
+            prompt: Scores of the prompt behind the first token. None: scores are not wanted.
+            text: The text so far.
+        """
+        sent, content, calls = self._sent[index], self._text(index, text), list[ToolCall]()
+        is_over = text.reason is not None
+        if is_over:
+            content, calls = self._calls(content)
+        elif self._request.tools:
+            content = content[: place_of_calls(content)]
+        if not is_over and len(content) <= len(sent.text):
+            return None
+        new, is_first = content[len(sent.text) :], not sent.is_begun
+        end = None if is_over else self._num_sendable(index, text, content)
+        choice: dict[str, Any] = {
+            "index": index,
+            "finish_reason": "tool_calls" if calls else text.reason,
+            "logprobs": self._logprobs(index, prompt, text, sent.num_tokens, end),
+        }
         if self._request.is_chat:
-            delta = {"role": "assistant"} if first else {}
-            choice["delta"] = {**delta, **({"content": text} if text or first else {})}
+            delta: dict[str, Any] = {"role": "assistant"} if is_first else {}
+            if new or (is_first and not calls):
+                delta["content"] = new
+            if calls:
+                delta["tool_calls"] = [
+                    {"index": place, **_call(call)} for place, call in enumerate(calls)
+                ]
+            choice["delta"] = delta
         else:
-            choice["text"] = text
+            choice["text"] = new
+        sent.text, sent.is_begun = content, True
+        sent.num_tokens = sent.num_tokens if end is None else end
         return {**self._pieces_head, "choices": [choice]}
+
+    def _num_sendable(self, index: int, text: Written, content: str) -> int:
+        """Return the number of tokens inside of the final part of a text."""
+        if not self._request.logprobs:
+            return 0
+        echoed = self._request.prompt(index) if self._request.echo else []
+        places = TokenPlaces(self._codec)
+        places.extend([*echoed, *text.tokens], content)
+        return places.num_within(len(content))
 
     def last_piece(self, texts: Sequence[Written]) -> dict[str, Any]:
         """Return the piece with the token counts."""
@@ -139,3 +218,12 @@ class Answer:
     def _pieces_head(self) -> dict[str, Any]:
         suffix = ".chunk" if self._request.is_chat else ""
         return {**self._head, "object": f"{self._head['object']}{suffix}"}
+
+
+def _call(call: ToolCall) -> dict[str, Any]:
+    """Return a call with an id. Some templates take ids of nine letters and digits alone."""
+    return {
+        "id": uuid.uuid4().hex[:9],
+        "type": "function",
+        "function": {"name": call.name, "arguments": call.arguments},
+    }

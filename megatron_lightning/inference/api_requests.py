@@ -1,70 +1,32 @@
-"""Requests of the OpenAI API in our words. Unsupported options are refused by name. Values without
-an effect are accepted.
-"""
+"""Requests of the OpenAI API in our words."""
 
 from __future__ import annotations
 
+import json
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from megatron_lightning.errors import ConfigError
+from megatron_lightning.inference.api_models import (
+    ApiError,
+    ChatBody,
+    CompletionBody,
+    Message,
+    shown,
+    validated,
+)
 from megatron_lightning.inference.sampling import Sampling
 from megatron_lightning.inference.text import Codec
 
 _MOST_STOPS = 4
+_SEEDS = 1 << 63
 _DEFAULT_NEW_TOKENS: Mapping[bool, int] = {
     False: 16,
     True: 512,
 }  # of completions as in OpenAI's API, and of chats
-# Name -> values without an effect. A request may have these values.
-_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
-    "n": (1, None),
-    "best_of": (1, None),
-    "presence_penalty": (0, None),
-    "frequency_penalty": (0, None),
-    "logit_bias": ({}, None),
-    "suffix": ("", None),
-    "tools": ([], None),
-    "functions": ([], None),
-    "tool_choice": ("none", "auto", None),
-    "function_call": ("none", "auto", None),
-    "parallel_tool_calls": (True, False, None),
-    "response_format": ({"type": "text"}, None),
-    "modalities": (["text"], None),
-    "store": (False, None),
-    "service_tier": ("auto", "default", None),
-    "verbosity": (None,),
-    "reasoning_effort": (None,),
-}
-_ANY = ("user", "metadata", "safety_identifier", "prompt_cache_key")
-_READ = (
-    "model", "prompt", "messages", "max_tokens", "max_completion_tokens", "temperature", "top_p",
-    "top_k", "seed", "stop", "stream", "stream_options", "echo", "logprobs", "top_logprobs",
-)  # fmt: skip
-
-
-class ApiError(Exception):
-    """An answer with an error.
-
-    Args:
-        status: HTTP status.
-        message: The problem, and the remedy.
-        param: Name of the parameter. None: no parameter is at fault.
-    """
-
-    def __init__(self, status: int, message: str, param: str | None = None) -> None:
-        super().__init__(message)
-        self.status = status
-        self.body = {
-            "error": {
-                "message": message,
-                "type": "invalid_request_error" if status < 500 else "server_error",
-                "param": param,
-                "code": None,
-            }
-        }
+Body = CompletionBody | ChatBody
 
 
 @dataclass(frozen=True)
@@ -73,6 +35,8 @@ class ApiRequest:
 
     prompts: list[list[int]]
     """Token ids of each prompt."""
+    num_choices: int
+    """Texts of each prompt. Text i continues prompt i // num_choices."""
     sampling: Sampling
     """Options of sampling. ``max_new_tokens`` is 1 if no token is wanted."""
     writes: bool
@@ -81,11 +45,29 @@ class ApiRequest:
     echo: bool
     """Whether the prompt is part of the answer."""
     logprobs: bool
-    """Whether log-probabilities are."""
+    """Whether log-probabilities are part of the answer."""
     stream: bool
     """Whether the answer comes in pieces."""
     usage_in_stream: bool
     """Whether the last piece counts tokens."""
+    tools: frozenset[str] = frozenset()
+    """Names of functions that the model may call."""
+    most_calls: int | None = None
+    """Calls in an answer, at most. None: any number."""
+
+    @property
+    def num_texts(self) -> int:
+        """Number of texts in the answer."""
+        return len(self.prompts) * self.num_choices
+
+    def prompt(self, index: int) -> list[int]:
+        """Return the prompt of a text."""
+        return self.prompts[index // self.num_choices]
+
+    def sampling_of(self, index: int) -> Sampling:
+        """Return the options of a text. Text i draws from the seed plus i."""
+        seed = (self.sampling.seed + index) % _SEEDS
+        return Sampling(**{**vars(self.sampling), "seed": seed})
 
 
 def parse(body: Any, codec: Codec, *, name: str, longest: int, is_chat: bool) -> ApiRequest:
@@ -101,189 +83,204 @@ def parse(body: Any, codec: Codec, *, name: str, longest: int, is_chat: bool) ->
     Raises:
         ApiError: If the request cannot be answered.
     """
-    if not isinstance(body, dict):
-        raise ApiError(400, f"the body is {_kind(body)}; it has to be a JSON object.")
-    _check_names(body)
-    if body.get("model") not in (None, "", name):
+    request: Body = validated(ChatBody, body) if is_chat else validated(CompletionBody, body)
+    if request.model not in (None, "", name):
         raise ApiError(
-            404, f"there is no model {body['model']!r}; this server has {name!r}.", "model"
+            404, f"there is no model {shown(request.model)}; this server has {name!r}.", "model"
         )
-    prompts = [_conversation(body, codec)] if is_chat else _prompts(body, codec)
-    num_new = _wanted(body, is_chat)
-    echo = _flag(body, "echo")
-    logprobs = _logprobs(body, is_chat)
-    # OpenAI's clients score a text by asking for no new tokens and an echo.
-    if num_new == 0 and not echo:
-        raise ApiError(400, "max_tokens=0 without echo=true asks for nothing.", "max_tokens")
-    # The default number of new tokens adapts to the prompt. A requested number does not.
-    room = longest - max(map(len, prompts))
-    if num_new is None:
-        num_new = min(_DEFAULT_NEW_TOKENS[is_chat], room)
-    if num_new > room or room < 1:
-        raise ApiError(
-            400,
-            f"a prompt of {longest - room} tokens with up to {max(num_new, 1)} new ones is longer "
-            f"than the {longest} tokens of this server. Shorten the prompt, or lower max_tokens.",
-            "max_tokens",
-        )
-    options = body.get("stream_options") or {}
-    if not isinstance(options, dict) or set(options) - {"include_usage", "include_obfuscation"}:
-        raise ApiError(400, "stream_options takes include_usage.", "stream_options")
+    if isinstance(request, ChatBody):
+        prompts, echo, tools = [_conversation(request, body, codec)], False, _tools(request)
+    else:
+        prompts, echo, tools = _prompts(request, codec), bool(request.echo), frozenset[str]()
+    most = _most_new_tokens(request, max(map(len, prompts)), longest)
+    options = request.stream_options
     return ApiRequest(
         prompts,
-        _sampling(body, max(num_new, 1)),
-        num_new > 0,
+        _num_choices(request),
+        _sampling(request, max(most, 1)),
+        most > 0,
         is_chat,
         echo,
-        logprobs,
-        _flag(body, "stream"),
-        bool(options.get("include_usage")),
+        _logprobs(request),
+        bool(request.stream),
+        bool(options and options.include_usage),
+        tools,
+        1 if isinstance(request, ChatBody) and request.parallel_tool_calls is False else None,
     )
 
 
-def _check_names(body: Mapping[str, Any]) -> None:
-    for key, value in body.items():
-        if key in _NEUTRAL and not any(value == neutral for neutral in _NEUTRAL[key]):
-            raise ApiError(
-                400,
-                f"{key}={value!r} is not supported by this server. Leave it out, or serve the "
-                "exported folder with vLLM or SGLang.",
-                key,
-            )
-        if key not in _NEUTRAL and key not in _ANY and key not in _READ:
-            raise ApiError(400, f"there is no parameter {key!r}. Leave it out.", key)
-
-
-def _prompts(body: Mapping[str, Any], codec: Codec) -> list[list[int]]:
-    prompt: Any = body.get("prompt")
-    if isinstance(prompt, str):
-        return [codec.encode(prompt)]
-    if _are_ids(prompt):
-        return [_checked_ids(prompt, codec)]
-    if isinstance(prompt, list) and prompt:
-        if all(isinstance(text, str) for text in prompt):
-            return [codec.encode(text) for text in prompt]
-        if all(map(_are_ids, prompt)):
-            return [_checked_ids(ids, codec) for ids in prompt]
-    raise ApiError(
-        400, "prompt has to be a text, token ids, or a list of these, and not empty.", "prompt"
-    )
-
-
-def _are_ids(value: Any) -> bool:
-    return (
-        isinstance(value, list)
-        and len(value) > 0
-        and all(isinstance(item, int) and not isinstance(item, bool) for item in value)
-    )
-
-
-def _checked_ids(ids: list[int], codec: Codec) -> list[int]:
-    wrong_ids = [token for token in ids if not 0 <= token < codec.vocab_size]
-    if wrong_ids:
+def _most_new_tokens(request: Body, num_prompt: int, longest: int) -> int:
+    """Return the wanted number of new tokens. The default adapts to the prompt, and a requested
+    number does not.
+    """
+    is_chat = isinstance(request, ChatBody)
+    wanted: int | None = None
+    for key in ("max_completion_tokens", "max_tokens"):
+        value = getattr(request, key)
+        least = 1 if is_chat else 0
+        if value is not None and value < least:
+            raise ApiError(400, f"{key} is {shown(value)}; it has to be {least} or more.", key)
+        wanted = value if wanted is None else wanted
+    # OpenAI's clients score a text by asking for no new tokens and an echo.
+    if wanted == 0 and not (isinstance(request, CompletionBody) and request.echo):
+        raise ApiError(400, "max_tokens=0 without echo=true asks for nothing.", "max_tokens")
+    room = longest - num_prompt
+    if wanted is None:
+        wanted = min(_DEFAULT_NEW_TOKENS[is_chat], room)
+    if wanted > room or room < 1:
         raise ApiError(
             400,
-            f"token {wrong_ids[0]} is not among the {codec.vocab_size} of the tokenizer.",
-            "prompt",
+            f"a prompt of {num_prompt} tokens with up to {shown(max(wanted, 1))} new ones is "
+            f"longer than the {longest} tokens of this server. Shorten the prompt, or lower "
+            "max_tokens.",
+            "max_tokens",
         )
+    return wanted
+
+
+def _num_choices(request: Body) -> int:
+    number = 1 if request.n is None else request.n
+    best_of = request.best_of if isinstance(request, CompletionBody) else None
+    if best_of not in (None, number):
+        raise ApiError(
+            400,
+            f"best_of={shown(best_of)} is not supported beside n={shown(number)}. Leave it out.",
+            "best_of",
+        )
+    return number
+
+
+def _prompts(request: CompletionBody, codec: Codec) -> list[list[int]]:
+    given: Any = request.prompt
+    if isinstance(given, str) or (given and isinstance(given[0], int)):
+        given = [given]
+    prompts = [codec.encode(one) if isinstance(one, str) else list(one) for one in given]
+    if not prompts or not all(prompts):
+        message = "prompt has to be a text, token ids, or a list of these, and not empty."
+        raise ApiError(400, message, "prompt")
+    for token in (token for prompt in prompts for token in prompt):
+        if not 0 <= token < codec.vocab_size:
+            raise ApiError(
+                400,
+                f"token {shown(token)} is not among the {codec.vocab_size} of the tokenizer.",
+                "prompt",
+            )
+    return prompts
+
+
+def _tools(request: ChatBody) -> frozenset[str]:
+    """Return the names of functions that the model may call."""
+    if request.tool_choice == "none":
+        return frozenset()
+    return frozenset(tool.function.name for tool in request.tools or ())
+
+
+def _conversation(request: ChatBody, body: Mapping[str, Any], codec: Codec) -> list[int]:
+    """Return the ids of a conversation by the chat template.
+
+    Raises:
+        ApiError: If the template refuses the messages, or does not render tools or calls.
+    """
+    messages = [
+        _message(message, given)
+        for message, given in zip(request.messages, body["messages"], strict=True)
+    ]
+    # As given: templates render the order of keys.
+    tools = None if request.tool_choice == "none" else body.get("tools")
+    variables = request.chat_template_kwargs or {}
+    try:
+        text = codec.chat_text(messages, tools=tools, variables=variables)
+        if tools and text == codec.chat_text(messages, variables=variables):
+            raise ApiError(
+                400,
+                f"the chat template of {codec.name} does not render tools, so the model would not "
+                "see them. Leave tools out, or describe them in a system message.",
+                "tools",
+            )
+        without = [_without_calls(message) for message in messages]
+        if without != messages and text == codec.chat_text(
+            without, tools=tools, variables=variables
+        ):
+            raise ApiError(
+                400,
+                f"the chat template of {codec.name} does not render tool_calls. Write calls as "
+                "content.",
+                "messages",
+            )
+    except ConfigError as error:
+        raise ApiError(400, str(error), "messages") from error
+    ids = codec.ids(text, special=False)
+    if not ids:
+        message = f"the chat template of {codec.name} renders the messages as an empty text."
+        raise ApiError(400, message, "messages")
     return ids
 
 
-def _conversation(body: Mapping[str, Any], codec: Codec) -> list[int]:
-    messages = body.get("messages")
-    if not isinstance(messages, list) or not messages:
-        raise ApiError(400, "messages has to be a list of messages, and not empty.", "messages")
-    try:
-        return codec.chat([_message(message) for message in messages])
-    except ConfigError as error:
-        raise ApiError(400, str(error), "messages") from error
-
-
-def _message(message: Any) -> dict[str, str]:
-    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-        raise ApiError(400, "each message has to be an object with role and content.", "messages")
-    unknown = set(message) - {"role", "content", "name"}
-    if unknown:
-        raise ApiError(400, f"messages with {sorted(unknown)[0]!r} are not supported.", "messages")
-    content = message.get("content")
-    if isinstance(content, list):
-        parts = [part.get("text") if isinstance(part, dict) else None for part in content]
-        if any(not isinstance(part, str) for part in parts):
-            raise ApiError(400, "the content of a message has to be text.", "messages")
-        content = "".join(part for part in parts if isinstance(part, str))
-    if not isinstance(content, str):
-        raise ApiError(400, "the content of a message has to be text.", "messages")
-    return {"role": message["role"], "content": content}
-
-
-def _wanted(body: Mapping[str, Any], is_chat: bool) -> int | None:
-    for key in ("max_completion_tokens", "max_tokens"):
-        value = body.get(key)
-        if value is None:
-            continue
-        least = 1 if is_chat else 0
-        if not isinstance(value, int) or isinstance(value, bool) or value < least:
-            raise ApiError(400, f"{key} is {value!r}; it has to be {least} or more.", key)
-        return value
-    return None
-
-
-def _logprobs(body: Mapping[str, Any], is_chat: bool) -> bool:
-    value, top = body.get("logprobs"), body.get("top_logprobs")
-    if top not in (None, 0, 1):
-        raise ApiError(400, f"top_logprobs={top!r}; this server has the best token only: 0 or 1.",
-                       "top_logprobs")  # fmt: skip
-    if is_chat:
-        return _flag(body, "logprobs")
-    if value is None or value is False:
-        return False
-    if value not in (0, 1):
+def _message(message: Message, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a message for templates, as in training data: without keys of the value null, content
+    as text, and arguments of calls as objects.
+    """
+    content = message.content
+    if content is None and message.role not in ("assistant", "tool"):
         raise ApiError(
-            400, f"logprobs={value!r}; this server has the best token only: 0 or 1.", "logprobs"
+            400, f"a message of the role {shown(message.role)} has no content.", "messages"
         )
-    return True
+    if isinstance(content, list):
+        content = "".join(part.text for part in content)
+    fields: dict[str, Any] = {"role": message.role, "content": content or ""}
+    for name in ("name", "tool_call_id"):
+        if given.get(name) is not None:
+            fields[name] = given[name]
+    if message.tool_calls:
+        fields["tool_calls"] = [
+            {**call, "function": _function_of(call["function"])} for call in given["tool_calls"]
+        ]
+    return fields
 
 
-def _flag(body: Mapping[str, Any], key: str) -> bool:
-    value = body.get(key)
-    if value not in (None, True, False):
-        raise ApiError(400, f"{key} is {value!r}; it has to be true or false.", key)
-    return bool(value)
+def _without_calls(message: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in message.items() if name != "tool_calls"}
 
 
-def _number(body: Mapping[str, Any], key: str, default: float | None) -> Any:
-    value = body.get(key)
-    if value is None:
-        return default
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ApiError(400, f"{key} is {value!r}; it has to be a number.", key)
-    return value
+def _function_of(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the function of a call with the arguments as an object. OpenAI's clients send JSON
+    text, and templates write JSON themselves.
+    """
+    arguments = given.get("arguments") or {}
+    if isinstance(arguments, str):
+        try:
+            loaded = json.loads(arguments)
+        except (ValueError, RecursionError):
+            loaded = None
+        arguments = loaded if isinstance(loaded, dict) else arguments
+    return {**given, "arguments": arguments}
 
 
-def _sampling(body: Mapping[str, Any], most: int) -> Sampling:
-    stop = body.get("stop")
-    stops: Sequence[Any] = [] if stop is None else [stop] if isinstance(stop, str) else stop
-    if (
-        not isinstance(stops, list)
-        or len(stops) > _MOST_STOPS
-        or not all(isinstance(text, str) and text for text in stops)
-    ):
+def _logprobs(request: Body) -> bool:
+    for key in ("top_logprobs", "logprobs"):
+        value = getattr(request, key)
+        if value not in (None, 0, 1):
+            raise ApiError(
+                400,
+                f"{key}={shown(value)}; this server has the best token only: 0 or 1.",
+                key,
+            )
+    # In completions 0 is a number of further tokens. In chats logprobs is a switch.
+    return request.logprobs is not None and request.logprobs is not False
+
+
+def _sampling(request: Body, most: int) -> Sampling:
+    stop: Sequence[str] = [request.stop] if isinstance(request.stop, str) else request.stop or []
+    if len(stop) > _MOST_STOPS or not all(stop):
         raise ApiError(400, f"stop has to be a text, or a list of up to {_MOST_STOPS}.", "stop")
-    seed, top_k = _number(body, "seed", None), _number(body, "top_k", None)
-    if any(value is not None and not isinstance(value, int) for value in (seed, top_k)):
-        raise ApiError(400, "seed and top_k have to be integers.", "seed")
     try:
         return Sampling(
             max_new_tokens=most,
-            temperature=float(_number(body, "temperature", 1.0)),
-            top_p=float(_number(body, "top_p", 1.0)),
-            top_k=None if top_k in (None, 0, -1) else top_k,
-            seed=secrets.randbits(48) if seed is None else seed % 2**63,
-            stop=tuple(stops),
+            temperature=1.0 if request.temperature is None else request.temperature,
+            top_p=1.0 if request.top_p is None else request.top_p,
+            top_k=None if request.top_k in (None, 0, -1) else request.top_k,
+            seed=secrets.randbits(48) if request.seed is None else request.seed % _SEEDS,
+            stop=tuple(stop),
         )
     except ConfigError as error:
         raise ApiError(400, str(error)) from error
-
-
-def _kind(value: Any) -> str:
-    return {list: "a list", str: "a text", type(None): "null"}.get(type(value), "a number")

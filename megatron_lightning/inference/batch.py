@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -10,6 +11,8 @@ import torch
 from megatron_lightning.inference.cache import NOTHING, Copies
 from megatron_lightning.inference.sampling import Sampling
 
+NOT_FINITE = "not finite"
+"""Reason for the end of a text whose logits were not finite."""
 Ends = Callable[[Sequence[int]], bool]
 """Whether a text ends after these tokens of prompt and text, because of a stop string."""
 
@@ -76,7 +79,8 @@ class Request:
     drafts: Sequence[int] = ()
     """Tokens proposed behind the text. The next step verifies them."""
     reason: str | None = None
-    """Reason for the end of the text: stop, length or abort. None: the text has not ended."""
+    """Reason for the end of the text: stop, length, abort or :data:`NOT_FINITE`. None: the text
+    has not ended."""
 
     def __post_init__(self) -> None:
         self.prompt_length = len(self.tokens)
@@ -143,6 +147,9 @@ class Request:
         for token, logprob, best_logprob in results:
             if self.reason is not None:
                 return  # an end before the last accepted draft
+            if math.isnan(logprob) or math.isnan(best_logprob):
+                self.reason = NOT_FINITE
+                return
             self.logprobs.append(logprob)
             if self.num_scored:
                 self.best.append((int(token), best_logprob))

@@ -8,7 +8,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megatron_lightning.errors import NonFiniteError
 from megatron_lightning.inference.batch import Batch, Portion
 from megatron_lightning.inference.sampling import draw
 
@@ -23,14 +22,12 @@ def choose(batch: Batch, logits: Tensor) -> Tensor:
     and the log-probability of the best token. For a scored request, a place has the best token, the
     log-probability of the text's own next token, and the log-probability of the best token. Places
     behind a draft that differs from the chosen token have the token -1. Log-probabilities are
-    computed from the logits divided by the temperature, before top-k and top-p.
+    computed from the logits divided by the temperature, before top-k and top-p. Logits that are not
+    finite give NaN, and the request fails alone.
 
     Args:
         batch: The requests. The requests' generators are advanced.
         logits: [k, v] of any floating dtype and device.
-
-    Raises:
-        NonFiniteError: If logits are not finite.
     """
     # Greedy requests (temperature 0) report log-probabilities of the plain logits.
     temperatures = [
@@ -66,12 +63,6 @@ def choose(batch: Batch, logits: Tensor) -> Tensor:
             place += 1
     chosen = scaled.gather(1, torch.tensor(judged, device=logits.device)[:, None])[:, 0]
     results = torch.stack((chosen - normalizer, best_logits - normalizer), 1).double().cpu()
-    if bool(results.isnan().any()):
-        raise NonFiniteError(
-            "the model's logits are not finite, so no token can be chosen. Look at the weights "
-            "(megatron-lightning checkpoint inspect), and at the dtype: float16 overflows where "
-            "bfloat16 does not."
-        )
     return torch.cat((torch.tensor(tokens, dtype=torch.float64)[:, None], results), 1)
 
 

@@ -18,6 +18,7 @@ from megatron_lightning.errors import ConfigError
 NextLogits = Callable[[Tensor, Tensor], Tensor]
 """Maps tokens [b, s], padded on the right, and the index of each row's last token [b] to the next
 token's logits [b, v]."""
+_LEAST_TEMPERATURE = 1e-6
 _ROWS = 16
 """Rows of logits in fp64 at a time on GPUs. On CPUs one row, which stays in the cache."""
 
@@ -33,7 +34,7 @@ class Sampling:
     max_new_tokens: int = 64
     """Tokens added to each prompt, at most."""
     temperature: float = 1.0
-    """Divides the logits. 0: always the most likely token."""
+    """Divides the logits. 0: always the most likely token. Otherwise 1e-6 or more."""
     top_k: int | None = None
     """Choose among this number of the most likely tokens. None: all."""
     top_p: float = 1.0
@@ -56,6 +57,12 @@ class Sampling:
             raise ConfigError(
                 f"temperature={self.temperature} is no finite number from 0 on. Set it to 0 (most "
                 "likely token) or more."
+            )
+        if 0.0 < self.temperature < _LEAST_TEMPERATURE:
+            raise ConfigError(
+                f"temperature={self.temperature} would divide logits beyond the range of fp64 for "
+                f"no other text than temperature=0. Set it to 0, or to {_LEAST_TEMPERATURE} or "
+                "more."
             )
         if self.top_k is not None and self.top_k < 1:
             raise ConfigError(

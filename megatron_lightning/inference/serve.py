@@ -148,6 +148,7 @@ def _serve(engine: TextModel, codec: Codec, settings: Any) -> None:
 def _answer(stepping: Any, codec: Codec, settings: Any) -> None:
     import uvicorn
 
+    from megatron_lightning.inference.connections import patient_for
     from megatron_lightning.inference.server import Server, ServerSettings
     from megatron_lightning.inference.stepping import start
 
@@ -165,6 +166,7 @@ def _answer(stepping: Any, codec: Codec, settings: Any) -> None:
     app = Server(stepping, codec, ServerSettings(longest=longest, **settings["server"])).app()
     config = uvicorn.Config(
         app,
+        http=patient_for(settings["server"]["timeout_s"]),
         host=settings["host"],
         port=settings["port"],
         log_level="warning",

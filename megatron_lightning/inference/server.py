@@ -18,10 +18,11 @@ from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 from starlette.exceptions import HTTPException
 
-from megatron_lightning.errors import ConfigError
-from megatron_lightning.inference import batch, page
-from megatron_lightning.inference.api_answers import Answer, Written, text_of
-from megatron_lightning.inference.api_requests import ApiError, ApiRequest, parse
+from megatron_lightning.inference import page
+from megatron_lightning.inference.api_answers import Answer
+from megatron_lightning.inference.api_models import ApiError
+from megatron_lightning.inference.api_requests import ApiRequest, parse
+from megatron_lightning.inference.following import Followed
 from megatron_lightning.inference.sampling import Sampling
 from megatron_lightning.inference.stepping import Stepping
 from megatron_lightning.inference.text import Codec
@@ -47,76 +48,6 @@ class ServerSettings:
     """Time of a request."""
 
 
-class Reader:
-    """Follows a request of the engine from an event loop.
-
-    Args:
-        stepping: The engine's thread.
-        tokens: Token ids.
-        sampling: How tokens are chosen.
-        num_scored: Number of last tokens to score.
-        follows: Whether each step's state is read. False: the last state alone.
-    """
-
-    def __init__(
-        self,
-        stepping: Stepping,
-        tokens: list[int],
-        sampling: Sampling,
-        num_scored: int = 0,
-        *,
-        follows: bool = False,
-    ) -> None:
-        self._stepping = stepping
-        self._follows = follows
-        self._loop = asyncio.get_running_loop()
-        self._states: asyncio.Queue[Written | None] = asyncio.Queue()
-        self.last = Written()
-        """State of the request so far."""
-        try:
-            self._number = stepping.add(tokens, sampling, num_scored, self._tell)
-        except ConfigError as error:
-            raise ApiError(503, str(error)) from error
-
-    def _tell(self, request: batch.Request | None) -> None:
-        """Pass a copy of the request's state on. Called from the stepping thread."""
-        state = None
-        if request is not None and request.reason is None and not self._follows:
-            return  # waking the event loop for each request would slow every step
-        if request is not None:
-            new_tokens = list(request.new_tokens)
-            state = Written(new_tokens, list(request.logprobs), list(request.best), request.reason)
-        self._loop.call_soon_threadsafe(self._states.put_nowait, state)
-
-    async def states(self, deadline: float) -> AsyncIterator[Written]:
-        """Yield the states of the request up to the end.
-
-        Raises:
-            ApiError: If the engine has failed, or time is over.
-        """
-        while self.last.reason is None:
-            try:
-                seconds_left = max(0.0, deadline - time.monotonic())
-                state = await asyncio.wait_for(self._states.get(), seconds_left)
-            except asyncio.TimeoutError as error:
-                raise ApiError(504, "the request took longer than this server allows.") from error
-            if state is None:
-                raise ApiError(503, "the engine has ended, and with it this request.")
-            self.last = state
-            yield state
-
-    async def end(self, deadline: float) -> Written:
-        """Return the last state."""
-        async for _ in self.states(deadline):
-            pass
-        return self.last
-
-    def give_up(self) -> None:
-        """End the request, unless already ended."""
-        if self.last.reason is None:
-            self._stepping.give_up(self._number)
-
-
 class Server:
     """Answers requests.
 
@@ -130,6 +61,7 @@ class Server:
         self._stepping = stepping
         self._codec = codec
         self._settings = settings
+        self._parsing = asyncio.Lock()
 
     def app(self) -> FastAPI:
         """Return the application."""
@@ -209,18 +141,25 @@ class Server:
             body = await asyncio.wait_for(self._body(http), settings.timeout_s)
         except asyncio.TimeoutError as error:
             raise ApiError(408, "the body took longer than this server allows.") from error
-        request = parse(
-            body, self._codec, name=settings.name, longest=settings.longest, is_chat=is_chat
-        )
+        async with self._parsing:
+            # Beside the event loop: a long prompt takes seconds.
+            request = await asyncio.to_thread(
+                parse,
+                body,
+                self._codec,
+                name=settings.name,
+                longest=settings.longest,
+                is_chat=is_chat,
+            )
         self._check_room(request)
         answer = Answer(request, settings.name, self._codec)
+        texts = Followed(self._stepping, follows=request.stream)
+        scores = Followed(self._stepping, follows=False)
+        self._begin(request, texts, scores)
         if request.stream:
-            if request.echo or request.logprobs:
-                raise ApiError(400, "echo and logprobs are for answers without stream.", "stream")
-            readers = self._readers(request)
-            events = self._events(request, answer, readers, deadline)
+            events = self._events(request, answer, texts, scores, deadline)
             return StreamingResponse(events, media_type="text/event-stream")
-        return await self._whole(http, request, answer, deadline)
+        return await self._whole(http, answer, texts, scores, deadline)
 
     async def _body(self, http: Request) -> Any:
         """Return the JSON of a request.
@@ -255,42 +194,41 @@ class Server:
             ApiError: If there is none now, or never.
         """
         is_scored = request.echo and request.logprobs
-        number = len(request.prompts) * (request.writes + is_scored)
+        number = request.num_texts + len(request.prompts) * is_scored
         if number > self._stepping.max_queue:
             message = (
                 f"the request is for {number} texts, and this server takes "
-                f"{self._stepping.max_queue} at once. Send fewer prompts in a request."
+                f"{self._stepping.max_queue} at once. Send fewer prompts, or lower n."
             )
             raise ApiError(400, message, "prompt")
         if number > self._stepping.room:
             raise ApiError(429, "too many requests wait. Try again later.")
 
-    def _readers(self, request: ApiRequest) -> list[Reader]:
-        """Begin to write. Prompt i draws from the seed plus i."""
-        sampling = vars(request.sampling)
-        readers: list[Reader] = []
-        for index, prompt in enumerate(request.prompts if request.writes else ()):
-            own_sampling = Sampling(**{**sampling, "seed": request.sampling.seed + index})
-            reader = Reader(self._stepping, prompt, own_sampling, follows=request.stream)
-            readers.append(reader)
-        return readers
+    def _begin(self, request: ApiRequest, texts: Followed, scores: Followed) -> None:
+        """Begin to write, and to score prompts."""
+        try:
+            for index in range(request.num_texts):
+                if request.writes:
+                    texts.add(request.prompt(index), request.sampling_of(index))
+                else:
+                    texts.add_ended()
+            # Log-probabilities of prompts come from scoring requests beside the writing requests.
+            for prompt in request.prompts if request.echo and request.logprobs else ():
+                if len(prompt) > 1:
+                    scores.add(prompt, Sampling(), len(prompt) - 1)
+                else:
+                    scores.add_ended()
+        except ApiError:
+            texts.give_up()
+            scores.give_up()
+            raise
 
     async def _whole(
-        self, http: Request, request: ApiRequest, answer: Answer, deadline: float
+        self, http: Request, answer: Answer, texts: Followed, scores: Followed, deadline: float
     ) -> Response:
-        readers = self._readers(request)
-        scorers: list[Reader | None] = [None] * len(request.prompts)
-        # Log-probabilities of the prompt come from a scoring request beside the writing request.
-        if request.echo and request.logprobs:
-            greedy = Sampling()
-            scorers = [
-                Reader(self._stepping, prompt, greedy, len(prompt) - 1) if len(prompt) > 1 else None
-                for prompt in request.prompts
-            ]
-        everyone = [reader for reader in (*readers, *scorers) if reader is not None]
         # A client may leave: its requests then stop taking room.
         gone: asyncio.Future[Any] = asyncio.ensure_future(_disconnected(http))
-        work: asyncio.Future[Any] = asyncio.gather(*(reader.end(deadline) for reader in everyone))
+        work: asyncio.Future[Any] = asyncio.gather(texts.end(deadline), scores.end(deadline))
         try:
             await asyncio.wait({gone, work}, return_when=asyncio.FIRST_COMPLETED)
             if not work.done():
@@ -299,36 +237,41 @@ class Server:
         finally:
             gone.cancel()
             work.cancel()
-            for reader in everyone:
-                reader.give_up()
-        texts = [reader.last for reader in readers] or [
-            Written(reason="length") for _ in request.prompts
-        ]
-        prompts = [None if scorer is None else scorer.last for scorer in scorers]
-        return JSONResponse(answer.whole(prompts, texts))
+            texts.give_up()
+            scores.give_up()
+        return JSONResponse(answer.whole(scores.states, texts.states))
 
     async def _events(
-        self, request: ApiRequest, answer: Answer, readers: list[Reader], deadline: float
+        self,
+        request: ApiRequest,
+        answer: Answer,
+        texts: Followed,
+        scores: Followed,
+        deadline: float,
     ) -> AsyncIterator[str]:
-        """Yield the pieces of a stream, text after text. A disconnected client ends the texts."""
+        """Yield the pieces of a stream, as texts grow. A disconnected client ends the texts."""
         try:
-            for index, reader in enumerate(readers):
-                num_sent, first = 0, True
-                async for state in reader.states(deadline):
-                    prompt = request.prompts[index]
-                    text = text_of(state, prompt, request.sampling.stop, self._codec)
-                    if len(text) > num_sent or state.reason is not None:
-                        piece = answer.piece(index, text[num_sent:], state.reason, first=first)
-                        yield _event(piece)
-                        num_sent, first = max(num_sent, len(text)), False
+            await scores.end(deadline)
+
+            def piece(index: int) -> str:
+                prompt = scores.states[index // request.num_choices] if scores.states else None
+                new = answer.piece(index, prompt, texts.states[index])
+                return "" if new is None else _event(new)
+
+            if not request.writes:
+                for index in range(request.num_texts):
+                    yield piece(index)
+            async for index in texts.changes(deadline):
+                if new := piece(index):
+                    yield new
             if request.usage_in_stream:
-                yield _event(answer.last_piece([reader.last for reader in readers]))
+                yield _event(answer.last_piece(texts.states))
             yield "data: [DONE]\n\n"
         except ApiError as error:
             yield _event(error.body)
         finally:
-            for reader in readers:
-                reader.give_up()
+            texts.give_up()
+            scores.give_up()
 
 
 def _event(value: dict[str, Any]) -> str:

@@ -42,8 +42,9 @@ class News:
     stops: bool = False
 
 
-Sink = Callable[[Request | None], object]
-"""Called from the stepping thread with the request after each step. None: the engine has failed."""
+Sink = Callable[[Request | ConfigError | None], object]
+"""Called from the stepping thread with the request after each step, or with the reason for refusing
+the request. None: the engine has failed."""
 
 
 class Stepping:
@@ -130,18 +131,27 @@ class Stepping:
             if news.stops:
                 return
             for order in news.orders:
-                live[order.number] = self.engine.requests.one(
-                    order.tokens,
-                    sampling=order.sampling,
-                    num_scored=order.num_scored,
-                )
-                scheduler.add(live[order.number])
+                self._begin(order, scheduler, live)
             for number in news.given_up:
                 if number in live:
                     scheduler.abort(live.pop(number))
             if live:
                 self.engine.step(_STEPS)
                 self._report(live)
+
+    def _begin(self, order: Order, scheduler: Scheduler, live: dict[int, Request]) -> None:
+        """Add a request. Every rank refuses the same requests."""
+        try:
+            request = self.engine.requests.one(
+                order.tokens, sampling=order.sampling, num_scored=order.num_scored
+            )
+            scheduler.add(request)
+        except ConfigError as error:
+            sink = self._sinks.pop(order.number, None)
+            if sink is not None:
+                sink(error)
+            return
+        live[order.number] = request
 
     def _collect(self, *, is_busy: bool) -> News:
         """Return the news. Wait for news while there is no work."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Protocol
 
 from megatron_lightning.bridge.hub import find_file
@@ -21,8 +23,10 @@ from megatron_lightning.data.tokenizers import (
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.inference.continuation import text_behind
 
-Message = Mapping[str, str]
-"""``role`` and ``content`` of a turn of a conversation."""
+Message = Mapping[str, Any]
+"""``role`` and ``content`` of a turn of a conversation, and ``tool_calls``."""
+NO_VARIABLES: Mapping[str, Any] = MappingProxyType({})
+"""No further variables of a chat template."""
 
 
 class Codec(Protocol):
@@ -36,6 +40,8 @@ class Codec(Protocol):
     """Id before a text without a context: a begin token, or the end of the previous text."""
     stops: tuple[int, ...]
     """Ids at the end of a text."""
+    special_ids: frozenset[int]
+    """Ids without a text."""
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of a prompt, with the tokenizer's ids before a text. An empty prompt gives
@@ -63,12 +69,26 @@ class Codec(Protocol):
         """Return whether an id is a byte of byte fallback, such as ``<0xE6>``."""
         ...
 
-    def chat_text(self, messages: Sequence[Message], *, continues: bool = False) -> str:
+    def chat_text(
+        self,
+        messages: Sequence[Message],
+        *,
+        continues: bool = False,
+        tools: Sequence[Any] | None = None,
+        variables: Mapping[str, Any] = NO_VARIABLES,
+    ) -> str:
         """Return a conversation as a text. The model answers the text, or continues the last
         message.
 
+        Args:
+            messages: The conversation.
+            continues: Whether the model continues the last message.
+            tools: Functions that the model may call, in OpenAI's form.
+            variables: Further variables of the template, such as ``enable_thinking``.
+
         Raises:
-            ConfigError: If there is no template, or the template refuses the messages.
+            ConfigError: If there is no template, or the template refuses the messages, or does not
+                use a variable.
         """
         ...
 
@@ -95,9 +115,9 @@ class PlainCodec:
         self.vocab_size = tokenizer.vocab_size
         self.prefix = tokenizer.eod
         self.stops: tuple[int, ...] = (tokenizer.eod,)
-        self._special: frozenset[int] = getattr(tokenizer, "special_ids", frozenset())
-        pieces = getattr(tokenizer, "pieces", list)() if self._special else []
-        self._names = {token: pieces[token] for token in self._special if token < len(pieces)}
+        self.special_ids: frozenset[int] = getattr(tokenizer, "special_ids", frozenset())
+        pieces: list[str] = getattr(tokenizer, "pieces", list)() if self.special_ids else []
+        self._names = {token: pieces[token] for token in self.special_ids if token < len(pieces)}
         # Tokenizers of your own need not know the bytes of their tokens.
         self._bytes: Callable[[int], bytes | None] | None = getattr(tokenizer, "token_bytes", None)
         self._is_byte: Callable[[int], bool] | None = getattr(tokenizer, "is_byte", None)
@@ -112,9 +132,9 @@ class PlainCodec:
 
     def decode(self, ids: Sequence[int], *, special: bool = False) -> str:
         """See :class:`Codec`."""
-        if not special or self._special.isdisjoint(ids):
-            return self._tokenizer.decode([one for one in ids if one not in self._special])
-        runs = itertools.groupby(ids, self._special.__contains__)
+        if not special or self.special_ids.isdisjoint(ids):
+            return self._tokenizer.decode([one for one in ids if one not in self.special_ids])
+        runs = itertools.groupby(ids, self.special_ids.__contains__)
         return "".join(
             "".join(map(self.text_of, run)) if is_special else self._tokenizer.decode(list(run))
             for is_special, run in runs
@@ -127,7 +147,7 @@ class PlainCodec:
 
     def bytes_of(self, token: int) -> bytes:
         """See :class:`Codec`."""
-        if token in self._special:
+        if token in self.special_ids:
             return self.text_of(token).encode()
         known = None if self._bytes is None else self._bytes(token)
         return _behind_letter(self, token) if known is None else known
@@ -140,7 +160,14 @@ class PlainCodec:
         """Refuse: there is no template."""
         raise self._without_template()
 
-    def chat_text(self, messages: Sequence[Message], *, continues: bool = False) -> str:
+    def chat_text(
+        self,
+        messages: Sequence[Message],
+        *,
+        continues: bool = False,
+        tools: Sequence[Any] | None = None,
+        variables: Mapping[str, Any] = NO_VARIABLES,
+    ) -> str:
         """Refuse: there is no template."""
         raise self._without_template()
 
@@ -170,6 +197,10 @@ class HuggingFaceCodec:
         self.prefix: int = (tokenizer.eos_token_id or 0) if begin is None else begin
         end_tokens = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
         self.stops = tuple(dict.fromkeys([*end_tokens, *stops]))
+        added = getattr(tokenizer, "added_tokens_decoder", {})
+        self.special_ids = frozenset(tokenizer.all_special_ids) | {
+            token for token, content in added.items() if content.special
+        }
         backend = getattr(tokenizer, "_tokenizer", None)
         self._bytes = None if backend is None else TokenBytes(backend)
 
@@ -204,20 +235,37 @@ class HuggingFaceCodec:
         # The template itself writes the start of a text, such as BOS. No ids are added.
         return self.ids(self.chat_text(messages), special=False)
 
-    def chat_text(self, messages: Sequence[Message], *, continues: bool = False) -> str:
+    def chat_text(
+        self,
+        messages: Sequence[Message],
+        *,
+        continues: bool = False,
+        tools: Sequence[Any] | None = None,
+        variables: Mapping[str, Any] = NO_VARIABLES,
+    ) -> str:
         """See :class:`Codec`."""
         if self.tokenizer.chat_template is None:
             raise ConfigError(
                 f"the tokenizer of {self.name} has no chat template. Set tokenizer_model to a "
                 "folder with one (chat_template.jinja), or generate without chat."
             )
+        render = self.tokenizer.apply_chat_template
+        reserved = inspect.signature(render).parameters
+        for name in variables:
+            # A variable may be no argument, such as another template.
+            if name in reserved or name not in str(self.tokenizer.chat_template):
+                raise ConfigError(
+                    f"the chat template of {self.name} has no variable {name[:60]!r}. Leave it out."
+                )
         try:
             return str(
-                self.tokenizer.apply_chat_template(
+                render(
                     list(messages),
+                    tools=list(tools) if tools else None,
                     tokenize=False,
                     add_generation_prompt=not continues,
                     continue_final_message=continues,
+                    **variables,
                 )
             )
         except Exception as error:  # templates are programs, and raise any error

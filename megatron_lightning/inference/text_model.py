@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatron_lightning.inference.batch import DraftCounts, Request
+from megatron_lightning.errors import NonFiniteError
+from megatron_lightning.inference.batch import NOT_FINITE, DraftCounts, Request
 from megatron_lightning.inference.requests import RequestMaker
 from megatron_lightning.inference.sampling import Sampling
 from megatron_lightning.layers.moe.router import Router
@@ -125,11 +126,14 @@ class TextModel(ABC):
         Raises:
             ConfigError: If a prompt is empty, can never fit, stop strings need a tokenizer, or
                 ``num_samples`` is below 1.
+            NonFiniteError: If logits of a text are not finite.
         """
         rows = self.requests.samples(prompts, sampling or Sampling(), num_samples, seeds)
         # The first sample of each prompt before the second of any: later samples wait for the first
         # sample's keys.
-        self.run([request for row in rows for request in row], observe)
+        requests = [request for row in rows for request in row]
+        self.run(requests, observe)
+        _check_finite(requests)
         return [[_completion_of(row[i]) for row in rows] for i in range(len(prompts))]
 
     def score(
@@ -151,9 +155,11 @@ class TextModel(ABC):
 
         Raises:
             ConfigError: If a context or continuation is empty, or too long.
+            NonFiniteError: If logits of a text are not finite.
         """
         requests = self.requests.scored(contexts, continuations)
         self.run(requests, observe)
+        _check_finite(requests)
         return [_score_of(request) for request in requests]
 
     @contextmanager
@@ -167,6 +173,15 @@ class TextModel(ABC):
             stack.enter_context(torch.compiler.set_stance("force_eager"))
             stack.enter_context(self._forward_context())
             yield
+
+
+def _check_finite(requests: Sequence[Request]) -> None:
+    if any(request.reason == NOT_FINITE for request in requests):
+        raise NonFiniteError(
+            "the model's logits are not finite, so no token can be chosen. Look at the weights "
+            "(megatron-lightning checkpoint inspect), and at the dtype: float16 overflows where "
+            "bfloat16 does not."
+        )
 
 
 def _completion_of(request: Request) -> Completion:

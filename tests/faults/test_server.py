@@ -201,7 +201,7 @@ def _check_refusals(server: Served, client: openai.OpenAI) -> None:
     with pytest.raises(openai.NotFoundError, match="no model 'other'"):
         client.completions.create(model="other", prompt="x")
     for options, message in (
-        ({"n": 2}, "n=2 is not supported"),
+        ({"n": 300}, "for 300 texts, and this server takes 256 at once"),
         ({"presence_penalty": 0.5}, "presence_penalty=0.5"),
         ({"max_tokens": 500}, "longer than the 128"),
         ({"prompt": [1, 9999]}, "token 9999"),
@@ -216,6 +216,8 @@ def _check_refusals(server: Served, client: openai.OpenAI) -> None:
     assert server.post(b"{")[0] == 400 and server.post(b"[1]")[0] == 400
     for body, message in (
         (rb'{"prompt": "\ud800"}', "surrogate without its pair"),
+        (b'{"prompt": "x", "temperature": 1e-310}', "Set it to 0, or to 1e-06"),
+        (b'{"prompt": "x", "temperature": 1%s}' % (b"0" * 400), "it has to be a number"),
         (b'{"prompt": "x", "temperature": 1e400}', "temperature=inf is no finite number"),
         (b'{"prompt": "x", "temperature": NaN}', "temperature=nan is no finite number"),
     ):

@@ -20,6 +20,12 @@ class _Idle:
     max_queue = room = 8
 
 
+def post(app: Any, path: str, body: Any) -> tuple[int, Any]:
+    """Return status and JSON, or the content, of the answer to a JSON body."""
+    headers = {"Content-Type": "application/json"}
+    return _request(app, path, headers, json.dumps(body).encode())
+
+
 def _request(app: Any, path: str, headers: dict[str, str], body: bytes = b"") -> tuple[int, Any]:
     """Return status and JSON of a request's answer."""
     sent: list[Any] = []
@@ -36,8 +42,12 @@ def _request(app: Any, path: str, headers: dict[str, str], body: bytes = b"") ->
         "headers": [(name.lower().encode(), value.encode()) for name, value in headers.items()],
     }
 
+    bodies = [body]
+
     async def receive() -> Any:
-        return {"type": "http.request", "body": body, "more_body": False}
+        if not bodies:
+            await asyncio.sleep(3600)
+        return {"type": "http.request", "body": bodies.pop(), "more_body": False}
 
     async def send(message: Any) -> None:
         sent.append(message)
