@@ -1,6 +1,7 @@
 """Conversations as text, with the trained characters.
 
-A template with marked answers (``{% generation %}``) names the trained characters. Without marks,
+A template with marked answers (``{% generation %}``) names the trained characters, and so does the
+table of public templates (:mod:`marked_templates`). Without marks,
 an answer is the difference between ``render(messages[:i + 1])`` and ``render(messages[:i])`` with
 the generation prompt. Both renderings must be prefixes of the full text. Many templates render a
 message in another way as soon as more messages follow, and a difference of lengths would then name
@@ -20,6 +21,7 @@ from typing import Any, Literal, get_args
 from megatron_lightning.data.chat import ASSISTANT, THOUGHT, Chat
 from megatron_lightning.data.chat_fields import DROPPABLE, check_remains, inlined, without_reasoning
 from megatron_lightning.data.chat_view import ChatView, Form, Reasoning, Rendered, Span
+from megatron_lightning.data.marked_templates import marks_of
 from megatron_lightning.errors import ConfigError, DataError
 
 _STAND_IN = "\U000f0000"
@@ -86,8 +88,27 @@ class ChatTemplate:
             )
         self._values = {**special_tokens, **(options or {})}
         self._end: str = str(special_tokens.get("eos_token") or "")
+        self._known = {name: marks_of(text) for name, text in self.sources.items()}
+        self._training: ChatTemplate | None = None
+        self.ends_at_header = False
+        """Whether a header behind an answer of a marked template is trained."""
+        if any(self._known.values()):
+            self._training = self._marked(special_tokens, options)
         for text in self.sources.values():
             _compile(text)
+
+    def _marked(
+        self, special_tokens: Mapping[str, Any], options: Mapping[str, Any] | None
+    ) -> ChatTemplate:
+        """Return the template with marks of the table."""
+        known = [marks for marks in self._known.values() if marks is not None]
+        sources = {
+            name: text if (marks := self._known[name]) is None else marks.applied(text)
+            for name, text in self.sources.items()
+        }
+        marked = ChatTemplate(sources, special_tokens, options, self._preamble)
+        marked.ends_at_header = any(marks.ends_at_header for marks in known)
+        return marked
 
     @classmethod
     def load(
@@ -110,7 +131,8 @@ class ChatTemplate:
         # The text "False" is true in a template, and False is not.
         values = {name: json.dumps(value, default=str) for name, value in self._values.items()}
         preamble = {"preamble": self._preamble} if self._preamble else {}
-        return {"templates": self.sources, "values": values, **preamble}
+        marked = {} if self._training is None else {"marked": self._training.sources}
+        return {"templates": self.sources, "values": values, **preamble, **marked}
 
     def samples(self, chat: Chat, options: ChatOptions) -> Iterator[Rendered]:
         """Yield the samples of a conversation: a single sample, or with ``split_turns`` a sample
@@ -120,6 +142,31 @@ class ChatTemplate:
             DataError: If the template refuses the conversation, or does not determine the
                 characters of an answer. The error names the message.
         """
+        marks = self._known[self._name(chat)]
+        if self._training is None or marks is None:
+            yield from self._samples(chat, options)
+        elif marks.keeps_text:
+            yield from self._training._samples(chat, options)
+        else:
+            yield from self._shown(chat, options)
+
+    def _shown(self, chat: Chat, options: ChatOptions) -> list[Rendered]:
+        """Return the samples of the template, or of the marked template, which shows answers that
+        the template hides once more messages follow.
+        """
+        try:
+            return list(self._samples(chat, options))
+        except DataError as hidden:
+            # With split_turns the earlier messages are as in generation.
+            if self._training is None or options.split_turns:
+                raise
+            try:
+                samples = list(self._training._samples(chat, options))
+            except DataError:
+                raise hidden from None
+        return [replace(sample, is_rewritten=True) for sample in samples]
+
+    def _samples(self, chat: Chat, options: ChatOptions) -> Iterator[Rendered]:
         answers = sorted(chat.trained)[-1 if options.train_on == "last" else 0 :]
         if not answers:
             return
@@ -236,12 +283,16 @@ class ChatTemplate:
         return texts[0], [(begin, end) for begin, end in spans[0]] if marked else []
 
     def _template(self, chat: Chat) -> str:
-        name = "tool_use" if chat.tools and "tool_use" in self.sources else "default"
-        return self.sources[name]
+        return self.sources[self._name(chat)]
+
+    def _name(self, chat: Chat) -> str:
+        return "tool_use" if chat.tools and "tool_use" in self.sources else "default"
 
     @cached_property
     def behind_answer(self) -> str:
         """Text behind the content of a last answer, such as the end of a turn. Empty: unknown."""
+        if self._training is not None and self._training.ends_at_header:
+            return self._training.behind_answer
         turns = [{"role": "user", "content": "a"}, {"role": ASSISTANT, "content": _STAND_IN}]
         chat = Chat("the end of a turn", turns, trained=frozenset([1]))
         try:

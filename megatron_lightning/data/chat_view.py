@@ -34,6 +34,8 @@ class Rendered:
     with special tokens."""
     ends: Sequence[int] = ()
     """End of every answer, in characters. Empty if the template marks the trained characters."""
+    is_rewritten: bool = False
+    """Whether earlier answers have the form of a last answer, other than in the template's text."""
 
 
 Form = Callable[[Mapping[str, Any]], Mapping[str, Any]]
@@ -229,7 +231,8 @@ class ChatView:
         Raises:
             DataError: If no character is trained.
         """
-        ends = [] if self._template.marks(self._chat) else [end for _, end in spans]
+        is_marked = self._template.marks(self._chat) and not self._template.ends_at_header
+        ends = [] if is_marked else [end for _, end in spans]
         if thoughts is not None:
             spans = _without(spans, [*thoughts, *_tagged(text, spans)])
         spans = [span for span in spans if span[0] < span[1]]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron_lightning.data.sft import DROPPED, MERGED, NULLS, UNENDED, Documents
+from megatron_lightning.data.sft import DROPPED, MERGED, NULLS, REWRITTEN, UNENDED, Documents
 
 _LEFT_OUT = (
     "rows without an answer",
@@ -13,6 +13,7 @@ _LEFT_OUT = (
     "left out with the other answer",
     UNENDED,
     MERGED,
+    REWRITTEN,
     *DROPPED.values(),
     NULLS,
 )

@@ -38,6 +38,7 @@ UNENDED = "answers without an added token at their end"
 DROPPED = {name: f"conversations without their {name}" for name in DROPPABLE}
 """Name of a dropped field -> key of the count."""
 MERGED = "answers with characters of the prompt in their first token"
+REWRITTEN = "conversations whose earlier answers keep the form of a last answer"
 NULLS = "arguments of calls left out as null"
 Marks = npt.NDArray[np.bool_]
 Characters = npt.NDArray[np.int64]
@@ -184,7 +185,10 @@ class Encoder:
             self.counts[NULLS] += chat.nulls
         if not chat.trained:
             self.counts["rows without an answer"] += 1
-        yield from self._template.samples(chat, options)
+        for sample in self._template.samples(chat, options):
+            if sample.is_rewritten:
+                self.counts[REWRITTEN] += 1
+            yield sample
 
     def _options_of(self, chat: Chat) -> ChatOptions:
         """Return the trained part of a conversation."""
