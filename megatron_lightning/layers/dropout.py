@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 import torch.nn.functional as F
@@ -63,3 +64,15 @@ class Dropout(nn.Module):
             return torch.where(mask, x / (1.0 - self.p), 0.0)
         with self.stream():
             return F.dropout(x, self.p)
+
+
+@contextmanager
+def evaluated(model: nn.Module) -> Iterator[None]:
+    """Compute in eval mode inside the block."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode

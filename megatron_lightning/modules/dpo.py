@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any, ClassVar, Literal, get_args
 
 import torch
@@ -19,7 +18,7 @@ from megatron_lightning.layers.adapters import (
     adapters_for_all_rows,
     adapters_for_second_half,
 )
-from megatron_lightning.layers.dropout import set_dropout
+from megatron_lightning.layers.dropout import evaluated, set_dropout
 from megatron_lightning.layers.preference_loss import (
     AnswerScores,
     PreferenceLoss,
@@ -167,7 +166,7 @@ class DPOModule(ObjectiveModule):
         else:
             if self._uses_adapters:
                 first = None if self._first is None else self._first.swapped_in()
-                with torch.no_grad(), first or adapters_disabled(self), _evaluated(self.model):
+                with torch.no_grad(), first or adapters_disabled(self), evaluated(self.model):
                     before = token_losses_of(self.model, tokens, labels, **inputs)
                 reference = self._answers(before, labels).log_probs
             losses = token_losses_of(self.model, tokens, labels, **inputs)
@@ -315,18 +314,6 @@ def _rows_of(batch: Batch) -> tuple[Tensor, Tensor]:
     """Return tokens and labels [2 b, s] of the chosen answers, followed by the rejected answers."""
     tokens = torch.cat([batch["chosen"], batch["rejected"]])
     return tokens, torch.cat([batch["chosen_labels"], batch["rejected_labels"]])
-
-
-@contextmanager
-def _evaluated(model: nn.Module) -> Iterator[None]:
-    """Compute in eval mode inside the block."""
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, mode in modes:
-            module.training = mode
 
 
 def _reference(

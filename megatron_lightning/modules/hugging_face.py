@@ -12,6 +12,7 @@ from megatron_lightning.bridge.kept import read_kept
 from megatron_lightning.errors import ConfigError
 from megatron_lightning.layers.loss import CrossEntropy
 from megatron_lightning.models.plans.hf_documents import separating_positions
+from megatron_lightning.modules.causality import check_causal, check_decoder
 from megatron_lightning.modules.folder_module import FolderModule
 from megatron_lightning.modules.pretrain_data import PretrainDataModule
 
@@ -86,6 +87,7 @@ class HuggingFaceModule(FolderModule):
         """
         if self.model is None:
             self.model = self._adapt(self._bridge().to_model())
+            check_decoder(self.model)
             self.model.train()  # transformers returns models in eval mode, without dropout
             self.model.config.use_cache = False  # training reads no cache
 
@@ -103,6 +105,10 @@ class HuggingFaceModule(FolderModule):
                 "and models of transformers part the documents of a row by positions that start "
                 "again. Set reset_position_ids, too, or train a GPTLightningModule."
             )
+
+    def on_train_start(self) -> None:
+        """Check that no logit depends on later tokens."""
+        check_causal(self)
 
     def forward(
         self,

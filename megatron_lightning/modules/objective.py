@@ -12,6 +12,7 @@ from torch import nn
 
 from megatron_lightning.config import TransformerConfig
 from megatron_lightning.errors import ConfigError
+from megatron_lightning.modules.causality import check_causal
 from megatron_lightning.modules.folder_module import FolderModule
 from megatron_lightning.modules.gpt import GPTLightningModule
 from megatron_lightning.modules.hugging_face import HuggingFaceModule
@@ -133,6 +134,10 @@ class ObjectiveModule(FolderModule):
     def num_pipeline_ranks(self) -> int:
         """Ranks that share the layers."""
         return 1 if self.context is None else self.context.pp.size
+
+    def on_train_start(self) -> None:
+        """Check that no logit depends on later tokens."""
+        check_causal(self)
 
     def on_fit_start(self) -> None:
         """Warn if pipeline ranks wait for each other because of the second model."""

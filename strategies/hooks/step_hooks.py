@@ -63,6 +63,21 @@ class StepHooks(RankHooks):
         """
         return self._running.steps.run_pipeline(fn, batch)
 
+    def probe(self, step: Callable[[Any], Any], batch: Any) -> Any:
+        """Return ``step(batch)`` on every rank, from a forward without gradients that leaves no
+        trace. A collective of all ranks, outside of steps, such as in ``on_train_start``.
+
+        Args:
+            step: Calls the model once, as a predict step, and returns tensors [b, ...].
+            batch: Equal on all ranks. Split into micro-batches and sequences as any batch.
+        """
+        with (
+            self.ranks.streams.in_step(isolated=True),
+            torch.compiler.set_stance("force_eager"),
+            self.precision_plugin.val_step_context(),
+        ):
+            return self._running.steps.probe(step, batch)
+
     @override
     def backward(
         self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any

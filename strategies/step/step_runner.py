@@ -11,13 +11,18 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor
 
 from megatron_lightning.assembly.buffers import BufferSync
 from megatron_lightning.errors import ConfigError, PipelineError
 from megatron_lightning.pipeline.batch.metrics import MetricSync
-from megatron_lightning.pipeline.stages.parallel_call import ParallelCall, find_parallel_module
+from megatron_lightning.pipeline.stages.parallel_call import (
+    ParallelCall,
+    find_parallel_module,
+    replaced_attribute,
+)
 from megatron_lightning.strategies.step.checks.world_guard import WorldGuard
 from megatron_lightning.strategies.step.gradients.training import Training
 from megatron_lightning.strategies.step.loaders.batch_counts import (
@@ -120,6 +125,25 @@ class StepRunner(ABC):
     @abstractmethod
     def evaluate(self, hook: str, batch: Any, *indices: Any) -> Any:
         """Run a batch of validation, test or prediction. Return the step's output."""
+
+    def probe(self, step: Callable[[Any], Any], batch: Any) -> Any:
+        """Return ``step(batch)`` on every rank. See the strategy's method. A collective."""
+        module, begins_loop = self._scope.module, self._begins_loop
+        is_explicit = self._scope.options.pipeline.explicit_steps
+
+        def predict_step(part: Any, batch_idx: int) -> Any:
+            return self.run_pipeline(step, part) if is_explicit else step(part)
+
+        with (
+            torch.no_grad(),
+            unseen(self._scope, self._metrics),
+            self.participants.repeated(),
+            replaced_attribute(module, "predict_step", predict_step),
+        ):
+            try:
+                return self.evaluate("predict_step", batch, 0)
+            finally:
+                self._begins_loop = begins_loop
 
     @abstractmethod
     def run_pipeline(self, fn: Callable[[Any], Any], batch: Any) -> Any:
