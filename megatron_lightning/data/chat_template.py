@@ -20,7 +20,14 @@ from typing import Any, Literal, get_args
 
 from megatron_lightning.data.chat import ASSISTANT, THOUGHT, Chat
 from megatron_lightning.data.chat_fields import DROPPABLE, check_remains, inlined, without_reasoning
-from megatron_lightning.data.chat_view import ChatView, Form, Reasoning, Rendered, Span
+from megatron_lightning.data.chat_view import (
+    ChatView,
+    Form,
+    Reasoning,
+    Rendered,
+    Span,
+    UnwrittenField,
+)
 from megatron_lightning.data.marked_templates import marks_of
 from megatron_lightning.errors import ConfigError, DataError
 
@@ -160,6 +167,10 @@ class ChatTemplate:
             # With split_turns the earlier messages are as in generation.
             if self._training is None or options.split_turns:
                 raise
+            if options.reasoning == "inline" and isinstance(hidden, UnwrittenField):
+                raise DataError(
+                    f"{hidden}. With reasoning=keep the marks for this public template keep it."
+                ) from None
             try:
                 samples = list(self._training._samples(chat, options))
             except DataError:

@@ -21,6 +21,10 @@ _WAY_OUT = (
 )
 
 
+class UnwrittenField(DataError):
+    """A field of a conversation that the template does not write."""
+
+
 @dataclass(frozen=True)
 class Rendered:
     """Text of a sample."""
@@ -79,7 +83,7 @@ class ChatView:
         """Check that ``stop`` messages rendered alone show all that the conversation has.
 
         Raises:
-            DataError: If the template does not write a system message, calls of tools, or the
+            UnwrittenField: If the template does not write a system message, calls of tools, or the
                 reasoning of one of ``answers``.
         """
         marked = MarkedMessages(self._plain[:stop], answers)
@@ -89,7 +93,7 @@ class ChatView:
             return
         for missing in marked.unwritten(text):
             if missing.is_reasoning or not self._changes_text(missing, stop):
-                raise DataError(
+                raise UnwrittenField(
                     f"{self._chat.where}: the chat template does not write {missing}, so that it "
                     f"would be lost; set {self._way_out(missing, stop)}"
                 )

@@ -6,7 +6,8 @@ where the original rewrites earlier answers once more messages follow: there eve
 form that it has as the last one, with its reasoning, as generation writes it. What serves, and
 travels with the weights, is always the original.
 
-The table has Qwen3, Qwen3.5, Qwen3.6, DeepSeek-V3 and R1, gpt-oss, Nemotron 3 and GLM-4.5.
+The table has Qwen3, Qwen3.5, Qwen3.6, DeepSeek-V3 and the models distilled
+from R1, gpt-oss, Nemotron 3 and 3.5, and GLM-4.5.
 """
 
 # ruff: noqa: RUF001  (bars of DeepSeek's tokens)
@@ -112,16 +113,20 @@ _DEEPSEEK_ANSWER = (
     r"{%- set thought = '<think>\n' ~ thought ~ '\n</think>\n\n' if thought else opened %}"
     + _answer(f"'<｜Assistant｜>' ~ thought ~ message['content'] ~ {_STOP}")
 )
-_DEEPSEEK = Marks(
+_DEEPSEEK_ANSWERS = (
+    Edit(
+        "{{'<｜tool▁outputs▁end｜>' + message",
+        _write("'<｜tool▁outputs▁end｜>'") + _answer(f"message['content'] + {_STOP}"),
+        "}}",
+    ),
+    Edit("{% set content = message['content'] %}", _DEEPSEEK_ANSWER, f"content + {_STOP}}}}}"),
+)
+_DEEPSEEK_R1 = Marks(_DEEPSEEK_ANSWERS, keeps_text=False)  # writes no calls beside content
+_DEEPSEEK_V3 = Marks(
     (
         _put_before("{%- for tool in message['tool_calls'] %}", _BEGIN),
         _put_behind("{{'<｜tool▁calls▁end｜><｜end▁of▁sentence｜>'}}", _END),
-        Edit(
-            "{{'<｜tool▁outputs▁end｜>' + message",
-            _write("'<｜tool▁outputs▁end｜>'") + _answer(f"message['content'] + {_STOP}"),
-            "}}",
-        ),
-        Edit("{% set content = message['content'] %}", _DEEPSEEK_ANSWER, f"content + {_STOP}}}}}"),
+        *_DEEPSEEK_ANSWERS,
     ),
     keeps_text=False,
 )
@@ -197,11 +202,13 @@ _TABLE: Mapping[str, Marks] = MappingProxyType({
     "a4aee8afcf2e0711942cf848899be66016f8d14a889ff9ede07bca099c28f715": _QWEN3_5,
     "273d8e0e683b885071fb17e08d71e5f2a5ddfb5309756181681de4f5a1822d80": _QWEN3_5,  # thinks if told
     "e84f32a23fdda27689f868aa4a1a5621f41133e51a48d7f3efcbea2839574259": _QWEN3_6,
-    "563b1ce7d61d50a9b4c7439a912a1116f095b712df5b5e4d3e1116049874eb64": _DEEPSEEK,
+    "563b1ce7d61d50a9b4c7439a912a1116f095b712df5b5e4d3e1116049874eb64": _DEEPSEEK_V3,
+    "56a1447ad31926fdc21fb07e56e5642bd9c850c4f52d8c8af7bbe5f079a84f5f": _DEEPSEEK_R1,  # distilled
     "a4c9919cbbd4acdd51ccffe22da049264b1b73e59055fa58811a99efbd7c8146": _GPT_OSS,
     "43a92aacc2e169bb37055e4d8b0df31edfdc8657d8c387fcf98254cb246e626a": _NEMOTRON,  # Nano
     "3b74d76d8b903752e764cae114ae8ae2f24cd260466cf672570c745219573d28": _NEMOTRON,  # Super
     "82753bef5cedc4932c1ed509b5c9a12be680fd86d1adb65bc3f7398d11c8eebc": _NEMOTRON,  # Ultra
+    "58933db77d3099b4f78c55a38347a72e1ea05b97d6bd8f38775303dc0194e0a9": _NEMOTRON,  # 3.5 Lightning
     "44f815868bf02fa458dd2f741a338046f4bf45f398eb6d067766726b9d96cce3": _GLM,
 })  # fmt: skip
 """Digest of a template, without white space around it -> marks."""

@@ -91,10 +91,12 @@ KNOWN = [name for name in NAMES if marks_of((FOLDER / f"{name}.jinja").read_text
 
 
 def test_the_table_has_the_templates() -> None:
-    assert KNOWN == [
-        "deepseekv3", "glm4moe", "gptoss", "nemotron_3_nano", "nemotron_3_super",
-        "nemotron_3_ultra", "qwen3", "qwen3_5_nothink", "qwen3_5_think", "qwen3_6",
-    ]  # fmt: skip
+    table = {
+        "deepseek_r1_distill", "deepseekv3", "glm4moe", "gptoss", "nemotron_3_5_lightning",
+        "nemotron_3_nano", "nemotron_3_super", "nemotron_3_ultra", "qwen3", "qwen3_5_nothink",
+        "qwen3_5_think", "qwen3_6",
+    }  # fmt: skip
+    assert set(KNOWN) == table & set(NAMES)
 
 
 @pytest.mark.parametrize("name", KNOWN)
@@ -116,7 +118,7 @@ def test_marks_of_the_table_against_the_original(name: str) -> None:
             pieces = (text[begin:end], text[begin:end].removesuffix("<|user|>"))
             keeps_end = any(alone.endswith(piece) for piece in pieces)
             without = alone.removesuffix("<|return|>").removesuffix("<|end|>")
-            is_thought = "reasoning_content" in messages[answer] and name == "deepseekv3"
+            is_thought = "reasoning_content" in messages[answer] and name.startswith("deepseek")
             assert keeps_end or without.endswith(pieces[0]) or is_thought, (name, pieces, alone)
 
 
@@ -143,8 +145,14 @@ def test_several_turns_need_no_split(name: str) -> None:
     assert "What is it?" not in text
 
 
-@pytest.mark.parametrize("name", ["deepseekv3", "qwen3", "qwen3_5_think", "qwen3_6"])
+@pytest.mark.parametrize("name", [name for name in KNOWN if name[:4] in ("deep", "qwen")])
 def test_reasoning_of_every_turn_is_kept(name: str) -> None:
     (sample,) = _samples(name, [*THOUGHT, *THOUGHT])
     text = "".join(sample.text[begin:end] for begin, end in sample.spans)
     assert text.count("<think>\nSkies are.\n</think>\n\nIt is blue.") == 2
+
+
+@pytest.mark.parametrize("name", [name for name in KNOWN if name[:4] == "deep"])
+def test_reasoning_in_the_content_is_refused_where_it_is_cut(name: str) -> None:
+    with pytest.raises(DataError, match=r"reasoning in the content of message 1.*reasoning=keep"):
+        _samples(name, THOUGHT, reasoning="inline")
