@@ -9,15 +9,13 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.trainer.states import TrainerFn
-from torch import Tensor
 
 from megatron_lightning.errors import ConfigError
-from megatron_lightning.parallel.replica_rng import ReplicaStreams
 from megatron_lightning.resilience.exit_codes import STOPPED
+from megatron_lightning.strategies.checkpoint.loop_progress import await_validation
 from megatron_lightning.strategies.launch.failures import AgreedStop
 from megatron_lightning.strategies.launch.stopping import Reason, StopOnRequest, save_for_requeue
 from megatron_lightning.strategies.lightning_internals import is_accumulating
-from megatron_lightning.strategies.megatron import MegatronStrategy
 
 
 class RescueCheckpoint(ModelCheckpoint):
@@ -101,7 +99,6 @@ class RescueCheckpoint(ModelCheckpoint):
                 exit_after=exit_after,
                 exit_code=exit_code,
             )
-        self._before_evaluation: tuple[list[Tensor], list[Tensor]] = ([], [])
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Begin to count time."""
@@ -131,7 +128,6 @@ class RescueCheckpoint(ModelCheckpoint):
         if is_accumulating(trainer):
             return  # half of an optimizer step: checkpoints hold no gradients
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
-        self._before_evaluation = _streams(trainer).states()
         if self.stopping is not None:
             self.stopping.on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
 
@@ -182,14 +178,8 @@ class RescueCheckpoint(ModelCheckpoint):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         """Make a run resumed from an interrupted validation repeat the validation."""
-        if self._repeats_validation:
-            progress = type(trainer.fit_loop.epoch_loop.val_loop.batch_progress)()
-            progress.increment_ready()
-            # Lightning returns to a validation interrupted in the first step.
-            progress.increment_started()
-            checkpoint["loops"]["fit_loop"]["epoch_loop.val_loop.batch_progress"] = (
-                progress.state_dict()
-            )
+        if self.stopping is not None and self.stopping.in_validation:
+            await_validation(checkpoint["loops"]["fit_loop"])
 
     def on_exception(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
@@ -205,24 +195,10 @@ class RescueCheckpoint(ModelCheckpoint):
         ):
             self._save_last_checkpoint(trainer, self._monitor_candidates(trainer))
 
-    @property
-    def _repeats_validation(self) -> bool:
-        """Whether the run stops inside a validation."""
-        return self.stopping is not None and self.stopping.in_validation
-
     def _save_for_stop(self, trainer: pl.Trainer, reason: Reason) -> str | None:
         """Save to the path sought by the next start. Return the path."""
-        if self._repeats_validation:
-            _streams(trainer).restore(*self._before_evaluation)
         if reason is Reason.REQUEUE:
             return save_for_requeue(trainer, reason)
         if not self._should_skip_saving_checkpoint(trainer):
             self._save_last_checkpoint(trainer, self._monitor_candidates(trainer))
         return self.last_model_path or None
-
-
-def _streams(trainer: pl.Trainer) -> ReplicaStreams:
-    """Return the random streams of this rank. Lightning's strategies have a single stream."""
-    if isinstance(trainer.strategy, MegatronStrategy):
-        return trainer.strategy.ranks.streams
-    return ReplicaStreams(trainer.strategy.root_device)

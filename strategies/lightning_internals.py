@@ -44,6 +44,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint, ModelSummary
 from lightning.pytorch.core import saving
 from lightning.pytorch.core.optimizer import _MockOptimizer
 from lightning.pytorch.loggers import Logger
+from lightning.pytorch.loops.loop import _Loop
+from lightning.pytorch.loops.progress import _BaseProgress
 from lightning.pytorch.plugins.precision import Precision
 
 # Lightning has no public launchers. Lightning's launchers start the processes, and ours watch the
@@ -220,6 +222,90 @@ def restart_fetching(trainer: pl.Trainer) -> None:
     """
     fetcher: Any = trainer.fit_loop._data_fetcher
     iter(fetcher)
+
+
+def load_loader_states(trainer: pl.Trainer) -> None:
+    """Load the states of loaders that Lightning has left out, and restart reading.
+
+    Lightning loads the states when it makes the loaders. Loaders made before the checkpoint was
+    read (``trainer.estimated_stepping_batches`` makes them) and loaders at the end of an epoch
+    would begin anew.
+    """
+    loop = trainer.fit_loop
+    states, combined = loop._combined_loader_states_to_load, loop._combined_loader
+    if states and combined is not None:
+        combined._load_state_dicts(states)
+        vars(loop)["_combined_loader_states_to_load"] = []
+        restart_fetching(trainer)
+
+
+def enter_pass(trainer: pl.Trainer) -> None:
+    """Read one batch beside the fetcher's count, so that loaders enter the pass of their restored
+    states. The next pass can begin only afterwards.
+    """
+    fetcher: Any = trainer.fit_loop._data_fetcher
+    if fetcher.length is not None:  # otherwise the fetcher has read ahead
+        next(fetcher.iterator, None)
+
+
+def end_epoch(trainer: pl.Trainer) -> None:
+    """Make a resumed epoch without remaining batches end, instead of reading further batches."""
+    vars(trainer.fit_loop.epoch_loop.val_loop)["_has_run"] = True
+
+
+def forget_restart(trainer: pl.Trainer) -> None:
+    """Make the next epoch begin with its first batch. Lightning's loop forgets a restart in the
+    first batch, and the resumed epoch may have none.
+    """
+    trainer.fit_loop.epoch_loop.restarting = False
+
+
+def begin_epoch(trainer: pl.Trainer) -> None:
+    """Make a resumed run between two epochs begin the next epoch as after an epoch of its own."""
+    forget_restart(trainer)
+    vars(trainer.fit_loop)["_resuming_from_checkpoint"] = False
+
+
+def is_reading(trainer: pl.Trainer) -> bool:
+    """Whether the training loaders are open: from their making to the teardown of a fit."""
+    return trainer.fit_loop._data_fetcher is not None
+
+
+def loop_state(loop: _Loop, prefix: str = "") -> dict[str, Any]:
+    """Return ``loop.state_dict()``, whose copies take five times as long."""
+    state: dict[str, Any] = {f"{prefix}state_dict": loop.on_save_checkpoint()}
+    for name, value in vars(loop).items():
+        if isinstance(value, _BaseProgress):
+            state[f"{prefix}{name}"] = _counts(value)
+        elif isinstance(value, _Loop):
+            state |= loop_state(value, f"{prefix}{name}.")
+    return state
+
+
+def _counts(progress: _BaseProgress) -> dict[str, Any]:
+    return {
+        name: _counts(value) if isinstance(value, _BaseProgress) else value
+        for name, value in vars(progress).items()
+    }
+
+
+def is_validation_due(trainer: pl.Trainer) -> bool:
+    """Whether a validation follows the batch just run, apart from a validation that a run validates
+    with because it stops early.
+    """
+    loop, stops_early = trainer.fit_loop, trainer.should_stop
+    fetcher: Any = loop._data_fetcher
+    trainer.should_stop = False
+    try:
+        return loop.epoch_loop._should_check_val_fx(fetcher)
+    finally:
+        trainer.should_stop = stops_early
+
+
+def has_full_schedulers(trainer: pl.Trainer) -> bool:
+    """Whether no step of a learning-rate scheduler is under way."""
+    progress = trainer.fit_loop.epoch_loop.scheduler_progress.total
+    return progress.ready == progress.completed
 
 
 def seconds_between_validations(trainer: pl.Trainer) -> float | None:

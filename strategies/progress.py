@@ -25,7 +25,6 @@ class Progress:
     run: Mapping[str, Any] = field(default_factory=dict)
     """The run of this fit: id, folder and loggers, the same on all ranks. Empty before a fit."""
     _batch: int = -1  # the batch counted last
-    _before_batch: int = 0  # samples consumed then
     _updating: int = -1  # step from which the last update of the weights began
 
     def begin(self) -> None:
@@ -40,18 +39,7 @@ class Progress:
         if batch == self._batch:
             return False
         self._batch = batch
-        self._before_batch = self.consumed_samples
         self.consumed_samples = self.skipped.after(self.consumed_samples, num_samples)
-        return True
-
-    def forget(self, batch: int) -> bool:
-        """Take back the count of ``batch`` if no step trained on the batch. Return whether the
-        batch was counted.
-        """
-        if batch != self._batch:
-            return False
-        self._batch = -1
-        self.consumed_samples = self._before_batch
         return True
 
     def begin_update(self, step: int) -> None:

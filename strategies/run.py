@@ -8,7 +8,7 @@ registers an undo on :attr:`Run.undo`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
@@ -30,9 +30,14 @@ from megatron_lightning.errors import ConfigError
 from megatron_lightning.optim.gradients.parameter_shard import MainShard
 from megatron_lightning.pipeline.executor import PipelineExecutor
 from megatron_lightning.strategies.checkpoint.checkpoints import Checkpoints
+from megatron_lightning.strategies.checkpoint.resume_point import EpochStarts, ResumePoint
 from megatron_lightning.strategies.checks.attention_kernels import report_attention
 from megatron_lightning.strategies.launch.ranks import ProcessGroups
-from megatron_lightning.strategies.lightning_internals import connector_of, hide_sync_advice
+from megatron_lightning.strategies.lightning_internals import (
+    attached_trainer,
+    connector_of,
+    hide_sync_advice,
+)
 from megatron_lightning.strategies.module import (
     compile_module,
     defer_weight_gradients,
@@ -135,6 +140,8 @@ class Run:
             main_shards=self._main_shards,
         )
         """Saves and loads."""
+        if earlier_module is not None and previous is not None:  # users save after later runs, too
+            self.checkpoints.state.points.last = previous.checkpoints.state.points.last
         self.copies = BatchCopies(ranks.context.device)
         """Copies batches to the device."""
         self.clock = ValidationClock(ranks.broadcast)
@@ -224,6 +231,16 @@ class Run:
         """Reduce gradients for these optimizers from now on."""
         self._training = Training(self._scope(precision), optimizers, schedulers)
         self._fits = True
+        self._record_points()
+
+    def _record_points(self) -> None:
+        """Record where a checkpoint resumes, in callbacks around the user's."""
+        callbacks: list[pl.Callback] = vars(self.module.trainer)["callbacks"]
+        points = self.checkpoints.state.points
+        starts = EpochStarts(points)
+        callbacks[:] = [starts, *callbacks, points]
+        for callback in (starts, points):
+            self.undo.callback(callbacks.remove, callback)
 
     def begin_steps(self, precision: Precision) -> None:
         """Run batches from now on: by Lightning's own steps, or as pipeline runs."""
@@ -362,6 +379,17 @@ class Run:
     def _record_equal(self) -> None:
         if self._training is not None:
             self._draws.record(self.module, self.part, self._ranks.context)
+
+    def interrupted_at(self) -> ResumePoint | None:
+        """Return the last update before an exception. None: there was no exception behind it."""
+        trainer = attached_trainer(self.module)
+        return None if trainer is None else self.checkpoints.state.points.interrupted(trainer)
+
+    def at_last_update(self) -> AbstractContextManager[None]:
+        """Return the context of a save, with the buffers from before a step that is under way."""
+        if self._steps is None or not self.checkpoints.state.points.is_behind(self.module.trainer):
+            return nullcontext()
+        return self._steps.inputs.before_step()
 
     def share_buffers(self) -> None:
         """Make diverged buffers equal again among ranks with the same buffer. A collective."""

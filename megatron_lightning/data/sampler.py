@@ -92,7 +92,6 @@ class ResumableSampler(Sampler[int]):
         # Of the generators, before this pass's order was drawn.
         self._states: dict[str, Tensor] = {}
         self._resuming = False
-        self._before_batch = 0  # samples of this pass consumed before the last batch
         self._skipped = skipped or SkippedSamples()
 
     def __len__(self) -> int:
@@ -111,13 +110,8 @@ class ResumableSampler(Sampler[int]):
 
     def advance(self) -> None:
         """Count a batch on every rank as consumed."""
-        self._before_batch = self._consumed
         end = self._skipped.after(self.consumed_samples, self._batch_size(self.consumed_samples))
         self._consumed = end - self._before
-
-    def undo_advance(self) -> None:
-        """Undo the last :meth:`advance`, so that a resumed pass reads the batch again."""
-        self._consumed = self._before_batch
 
     @property
     def consumed_samples(self) -> int:
@@ -133,7 +127,7 @@ class ResumableSampler(Sampler[int]):
         self._before = self.consumed_samples - state["consumed"]
         self._consumed = state["consumed"]
         self._states = dict(state["generator_states"])
-        self._resuming = True
+        self._resuming = bool(self._states)  # saved before the order was drawn: draw it then
 
     def __iter__(self) -> Iterator[int]:
         self.started = True

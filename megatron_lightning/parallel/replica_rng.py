@@ -10,7 +10,7 @@ as on a single device.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -69,6 +69,24 @@ class ReplicaRng:
         """Set torch's states. States of devices missing on this rank are ignored."""
         for device, state in zip(self._devices, states, strict=False):
             set_generator_state(device, state)
+
+
+def host_states() -> tuple[Any, Any]:
+    """Return the states of Python's and NumPy's generators."""
+    return random.getstate(), np.random.get_state()
+
+
+def plain_host_states(states: tuple[Any, Any]) -> dict[str, Any]:
+    """Return :func:`host_states` as plain values for a checkpoint, without NumPy arrays."""
+    python, (kind, words, *others) = states
+    return {"python": python, "numpy": (kind, torch.from_numpy(words.astype(np.int64)), *others)}
+
+
+def set_host_states(states: Mapping[str, Any]) -> None:
+    """Set the states of :func:`plain_host_states`."""
+    random.setstate(states["python"])
+    kind, words, *others = states["numpy"]
+    np.random.set_state((kind, words.numpy().astype(np.uint32), *others))
 
 
 class ReplicaStreams:

@@ -24,6 +24,7 @@ from megatron_lightning.assembly.part import Part
 from megatron_lightning.bridge.remembered import write_kept
 from megatron_lightning.checkpoint import TensorShards, open_checkpoint
 from megatron_lightning.checkpoint.agreement import together
+from megatron_lightning.checkpoint.format.naming import OWN
 from megatron_lightning.checkpoint.local_copies.local import Pointer
 from megatron_lightning.checkpoint.local_copies.local_plan import copy_plan, open_copy
 from megatron_lightning.checkpoint.saver import Save, Saver
@@ -56,7 +57,6 @@ from megatron_lightning.strategies.launch.ranks import ProcessGroups
 from megatron_lightning.strategies.lightning_internals import trainer_state
 from megatron_lightning.strategies.options import StrategyOptions
 from megatron_lightning.strategies.progress import Progress
-from megatron_lightning.strategies.step.loaders.dataloaders import training_samplers
 
 if TYPE_CHECKING:
     from megatron_lightning.strategies.outputs.folders import FoldersOfCheckpoints
@@ -150,8 +150,6 @@ class Checkpoints:
             CheckpointError: On every rank, if any rank failed. An existing checkpoint at ``path``
                 is intact.
         """
-        if self._trainer.state.status == TrainerStatus.INTERRUPTED:
-            self._forget_batch()
         # The process may end right after a save outside of the loop: nothing may be left to a
         # thread.
         background &= self._trainer.state.status == TrainerStatus.RUNNING
@@ -204,7 +202,7 @@ class Checkpoints:
         """Return the manifest's description of the run."""
         info = {
             "layout": asdict(self._context.layout),
-            "consumed_samples": self._progress.consumed_samples,
+            "consumed_samples": rest[OWN]["consumed_samples"],
         }
         info |= {
             "world_size": self._context.world_size,
@@ -221,20 +219,13 @@ class Checkpoints:
     def _interrupted_together(self) -> bool:
         """Whether an exception reached all ranks between the same two optimizer steps."""
         step = self._trainer.global_step
-        is_updating = self._progress.is_updating(step)
+        is_updating = self._progress.is_updating(step) or self.state.points.is_updating(
+            self._trainer
+        )
         if self._context.world_size == 1:
             return not is_updating
         state = f"rank {self._context.rank} is updating" if is_updating else f"step {step}"
         return self._ranks.all_interrupted(state)
-
-    def _forget_batch(self) -> None:
-        """Take back the count of a batch whose training an exception prevented, so that the batch
-        is read again.
-        """
-        progress: Any = self._trainer.fit_loop.epoch_loop.batch_progress.total
-        if progress.processed < progress.ready and self._progress.forget(progress.ready):
-            for sampler in training_samplers(self._trainer):
-                sampler.undo_advance()
 
     def save_local(self, path: str, folder: str, part: Part) -> None:
         """In the background, write every rank's part to the disks of the rank's node and of the

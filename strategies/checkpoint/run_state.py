@@ -15,6 +15,7 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
 from megatron_lightning.assembly.part import Part
 from megatron_lightning.checkpoint.agreement import gather
@@ -22,13 +23,40 @@ from megatron_lightning.checkpoint.format.naming import OWN
 from megatron_lightning.checkpoint.format.structure import check_progress
 from megatron_lightning.errors import CheckpointError
 from megatron_lightning.parallel.context import ParallelContext
-from megatron_lightning.parallel.replica_rng import ReplicaStreams
+from megatron_lightning.parallel.replica_rng import (
+    ReplicaStreams,
+    host_states,
+    plain_host_states,
+    set_host_states,
+)
 from megatron_lightning.parallel.rng import EXPERTS
 from megatron_lightning.pipeline.batch.metrics import check_persistent_states
 from megatron_lightning.strategies.checkpoint.global_batch import step_size
-from megatron_lightning.strategies.lightning_internals import restart_fetching, training_loaders
+from megatron_lightning.strategies.checkpoint.loop_progress import (
+    Loops,
+    Place,
+    awaits_validation,
+    has_begun,
+    place_of,
+    settle,
+)
+from megatron_lightning.strategies.checkpoint.resume_point import ResumePoints, copy_leaf
+from megatron_lightning.strategies.lightning_internals import (
+    begin_epoch,
+    end_epoch,
+    enter_pass,
+    is_validation_due,
+    load_loader_states,
+    restart_fetching,
+    seconds_between_validations,
+    set_validated_at,
+    training_loaders,
+)
 from megatron_lightning.strategies.progress import Progress
-from megatron_lightning.strategies.step.loaders.dataloaders import training_samplers
+from megatron_lightning.strategies.step.loaders.dataloaders import (
+    training_generators,
+    training_samplers,
+)
 from megatron_lightning.strategies.step.loaders.plain_objects import equal_values
 
 
@@ -50,11 +78,24 @@ class RunState:
         self._context = context
         self._progress = progress
         self._streams = streams
+        self.points = ResumePoints(lambda: self._own_state())  # noqa: PLW0108 (shared by copies)
+        """Points of the run where a checkpoint resumes. A callback of fits."""
         self._random_states: tuple[list[Tensor] | None, list[Tensor] | None] = (None, None)
+        self._other_states: Mapping[str, Any] = {}  # of Python, NumPy and loaders
         self._positions: list[dict[str, Any]] = []
-        self._repeats_validation = False
+        self._resumed: Loops | None = None  # until training starts
+        self._max_steps: int | None = None  # if a validation awaits a run without steps
         self.step_size: dict[str, Any] | None = None
         """Global batch of the resumed run. None: unknown, or no resumed run."""
+
+    def _own_state(self) -> dict[str, Any]:
+        return {
+            "consumed_samples": self._progress.consumed_samples,
+            "skipped_steps": self._progress.skipped_steps,
+            "drawn": self._streams().states(),
+            "drawn_on_host": host_states(),
+            "streams": self._context.rng.state_dict(),
+        }
 
     def write_to(
         self, checkpoint: Mapping[str, Any], module: pl.LightningModule, part: Part
@@ -65,16 +106,18 @@ class RunState:
             CheckpointError: If metrics of several replicas have persistent states.
         """
         check_persistent_states(module, self._context.dp_cp.size)
-        context = self._context
-        fit_loop = checkpoint.get("loops", {}).get("fit_loop", {}).get("state_dict", {})
+        context, trainer = self._context, module.trainer
+        point = self.points.now(trainer)
         mine: dict[str, Any] = {}
-        drawn_by_steps, drawn_by_hooks = self._streams().states()
+        drawn_by_steps, drawn_by_hooks = point.drawn
         # User code draws the same numbers on all ranks of a replica, and parallel layers draw other
         # numbers on each model-parallel rank: one state for each replica, and one for each place in
         # it.
         if context.tp.rank == context.pp.rank == context.cp.rank == 0:
-            mine["data"] = (context.dp.rank, drawn_by_steps, fit_loop.get("combined_loader"))
-        streams = context.rng.state_dict()
+            loader = point.loops["state_dict"].get("combined_loader")
+            host = {"host": plain_host_states(point.drawn_on_host), "loaders": point.generators}
+            mine["data"] = (context.dp.rank, drawn_by_steps, loader, host)
+        streams = dict(point.streams)
         # Experts lie on the ranks in another grid, and have a place of their own.
         experts = {EXPERTS: streams.pop(EXPERTS)}
         mine["layers"] = {_place_in_replica(context): streams} if context.dp.rank == 0 else {}
@@ -82,21 +125,23 @@ class RunState:
             mine["layers"][_place_among_experts(context)] = experts
         ranks = gather(context.axis("world"), mine)
         data = [rank["data"] for rank in ranks if "data" in rank]
-        size = step_size(module.trainer, context.dp.size)
+        size = step_size(trainer, context.dp.size)
         state = {
-            "consumed_samples": self._progress.consumed_samples,
-            "skipped_steps": self._progress.skipped_steps,
+            "consumed_samples": point.consumed_samples,
+            "skipped_steps": point.skipped_steps,
             "run": dict(self._progress.run),
             "step_size": None if size is None else size.as_dict(),
-            "samplers": [sampler.state_dict() for sampler in training_samplers(module.trainer)],
+            "samplers": point.samplers,
             "layout": asdict(context.layout),
             "tied": dict(part.tied),
-            "random_states": {replica: states for replica, states, _ in data},
+            "random_states": {replica: states for replica, states, _, _ in data},
+            "other_random_states": {replica: states for replica, _, _, states in data},
             "hooks_random_state": drawn_by_hooks,
-            "loaders": {replica: loader for replica, _, loader in data if loader},
+            "loaders": {replica: loader for replica, _, loader, _ in data if loader},
             "layer_streams": {k: v for rank in ranks for k, v in rank["layers"].items()},
         }
-        return {**checkpoint, OWN: state}
+        loops = {**checkpoint.get("loops", {}), "fit_loop": point.loops}
+        return {**checkpoint, "epoch": point.epoch, "loops": loops, OWN: state}
 
     def read_from(self, checkpoint: dict[str, Any], module: pl.LightningModule) -> None:
         """Remove our entry from a checkpoint, and resume from the entry if this run trains.
@@ -114,8 +159,8 @@ class RunState:
         self._progress.consumed_samples = state["consumed_samples"]
         self._progress.skipped_steps = state.get("skipped_steps", 0)
         self.step_size = state.get("step_size")
-        self._positions = [] if _epoch_finished(checkpoint) else state["samplers"]
-        self._repeats_validation = _in_validation(checkpoint)
+        loops = checkpoint["loops"]["fit_loop"]
+        self._positions = state["samplers"]
         if state["loaders"]:
             saved = list(state["loaders"].values())
             is_shared = all(equal_values(one, saved[0]) for one in saved)
@@ -127,7 +172,7 @@ class RunState:
                     "dataset, whose position is valid for any number."
                 )
             # States that are equal on all ranks are of the data, not of a rank.
-            checkpoint["loops"]["fit_loop"]["state_dict"]["combined_loader"] = (
+            loops["state_dict"]["combined_loader"] = (
                 saved[0] if is_shared else state["loaders"][context.dp.rank]
             )
         states = state["random_states"]
@@ -135,37 +180,83 @@ class RunState:
             states.get(context.dp.rank),
             state.get("hooks_random_state") or states.get(0),
         )
+        self._other_states = state.get("other_random_states", {}).get(context.dp.rank, {})
+        self._resume(module.trainer, checkpoint)
         # Under another layout the places mean other layers: the streams begin anew from the seed.
         if state["layout"] == asdict(context.layout):
             for place in (_place_in_replica(context), _place_among_experts(context)):
                 context.rng.load_state_dict(state["layer_streams"].get(place, {}))
 
+    def _resume(self, trainer: pl.Trainer, checkpoint: Mapping[str, Any]) -> None:
+        """Bring the loops of a checkpoint into a form that Lightning resumes exactly."""
+        loops = checkpoint["loops"]["fit_loop"]
+        self.points.loaded = {
+            "loops": tree_map(copy_leaf, dict(loops)),
+            "epoch": checkpoint["epoch"],
+            "samplers": self._positions,
+        }
+        settle(loops)
+        self._resumed = loops
+        steps, max_steps = checkpoint["global_step"], trainer.max_steps
+        if awaits_validation(loops) and 0 <= max_steps <= steps:
+            # Lightning leaves a fit without steps at once, and so without the validation.
+            self._max_steps = max_steps
+            trainer.fit_loop.epoch_loop.max_steps = steps + 1
+
+    def begin_validation(self, trainer: pl.Trainer) -> None:
+        """Let a run without steps end after the validation that it was resumed for."""
+        if self._max_steps is not None:
+            trainer.fit_loop.epoch_loop.max_steps = self._max_steps
+            self._max_steps = None
+
     def restore_random_state(self) -> None:
         """Draw the next random numbers of the run that saved the checkpoint."""
         self._streams().restore(*self._random_states)
+        if self._other_states:
+            set_host_states(self._other_states["host"])
 
     def restore_position(self, trainer: pl.Trainer) -> None:
         """Continue the pass over the data from the checkpoint's position. Called when training
         starts.
         """
-        if not self._positions:
-            # The save drew random numbers before the loaders of the next epoch did.
-            if self._repeats_validation:
-                self.restore_random_state()
-            return
+        if self._resumed is not None:
+            self._restore_data(trainer, self._resumed)
+            self.restore_random_state()
+            self._restore_validation(trainer, self._resumed)
+            self._resumed = None
+        self.points.begin(trainer)
+
+    def _restore_data(self, trainer: pl.Trainer, loops: Loops) -> None:
+        place = place_of(loops)
+        load_loader_states(trainer)
         samplers = training_samplers(trainer)
         # Lightning looks for state_dict on loaders.
         if len(samplers) == len(training_loaders(trainer)):
             warnings.filterwarnings(
                 "ignore", "You're resuming from a checkpoint that ended before the epoch ended"
             )
-        for sampler, position in zip(samplers, self._positions, strict=False):
-            sampler.load_state_dict(position)
-        # Workers fetched ahead before the position was known.
-        if any(sampler.started for sampler in samplers):
-            restart_fetching(trainer)
-        self._positions = []
-        self.restore_random_state()
+        if place is not Place.IN_EPOCH and loops["state_dict"].get("combined_loader"):
+            enter_pass(trainer)
+        if place is Place.IN_EPOCH:
+            for sampler, position in zip(samplers, self._positions, strict=False):
+                sampler.load_state_dict(position)
+            # Workers fetched ahead before the position was known.
+            if any(sampler.started for sampler in samplers):
+                restart_fetching(trainer)
+        states = self._other_states.get("loaders", ())
+        for generator, drawn in zip(training_generators(trainer), states, strict=False):
+            generator.set_state(drawn)
+        if place is Place.BETWEEN_EPOCHS or not has_begun(loops):
+            begin_epoch(trainer)
+        elif place is Place.END_OF_EPOCH and not awaits_validation(loops):
+            end_epoch(trainer)
+
+    def _restore_validation(self, trainer: pl.Trainer, loops: Loops) -> None:
+        if awaits_validation(loops) and seconds_between_validations(trainer) is not None:
+            set_validated_at(trainer, float("-inf"))
+        if self._max_steps is not None and not is_validation_due(trainer):
+            # The run validates at other times than the saved run.
+            self.begin_validation(trainer)
 
 
 def _place_in_replica(context: ParallelContext) -> str:
@@ -175,24 +266,3 @@ def _place_in_replica(context: ParallelContext) -> str:
 
 def _place_among_experts(context: ParallelContext) -> str:
     return f"etp{context.etp.rank}-ep{context.ep.rank}-pp{context.pp.rank}"
-
-
-def _epoch_finished(checkpoint: Mapping[str, Any]) -> bool:
-    """Whether Lightning's loops will begin a new pass over the data."""
-    progress = checkpoint.get("loops", {}).get("fit_loop", {}).get("epoch_loop.batch_progress", {})
-    # An exception may end the last batch before its training.
-    current = progress.get("current", {})
-    return bool(progress.get("is_last_batch", False)) and current.get("processed") == current.get(
-        "ready"
-    )
-
-
-def _in_validation(checkpoint: Mapping[str, Any]) -> bool:
-    """Whether Lightning's loops will return to a validation."""
-    progress = (
-        checkpoint.get("loops", {})
-        .get("fit_loop", {})
-        .get("epoch_loop.val_loop.batch_progress", {})
-    )
-    total = progress.get("total", {})
-    return bool(total.get("started", 0) > total.get("processed", 0))

@@ -96,6 +96,10 @@ class CheckpointHooks(RankHooks):
                 return
             self.ranks.course.mark("trainer.save_checkpoint()")
             self.run.share_written()
+        with nullcontext() if self.run is None else self.run.at_last_update():
+            self._save(checkpoint, filepath, storage_options)
+
+    def _save(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any) -> None:
         if self._saves_plain_files:
             if self.run is not None:
                 checkpoint = self.run.checkpoints.state.write_to(checkpoint, self.module, self.part)
@@ -121,7 +125,8 @@ class CheckpointHooks(RankHooks):
         """
         self._refuse_in_step("a checkpoint")
         self._running.share_written()
-        self._running.checkpoints.save_local(filepath, folder, self.part)
+        with self._running.at_last_update():
+            self._running.checkpoints.save_local(filepath, folder, self.part)
 
     @override
     def load_checkpoint(

@@ -143,6 +143,7 @@ class StepHooks(RankHooks):
     @override
     def on_validation_start(self) -> None:
         self.ranks.course.mark(VALIDATION)
+        self._running.checkpoints.state.begin_validation(self.module.trainer)
         self._running.share_written()
         self._running.share_buffers()
         self._running.begin_evaluation("validation_step")
@@ -215,9 +216,10 @@ class StepHooks(RankHooks):
     @property
     def consumed_samples(self) -> int:
         """Samples trained on by all data-parallel ranks together, including samples of skipped
-        steps.
+        steps. After an exception: until the last update.
         """
-        return self.progress.consumed_samples
+        point = None if self.run is None else self.run.interrupted_at()
+        return self.progress.consumed_samples if point is None else point.consumed_samples
 
     @property
     def may_skip_steps(self) -> bool:

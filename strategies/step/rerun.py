@@ -10,8 +10,8 @@ weights, which no step changes before its update. Recording costs no copy of a b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -92,7 +92,7 @@ class _Inputs:
         self.batch = tree_map(lambda leaf: leaf, batch.value)
         self.indices = batch.indices
         self.states = states
-        self.buffers = buffers
+        self.buffers = dict(buffers)
         self.versions = _versions(self.batch)
         self.losses: list[Tensor] = []
         """Losses of the micro-batches, on the last stage."""
@@ -116,6 +116,7 @@ class StepInputs(StepParticipant):
         self._written: set[str] = set(self._places.current())  # all, before the first step
         self._late: set[str] = set()
         self._num_batches = 0
+        self._left: dict[str, Tensor] = {}  # from before a step that the fit has not ended
         self.batches: list[_Inputs] = []
         """Batches of the step, in order."""
         self.is_complete = False
@@ -179,6 +180,20 @@ class StepInputs(StepParticipant):
                 if buffer is not None and buffer.shape == value.shape:
                     buffer.copy_(value)
 
+    @contextmanager
+    def before_step(self) -> Iterator[None]:
+        """Set the buffers from before the first batch of the step in the block, as far as the step
+        is held.
+        """
+        buffers = self.batches[0].buffers if self.batches else self._left
+        places = self._places.current()
+        now = {name: now.clone() for name in buffers if (now := places.get(name)) is not None}
+        self.fill(buffers)
+        try:
+            yield
+        finally:
+            self.fill(now)
+
     def states(self) -> Any:
         """Return all random states."""
         return self._rng.everything(), self._scope.context.rng.state_dict()
@@ -201,6 +216,7 @@ class StepInputs(StepParticipant):
     def clear(self) -> None:
         """Forget the step."""
         self.batches.clear()
+        self._left = {}
         self.is_complete = False
         self.dropped_bytes = 0
         self._written |= self._late
@@ -216,8 +232,10 @@ class StepInputs(StepParticipant):
         self.clear()
 
     def end_training(self) -> None:
-        """Forget the step."""
+        """Forget the step. A save behind the fit still finds the buffers from before the step."""
+        left = self.batches[0].buffers if self.batches else {}
         self.clear()
+        self._left = left
 
 
 class Rerun:

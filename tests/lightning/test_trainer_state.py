@@ -370,7 +370,8 @@ def _observed(layout: Layout, folder: str, resuming: bool) -> dict[str, Any]:
     if not resuming:
         callbacks += [
             _StopsAt(7),
-            ModelCheckpoint(folder, "at", every_n_train_steps=4, save_top_k=-1),
+            # Behind each validation. Of a save before one, Lightning alone loses the validation.
+            ModelCheckpoint(folder, "{step}", save_top_k=-1),
         ]
     options: dict[str, Any] = {
         "max_epochs": 3,
@@ -385,7 +386,7 @@ def _observed(layout: Layout, folder: str, resuming: bool) -> dict[str, Any]:
         fitted.fit(
             ToyModule(),
             datamodule=layout.data_module(),
-            ckpt_path=f"{folder}/at.ckpt" if resuming else None,
+            ckpt_path=f"{folder}/step=4.ckpt" if resuming else None,
         )
     return {"lines": logger.lines, "history": history.seen, "progress": _progress(fitted)}
 

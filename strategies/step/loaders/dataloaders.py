@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 from lightning.fabric.utilities.seed import pl_worker_init_function
 from lightning.pytorch.overrides.distributed import (
     UnrepeatedDistributedSampler,
@@ -257,6 +258,16 @@ def training_samplers(trainer: pl.Trainer) -> list[ResumableSampler]:
     """Return the samplers of the training data made by :func:`resumable`."""
     samplers = [sampler_of(loader) for loader in training_loaders(trainer)]
     return [sampler for sampler in samplers if sampler is not None]
+
+
+def training_generators(trainer: pl.Trainer) -> list[torch.Generator]:
+    """Return the generators that the user has given to training loaders and samplers. Random states
+    of the process do not hold their states.
+    """
+    loaders = training_loaders(trainer)
+    orders = [sampler.order for sampler in training_samplers(trainer)]
+    found = [getattr(owner, "generator", None) for owner in (*loaders, *orders)]
+    return list({id(one): one for one in found if isinstance(one, torch.Generator)}.values())
 
 
 def prepared_loader(
