@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from megatron_lightning.errors import ConfigError
@@ -21,6 +22,8 @@ from megatron_lightning.inference.sampling import Sampling
 from megatron_lightning.inference.text import Codec
 
 _MOST_STOPS = 4
+_CHARACTERS, _MARGIN = 8, 16
+"""Characters of a token, and tokens that a cut text may have more, in an early look at a text."""
 _SEEDS = 1 << 63
 _DEFAULT_NEW_TOKENS: Mapping[bool, int] = {
     False: 16,
@@ -89,9 +92,11 @@ def parse(body: Any, codec: Codec, *, name: str, longest: int, is_chat: bool) ->
             404, f"there is no model {shown(request.model)}; this server has {name!r}.", "model"
         )
     if isinstance(request, ChatBody):
-        prompts, echo, tools = [_conversation(request, body, codec)], False, _tools(request)
+        text = _conversation(request, body, codec)
+        prompts, echo, tools = [_chat_ids(text, codec, longest)], False, _tools(request)
     else:
-        prompts, echo, tools = _prompts(request, codec), bool(request.echo), frozenset[str]()
+        prompts, tools = _prompts(request, codec, longest), frozenset[str]()
+        echo = bool(request.echo)
     most = _most_new_tokens(request, max(map(len, prompts)), longest)
     options = request.stream_options
     return ApiRequest(
@@ -150,11 +155,13 @@ def _num_choices(request: Body) -> int:
     return number
 
 
-def _prompts(request: CompletionBody, codec: Codec) -> list[list[int]]:
+def _prompts(request: CompletionBody, codec: Codec, longest: int) -> list[list[int]]:
     given: Any = request.prompt
     if isinstance(given, str) or (given and isinstance(given[0], int)):
         given = [given]
-    prompts = [codec.encode(one) if isinstance(one, str) else list(one) for one in given]
+    prompts = [
+        _encoded(codec.encode, one, longest) if isinstance(one, str) else list(one) for one in given
+    ]
     if not prompts or not all(prompts):
         message = "prompt has to be a text, token ids, or a list of these, and not empty."
         raise ApiError(400, message, "prompt")
@@ -175,8 +182,25 @@ def _tools(request: ChatBody) -> frozenset[str]:
     return frozenset(tool.function.name for tool in request.tools or ())
 
 
-def _conversation(request: ChatBody, body: Mapping[str, Any], codec: Codec) -> list[int]:
-    """Return the ids of a conversation by the chat template.
+def _encoded(encode: Callable[[str], list[int]], text: str, longest: int) -> list[int]:
+    """Return the ids of a text.
+
+    Raises:
+        ApiError: If the begin of the text alone is too long. Megabytes would take many seconds.
+    """
+    begin = text[: _CHARACTERS * longest]
+    if len(begin) < len(text) and (number := len(encode(begin))) > longest + _MARGIN:
+        raise ApiError(
+            400,
+            f"a prompt of more than {number} tokens is longer than the {longest} tokens of this "
+            "server. Shorten the prompt.",
+            "prompt",
+        )
+    return encode(text)
+
+
+def _conversation(request: ChatBody, body: Mapping[str, Any], codec: Codec) -> str:
+    """Return a conversation as a text by the chat template.
 
     Raises:
         ApiError: If the template refuses the messages, or does not render tools or calls.
@@ -209,7 +233,11 @@ def _conversation(request: ChatBody, body: Mapping[str, Any], codec: Codec) -> l
             )
     except ConfigError as error:
         raise ApiError(400, str(error), "messages") from error
-    ids = codec.ids(text, special=False)
+    return text
+
+
+def _chat_ids(text: str, codec: Codec, longest: int) -> list[int]:
+    ids = _encoded(partial(codec.ids, special=False), text, longest)
     if not ids:
         message = f"the chat template of {codec.name} renders the messages as an empty text."
         raise ApiError(400, message, "messages")

@@ -10,15 +10,16 @@ import asyncio
 import hmac
 import json
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import asdict, dataclass
+from importlib.resources import files
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
-from megatron_lightning.inference import page
 from megatron_lightning.inference.api_answers import Answer
 from megatron_lightning.inference.api_models import ApiError
 from megatron_lightning.inference.api_requests import ApiRequest, parse
@@ -27,8 +28,14 @@ from megatron_lightning.inference.sampling import Sampling
 from megatron_lightning.inference.stepping import Stepping
 from megatron_lightning.inference.text import Codec
 
-_PUBLIC = frozenset(("/", "/page.css", "/page.js", "/health"))
-"""Paths without a key."""
+_GONE = 499
+"""Status of an answer that nobody reads."""
+_PUBLIC: Mapping[str, tuple[str, str]] = {
+    "/": ("index.html", "text/html"),
+    "/page.css": ("page.css", "text/css"),
+    "/page.js": ("page.js", "text/javascript"),
+}
+"""Path -> file and media type of the page to try prompts. The page needs no key."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,12 +77,8 @@ class Server:
         app.add_exception_handler(ApiError, _failed)
         app.add_exception_handler(HTTPException, _failed)  # no such path or method
         app.add_exception_handler(Exception, _failed)
-        for path, text, kind in (
-            ("/", page.HTML, "text/html"),
-            ("/page.css", page.CSS, "text/css"),
-            ("/page.js", page.JAVASCRIPT, "text/javascript"),
-        ):
-            app.get(path)(_page(text, kind))
+        for path, (file, kind) in _PUBLIC.items():
+            app.get(path)(_static(file, kind))
         app.get("/health")(self._health)
         app.get("/v1/models")(self._models)
         app.get("/v1/models/{name:path}")(self._model)
@@ -95,7 +98,7 @@ class Server:
             return _answer_of(ApiError(403, message))
         # The path that is routed. The path of request.url would be parsed together with the header
         # Host, which a client chooses.
-        if settings.api_key is not None and request.scope["path"] not in _PUBLIC:
+        if settings.api_key is not None and request.scope["path"] not in (*_PUBLIC, "/health"):
             given_key = request.headers.get("authorization", "").removeprefix("Bearer ")
             if not hmac.compare_digest(given_key.encode(), settings.api_key.encode()):
                 return _answer_of(ApiError(401, "the API key is missing or wrong."))
@@ -141,6 +144,8 @@ class Server:
             body = await asyncio.wait_for(self._body(http), settings.timeout_s)
         except asyncio.TimeoutError as error:
             raise ApiError(408, "the body took longer than this server allows.") from error
+        except ClientDisconnect:
+            return Response(status_code=_GONE)
         async with self._parsing:
             # Beside the event loop: a long prompt takes seconds.
             request = await asyncio.to_thread(
@@ -168,7 +173,8 @@ class Server:
             ApiError: If the body is too large, or no JSON.
         """
         limit = self._settings.max_body_bytes
-        if http.headers.get("content-type", "").partition(";")[0].strip() != "application/json":
+        kind = http.headers.get("content-type", "").partition(";")[0]
+        if kind.strip().lower() != "application/json":
             raise ApiError(415, "the body has to be application/json.")
         content = bytearray()
         async for part in http.stream():
@@ -232,7 +238,7 @@ class Server:
         try:
             await asyncio.wait({gone, work}, return_when=asyncio.FIRST_COMPLETED)
             if not work.done():
-                return Response(status_code=499)  # nobody reads the answer
+                return Response(status_code=_GONE)
             work.result()
         finally:
             gone.cancel()
@@ -283,7 +289,9 @@ async def _disconnected(http: Request) -> None:
         await asyncio.sleep(0.2)
 
 
-def _page(text: str, kind: str) -> Callable[[], Awaitable[Response]]:
+def _static(file: str, kind: str) -> Callable[[], Awaitable[Response]]:
+    text = files(__package__).joinpath("static", file).read_text(encoding="utf-8")
+
     async def answer() -> Response:
         policy = "default-src 'self'; frame-ancestors 'none'"
         return Response(text, media_type=kind, headers={"Content-Security-Policy": policy})

@@ -83,6 +83,8 @@ def test_the_wheel_holds_each_module_once(wheel: Path) -> None:
         for path in (ROOT / parent).rglob("*.py")
     }
     assert sources <= set(names) and "megatron_lightning/py.typed" in names
+    page = {"index.html", "page.css", "page.js"}
+    assert {f"megatron_lightning/inference/static/{file}" for file in page} <= set(names)
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from typing import Any
 
 import pytest
@@ -83,3 +84,14 @@ def test_the_routed_path_decides_not_that_of_the_url(monkeypatch: pytest.MonkeyP
     idle: Any = _Idle()
     app = Server(idle, idle, ServerSettings(name="m", longest=64, api_key="secret")).app()
     assert _request(app, "/v1/models", {"Host": "a"})[0] == 401
+
+
+def test_the_page_is_of_files_without_inline_code() -> None:
+    idle: Any = _Idle()
+    app = Server(idle, idle, ServerSettings(name="m", longest=64)).app()
+    found = {path: _request(app, path, {})[1].decode() for path in ("/", "/page.css", "/page.js")}
+    page, script = found["/"], found["/page.js"]
+    assert "<script>" not in page and "onclick" not in page and "innerHTML" not in script
+    ids = set(re.findall(r'id="(\w+)"', page))
+    assert set(re.findall(r'\$\("(\w+)"\)', script)) <= ids
+    assert {"system", "turns", "again", "chat"} <= ids
