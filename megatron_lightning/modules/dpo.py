@@ -237,7 +237,8 @@ class DPOModule(ObjectiveModule):
                 self._first.hand_out()
 
     def on_train_start(self) -> None:
-        """Keep the first values of the adapters as the reference."""
+        """Check the model, and keep the first values of the adapters as the reference."""
+        super().on_train_start()
         self._keep_first()
 
     def on_validation_start(self) -> None:
